@@ -330,8 +330,8 @@ class Archive:
             self._prune(path)
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be written: {explain(error)}; archive.max_gb bounds what is kept "
-                "there, 0 keeps none"
+                f"{path} cannot be written: {explain(error, 'run.dir')}; archive.max_gb bounds "
+                "what is kept there, 0 keeps none"
             ) from error
 
     def _prune(self, newest: Path) -> None:

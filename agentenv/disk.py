@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import shutil
 import tempfile
@@ -113,14 +114,19 @@ def finished_folder(folder: Path) -> Path:
     return old if old.is_dir() and not folder.exists() else folder
 
 
+def remove_left(place: Path, prefix: str) -> None:
+    """Remove the folders of `own_folder` that nobody holds, since their processes were killed;
+    where the file system knows no locks, none."""
+    for left in place.glob(f"{prefix}*"):
+        with suppress(OSError), locked(left, fcntl.LOCK_NB):
+            shutil.rmtree(left)
+
+
 @contextmanager
 def own_folder(place: Path | None, prefix: str) -> Iterator[Path]:
     """A folder of this process in `place` (by default where temporary files are), which holds a
-    lock on it: it has its name once it is locked. Those of the same prefix that nobody holds are
-    removed first, since their processes were killed; where the file system knows no locks, none."""
-    for left in Path(place or tempfile.gettempdir()).glob(f"{prefix}*"):
-        with suppress(OSError), locked(left, fcntl.LOCK_NB):
-            shutil.rmtree(left)
+    lock on it: it has its name once it is locked. Those that were left there are removed first."""
+    remove_left(Path(place or tempfile.gettempdir()), prefix)
     own = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=place))
     try:
         with ExitStack() as lock:
@@ -153,12 +159,69 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def explain(error: OSError) -> str:
-    """A reason a user can act on."""
-    if error.errno == errno.ENOSPC:
-        return "no space is left on the device; free some and resume"
-    if error.errno == errno.EDQUOT:
-        return "the quota of this disk is used up; free some of it and resume"
+def undecodable(text: str) -> str:
+    """The text, as of a path, with its bytes that are no UTF-8 written out, as \\xff; empty: there
+    are none. Python reads them as lone surrogates, which neither logs nor JSON can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        with suppress(UnicodeEncodeError):  # surrogates that stand for no byte
+            return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        return ascii(text)[1:-1]
+    return ""
+
+
+def existing(path: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    path = path.absolute()
+    return next(one for one in (path, *path.parents) if one.is_dir())
+
+
+def free_bytes(folder: Path) -> float:
+    """Bytes that this process may still write there; infinite where the file system has no bound.
+    Raises OSError."""
+    found = os.statvfs(folder)
+    return float(found.f_bavail * found.f_frsize) if found.f_blocks else math.inf
+
+
+SHARED_MEMORY = Path("/dev/shm")
+WEIGHTS_PREFIX = "agentenv-weights-"  # of a folder through which new weights pass
+WEIGHTS_KEY = "resources.weights_dir"
+HARDLY = 0.1  # part of a device that is no use to free
+
+
+def explain(error: OSError, key: str = "") -> str:
+    """A reason a user can act on. `key` is that of the configuration which places the file; the
+    folder of new weights is known by its name."""
+    path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
+    if path is not None and any(part.startswith(WEIGHTS_PREFIX) for part in path.parts):
+        key = WEIGHTS_KEY
+    elsewhere = f"choose another place with {key}=DIR" if key else "choose another place for it"
+    if key.startswith("--"):
+        elsewhere = f"choose another {key}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        full = "no space is left on the device"
+        if path is not None and SHARED_MEMORY in path.parents:
+            elsewhere = f"give {SHARED_MEMORY} more room (docker run --shm-size), or {elsewhere}"
+        if error.errno == errno.EDQUOT:
+            full = "the quota of this disk is used up"
+        elif path is not None and (size := _is_too_small(path)):
+            return f"{full}, which has {size / 2**20:.1f} MiB in all; {elsewhere}, and resume"
+        return f"{full}; free some and resume, or {elsewhere}"
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-        return f"no permission ({error.strerror}); choose another place with run.dir=DIR"
+        return f"no permission ({error.strerror}); {elsewhere}"
     return error.strerror or str(error)
+
+
+def _is_too_small(path: Path) -> int:
+    """The size of the device that the file is on, bytes, if what is beside the file's own folder
+    is hardly worth freeing; else 0."""
+    with suppress(OSError):
+        folder = existing(path.parent)
+        found = os.statvfs(folder)
+        size = found.f_blocks * found.f_frsize
+        used = size - found.f_bfree * found.f_frsize
+        own = sum(one.lstat().st_blocks * 512 for one in folder.iterdir())
+        if used - own < HARDLY * size:
+            return size
+    return 0

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from agentenv.errors import DataError, ForeignError
 from agentenv.foreign import decode
+
+GENERATION = "generation_config.json"
+WEIGHTS_SUFFIXES = (  # in the formats of this and of other frameworks, and what lies beside them
+    *(".safetensors", ".bin", ".pt", ".pth", ".index.json", ".partial", ".gguf"),
+    *(".h5", ".msgpack", ".onnx", ".onnx_data", ".ckpt", ".tflite", ".npz"),
+)
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
@@ -54,15 +61,112 @@ def num_stretched_positions(model_config: dict[str, Any]) -> int:
     return max(positions, int(trained * float(rope.get("factor") or 1.0)))
 
 
-def read_eos_ids(model: Path, tokenizer: Any) -> frozenset[int]:
-    """All tokens that end a turn: those of generation_config.json and the tokenizer's own."""
-    path = model / "generation_config.json"
-    found: Any = None
-    if path.is_file():
-        found = read_object(path, "generation configuration").get("eos_token_id")
-    ids = found if isinstance(found, list) else [found]
-    own = getattr(tokenizer, "eos_token_id", None)
-    return frozenset(token for token in [*ids, own] if isinstance(token, int))
+# What ends a turn.
+
+
+def read_eos_ids(model: Path, tokenizer: Any = None) -> frozenset[int]:
+    """The tokens at which every engine stops, and which renderers take off a turn: `eos_token_id`
+    of generation_config.json and of config.json (a number or a list), and the tokenizer's
+    eos_token. Raises DataError for a value that is neither."""
+    return frozenset().union(*(ids for _, ids in _eos_sources(model, tokenizer)))
+
+
+def _eos_sources(model: Path, tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
+    """Where an end of a turn is given, and its tokens there."""
+    generation = _eos_of(model / GENERATION)
+    yield f"eos_token_id of {GENERATION}", generation
+    own = _eos_of(model / "config.json")
+    if generation:  # libraries write their own default into config.json: it may be any word
+        own = [token for token in own if token in special_tokens(tokenizer)]
+    yield "eos_token_id of config.json", own
+    end = getattr(tokenizer, "eos_token_id", None)
+    yield "eos_token of the tokenizer", [] if end is None else [end]
+
+
+def _eos_of(path: Path) -> list[int]:
+    """eos_token_id in a file, also of the text model inside one that reads more than text."""
+    found = read_object(path, "model configuration") if path.is_file() else {}
+    inner = found.get("text_config")
+    ids: list[int] = []
+    for table in (found, inner if isinstance(inner, dict) else {}):
+        value = table.get("eos_token_id")
+        some = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int for token in some):
+            raise DataError(
+                f"{path}: eos_token_id: expected a token id or a list of them, got {value!r}"
+            )
+        ids += some
+    return ids
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """The texts of the tokenizer's special tokens by id."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {token: str(one.content) for token, one in added.items() if one.special}
+
+
+def template_end(
+    tokenizer: Any, eos_ids: Collection[int], chat_template_kwargs: Mapping[str, Any]
+) -> int | None:
+    """The token with which the chat template ends an answer: of the special tokens that it writes
+    there, one behind the other, the first of `eos_ids`, else the first. None: it writes none, or
+    cannot be asked."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return None
+    ends = {str(tokenizer.decode([token])): token for token in sorted(eos_ids)}
+    known = {text: token for token, text in special_tokens(tokenizer).items()} | ends
+    known.pop("", None)
+    chat = [{"role": role, "content": f"q{role}q"} for role in ("user", "assistant", "user")]
+    for turns in (2, 3):
+        try:
+            text = tokenizer.apply_chat_template(
+                chat[:turns], tokenize=False, **dict(chat_template_kwargs)
+            )
+        except Exception:  # whatever code in a template raises; rendering prompts says so
+            return None
+        _, answer, rest = str(text).rpartition("qassistantq")
+        run = list(_leading(rest.lstrip(), known)) if answer else []
+        found = [token for token in run if token in eos_ids]
+        if found:
+            return found[0]
+        if run and turns == 2:  # what stands before the next turn may belong to that
+            return run[0]
+    return None
+
+
+def _leading(text: str, known: Mapping[str, int]) -> Iterator[int]:
+    """The tokens that a text begins with."""
+    while found := [one for one in known if text.startswith(one)]:
+        longest = max(found, key=len)
+        yield known[longest]
+        text = text.removeprefix(longest)
+
+
+def check_turn_end(
+    model: Path, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None
+) -> None:
+    """Raises DataError where the model's files name no token that ends a turn, or its chat template
+    (None: it is not applied) ends an answer with one at which no engine stops."""
+    sources = [*_eos_sources(model, tokenizer)]
+    eos_ids = read_eos_ids(model, tokenizer)
+    path = model / GENERATION
+    if not eos_ids:
+        raise DataError(
+            f"{model}: no token ends a turn: neither {GENERATION} nor config.json has "
+            f"eos_token_id, and the tokenizer has no eos_token; give eos_token_id in {path}"
+        )
+    if chat_template_kwargs is None:
+        return
+    end = template_end(tokenizer, eos_ids, chat_template_kwargs)
+    if end is None or end in eos_ids:
+        return
+    told = ", ".join(f"{where} is {ids}" for where, ids in sources if ids)
+    raise DataError(
+        f"{model}: the chat template ends an answer with {tokenizer.decode([end])!r} (token {end}),"
+        f" at which generation does not stop: {told}; set eos_token_id in {path} to "
+        f"{sorted({end, *eos_ids})}, in a copy of the model if need be, or choose a template that "
+        "ends answers with one of these tokens"
+    )
 
 
 HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")  # of a model there; paths of that form may be meant so
@@ -78,6 +182,12 @@ def check_model_directory(model: Path, with_weights: bool = True) -> None:
                 f"{model} is not a model directory: {name} is missing; expected a Hugging Face "
                 f"directory with config.json, safetensors and tokenizer files{hint}"
             )
+    for path in model.iterdir():
+        if not path.exists() and not path.name.endswith(WEIGHTS_SUFFIXES):
+            raise DataError(
+                f"{path}: this link leads nowhere, and checkpoints are to have the file; fetch or "
+                "copy the model again, or remove the link"
+            )
     if with_weights and not any(model.glob("*.safetensors")):
         raise DataError(f"{model} is not a model directory: it holds no *.safetensors file")
 
@@ -91,7 +201,7 @@ def load_tokenizer(model: Path, with_weights: bool = True) -> Any:
     kind = getattr(transformers, tokenizer_class(model) or "AutoTokenizer")
     try:
         return kind.from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever a damaged file makes the libraries raise
         raise DataError(f"{model}: its tokenizer cannot be loaded: {error}") from error
 
 

@@ -57,6 +57,7 @@ from msgspec.structs import asdict
 from rich.table import Table
 
 from agentenv.errors import AgentEnvError, ConfigError
+from launchers.arguments import Parser
 from launchers.tables import bare_table
 from launchers.terminal import View
 
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="launchers/bench.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -20,11 +20,12 @@ from msgspec import Struct
 from agentenv import hub
 from agentenv.config import paths_of
 from agentenv.data.files import find_files
-from agentenv.engine import check_context
+from agentenv.engine import EngineConfig, check_context
 from agentenv.errors import AgentEnvError, ConfigError, DataError
-from agentenv.model_files import num_positions, read_model_config
-from agentenv.native import NativeConfig
+from agentenv.model_files import check_turn_end, num_positions, read_model_config
+from agentenv.native import NativeConfig, NativeRenderer
 from agentenv.offload import in_thread
+from agentenv.renderer import TagRenderer
 from envs.grading.reward import grader_config
 from launchers.assembly import AskingAssembly, Assembly, load_function
 from launchers.config import TABLES, ModelConfig, TrainConfig
@@ -339,6 +340,25 @@ async def context(assembly: AskingAssembly[Any]) -> None:
             check_context(one.limits, length)
 
 
+async def turn_end(assembly: Assembly[Any]) -> None:
+    """Something ends a turn, and the token with which the chat template ends an answer does."""
+    model, engine = await assembly.model(), getattr(assembly.config, "engine", None)
+    if model is None or (isinstance(engine, EngineConfig) and not engine.has_weights):
+        return  # a server elsewhere has files of its own
+    for renderer in (await assembly.renderers()).values():
+        if isinstance(renderer, TagRenderer | NativeRenderer):
+            prompt = renderer.prompt_config
+            kwargs = prompt.chat_template_kwargs if prompt.apply_chat_template else None
+            await in_thread(check_turn_end, model, renderer.tokenizer, kwargs)
+
+
+async def room_for_weights(assembly: Any) -> None:
+    """New weights have room on their way from the learner to the engine."""
+    found = await assembly.passage()
+    if found.told:
+        assembly.say(found.told)
+
+
 # The parts.
 
 
@@ -416,8 +436,11 @@ CHECKS: tuple[Check, ...] = (
     Check("context", "model", ASKING, context),
     # the renderer can write the prompts of this model
     Check("chat template", "model", ALL, part("renderers")),
+    Check("end of a turn", "model", ALL, turn_end),
     # what the set-up makes is there from here on
     Check("set-up is run", "model", RUNS, part("set_up")),
+    # new weights have room on their way to the engine
+    Check("room for weights", "model", TRAIN, room_for_weights),
     # every row of the data can be read
     Check("rows", "model", ASKING, part("tasks")),
     Check("sequence lengths", "model", SUPERVISED, sequence_lengths),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
-from msgspec.structs import force_setattr
+from msgspec.structs import force_setattr, replace
 
 from agentenv.archive import ArchiveConfig
 from agentenv.config import ESSENTIAL, ROWS
@@ -38,7 +38,7 @@ from learners.aepo import AEPO
 from learners.algorithm import Algorithm
 from learners.arpo import ARPO
 from learners.baselines import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforcePP
-from learners.learner import LearnerConfig, OptimizerConfig
+from learners.learner import LearnerConfig, LearningRate, OptimizerConfig, WeightDecay
 
 # What configurations choose by name; one of ours more is one more word here.
 ALGORITHMS = Kind(
@@ -318,6 +318,14 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "started for the run beside it"
         ),
     ] = field(default_factory=list)
+    weights_dir: Annotated[
+        str,
+        Meta(
+            description="folder through which new weights pass from the learner to the engine, "
+            "two copies of the model at most; empty: /dev/shm, or the run's folder where that has "
+            "no room for them"
+        ),
+    ] = ""
 
 
 # The phases of a run: cold start, updates, the self-critic between them, evaluations.
@@ -339,6 +347,13 @@ class SFTStage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = (1.0, 1.0)
 
 
+class ColdStartOptimizer(OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The optimizer of a cold start, with the rate of `launchers/sft.py`."""
+
+    learning_rate: LearningRate = 7e-6
+    weight_decay: WeightDecay = 0.0
+
+
 class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cold start: imitate demonstrations, stage by stage."""
 
@@ -354,8 +369,8 @@ class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(ge=0, le=1, description="teacher-forced exact match that every kind must reach"),
     ] = 0.9
     warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up")] = 20
-    optimizer: Annotated[OptimizerConfig, Meta(description="optimizer of the cold start")] = (
-        OptimizerConfig()
+    optimizer: Annotated[ColdStartOptimizer, Meta(description="optimizer of the cold start")] = (
+        ColdStartOptimizer()
     )
 
 
@@ -567,9 +582,13 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 f'queue.equal_groups = "count": {key} replaces groups of equal returns by later '
                 "ones, so that none is left to count; leave one of them out"
             )
-        for key, part in (("sft", self.sft), ("self_critic", self.self_critic)):
-            if part is not None:
-                self.learner.check_optimizer(part.optimizer, f"{key}.optimizer.optimizer")
+        given = (("sft", self.sft), ("self_critic", self.self_critic))
+        parts = {key: part.optimizer for key, part in given if part is not None}
+        muon = any(one.optimizer == "muon_adamw" for one in parts.values())
+        if muon and self.learner.zero_stage == "auto":
+            force_setattr(self, "learner", replace(self.learner, zero_stage=0))
+        for key, optimizer in parts.items():
+            self.learner.check_optimizer(optimizer, f"{key}.optimizer.optimizer")
 
     @property
     def algorithm_name(self) -> str:

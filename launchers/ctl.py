@@ -18,6 +18,7 @@ import msgspec
 from agentenv.errors import ConfigError, ForeignError
 from agentenv.foreign import decode
 from launchers import steering as ask
+from launchers.arguments import Parser
 from launchers.steering import Reply, Request, UnreachableError
 from launchers.tables import Table
 from launchers.terminal import EXIT_FAILED, View, to_its_end
@@ -45,13 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Of the command line: a run, a command, and what that takes."""
-    common = argparse.ArgumentParser(add_help=False)
+    common = Parser(add_help=False)
     common.add_argument(
         "--json", action="store_true", default=argparse.SUPPRESS, help="the reply as JSON"
     )  # no default: what stands before the command holds
-    texts = argparse.ArgumentParser(add_help=False)
+    texts = Parser(add_help=False)
     texts.add_argument("--text", action="store_true", help="questions, and what was written, too")
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="launchers/ctl.py",
         usage="launchers/ctl.py RUN [COMMAND ...] [--json]",
         description="Steer a run that goes on.",
@@ -62,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(command="status", json=False, text=False)
     commands = parser.add_subparsers(metavar="COMMAND", prog="launchers/ctl.py RUN")
 
-    def add(name: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    def add(name: str, *parents: Parser) -> argparse.ArgumentParser:
         command = commands.add_parser(name, parents=[common, *parents])
         command.set_defaults(command=name)
         return command

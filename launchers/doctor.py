@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.markup import escape
 
+from launchers.arguments import Parser
 from launchers.terminal import EXIT_FAILED, View, run_until_done, to_its_end
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="launchers/doctor.py",
         usage="launchers/doctor.py [--config CONFIG [key.sub=value ...]] [options]",
         description="Look whether this machine, and a configuration of training, are in order.",

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launchers.arguments import Parser
 from launchers.rundir import BEST, find_checkpoint
 from launchers.terminal import View, to_its_end
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="launchers/export.py",
         description="Write a checkpoint as a Hugging Face directory, without a learner.",
         epilog=f"`{TRANSCRIPTS} SOURCE OUT --format inspect|atif` writes what agents did "

@@ -19,6 +19,7 @@ from msgspec.structs import fields
 
 from agentenv.config import kind_at, marks_of, part_kind, struct_types, type_info, unwrap
 from agentenv.errors import ConfigError
+from launchers import arguments
 
 REQUIRED = "required"
 TABLE = "table"
@@ -167,7 +168,7 @@ def _default(field: mi.Field) -> str:
 # The configuration keys as --help and --help-keys show them.
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(arguments.Parser):
     """Of a command with a configuration, whose tables and essential keys end its --help. They are
     looked up then only: that takes as long as the rest of reading a command."""
 

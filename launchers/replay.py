@@ -41,6 +41,7 @@ from agentenv.plan import RolloutPlan
 from agentenv.regrow import Difference, cannot_grow_again, differences
 from agentenv.tree import TrajectoryTree
 from agentenv.virtual_clock import run_virtual
+from launchers.arguments import Parser
 from launchers.assembly import TRAINING, actor_seed
 from launchers.config import TrainConfig
 from launchers.rundir import CONFIG_FILE, JOURNAL, find_checkpoint
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="launchers/replay.py",
         description="Compute again what a run computed, from the trees that it kept in RUN/trees: "
         "how they grew, their credit, the loss. Names what comes out otherwise, and ends with 1.",

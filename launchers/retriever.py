@@ -35,6 +35,7 @@ from envs.search.bm25 import BM25Config
 from envs.search.cache import ResultCache
 from envs.search.corpus import Backend, Hit, Query, joined_contents
 from envs.search.service import AnyBackend, SearchConfig, build_backend
+from launchers.arguments import check_arguments
 from launchers.help import key_table
 
 MAX_BODY_BYTES = 4_000_000
@@ -225,6 +226,7 @@ def main(arguments: list[str]) -> int:
         sys.stdout.write(f"{usage}\n\n{__doc__}\n{key_table(RetrieverConfig)}\n")
         return 0
     try:
+        check_arguments(arguments)
         asyncio.run(_serve_until_signal(read_config(arguments)))
     except AgentEnvError as error:
         logger.error("error: %s", error)

@@ -43,9 +43,11 @@ from agentenv.deadline import within
 from agentenv.disk import (
     OLD,
     PARTIAL,
+    WEIGHTS_PREFIX,
     append_whole,
     explain,
     make_folder,
+    naming,
     replace_folder,
     sync,
     write_whole,
@@ -68,7 +70,7 @@ class Checkpoints:
 
     step-000020           whole; but for what its state says of evaluations, never changed
     step-000020.partial   being written, or cut off by a crash; never read
-    best                  the best by `checkpoint.best_metric`; hard links
+    best                  the best by `checkpoint.best_metric`; its weights are hard links
     sft-000250            in the midst of the cold start, after so many of its steps
     set-aside/            newer checkpoints than the one that a run was resumed from
     """
@@ -187,8 +189,8 @@ class Checkpoints:
 
 
 def link_model(checkpoint: Path, folder: Path) -> Path:
-    """The model of a checkpoint, without the learner's state, as hard links in `folder`: it stays
-    there when the checkpoint is pruned, and costs no space before."""
+    """The model of a checkpoint, without the learner's state, in `folder`: it stays there when the
+    checkpoint is pruned. Weights are hard links, which cost no space before."""
     shutil.rmtree(folder, ignore_errors=True)
     left_out = shutil.ignore_patterns("trainer", STATE_FILE)
     return Path(shutil.copytree(checkpoint, folder, copy_function=_link_or_copy, ignore=left_out))
@@ -209,11 +211,16 @@ def find_checkpoint(path: Path, *, best: bool = False) -> Path:
     return found
 
 
+WEIGHTS = (".safetensors", ".bin")
+
+
 def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, target)
+    """Weights, which nothing writes in place, as hard links where the file system has them; a copy
+    of any other file. Symbolic links are followed: a link to a link may lead nowhere."""
+    if source.endswith(WEIGHTS):
+        with suppress(OSError):  # another file system, or one without links
+            return os.link(os.path.realpath(source), target)
+    shutil.copyfile(source, target)
 
 
 JOB_VARIABLE = "AGENTENV_JOB"  # a name of the job that the process is of; nobody else has it
@@ -292,6 +299,7 @@ class Lock:
             self._let_go()
 
 
+DIR_KEY = "run.dir"  # which places a run
 LOG_FILE = "run.log"
 STARTS = "starts"
 JOURNAL = "journal"  # folder of turns and trees
@@ -333,7 +341,7 @@ class RunDirectory:
                 self._claim()
             make_folder(self.checkpoints.folder)
         except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {explain(error)}") from error
+            raise ConfigError(f"{path} cannot be written: {explain(error, DIR_KEY)}") from error
         check_writable(path)
         self.monitors = Monitors(monitor or MonitorConfig(), path, settings or {})
 
@@ -344,7 +352,8 @@ class RunDirectory:
     def _refuse_used(self) -> None:
         """Refuse a directory that holds a run or something else."""
         found = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
-        found -= {name for name in found if name.startswith("learner-")}  # logs of ranks
+        begun = ("learner-", WEIGHTS_PREFIX)  # logs of ranks, weights that a killed run has left
+        found -= {name for name in found if name.startswith(begun)}
         found -= {CONFIG_FILE + PARTIAL, STARTS + PARTIAL, PROBE, "lock"}
         if CONFIG_FILE in found:
             raise ConfigError(
@@ -376,7 +385,7 @@ class RunDirectory:
         try:
             write_whole(path, f"{number}\n", durable=True)
         except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {explain(error)}") from error
+            raise ConfigError(f"{path} cannot be written: {explain(error, DIR_KEY)}") from error
         return number
 
     def resolve(self, text: str) -> Path:
@@ -471,7 +480,7 @@ def check_writable(path: Path) -> None:
         probe.write_bytes(b"\0" * 65536)
         probe.unlink()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {explain(error)}") from error
+        raise ConfigError(f"{path} cannot be written: {explain(error, DIR_KEY)}") from error
 
 
 def load_state(checkpoint: Path, kind: type[Any]) -> Any:

@@ -23,7 +23,7 @@ from agentenv.deadline import uncancelled, within
 from agentenv.disk import explain
 from agentenv.errors import AgentEnvError, LearnerError, StallError
 from agentenv.offload import in_thread
-from launchers.rundir import STEP, Checkpoints, save_state
+from launchers.rundir import DIR_KEY, STEP, Checkpoints, save_state
 from launchers.terminal import View
 from learners.learner import Learner
 
@@ -157,7 +157,7 @@ class Saver:
             await self.save(at_end=True)
             await within(self.config.finish_s, "what it remembers", self.amend())
         except OSError as error:
-            await self._fail(f"{error.filename or self.checkpoints.folder}: {explain(error)}")
+            await self._fail(f"{error.filename or self.checkpoints.folder}: {explain(error, DIR_KEY)}")
         except AgentEnvError as error:
             await self._fail(str(error).splitlines()[0])
         except Exception as error:  # what ends the run stays its reason

@@ -7,7 +7,6 @@ and lists those that it does not.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -19,6 +18,7 @@ from msgspec import Struct
 from agentenv.errors import DataError, ForeignError
 from agentenv.foreign import decode
 from envs.search.snapshot import MISSED, Snapshot
+from launchers.arguments import Parser
 from launchers.terminal import EXIT_MISSING, View, to_its_end
 
 
@@ -35,7 +35,7 @@ class _Row(Struct):
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 all is there, 2 bad input, 3 something was asked for that FILE does
     not hold."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="launchers/snapshot.py",
         description="Say what a frozen web holds, and what of a run it covers.",
     )

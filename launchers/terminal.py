@@ -35,6 +35,7 @@ from rich.table import Table as RichTable
 from agentenv.disk import explain
 from agentenv.errors import AgentEnvError, ConfigError, DataError
 from agentenv.offload import hanging, running
+from launchers.arguments import check_places
 from launchers.event_loop import ENDING, GRACE_S, CommandLoop, Watchdog, share_heap
 from launchers.tables import Table, as_rich
 
@@ -274,6 +275,7 @@ def to_its_end(
 
 def _code_of(work: Callable[[], int | None], view: View, writing: str, interrupted: str) -> int:
     try:
+        check_places()
         return work() or 0
     except KeyboardInterrupt:
         view.end()

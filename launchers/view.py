@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launchers.arguments import Parser
+
 if __name__ == "__main__":  # run by its path: the repository root is what holds the packages
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -16,7 +18,7 @@ MAX_MB = 30.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="launchers/view.py",
         description="Show a run in the browser: curves, the trees of each step token by token, "
         "evaluations. Reads the files of the run, also while it goes on; changes nothing.",

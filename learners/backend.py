@@ -46,9 +46,9 @@ class RankBackend(ABC):
 
     def __init__(self, policy: Policy, config: LearnerConfig, dropouts: Sequence[Any] = ()) -> None:
         self.policy = policy
-        self.config = config
         self.dropouts = dropouts
         self.device = device_of_rank()
+        self.config = config.resolved(on_gpu=self.device.type == "cuda")
         self.num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.team = join_team(config.context_parallel, config.command_timeout_s)
@@ -380,7 +380,7 @@ class DeepSpeedBackend(RankBackend):
     def __init__(self, policy: Policy, config: LearnerConfig, dropouts: Sequence[Any] = ()) -> None:
         prepare_deepspeed()
         super().__init__(policy, config, dropouts)
-        self.stage = int(config.zero_stage)
+        self.stage = int(self.config.zero_stage)
         self._block: contextlib.ExitStack | None = None  # of coalesce_grad_reduction
         self._sums: dict[torch.nn.Parameter, Tensor] = {}  # float32 gradients at stage 1
         self._start(config)

@@ -234,7 +234,7 @@ def save(backend: RankBackend, meta: Saved, directory: Path, reference: Held | N
 
 
 def together(backend: RankBackend, work: Callable[[], None]) -> None:
-    """Do a part of common work; if it fails on one rank with OSError, it fails on all."""
+    """Do a part of common work; if a file fails on one rank, the work fails on all."""
     problem = ""
     own: Exception | None = None
     try:
@@ -284,6 +284,8 @@ def _write_shard(backend: RankBackend, partial: Path, reference: Held | None) ->
     path = partial / shard_name(backend.rank, backend.num_ranks)
     write_tensors(path, places, loads, {"fragments": json.dumps(index)})
     sync(path)
+    with safe_open(path, "pt"):  # it can be opened again
+        pass
 
 
 def _finish(meta: Saved, partial: Path, directory: Path) -> None:

@@ -88,7 +88,9 @@ class Evidence:
             write_whole(path, json.dumps(row, indent=2) + "\n")
             told = f"the batch is in {path}"
         except OSError as error:
-            told = f"the batch could not be written to {error.filename}: {explain(error)}"
+            told = (
+                f"the batch could not be written to {error.filename}: {explain(error, 'run.dir')}"
+            )
         logger.warning("an optimizer step was skipped: loss or gradient was not finite; %s", told)
 
 
@@ -348,7 +350,10 @@ def _check(config: LearnerConfig, algorithm: Algorithm, model_dir: Path) -> None
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{model_dir}: not a Hugging Face model directory (no config.json)")
     if config.backend == "deepspeed":
-        deepspeed_settings(config)
+        try:
+            deepspeed_settings(config.resolved(on_gpu=True))
+        except ConfigError:  # the ranks may be on CPUs, and look again
+            deepspeed_settings(config.resolved(on_gpu=False))
     if config.lora is not None:
         check_installed()
     num_heads = read_model_config(model_dir).get("num_attention_heads")

@@ -71,7 +71,8 @@ def deepspeed_settings(config: LearnerConfig) -> Settings:
 
 
 def _our_settings(config: LearnerConfig) -> Settings:
-    stage = config.zero_stage
+    config = config.resolved(on_gpu=False)
+    stage = int(config.zero_stage)
     bf16 = config.dtype == "bfloat16"
     zero: Settings = {"stage": stage}
     if config.offload != "none":

@@ -30,12 +30,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, dtype
 
 from agentenv.disk import removing, sync, write_whole
 from agentenv.errors import DataError
-from agentenv.model_files import read_object
+from agentenv.model_files import (
+    GENERATION,
+    WEIGHTS_SUFFIXES,
+    load_tokenizer,
+    read_model_config,
+    read_object,
+)
 from learners.checkpoint import MASTER, Checkpoint
 from learners.lora import (
     ADAPTER,
@@ -53,7 +59,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SKIPPED_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".partial", ".gguf")
+FOLDERS = ("additional_chat_templates",)  # which transformers reads beside the files
 NOT_OF_THE_MODEL = ("state.json",)
 MAX_SHARD_BYTES = 5 << 30
 BUCKET_BYTES = 512 << 20
@@ -81,7 +87,8 @@ def write_model(
     """Write the policy as a Hugging Face directory; all ranks call it, rank 0 writes.
 
     Files other than weights (tokenizer, chat template, generation_config) come from `source`.
-    What is durable survives a crash of the machine, and has the adapter beside the merged model.
+    A `durable` directory survives a crash of the machine, has the adapter beside the merged model,
+    and was opened once: DataError names a file that cannot be.
     """
     whole = gathered(backend.policy.model)
     if backend.rank == 0:
@@ -91,6 +98,8 @@ def write_model(
         pass
     if backend.config.lora is not None and durable:
         write_adapter_only(backend, source, directory / ADAPTER_FOLDER)
+    if backend.rank == 0 and durable:
+        check_written(directory)
 
 
 def write_adapter_only(backend: RankBackend, source: Path, directory: Path) -> None:
@@ -265,19 +274,49 @@ def _name_shards(partials: list[Path], shards: list[list[Place]], directory: Pat
 
 
 def copy_files(source: Path, directory: Path, dtype: str) -> None:
-    """Link or copy all files of `source` but weights; config.json names the dtype written."""
+    """Copy all files of `source` but weights; config.json names the dtype written.
+
+    Each copy is a file of its own, whatever links `source` holds, as the cache of the hub does:
+    libraries and editors rewrite such files in place, and a hard link would pass that on to every
+    other directory. DataError: a link leads nowhere.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    for path in source.iterdir():
-        target = directory / path.name
-        if not path.is_file() or path.name in NOT_OF_THE_MODEL or target.exists():
+    inside = [path for name in FOLDERS for path in (source / name).glob("*")]
+    for path in [*source.iterdir(), *inside]:
+        target = directory / path.relative_to(source)
+        if path.name.endswith(WEIGHTS_SUFFIXES) or path.name in NOT_OF_THE_MODEL:
             continue
+        if not path.exists():
+            raise DataError(f"{path}: this link leads nowhere; fetch or copy the model again")
+        if not path.is_file() or target.exists():
+            continue
+        target.parent.mkdir(exist_ok=True)
         if path.name == "config.json":
             write_whole(target, _config_with(path, dtype))
-        elif not path.name.endswith(SKIPPED_SUFFIXES):
-            try:
-                os.link(path, target)
-            except OSError:  # another file system, or one without links
-                shutil.copyfile(path, target)
+        else:
+            shutil.copyfile(path, target)
+
+
+def check_written(directory: Path) -> None:
+    """Open once all that readers of a model directory open: configurations, tokenizer, and the
+    header of each file of weights. Raises DataError for a file that cannot be opened."""
+    read_model_config(directory)
+    generation = directory / GENERATION
+    if generation.is_file():
+        read_object(generation, "generation configuration")
+    if (directory / "tokenizer.json").is_file():
+        load_tokenizer(directory)
+    Weights(directory).check()
+    for path in (directory / ADAPTER_FOLDER).glob("*.safetensors"):
+        _open(path)
+
+
+def _open(path: Path) -> Any:
+    """A file of weights, whose header is read. Raises DataError."""
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path}: its tensors cannot be read: {error}") from error
 
 
 def _config_with(path: Path, dtype: str) -> str:
@@ -304,8 +343,8 @@ class Weights:
                 raise DataError(f"{index}: has no weight_map")
             files = {name: directory / str(file) for name, file in places.items()}
         elif (directory / WEIGHTS).is_file():
-            with safe_open(directory / WEIGHTS, "pt") as file:
-                files = dict.fromkeys(file.keys(), directory / WEIGHTS)
+            names = _open(directory / WEIGHTS).keys()
+            files = dict.fromkeys(names, directory / WEIGHTS)
         else:
             raise DataError(f"{directory}: holds neither {WEIGHTS} nor {INDEX}")
         self._files = files
@@ -324,10 +363,17 @@ class Weights:
         found: Tensor = self._file(name).get_tensor(name)
         return found
 
+    def check(self) -> None:
+        """Raises DataError for a file that cannot be opened, or lacks a tensor of the index."""
+        held = {path: set(_open(path).keys()) for path in set(self._files.values())}
+        for name, path in self._files.items():
+            if name not in held[path]:
+                raise DataError(f"{path}: lacks the tensor {name}, which the index places there")
+
     def _file(self, name: str) -> Any:
         path = self._files[name]
         if path not in self._open:
-            self._open[path] = safe_open(path, "pt")
+            self._open[path] = _open(path)
         return self._open[path]
 
 
@@ -378,6 +424,7 @@ def export(
     if saved is not None and saved.meta.lora is not None:
         adapter = {name: whole(saved, name) for name in saved.shapes if is_adapter(name)}
         write_adapter(out / ADAPTER_FOLDER, saved.meta.lora, adapter, saved.meta.base_model)
+    check_written(out)
 
 
 def _without_weights(directory: Path) -> Any:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, Protocol, Self
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import force_setattr, replace
 
 from agentenv.config import ESSENTIAL, PATH
 from agentenv.disk import finished_folder
@@ -47,14 +48,17 @@ WarmupRatio = Annotated[
 
 
 class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The optimizer; schedules are the controller's, as a factor on both rates (`lr_factor`).
+    """The optimizer, by default as published runs fine-tune pretrained models; schedules are the
+    controller's, as a factor on both rates (`lr_factor`).
 
     Weight decay acts on matrices: norms, biases and embeddings have none.
     """
 
-    optimizer: Optimizer = "muon_adamw"
-    learning_rate: LearningRate = 1e-3
-    muon_learning_rate: Annotated[float, Meta(ge=0, description="rate of Muon")] = 4e-3
+    optimizer: Optimizer = "adamw"
+    learning_rate: LearningRate = 1e-6
+    muon_learning_rate: Annotated[
+        float, Meta(ge=0, description="rate of Muon; the default suits small models from scratch")
+    ] = 4e-3
     weight_decay: WeightDecay = 0.01
     muon_weight_decay: Annotated[
         float, Meta(ge=0, description="decoupled decay of Muon's matrices")
@@ -154,21 +158,22 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = 1
     zero_stage: Annotated[
-        Literal[0, 1, 2, 3],
+        Literal["auto", 0, 1, 2, 3],
         Meta(
             description="DeepSpeed ZeRO: 1 splits optimizer state over ranks, 2 gradients too, 3 "
-            "weights too; muon_adamw needs 0",
+            "weights too; auto: the lowest that dtype and offload allow; muon_adamw needs 0",
             extra=ESSENTIAL,
         ),
-    ] = 0
+    ] = "auto"
     dtype: Annotated[
-        Literal["float32", "bfloat16"],
+        Literal["auto", "float32", "bfloat16"],
         Meta(
             description="of weights and activations; bfloat16 keeps float32 weights, sums of "
-            "gradients and optimizer state beside them and needs zero_stage >= 1",
+            "gradients and optimizer state beside them and needs zero_stage >= 1; auto: bfloat16 "
+            "on GPUs, else, and where the stage is 0, float32",
             extra=ESSENTIAL,
         ),
-    ] = "float32"
+    ] = "auto"
     offload: Annotated[
         Literal["none", "optimizer", "params"],
         Meta(
@@ -271,7 +276,7 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
             (self.backend == "torch" and self._needs_deepspeed(), TORCH_IS_PLAIN),
             (self.dtype == "bfloat16" and self.zero_stage == 0, BF16_NEEDS_1),
             (self.offload != "none" and self.zero_stage == 0, OFFLOAD_NEEDS_1),
-            (self.offload == "params" and self.zero_stage != 3, OFFLOAD_PARAMS_NEEDS_3),
+            (self.offload == "params" and self.zero_stage in (0, 1, 2), OFFLOAD_PARAMS_NEEDS_3),
             ((self.launch == "external") != bool(self.address), EXTERNAL_NEEDS_ADDRESS),
             (self.num_ranks % self.context_parallel, TEAMS_NEED_RANKS),
             (self.compile and self.zero_stage == 3, COMPILE_NEEDS_WEIGHTS),
@@ -280,16 +285,32 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         ):
             if wrong:
                 raise ConfigError(text.format(self))
+        if self.backend == "torch" or self.optimizer == "muon_adamw":  # on any device
+            found = self.resolved(on_gpu=False)
+            force_setattr(self, "zero_stage", found.zero_stage)
+            force_setattr(self, "dtype", found.dtype)
         self.check_optimizer(self, "learner.optimizer")
         self.check_schedule("learner")
+
+    def resolved(self, *, on_gpu: bool) -> Self:
+        """The same with the ZeRO stage and the dtype that "auto" stands for on such a device."""
+        dtype, stage = self.dtype, self.zero_stage
+        if dtype == "auto":
+            dtype = "bfloat16" if on_gpu and stage != 0 else "float32"
+        if stage == "auto":
+            stage = 1 if dtype == "bfloat16" or self.offload == "optimizer" else 0
+            stage = 3 if self.offload == "params" else stage
+        if (dtype, stage) == (self.dtype, self.zero_stage):
+            return self
+        return replace(self, dtype=dtype, zero_stage=stage)
 
     def check_optimizer(self, other: OptimizerConfig, key: str) -> None:
         """Raises ConfigError if `other`, which `key` chooses, cannot be used in this learner."""
         if other.optimizer == "muon_adamw":
-            if self.zero_stage:
-                raise ConfigError(MUON_NEEDS_0.format(key=key, stage=self.zero_stage))
             if self.lora is not None:
                 raise ConfigError(LORA_NEEDS_ADAMW.format(key=key))
+            if self.zero_stage != 0:
+                raise ConfigError(MUON_NEEDS_0.format(key=key, stage=self.zero_stage))
 
     @property
     def num_teams(self) -> int:
@@ -302,7 +323,8 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         return self.context_parallel * self.max_tokens_per_microbatch
 
     def _needs_deepspeed(self) -> bool:
-        plain = self.zero_stage == 0 and self.dtype == "float32" and self.offload == "none"
+        plain = self.zero_stage in (0, "auto") and self.dtype in ("float32", "auto")
+        plain = plain and self.offload == "none"
         return not plain or bool(self.deepspeed_config)
 
 

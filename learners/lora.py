@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 BASE = ".base_layer."
 ADAPTER_FOLDER = "adapter"
-# What layers of experts are called in published models; peft looks for these names among experts.
+# What layers of experts are called in published models; peft takes them for those of an expert.
 OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
@@ -57,16 +58,25 @@ def frozen_model(checkpoint: Path | None) -> Path | None:
 def add_adapters(model: Any, config: LoRAConfig) -> list[Any]:
     """Put adapters into the model and freeze all else; returns their dropout modules.
 
-    Raises ConfigError if peft is missing, no layer has one of the names, or one is an expert's or
-    the router's.
+    Raises ConfigError if peft is missing, no layer has one of the names, or one has a layer that
+    cannot be merged with its adapter.
     """
-    peft_config = _peft_config(config, _targets(model, config))
+    peft_config = _peft_config(config, list(config.target_modules) or _default_targets(model))
     from peft import inject_adapter_in_model
 
+    shared = _shared_weights(model)
     try:
-        inject_adapter_in_model(peft_config, model, ADAPTER)
-    except ValueError as error:  # peft names the modules that it looked for
+        with warnings.catch_warnings(action="ignore"):  # of layers that are refused below
+            inject_adapter_in_model(peft_config, model, ADAPTER)
+    except (ValueError, NotImplementedError) as error:  # peft names the modules that it looked for
         raise ConfigError(f"learner.lora.target_modules: {error}") from error
+    for name, module in model.named_modules():
+        problem = _unmergeable(model, name, module, shared) if hasattr(module, "lora_A") else ""
+        if problem:
+            raise ConfigError(
+                f"learner.lora.target_modules: {problem}, so that the merged model could not be "
+                "written; expected other linear layers than the head, as q_proj"
+            )
     return [
         module.lora_dropout[ADAPTER]
         for module in model.modules()
@@ -79,27 +89,61 @@ def has_experts(model: Any) -> bool:
     return any(param.ndim == 3 and "experts" in name for name, param in model.named_parameters())
 
 
-def _targets(model: Any, config: LoRAConfig) -> list[str]:
-    """Names of layers for peft, none of which it would take for the experts as a whole; what it
-    puts there could not be merged."""
+def _default_targets(model: Any) -> list[str]:
+    """Names of layers for peft, none of which it would take for the experts as a whole; empty: all
+    linear ones but the head."""
     from torch import nn
 
     if not has_experts(model):
-        return list(config.target_modules)
-    wrong = [name for name in config.target_modules if name.rsplit(".", 1)[-1] in OF_EXPERTS]
-    if wrong:
-        raise ConfigError(
-            f"learner.lora.target_modules: {', '.join(wrong)} would be an expert or the router of "
-            f"{type(model).__name__}, which take no adapters; expected layers of attention, as "
-            "q_proj"
-        )
+        return []
     head = model.get_output_embeddings()
     linear = {
         name.rsplit(".", 1)[-1]
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     }
-    return list(config.target_modules) or sorted(linear - OF_EXPERTS)
+    return sorted(linear - OF_EXPERTS)
+
+
+def _shared_weights(model: Any) -> dict[int, list[str]]:
+    """The names of each parameter that has several, by its identity: tied embeddings."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return {key: found for key, found in names.items() if len(found) > 1}
+
+
+def _unmergeable(model: Any, name: str, module: Any, shared: dict[int, list[str]]) -> str:
+    """Why `merged` is not the weight of the layer that peft has put into the model under this name;
+    empty: it is."""
+    from peft.tuners.lora.layer import Linear, ParamWrapper
+    from torch import nn
+
+    from learners.export import disk_shapes  # which merges with this module
+
+    base, family = module.get_base_layer(), type(model).__name__
+    if isinstance(module, ParamWrapper):
+        return f"{module.parameter_name} would be an expert or the router of {family}"
+    if type(module) is not Linear or not isinstance(base, nn.Linear) or module.fan_in_fan_out:
+        return f"{name} of {family} is of class {type(base).__name__}, no linear layer"
+    if id(base.weight) in shared:
+        return f"{name} of {family} has one weight with {' and '.join(shared[id(base.weight)])}"
+    if module is model.get_output_embeddings():
+        return f"{name} is the head of {family}"
+    weight = f"{name}.weight"
+    disk = [*disk_shapes(model, weight, tuple(base.weight.shape), base.weight.dtype)]
+    if disk != [weight]:
+        return f"{name} of {family} is written as {' and '.join(disk)}"
+    return ""
+
+
+def check_adapters(model: Path, config: LoRAConfig) -> None:
+    """Put adapters into a model without weights. Raises the ConfigError of `add_adapters`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        add_adapters(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)), config)
 
 
 def is_adapter(name: str) -> bool:

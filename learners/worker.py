@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from msgspec import Struct
+from msgspec.structs import replace
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -38,7 +39,7 @@ from agentenv.disk import explain
 from agentenv.errors import AgentEnvError, ConfigError, LearnerError
 from learners import checkpoint
 from learners import ranks as wire
-from learners.backend import Aside, DeepSpeedBackend, HostMemory, TorchBackend
+from learners.backend import Aside, DeepSpeedBackend, HostMemory, TorchBackend, device_of_rank
 from learners.batch import EncodedTree
 from learners.broadcast import Broadcaster
 from learners.checkpoint import restore
@@ -158,8 +159,10 @@ class Rank:
         host: str = "127.0.0.1",
     ) -> None:
         """`interrupted` and `host`: see Broadcaster."""
-        torch.set_num_threads(init.config.num_threads)
-        self.config = init.config
+        config = init.config.resolved(on_gpu=device_of_rank().type == "cuda")
+        init = replace(init, config=config)
+        torch.set_num_threads(config.num_threads)
+        self.config = config
         self.source = Path(init.model_dir)
         torch.manual_seed(init.seed)  # adapters begin equal on all ranks
         self.backend = make_backend(init)
@@ -260,7 +263,7 @@ class Rank:
         config, reference = self.config, self.trainer.reference
         meta = Saved(
             num_ranks=self.backend.num_ranks,
-            zero_stage=config.zero_stage,
+            zero_stage=self.backend.stage,
             dtype=config.dtype,
             optimizer=config.optimizer,
             policy_version=self.policy_version,
@@ -368,7 +371,9 @@ def failure(error: Exception, text: str) -> wire.Failed:
             reason = (str(cause) or "no memory is left").splitlines()[0]
             return wire.Failed(OUT_OF_MEMORY.format(reason), "")
         if isinstance(cause, OSError) and cause.strerror:
-            return wire.Failed(f"{cause.filename or 'writing a file'}: {explain(cause)}", "")
+            return wire.Failed(
+                f"{cause.filename or 'writing a file'}: {explain(cause, 'run.dir')}", ""
+            )
         cause = cause.__cause__ or cause.__context__
     return wire.Failed(f"{type(error).__name__}: {error}", text)
 

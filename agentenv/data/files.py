@@ -17,6 +17,7 @@ from itertools import islice, starmap
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from agentenv.disk import undecodable
 from agentenv.errors import ConfigError, DataError, ForeignError
 from agentenv.foreign import decode_loose
 
@@ -52,6 +53,9 @@ def find_files(paths: Iterable[str | Path]) -> list[Path]:
             files = [Path(name) for name in sorted(glob.glob(path, recursive=True))]
             if not files:
                 raise DataError(f"{path}: there is no such dataset file; the pattern matches none")
+        for file in files:
+            if shown := undecodable(str(file)):
+                raise DataError(f"{shown}: the name of this file is no UTF-8; rename it")
         found |= dict.fromkeys(files)
     if not found:
         raise DataError("no dataset file is named; expected a file, a folder or a pattern")

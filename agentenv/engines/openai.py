@@ -4,7 +4,7 @@ share, and the one that speaks in token ids (the one of chat messages: agentenv/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import nan
 from pathlib import Path
@@ -142,7 +142,12 @@ class EndpointEngine:
 
 class TokensEngine(EndpointEngine):
     """Token ids in, token ids out, of a server that somebody runs: vLLM by /v1/completions, SGLang
-    by /generate. Log-probs and entropies are not asked for and are NaN."""
+    by /generate. Log-probs and entropies are not asked for and are NaN. A turn ends at any of
+    `eos_ids` too, whatever the server takes for an end."""
+
+    def __init__(self, config: OpenAIConfig, eos_ids: Collection[int] = ()) -> None:
+        super().__init__(config)
+        self._ends = {"stop_token_ids": sorted(eos_ids)} if eos_ids else {}
 
     async def start(self) -> None:
         """Raises ConfigError for an endpoint that does not speak in token ids."""
@@ -166,7 +171,9 @@ class TokensEngine(EndpointEngine):
     ) -> Completion:
         """See Engine.generate; with `on_tokens` the request is streamed and not sent again."""
         sglang = self.endpoint.owner == "sglang"
-        body = _sglang_body(prompt_ids, sampling) if sglang else self._body(prompt_ids, sampling)
+        body = self._body(prompt_ids, sampling)
+        if sglang:
+            body = _sglang_body(prompt_ids, sampling, self._ends)
         path, read = ("/generate", _read_sglang) if sglang else ("/completions", _read)
         with self._alive(retried=on_tokens is None or sglang):
             if on_tokens is not None and not sglang:
@@ -190,6 +197,7 @@ class TokensEngine(EndpointEngine):
             "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
             "stop": list(sampling.stop),
+            **self._ends,
             "include_stop_str_in_output": True,
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,
@@ -211,7 +219,9 @@ class TokensEngine(EndpointEngine):
         return _completion(ids, last.finish_reason, last.stop_reason)
 
 
-def _sglang_body(prompt_ids: Sequence[int], sampling: SamplingParams) -> dict[str, Any]:
+def _sglang_body(
+    prompt_ids: Sequence[int], sampling: SamplingParams, ends: Mapping[str, list[int]]
+) -> dict[str, Any]:
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -220,6 +230,7 @@ def _sglang_body(prompt_ids: Sequence[int], sampling: SamplingParams) -> dict[st
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
         "stop": list(sampling.stop),
+        **ends,
         "no_stop_trim": True,
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any, ClassVar
@@ -19,7 +19,8 @@ from agentenv.engine import EngineConfig, EngineStart
 from agentenv.engines.client import check_request
 from agentenv.engines.pool.turn import extend_spans
 from agentenv.errors import ConfigError, EngineDeadError
-from agentenv.model_files import num_positions, read_model_config
+from agentenv.model_files import num_positions, read_eos_ids, read_model_config
+from agentenv.offload import in_thread
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 Script = Callable[[str, Random], str]
@@ -53,7 +54,10 @@ class ScriptedConfig(
         return min(self.max_model_len, of_model or self.max_model_len)
 
     async def start(self, given: EngineStart) -> ScriptedEngine:
-        engine = ScriptedEngine(self, given.tokenizer, policy_version=given.policy_version)
+        eos_ids = await in_thread(read_eos_ids, given.model, given.tokenizer)
+        engine = ScriptedEngine(
+            self, given.tokenizer, policy_version=given.policy_version, eos_ids=eos_ids
+        )
         given.stack.push_async_callback(engine.close)
         return engine
 
@@ -62,7 +66,7 @@ class ScriptedEngine:
     """Engine whose turns are written by `script` (or by the function that the config names).
 
     Log-probabilities and entropies are made up from the request's seed. A turn that does not end
-    in a stop string gets the end-of-sequence token.
+    in a stop string gets the tokenizer's end-of-sequence token, or the first of `eos_ids`.
     """
 
     def __init__(
@@ -72,9 +76,12 @@ class ScriptedEngine:
         *,
         script: Script | None = None,
         policy_version: int = 0,
+        eos_ids: Collection[int] = (),
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        own: int | None = tokenizer.eos_token_id
+        self._end_id = min(eos_ids) if own is None else own
         self.script = script or _load_script(config.script)
         self._version = policy_version
         self._closed = False
@@ -148,7 +155,7 @@ class ScriptedEngine:
         end, stop = min(ends) if ends else (len(text), None)
         token_ids = list(self.tokenizer.encode(text[:end], add_special_tokens=False))
         if stop is None:
-            token_ids.append(self.tokenizer.eos_token_id)
+            token_ids.append(self._end_id)
         cut = len(token_ids) > sampling.max_tokens
         token_ids = token_ids[: sampling.max_tokens]
         return Completion(

@@ -98,10 +98,11 @@ class Request(Struct, frozen=True):
     """One turn to sample. `id` is ours and unique, so that the request can be aborted.
 
     After the first token, `stream_interval` of them may come together: each event costs both sides
-    time. The turn also ends with one of `stop_token_ids`, tokens that hold a stop string whole: an
-    engine can stop at them without decoding anything. Requests of one `session` share prefixes, so
-    that whatever is behind the URL should bring them to the same cache; empty: of none. Without
-    `with_entropies` those are NaN: the log-probs of a token's rivals cost both sides time.
+    time. The turn also ends with one of `stop_token_ids`: those that end a turn of the model, and
+    those that hold a stop string whole, at which an engine can stop without decoding anything.
+    Requests of one `session` share prefixes, so that whatever is behind the URL should bring them
+    to the same cache; empty: of none. Without `with_entropies` those are NaN: the log-probs of a
+    token's rivals cost both sides time.
     """
 
     id: str

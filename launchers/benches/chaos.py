@@ -659,7 +659,6 @@ max_staleness = {MAX_STALENESS}
 [learner]
 groups_per_minibatch = {size.prompts}
 learning_rate = 1e-6
-muon_learning_rate = 1e-6
 [engine]
 name = "vllm"
 max_model_len = 1024

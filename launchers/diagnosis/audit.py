@@ -36,6 +36,7 @@ from agentenv.tool_env import Grade, Grader, graded, start_grader
 from agentenv.tree import Trajectory
 from agentenv.types import Task
 from envs.grading.numbers import as_number
+from launchers.arguments import Parser
 from launchers.config import TrainConfig
 from launchers.data import EnvMaker, tables_of
 from launchers.diagnosis.verdicts import Verdict, tell
@@ -81,7 +82,7 @@ class Jump(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 nothing failed, 1 something did, 2 bad arguments."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="launchers/doctor.py audit",
         description="Grade the archived trajectories of a training run again, against their golds "
         "and against changed ones, and look for jumps of reward.",

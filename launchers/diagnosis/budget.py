@@ -5,9 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from agentenv.disk import existing
 from agentenv.errors import ConfigError
 from agentenv.model_files import read_model_config
-from launchers.diagnosis.machine import GIB, allowed_files, existing
+from launchers.diagnosis.machine import GIB, allowed_files
 from launchers.diagnosis.patient import Patient
 from launchers.diagnosis.verdicts import Probe, Skip
 from launchers.planning.machine import find_machine

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import psutil
 
+from agentenv.disk import existing
 from agentenv.errors import AgentEnvError, ConfigError
 from launchers.diagnosis.escapes import RUNGS, attack_all, known_attacks
 from launchers.diagnosis.verdicts import Probe, Skip
@@ -137,12 +138,6 @@ async def disk(machine: Machine) -> str:
             f"{told}, {LEAST_DISK / GIB:g} are the least; free some, or choose another run.dir=DIR"
         )
     return told
-
-
-def existing(path: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    path = path.absolute()
-    return next(one for one in (path, *path.parents) if one.is_dir())
 
 
 async def descriptors(machine: Machine) -> str:

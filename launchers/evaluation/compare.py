@@ -14,6 +14,7 @@ from msgspec import Struct
 from agentenv.disk import write_whole
 from agentenv.env import close_shared
 from agentenv.errors import DataError
+from launchers.arguments import Parser
 from launchers.evaluation.figures import (
     MAX_GROUPS,
     SCORES,
@@ -189,7 +190,7 @@ MAX_CELL = 70
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="launchers/evaluate.py compare",
         description="Compare two stored evaluations on the questions that both asked, in pairs.",
     )

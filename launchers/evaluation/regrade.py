@@ -24,6 +24,7 @@ from agentenv.errors import ConfigError, CrashError, GraderError
 from agentenv.offload import in_thread
 from agentenv.tool_env import Grader, graded, start_grader
 from agentenv.types import Task
+from launchers.arguments import Parser
 from launchers.config import EnvConfig
 from launchers.data import EnvMaker, Resolve
 from launchers.evaluation.config import EvaluateConfig
@@ -177,7 +178,7 @@ MAX_CELL = 60
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="launchers/evaluate.py regrade",
         description="Grade the stored trajectories of an evaluation again, without generating.",
         epilog="grader.kind=KIND starts from that kind's defaults; other grader.key=value change "

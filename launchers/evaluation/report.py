@@ -5,7 +5,6 @@ DIR/summary.json  report.md  plots/*.png  report.html (the page of launchers/vie
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 from agentenv.disk import write_whole
 from agentenv.env import close_shared
 from agentenv.offload import in_thread
+from launchers.arguments import Parser
 from launchers.evaluation.figures import Estimate, QuestionRows, Summary, summarise
 from launchers.evaluation.row import EvalRow
 from launchers.evaluation.scores import Compat, Scorer, make_scorer, stored_rows
@@ -139,7 +139,7 @@ HTML_MB = 10.0  # of the page; rows beyond are left out, and said there
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="launchers/evaluate.py report",
         description="Report a stored evaluation: terminal, summary.json, report.md, report.html.",
     )

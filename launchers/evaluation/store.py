@@ -37,7 +37,7 @@ def lock(folder: Path) -> BinaryIO:
     try:
         held = (folder / LOCK_FILE).open("a+b", buffering=0)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {explain(error)}") from error
+        raise ConfigError(f"{folder} cannot be written: {explain(error, '--out')}") from error
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -105,7 +105,7 @@ class Store:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {explain(error)}") from error
+            raise ConfigError(f"{path} cannot be written: {explain(error, '--out')}") from error
         self._lock = lock(path)
         try:
             self._claim(saved)

@@ -34,6 +34,7 @@ from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces
 from agentenv.engines.openai import OpenAIConfig, TokensEngine
 from agentenv.errors import ConfigError, DataError
 from agentenv.hub import find, place_of
+from agentenv.model_files import read_eos_ids
 from agentenv.native import NativeConfig
 from agentenv.offload import in_thread
 from agentenv.prompt import PromptConfig
@@ -209,9 +210,13 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
         if not isinstance(engine, OpenAIConfig):
             return None
         native = isinstance(self.config.renderer, NativeConfig)
-        endpoint: ChatEngine | TokensEngine = TokensEngine(engine)
-        if await self.model() is None:
+        model = await self.model()
+        endpoint: ChatEngine | TokensEngine
+        if model is None:
             endpoint = ChatEngine(engine, self.pieces, native=native)
+        else:
+            eos_ids = await in_thread(read_eos_ids, model, await self.tokenizer())
+            endpoint = TokensEngine(engine, eos_ids)
         self.stack.push_async_callback(endpoint.close)
         await endpoint.start()
         return endpoint

@@ -21,6 +21,7 @@ import msgspec
 from agentenv.archive import ARCHIVE, Step, read_step, steps_of
 from agentenv.disk import naming
 from agentenv.errors import ConfigError, DataError
+from launchers.arguments import Parser
 from launchers.evaluation.store import CONFIG_FILE as EVALUATION_FILE
 from launchers.evaluation.store import ROWS_FILE, load_rows, load_saved
 from launchers.exports import atif
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"launchers/export.py {COMMAND}",
         description="Write the trees that a run kept, or the rows of an evaluation, as logs of "
         "Inspect or as ATIF. Secrets are left out.",

@@ -279,7 +279,8 @@ def dry_run(
     if not isinstance(config, ServeConfig):
         place = _model_of(config, model, resolve, plan)
         try:
-            _read(config, run, place, {one.key for one in absent}, view)
+            keys = {one.key for one in absent}
+            _read(config, run, place, keys, view, is_elsewhere=arguments.gpus is not None)
         except (AgentEnvError, OSError) as error:
             plan.problems.append(str(error))
     show_plan(plan, view)
@@ -338,14 +339,22 @@ def _model_of(config: AnyRun, path: str, resolve: Resolve, plan: Plan) -> Path |
 
 
 def _read(
-    config: AnyRun, run: Path, model: Path | None, absent: Collection[str], view: View
+    config: AnyRun,
+    run: Path,
+    model: Path | None,
+    absent: Collection[str],
+    view: View,
+    *,
+    is_elsewhere: bool,
 ) -> None:
     from launchers.planning.reading import read_what_is_here  # slow to load
 
     assert not isinstance(config, ServeConfig)
     found: list[str] = []
     try:
-        asyncio.run(read_what_is_here(config, run, model, absent, found.append))
+        asyncio.run(
+            read_what_is_here(config, run, model, absent, found.append, is_elsewhere=is_elsewhere)
+        )
     finally:
         if found:
             view.say("\ndata that is here:")

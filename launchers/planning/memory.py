@@ -215,7 +215,7 @@ def checkpoint_bytes(shape: ModelShape, learner: LearnerConfig, *, has_reference
     """Of a checkpoint: the model as engines read it, and of each weight that is trained a float32
     copy, two moments and, if there is one, the reference's."""
     trained = shape.num_params if learner.lora is None else shape.adapter_params(learner.lora.r)
-    model = shape.num_params * bytes_of(learner.dtype)
+    model = shape.num_params * bytes_of(learner.resolved(on_gpu=False).dtype)
     return float(model + trained * (16 if has_reference else 12))
 
 
@@ -245,6 +245,7 @@ def learner_memory(
     """Of one rank. `num_tokens`: what it has of its largest micro-batch. Main memory is that of
     one rank: weights are mapped from their files, which all ranks share, and go to the device, to
     a checkpoint and to an export one by one, in float32 at most."""
+    config = config.resolved(on_gpu=False)  # unless a plan knows of GPUs
     states = model_states(shape, config)
     gpu = dict(states.gpu)
     b = bytes_of(config.dtype)
@@ -276,7 +277,8 @@ def learner_memory(
 
 def model_states(shape: ModelShape, config: LearnerConfig) -> Memory:
     """Weights, gradients and optimizer state of one rank."""
-    stage, ranks, b = config.zero_stage, config.num_ranks, bytes_of(config.dtype)
+    config = config.resolved(on_gpu=False)
+    stage, ranks, b = int(config.zero_stage), config.num_ranks, bytes_of(config.dtype)
     whole = shape.num_params
     trained = whole if config.lora is None else shape.adapter_params(config.lora.r)
     gpu: dict[str, float] = {}

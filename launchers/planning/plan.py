@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from agentenv.config import RUN
 from agentenv.engine import EngineConfig, LocalModel
@@ -30,6 +31,7 @@ from launchers.planning.memory import (
     model_states,
     server_memory,
 )
+from launchers.planning.passage import passing_bytes
 from launchers.rundir import find_checkpoint
 from launchers.saver import SavingConfig
 from launchers.serving.gpus import GpuPlan, learner_gpus
@@ -236,6 +238,9 @@ def make_plan(wanted: Wanted, machine: Machine, resolve: Resolve) -> Plan:
 
 class _Planner:
     def __init__(self, wanted: Wanted, machine: Machine, resolve: Resolve) -> None:
+        if wanted.learner is not None:
+            learner = wanted.learner.resolved(on_gpu=machine.num_gpus > 0)
+            wanted = replace(wanted, learner=learner)
         self.wanted = wanted
         self.machine = machine
         self.resolve = resolve
@@ -291,10 +296,10 @@ class _Planner:
         """With the weights that pass through its shared memory, an update's and the one before."""
         host: dict[str, float] = {}
         engine = self.engine
-        through_files = engine is not None and engine.new_weights == "directory"
-        if self.wanted.learner is not None and self.shape is not None and through_files:
-            copies = 2.0 * bytes_of(self.wanted.learner.dtype) * self.shape.num_params
-            host["weights on their way (/dev/shm)"] = copies
+        if self.wanted.learner is not None and not self.wanted.resources.weights_dir:
+            copies = passing_bytes(self.shape, self.wanted.learner, engine)
+            if copies:
+                host["weights on their way (/dev/shm)"] = copies
         memory = Memory({}, host)
         work = "rollouts, tools, graders"
         num_workers, num_envs = self.wanted.num_workers, self.wanted.num_env_workers

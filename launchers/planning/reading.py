@@ -49,6 +49,7 @@ NEVER = {
 OF_MODEL = {
     "model",
     "chat template",
+    "end of a turn",
     "callable tools",
     "prompts",
     "demonstrations",
@@ -63,11 +64,17 @@ AnyRun = TrainConfig | SupervisedRunConfig | EvaluateConfig
 
 
 async def read_what_is_here(
-    config: AnyRun, folder: Path, model: Path | None, absent: Collection[str], say: Say
+    config: AnyRun,
+    folder: Path,
+    model: Path | None,
+    absent: Collection[str],
+    say: Say,
+    *,
+    is_elsewhere: bool = False,
 ) -> None:
     """Read, render, grade, and say what was found; `model` is a directory with a tokenizer, None
-    if it is not here; `absent` are the keys of what else is not. Raises what the run would
-    refuse."""
+    if it is not here; `absent` are the keys of what else is not; `is_elsewhere`: the run is planned
+    for another machine than this. Raises what the run would refuse."""
     async with AsyncExitStack() as stack:
         stack.push_async_callback(close_shared)
         assembly = _assembly(config, folder, model, stack, say)
@@ -77,8 +84,13 @@ async def read_what_is_here(
             from learners.model_check import check_model  # slow to load
 
             await in_thread(check_model, model, config.learner.context_parallel)
+            if config.learner.lora is not None:
+                from learners.lora import check_adapters
+
+                await in_thread(check_adapters, model, config.learner.lora)
         if isinstance(assembly, AskingAssembly):
-            await _read_sets(assembly, model, absent, say)
+            skipped = {*NEVER, "room for weights"} if is_elsewhere else {*NEVER}
+            await _read_sets(assembly, model, absent, say, skipped)
         else:
             await _read_dialogues(assembly, model, absent, say)
 
@@ -99,7 +111,11 @@ def _assembly(
 
 
 async def _read_sets(
-    assembly: AskingAssembly[Any], model: Path | None, absent: Collection[str], say: Say
+    assembly: AskingAssembly[Any],
+    model: Path | None,
+    absent: Collection[str],
+    say: Say,
+    skipped: set[str],
 ) -> None:
     """Read the questions of each set, as far as they are there, and try one of each."""
     config = assembly.config
@@ -117,7 +133,6 @@ async def _read_sets(
         for name, one in assembly.sets.items()
         if not _lacks(absent, one.key) and not assembly.makes(one.rows)
     }
-    skipped = {*NEVER}
     if model is None:
         skipped |= OF_MODEL
     if isinstance(config, TrainConfig) and (config.sft is None or _lacks(absent, "sft")):

@@ -6,8 +6,8 @@ import asyncio
 import copy
 import logging
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,20 @@ from msgspec.structs import replace
 
 from agentenv.actor import Actor
 from agentenv.deadline import heed, uncancelled
-from agentenv.disk import own_folder
+from agentenv.disk import (
+    SHARED_MEMORY,
+    WEIGHTS_KEY,
+    WEIGHTS_PREFIX,
+    explain,
+    own_folder,
+    remove_left,
+)
 from agentenv.encoder import encode_beside
 from agentenv.engine import Engine, EngineStart, ServerStarter
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.env import Env
+from agentenv.errors import ConfigError
 from agentenv.model_files import vocab_size
 from agentenv.offload import in_thread
 from agentenv.plan import RolloutPlan
@@ -41,6 +49,7 @@ from launchers.checks import refuse
 from launchers.cluster import RayCluster
 from launchers.config import DataConfig, EvalSet, Sampling, TrainConfig
 from launchers.data import Say, load_set, load_training, try_env
+from launchers.planning.passage import Passage, find_passage, stored_bytes
 from launchers.rl.far import RayRanks, far_servers, open_ray
 from launchers.rl.publishing import (
     AdapterPublisher,
@@ -52,7 +61,7 @@ from launchers.rl.publishing import (
     sleeping_engine,
 )
 from launchers.rundir import COLD_START, RunDirectory, link_model
-from launchers.serving.gpus import learner_gpus
+from launchers.serving.gpus import learner_gpus, trains_on_gpu
 from launchers.supervised.data import Demonstrations, check_stages, load_demonstrations
 from launchers.workers.ray_places import RayPlaces
 from learners.deepspeed_learner import DeepSpeedLearner, LearnerSender, start_ranks
@@ -63,7 +72,7 @@ from learners.ranks import RankGroup, RankPlaces
 logger = logging.getLogger(__name__)
 
 NUM_PROBE_PROMPTS = 8
-MEMORY = Path("/dev/shm")
+MEMORY = SHARED_MEMORY
 LEARNER_LOG = "learner.log"
 
 
@@ -112,8 +121,8 @@ async def build_parts(
     """Check and build everything; `stack` closes it. Raises ConfigError or DataError for the
     user's mistakes. With a checkpoint, engine and learner start from it and no set-up is run."""
     assembly = TrainingAssembly(config, run.path, checkpoint, stack, say)
-    if assembly.between == MEMORY:
-        await assembly.weights()
+    if not assembly.is_wide:  # memory that a model may need
+        await in_thread(remove_left, MEMORY, WEIGHTS_PREFIX)
     cluster = config.cluster
     if isinstance(cluster, RayCluster):
         await refuse(assembly, "configuration")
@@ -380,19 +389,34 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
 
     @once
     async def weights(self) -> Path:
-        """Where weights pass from learner to engine. What killed runs have left there is removed;
-        of memory, which a model may need, before one is loaded."""
-        folder = own_folder(self.between, "agentenv-weights-")
-        return await uncancelled(in_thread(self.stack.enter_context, folder))
+        """A folder through which weights pass from learner to engine."""
+        place = (await self.passage()).folder
+        return await uncancelled(in_thread(self.stack.enter_context, _made(place)))
+
+    @once
+    async def passage(self) -> Passage:
+        """What all machines see that have an engine or the learner; else shared memory, where that
+        has room. Raises ConfigError where nothing has."""
+        config, model = self.config, await self.model()
+        chosen = config.resources.weights_dir
+        return await in_thread(
+            find_passage,
+            self.folder,
+            stored_bytes(
+                self.resolve(config.model.path) if model is None else model,
+                config.learner.resolved(on_gpu=trains_on_gpu(config)),
+                config.engine,
+            ),
+            chosen=self.resolve(chosen).expanduser() if chosen else None,
+            is_wide=self.is_wide,
+            memory=MEMORY,
+        )
 
     @property
-    def between(self) -> Path | None:
-        """What all machines see that have an engine or the learner; else shared memory, where there
-        is any."""
+    def is_wide(self) -> bool:
+        """Whether an engine or the learner may be on another machine."""
         cluster = self.config.cluster
-        if isinstance(cluster, RayCluster) and (cluster.engines or cluster.learner):
-            return self.folder
-        return MEMORY if MEMORY.is_dir() else None
+        return isinstance(cluster, RayCluster) and bool(cluster.engines or cluster.learner)
 
     def _actor(
         self,
@@ -431,6 +455,19 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             )
         )
         return other
+
+
+@contextmanager
+def _made(place: Path) -> Iterator[Path]:
+    """A folder for new weights in `place`, which is made."""
+    with ExitStack() as stack:
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            own = stack.enter_context(own_folder(place, WEIGHTS_PREFIX))
+        except OSError as error:
+            reason = explain(error, WEIGHTS_KEY)
+            raise ConfigError(f"new weights cannot pass through {place}: {reason}") from error
+        yield own
 
 
 def adapter_rank(config: TrainConfig) -> int:

@@ -68,6 +68,7 @@ from launchers.rl.report import LiveFigures
 from launchers.rl.self_critic import SelfCritic, round_line
 from launchers.rl.state import RunSaver, RunState
 from launchers.rundir import JOURNAL, RunDirectory, load_state
+from launchers.serving.gpus import trains_on_gpu
 from launchers.terminal import View
 from launchers.timings import FILE as TIMINGS
 from launchers.timings import TimedEngine, Timings
@@ -90,6 +91,16 @@ FAR_KL = 0.5  # nats a token; updates that learn move by a hundredth of that
 MAX_LATE = 0.01  # share of trajectories cut by seconds above which that is said
 
 
+def is_exact(config: TrainConfig) -> bool:
+    """Whether the engine's figures are the learner's up to rounding in float32: both round to
+    bfloat16 in places of their own."""
+    local = config.engine.local_model
+    if local is None or not config.engine.is_exact:
+        return config.engine.is_exact
+    learner = config.learner.resolved(on_gpu=trains_on_gpu(config))
+    return learner.dtype == local.dtype == "float32"
+
+
 class StepAccounts:
     """Says what becomes of each tree of a step, and keeps the sums of it in the run's state."""
 
@@ -97,7 +108,8 @@ class StepAccounts:
         self.config = config
         self.state = state
         self.counts_equal = config.counts_equal_groups
-        self.agreement: Agreement = "exact" if config.engine.is_exact else "unknown"
+        self.is_exact = is_exact(config)
+        self.agreement: Agreement = "exact" if self.is_exact else "unknown"
         self._credits: dict[int, TreeCredit | None] = {}  # by the tree's index, until it settles
         self.settled: list[Settled] = []  # the trees of the last step
         self._num_untrained = 0  # steps in a row without a trained tree
@@ -271,7 +283,7 @@ class StepAccounts:
         if gap is None:
             return {}
         self.state.parity.add(gap)
-        if not self.config.engine.is_exact:
+        if not self.is_exact:
             is_close = gap.max <= self.config.train.max_logprob_gap
             self.agreement = "close" if is_close else "unknown"
         allowed = max(self.config.train.stop_logprob_gap, self.config.train.max_logprob_gap)

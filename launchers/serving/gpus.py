@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from agentenv.engine import EngineConfig
 from agentenv.errors import ConfigError
+from launchers.cluster import RayCluster
 from learners.learner import LearnerConfig
 
 if TYPE_CHECKING:
-    from launchers.config import ResourcesConfig
+    from launchers.config import ResourcesConfig, TrainConfig
 
 
 def visible_gpus() -> list[str]:
@@ -22,6 +23,13 @@ def visible_gpus() -> list[str]:
         return [part.strip() for part in named.split(",") if part.strip() not in ("", "-1")]
     count = sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
     return [str(number) for number in range(count)]
+
+
+def trains_on_gpu(config: TrainConfig) -> bool:
+    """Whether the learner's ranks have GPUs, as far as that is known before they start: those on
+    other machines are taken to have some."""
+    elsewhere = isinstance(config.cluster, RayCluster) and config.cluster.learner
+    return bool(elsewhere or config.learner.launch == "external" or visible_gpus())
 
 
 class GpuPlan:

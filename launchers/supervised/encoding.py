@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from agentenv.data.rows import BROKEN_BOXED
 from agentenv.errors import ConfigError, DataError
+from agentenv.model_files import GENERATION, template_end
 from agentenv.native import NativeRenderer
 from agentenv.prompt import Instruction
 from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN, Renderer, TagRenderer
@@ -60,6 +61,7 @@ class Example(NamedTuple):
 RESULT = re.compile(r"\s*<result>(.*?)</result>", re.DOTALL)
 WHOLE = 10**9  # tokens of a tool result; the cut-off length bounds the sequence
 STAND_IN = "qZuserZq"
+NUM_END_CHARS = 64  # of an answer, in which a token at its end is looked for
 
 Part = tuple[list[int], bool]  # token ids, and whether they are the policy's
 
@@ -140,12 +142,29 @@ class ChatEncoder:
             text = text.lstrip().removeprefix(THOUGHT_OPEN).lstrip("\n")
         if answer.tool_calls:
             text = self._with_calls(text, answer, tools)
+        text = self._without_end(text)
         if self.is_native or self.compat:
             yield self.renderer.encode(text), True
         else:
             yield from self._chain(text, tools)
         if self.is_native or follower != "tool":
             yield [self.end_id], True
+
+    def _without_end(self, text: str) -> str:
+        """An answer without the special token that a dataset may have written at its end. Raises
+        DataError for one at which generation does not stop."""
+        ids = self.renderer.encode(text[-NUM_END_CHARS:].rstrip())
+        if not ids or ids[-1] not in self.renderer.special_ids:
+            return text
+        last, end = ids[-1], self.renderer.decode(ids[-1:])
+        if last not in self.renderer.eos_ids:
+            known = [self.renderer.decode([token]) for token in sorted(self.renderer.eos_ids)]
+            raise DataError(
+                f"an answer ends with {end!r}, at which generation does not stop; it stops at "
+                f"{', '.join(map(repr, known))}: take {end!r} out of the data, or add token {last} "
+                f"to eos_token_id in {GENERATION}"
+            )
+        return text.rstrip().removesuffix(end)
 
     def _chain(self, text: str, tools: Sequence[dict[str, Any]]) -> Iterator[Part]:
         """The policy's texts and, between them, the results that stand within the answer."""
@@ -215,15 +234,20 @@ class ChatEncoder:
         return self._frames
 
     def _end_of_turn(self) -> int:
-        """The token that the chat template ends an answer with, if generation stops there."""
-        own: int = self.tokenizer.eos_token_id
-        if not self._prompt.apply_chat_template:
-            return own
-        text = self._render(_chat(("user", "qQ"), ("assistant", "qTurnq")), generation=False)
-        rest = text.rpartition("qTurnq")[2].lstrip()
-        ends = {token: self.renderer.decode([token]) for token in sorted(self.renderer.eos_ids)}
-        found = [token for token, end in ends.items() if end and rest.startswith(end)]
-        return found[0] if found else own
+        """The token that ends an answer: the chat template's, else the tokenizer's own."""
+        own: int | None = self.tokenizer.eos_token_id
+        found = None
+        if self._prompt.apply_chat_template:
+            kwargs = self._prompt.chat_template_kwargs
+            found = template_end(self.tokenizer, self.renderer.eos_ids, kwargs)
+        if found is None:
+            found = min(self.renderer.eos_ids) if own is None else own
+        if found not in self.renderer.eos_ids:
+            raise DataError(
+                f"demonstrations would end with {self.renderer.decode([found])!r} (token {found}), "
+                f"at which generation does not stop; it stops at {sorted(self.renderer.eos_ids)}"
+            )
+        return found
 
     def _render(self, chat: list[dict[str, str]], *, generation: bool) -> str:
         text = self.tokenizer.apply_chat_template(

@@ -65,7 +65,7 @@ def claim(out: Path, plan: SynthesisPlan) -> None:
     except (ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{path}: not readable: {error}; choose another --out") from error
     except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {explain(error)}") from error
+        raise ConfigError(f"{out} cannot be written: {explain(error, '--out')}") from error
 
 
 def sft_row(one: Judged, task: Task, prompt: Sequence[Message], set_name: str) -> Row:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from agentenv import tool
 from agentenv.config import load_config
@@ -70,6 +72,8 @@ async def test_what_a_check_needs_and_is_missing_fails_all_that_need_it(
         "model",
         "context",
         "chat template",
+        "end of a turn",
+        "room for weights",
         "callable tools",
         "prompts",
         "number of updates",
@@ -107,3 +111,23 @@ def test_a_tool_that_cannot_be_called_is_refused_with_what_to_do(
     told = capsys.readouterr().err
     assert "me/Warehouse-v0: the tag protocol cannot call the tool 'answer'" in told
     assert "give the tool another name, or choose renderer.name = 'native'" in told
+
+
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+def test_a_template_that_ends_answers_where_no_engine_stops_is_refused(
+    warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], dry: list[str]
+) -> None:
+    model = Path(shutil.copytree(warehouse.parent / "model", tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}"
+        "{% if m.role == 'assistant' %}<|turn|>{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(model)
+    keys = [f"model.path={model}", f"run.dir={tmp_path}/runs"]
+    assert train.main([str(warehouse), *keys, *dry]) == 2
+    told = capsys.readouterr().err
+    assert "the chat template ends an answer with '<|turn|>'" in told
+    assert f"set eos_token_id in {model}/generation_config.json" in told
+    assert not (tmp_path / "runs").exists()

@@ -87,6 +87,16 @@ def test_rows_a_prompt_and_a_gold_are_read(here: Path, capsys: pytest.CaptureFix
     assert not (here / "runs").exists()
 
 
+@pytest.mark.parametrize("name", ["train", "sft"])
+def test_adapters_that_cannot_be_merged_are_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    learner = ['learner={optimizer="adamw",lora={target_modules=["embed_tokens"]}}']
+    main, engine = (train.main, ["engine.name=embedded"]) if name == "train" else (sft.main, [])
+    assert dry(main, f"{name}.toml", *engine, *learner) == 2
+    assert "model.embed_tokens of Qwen3ForCausalLM is of class Embedding" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "says"),

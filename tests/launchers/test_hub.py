@@ -14,19 +14,8 @@ from agentenv import hub
 from agentenv.config import resolver
 from agentenv.errors import DataError
 from launchers import train
+from tests.support.hub_cache import COMMIT, hub_cache
 from tests.support.warehouse import ROOT
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-def cache(home: Path, kind: str, name: str, files: Path) -> Path:
-    """A repository in the layout of the hub's cache, at one commit; gives the snapshot."""
-    folder = home / "hub" / f"{kind}s--{name.replace('/', '--')}"
-    snapshot = folder / "snapshots" / COMMIT
-    shutil.copytree(files, snapshot)
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text(COMMIT)
-    return snapshot
 
 
 @pytest.fixture
@@ -61,7 +50,7 @@ def test_an_id_is_what_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_model_is_found_in_the_cache(home: Path, warehouse: Path) -> None:
-    snapshot = cache(home, "model", "me/tiny", warehouse.parent / "model")
+    snapshot = hub_cache(home, "model", "me/tiny", warehouse.parent / "model")
     told: list[str] = []
     assert hub.fetch("me/tiny", "model", told.append) == snapshot
     assert told == [f"me/tiny: in the cache of the hub, revision {COMMIT[:12]}"]
@@ -70,7 +59,7 @@ def test_a_model_is_found_in_the_cache(home: Path, warehouse: Path) -> None:
 
 
 def test_what_is_cached_in_part_counts_as_missing(home: Path, warehouse: Path) -> None:
-    snapshot = cache(home, "model", "me/tiny", warehouse.parent / "model")
+    snapshot = hub_cache(home, "model", "me/tiny", warehouse.parent / "model")
     (snapshot / "model.safetensors").unlink()
     with pytest.raises(DataError, match="hf download me/tiny"):
         hub.fetch("me/tiny", "model", print)
@@ -90,7 +79,7 @@ def test_a_dataset_is_its_files(home: Path, warehouse: Path, tmp_path: Path) -> 
     files = tmp_path / "files"
     files.mkdir()
     shutil.copy(warehouse.parent / "train.jsonl", files / "train-1.jsonl")
-    snapshot = cache(home, "dataset", "me/rows", files)
+    snapshot = hub_cache(home, "dataset", "me/rows", files)
     assert hub.find("me/rows", "dataset") == snapshot
     assert hub.find("me/rows:train-*.jsonl", "dataset") == snapshot / "train-*.jsonl"
     assert hub.find("me/rows:test-*.jsonl", "dataset") is None
@@ -112,8 +101,8 @@ def test_a_dry_run_and_a_run_take_ids(
     files = tmp_path / "files"
     files.mkdir()
     shutil.copy(warehouse.parent / "train.jsonl", files)
-    cache(home, "model", "me/tiny", warehouse.parent / "model")
-    cache(home, "dataset", "me/rows", files)
+    hub_cache(home, "model", "me/tiny", warehouse.parent / "model")
+    hub_cache(home, "dataset", "me/rows", files)
     assert train.main([str(warehouse), *ids, "--dry-run"]) == 0
     assert "data: 24 rows are read" in capsys.readouterr().out
     assert train.main([str(warehouse), *ids, "train.num_steps=1", "run.name=hub"]) == 0
@@ -125,7 +114,7 @@ def test_a_dry_run_and_a_run_take_ids(
 
 @pytest.mark.slow
 def test_the_variables_of_the_hub_count(warehouse: Path, tmp_path: Path) -> None:
-    cache(tmp_path, "model", "me/tiny", warehouse.parent / "model")
+    hub_cache(tmp_path, "model", "me/tiny", warehouse.parent / "model")
     code = "from agentenv import hub; print(hub.fetch('me/tiny', 'model', print))"
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = str(ROOT)

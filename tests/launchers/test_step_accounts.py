@@ -256,3 +256,23 @@ def test_failures_by_kind_stand_beside_the_reward() -> None:
     assert step_line(row, 9).endswith("tok/s")
     failed = {"failed/by_kind/EnvError": 2, "failed/by_kind/OutageError": 1}
     assert step_line(row | failed, 9).endswith("tok/s failed 2 EnvError, 1 OutageError")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "agreement"),
+    [
+        ("", [], "exact"),
+        ("0", [], "exact"),  # Muon: float32 on a GPU too
+        ("", ["learner.optimizer=adamw", "sft=none"], "exact"),
+        ("0", ["learner.optimizer=adamw", "sft=none"], "unknown"),  # bfloat16
+        ("", ["learner={optimizer='adamw',dtype='bfloat16',zero_stage=1}", "sft=none"], "unknown"),
+        ("0", ["learner={optimizer='adamw',dtype='bfloat16',zero_stage=1}", "sft=none",
+               "engine.dtype=bfloat16"], "unknown"),
+    ],
+)  # fmt: skip
+def test_figures_of_the_embedded_engine_are_the_learners_in_float32_only(
+    monkeypatch: pytest.MonkeyPatch, gpus: str, overrides: list[str], agreement: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    config = load_config(TrainConfig, CONFIG, overrides)
+    assert StepAccounts(config, RunState()).agreement == agreement

@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 
+from agentenv.config import load_config
 from agentenv.errors import ConfigError
 from launchers import train
+from launchers.config import SFTConfig, TrainConfig
+from launchers.supervised.config import DPORunConfig, SFTRunConfig
 from learners.deepspeed_settings import deepspeed_settings
 from learners.learner import LearnerConfig
+from learners.lora import LoRAConfig
 
 
 def with_file(tmp_path: Path, content: object, **keys: Any) -> LearnerConfig:
@@ -93,8 +97,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({"zero_stage": 1}, "muon_adamw needs whole matrices"),
-        ({"offload": "optimizer"}, "needs learner.zero_stage >= 1"),
+        ({"optimizer": "muon_adamw", "zero_stage": 1}, "muon_adamw needs whole matrices"),
+        ({"offload": "optimizer", "zero_stage": 0}, "needs learner.zero_stage >= 1"),
         ({"offload": "params", "optimizer": "adamw", "zero_stage": 2}, "zero_stage = 3"),
         ({"backend": "torch", "optimizer": "adamw", "zero_stage": 1}, "backend = torch knows"),
         ({"launch": "external"}, "give the host:port"),
@@ -114,8 +118,49 @@ def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any], text:
         LearnerConfig(**keys)
 
 
-CRITIC = 'self_critic={every=2, optimizer={optimizer="muon_adamw"}}'
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+
+
+def test_the_defaults_suit_a_pretrained_model() -> None:
+    plain = LearnerConfig()
+    assert (plain.optimizer, plain.learning_rate, plain.grad_clip) == ("adamw", 1e-6, 1.0)
+    for config in (
+        plain,
+        *(one.__struct_defaults__ for one in (SFTRunConfig, DPORunConfig, SFTConfig)),
+    ):
+        assert "optimizer='muon_adamw'" not in str(config)
+
+
+@pytest.mark.parametrize(
+    ("keys", "on_cpu", "on_gpu"),
+    [
+        ({}, ("float32", 0), ("bfloat16", 1)),
+        ({"lora": LoRAConfig()}, ("float32", 0), ("bfloat16", 1)),
+        ({"zero_stage": 0}, ("float32", 0), ("float32", 0)),
+        ({"zero_stage": 2}, ("float32", 2), ("bfloat16", 2)),
+        ({"dtype": "float32"}, ("float32", 0), ("float32", 0)),
+        ({"dtype": "bfloat16"}, ("bfloat16", 1), ("bfloat16", 1)),
+        ({"offload": "optimizer"}, ("float32", 1), ("bfloat16", 1)),
+        ({"offload": "params"}, ("float32", 3), ("bfloat16", 3)),
+        ({"optimizer": "muon_adamw"}, ("float32", 0), ("float32", 0)),
+        ({"backend": "torch"}, ("float32", 0), ("float32", 0)),
+    ],
+)
+def test_dtype_and_stage_follow_the_device_unless_they_are_given(
+    keys: dict[str, Any], on_cpu: tuple[str, int], on_gpu: tuple[str, int]
+) -> None:
+    for expected, is_gpu in ((on_cpu, False), (on_gpu, True)):
+        found = LearnerConfig(**keys).resolved(on_gpu=is_gpu)
+        assert (found.dtype, found.zero_stage) == expected
+        assert found.resolved(on_gpu=not is_gpu) == found
+
+
+def test_the_quick_start_trains_with_adamw_where_that_is_asked_for() -> None:
+    config = load_config(TrainConfig, QUICKSTART, ["learner.optimizer=adamw"])
+    assert config.learner.zero_stage == 0, "whole matrices for the Muon of its cold start"
+
+
+CRITIC = 'self_critic={every=2, optimizer={optimizer="muon_adamw"}}'
 
 
 @pytest.mark.parametrize(

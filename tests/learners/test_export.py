@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentenv.errors import DataError
@@ -26,7 +27,7 @@ CONFIG = two_ranks(num_ranks=1)
 FILES = {
     "generation_config.json": '{"eos_token_id": 7}',
     "chat_template.jinja": "{{ messages }}",
-    "tokenizer.json": "{}",
+    "tokenizer.json": Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b")).to_str(),
 }
 
 
@@ -97,7 +98,6 @@ def test_the_directory_has_all_that_engines_read(checkpoint: Path, tmp_path: Pat
 
 
 def test_a_real_tokenizer_loads_from_it(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
     source = save_tiny_model(tmp_path / "model")

@@ -8,15 +8,24 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    Lfm2Config,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from agentenv.errors import ConfigError
 from learners import ranks as wire
 from learners.checkpoint import Checkpoint
 from learners.deepspeed_learner import DeepSpeedLearner
+from learners.export import Entry, entries
 from learners.export import export as export_offline
 from learners.learner import LearnerConfig
-from learners.lora import LoRAConfig, frozen_model, is_adapter
+from learners.lora import LoRAConfig, add_adapters, check_adapters, frozen_model, is_adapter
 from learners.worker import Rank
 from tests.learners.ranks import (
     ALGORITHM,
@@ -148,7 +157,80 @@ async def test_two_ranks_with_cut_weights_equal_one(
 
 def test_contradictions_are_refused(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r'set learner\.optimizer = "adamw"'):
-        LearnerConfig(lora=LORA)
+        LearnerConfig(optimizer="muon_adamw", lora=LORA)
     config = two_ranks(num_ranks=1, backend="torch", lora=LoRAConfig(target_modules=["nothing"]))
     with pytest.raises(ConfigError, match=r"learner\.lora\.target_modules: .*nothing"):
         start(model_dir, config)
+
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 1, "bos_token_id": 0,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SHARED = {"shared_expert_intermediate_size": 16}
+FAMILIES: dict[str, PretrainedConfig] = {
+    "qwen3": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False),
+    "tied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+    "gpt2": GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=1),
+    "experts": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8),
+    "shared expert": Qwen2MoeConfig(**SIZES, **EXPERTS, **SHARED),
+    "convolution": Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "problem"),
+    [
+        ("qwen3", "embed_tokens", "is of class Embedding, no linear layer"),
+        ("qwen3", "lm_head", "is the head"),
+        ("qwen3", "q_norm", "is not supported"),
+        ("tied", "lm_head", "has one weight with model.embed_tokens.weight"),
+        ("gpt2", "c_proj", "is of class Conv1D, no linear layer"),  # a square one among them
+        ("gpt2", "wte", "is of class Embedding"),
+        ("experts", "down_proj", "down_proj would be an expert or the router"),
+        ("experts", "gate", "would be an expert or the router"),
+        ("convolution", "conv.conv", "Conv1d"),
+    ],
+)
+def test_layers_that_cannot_be_merged_are_refused_by_what_peft_makes_of_them(
+    tmp_path: Path, family: str, target: str, problem: str
+) -> None:
+    FAMILIES[family].save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"learner\.lora\.target_modules: ") as caught:
+        check_adapters(tmp_path, LoRAConfig(r=2, target_modules=[target]))
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        *((name, []) for name in FAMILIES if name != "gpt2"),
+        ("tied", ["q_proj", "gate_proj"]),
+        ("shared expert", ["gate_proj", "shared_expert_gate"]),
+        ("convolution", ["in_proj"]),
+    ],
+)
+def test_what_is_accepted_is_merged_as_peft_merges_it(family: str, targets: list[str]) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family], dtype=torch.float32)
+    add_adapters(model, LoRAConfig(r=2, target_modules=targets))
+    for name, param in model.named_parameters():
+        if is_adapter(name):
+            torch.nn.init.normal_(param)
+    found = {entry.name: entry.tensor().clone() for entry in entries(model)}
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.merge()
+    merged = {entry.name: entry.tensor() for entry in plain(model)}
+    assert found.keys() == merged.keys()
+    for name, weight in merged.items():
+        torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-5)
+
+
+def plain(model: torch.nn.Module) -> list[Entry]:
+    """Entries of the weights as they are now, without what the adapters still hold."""
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            torch.nn.init.zeros_(module.lora_B["default"].weight)
+    return [*entries(model)]

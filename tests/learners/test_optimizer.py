@@ -19,7 +19,11 @@ from learners.learner import OptimizerConfig, ScheduleConfig, lr_factor
 from tests.learners.trees import VOCABULARY, tiny_model
 
 CONFIG = OptimizerConfig(
-    learning_rate=0.01, muon_learning_rate=0.02, weight_decay=0.1, muon_weight_decay=0.2
+    optimizer="muon_adamw",
+    learning_rate=0.01,
+    muon_learning_rate=0.02,
+    weight_decay=0.1,
+    muon_weight_decay=0.2,
 )
 
 
@@ -126,7 +130,7 @@ def test_rates_and_decays_are_replaced_but_not_the_kind() -> None:
     assert all(group["lr"] == 0.5 for group in optimizer.param_groups)
     assert all(group["betas"] == (0.8, 0.9) for group in optimizer.param_groups)
     with pytest.raises(ConfigError, match="not become one of another kind"):
-        set_hyperparameters(optimizer, OptimizerConfig())
+        set_hyperparameters(optimizer, CONFIG)
 
 
 def factors(num_steps: int, **keys: object) -> list[float]:

@@ -191,7 +191,7 @@ async def test_bfloat16_keeps_float32_weights(stage: int, model_dir: Path, tmp_p
 
 def test_bfloat16_without_zero_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match=r"bfloat16 needs learner\.zero_stage >= 1"):
-        LearnerConfig(dtype="bfloat16", optimizer="adamw")
+        LearnerConfig(dtype="bfloat16", zero_stage=0)
 
 
 @pytest.mark.slow

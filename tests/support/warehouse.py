@@ -78,6 +78,8 @@ entropy_window = 4
 groups_per_step = 2
 [learner]
 groups_per_minibatch = 2
+optimizer = "muon_adamw"
+learning_rate = 1e-3
 [engine]
 name = "scripted"
 script = "tests.support.warehouse:warehouse_turn"

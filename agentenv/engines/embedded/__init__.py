@@ -54,6 +54,6 @@ class EmbeddedConfig(
         from agentenv.engines.embedded.engine import EmbeddedEngine
 
         try:
-            return EmbeddedEngine(self, given.model, given.policy_version)
+            return EmbeddedEngine(self, given.model, given.policy_version, given.tokenizer)
         except EngineError as error:
             raise ConfigError(f"engine: {error}") from error

@@ -84,8 +84,14 @@ class EmbeddedEngine:
     Raises EngineError if the directory cannot be served or there is no such device.
     """
 
-    def __init__(self, config: EmbeddedConfig, model_path: Path, policy_version: int = 0) -> None:
-        self._arch = read_architecture(model_path)
+    def __init__(
+        self,
+        config: EmbeddedConfig,
+        model_path: Path,
+        policy_version: int = 0,
+        tokenizer: Any = None,
+    ) -> None:
+        self._arch = read_architecture(model_path, tokenizer)
         self._max_length = config.max_model_len or self._arch.max_length
         if self._max_length > self._arch.max_length:
             raise EngineError(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from agentenv.engines.weights import Layout, check_layout, read_json, weight_files
 from agentenv.errors import EngineError
+from agentenv.model_files import read_eos_ids
 
 
 class Architecture(Struct, frozen=True, kw_only=True):
@@ -40,8 +41,8 @@ class Architecture(Struct, frozen=True, kw_only=True):
     eos_ids: frozenset[int]
 
 
-def read_architecture(model_path: Path) -> Architecture:
-    """Read config.json and generation_config.json.
+def read_architecture(model_path: Path, tokenizer: Any = None) -> Architecture:
+    """Read config.json, and the tokens that end a turn from wherever they are given.
 
     Raises EngineError naming the key for whatever this engine does not implement.
     """
@@ -79,7 +80,7 @@ def read_architecture(model_path: Path) -> Architecture:
         qkv_bias=kind == "qwen2" or attention_bias,
         out_bias=kind != "qwen2" and attention_bias,
         tied=bool(config.get("tie_word_embeddings", False)),
-        eos_ids=_eos_ids(model_path, config),
+        eos_ids=read_eos_ids(model_path, tokenizer),
     )
 
 
@@ -118,14 +119,6 @@ def _rope_parameters(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise EngineError(f"{path}: rope_parameters.partial_rotary_factor is not supported")
     return rope
-
-
-def _eos_ids(model_path: Path, config: dict[str, Any]) -> frozenset[int]:
-    generation = model_path / "generation_config.json"
-    ids = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    if ids is None:
-        ids = config.get("eos_token_id")
-    return frozenset([ids] if isinstance(ids, int) else ids or ())
 
 
 def rope_frequencies(arch: Architecture) -> Tensor:

@@ -70,7 +70,8 @@ class Turn:
         """What the next part is asked for: the rest of the turn, with random numbers of its own.
         `interval`: tokens of an event that nobody waits for, as behind a fork window."""
         self.num_parts += 1
-        stops = self._matcher.whole if self._matcher is not None else ()
+        whole = self._matcher.whole if self._matcher is not None else ()
+        stops = tuple(sorted({*whole, *self._eos_ids}))  # a server may know other ends of a turn
         sampling, done = self._sampling, len(self.token_ids)
         if self._has_tokens:
             sampling = replace(sampling, stop=())

@@ -1,0 +1,49 @@
+"""The arguments of every command: what is no UTF-8 is refused by name, before anything starts.
+
+Python reads such bytes as lone surrogates, which no log, JSON or TOML can hold: a run would fail
+where it first writes one of them down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from agentenv.disk import undecodable
+from agentenv.errors import ConfigError
+
+PLACES = ("HOME", "TMPDIR", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")
+
+
+def check_places(environment: Mapping[str, str] | None = None) -> None:
+    """Raises ConfigError where the working directory, or a folder that the environment names, is
+    no UTF-8."""
+    environment = os.environ if environment is None else environment
+    given = {"the working directory": os.getcwd()}
+    given |= {f"the environment variable {name}": environment.get(name, "") for name in PLACES}
+    for name, text in given.items():
+        if shown := undecodable(text):
+            raise ConfigError(f"{name}: {shown!r} is no UTF-8; rename the folder, or take another")
+
+
+def check_arguments(arguments: Iterable[str]) -> None:
+    """Raises ConfigError for one that is no UTF-8."""
+    for text in arguments:
+        if shown := undecodable(text):
+            raise ConfigError(
+                f"'{shown}' is no UTF-8; rename the file or folder, or give a link to it"
+            )
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that ends the command with exit code 2 for arguments that are no UTF-8."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        try:
+            check_arguments(sys.argv[1:] if args is None else args)
+        except ConfigError as error:
+            self.error(str(error))
+        return super().parse_known_args(args, namespace)

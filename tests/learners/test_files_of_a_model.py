@@ -1,0 +1,133 @@
+"""Files of a checkpoint or an export are its own, and were opened once before they count."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from agentenv.errors import DataError
+from agentenv.model_files import check_model_directory
+from launchers.export import main as export_command
+from launchers.quickstart import build_model
+from launchers.rundir import Checkpoints, link_model
+from learners.export import check_written, copy_files, export
+from tests.support.hub_cache import hub_cache
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the quick start."""
+    folder = tmp_path_factory.mktemp("files") / "model"
+    build_model(folder, seed=0)
+    return folder
+
+
+@pytest.fixture
+def snapshot(model: Path, tmp_path: Path) -> Path:
+    """The same in the cache of the hub."""
+    return hub_cache(tmp_path / "home", "model", "me/tiny", model)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def assert_own(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        assert path.exists(), f"{path} leads nowhere"
+        assert not path.is_symlink(), path
+        assert path.is_dir() or path.stat().st_nlink == 1, path
+
+
+def test_a_model_of_the_cache_is_copied_and_not_linked(snapshot: Path, tmp_path: Path) -> None:
+    copy_files(snapshot, tmp_path / "copy", "float32")
+    assert_own(tmp_path / "copy")
+    names = {path.name for path in snapshot.iterdir() if path.suffix != ".safetensors"}
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == names
+
+
+def test_a_link_that_leads_nowhere_is_refused_by_name(snapshot: Path, tmp_path: Path) -> None:
+    (snapshot / "tokenizer.json").resolve().unlink()
+    with pytest.raises(DataError, match=r"tokenizer\.json: this link leads nowhere"):
+        copy_files(snapshot, tmp_path / "copy", "float32")
+
+
+def test_a_link_that_leads_nowhere_is_found_before_a_run_starts(snapshot: Path) -> None:
+    check_model_directory(snapshot)
+    (snapshot / "pytorch_model.bin").symlink_to("../../blobs/gone")  # nobody reads it
+    check_model_directory(snapshot)
+    (snapshot / "vocab.json").symlink_to("../../blobs/gone")
+    with pytest.raises(DataError, match=r"vocab\.json: this link leads nowhere"):
+        check_model_directory(snapshot)
+
+
+def test_an_export_of_the_cache_is_whole_when_the_cache_is_gone(
+    snapshot: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "elsewhere" / "out"
+    assert export_command([str(snapshot), str(out)]) == 0
+    assert_own(out)
+    os.rename(tmp_path / "home", tmp_path / "gone")
+    assert AutoTokenizer.from_pretrained(out).encode("What is 2 + 3?")
+
+
+def test_what_is_done_to_an_export_changes_nothing_else(model: Path, tmp_path: Path) -> None:
+    before = contents(model)
+    out = tmp_path / "out"
+    export(model, out)
+    assert_own(out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(out)
+    for path in out.iterdir():
+        path.write_bytes(b"changed")
+    assert contents(model) == before
+
+
+def test_templates_beside_the_files_come_along(model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    copy_files(model, source, "float32")
+    more = source / "additional_chat_templates" / "rag.jinja"
+    more.parent.mkdir()
+    more.write_text("{{ messages }}")
+    copy_files(source, tmp_path / "copy", "float32")
+    assert (tmp_path / "copy" / more.relative_to(source)).read_text() == "{{ messages }}"
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"]
+)
+def test_what_cannot_be_opened_is_not_written(model: Path, tmp_path: Path, name: str) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in model.iterdir():
+        (broken / path.name).write_bytes(path.read_bytes())
+    check_written(broken)
+    whole = (broken / name).read_bytes()
+    (broken / name).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=str(broken)):
+        check_written(broken)
+
+
+def test_of_a_checkpoint_only_weights_are_linked_within_the_run(
+    snapshot: Path, tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    partial = checkpoints.begin(checkpoints.path(1))
+    for path in snapshot.iterdir():
+        os.symlink(path, partial / path.name)  # as somebody may have made it
+    (partial / "trainer").mkdir()
+    (partial / "trainer" / "learner.json").write_text("{}")
+    (partial / "state.json").write_text("{}")
+    checkpoints.complete(partial)
+    checkpoints.keep_best(1)
+    resumed = link_model(checkpoints.path(1), tmp_path / "resumed")
+    for folder in (checkpoints.folder / "best", resumed):
+        for path in folder.rglob("*"):
+            assert not path.is_symlink()
+            if path.is_file():
+                assert (path.stat().st_nlink == 1) == (path.suffix != ".safetensors"), path
