@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentenv.data.files import RawRow
+from agentenv.data.files import RawRow, plain
 from agentenv.data.rows import RowReader, RowsConfig
 from agentenv.env import Env, shared_apart
 from agentenv.errors import DataError
@@ -51,7 +51,7 @@ def demonstrate(
     """
     reader = RowReader(RowsConfig(), "demonstrated")
     read = [
-        one if isinstance(one, Task) else reader.task(RawRow(Path("row"), number, dict(one)))
+        one if isinstance(one, Task) else reader.task(RawRow(Path("row"), number, plain(one)))
         for number, one in enumerate(tasks, 1)
     ]
     return asyncio.run(_demonstrate(make, read, turn, stage, seed))
@@ -112,5 +112,5 @@ def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        file.writelines(json.dumps(plain(row), ensure_ascii=False) + "\n" for row in rows)
     return path
