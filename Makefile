@@ -25,6 +25,7 @@ train: environment
 
 test: environment
 	@sh .ci/viewer
+	@PYTHON="$(PYTHON)" sh .ci/mcp-servers
 	@$(MAKE) --no-print-directory -j 2 engines inspect lint types
 	$(BIN)/python -m pytest -q -n 2 $(ARGS)
 
@@ -71,4 +72,4 @@ environment:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh .ci/environment
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-inspect .mypy_cache .ruff_cache .pytest_cache .hypothesis build site *.egg-info
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-inspect .venv-mcp .mypy_cache .ruff_cache .pytest_cache .hypothesis build site *.egg-info

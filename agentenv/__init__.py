@@ -18,7 +18,7 @@ What an environment of your own needs can be imported from here; the rest lives 
     tokens     renderer   messages to token ids and back: the tag protocol
                tags       its calls: read, written, described
                native     the same by the chat template of the model
-               call_syntax   forms in which models write tool calls
+               call_syntax, call_blocks   forms in which models write tool calls; where they end
                prompt     the system prompt
                encoder    a process that tokenizes long texts
     tools      tools      what the policy can call, and its bounds

@@ -17,6 +17,9 @@ The tag protocol has a form of its own (agentenv/tags.py).
 A parser takes the text and the schemas of the tools, which give the values a type where the form
 has none, and never raises. A call that cannot be read is a call too, to MALFORMED_CALL: the policy
 reads what is wrong. Calls within thoughts do not count.
+
+Where calls and thoughts end: `agentenv/call_blocks.py`. The forms of tags have values that nothing
+quotes: one that holds an opening tag of the form is malformed.
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from agentenv.call_blocks import MalformedCall, Markers, blocks, json_end, thought_end
 from agentenv.errors import ForeignError
 from agentenv.foreign import decode
 from agentenv.types import MALFORMED_CALL, ToolCall
 
-THOUGHT_CLOSE = "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 EXPECTED = 'expected {"name": "...", "arguments": {...}}'
@@ -40,27 +43,25 @@ EXPECTED = 'expected {"name": "...", "arguments": {...}}'
 Parser = Callable[[str, Sequence[dict[str, Any]]], tuple[ToolCall, ...]]
 
 
-class _Malformed(Exception):
-    """What is wrong with a call."""
-
-
 # JSON forms
 
 
 def hermes_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
-    """The calls in the <tool_call> tags behind the thoughts of a turn."""
-    return _each(_blocks(after_thoughts(text), CALL_OPEN, CALL_CLOSE), _json_call)
+    """The calls in the <tool_call> tags outside the thoughts of a turn."""
+    return _each(blocks(text, Markers(CALL_OPEN, CALL_CLOSE, json_end)), _json_call)
 
 
 def llama_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
     """The one call that a turn is behind its thoughts, or none."""
-    body = after_thoughts(text).strip()
-    tagged = body.startswith(PYTHON_TAG)
-    body = body.removeprefix(PYTHON_TAG).strip()
-    if body.startswith("{") and (tagged or '"name"' in body[:200]):
-        return _each([body], _json_call)
-    if not tagged:
+    body = text.strip()
+    markers = Markers(PYTHON_TAG, "", json_end)
+    while not _is_llama_call(body) and (end := thought_end(body, 0, markers)) >= 0:
+        body = body[end:].strip()
+    if not _is_llama_call(body):
         return ()
+    body = body.removeprefix(PYTHON_TAG).strip()
+    if body.startswith("{"):
+        return _each([body], _json_call)
     for tool in tools:
         if tool["name"] == "python":
             argument = next(iter(tool["parameters"]["properties"]))
@@ -68,34 +69,52 @@ def llama_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, .
     return (malformed(f"there is no tool that runs code; {EXPECTED}"),)
 
 
+def _is_llama_call(body: str) -> bool:
+    return body.startswith(PYTHON_TAG) or (body.startswith("{") and '"name"' in body[:200])
+
+
+_HARMONY_MARK = re.compile(r"<\|(?:start|message)\|>")
+_HARMONY_END = re.compile(r"<\|(?:start|end|call|return)\|>")
+
+
 def harmony_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
     """The messages of a turn that are addressed to a function; other channels are no calls."""
     calls: list[ToolCall] = []
-    for part in text.split("<|start|>"):
-        header, found, body = part.partition("<|message|>")
-        address = re.search(r"(?:^|\s)to=(\S+?)(?=\s|<\||$)", header) if found else None
-        if address is None:
-            if not found and re.match(r"\s*(?:assistant\s+)?to=", header):
+    place = 0
+    while place < len(text):
+        mark = _HARMONY_MARK.search(text, place)
+        header = text[place : mark.start() if mark else None]
+        place = mark.end() if mark else len(text)
+        if mark is None or mark[0] == "<|start|>":
+            if re.match(r"\s*(?:assistant\s+)?to=", header):
                 calls.append(malformed(f"no <|message|> follows {header.strip()[:60]!r}"))
             continue
-        body = re.split(r"<\|(?:end|call|return)\|>", body, maxsplit=1)[0]
-        calls += _each([(address[1], body)], _harmony_call)
+        address = re.search(r"(?:^|\s)to=(\S+?)(?=\s|<\||$)", header)
+        if address is not None:
+            end = _HARMONY_END.search(text, max(place, json_end(text, place)))
+            body = text[place : end.start() if end else None]
+            calls += _each([(address[1], body)], _harmony_call)
+            place += len(body)
+        following = text.find("<|start|>", place)
+        place = len(text) if following < 0 else following + len("<|start|>")
     return tuple(calls)
 
 
 def gemma_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
-    """The calls in the <|tool_call> markers of a turn, without its thoughts."""
-    text = re.sub(r"<\|channel>.*?(?:<channel\|>|\Z)", "", text, flags=re.DOTALL)
-    return _each(_blocks(text, "<|tool_call>", "<tool_call|>"), _gemma_call)
+    """The calls in the <|tool_call> markers outside the thoughts of a turn."""
+    thought = "<|channel>", "<channel|>"
+    return _each(
+        blocks(text, Markers("<|tool_call>", "<tool_call|>", _gemma_end, *thought)), _gemma_call
+    )
 
 
 def _json_call(body: str) -> ToolCall:
     try:
         raw = decode(body)
     except ForeignError as error:
-        raise _Malformed(f"not valid JSON ({error}); {EXPECTED}") from error
+        raise MalformedCall(f"not valid JSON ({error}); {EXPECTED}") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("name"), str):
-        raise _Malformed(f"no name; {EXPECTED}")
+        raise MalformedCall(f"no name; {EXPECTED}")
     return ToolCall(raw["name"], _object(raw.get("arguments", raw.get("parameters", {}))))
 
 
@@ -105,9 +124,9 @@ def _object(value: object) -> dict[str, Any]:
         try:
             value = decode(value)
         except ForeignError as error:
-            raise _Malformed(f"the arguments are not an object; {EXPECTED}") from error
+            raise MalformedCall(f"the arguments are not an object; {EXPECTED}") from error
     if not isinstance(value, dict):
-        raise _Malformed(f"the arguments are not an object; {EXPECTED}")
+        raise MalformedCall(f"the arguments are not an object; {EXPECTED}")
     return value
 
 
@@ -116,13 +135,13 @@ def _harmony_call(written: tuple[str, str]) -> ToolCall:
     prefix, _, name = address.partition(".")
     expected = "expected to=functions.NAME and an object of JSON behind <|message|>"
     if prefix != "functions" or not name:
-        raise _Malformed(f"the message goes to {address[:60]!r}; {expected}")
+        raise MalformedCall(f"the message goes to {address[:60]!r}; {expected}")
     try:
         arguments = decode(body)
     except ForeignError as error:
-        raise _Malformed(f"the arguments are not valid JSON ({error}); {expected}") from error
+        raise MalformedCall(f"the arguments are not valid JSON ({error}); {expected}") from error
     if not isinstance(arguments, dict):
-        raise _Malformed(f"the arguments are not an object; {expected}")
+        raise MalformedCall(f"the arguments are not an object; {expected}")
     return ToolCall(name, arguments)
 
 
@@ -130,12 +149,29 @@ _GEMMA_QUOTE = '<|"|>'
 _BARE_KEY = re.compile(r"(?<=[{,])(\s*)([^\W\d][\w.-]*)(?=\s*:)")
 
 
+_GEMMA_HEAD = re.compile(r"\s*call:[^\s{]+\s*(?=\{)")
+_GEMMA_PART = re.compile(r'<\|"\|>.*?<\|"\|>|"(?:\\.|[^"\\])*"|[{}]|<tool_call\|>', re.DOTALL)
+
+
+def _gemma_end(text: str, start: int) -> int:
+    """Behind the braces of the arguments, those within texts apart."""
+    head = _GEMMA_HEAD.match(text, start)
+    depth = 0
+    for part in _GEMMA_PART.finditer(text, head.end()) if head else ():
+        depth += {"{": 1, "}": -1}.get(part[0], 0)
+        if depth == 0:
+            return part.end()
+        if part[0] == "<tool_call|>":
+            break
+    return -1
+
+
 def _gemma_call(body: str) -> ToolCall:
     """JSON with bare keys, and <|"|> around texts, which nothing escapes."""
     found = re.fullmatch(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", body, re.DOTALL)
     expected = f"expected call:NAME{{key:value}}, texts between {_GEMMA_QUOTE}"
     if found is None:
-        raise _Malformed(f"no name and arguments; {expected}")
+        raise MalformedCall(f"no name and arguments; {expected}")
     parts = found[2].split(_GEMMA_QUOTE)
     # texts are at odd places; what stands between them is the structure
     parts[::2] = [_BARE_KEY.sub(r'\1"\2"', part) for part in parts[::2]]
@@ -143,7 +179,7 @@ def _gemma_call(body: str) -> ToolCall:
     try:
         arguments = decode("".join(parts))
     except ForeignError as error:
-        raise _Malformed(f"the arguments cannot be read ({error}); {expected}") from error
+        raise MalformedCall(f"the arguments cannot be read ({error}); {expected}") from error
     return ToolCall(found[1], _object(arguments))
 
 
@@ -152,11 +188,12 @@ def _gemma_call(body: str) -> ToolCall:
 
 class _Tags(NamedTuple):
     """`call` finds name and arguments in a block, `opening` the key of an argument, whose value
-    ends at `closing`."""
+    ends at `closing` and holds nothing that `reserved` finds."""
 
     call: re.Pattern[str]
     opening: re.Pattern[str]
     closing: str
+    reserved: re.Pattern[str]
     expected: str
 
 
@@ -164,46 +201,68 @@ _QWEN_XML = _Tags(
     re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL),
     re.compile(r"<parameter=([^>\n]+)>\n?"),
     "</parameter>",
+    re.compile(r"<tool_call>|<function=|<parameter="),
     "expected <function=NAME>, <parameter=KEY>VALUE</parameter> for each argument, </function>",
 )
 _GLM = _Tags(
     re.compile(r"([^\s<]+)(.*)", re.DOTALL),
     re.compile(r"<arg_key>([^<]+)</arg_key>\s*<arg_value>"),
     "</arg_value>",
+    re.compile(r"<tool_call>|<arg_key>|<arg_value>"),
     "expected NAME, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value> for each argument",
 )
 _ATEM = _Tags(
     re.compile(r'name="([^"\n]+)">(.*)', re.DOTALL),
     re.compile(r'<atem:parameter name="([^"\n]+)">'),
     "</atem:parameter>",
+    re.compile(r"<atem:|<\|start\|>"),
     'expected name="NAME"> and <atem:parameter name="KEY">VALUE</atem:parameter> for each argument',
 )
 
 
 def qwen_xml_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
     """The calls in the <tool_call> tags, each a <function=..> with its <parameter=..>."""
-    blocks = _blocks(after_thoughts(text), CALL_OPEN, CALL_CLOSE)
-    return _each(blocks, lambda body: _tagged_call(body, _QWEN_XML, tools))
+    return _tagged_calls(text, CALL_OPEN, CALL_CLOSE, _QWEN_XML, tools)
 
 
 def glm_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
     """The calls in the <tool_call> tags, each a name with pairs of <arg_key> and <arg_value>."""
-    blocks = _blocks(after_thoughts(text), CALL_OPEN, CALL_CLOSE)
-    return _each(blocks, lambda body: _tagged_call(body, _GLM, tools))
+    return _tagged_calls(text, CALL_OPEN, CALL_CLOSE, _GLM, tools)
 
 
 def atem_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
     """The <atem:invoke> of the messages of a turn; what it says to itself is a thought."""
-    messages = [part.partition("<|message|>") for part in text.split("<|start|>")]
-    said = "\n".join(body or header for header, _, body in messages if "to=self" not in header)
-    blocks = _blocks(said, "<atem:invoke", "</atem:invoke>")
-    return _each(blocks, lambda body: _tagged_call(body, _ATEM, tools))
+    messages = []
+    for part in text.split("<|start|>"):
+        header, _, body = part.partition("<|message|>")
+        if "<atem:invoke" in header or not body:
+            header, body = "", part
+        if "to=self" not in header:
+            messages.append(body)
+    said = "<|start|>".join(messages)
+    return _tagged_calls(said, "<atem:invoke", "</atem:invoke>", _ATEM, tools)
+
+
+def _tagged_calls(
+    text: str, opening: str, closing: str, tags: _Tags, tools: Sequence[dict[str, Any]]
+) -> tuple[ToolCall, ...]:
+    def value_end(text: str, start: int) -> int:
+        following = text.find(opening, start)
+        end = text.find(closing, start, len(text) if following < 0 else following)
+        try:
+            _tagged_call(text[start : max(start, end)].strip(), tags, ())
+        except MalformedCall:
+            return -1
+        return end
+
+    found = blocks(text, Markers(opening, closing, value_end))
+    return _each(found, lambda body: _tagged_call(body, tags, tools))
 
 
 def _tagged_call(body: str, tags: _Tags, tools: Sequence[dict[str, Any]]) -> ToolCall:
     found = tags.call.fullmatch(body)
     if found is None:
-        raise _Malformed(f"no name; {tags.expected}")
+        raise MalformedCall(f"no name; {tags.expected}")
     name, rest = found[1].strip(), found[2]
     schemas = _properties(name, tools)
     pairs, end = [], 0
@@ -214,11 +273,13 @@ def _tagged_call(body: str, tags: _Tags, tools: Sequence[dict[str, Any]]) -> Too
             break
         key, value = opened[1].strip(), rest[opened.end() : close]
         value = value.removesuffix("\n") if tags is _QWEN_XML else value
+        if within := tags.reserved.search(value):
+            raise MalformedCall(f"the argument {key[:60]!r} holds {within[0]!r}; {tags.expected}")
         pairs.append((key, _typed(value, schemas.get(key, {}))))
         end = close + len(tags.closing)
     left = rest[end:].strip()
     if left:
-        raise _Malformed(f"{left[:60]!r} is no argument; {tags.expected}")
+        raise MalformedCall(f"{left[:60]!r} is no argument; {tags.expected}")
     return ToolCall(name, _unique(pairs))
 
 
@@ -276,19 +337,39 @@ def schema_types(schema: Any) -> set[str]:
 # calls in Python's notation
 
 
+LFM_CLOSE = "<|tool_call_end|>"
+_PYTHON_PART = re.compile(
+    r"""(\"{3}|'{3})(?:\\.|(?!\1).)*\1|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|"""
+    + re.escape(LFM_CLOSE),
+    re.DOTALL,
+)
+
+
 def lfm_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
     """The calls in the lists between <|tool_call_start|> and <|tool_call_end|>."""
     calls: list[ToolCall] = []
-    for block in _blocks(after_thoughts(text), "<|tool_call_start|>", "<|tool_call_end|>"):
+    for block in blocks(text, Markers("<|tool_call_start|>", LFM_CLOSE, _python_end)):
         try:
             calls += _python_calls(block)
-        except _Malformed as error:
+        except MalformedCall as error:
             calls.append(malformed(str(error)))
     return tuple(calls)
 
 
-def _python_calls(block: str | _Malformed) -> list[ToolCall]:
-    if isinstance(block, _Malformed):
+def _python_end(text: str, start: int) -> int:
+    """Behind the calls that begin there: before the first closing marker outside of a text."""
+    for part in _PYTHON_PART.finditer(text, start):
+        if part[0] == LFM_CLOSE:
+            try:
+                _python_calls(text[start : part.start()])
+            except MalformedCall:
+                return -1
+            return part.start()
+    return -1
+
+
+def _python_calls(block: str | MalformedCall) -> list[ToolCall]:
+    if isinstance(block, MalformedCall):
         raise block
     expected = "expected a list of calls such as [NAME(key='value')]"
     try:
@@ -299,12 +380,12 @@ def _python_calls(block: str | _Malformed) -> list[ToolCall]:
         calls = []
         for one in written:
             if not isinstance(one, ast.Call) or one.args:
-                raise _Malformed(expected)
+                raise MalformedCall(expected)
             pairs = [(keyword.arg, _literal(keyword.value)) for keyword in one.keywords]
             calls.append(ToolCall(ast.unparse(one.func), _unique(pairs)))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         said = str(error).partition(" (<unknown>")[0]
-        raise _Malformed(f"the calls cannot be read ({said}); {expected}") from error
+        raise MalformedCall(f"the calls cannot be read ({said}); {expected}") from error
     return calls
 
 
@@ -336,28 +417,15 @@ def _literal(node: ast.expr) -> Any:
 # what the forms share
 
 
-def after_thoughts(text: str) -> str:
-    """What follows the last thought; nothing while a thought is still open."""
-    after = text.rpartition(THOUGHT_CLOSE)[2]
-    return "" if "<think>" in after else after
-
-
-def _blocks(text: str, opening: str, closing: str) -> Iterator[Any]:
-    """The texts between the markers; for one that is not closed, what is wrong."""
-    pattern = rf"{re.escape(opening)}(.*?)({re.escape(closing)}|\Z)"
-    for body, closed in re.findall(pattern, text, re.DOTALL):
-        yield body if closed else _Malformed(f"{opening} is not closed by {closing}")
-
-
 def _each(written: Any, read: Callable[[Any], ToolCall]) -> tuple[ToolCall, ...]:
     """The calls, each read on its own."""
     calls = []
     for one in written:
         try:
-            if isinstance(one, _Malformed):
+            if isinstance(one, MalformedCall):
                 raise one
             calls.append(read(one.strip() if isinstance(one, str) else one))
-        except _Malformed as error:
+        except MalformedCall as error:
             calls.append(malformed(str(error)))
     return tuple(calls)
 
@@ -366,7 +434,7 @@ def _unique(pairs: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for key, value in pairs:
         if key is None or key in arguments:
-            raise _Malformed(f"the argument {str(key)[:60]!r} is written twice")
+            raise MalformedCall(f"the argument {str(key)[:60]!r} is written twice")
         arguments[key] = value
     return arguments
 

@@ -16,14 +16,23 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from agentenv.data.files import RawRow
+from agentenv.backoff import backoff_s
+from agentenv.data.files import RawRow, plain
 from agentenv.data.rows import RowReader, RowsConfig
 from agentenv.disk import write_whole
 from agentenv.env import Env, shared_apart
-from agentenv.errors import DataError
+from agentenv.errors import (
+    CrashError,
+    DataError,
+    EnvError,
+    GraderError,
+    InfraError,
+    OutageError,
+)
 from agentenv.tags import tag_calls
 from agentenv.types import Message, Task
 
@@ -31,6 +40,7 @@ Make = Callable[[Task], Env]
 Turn = Callable[[Task, Sequence[str]], str]
 
 MAX_TURNS = 100
+MAX_FAILURES = 4  # of an episode, which is then played again
 NUM_CONCURRENT = 16
 
 
@@ -47,12 +57,13 @@ def demonstrate(
 
     `turn` writes the next turn of the policy in the tag protocol, from the task and the texts of
     all results so far; a turn without a call ends the episode. Not to be called where an event
-    loop runs; `run.setup` is called in a thread. Raises DataError for an episode that does not end,
-    and what the environment raises.
+    loop runs; `run.setup` is called in a thread. An episode that fails is played again, as in a
+    run. Raises DataError for one that does not end, what the environment raises for a bug, and for
+    what is down for longer than is waited for.
     """
     reader = RowReader(RowsConfig(), "demonstrated")
     read = [
-        one if isinstance(one, Task) else reader.task(RawRow(Path("row"), number, dict(one)))
+        one if isinstance(one, Task) else reader.task(RawRow(Path("row"), number, plain(one)))
         for number, one in enumerate(tasks, 1)
     ]
     return asyncio.run(_demonstrate(make, read, turn, stage, seed))
@@ -65,7 +76,19 @@ async def _demonstrate(
 
     async def one(task: Task) -> dict[str, Any]:
         async with places:
-            return await _demonstration(make, task, turn, stage, seed)
+            for attempt in count():
+                try:
+                    return await _demonstration(make, task, turn, stage, seed)
+                except (OutageError, CrashError):
+                    raise
+                except (InfraError, EnvError, GraderError) as error:
+                    if attempt == MAX_FAILURES:
+                        raise
+                    wanted_s = error.retry_after_s if isinstance(error, InfraError) else 0.0
+                await asyncio.sleep(
+                    backoff_s(attempt, task.id, first_s=0.1, max_s=10.0, at_least_s=wanted_s)
+                )
+        raise AssertionError
 
     async with shared_apart():
         return await asyncio.gather(*map(one, tasks))
@@ -112,5 +135,5 @@ def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     """A JSONL file of these rows, and the folders above it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, (f"{json.dumps(row, ensure_ascii=False)}\n".encode() for row in rows))
+    write_whole(path, (f"{json.dumps(plain(row), ensure_ascii=False)}\n".encode() for row in rows))
     return path

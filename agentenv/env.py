@@ -16,7 +16,7 @@ import copy
 import difflib
 import inspect
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from importlib import metadata
 from typing import Any, Literal, Protocol, Self, TypeVar, cast
@@ -200,6 +200,30 @@ def make(env_id: str, task: Task, **kwargs: Any) -> Env:
         return found.load()(task, **{**found.kwargs, **kwargs})  # type: ignore[no-any-return]
     except TypeError as error:
         raise ConfigError(f"{env_id} cannot be made with {sorted(kwargs)}: {error}") from error
+
+
+def check_keywords(env_id: str, kwargs: Mapping[str, Any]) -> None:
+    """Raises ConfigError for keywords that the constructor of an environment does not take, or
+    lacks, without making one. Those that it hands on are looked for in its base classes."""
+    found = spec(env_id)
+    made, given = found.load(), {**found.kwargs, **kwargs}
+    try:
+        inspect.signature(made).bind(None, **given)
+    except TypeError as error:
+        raise ConfigError(f"{env_id} cannot be made with {sorted(kwargs)}: {error}") from error
+    except ValueError:  # it has no signature, as some that are written in C
+        return
+    taken: set[str] = set()
+    for maker in inspect.getmro(made)[:-1] if inspect.isclass(made) else (made,):
+        parameters = inspect.signature(maker).parameters
+        handed_on = {key for key, one in parameters.items() if one.kind is one.VAR_KEYWORD}
+        taken |= parameters.keys() - handed_on
+        if not handed_on:
+            break
+    else:
+        return
+    if unknown := sorted(given.keys() - taken):
+        raise ConfigError(f"{env_id} takes no keywords {unknown}; known: {sorted(taken)}")
 
 
 # Resources that all episodes of a process share: search indexes, sandboxes, HTTP sessions.

@@ -59,7 +59,12 @@ class ToolError(AgentEnvError):
 
 
 class InfraError(AgentEnvError):
-    """The tool's machinery failed (time-out, connection, worker died); retried, never shown."""
+    """The tool's machinery failed (time-out, connection, worker died); retried, never shown.
+    `retry_after_s`: for how long it asks not to be called again, 0 where it does not say."""
+
+    def __init__(self, text: str = "", retry_after_s: float = 0.0) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
 
 
 class EnvError(AgentEnvError):

@@ -58,6 +58,23 @@ def decode(data: bytes | bytearray | str, kind: Any = Any, *, packed: bool = Fal
         raise ForeignError(_reason(error)) from error
 
 
+def decode_first(text: str, start: int = 0) -> tuple[Any, int]:
+    """The value of JSON that begins at `start`, whatever follows it, and where it ends. Raises
+    ForeignError."""
+    try:
+        end = _FIRST.raw_decode(text, start)[1]
+    except (ValueError, RecursionError) as error:
+        raise ForeignError(_reason(error)) from error
+    return decode(text[start:end]), end
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_FIRST = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_refused)
+
+
 def decode_loose(text: bytes | str) -> Any:
     """JSON as Python's own encoder writes it, with NaN, for files of others. What is larger than a
     row ever is, is not looked through for its depth. Raises ForeignError."""

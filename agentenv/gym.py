@@ -211,7 +211,7 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
         self._schemas: list[dict[str, Any]] = []
         self._transcript = ""
         self._loop: LoopThread | None = None
-        agentenv.env.spec(env_id)
+        agentenv.env.check_keywords(env_id, kwargs)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -221,7 +221,7 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
 
     def step(self, action: str) -> Step:
         """One turn of the policy, answered by the tools, or graded if it calls none."""
-        return self._run(self.take(action))
+        return self._run(self.take(checked_action(action)))
 
     def render(self) -> str | None:
         """The episode so far, as text."""
@@ -267,8 +267,7 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
         """Take a turn of the episode."""
         if self._env is None:
             raise EnvError(f"{self._env_id}: step before reset or after close")
-        calls = self._protocol.parse(str(action), self._schemas)
-        message = Message("assistant", str(action), calls)
+        message = Message("assistant", action, self._protocol.parse(action, self._schemas))
         self._transcript += message.content
         messages, reward, terminated, truncated, info = await self._env.step(message)
         opening, closing = self._protocol.opening, self._protocol.closing
@@ -305,6 +304,16 @@ _PROTOCOLS = {
 }
 
 
+def checked_action(action: Any) -> str:
+    """An action as a plain text. Raises ConfigError for one that is none."""
+    if not isinstance(action, str):
+        raise ConfigError(
+            f"an action is the text that the policy writes, got {type(action).__name__}: "
+            f"{action!r:.80}"
+        )
+    return str(action)  # of numpy's texts too
+
+
 def _without_times(info: Info) -> Info:
     """The info without durations, so that equal episodes give equal infos."""
     records = info.get("tool_calls")
@@ -320,8 +329,9 @@ class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
 
     Arguments are those of `TextEnv`; seeds, observations and infos are those of Gymnasium's own
     vector envs. An environment that ended is reset by the next step, whatever its action
-    (next-step autoreset). One that fails, or takes over `timeout_s`, ends as truncated with
-    infos["error"]; the others go on. At most `max_concurrency` environments are at work at a time.
+    (next-step autoreset, the only mode that is offered). One that fails, or takes over
+    `timeout_s`, ends as truncated with infos["error"]; the others go on. At most
+    `max_concurrency` environments are at work at a time.
     """
 
     metadata: ClassVar[dict[str, Any]] = {
@@ -337,8 +347,14 @@ class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
         *,
         timeout_s: float = 120.0,
         max_concurrency: int | None = None,
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
         **kwargs: Any,
     ) -> None:
+        if autoreset_mode not in (AutoresetMode.NEXT_STEP, AutoresetMode.NEXT_STEP.value):
+            raise ConfigError(
+                f"{env_id}: autoreset_mode is AutoresetMode.NEXT_STEP, the only one that is "
+                f"offered, not {autoreset_mode!r}"
+            )
         if num_envs < 1:
             raise ConfigError(f"{env_id}: num_envs is at least 1, not {num_envs}")
         first = TextEnv(env_id, timeout_s=timeout_s, **kwargs)
@@ -383,10 +399,12 @@ class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
         """One action an environment; batches in the order of the environments."""
         if len(actions) != self.num_envs:
             raise ConfigError(f"VectorEnv.step: {len(actions)} actions for {self.num_envs} envs")
+        pairs = zip(actions, self._ended, strict=True)
+        texts = ["" if ended else checked_action(action) for action, ended in pairs]
         steps = self._all(
             [
-                self._start(env) if ended else self._within(env.take(action))
-                for env, action, ended in zip(self.envs, actions, self._ended, strict=True)
+                self._start(env) if ended else self._within(env.take(text))
+                for env, text, ended in zip(self.envs, texts, self._ended, strict=True)
             ]
         )
         return self._batch(range(self.num_envs), steps)

@@ -20,7 +20,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import jinja2
 from msgspec import Meta, Struct
 
-from agentenv.call_syntax import PARSERS, THOUGHT_CLOSE, Parser, after_thoughts
+from agentenv.call_blocks import THOUGHT_CLOSE, after_thoughts
+from agentenv.call_syntax import PARSERS, Parser
 from agentenv.errors import ConfigError, DataError, EnvError
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TextCodec, ToolSchemas

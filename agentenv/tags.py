@@ -5,8 +5,11 @@
 
 The schema of a tool decides. An object is also the form where the only parameter is a list or an
 object. A tool that needs at most one of its parameters takes that one as text too, unless the text
-begins with a brace. An object that cannot be read is a call to MALFORMED_CALL: the policy reads
-what is wrong and how the call is written.
+begins with a brace. What cannot be read is a call to MALFORMED_CALL: the policy reads what is wrong
+and how the call is written.
+
+The first closing tag of a tool ends the turn, since engines stop there, also within a text of an
+object, where it is written <\\/order>. A call whose text opens its own tag again is malformed.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from agentenv.call_blocks import THOUGHT_CLOSE, THOUGHT_OPEN
 from agentenv.call_syntax import malformed, schema_types
 from agentenv.errors import ConfigError, ForeignError
 from agentenv.foreign import decode
@@ -45,16 +49,32 @@ def takes_object(tool: ToolSchema) -> bool:
 def tagged_call(text: str, tool: ToolSchema) -> tuple[ToolCall, ...]:
     """The call that a text ends with, none if its tag was never opened."""
     name = tool["name"]
-    body, opened = text[: text.rfind(f"</{name}>")], f"<{name}>"
-    if opened not in body:
+    opened = f"<{name}>"
+    body = text[: text.rfind(f"</{name}>")]
+    start = body.find(opened, _said_from(body, opened))
+    if start < 0:
         return ()
-    written = body.rpartition(opened)[2].strip()
+    written = body[start + len(opened) :].strip()
+    alone = _alone(tool)
+    is_text = not takes_object(tool) or (alone is not None and not written.startswith("{"))
+    if is_text and opened in written:
+        return (malformed(f"{opened} is opened again before </{name}>; expected {form(tool)}"),)
     if not takes_object(tool):
         return (ToolCall(name, first_argument(tool, written)),)
-    alone = _alone(tool)
-    if alone is not None and not written.startswith("{"):
+    if alone is not None and is_text:
         return (ToolCall(name, {alone: written} if written else {}),)
     return (_object_call(name, written, tool),)
+
+
+def _said_from(body: str, opened: str) -> int:
+    """Where the thoughts before a call end; within one that is not closed a call counts."""
+    place = 0
+    while True:
+        thought, call = body.find(THOUGHT_OPEN, place), body.find(opened, place)
+        end = body.find(THOUGHT_CLOSE, thought)
+        if thought < 0 or end < 0 or 0 <= call < thought:
+            return place
+        place = end + len(THOUGHT_CLOSE)
 
 
 def tag_calls(text: str, tools: Sequence[ToolSchema]) -> tuple[ToolCall, ...]:
@@ -77,7 +97,7 @@ def written_arguments(arguments: Mapping[str, Any], tool: ToolSchema | None) -> 
     """What stands between the tags in a call with these arguments; `tool` is its schema, if it is
     known."""
     if takes_object(tool) if tool is not None else len(arguments) > 1:
-        return json.dumps(dict(arguments), ensure_ascii=False)
+        return json.dumps(dict(arguments), ensure_ascii=False).replace("</", "<\\/")
     value = next(iter(arguments.values()), "")
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -168,7 +188,11 @@ def _object_call(name: str, written: str, tool: ToolSchema) -> ToolCall:
     try:
         arguments = decode(written)
     except ForeignError as error:
-        return malformed(f"expected {form(tool)}; what stands between the tags is no JSON: {error}")
+        cut = written.count('"') % 2  # perhaps at a closing tag within a text
+        hint = f"; within a text </{name}> is written <\\/{name}>" if cut else ""
+        return malformed(
+            f"expected {form(tool)}; what stands between the tags is no JSON: {error}{hint}"
+        )
     if not isinstance(arguments, dict):
         return malformed(f"expected {form(tool)}; what stands between the tags is no object")
     return ToolCall(name, arguments)

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import psutil
 
-from agentenv.env import Env, ForkMode
+from agentenv.env import Env, ForkMode, shared_apart
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.tags import check_tags, tag_calls
 from agentenv.types import Limit, Message, Task
@@ -53,12 +53,13 @@ async def check_tool_env(
     step holds up the event loop, and with it every other rollout, for over HELD_S, that a
     deadline can end a step or a fork at each of its awaits and leaves nothing behind, that
     episodes at the same time do not touch each other, and the fork law; and that the policy can
-    call each tool in the form of `renderer`.
+    call each tool in the form of `renderer`. What the episodes share is closed at the end.
     """
-    tools = await _tools(make, task)
-    if renderer == "tags":
-        _check_callable(tools)
-    await _check_env(make, task, [_message(action, tools) for action in actions])
+    async with shared_apart():
+        tools = await _tools(make, task)
+        if renderer == "tags":
+            _check_callable(tools)
+        await _check_env(make, task, [_message(action, tools) for action in actions])
 
 
 async def _check_env(make: Make, task: Task, actions: Sequence[Message]) -> None:

@@ -50,6 +50,7 @@ from agentenv.errors import (
     ToolError,
 )
 from agentenv.foreign import printable
+from agentenv.http import meaning
 from agentenv.prompt import Instruction
 from agentenv.tools import (
     CallBudget,
@@ -415,6 +416,7 @@ class ToolEnv:
                 return await call()
             except InfraError as error:
                 work.give_back()
+                wanted_s = error.retry_after_s
                 now_s = asyncio.get_running_loop().time()
                 began_s = now_s if began_s is None else began_s
                 if attempt >= num_retries and now_s - began_s >= patience_s:
@@ -425,7 +427,10 @@ class ToolEnv:
                 if attempt >= num_retries:
                     _tell_outage(who, str(error), patience_s, now_s)
             key = f"{self._seed}/{self.task.id}/{self._budget.num_calls}"
-            delay_s = backoff_s(attempt, key, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S)
+            most_s = max(MAX_DELAY_S, min(wanted_s, patience_s))
+            delay_s = backoff_s(
+                attempt, key, first_s=FIRST_DELAY_S, max_s=most_s, at_least_s=wanted_s
+            )
             with waiting(f"a break before {who} is called again"):
                 await asyncio.sleep(delay_s)
         raise AssertionError
@@ -506,6 +511,10 @@ async def _called(tool: Tool, arguments: dict[str, Any], state: Any) -> ToolResu
         result = await tool.call(arguments, state)
     except TimeoutError as error:  # what it asked is slow
         raise InfraError(f"TimeoutError: {error}") from error
+    except Exception as error:
+        if known := meaning(error):
+            raise known from error
+        raise
     if not (isinstance(result, ToolResult) and isinstance(result.text, str)):
         raise TypeError(f"no text came back but {repr(result)[:100]}")
     return result

@@ -19,10 +19,11 @@ names tools, those of the environment or others that are loaded:
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import (
     Annotated,
     Any,
@@ -39,11 +40,13 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from agentenv.config import substituted
-from agentenv.crashes import loaded
-from agentenv.env import ForkMode
+from agentenv.crashes import guarded, loaded
+from agentenv.env import ForkMode, shared
 from agentenv.errors import AgentEnvError, ConfigError, ForeignError, ToolError
 from agentenv.foreign import convert
 from agentenv.types import ToolResult
+
+RELEASE_TIMEOUT_S = 10.0
 
 T = TypeVar("T")
 
@@ -53,7 +56,9 @@ class Tool(Protocol):
     with the text between the tags; for several it wants an object of JSON there.
 
     A tool may have a method `async def prepare(self)`, awaited before each episode, that gets
-    ready once what all episodes share and raises ConfigError when the tool cannot work. One with an
+    ready once what all episodes share and raises ConfigError when the tool cannot work, and a
+    method `async def release(self)` that ends it again: called once wherever shared resources are
+    closed, at the end of each command and of each event loop that it has. One with an
     attribute `state_of`, the name of another tool, is called with the state of that tool, and has
     none of its own.
     """
@@ -168,10 +173,34 @@ def read_arguments(name: str, arguments: dict[str, Any], kind: type[T], strict: 
 
 
 async def prepare_tool(tool: Tool) -> None:
-    """Get a tool ready, if it has a `prepare`. Raises ConfigError when the tool cannot work."""
-    prepare = getattr(tool, "prepare", None)
-    if prepare is not None:
-        await prepare()
+    """Get a tool ready, if it has a `prepare`; what it has opened ends by its `release`. Raises
+    ConfigError when the tool cannot work."""
+    prepare, release = getattr(tool, "prepare", None), getattr(tool, "release", None)
+    try:
+        if prepare is not None:
+            await prepare()
+    finally:  # behind what `prepare` shares, and so closed before it
+        if release is not None:
+            shared(("release", id(tool)), lambda: _Release(tool.name, release))
+
+
+class _Release:
+    """Closed as shared resources are. Holds the tool, whose id is the key."""
+
+    def __init__(self, name: str, release: Callable[[], Awaitable[None]]) -> None:
+        self._name = name
+        self._release = release
+
+    async def close(self) -> None:
+        """What it raises, or does not end, keeps nothing else from being closed."""
+        who = f"the release of the tool {self._name!r}"
+        try:
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                await guarded(self._release(), who)
+        except TimeoutError:
+            logger.warning("%s did not end within %g s", who, RELEASE_TIMEOUT_S)
+        except AgentEnvError as error:
+            logger.warning("%s: %s", who, error)
 
 
 def argument_schema(arguments: type[msgspec.Struct]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
     [[env.tools]]
     name = "envs.mcp_tools:MCPTools"
-    kwargs = { command = ["python", "my_server.py"] }       # or { url = "http://host/mcp" }
+    kwargs = { command = ["python", "my_server.py"] }
+    # kwargs = { url = "https://host/mcp", headers = { Authorization = "Bearer ${MY_TOKEN}" } }
 
 A server runs with your rights and serves all episodes: it is trusted code, and whatever it
 remembers between calls is shared. So its tools cannot fork unless `fork_mode` says that they keep
@@ -14,30 +15,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import logging
+import os
+import re
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TextIO, cast
+from urllib.parse import urlsplit
 
 from agentenv.env import ForkMode, shared
 from agentenv.errors import ConfigError, InfraError, ToolError
 from agentenv.guard import guarded
 from agentenv.tools import StatelessTool
 from agentenv.types import ToolResult
+from envs.mcp_content import text_of
 
 PING_S = 5.0
 START_TIMEOUT_S = 30.0
+HTTP_TIMEOUT_S = 30.0  # to connect, and to send
+STREAM_TIMEOUT_S = 86400.0  # between two events of a server, which may be silent for long
+OLDER_TIMEOUT_S = 5.0  # for a server of the older transport to name its endpoint
 STOP_TIMEOUT_S = 10.0
 GRACE_S = 1.0  # for a server that is to end; the package kills what takes 2
+MAX_PAGES = 1000  # of a server's list of tools
 MAX_LOG_CHARS = 2000  # of a server's standard error, shown when it does not start
 INVALID_REQUEST_CODES = (-32600, -32602)  # JSON-RPC: the call is at fault, not the machinery
+WRITERS = ("httpx2", "mcp.client.sse", "mcp.client.streamable_http")  # of each address to the log
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 class MCPTools:
     """A source of tools for a ToolEnv: all tools of one server, or those in `only`.
 
-    `command` starts a server that speaks over its standard streams, `url` is one that speaks
-    streamable HTTP; `env` adds to the few variables that a started server inherits. Episodes of a
+    `command` starts a server that speaks over its standard streams; `env` adds to the few variables
+    that it inherits. `url` is one that speaks streamable HTTP, or the older HTTP with server-sent
+    events; `headers` go with each request to it. In values of `env` and `headers`, "${NAME}" stands
+    for a variable of this process, so that no secret stands in a configuration. Episodes of a
     process share one connection, which is made by the first of them and again after it broke.
     """
 
@@ -47,6 +61,7 @@ class MCPTools:
         url: str | None = None,
         *,
         env: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
         only: Sequence[str] | None = None,
         fork_mode: ForkMode = "none",
         call_timeout_s: float = 60.0,
@@ -55,12 +70,19 @@ class MCPTools:
             raise ConfigError(
                 "MCPTools: give either command = ['program', 'argument', ...] or url = 'http..'"
             )
+        if url and urlsplit(url).scheme not in ("http", "https"):
+            raise ConfigError("MCPTools: url: expected http://HOST/.. or https://HOST/..")
+        if (headers and not url) or (env and url):
+            raise ConfigError("MCPTools: headers belong to url, and env to command")
         if importlib.util.find_spec("mcp") is None:
             raise ConfigError(
                 "MCPTools needs the package mcp, which is missing: pip install 'agentenv[mcp]'"
             )
-        key = ("mcp", tuple(command or ()), url, tuple(sorted((env or {}).items())))
-        self.connection = shared(key, lambda: Connection(command, url, env))
+        extra, secrets = _expanded("headers", headers) if url else _expanded("env", env)
+        key = ("mcp", tuple(command or ()), url, tuple(sorted(extra.items())))
+        for writer in WRITERS if url else ():  # an address may hold a key
+            logging.getLogger(writer).setLevel(logging.WARNING)
+        self.connection = shared(key, lambda: Connection(command, url, extra, secrets))
         self.only = None if only is None else list(only)
         self.fork_mode: ForkMode = fork_mode
         self.call_timeout_s = call_timeout_s
@@ -103,24 +125,33 @@ class MCPTool(StatelessTool):
         result = await self._source.connection.call(
             self.name, arguments, self._source.call_timeout_s
         )
-        text = "\n".join(
-            part.text if part.type == "text" else f"[{part.type}]" for part in result.content
-        )
+        text = text_of(result)
         if result.is_error:
             raise ToolError(text or f"{self.name} failed.")
         return ToolResult(text)
 
 
 class Connection:
-    """A session with one server, held open by a task of its own, as its scopes demand."""
+    """A session with one server, held open by a task of its own, as its scopes demand.
+
+    `extra` holds the variables of a server that is started, or the headers of requests to a URL;
+    no error shows a text of `secrets`.
+    """
 
     def __init__(
-        self, command: Sequence[str] | None, url: str | None, env: Mapping[str, str] | None
+        self,
+        command: Sequence[str] | None,
+        url: str | None,
+        extra: Mapping[str, str],
+        secrets: Collection[str] = (),
     ) -> None:
-        self.place = url or " ".join(command or ())
+        self.place = _public(url) if url else " ".join(command or ())
         self._command = list(command or ())
         self._url = url
-        self._env = dict(env or {})
+        self._extra = dict(extra)
+        self._secrets = sorted(filter(None, secrets), key=len, reverse=True)
+        self._is_older = False  # the server speaks the older transport
+        self._refusal = ""  # the last HTTP status that was an error
         self._owner: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[tuple[Any, list[Any]]] | None = None
 
@@ -144,7 +175,7 @@ class Connection:
             if error.error.code in INVALID_REQUEST_CODES:
                 raise ToolError(f"{name}: {error}") from error
             self._break(owner)
-            raise InfraError(f"MCP server {self.place}: {error}") from error
+            raise InfraError(self._failure(str(error))) from error
         except TimeoutError as error:
             if not await _answers(session):
                 self._break(owner)
@@ -154,7 +185,7 @@ class Connection:
         except Exception as error:  # the process boundary: whatever comes of a server's bytes
             if not isinstance(error, ValueError | RuntimeError):  # these: of one result
                 self._break(owner)
-            raise InfraError(f"MCP server {self.place}: {_reason(error)}") from error
+            raise InfraError(self._failure(_reason(error))) from error
 
     async def close(self) -> None:
         """End the session and the server that was started for it; idempotent."""
@@ -186,42 +217,150 @@ class Connection:
         """Keeps the session open until cancelled."""
         with tempfile.TemporaryFile("w+", errors="replace") as log:
             try:
-                async with self._open(cast(TextIO, log)) as session:
-                    if not ready.done():
-                        ready.set_result((session, (await session.list_tools()).tools))
-                    await asyncio.get_running_loop().create_future()
-            except Exception as error:  # the process boundary: whatever the transport raises
+                try:
+                    await self._serve(ready, cast(TextIO, log))
+                except Exception:  # the process boundary: whatever the transport raises
+                    if self._url is None or self._is_older or ready.done():
+                        raise
+                    refusal = self._refusal
+                    if not await self._speaks_older():
+                        self._refusal = refusal
+                        raise
+                    self._is_older = True
+                    await self._serve(ready, cast(TextIO, log))
+            except Exception as error:  # the process boundary, as above
                 if not ready.done():
                     log.seek(0)
-                    said = log.read()[-MAX_LOG_CHARS:].strip()
-                    ready.set_exception(
-                        ConfigError(
-                            f"MCP server {self.place} cannot be used: {_reason(error)}"
-                            + (f"; it wrote: {said}" if said else "")
-                        )
-                    )
+                    ready.set_exception(self._unusable(error, log.read()))
                     ready.exception()  # whoever waits reads it too
             finally:
                 if not ready.done():
                     ready.cancel()
 
+    async def _serve(self, ready: asyncio.Future[tuple[Any, list[Any]]], log: TextIO) -> None:
+        async with self._open(log) as session:
+            if not ready.done():
+                ready.set_result((session, await _all_tools(session)))
+            await asyncio.get_running_loop().create_future()
+
+    def _unusable(self, error: Exception, log: str) -> ConfigError:
+        said = log[-MAX_LOG_CHARS:].strip()
+        hint = f" (HTTP {self._refusal})" if self._refusal else ""
+        if self._refusal in ("401", "403"):
+            hint += "; MCPTools takes headers, such as { Authorization = 'Bearer ${MY_TOKEN}' }"
+        elif self._url is not None:
+            hint += "; expected a server of streamable HTTP, or of HTTP with server-sent events"
+        said = f"; it wrote: {said}" if said else ""
+        return ConfigError(
+            self._safe(f"MCP server {self.place} cannot be used: {_reason(error)}{hint}{said}")
+        )
+
+    def _failure(self, problem: str) -> str:
+        status = f" (HTTP {self._refusal})" if self._refusal else ""
+        return self._safe(f"MCP server {self.place}: {problem}{status}")
+
+    def _safe(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "[redacted]")
+        return text
+
+    async def _speaks_older(self) -> bool:
+        """Whether the address serves the transport of before March 2025: a stream of events whose
+        first names the endpoint of messages."""
+        try:
+            async with asyncio.timeout(OLDER_TIMEOUT_S), self._older_streams():
+                return True
+        except Exception:  # the process boundary: the first error is the one to report
+            return False
+
+    def _older_streams(self) -> Any:
+        from mcp.client.sse import sse_client
+
+        return sse_client(self._url or "", headers=self._extra, sse_read_timeout=STREAM_TIMEOUT_S)
+
     @asynccontextmanager
     async def _open(self, log: TextIO) -> AsyncIterator[Any]:
+        from httpx2 import AsyncClient, Timeout
         from mcp import ClientSession, StdioServerParameters, stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
+        class _Session(ClientSession):
+            async def validate_tool_result(self, *_: Any) -> None:
+                """A result beside its schema is the policy's to read: it is what there is."""
+
         async with contextlib.AsyncExitStack() as stack:
-            if self._url is not None:
-                streams = await stack.enter_async_context(streamable_http_client(self._url))
+            if self._is_older:
+                streams = await stack.enter_async_context(self._older_streams())
+            elif self._url is not None:
+                client = await stack.enter_async_context(
+                    AsyncClient(
+                        headers=self._extra,
+                        timeout=Timeout(HTTP_TIMEOUT_S, read=STREAM_TIMEOUT_S),
+                        event_hooks={"response": [self._note_refusal]},
+                    )
+                )
+                streams = await stack.enter_async_context(
+                    streamable_http_client(self._url, http_client=client)
+                )
             else:
                 program, *arguments = guarded(self._command, GRACE_S, stdin=True)
                 server = StdioServerParameters(
-                    command=program, args=arguments, env=self._env or None
+                    command=program, args=arguments, env=self._extra or None
                 )
                 streams = await stack.enter_async_context(stdio_client(server, errlog=log))
-            session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
+            session = await stack.enter_async_context(_Session(streams[0], streams[1]))
             await session.initialize()
             yield session
+
+    async def _note_refusal(self, response: Any) -> None:
+        """The package says only that there was an error."""
+        self._refusal = str(response.status_code) if response.status_code >= 400 else ""
+
+
+async def _all_tools(session: Any) -> list[Any]:
+    """The tools of all pages of the server's list. Raises ConfigError for a list without an end."""
+    from mcp.types import PaginatedRequestParams
+
+    tools: list[Any] = []
+    cursors: list[str] = []
+    while True:
+        params = PaginatedRequestParams(cursor=cursors[-1]) if cursors else None
+        page = await session.list_tools(params=params)
+        tools += page.tools
+        if not page.next_cursor:
+            return tools
+        if page.next_cursor in cursors:
+            raise ConfigError(f"its list of tools comes back to the cursor {page.next_cursor!r}")
+        cursors.append(page.next_cursor)
+        if len(cursors) == MAX_PAGES:
+            raise ConfigError(f"its list of tools has no end within {MAX_PAGES} pages")
+
+
+def _expanded(key: str, values: Mapping[str, str] | None) -> tuple[dict[str, str], set[str]]:
+    """The values with each ${NAME} replaced, and the secrets among them: those of the variables,
+    and of all headers. Raises ConfigError, which never shows a value."""
+    expanded, secrets = {}, set()
+    if values and not (
+        isinstance(values, Mapping) and all(isinstance(one, str) for one in values.values())
+    ):
+        raise ConfigError(f"MCPTools: {key}: expected a table of texts, NAME = 'VALUE'")
+    for name, value in (values or {}).items():
+        for variable in _VARIABLE.findall(value):
+            if not os.environ.get(variable):
+                raise ConfigError(f"MCPTools: {key}.{name}: {variable} is not set")
+            secrets.add(os.environ[variable])
+        text = expanded[name] = _VARIABLE.sub(lambda found: os.environ[found[1]], value)
+        if key == "headers":
+            if not (text.isascii() and text.isprintable()):
+                raise ConfigError(f"MCPTools: {key}.{name}: expected one line of ASCII characters")
+            secrets.update({text, text.rpartition(" ")[2]})  # of "Bearer abc" also abc
+    return expanded, secrets
+
+
+def _public(url: str) -> str:
+    """An address without user, password and query, which may hold a key."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
 async def _answers(session: Any) -> bool:
@@ -238,4 +377,4 @@ def _reason(error: BaseException) -> str:
     """The first real error of nested groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"

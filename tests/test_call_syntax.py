@@ -125,6 +125,10 @@ def test_a_value_without_a_type_has_that_of_the_schema(key: str, text: str, valu
     assert type(call.arguments[key]) is type(value)
 
 
+GLM = "<tool_call>search<arg_key>query</arg_key><arg_value>{}</arg_value></tool_call>"
+ATEM = (
+    '<atem:invoke name="search">\n<atem:parameter name="query">{}</atem:parameter>\n</atem:invoke>'
+)
 DEEP = "[" * 20_000
 BADLY = [
     ("qwen_xml", "<tool_call>{}</tool_call>", "expected <function=NAME>"),
@@ -132,6 +136,17 @@ BADLY = [
     ("qwen_xml", qwen(("query", "a")).replace("</parameter>", ""), "is no argument"),
     ("qwen_xml", qwen(("query", "a</parameter>b")), "'b\\n</parameter>' is no argument"),
     ("qwen_xml", qwen(("query", "a"), ("query", "b")), "'query' is written twice"),
+    ("qwen_xml", qwen(("query", "a<parameter=count>\n3")), "holds '<parameter='"),
+    ("qwen_xml", qwen(("query", "a<tool_call>b")), "holds '<tool_call>'"),
+    ("qwen_xml", f"<tool_call>{qwen(('query', 'a'))}", "expected <function=NAME>"),
+    ("glm", GLM.format("a<arg_key>count</arg_key><arg_value>3"), "holds '<arg_key>'"),
+    ("glm", GLM.format("a<tool_call>search"), "holds '<tool_call>'"),
+    ("atem", ATEM.format('a<atem:parameter name="count">3'), "holds '<atem:'"),
+    ("atem", ATEM.format("a<|start|>b"), "holds '<|start|>'"),
+    ("hermes", '<tool_call>{"name": "search"}} </tool_call>', "not valid JSON"),
+    ("hermes", '<tool_call>{"name": "search", "arguments": {"query": "a</tool_call>', "valid JSON"),
+    ("hermes", '<tool_call>{"name": "search"}', "is not closed"),
+    ("llama", '{"name": "search", "parameters": {"query": "a</think>b}}', "not valid JSON"),
     ("glm", "<tool_call></tool_call>", "expected NAME"),
     ("glm", "<tool_call>search Lima</tool_call>", "'Lima' is no argument"),
     ("atem", '<atem:invoke name="search">Lima</atem:invoke>', "'Lima' is no argument"),
@@ -182,6 +197,124 @@ def test_gemma_writes_bare_keys_and_anything_within_its_quotes() -> None:
     filters = {"a_b": [1, "x"], "n": None}
     (call,) = PARSERS["gemma"](text, TOOLS)
     assert call.arguments == {"filter": filters, "query": '{a:"1",\n\\ ', "count": -2}
+
+
+MARKERS = [
+    *(
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<|python_tag|>",
+        "<|tool_call_start|>",
+    ),
+    *("<|tool_call_end|>", "<|start|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+    *("<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>", "<function=search>", "{", "}"),
+    *("<parameter=query>", "<arg_key>", "<arg_value>", '<atem:invoke name="x">', "[", "]", "a"),
+    *('<atem:parameter name="x">', '{"name": "search", "arguments": {}}', "[search(query='b')]"),
+    *("\\", '"', "'", '\\"', '"""', "\n", ",", ":", "name", " ", "é", "\0"),
+]
+TEXTS = st.lists(st.sampled_from(MARKERS), max_size=6).map("".join)
+VALUES = st.recursive(
+    TEXTS | st.integers(-(2**60), 2**60) | st.booleans() | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.just("k"), inner),
+    max_leaves=4,
+)
+
+
+def in_json(call: ToolCall) -> str:
+    return json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+
+
+def in_gemma(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{in_gemma(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(in_gemma, value)) + "]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+
+def in_python(call: ToolCall) -> str:
+    return f"{call.name}({', '.join(f'{key}={one!r}' for key, one in call.arguments.items())})"
+
+
+WRITERS = {
+    "hermes": lambda call: f"<tool_call>\n{in_json(call)}\n</tool_call>",
+    "llama": in_json,
+    "harmony": lambda call: (
+        f" to=functions.{call.name}<|channel|>commentary json<|message|>"
+        f"{json.dumps(call.arguments)}<|call|>"
+    ),
+    "gemma": lambda call: f"<|tool_call>call:{call.name}{in_gemma(call.arguments)}<tool_call|>",
+    "lfm": lambda call: f"<|tool_call_start|>[{in_python(call)}]<|tool_call_end|>",
+}
+CALLS = st.builds(ToolCall, st.just("search"), st.dictionaries(st.sampled_from("abc"), VALUES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", WRITERS)
+@settings(max_examples=300, deadline=None)
+@given(first=CALLS, second=CALLS, quoted=CALLS, is_thought=st.booleans())
+def test_any_arguments_come_back_whatever_markers_their_texts_hold(
+    style: str, first: ToolCall, second: ToolCall, quoted: ToolCall, is_thought: bool
+) -> None:
+    """Also behind a thought that quotes a call, whose texts close no thought."""
+    write = WRITERS[style]
+    calls = (first,) if style in ("llama", "harmony") else (first, second)
+    text = "\n".join(map(write, calls))
+    if is_thought:
+        inner = f"<|python_tag|>{write(quoted)}" if style == "llama" else write(quoted)
+        inner = "Which?" if style == "harmony" else f"Perhaps {inner}?"
+        text = THOUGHTS.get(style, "<think>{}</think>\n{}").format(inner, text)
+    assert PARSERS[style](text, TOOLS) == calls
+
+
+PLAIN = st.lists(
+    st.sampled_from([*MARKERS, "</function>", "<arg>", "</atem>"]), min_size=1, max_size=6
+).map("".join)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("style", "form"),
+    [("qwen_xml", qwen(("query", "QUERY"))), ("glm", GLM), ("atem", ATEM)],
+)
+@settings(max_examples=300, deadline=None)
+@given(value=PLAIN, is_thought=st.booleans())
+def test_a_value_in_tags_is_read_as_it_is_or_malformed(
+    style: str, form: str, value: str, is_thought: bool
+) -> None:
+    """Never as another one; closing tags of an argument cannot be told from its end."""
+    text = form.replace("QUERY", "{}").replace("{}", value)
+    if is_thought:
+        thought = THOUGHTS.get(style, "<think>{}</think>{}")
+        text = thought.format("Which?", "{}").replace("{}", text)
+    elif "</think>" in value:
+        return  # without a thought before it, a value that is malformed may end one
+    calls = PARSERS[style](text, TOOLS)
+    if calls == (ToolCall("search", {"query": value}),):
+        return
+    assert calls
+    assert calls[0].name == MALFORMED_CALL
+
+
+@pytest.mark.parametrize("style", [one for one in WELL if one not in ("harmony", "gemma", "atem")])
+def test_a_thought_ends_at_its_first_mark_outside_of_a_value(style: str) -> None:
+    well = WELL[style][0]
+    parse = PARSERS[style]
+    assert parse(f"Which?</think>{well}", TOOLS) == (CALL,)  # the prompt has opened it
+    assert parse(f"<think>a</think>b<think>c</think>{well}", TOOLS)[-1:] == (CALL,)
+    assert parse(f"<think>a</think>b<think>{well}", TOOLS) == ()
+    assert parse(f"<think>{well}", TOOLS) == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", WELL)
+def test_markers_without_an_end_are_read_in_linear_time(style: str) -> None:
+    """Some thousands of each, as a policy repeats itself; by squares that takes minutes."""
+    for marker in (*MARKERS, "<|tool_call_start|>[", "<tool_call>{", "<|tool_call>call:a{"):
+        for text in (marker * 10_000, marker * 10_000 + "</think>", f"<think>{marker * 10_000}"):
+            PARSERS[style](text + WELL[style][0], TOOLS)
 
 
 PIECES = (

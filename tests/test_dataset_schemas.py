@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def test_arpo_and_verl(tmp_path: Path) -> None:
     assert second.metadata["ability"] == "math"
     assert second.metadata["data_source"] == "mix"
     assert second.metadata["extra_info"]["index"] == 1
-    assert second.metadata["reward_model"] == {"style": "rule"}
+    assert second.metadata["reward_model"] == {"style": "rule", "ground_truth": "gold 1"}
     assert set(second.metadata) == {
         "ability", "data_source", "extra_info", "reward_model", "system_prompt"
     }  # fmt: skip
@@ -71,7 +72,7 @@ def test_a_question_of_its_own_comes_before_a_chat_prompt_whose_system_text_is_k
     row = {"question": "q", "prompt": chat, "golden_answers": ["a", "b"]}
     (task,) = load(tmp_path, row)
     assert (task.question, task.answers) == ("q", ("a", "b"))
-    assert task.metadata == {"system_prompt": "Be brief."}
+    assert task.metadata == {"system_prompt": "Be brief.", "prompt": chat}
     (whole,) = load(tmp_path, row, columns=ColumnsConfig(question="prompt"))
     assert whole.question == "Use tags. q"
 
@@ -136,6 +137,19 @@ def test_gaia_writes_its_keys_in_capitals(tmp_path: Path) -> None:
         ({"text": ["x", "y", "x"], "answer_start": [1, 2, 3]}, ("x", "y")),
         ({"target": ["x"]}, ("x",)),
         ([{"answer": "x", "meta": {}}, {"answer": ""}], ("x",)),
+        ([{"answer": "x"}, {"provenance": [{"title": "t"}]}, {"answer": None}], ("x",)),
+        ([{"text": None, "answer": "x"}, {"text": "y"}], ("x", "y")),
+        (["x", None, "", float("nan"), "y"], ("x", "y")),
+        ([["x", "y"], ["z"], []], ("x", "y", "z")),
+        ('["x", null]', ("x",)),
+        ("['x', 'y']", ("['x', 'y']",)),  # of Python: an answer to a question about code
+        ({"text": ["x", None]}, ("x",)),
+        ("First 3 + 4.\nSo it is 7. #### 7", ("7",)),
+        ("So it is 7. #### -7.5\n\n", ("-7.5",)),
+        ("3 + 4\n#### $1,200", ("$1,200",)),
+        ("3 + 4\n  ####7", ("7",)),
+        ("3 + 4 #### 7\nand more", ("3 + 4 #### 7\nand more",)),
+        (["3 + 4\n#### 7", "7.0"], ("7", "7.0")),
     ],
 )
 def test_how_an_answer_may_be_written(
@@ -143,6 +157,86 @@ def test_how_an_answer_may_be_written(
 ) -> None:
     (task,) = load(tmp_path, {"question": "q", "answer": answer})
     assert task.answers == answers
+
+
+KILT = {
+    "id": "1",
+    "input": "How did you feel?",
+    "output": [
+        {"answer": "I feel so old."},
+        {"provenance": [{"title": "Futures contract", "wikipedia_id": "42"}]},
+        {"answer": "Old.", "meta": {"score": 3}},
+    ],
+    "meta": {"template_questions": []},
+}
+
+
+def test_kilt_as_published_keeps_what_belongs_to_its_answers(tmp_path: Path) -> None:
+    (task,) = load(tmp_path, KILT)
+    assert (task.id, task.question) == ("1", "How did you feel?")
+    assert task.answers == ("I feel so old.", "Old.")
+    assert task.metadata["output"] == task.metadata["ground_truth"] == KILT["output"]
+    assert task.metadata["meta"] == KILT["meta"]
+
+
+@pytest.mark.parametrize(
+    ("field", "answers"),
+    [
+        ("['Paris', 'Lutetia']", ("Paris", "Lutetia")),
+        ("['Paris']", ("Paris",)),
+        ('["Paris", "it\'s"]', ("Paris", "it's")),
+        ("['Paris', None, '']", ("Paris",)),
+        ("['Paris' 'Lutetia']", ("Paris", "Lutetia")),  # an array of numpy
+        ("['Paris'\n \"it's\"]", ("Paris", "it's")),
+        ("{'text': ['Paris', 'Paris'], 'answer_start': [1, 9]}", ("Paris",)),
+        ("{'text': array(['a', 'b'], dtype=object), 'answer_start': array([1, 2])}", ("a", "b")),
+        ("[{'answer': 'x'}, {'provenance': []}]", ("[{'answer': 'x'}, {'provenance': []}]",)),
+        ("[0, 1]", ("[0, 1]",)),
+        ("{1, 2}", ("{1, 2}",)),
+        ("[a, b]", ("[a, b]",)),
+        ("x" * 200_000, ("x" * 200_000,)),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_how_a_table_without_types_holds_answers(
+    tmp_path: Path, field: str, answers: tuple[str, ...], suffix: str
+) -> None:
+    path = tmp_path / f"rows{suffix}"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, delimiter="\t" if suffix == ".tsv" else ",")
+        writer.writerows([["question", "answer"], ["q", field]])
+    (task,) = load_tasks(path, "env", say=lambda text: None)
+    assert task.answers == answers
+
+
+def test_golds_that_no_answer_equals_are_told_once_a_file(tmp_path: Path) -> None:
+    said: list[str] = []
+    solution = "We add both numbers, and so we find \\boxed{7} at last."
+    rows = [{"question": "q", "answer": answer} for answer in ("7", solution, "y" * 300, "[1]")]
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    load_tasks([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], "env", say=said.append)
+    assert len(said) == 2
+    for text, name in zip(said, ("a.jsonl", "b.jsonl"), strict=True):
+        assert f"{name}: 2 golds look like whole solutions" in text
+        assert "the first: row 2: 'We add both numbers" in text
+    quiet = [r"\boxed{7}", "y" * 200, "x\n#### 7", '{"inputs": ["' + "1" * 300 + '"]}']
+    (tmp_path / "c.jsonl").write_text(
+        "".join(json.dumps({"question": "q", "answer": one}) + "\n" for one in quiet)
+    )
+    load_tasks(tmp_path / "c.jsonl", "env", say=said.append)
+    assert len(said) == 2
+
+
+def test_an_object_without_a_known_answer_is_one_in_a_column_of_verls(tmp_path: Path) -> None:
+    said: list[str] = []
+    truth = {"statements": [1, 2], "solution_text": "A is a knight"}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "q", "reward_model": {"ground_truth": truth}}))
+    (task,) = load_tasks(path, "env", say=said.append)
+    assert json.loads(task.answers[0]) == truth
+    assert task.metadata["ground_truth"] == truth
+    assert "only a grader of your own" in said[0]
 
 
 def test_prompt_and_answer_of_hugging_face_sets(tmp_path: Path) -> None:
@@ -197,7 +291,7 @@ def test_columns_map_other_names(tmp_path: Path) -> None:
     (task,) = load(tmp_path, row, columns=columns)
     assert (task.question, task.answers, task.id) == ("q?", ("g",), "7")
     assert (task.kind, task.env_id) == ("3", "other")
-    assert task.metadata == {"system_prompt": "S"}
+    assert task.metadata == {"system_prompt": "S", "meta": {"gold": "g", "level": 3}}
 
 
 @pytest.mark.parametrize(
@@ -209,7 +303,11 @@ def test_columns_map_other_names(tmp_path: Path) -> None:
          "row 1: key 'reward_model.ground_truth' must be .*, got an empty text"),
         ({"question": 3, "answer": "a"}, r"row 1: key 'question' must be a text .* got 3 \(int\)"),
         ({"question": "q", "answer": float("nan")}, r"row 1: key 'answer' .* got nan \(float\)"),
-        ({"question": "q", "answer": ["a", ""]}, "row 1: key 'answer'"),
+        ({"question": "q", "answer": [""]}, "row 1: key 'answer'"),
+        ({"question": "q", "answer": [None, float("nan")]}, "row 1: key 'answer'"),
+        ({"question": "q", "answer": []}, "row 1: key 'answer'"),
+        ({"question": "q", "output": [{"provenance": []}]}, "row 1: key 'output'"),
+        ({"question": "q", "answer": {"a": "b"}}, "row 1: key 'answer'"),
         ({"question": "q", "answer": "a", "kind": ["k"]},
          "row 1: key 'kind': expected a text or a number, got list"),
         ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "a"},

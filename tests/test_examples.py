@@ -19,6 +19,7 @@ from launchers import train
 from tests.support.warehouse import ROOT
 
 ENVS = {"shop": "ShopEnv", "text_game": "TextGameEnv", "mcp_maths": "MathsEnv"}
+ENVS["http_api"] = "PricesEnv"
 # as it is, but for sizes; actions come from a script, so that some are right and some are not
 SMALL = ["train.num_steps=2", "queue.groups_per_step=2", "learner.groups_per_minibatch=2"]
 SMALL += ["algorithm.group_size=4", "eval.sets.heldout.max_tasks=3", "sft.gate_every=2"]
@@ -27,6 +28,12 @@ SMALL += ["engine.script=tests.test_examples:guess", "train.max_logprob_gap=1e9"
 CALLS = {
     "shop": ('<order>{"item": "Zorvex", "count": 1}</order>', "<find>Zorvex</find>"),
     "text_game": ("<look></look>", "<go>north</go>", "<go>east</go>", "<take></take>"),
+    "http_api": (
+        '<price>{"store": 57, "item": "Zorvex"}</price>',
+        '<total>{"store": 57, "item": "Zorvex", "count": 12}</total>',
+        '<price>{"store": 57, "item": "Nothing"}</price>',
+        "<price>Zorvex</price>",
+    ),
     "mcp_maths": ('<multiply>{"a": 3, "b": 4}</multiply>', '<add>{"a": 3}</add>'),
 }
 
@@ -45,6 +52,11 @@ def guess(prompt: str, rng: Random) -> str:
         a, b = words[2], words[4]
         name = rng.choice(("multiply", "add"))
         return f'<think>so</think><{name}>{{"a": {a}, "b": {b}}}</{name}>'
+    if "store" in words:
+        if rng.random() < 0.4:
+            return "<think>no</think><answer>unknown</answer>"
+        item, store = next(word for word in words if word.istitle() and word != "What"), words[-1]
+        return f'<think>ask</think><price>{{"store": {store}, "item": "{item}"}}</price>'
     item = next((word for word in words[1:] if word[0].isupper() and word != "What"), "Zorvex")
     return f"<think>look</think><find>{item}</find>"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
@@ -152,3 +153,58 @@ def test_a_message_of_no_tool_has_no_calls() -> None:
     for text in ("", "</search>", "<search>x</search> and more", "<python>1</python>"):
         assert agentenv.gym.tag_calls(text, [schema]) == ()
     assert Message("assistant", "x").tool_calls == ()
+
+
+class HandingOn(CountingEnv):
+    """Hands its keywords on, as a subclass of ToolEnv does."""
+
+    def __init__(self, task: Task, *, colour: str = "red", **kwargs: Any) -> None:
+        super().__init__(task, **kwargs)
+
+
+register("toy/HandingOn-v0", "tests.test_gym:HandingOn")
+
+
+@pytest.mark.parametrize("env_id", [ENV_ID, "toy/HandingOn-v0"])
+@pytest.mark.parametrize("make", [gymnasium.make, gymnasium.make_vec])
+def test_keywords_that_an_environment_does_not_take_are_refused_when_it_is_made(
+    env_id: str, make: Any
+) -> None:
+    for wrong in ({"colours": "red"}, {"autoreset": True}):
+        with pytest.raises(ConfigError, match=f"{env_id}.*{next(iter(wrong))}"):
+            make(env_id, tasks=TASKS, **wrong)
+    if env_id != ENV_ID:
+        make(env_id, tasks=TASKS, colour="blue").close()
+
+
+@pytest.mark.parametrize("mode", [*gymnasium.vector.AutoresetMode, "SameStep", "NextStep", 3])
+def test_the_mode_of_autoreset_is_chosen_when_a_vector_env_is_made(mode: Any) -> None:
+    if mode in (gymnasium.vector.AutoresetMode.NEXT_STEP, "NextStep"):
+        gymnasium.make_vec(ENV_ID, num_envs=2, tasks=TASKS, autoreset_mode=mode).close()
+        return
+    with pytest.raises(ConfigError, match=r"autoreset_mode is AutoresetMode\.NEXT_STEP"):
+        gymnasium.make_vec(ENV_ID, num_envs=2, tasks=TASKS, autoreset_mode=mode)
+
+
+@pytest.mark.parametrize("action", [3, None, b"done", ["done"], {"a": 1}, 0.5, ("done",)])
+def test_an_action_that_is_no_text_is_refused_and_takes_no_step(env: Any, action: Any) -> None:
+    env.reset(seed=1)
+    with pytest.raises(ConfigError, match="an action is the text that the policy writes, got"):
+        env.step(action)
+    assert env.step("<search>a</search>")[0] == " <result>\n1:a\n</result>"
+    many = gymnasium.make_vec(ENV_ID, num_envs=2, tasks=TASKS)
+    many.reset(seed=1)
+    with pytest.raises(ConfigError, match="an action is the text that the policy writes, got"):
+        many.step(["<search>a</search>", action])
+    shown, *_ = many.step(["<search>a</search>", "done"])
+    assert shown[0] == " <result>\n1:a\n</result>"  # the first, too
+    many.step(["<search>a</search>", action])  # of one that has ended, none is looked at
+    many.close()
+
+
+def test_texts_of_numpy_are_actions() -> None:
+    many = gymnasium.make_vec(ENV_ID, num_envs=2, tasks=TASKS)
+    many.reset(seed=1)
+    shown, _, terminated, *_ = many.step(np.array(["<answer>x</answer>", "<search>a</search>"]))
+    assert (shown[1], list(terminated)) == (" <result>\n1:a\n</result>", [True, False])
+    many.close()

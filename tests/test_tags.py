@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import Enum
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,7 @@ from agentenv.renderer import TagRenderer
 from agentenv.tags import check_tags, form, tag_calls, takes_object, with_tools, written_arguments
 from agentenv.testing import check_tool_env
 from agentenv.tools import FunctionTool
-from agentenv.types import MALFORMED_CALL
+from agentenv.types import MALFORMED_CALL, Completion
 from envs.grading.reward import ExactMatch
 from tests.support.toy import CharTokenizer
 
@@ -133,6 +134,50 @@ async def test_an_object_that_cannot_be_read_is_told_with_the_form(text: str, pr
 async def test_what_the_object_lacks_is_an_error_of_the_tool() -> None:
     assert "count" in await result('<order>{"item": "bolts"}</order>')
     assert await result('<order>{"item": "nails", "count": 1}</order>') == "there is no 'nails'"
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("<think>no <stock>x</stock> yet</think><stock>nuts</stock>", {"item": "nuts"}),
+        ("<think>a</think><think><stock></think><stock>nuts</stock>", {"item": "nuts"}),
+        ("<stock>a</think>b</stock>", {"item": "a</think>b"}),
+        ("<think>I look <stock>nuts</stock>", {"item": "nuts"}),
+        ("<stock>nuts and <stock>bolts</stock>", None),
+        ("I use <stock>: <stock>bolts</stock>", None),
+        ("<weather>Lima <weather>Rome</weather>", None),
+        ('<order>{"item": "<order>", "count": 1}</order>', {"item": "<order>", "count": 1}),
+        ('<order>{"item": "a<\\/order>b", "count": 1}</order>', {"item": "a</order>b", "count": 1}),
+        ('<order>{"item": "</think>", "count": 1}</order>', {"item": "</think>", "count": 1}),
+        ('<order>{"item": <order>{"item": "nuts", "count": 1}</order>', None),
+    ],
+)
+def test_a_call_begins_behind_the_thoughts_and_is_opened_once(
+    text: str, arguments: dict[str, Any] | None
+) -> None:
+    (call,) = tag_calls(text, [schema(one) for one in (stock, order, weather)])
+    assert call.name == MALFORMED_CALL if arguments is None else call.arguments == arguments
+
+
+def test_an_engine_that_stops_within_a_text_is_told_how_it_is_written() -> None:
+    """Engines stop at the first closing tag; so do the turns that demonstrations show."""
+    tools, tokenizer = [schema(order)], CharTokenizer()
+    arguments = {"item": "a</order>b", "count": 1}
+    renderer = TagRenderer(tokenizer)
+    for body, is_read in (
+        (json.dumps(arguments), False),
+        (written_arguments(arguments, tools[0]), True),
+    ):
+        whole = f"<order>{body}</order>"
+        (stop,) = renderer.stop(tools)
+        sampled = whole[: whole.index(stop) + len(stop)]
+        ids = tokenizer.encode(sampled)
+        logprobs = [0.0] * len(ids)
+        completion = Completion(ids, logprobs, logprobs, "stop", [], stop=stop)
+        (call,) = renderer.parse(completion, tools).tool_calls
+        assert (call.arguments == arguments) == is_read
+        if not is_read:
+            assert r"is written <\/order>" in call.arguments["problem"]
 
 
 def test_arguments_are_written_as_they_are_read() -> None:

@@ -52,7 +52,7 @@ def load_tasks(
     leave it out. Raises DataError with file, row, key and what was expected, or for no rows at
     all, and ConfigError for an environment of `config.env_by` that no row chooses.
     """
-    reader = RowReader(config or RowsConfig(), env_id)
+    reader = RowReader(config or RowsConfig(), env_id, keep_golds=adapt is None)
     tasks = _read(reader, _listed(paths), max_samples, say, adapt, ends)
     if not (max_samples or ends):
         _check_env_by([reader])
@@ -190,6 +190,9 @@ def _read(
     if not tasks:
         why = f"; all {len(bad)} rows are bad, the first: {bad[0]}" if bad else ""
         raise DataError(f"{names}: the dataset is empty; expected a question in each row{why}")
+    for path, found in reader.doubts.items():
+        for what, (number, first) in found.items():
+            say(f"{path}: {number} {what}; the first: {first}")
     if bad:
         more = f"\n  and {len(bad) - MAX_LISTED} more" if len(bad) > MAX_LISTED else ""
         listed = "".join(f"\n  {text}" for text in bad[:MAX_LISTED])

@@ -10,8 +10,9 @@ import csv
 import glob
 import importlib
 import re
+import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice, starmap
 from pathlib import Path
@@ -23,7 +24,8 @@ from agentenv.foreign import decode_loose
 
 Row = dict[str, Any]
 ARROW = (".parquet", ".arrow")
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", *ARROW)
+TABLES = (".csv", ".tsv")  # whose fields are texts
+SUFFIXES = (".jsonl", ".json", *TABLES, *ARROW)
 SPLIT = re.compile(r"(train|test|validation|valid|val|dev)(?=[-_.0-9])")
 ROWS_PER_BATCH = 1024
 
@@ -91,6 +93,15 @@ def read_rows(path: Path, ends: int = 0) -> Iterator[RawRow]:
 
 
 T = TypeVar("T")
+
+
+def plain(value: Any) -> Any:
+    """The value with arrays and numbers of numpy, as pandas gives them, as lists and numbers."""
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {key: plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def of_both_ends(items: Iterable[T], size: int) -> Iterator[T]:
@@ -196,6 +207,7 @@ def _read_squad(path: Path, articles: list[Row]) -> Iterator[RawRow]:
 
 def _read_csv(path: Path) -> Iterator[RawRow]:
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    csv.field_size_limit(sys.maxsize)  # of the process: Python's own ends at 131,072 characters
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, delimiter=delimiter, restkey="", strict=True)
         names = reader.fieldnames or []

@@ -5,15 +5,20 @@
     answer     reward_model.ground_truth (ARPO, Tool-Star, verl), answer, answers, Answer,
                Final answer (GAIA), golden_answers, ground_truth, output (KILT)
 
-An answer is a text, a number, or a list of them; a JSON list of texts within a text; a text that
-ends in "#### gold" (GSM8K, the solution goes to metadata["solution"]); or an object that holds it
-as "text" (SQuAD), "answer" (KILT) or "target" (Search-R1). A system prompt of the row goes to
-metadata["system_prompt"], where `agentenv/prompt.py` finds it. All that is not used otherwise is
-metadata too; nulls are left out.
+An answer is a text, a number, or a list of them; a JSON list of texts within a text, in CSV also
+one of Python or numpy; a text whose last line says "#### gold" (GSM8K, the solution goes to
+metadata["solution"]); or an object that holds it as "text" (SQuAD), "answer" (KILT) or "target"
+(Search-R1). In a list, nulls, empty texts and objects without an answer do not count. An object
+that holds it nowhere, in the column ground_truth, is an answer as JSON, for a grader of one's own.
+
+All that a task does not hold as it is goes to the metadata: other columns, objects as a whole, and
+an answer that is no plain text as metadata["ground_truth"] too. Nulls are left out. A system prompt
+goes to metadata["system_prompt"], where `agentenv/prompt.py` finds it.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -22,9 +27,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from msgspec import Meta, Struct, field
 
 from agentenv.config import ROWS
-from agentenv.data.files import RawRow, Row, read_rows
+from agentenv.data.files import TABLES, RawRow, Row, read_rows
 from agentenv.errors import DataError, ForeignError
-from agentenv.foreign import decode_loose
+from agentenv.foreign import decode_loose, decode_python
 from agentenv.types import SYSTEM_KEY, Task
 
 Overlong = Literal["error", "skip", "cut"]
@@ -112,11 +117,25 @@ ENV_BY = ("data_source", "ability")
 SYSTEMS = (SYSTEM_KEY, "system")
 CHATS = ("prompt", "messages", "conversations")
 HELD_IN = ("text", "answer", "target")
-KEPT = ("data_source", "ability", "extra_info.question")  # metadata although used
-SOLUTION_KEY = "solution"
-GSM8K = re.compile(r"(?:\A|\n)####[ \t]*(\S[^\n]*?)\s*\Z")
+KEPT = ("data_source", "ability")  # metadata although used
+SOLUTION_KEY, GOLD_KEY = "solution", "ground_truth"
+# the last line begins with ####, or has it before a number
+GSM8K = re.compile(
+    r"(?:(?:\A|\n)[ \t]*####[ \t]*(?=\S)|####[ \t]*(?=[-+]?[$€£]?[-+]?\.?\d))([^\n]*?)\s*\Z"
+)
+MAX_GOLD_CHARS = 200  # a longer one is more likely a solution than an answer
 THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 BROKEN_BOXED = "\x08oxed"  # "\boxed" whose \b was read as an escape
+
+
+A_SOLUTION = (
+    "golds look like whole solutions, which no answer equals; expected the answer alone, or '#### "
+    "ANSWER' as last line: name its column by data.columns.answer"
+)
+NO_KNOWN_KEY = (
+    "golds are objects that hold an answer under none of text, answer, target: only a grader of "
+    "your own (grader.path, grader.own) can read them"
+)
 
 
 class Found(NamedTuple):
@@ -127,17 +146,20 @@ class Found(NamedTuple):
 
 
 class RowReader:
-    """Makes tasks of rows; `env_id` is the environment of rows that choose none.
+    """Makes tasks of rows; `env_id` is the environment of rows that choose none. With `keep_golds`
+    the metadata holds an answer as the row does, where the task holds it otherwise.
 
     `env_by_used` collects the keys of `config.env_by` that chose an environment, `env_by_seen` the
-    values that rows have.
+    values that rows have, `doubts` by file what is doubtful in its golds: how often, and the first.
     """
 
-    def __init__(self, config: RowsConfig, env_id: str) -> None:
+    def __init__(self, config: RowsConfig, env_id: str, *, keep_golds: bool = True) -> None:
         self.config = config
         self.env_id = env_id
+        self.keep_golds = keep_golds
         self.env_by_used: set[str] = set()
         self.env_by_seen: set[str] = set()
+        self.doubts: dict[Path, dict[str, tuple[int, str]]] = {}
 
     def task(self, raw: RawRow) -> Task:
         """The task of a row. Raises DataError with file, row, key, and what was expected."""
@@ -158,10 +180,14 @@ class RowReader:
         kind = _find(row, columns.kind, "kind", KINDS)
         env = _find(row, columns.env_id, "env_id", ("env_id",))
         question, chat_system = self._question(asked, row)
-        answers, solution = self._answers(gold, row)
-        metadata = _rest(row, [part.column for part in (asked, gold, system, name, kind, env)])
-        if isinstance(metadata.get("prompt"), list):  # beside a question of its own
-            chat_system = _system_of(metadata.pop("prompt"))
+        answers, solution = self._answers(gold, raw)
+        used = [part.column for part in (asked, system, name, kind, env)]
+        is_plain = not self.keep_golds or self._is_plain(gold, answers, solution)
+        metadata = _rest(row, [*used, gold.column] if is_plain else used)
+        if not is_plain:
+            metadata.setdefault(GOLD_KEY, gold.value)
+        if asked.column != "prompt" and isinstance(row.get("prompt"), list):
+            chat_system = _system_of(row["prompt"])
         if solution:
             metadata.setdefault(SOLUTION_KEY, solution)
         if text := _text(system) or chat_system:
@@ -184,17 +210,45 @@ class RowReader:
             raise DataError(_expected("question", "a text that is not empty", asked, row))
         return self._repaired(value), system
 
-    def _answers(self, gold: Found, row: Row) -> tuple[tuple[str, ...], str]:
+    def _answers(self, gold: Found, raw: RawRow) -> tuple[tuple[str, ...], str]:
         """All right answers, and the solution that an answer was taken from, else ""."""
-        values, solution = _unfold(gold.value), ""
-        if isinstance(gold.value, str) and (match := GSM8K.search(gold.value)):
-            values, solution = [match[1]], gold.value
-            if THOUSANDS.fullmatch(match[1]):
-                values = [match[1].replace(",", "")]
+        solution = ""
+        values = []
+        for value in _unfold(gold.value, raw.path.suffix.lower() in TABLES):
+            if isinstance(value, str) and (match := GSM8K.search(value)):
+                solution = solution or value
+                value = match[1]
+                if THOUSANDS.fullmatch(value):
+                    value = value.replace(",", "")
+            values.append(value)
+        if gold.column.endswith(GOLD_KEY) and [*map(type, values)] == [dict]:
+            values = [json.dumps(values[0], ensure_ascii=False, default=str)]
+            self._doubt(raw, NO_KNOWN_KEY, values[0])
         if not values or not all(map(_is_answer, values)):
             wanted = "a text, a number, or a list of them that is not empty"
-            raise DataError(_expected("answer", wanted, gold, row))
-        return tuple(dict.fromkeys(self._repaired(str(value)) for value in values)), solution
+            raise DataError(_expected("answer", wanted, gold, raw.row))
+        texts = [self._repaired(str(value)) for value in values]
+        for text in texts:
+            if _is_solution(text):
+                self._doubt(raw, A_SOLUTION, text)
+                break
+        return tuple(dict.fromkeys(texts)), solution
+
+    def _is_plain(self, gold: Found, answers: tuple[str, ...], solution: str) -> bool:
+        """Whether the task holds a value as it is: a text, a list of several, a solution, or a
+        number; the last two not in a column that verl's functions know."""
+        value = gold.value
+        if isinstance(value, list):
+            return len(value) > 1 and value == list(answers)
+        if isinstance(value, str) and answers == (self._repaired(value),):
+            return True
+        is_known = gold.column.endswith(GOLD_KEY)
+        return not is_known and (value == solution or isinstance(value, int | float))
+
+    def _doubt(self, raw: RawRow, what: str, text: str) -> None:
+        found = self.doubts.setdefault(raw.path, {})
+        number, first = found.get(what, (0, f"row {raw.number}: {text[:80]!r}"))
+        found[what] = number + 1, first
 
     def _env_by(self, row: Row) -> str:
         if not self.config.env_by:
@@ -268,14 +322,16 @@ def _find(row: Row, mapped: str, key: str, known: tuple[str, ...]) -> Found:
 
 
 def look_up(row: Row, column: str, *, any_case: bool = False) -> tuple[bool, Any]:
-    """Whether a row has a column, and its value; a dot goes into an object. With `any_case`, the
-    column is found whatever its case."""
+    """Whether a row has a column, and its value; a dot goes into an object, or the text of one.
+    With `any_case`, the column is found whatever its case."""
     if any_case:
         row, column = {str(key).lower(): value for key, value in row.items()}, column.lower()
     if column in row:
         return True, row[column]
     head, dot, rest = column.partition(".")
     inner = row.get(head) if dot else None
+    if isinstance(inner, str) and inner.lstrip().startswith("{"):
+        inner = literal(inner)  # as tables without types hold it
     return look_up(inner, rest, any_case=any_case) if isinstance(inner, dict) else (False, None)
 
 
@@ -307,25 +363,57 @@ def _system_of(messages: Any) -> str:
     return ""
 
 
-def _unfold(value: Any) -> list[Any]:
-    """The golds that a value holds, however they are nested."""
+def _unfold(value: Any, in_table: bool = False) -> list[Any]:
+    """The golds that a value holds, however they are nested. In a table without types, such as
+    CSV, lists and objects are texts of Python too."""
     if isinstance(value, dict):
-        held = [value[key] for key in HELD_IN if key in value]
+        held = [value[key] for key in HELD_IN if value.get(key) is not None]
         return _unfold(held[0]) if held else [value]
     if isinstance(value, list):
-        golds: list[Any] = []
-        for item in value:  # of annotators' objects, those without an answer do not count
-            inner = _unfold(item) if isinstance(item, dict) else [item]
-            golds += [gold for gold in inner if gold != "" or inner == [item]]
-        return golds
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            golds = decode_loose(value)
-        except ForeignError:
-            return [value]
-        if isinstance(golds, list) and golds and all(isinstance(gold, str) for gold in golds):
-            return golds  # [0, 1] stays a text: an interval, not two answers
+        golds = [gold for item in value for gold in _unfold(item)] if value else []
+        return [gold for gold in golds if _is_answer(gold)] or golds
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{") if in_table else "["):
+        found = literal(value) if in_table else _json(value)
+        if isinstance(found, dict) and any(key in found for key in HELD_IN):
+            return _unfold(found)
+        if isinstance(found, list) and all(isinstance(gold, str | None) for gold in found):
+            return [gold for gold in found if gold] or [value]
+        # [0, 1] stays a text: an interval, not two answers
     return [value]
+
+
+def _json(text: str) -> Any:
+    try:
+        return decode_loose(text)
+    except ForeignError:
+        return None
+
+
+_NUMPY_ARRAY = re.compile(r"\barray\((\[[^()]*\])(?:,\s*dtype=[\w'<>]+)?\)")
+_PYTHON_TEXT = r"""(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
+_NUMPY_TEXTS = re.compile(rf"\[\s*{_PYTHON_TEXT}(?:\s+{_PYTHON_TEXT})+\s*\]")
+
+
+def literal(text: str) -> Any:
+    """The value that a text of JSON, Python or numpy means; None for other texts."""
+    found = _json(text)
+    if found is not None:
+        return found
+    text = text.strip()
+    if _NUMPY_TEXTS.fullmatch(text):  # ['a' 'b'], which Python reads as one text
+        text = f"[{','.join(re.findall(_PYTHON_TEXT, text))}]"
+    try:
+        return decode_python(_NUMPY_ARRAY.sub(r"\1", text))
+    except ForeignError:
+        return None
+
+
+def _is_solution(text: str) -> bool:
+    """Whether a gold is likely a whole solution: long, and no data, or words around a box."""
+    if text.lstrip().startswith(("{", "[")):
+        return False
+    before, box, _ = text.partition("\\boxed")
+    return len(text) > MAX_GOLD_CHARS or bool(box and len(before.split()) > 2)
 
 
 def _is_answer(value: Any) -> bool:
@@ -344,19 +432,10 @@ def _text(found: Found) -> str:
 
 
 def _rest(row: Row, used: list[str]) -> Row:
-    """What is left for the metadata: the row without nulls and without the columns used."""
-    rest = {key: value for key, value in row.items() if value is not None}
-    for column in used:
-        if column in KEPT:
-            continue
-        head, dot, leaf = column.partition(".")
-        if column in rest:
-            del rest[column]
-        elif dot and isinstance(rest.get(head), dict):
-            rest[head] = {key: value for key, value in rest[head].items() if key != leaf}
-            if not rest[head]:
-                del rest[head]
-    return rest
+    """What is left for the metadata: the row without nulls and without the columns that the task
+    holds; objects stay whole."""
+    left_out = {*used} - {*KEPT}
+    return {key: value for key, value in row.items() if value is not None and key not in left_out}
 
 
 def _expected(key: str, wanted: str, found: Found, row: Row) -> str:

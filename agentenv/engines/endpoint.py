@@ -19,7 +19,7 @@ from msgspec import Meta, Struct, field
 from yarl import URL
 
 from agentenv.backoff import backoff_s
-from agentenv.call_syntax import after_thoughts
+from agentenv.call_blocks import after_thoughts
 from agentenv.deadline import admitted, waiting
 from agentenv.engines.client import (
     Count,

@@ -3,8 +3,9 @@
 def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...   # verl's
 async def grade(task, written, calls): ...                                         # ours
 
-Either may be sync or async and returns a number, a dict with "score" (its other numbers become
-metrics), or a Grade.
+Of verl's arguments a function may leave out data_source and extra_info, as published ones do. The
+ground truth is the row's own, of the type that it has there. Either may be sync or async and
+returns a number, a dict with "score" (its other numbers become metrics), or a Grade.
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ import asyncio
 import importlib.util
 import inspect
 import math
+import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from agentenv.data.rows import GOLD_KEY, literal, look_up
 from agentenv.errors import ConfigError, GraderError, InfraError
 from agentenv.tool_env import Grade
-from agentenv.types import Message, Task
+from agentenv.types import SYSTEM_KEY, Message, Task
 from envs.grading.verdict import GraderDownError
 from envs.workers import JobDiedError, JobRaisedError, JobStoppedError, WorkerPool
+
+SolutionStr = Literal["response", "sequence"]
 
 STOPPED = "stopped"  # the part of a grade that says that the function gave none
 
@@ -45,6 +50,7 @@ class CustomGrader:
         timeout_s: float = 10.0,
         num_workers: int = 2,
         success_at: float = 1.0,
+        solution_str: SolutionStr = "response",
     ) -> None:
         file = Path(path).resolve()
         if not file.is_file():
@@ -58,7 +64,7 @@ class CustomGrader:
         self._pool = WorkerPool(
             "envs.grading.custom:CustomFunction",
             name="custom",
-            arguments={"path": self.path, "name": name},
+            arguments={"path": self.path, "name": name, "solution_str": solution_str},
             max_jobs=num_workers,
             max_asleep_s=timeout_s,
         )
@@ -78,7 +84,7 @@ class CustomGrader:
         """Raises GraderError when the function raises, GraderDownError when no process can be
         had."""
         payload = {
-            "task": msgspec.to_builtins(task),
+            "task": pickle.dumps(task),  # of its row, whose values keep their types
             "written": msgspec.to_builtins(list(written)),
             "calls": dict(calls),
         }
@@ -109,7 +115,8 @@ class CustomGrader:
 
 # A grader of the user's in a worker: load the function, call it, check its result.
 
-VERL = ("data_source", "solution_str", "ground_truth")
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+NEEDED = {"solution_str", "ground_truth"}
 OURS = ("task", "written", "calls")
 
 
@@ -119,7 +126,7 @@ class CustomFunction:
     Made in the process that forks, so the user's module is imported once.
     """
 
-    def __init__(self, path: str, name: str) -> None:
+    def __init__(self, path: str, name: str, solution_str: SolutionStr = "response") -> None:
         sys.path.insert(0, str(Path(path).parent))  # so that it may import its neighbours
         spec = importlib.util.spec_from_file_location(Path(path).stem, path)
         if spec is None or spec.loader is None:
@@ -131,14 +138,16 @@ class CustomFunction:
         if found is None:
             raise AttributeError(f"{path} defines no {name!r}")
         self._function: Callable[..., Any] = _function(found)
-        self._verl = _is_verl(self._function, name)
+        self._taken = _taken(self._function, name)
+        self._solution_str = solution_str
 
     def __call__(self, payload: dict[str, Any]) -> dict[str, Any]:
         """Raises what the user's function raises, and TypeError for a result of another kind."""
-        task = msgspec.convert(payload["task"], Task)
+        task: Task = pickle.loads(payload["task"])
         written = msgspec.convert(payload["written"], list[Message])
-        if self._verl:
-            outcome = self._function(**verl_arguments(task, written))
+        if self._taken:
+            given = verl_arguments(task, written, self._solution_str)
+            outcome = self._function(**{key: given[key] for key in self._taken})
         else:
             outcome = self._function(task, written, payload["calls"])
         if inspect.isawaitable(outcome):
@@ -146,16 +155,48 @@ class CustomFunction:
         return checked(outcome)
 
 
-def verl_arguments(task: Task, written: list[Message]) -> dict[str, Any]:
-    """What verl passes: the policy's own text, and what the row says."""
-    golds = list(task.answers)
-    extra = task.metadata.get("extra_info")
+def verl_arguments(
+    task: Task, written: list[Message], solution_str: SolutionStr = "response"
+) -> dict[str, Any]:
+    """What verl passes: the text of the policy, and what the row says, as it says it.
+
+    With `solution_str` "sequence" the text begins with the prompt, in the chat form of Qwen: what
+    the reward managers of Search-R1 and TinyZero pass, whose functions search it for the turn.
+    """
+    row = task.metadata
+    said = "\n".join(message.content for message in written if message.role == "assistant")
+    extra = row.get("extra_info")
+    if isinstance(extra, str):
+        found = literal(extra)  # of a table without types
+        extra = found if isinstance(found, dict) else extra
+    if extra is None or isinstance(extra, dict):
+        extra = {"question": task.question, **(extra or {})}
     return {
-        "data_source": str(task.metadata.get("data_source", task.kind)),
-        "solution_str": "\n".join(m.content for m in written if m.role == "assistant"),
-        "ground_truth": golds[0] if len(golds) == 1 else golds,
-        "extra_info": {"question": task.question, **(extra if isinstance(extra, dict) else {})},
+        "data_source": str(row.get("data_source", task.kind)),
+        "solution_str": said if solution_str == "response" else _prompt(task) + said,
+        "ground_truth": ground_truth(task),
+        "extra_info": extra,
     }
+
+
+def ground_truth(task: Task) -> Any:
+    """The value that the row has, of its own type; else the gold, or the list of several."""
+    for column in ("reward_model.ground_truth", GOLD_KEY):
+        found = look_up(task.metadata, column)[1]
+        if found is not None:
+            return found
+    return task.answers[0] if len(task.answers) == 1 else list(task.answers)
+
+
+def _prompt(task: Task) -> str:
+    """The row's own chat, else its system prompt and question, up to the turn of the policy."""
+    chat = task.metadata.get("prompt")
+    if not isinstance(chat, list):
+        system = task.metadata.get(SYSTEM_KEY)
+        chat = [{"role": "system", "content": system}] if system else []
+        chat.append({"role": "user", "content": task.question})
+    turns = [f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in chat]
+    return "".join((*turns, "<|im_start|>assistant\n"))
 
 
 def checked(outcome: Any) -> dict[str, Any]:
@@ -202,17 +243,27 @@ def _function(found: Any) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _is_verl(function: Callable[..., Any], name: str) -> bool:
+def _taken(function: Callable[..., Any], name: str) -> tuple[str, ...]:
+    """Those of verl's arguments that the function takes; none for one of our form."""
     if not callable(function):
         raise TypeError(f"{name!r} is not a function")
     parameters = inspect.signature(function).parameters
-    if all(key in parameters for key in VERL):
-        return True
-    if tuple(parameters)[:3] == OURS:
-        return False
+    if parameters.keys() >= NEEDED:
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        taken = tuple(key for key in VERL if takes_all or key in parameters)
+        needed = {
+            key
+            for key, one in parameters.items()
+            if one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+        }
+        if needed <= {*taken}:
+            return taken
+    elif tuple(parameters)[:3] == OURS:
+        return ()
     raise TypeError(
         f"{name}({', '.join(parameters)}): expected the parameters (task, written, calls), or "
-        "verl's (data_source, solution_str, ground_truth, extra_info)"
+        "verl's (data_source, solution_str, ground_truth, extra_info), of which data_source and "
+        "extra_info may be missing"
     )
 
 

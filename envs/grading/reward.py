@@ -23,7 +23,7 @@ from agentenv.kinds import Kind
 from agentenv.tool_env import Grade, Grader, graded, start_grader
 from agentenv.types import Message, Task
 from envs.grading.combined import Combined, Weighted
-from envs.grading.custom import STOPPED, CustomGrader
+from envs.grading.custom import STOPPED, CustomGrader, SolutionStr
 from envs.grading.exact import Exact, TokenF1
 from envs.grading.judge import JudgeConfig
 from envs.grading.layers import Layered
@@ -212,6 +212,13 @@ class GraderKeys(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     success_at: Annotated[
         float, Meta(description="custom: the score from which an answer counts as right")
     ] = 1.0
+    solution_str: Annotated[
+        SolutionStr,
+        Meta(
+            description="custom, of verl's form: what the policy wrote, or the chat prompt before "
+            "it too, which functions of Search-R1 and TinyZero look for"
+        ),
+    ] = "response"
 
 
 class WeightedConfig(GraderKeys, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -252,6 +259,7 @@ _READ_BY = {
     "timeout_s": ("custom",),
     "num_workers": ("custom",),
     "success_at": ("custom",),
+    "solution_str": ("custom",),
 }
 
 
@@ -382,6 +390,7 @@ def _custom(config: GraderConfig) -> Grader:
         timeout_s=config.timeout_s,
         num_workers=config.num_workers,
         success_at=config.success_at,
+        solution_str=config.solution_str,
     )
 
 

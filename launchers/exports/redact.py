@@ -1,7 +1,7 @@
 """Secrets out of what leaves a run: keys, tokens, passwords.
 
 Two ways find them: by value, what the environment holds under names such as SERPER_API_KEY, and
-under each name that the configuration gives in a key ending in `_env`; and by form, bearer tokens,
+under each name that the configuration gives in a key ending in `_env` or as "${NAME}"; and by form, bearer tokens,
 user and password of an address, keys in its query, keys of known providers. What a policy or a page
 wrote is treated alike: a tool may have said a key.
 """
@@ -16,10 +16,11 @@ from typing import Any
 REDACTED = "[redacted]"
 MIN_CHARS = 8  # of a value: shorter ones stand in ordinary text
 
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
 _NAMED = re.compile(r"(?i)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)")
 _SECRET_KEY = re.compile(
-    r"(?i)(.*[_-])?(api_?key|secret|password|passwd|authorization|"
-    r"(access|auth|refresh|bearer)_?token)"
+    r"(?i)(.*[_-])?(api[_-]?key|secret|password|passwd|authorization|cookie|"
+    r"(access|auth|refresh|bearer|private)[_-]?token)"
 )
 _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
     # a bearer token has a digit, or is too long for a word
@@ -93,8 +94,10 @@ def _is_secret(key: str) -> bool:
 
 
 def _variables(settings: Any) -> Iterator[str]:
-    """The names of environment variables that stand in keys such as api_key_env."""
-    if isinstance(settings, Mapping):
+    """The names of environment variables that stand in keys such as api_key_env, or as ${NAME}."""
+    if isinstance(settings, str):
+        yield from _VARIABLE.findall(settings)
+    elif isinstance(settings, Mapping):
         for key, value in settings.items():
             if isinstance(value, str) and str(key).endswith("_env"):
                 yield value

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import os
 import signal
 import socket
@@ -10,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -52,7 +55,9 @@ async def test_an_episode_with_a_server_of_its_own() -> None:
     source = MCPTools(COMMAND, env={"GREETING": "hello"})
     env = ToolEnv(TASK, [source], Anything())
     _, info = await env.reset()
-    assert [schema["name"] for schema in info["tools"]] == ["add", "fail", "environment", "die"]
+    assert [schema["name"] for schema in info["tools"]] == [
+        *("add", "fail", "environment", "die", "header")
+    ]
     assert info["tools"][0]["description"] == "The sum of two numbers."
     assert list(info["tools"][0]["parameters"]["properties"]) == ["a", "b"]
     assert env.fork_mode == "none"
@@ -175,3 +180,211 @@ async def test_wrong_settings_are_refused() -> None:
         await MCPTools(COMMAND, only=["multiply"]).load()
     assert load_tools([], str) == []
     assert ToolLimits().required
+
+
+def scripted(folder: Path, **script: object) -> MCPTools:
+    """The tools of a server that answers as told."""
+    path = folder / "script.json"
+    path.write_text(json.dumps(script))
+    return MCPTools([sys.executable, str(SERVER.with_name("mcp_scripted.py")), str(path)])
+
+
+def listed(names: Sequence[str], **more: object) -> dict[str, object]:
+    return {"tools": [{"name": one, "inputSchema": {"type": "object"}} for one in names], **more}
+
+
+@pytest.mark.parametrize("size", [1, 5, 7, 16, 100])
+async def test_all_pages_of_a_list_of_tools_are_read(tmp_path: Path, size: int) -> None:
+    names = [f"tool{n}" for n in range(16)]
+    pages = {}
+    for start in range(0, 16, size):
+        following = {"nextCursor": str(start + size)} if start + size < 16 else {}
+        pages[str(start or "")] = listed(names[start : start + size], **following)
+    source = scripted(tmp_path, pages=pages)
+    assert [tool.name for tool in await source.load()] == names
+    source.only = ["tool15", "tool3"]
+    assert [tool.name for tool in await source.load()] == ["tool3", "tool15"]
+
+
+@pytest.mark.parametrize(
+    ("cursors", "problem"),
+    [
+        ({"": "a", "a": "a"}, "comes back to the cursor 'a'"),
+        ({"": "a", "a": "b", "b": "a"}, "comes back to the cursor 'a'"),
+        (None, "no end within 1000 pages"),
+    ],
+)
+async def test_a_list_of_tools_without_an_end_is_refused(
+    tmp_path: Path, cursors: dict[str, str] | None, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cursors is None:
+        chain = [str(n) for n in range(1100)]
+        cursors = dict(zip(["", *chain], chain, strict=False))
+    pages = {key: listed([f"t{key}"], nextCursor=value) for key, value in cursors.items()}
+    with pytest.raises(ConfigError, match=problem):
+        await scripted(tmp_path, pages=pages).load()
+
+
+PNG = "iVBORw0KGgo="  # 8 bytes
+LINK = {"type": "resource_link", "uri": "repo://a.md", "name": "a.md", "description": "The readme."}
+TEXT = {"type": "text", "text": "downloaded (SHA: 1)"}
+README = {"uri": "repo://a.md", "mimeType": "text/plain", "text": "# The readme says 42"}
+BLOB = {"uri": "repo://a.png", "mimeType": "image/png", "blob": PNG}
+BLOCKS: list[tuple[dict[str, object], str]] = [
+    (TEXT, "downloaded (SHA: 1)"),
+    ({"type": "resource", "resource": README}, "# The readme says 42"),
+    ({"type": "resource", "resource": BLOB}, "[resource, image/png, 8 bytes, repo://a.png]"),
+    (LINK, "[resource_link, a.md, repo://a.md, The readme.]"),
+    ({"type": "image", "data": PNG, "mimeType": "image/png"}, "[image, image/png, 8 bytes]"),
+    ({"type": "audio", "data": PNG, "mimeType": "audio/wav"}, "[audio, audio/wav, 8 bytes]"),
+]
+FOUND = {"answer": 42, "names": ["é", None, True]}
+FOUND_TEXT = '{"answer":42,"names":["é",null,true]}'
+
+
+async def test_every_kind_of_content_is_read_in_results_and_in_errors(tmp_path: Path) -> None:
+    """Alone and beside a text, with structured content and without."""
+    results: dict[str, object] = {}
+    expected: dict[str, str] = {}
+    for number, (block, text) in enumerate(BLOCKS):
+        for is_error in (False, True):
+            for beside in (False, True):
+                for structured in (None, FOUND):
+                    name = f"{number} {is_error} {beside} {structured is None}"
+                    results[name] = {
+                        "content": [TEXT, block] if beside else [block],
+                        "isError": is_error,
+                        **({"structuredContent": structured} if structured else {}),
+                    }
+                    lines = [BLOCKS[0][1], text] if beside else [text]
+                    expected[name] = "\n".join([*lines, FOUND_TEXT] if structured else lines)
+    results["alone"] = {"content": [], "structuredContent": FOUND}
+    expected["alone"] = FOUND_TEXT
+    source = scripted(tmp_path, pages={"": listed([*results])}, results=results)
+    env = ToolEnv(TASK, [source], Anything())
+    await env.reset()
+    for name, text in expected.items():
+        messages, *_, info = await env.step(call(name))
+        assert messages[0].content == text, name
+        assert info["tool_calls"][0]["ok"] != ("True" in name.split()[1:2])
+    await env.close()
+
+
+@pytest.mark.parametrize(
+    ("texts", "structured"),
+    [
+        ([json.dumps(dict(reversed(FOUND.items())))], FOUND),
+        (["5"], {"result": 5}),
+        (["five"], {"result": "five"}),
+        (["line 1\nline 2"], {"content": "line 1\nline 2"}),
+        (["a", "b"], {"result": ["a", "b"]}),
+        (['{"x": 1}', '{"x": 2}'], {"result": [{"x": 1}, {"x": 2}]}),
+        (["[1, 2]"], {"items": [1, 2]}),
+    ],
+)
+async def test_structured_content_that_the_texts_say_is_not_said_again(
+    tmp_path: Path, texts: list[str], structured: object
+) -> None:
+    content = [{"type": "text", "text": text} for text in texts]
+    results = {"t": {"content": content, "structuredContent": structured}}
+    source = scripted(tmp_path, pages={"": listed(["t"])}, results=results)
+    (tool,) = await source.load()
+    assert (await tool.call({}, None)).text == "\n".join(texts)
+
+
+async def test_a_result_beside_its_schema_is_read_all_the_same(tmp_path: Path) -> None:
+    """A server's wrong description of its results is no reason to keep them from the policy."""
+    page = listed(["t"])
+    page["tools"][0]["outputSchema"] = {  # type: ignore[index]
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+    }
+    for structured in ({"n": "four"}, None):
+        result = {"content": [TEXT], **({"structuredContent": structured} if structured else {})}
+        source = scripted(tmp_path, pages={"": page}, results={"t": result})
+        (tool,) = await source.load()
+        assert (await tool.call({}, None)).text.startswith(TEXT["text"])
+        await close_shared()
+
+
+def serving(mode: str) -> tuple[subprocess.Popen[bytes], str]:
+    """A server on a free port, and its address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, str(SERVER), mode, str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return process, f"http://127.0.0.1:{port}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["http", "sse"])
+async def test_headers_go_with_every_request_over_both_http_transports(
+    mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SERVER_TOKEN", "tok-4711-secret")
+    process, address = serving(mode)
+    url = f"{address}/{'mcp' if mode == 'http' else 'sse'}?key=of-the-query-9"
+    caplog.set_level(logging.DEBUG)
+    try:
+        await _listening(int(address.rpartition(":")[2]))
+        headers = {"Authorization": "Bearer ${SERVER_TOKEN}", "X-Team": "blue"}
+        source = MCPTools(url=url, headers=headers)
+        tools = {tool.name: tool for tool in await source.load()}
+        shown = await tools["header"].call({"name": "authorization"}, None)
+        assert shown.text == "Bearer tok-4711-secret"
+        assert (await tools["header"].call({"name": "x-team"}, None)).text == "blue"
+        many = await asyncio.gather(*(tools["add"].call({"a": n, "b": 1}, None) for n in range(9)))
+        assert [one.text for one in many] == [str(n + 1) for n in range(9)]
+        assert "of-the-query-9" not in source.connection.place
+        await close_shared()
+    finally:
+        process.kill()
+        process.wait()
+    assert not any(secret in caplog.text for secret in ("of-the-query-9", "tok-4711-secret"))
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 500])
+async def test_an_address_that_refuses_is_named_with_its_status_and_without_secrets(
+    status: int,
+) -> None:
+    from aiohttp import web
+    from aiohttp.test_utils import TestServer
+
+    async def refuse(request: web.Request) -> web.Response:
+        return web.Response(status=status, text=request.headers["Authorization"])
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", refuse)
+    async with TestServer(app) as server:
+        url = str(server.make_url("/mcp?api_key=in-the-query"))
+        source = MCPTools(url=url, headers={"Authorization": "Bearer tok-4711"})
+        with pytest.raises(ConfigError) as caught:
+            await source.load()
+        await close_shared()
+    said = str(caught.value)
+    assert f"HTTP {status}" in said
+    assert "in-the-query" not in said
+    assert "tok-4711" not in said
+    assert ("takes headers" in said) == (status in (401, 403))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "problem"),
+    [
+        ({"command": ["x"], "headers": {"A": "b"}}, "headers belong to url"),
+        ({"url": "http://h", "env": {"A": "b"}}, "env to command"),
+        ({"url": "http://h", "headers": {"A": "${NO_SUCH_NAME}"}}, "NO_SUCH_NAME is not set"),
+        ({"command": ["x"], "env": {"A": "${NO_SUCH_NAME}"}}, "NO_SUCH_NAME is not set"),
+        ({"url": "http://h", "headers": {"A": "top-secret\nX: y"}}, r"headers\.A: expected one"),
+        ({"url": "http://h", "headers": ["A: b"]}, "headers: expected"),
+        ({"url": "http://h", "headers": {"A": 5}}, "headers: expected"),
+        ({"url": "ftp://h"}, "url: expected http"),
+    ],
+)
+def test_headers_and_variables_are_checked_when_the_source_is_made(
+    kwargs: Any, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        MCPTools(**kwargs)
+    assert "top-secret" not in str(caught.value)

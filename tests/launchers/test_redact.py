@@ -14,9 +14,14 @@ ENVIRONMENT = {
     "BRIGHTDATA_API_KEY": "9f3b-long-value-of-a-zone",
     "JUDGE_ACCESS": "judge-access-4711",  # named by the configuration only
     "SHORT_KEY": "abc",
+    "MAPS_LOGIN": "login-of-the-maps",  # named by a header only
     "HOME": "/home/somebody",
 }
-SETTINGS = {"grader": {"judge": {"api_key_env": "JUDGE_ACCESS"}}, "roles": [{"api_key_env": ""}]}
+SETTINGS = {
+    "grader": {"judge": {"api_key_env": "JUDGE_ACCESS"}},
+    "roles": [{"api_key_env": ""}],
+    "env": {"tools": [{"kwargs": {"headers": {"X-Login": "Bearer ${MAPS_LOGIN}"}}}]},
+}
 
 
 @pytest.fixture
@@ -30,6 +35,7 @@ def redactor() -> Redactor:
         ("key q7Rz0pLmX2 sent", f"key {REDACTED} sent"),
         ("9f3b-long-value-of-a-zone", REDACTED),
         ("judge-access-4711!", f"{REDACTED}!"),
+        ("login-of-the-maps!", f"{REDACTED}!"),
         ("Authorization: Bearer eyJhbGciOi.J9-x", f"Authorization: Bearer {REDACTED}"),
         ('{"Authorization": "Basic dXNlcjpwYXNz"}', f'{{"Authorization": "Basic {REDACTED}"}}'),
         ("https://user:pa55@host:8080/a?b=1", f"https://{REDACTED}@host:8080/a?b=1"),
@@ -65,6 +71,8 @@ def test_trees_are_cleaned_to_their_leaves_and_keep_names_of_variables(redactor:
     tree: dict[str, Any] = {
         "api_key": "anything",
         "api_key_env": "JUDGE_ACCESS",
+        "X-API-Key": "abc",
+        "Private-Token": "abc",
         "headers": [{"x": "Bearer abcdefg123"}, ("q7Rz0pLmX2", 3, None, 0.5)],
         "max_tokens": 5,
         "q7Rz0pLmX2": "as a key",
@@ -74,6 +82,8 @@ def test_trees_are_cleaned_to_their_leaves_and_keep_names_of_variables(redactor:
     assert clean == {
         "api_key": REDACTED,
         "api_key_env": "JUDGE_ACCESS",
+        "X-API-Key": REDACTED,
+        "Private-Token": REDACTED,
         "headers": [{"x": f"Bearer {REDACTED}"}, [REDACTED, 3, None, 0.5]],
         "max_tokens": 5,
         REDACTED: "as a key",

@@ -1,11 +1,11 @@
-"""A tool server for the tests: `python mcp_server.py stdio`, or `http PORT`."""
+"""A tool server for the tests: `python mcp_server.py stdio`, `http PORT`, or `sse PORT`."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Context, MCPServer
 
 server = MCPServer("test server")
 
@@ -34,8 +34,17 @@ def die() -> str:
     os._exit(3)
 
 
+@server.tool()
+def header(name: str, context: Context) -> str:
+    """A header of the request."""
+    request = context.request_context.request
+    return "(unset)" if request is None else request.headers.get(name, "(unset)")
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "stdio":
         server.run()
+    elif sys.argv[1] == "sse":
+        server.run("sse", host="127.0.0.1", port=int(sys.argv[2]))
     else:
         server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[2]))

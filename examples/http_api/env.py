@@ -1,0 +1,91 @@
+"""Questions about prices that an API over HTTP knows, for those who have logged in.
+
+<price>{"store": 57, "item": "Zorvex"}</price>                   81
+<total>{"store": 57, "item": "Zorvex", "count": 12}</total>      972
+"""
+
+from __future__ import annotations
+
+import os
+
+from agentenv import Task, ToolEnv, register
+from agentenv.http import HttpClient
+from agentenv.tools import FunctionTool
+from envs.grading.reward import ExactMatch
+from examples.http_api.server import PASSWORD, USER, Server
+
+
+async def log_in(client: HttpClient) -> dict[str, str]:
+    """The headers of all other requests; asked for again when the API answers 401."""
+    who = {"user": os.environ.get("DESK_USER", USER)}
+    who["password"] = os.environ.get("DESK_PASSWORD", PASSWORD)
+    found = await client.post("/login", who)
+    return {"Authorization": f"Bearer {found['token']}"}
+
+
+class Desk:
+    """The API at DESK_URL, or one that this process serves to itself; there is no other state."""
+
+    def __init__(self) -> None:
+        self.client: HttpClient | None = None
+        self.server: Server | None = None
+
+    async def open(self) -> HttpClient:
+        """The client, which all episodes share; it has a session in each event loop."""
+        if self.client is None:
+            url = os.environ.get("DESK_URL", "")
+            if not url:
+                self.server = Server()
+                self.server.start()
+                url = self.server.url
+            self.client = HttpClient(url, login=log_in, timeout_s=10.0)
+        await self.client.prepare()
+        return self.client
+
+    async def close(self) -> None:
+        """Log out, and end what `open` has begun."""
+        client, self.client = self.client, None
+        server, self.server = self.server, None
+        if client is not None:
+            await client.post("/logout")
+        if server is not None:
+            server.stop()
+
+
+DESK = Desk()
+
+
+class ApiTool(FunctionTool):
+    """A function that asks the API: a login that fails refuses the run at its start, and the end
+    of each command logs out."""
+
+    async def prepare(self) -> None:
+        await DESK.open()
+
+    async def release(self) -> None:
+        await DESK.close()
+
+
+@ApiTool
+async def price(store: int, item: str) -> str:
+    """What one piece costs in a store."""
+    client = await DESK.open()
+    return str((await client.get(f"/stores/{store}/items/{item}"))["price"])
+
+
+@ApiTool
+async def total(store: int, item: str, count: int) -> str:
+    """What some pieces cost in a store."""
+    client = await DESK.open()
+    found = await client.post(f"/stores/{store}/quotes", {"item": item, "count": count})
+    return str(found["total"])
+
+
+class PricesEnv(ToolEnv):
+    """One question. The API keeps nothing between calls, so a fork needs no copy."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, tools=[price, total], grader=ExactMatch())
+
+
+register("examples/Prices-v0", "examples.http_api.env:PricesEnv")
