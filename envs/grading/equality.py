@@ -46,6 +46,9 @@ _UNREAD = re.compile(
     "|[\N{DEGREE SIGN}\N{HORIZONTAL ELLIPSIS}\N{ALMOST EQUAL TO}\N{IDENTICAL TO}]"
     r"|(?<![\d._^])\d+(?:\.\d+)?\s+\d|\d\s*[?@]"
 )
+_APPROXIMATED = re.compile(r"\\approx(?![A-Za-z])|\N{ALMOST EQUAL TO}")
+_PLAIN_DECIMAL = re.compile(r"-?\d{1,40}(?:\.(\d{1,40}))?")
+_NAME = r"\\?[A-Za-z]+(?:_\{?\w+\}?)?"
 _RUN = re.compile(r"\d+")
 _LONG = re.compile(rf"(?<![\d.])(-?\d{{0,40}})\.(\d{{{LONG_DECIMALS},40}})(?![\d.])")
 
@@ -53,7 +56,8 @@ _LONG = re.compile(rf"(?<![\d.])(-?\d{{0,40}})\.(\d{{{LONG_DECIMALS},40}})(?![\d
 def readable(text: str) -> str | None:
     """A cleaned formula as latex2sympy reads it: decimals as fractions, i for the root of -1,
     primes in names; None for a text with a part that it would leave out."""
-    text = _EXPONENT.sub(r"\1 \\cdot 10^{\2}", _ROOT.sub("i", text.replace("$", "")))
+    text = _ROOT.sub("i", text.replace("$", "").strip().removeprefix("="))
+    text = _EXPONENT.sub(r"\1 \\cdot 10^{\2}", text)
     text = _GROUPED.sub(lambda match: re.sub(r"[ ,]", "", match[0]), text)
     text = _DECIMAL.sub(_as_fraction, text)
     text = _PRIMES.sub(lambda match: f"{match[1]}_{{{'p' * len(match[2])}}}", text)
@@ -153,7 +157,7 @@ class Values:
     def same(self, gold: Any, answer: Any) -> bool:
         """Whether both are equal, each part of the one to a part of the other."""
         s = self.sympy
-        gold, answer = self._opened(gold, answer)
+        gold, answer = self._opened(self._explicit(gold), self._explicit(answer))
         kinds: tuple[tuple[Any, Callable[[Any, Any], bool]], ...] = (
             (s.MatrixBase, self._same_matrix),
             ((s.Set, s.Tuple), self._same_set),
@@ -165,6 +169,10 @@ class Values:
                 both = isinstance(gold, kind) and isinstance(answer, kind)
                 return both and compare(gold, answer)
         return False
+
+    def _explicit(self, one: Any) -> Any:
+        """A matrix for a product of a number and a matrix."""
+        return one.doit().as_explicit() if isinstance(one, self.sympy.MatrixExpr) else one
 
     def _opened(self, gold: Any, answer: Any) -> tuple[Any, Any]:
         """5 for x = 5 where the other is a value; a set for a condition where the other is one."""
@@ -182,13 +190,21 @@ class Values:
         return isinstance(one, s.logic.boolalg.Boolean) and not isinstance(one, s.Eq)
 
     def _value_of(self, one: Any) -> Any:
-        """The right side of an equation whose left side is a name."""
-        last = one._unsorted_args[-1] if hasattr(one, "_unsorted_args") and one.args else one
-        if isinstance(one, self.sympy.And | self.sympy.Eq) and isinstance(last, self.sympy.Eq):
-            first = one._unsorted_args[0] if isinstance(one, self.sympy.And) else one
-            if isinstance(first, self.sympy.Eq) and first.lhs.is_Symbol:
-                return last.rhs
-        return one
+        """The last value of an equation whose left side is a name, a point of names or a sum that
+        was worked out: x = 5, (r, t) = (2, 3), 3 + 4 = 7."""
+        s = self.sympy
+        parts = getattr(one, "_unsorted_args", ()) if isinstance(one, s.And) else (one,)
+        if not parts or not all(isinstance(part, s.Eq) for part in parts):
+            return one
+        left = parts[0].lhs
+        names = left.args if isinstance(left, s.Tuple) else (left,)
+        is_named = all(self._is_name(name) for name in names)
+        return parts[-1].rhs if is_named or not left.free_symbols else one
+
+    def _is_name(self, one: Any) -> bool:
+        kinds = (self.sympy.Symbol, self.sympy.core.function.AppliedUndef)
+        parts = one.args if one.is_Mul else (one,)
+        return all(isinstance(part, kinds) for part in parts)
 
     def _same_matrix(self, gold: Any, answer: Any) -> bool:
         return gold.shape == answer.shape and all(map(self.same, gold.flat(), answer.flat()))
@@ -411,6 +427,18 @@ def _as_set(condition: Any) -> Any:
 
 # The worker.
 
+WARM = (
+    (r"\frac{x^2-1}{2}", r"\frac{(x-1)(x+1)}{2}"),
+    (r"\sqrt{3}+2i", r"2i+3^{1/2}"),
+    (r"(1,2]\cup[3,\infty)", r"\{1,2\}"),
+    (r"\begin{pmatrix}1 & 2\\ 3 & -4\end{pmatrix}", r"\begin{bmatrix}1 & 2\\ 3 & 4\end{bmatrix}"),
+    (r"y = 2x+3, x \ge 1", r"1 < x \le 2"),
+    (r"a_{1}^{m+n}\cdot\ln(x)", r"\sin^2 x+\log_{2}{8}"),
+    (r"n!", r"n\cdot(n-1)!"),
+    (r"f(x) = e^{-x}", r"f(x)=|x|\pi"),
+    (r"(r,\theta) = (3, \frac{\pi}{2})", r"x \in \mathbb{R}"),
+)
+
 
 class Equality:
     """Callable with {"gold", "answer"}: whether the two formulas are equal; with "plain", what
@@ -418,31 +446,64 @@ class Equality:
 
     def __init__(self) -> None:
         sys.set_int_max_str_digits(100_000)
-        self._verify = importlib.import_module("math_verify")
-        self({"gold": r"\frac{x^2-1}{2}", "answer": r"\sqrt{3}+2i"})  # warm before the first fork
-        self({"gold": r"(1,2]", "answer": r"\{1,2\}"})
+        for gold, answer in WARM:  # before the first fork: a grammar learns from what it reads
+            self({"gold": gold, "answer": answer})
 
     def __call__(self, payload: dict[str, Any]) -> bool:
         """Raises what SymPy raises of what it cannot evaluate."""
         if payload.get("plain"):
             return self._by_math_verify(payload["gold"], payload["answer"])
-        texts = readable(payload["gold"]), readable(payload["answer"])
+        gold, answer = payload["gold"], payload["answer"]
+        decimals = long_decimals(gold, answer)
+        return any(
+            self._same(one, other, decimals)
+            for one in self._forms(gold)
+            for other in self._forms(answer)
+        )
+
+    def _same(self, gold: str, answer: str, decimals: dict[Fraction, int]) -> bool:
+        texts = readable(gold), readable(answer)
         if texts[0] is None or texts[1] is None:
             return False
         reader = Reader(*texts)
         try:
-            gold, answer = map(reader.read, texts)
+            found = [reader.read(text) for text in texts]
         except Exception:  # the grammar, or SymPy, does not know it: no formula
             return False
-        values = Values(long_decimals(payload["gold"], payload["answer"]))
-        if not values.same(gold, answer):
+        if not Values(decimals).same(*found):
             return False
-        return reader.is_whole(texts[0], gold) and reader.is_whole(texts[1], answer)
+        return all(map(reader.is_whole, texts, found))
+
+    def _forms(self, text: str) -> list[str]:
+        """A text that gives an exact value and its approximation as both, if they agree."""
+        parts = [part.strip() for part in _APPROXIMATED.split(text)]
+        if len(parts) != 2 or not all(parts):
+            return [text]
+        if re.fullmatch(_NAME, parts[0]):
+            return parts[1:]
+        decimal = _PLAIN_DECIMAL.fullmatch(parts[1])
+        value = self._number(parts[0].rpartition("=")[2]) if decimal is not None else None
+        if value is None or decimal is None:
+            return [text]
+        places = len(decimal[1] or "")
+        return parts if abs(value - Fraction(decimal[0])) <= Fraction(1, 10**places) else [text]
+
+    def _number(self, text: str) -> Fraction | None:
+        """The value of a text without variables."""
+        form = readable(text)
+        if form is None:
+            return None
+        try:
+            value = Reader(form).read(form).evalf(30)
+            return Fraction(str(value)) if value.is_real else None
+        except Exception:  # the grammar, or SymPy, does not know it: no number
+            return None
 
     def _by_math_verify(self, gold: str, answer: str) -> bool:
         # its own time-outs use signals; the limit comes from outside, by killing this process
+        package = importlib.import_module("math_verify")
         parsed = [
-            self._verify.parse(text if "$" in text else f"${text}$", parsing_timeout=None)
+            package.parse(text if "$" in text else f"${text}$", parsing_timeout=None)
             for text in (gold, answer)
         ]
-        return bool(self._verify.verify(*parsed, timeout_seconds=None))
+        return bool(package.verify(*parsed, timeout_seconds=None))

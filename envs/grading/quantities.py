@@ -13,6 +13,7 @@ from envs.grading.numbers import leading_number, letter_scale
 from envs.grading.units import Dimension, Unit, unit_of
 
 MAX_CHARS = 200  # no number with its unit is longer
+MIN_NEAR = 100  # an approximation is off by one part in so many at most
 
 
 class Quantity(Struct, frozen=True):
@@ -116,6 +117,9 @@ def quantity(text: str) -> Quantity | None:
     """A cleaned text as a number with an optional unit; None when it is anything else."""
     if len(text) > MAX_CHARS:
         return None
+    exact, _, about = text.partition(r"\approx")
+    if about and "approx" not in about:
+        return _approximated(quantity(exact.strip()), quantity(about.strip()))
     text = _DETERMINER.sub("", text).removeprefix("\u7b2c")
     below = _BELOW_ZERO.fullmatch(text)
     if below is not None:
@@ -146,6 +150,14 @@ def quantity(text: str) -> Quantity | None:
     if not rest:
         return Quantity(value)
     return _with_unit(value, rest)
+
+
+def _approximated(exact: Quantity | None, about: Quantity | None) -> Quantity | None:
+    """The exact one of 270/7 degrees, about 38.57 degrees, if the other is near."""
+    if exact is None or about is None or (about.has_unit and about.dimension != exact.dimension):
+        return None
+    is_near = abs(exact.value - about.value) * MIN_NEAR <= abs(exact.value)
+    return exact if is_near else None
 
 
 def _with_unit(value: Fraction, rest: str) -> Quantity | None:
