@@ -24,7 +24,7 @@ from envs.grading.sentences import is_denied, is_hedged, same_statement, says
 from envs.grading.special import special, truth, truth_of
 from envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed
 from envs.grading.verdict import Verdict, final_answer, shown
-from envs.grading.words import f1, is_wordy
+from envs.grading.words import f1, is_wordy, same_signs
 
 QUICK_CHARS = 300
 MAX_LINES = 4  # behind an answer in a line of its own
@@ -189,7 +189,8 @@ def _compare(found: str, wanted: str) -> tuple[bool | None, str]:
     if by_list is not None:
         return by_list, "list"
     if is_wordy(wanted):
-        return same_words(found, wanted) or same_statement(found, wanted), "words"
+        same = same_words(found, wanted) or same_statement(found, wanted)
+        return same and same_signs(found, wanted), "words"
     if is_wordy(found):
         return False, "words"
     if _CODE.fullmatch(found) and _CODE.fullmatch(wanted):  # F-16

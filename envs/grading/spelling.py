@@ -56,6 +56,8 @@ _LATEX = (
     ),
     (re.compile(r"\\sqrt\s*([0-9A-Za-z])"), r"\\sqrt{\1}"),
 )
+_MOD = re.compile(r"\(?\\?p?mod\s*(?:\{\s*(?=\w+\s*\}))?(\w+)\s*[})]?")
+_CHARGE = re.compile(r"\^\{?(\d*[+-])(?:\}|(?![\w({]))")  # Ca^{2+} as Ca2+
 _BOLD = re.compile(r"(?<![\w)}*])\*\*([^*\n]+)\*\*(?![\w({*])")
 _WRAPPERS = (
     re.compile(r'\{\s*"\w+"\s*:\s*"?([^{}"]*)"?\s*\}'),
@@ -125,7 +127,8 @@ def clean(text: str) -> str:
 
 def squashed(text: str) -> str:
     """The cleaned text without spaces and optional braces, to compare as a string."""
-    text = re.sub(r"\s+", "", text)
+    text = _MOD.sub(r"(mod\1)", text.replace(r"\equiv", "\N{IDENTICAL TO}"))
+    text = re.sub(r"\s+", "", _CHARGE.sub(r"\1", text))
     text = re.sub(r"\{([0-9A-Za-z])\}", r"\1", text)
     text = re.sub(r"(?<!\d)_|_(?!\d)", "", text)
     return text.replace(r"\cdot", "*").replace(r"\times", "*")
