@@ -15,15 +15,16 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
+
+from envs.grading.numbers import long_decimals, rounds_to
 
 MAX_DIGITS = 400  # working precision at which a difference that still vanishes is zero
 NUM_POINTS = 4
 MIN_POINTS = 2
 MAX_RUNS = 16  # of digits that are changed one after the other
 MAX_UNORDERED = 60
-LONG_DECIMALS = 9  # a gold with so many stands for the exact value that rounds to it
-FLOAT_STEP = Fraction(1, 1 << 52)
 
 # The text.
 
@@ -50,7 +51,6 @@ _APPROXIMATED = re.compile(r"\\approx(?![A-Za-z])|\N{ALMOST EQUAL TO}")
 _PLAIN_DECIMAL = re.compile(r"-?\d{1,40}(?:\.(\d{1,40}))?")
 _NAME = r"\\?[A-Za-z]+(?:_\{?\w+\}?)?"
 _RUN = re.compile(r"\d+")
-_LONG = re.compile(rf"(?<![\d.])(-?\d{{0,40}})\.(\d{{{LONG_DECIMALS},40}})(?![\d.])")
 
 
 def readable(text: str) -> str | None:
@@ -77,24 +77,6 @@ def _as_sum(match: re.Match[str]) -> str:
     if int(match[2]) >= int(match[3]):
         return rf"{match[1]}\cdot \frac{{{match[2]}}}{{{match[3]}}}"
     return rf"({match[1]}+\frac{{{match[2]}}}{{{match[3]}}})"
-
-
-def long_decimals(gold: str, answer: str) -> dict[Fraction, int]:
-    """The decimals of a gold that are written out so far that they stand for an exact value, each
-    with its places; those of an answer that writes decimals itself stand for themselves."""
-    if "." in answer:
-        return {}
-    found = {}
-    for match in _LONG.finditer(gold):
-        if len((match[1] + match[2]).strip("-0")) >= LONG_DECIMALS:
-            found[abs(Fraction(match[0]))] = len(match[2])
-    return found
-
-
-def rounds_to(value: Fraction, decimal: Fraction, places: int) -> bool:
-    """Whether a value is what a decimal of so many places, or of a double, was rounded from."""
-    allowed = max(Fraction(1, 2 * 10**places), abs(decimal) * FLOAT_STEP)
-    return abs(value - decimal) <= allowed
 
 
 class Reader:
@@ -190,21 +172,36 @@ class Values:
         return isinstance(one, s.logic.boolalg.Boolean) and not isinstance(one, s.Eq)
 
     def _value_of(self, one: Any) -> Any:
-        """The last value of an equation whose left side is a name, a point of names or a sum that
-        was worked out: x = 5, (r, t) = (2, 3), 3 + 4 = 7."""
+        """The value of an equation whose left side is a name, a point of names or a sum that was
+        worked out: x = 5, (r, t) = (2, 3), 3 + 4 = 7."""
+        one = self._chained(one)
+        if not isinstance(one, self.sympy.Eq):
+            return one
+        left = one.lhs
+        names = left.args if isinstance(left, self.sympy.Tuple) else (left,)
+        is_sum = not left.free_symbols and not one.rhs.free_symbols
+        return one.rhs if is_sum or all(map(self._is_name, names)) else one
+
+    def _chained(self, one: Any) -> Any:
+        """x = 5 for x = 2 + 3 = 5, if the values in between are the same."""
         s = self.sympy
-        parts = getattr(one, "_unsorted_args", ()) if isinstance(one, s.And) else (one,)
+        parts = getattr(one, "_unsorted_args", ()) if isinstance(one, s.And) else ()
         if not parts or not all(isinstance(part, s.Eq) for part in parts):
             return one
-        left = parts[0].lhs
-        names = left.args if isinstance(left, s.Tuple) else (left,)
-        is_named = all(self._is_name(name) for name in names)
-        return parts[-1].rhs if is_named or not left.free_symbols else one
+        first, last = parts[0].lhs, parts[-1].rhs
+        is_chain = all(this.rhs == that.lhs for this, that in pairwise(parts))
+        if not is_chain or not all(self.same(part.rhs, last) for part in parts[:-1]):
+            return one
+        return s.Eq(first, last, evaluate=False)
 
     def _is_name(self, one: Any) -> bool:
-        kinds = (self.sympy.Symbol, self.sympy.core.function.AppliedUndef)
-        parts = one.args if one.is_Mul else (one,)
-        return all(isinstance(part, kinds) for part in parts)
+        """A variable, f(x), AB, AB/CD or |AB|."""
+        s = self.sympy
+        kinds = (s.Symbol, s.core.function.AppliedUndef)
+        if isinstance(one, s.Abs) or (isinstance(one, s.Pow) and one.exp == -1):
+            return self._is_name(one.args[0])
+        parts = one.args if one.is_Mul else ()
+        return isinstance(one, kinds) or (bool(parts) and all(map(self._is_name, parts)))
 
     def _same_matrix(self, gold: Any, answer: Any) -> bool:
         return gold.shape == answer.shape and all(map(self.same, gold.flat(), answer.flat()))
@@ -309,6 +306,7 @@ class Values:
 
     def _same_relation(self, gold: Any, answer: Any) -> bool:
         s = self.sympy
+        gold, answer = self._chained(gold), self._chained(answer)
         if isinstance(gold, s.And) or isinstance(answer, s.And):
             parts = [one.args if isinstance(one, s.And) else (one,) for one in (gold, answer)]
             return self._same_parts(*parts) or self._same_region(gold, answer)
@@ -333,6 +331,12 @@ class Values:
         s = self.sympy
         if any(isinstance(side, s.Set | s.Tuple | s.MatrixBase) for side in (gold.rhs, answer.rhs)):
             return self.same(gold.lhs, answer.lhs) and self.same(gold.rhs, answer.rhs)
+        if isinstance(gold.lhs, s.core.function.AppliedUndef) != isinstance(
+            answer.lhs, s.core.function.AppliedUndef
+        ):  # f(x) = x^2 and y = x^2
+            return self._is_name(gold.lhs) and self._is_name(answer.lhs) and self.same(
+                gold.rhs, answer.rhs
+            )
         sides = [one.lhs - one.rhs for one in (gold, answer)]
         if self._ratio_is(sides[0], sides[1], positive=False):
             return True

@@ -18,6 +18,7 @@ from envs.grading.bases import in_base
 from envs.grading.formulas import formulas
 from envs.grading.lists import same_answers, without_name
 from envs.grading.math import LIMIT_S, shared_math
+from envs.grading.numbers import is_rounded, same_plain
 from envs.grading.names import same_words, without_class
 from envs.grading.quantities import quantity, same_quantity
 from envs.grading.sentences import is_denied, is_hedged, same_statement, says
@@ -105,11 +106,16 @@ def _right(answer: str, gold: str, layer: str) -> Verdict:
 
 def compare(answer: str, gold: str) -> tuple[bool | None, str]:
     """Whether they agree, and the layer that says so; None when only mathematics can tell."""
+    if answer.strip() == gold.strip():
+        return bool(answer.strip() or not gold.strip()), "string"
+    plain = same_plain(answer, gold)  # as most answers are: no layer would say otherwise
+    if plain is not None:
+        return plain, "number"
     if "<answer>" in answer or r"\boxed" in answer:
         answer = final_answer(answer)
     found, wanted = clean(answer[:MAX_ANSWER_CHARS]), clean(gold)
-    if answer.strip() == gold.strip() or (wanted and squashed(found) == squashed(wanted)):
-        return bool(answer.strip() or not gold.strip()), "string"
+    if wanted and squashed(found) == squashed(wanted):
+        return True, "string"
     if not found or (found.endswith("?") and not wanted.endswith("?")):
         return False, "string"
     right, layer = _compare(found, wanted)
@@ -249,7 +255,8 @@ def _number(found: str, wanted: str) -> bool | None:
         return None
     answer = quantity(without_class(without_name(found)))
     if answer is not None:
-        return same_quantity(answer, gold)
+        is_exact = not gold.has_unit and is_rounded(answer.value, gold.value, found, wanted)
+        return is_exact or same_quantity(answer, gold)
     if gold.words:  # a noun phrase such as 3 blind mice: words can tell
         return None
     if is_wordy(found) or re.fullmatch(r"[\w\s.,]*", found):

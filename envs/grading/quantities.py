@@ -72,6 +72,9 @@ _NOUN = re.compile(r"[^\W\d_][\w'-]*(?:\s+[^\W\d_][\w'-]*){0,5}")
 _FEET = re.compile(
     r"(\d{1,4})\s*(?:'|ft\.?|feet|foot)\s*(\d{1,2}(?:\.\d+)?)\s*(?:\"|''|in\.?|inches)?"
 )
+_MINUTES = re.compile(
+    r"(\d{1,4})\s*\N{DEGREE SIGN}\s*(\d{1,2}(?:\.\d+)?)\s*'(?:\s*(\d{1,2}(?:\.\d+)?)\s*(?:''|\"))?"
+)
 _HALVES = re.compile(r"(?:an?|one)\s+(\w+)\s+and\s+a\s+(half|quarter)", re.IGNORECASE)
 _SPELT = (  # one form of a unit's name
     (
@@ -131,6 +134,10 @@ def quantity(text: str) -> Quantity | None:
     feet = _FEET.fullmatch(text)
     if feet is not None:
         text = f"{feet[1]} ft {feet[2]} in"
+    minutes = _MINUTES.fullmatch(text.replace(r"^{\prime}", "'").replace(r"^\prime", "'"))
+    if minutes is not None:  # 7 degrees 30 minutes
+        parts = [Fraction(part or 0) for part in minutes.groups()]
+        text = f"{parts[0] + parts[1] / 60 + parts[2] / 3600} \N{DEGREE SIGN}"
     halves = _HALVES.fullmatch(text)
     if halves is not None:
         text = f"{'1.5' if halves[2].lower() == 'half' else '1.25'} {halves[1]}"
@@ -276,9 +283,18 @@ def _same_nouns(answer: Quantity, gold: Quantity) -> bool:
         {_singular(word) for word in re.split(r"[\s-]+", side.words) if word} - _SMALL
         for side in (answer, gold)
     )
+    if answer.dimension and any(_is_per_piece(side.words) for side in (answer, gold)):
+        if not (answer.words and gold.words):  # 5 cents an apple
+            return True
     if (found ^ wanted) & _DECISIVE:
         return False
     return found <= wanted or wanted <= found
+
+
+def _is_per_piece(words: str) -> bool:
+    """Whether words name a thing that each costs or takes so much, and no unit."""
+    match = re.fullmatch(r"(?:per|for each|each|for every|every|an?) ([a-z]{2,20})", words)
+    return match is not None and _unit(match[1]) is None
 
 
 _SMALL = frozenset(str.split("of in the a an on from at all"))

@@ -51,7 +51,7 @@ _LATEX = (
     (re.compile(r"(?<![A-Za-z\\])(log|ln|sin|cos|tan)(?=[_^(\s\d]|$)"), r"\\\1"),
     (re.compile(r"\\log_\{?e\}?(?![a-z])"), r"\\ln"),
     (
-        re.compile(r"\\(?:text(?:bf|it|rm|sf|tt)?|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"),
+        re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"),
         r" \1 ",
     ),
     (re.compile(r"\\sqrt\s*([0-9A-Za-z])"), r"\\sqrt{\1}"),
@@ -72,6 +72,8 @@ _WRAPPERS = (
     re.compile(r"\\f?boxed\s*\{(.*)\}|\\fbox\s*\{(.*)\}", re.DOTALL),
     re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"),
 )
+_INLINE = re.compile(r"(?<![\\\w$])\$(?=\S)([^$\n]{1,120}?)(?<=\S)\$(?![\w$])")
+MAX_WORDS_AROUND = 3  # of an answer that is a formula with its unit; more are a sentence
 _LEAD_IN = re.compile(
     r"(?:in|on|at)\s+(?=(?:the year )?\d)"
     r"|(?:(?:so|thus|therefore|hence)\b,?\s*)?"
@@ -117,12 +119,22 @@ def clean(text: str) -> str:
         text = _strip_once(text)
         if text == before:
             break
+    text = _without_dollars(text)
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
     text = _PLAIN_ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or ''}}}", text)
     text = _bare(" ".join(text.split()))
     text = _APPROXIMATELY.sub("", text) if _APPROXIMATELY.match(text) else text
     return _end(text)
+
+
+def _without_dollars(text: str) -> str:
+    """5 cm for $5$ cm."""
+    if "$" not in text or len(_INLINE.sub(" ", text).split()) > MAX_WORDS_AROUND:
+        return text
+    if any(re.search(r"(?<![\\A-Za-z])[A-Za-z]{3}", inner) for inner in _INLINE.findall(text)):
+        return text  # between two amounts of dollars
+    return _INLINE.sub(r"\1", text)
 
 
 def squashed(text: str) -> str:
