@@ -23,7 +23,7 @@ from envs.grading.numbers import long_decimals, rounds_to
 MAX_DIGITS = 400  # working precision at which a difference that still vanishes is zero
 NUM_POINTS = 4
 MIN_POINTS = 2
-MAX_RUNS = 16  # of digits that are changed one after the other
+MAX_RUNS = 16  # of digits that are changed, one after the other
 MAX_UNORDERED = 60
 
 # The text.
@@ -105,9 +105,11 @@ class Reader:
         )
 
     def is_whole(self, text: str, found: Any) -> bool:
-        """Whether each run of digits plays a part: another number there is another expression."""
-        runs = list(_RUN.finditer(text))[:MAX_RUNS]
-        return all(self._matters(text, run, found) for run in runs)
+        """Whether each run of digits plays a part: the number stands in the expression, or another
+        one makes it another expression."""
+        held = set(_RUN.findall(str(found)))
+        runs = [run for run in _RUN.finditer(text) if (run[0].lstrip("0") or "0") not in held]
+        return all(self._matters(text, run, found) for run in runs[:MAX_RUNS])
 
     def _matters(self, text: str, run: re.Match[str], found: Any) -> bool:
         for other in (str(int(run[0]) + 7), "0"):
@@ -179,7 +181,7 @@ class Values:
             return one
         left = one.lhs
         names = left.args if isinstance(left, self.sympy.Tuple) else (left,)
-        is_sum = not left.free_symbols and not one.rhs.free_symbols
+        is_sum = not left.free_symbols and not one.rhs.free_symbols and self.same(left, one.rhs)
         return one.rhs if is_sum or all(map(self._is_name, names)) else one
 
     def _chained(self, one: Any) -> Any:

@@ -80,11 +80,7 @@ class Layered:
         why = f"not equal by {misses[0]}" if misses else "there is no gold"
         layer = misses[0] if misses else ""
         for gold in open_golds if self._asks_math else ():
-            found, wanted = clean(answer), clean(gold)
-            if not ("=" in found and "=" in wanted):  # else two equations, to compare as such
-                found, wanted = without_name(found), without_name(wanted)
-            forms = formulas(found, wanted) or (found, wanted)
-            right, why = await shared_math(self._limit_s).equal(*forms)
+            right, why = await shared_math(self._limit_s).equal(*expressions(answer, gold))
             layer = "math"
             if right:
                 return _right(answer, gold, "math")
@@ -98,6 +94,14 @@ class Layered:
         if not self.partial_credit:
             return 0.0
         return max((f1(answer, gold) for gold in golds if is_wordy(clean(gold))), default=0.0)
+
+
+def expressions(answer: str, gold: str) -> tuple[str, str]:
+    """Both as formulas, when only mathematics can tell."""
+    found, wanted = clean(answer), clean(gold)
+    if not ("=" in found and "=" in wanted):  # else two equations, to compare as such
+        found, wanted = without_name(found), without_name(wanted)
+    return formulas(found, wanted) or (found, wanted)
 
 
 def _right(answer: str, gold: str, layer: str) -> Verdict:

@@ -16,6 +16,8 @@ _UNEQUAL, _EITHER = "\N{NOT EQUAL TO}", "\N{PLUS-MINUS SIGN}"
 SIGNS = f"<>{_AT_MOST}{_AT_LEAST}{_UNEQUAL}{_BACK}{_BOTH_WAYS}{_EITHER}"
 NAMED_A = "\N{FULLWIDTH LATIN SMALL LETTER A}"  # a name, which is no article
 
+_WORDS = frozenset({"a", "plus", "minus", "sharp", "flat", "star"})
+
 _COMMANDS = {
     "le": _AT_MOST, "leq": _AT_MOST, "leqslant": _AT_MOST, "ge": _AT_LEAST, "geq": _AT_LEAST,
     "geqslant": _AT_LEAST, "ne": _UNEQUAL, "neq": _UNEQUAL, "lt": "<", "gt": ">",
@@ -118,7 +120,7 @@ def named_a(text: str) -> str:
 
 def is_sign(token: str) -> bool:
     """Whether a token is a sign, a number below zero or a named A."""
-    return token in SIGNS or token.startswith(MINUS) or token == "a"
+    return token in SIGNS or token.startswith(MINUS) or token in _WORDS
 
 
 def _named(match: re.Match[str]) -> str:

@@ -43,10 +43,13 @@ _LATEX = (
     (re.compile("\u767e\u5206\u4e4b(.+)"), r"\1%"),
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\^\{?\s*\\circ\s*\}?|\\degree(?:s)?(?![a-zA-Z])"), "\N{DEGREE SIGN}"),
-    (re.compile(r"\\leq?(?:slant)?(?![a-zA-Z])|<="), r"\\le "),
+    (re.compile(r"\\leq?(?:slant)?(?![a-zA-Z])|<=(?!>)"), r"\\le "),
     (re.compile(r"\\geq?(?:slant)?(?![a-zA-Z])|>="), r"\\ge "),
     (re.compile(r"\\neq?(?![a-zA-Z])|!="), r"\\ne "),
     (re.compile(r"\\varnothing"), r"\\emptyset"),
+    (re.compile(r"\\(?:long)?rightarrow(?![a-zA-Z])|(?<![<=-])-+>"), r"\\to "),
+    (re.compile(r"\\(?:wedge)(?![a-zA-Z])"), r"\\land "),
+    (re.compile(r"\\(?:vee)(?![a-zA-Z])"), r"\\lor "),
     (re.compile(r"\^\s*\{?\s*(?:\\text\s*\{)?\s*(st|nd|rd|th)\s*\}{0,2}(?![a-z])"), r"\1"),
     (re.compile(r"(?<![A-Za-z\\])(log|ln|sin|cos|tan)(?=[_^(\s\d]|$)"), r"\\\1"),
     (re.compile(r"\\log_\{?e\}?(?![a-z])"), r"\\ln"),
@@ -139,7 +142,7 @@ def _without_dollars(text: str) -> str:
 
 def squashed(text: str) -> str:
     """The cleaned text without spaces and optional braces, to compare as a string."""
-    text = _MOD.sub(r"(mod\1)", text.replace(r"\equiv", "\N{IDENTICAL TO}"))
+    text = _MOD.sub(r"(mod\1)", text)
     text = re.sub(r"\s+", "", _CHARGE.sub(r"\1", text))
     text = re.sub(r"\{([0-9A-Za-z])\}", r"\1", text)
     text = re.sub(r"(?<!\d)_|_(?!\d)", "", text)
