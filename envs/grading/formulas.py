@@ -83,7 +83,7 @@ _WORDS = (
     (re.compile(r"(?<=[\w)}]) squared\b"), "^{2}"),
     (re.compile(r"(?<=[\w)}]) cubed\b"), "^{3}"),
     (re.compile(r" to the (?:power of )?(-?\d+)(?:[snrt][tdh])?(?: power)?\b"), r"^{\1}"),
-    (re.compile(r"\btimes\b|\bmultiplied by\b"), r"\\cdot "),
+    (re.compile(r"(?<!\\)\btimes\b|\bmultiplied by\b"), r"\\cdot "),
     (re.compile(rf"({_ATOM}) (?:over|divided by) ({_ATOM})"), r"\\frac{\1}{\2}"),
     (re.compile(r"\bplus or minus\b"), r"\\pm "),
     (re.compile(r"\bplus\b"), "+"),
@@ -95,7 +95,7 @@ _WORDS = (
     (re.compile(r"\b(?:is )?(?:strictly )?(?:less|smaller) than\b"), "<"),
     (re.compile(r"\bis not equal to\b"), r"\\ne "),
     (re.compile(r"\binfinity\b"), r"\\infty "),
-    (re.compile(r"\bdegrees?\b"), "\N{DEGREE SIGN}"),
+    (re.compile(r"(?<!\\)\bdegrees?\b"), "\N{DEGREE SIGN}"),
 )  # fmt: skip
 
 
@@ -233,6 +233,7 @@ _BETWEEN = re.compile(
 )
 _UNION = re.compile(r"\s*(?:\\cup|\\lor|\\vee|\bor\b|\\text\s*\{\s*or\s*\})\s*", re.IGNORECASE)
 _BOTH = re.compile(r"\s*(?:\\land|\\wedge|\band\b|\\text\s*\{\s*and\s*\})\s*", re.IGNORECASE)
+_PROSE = re.compile(r"(?<![A-Za-z\\])(?!sqrt|frac)[A-Za-z]{3,}|[A-Za-z]+ [A-Za-z]+")
 _UNBOUND = r"\infty"
 
 
@@ -257,7 +258,7 @@ def interval(text: str) -> str:
     if builder is None and not re.search(rf"{_SIGN}|\\ne|\\in(?![a-z])|between", plain):
         return text
     parts = [_one_interval(part) for part in _UNION.split(plain)]
-    if not all(parts):
+    if not all(parts) or any(_PROSE.search(part) for part in parts):
         return text
     return r" \cup ".join(part for part in parts if part)
 

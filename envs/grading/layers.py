@@ -18,13 +18,14 @@ from envs.grading.bases import in_base
 from envs.grading.formulas import formulas
 from envs.grading.lists import same_answers, without_name
 from envs.grading.math import LIMIT_S, shared_math
+from envs.grading.numbers import is_rounded, same_plain
 from envs.grading.names import same_words, without_class
 from envs.grading.quantities import quantity, same_quantity
 from envs.grading.sentences import is_denied, is_hedged, same_statement, says
 from envs.grading.special import special, truth, truth_of
 from envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed
 from envs.grading.verdict import Verdict, final_answer, shown
-from envs.grading.words import f1, is_wordy
+from envs.grading.words import f1, is_wordy, same_signs
 
 QUICK_CHARS = 300
 MAX_LINES = 4  # behind an answer in a line of its own
@@ -79,11 +80,7 @@ class Layered:
         why = f"not equal by {misses[0]}" if misses else "there is no gold"
         layer = misses[0] if misses else ""
         for gold in open_golds if self._asks_math else ():
-            found, wanted = clean(answer), clean(gold)
-            if not ("=" in found and "=" in wanted):  # else two equations, to compare as such
-                found, wanted = without_name(found), without_name(wanted)
-            forms = formulas(found, wanted) or (found, wanted)
-            right, why = await shared_math(self._limit_s).equal(*forms)
+            right, why = await shared_math(self._limit_s).equal(*expressions(answer, gold))
             layer = "math"
             if right:
                 return _right(answer, gold, "math")
@@ -99,17 +96,30 @@ class Layered:
         return max((f1(answer, gold) for gold in golds if is_wordy(clean(gold))), default=0.0)
 
 
+def expressions(answer: str, gold: str) -> tuple[str, str]:
+    """Both as formulas, when only mathematics can tell."""
+    found, wanted = clean(answer), clean(gold)
+    if not ("=" in found and "=" in wanted):  # else two equations, to compare as such
+        found, wanted = without_name(found), without_name(wanted)
+    return formulas(found, wanted) or (found, wanted)
+
+
 def _right(answer: str, gold: str, layer: str) -> Verdict:
     return Verdict(True, 1.0, f"right: {shown(answer)!r} equals {shown(gold)!r} by {layer}", layer)
 
 
 def compare(answer: str, gold: str) -> tuple[bool | None, str]:
     """Whether they agree, and the layer that says so; None when only mathematics can tell."""
+    if answer.strip() == gold.strip():
+        return bool(answer.strip() or not gold.strip()), "string"
+    plain = same_plain(answer, gold)  # as most answers are: no layer would say otherwise
+    if plain is not None:
+        return plain, "number"
     if "<answer>" in answer or r"\boxed" in answer:
         answer = final_answer(answer)
     found, wanted = clean(answer[:MAX_ANSWER_CHARS]), clean(gold)
-    if answer.strip() == gold.strip() or (wanted and squashed(found) == squashed(wanted)):
-        return bool(answer.strip() or not gold.strip()), "string"
+    if wanted and squashed(found) == squashed(wanted):
+        return True, "string"
     if not found or (found.endswith("?") and not wanted.endswith("?")):
         return False, "string"
     right, layer = _compare(found, wanted)
@@ -189,7 +199,8 @@ def _compare(found: str, wanted: str) -> tuple[bool | None, str]:
     if by_list is not None:
         return by_list, "list"
     if is_wordy(wanted):
-        return same_words(found, wanted) or same_statement(found, wanted), "words"
+        same = same_words(found, wanted) or same_statement(found, wanted)
+        return same and same_signs(found, wanted), "words"
     if is_wordy(found):
         return False, "words"
     if _CODE.fullmatch(found) and _CODE.fullmatch(wanted):  # F-16
@@ -248,7 +259,8 @@ def _number(found: str, wanted: str) -> bool | None:
         return None
     answer = quantity(without_class(without_name(found)))
     if answer is not None:
-        return same_quantity(answer, gold)
+        is_exact = not gold.has_unit and is_rounded(answer.value, gold.value, found, wanted)
+        return is_exact or same_quantity(answer, gold)
     if gold.words:  # a noun phrase such as 3 blind mice: words can tell
         return None
     if is_wordy(found) or re.fullmatch(r"[\w\s.,]*", found):

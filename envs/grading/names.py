@@ -7,7 +7,8 @@ import tomllib
 from pathlib import Path
 
 from envs.grading.han import han_core
-from envs.grading.words import ROMAN_LETTERS, singular, tokens, transliterated
+from envs.grading.places import placed
+from envs.grading.words import ROMAN_LETTERS, glued, singular, tokens, transliterated
 
 MAX_CHARS = 400  # no name is longer
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -77,6 +78,9 @@ def same_words(answer: str, gold: str) -> bool:
         return tokens(answer) == tokens(gold)
     if _same_name(answer, gold):
         return True
+    (place, country), (other, its_country) = placed(answer), placed(gold)
+    if bool(country) != bool(its_country) and _same_name(place, other):  # Paris, France
+        return True
     spelt = transliterated(answer), transliterated(gold)
     return spelt != (answer, gold) and any(
         _same_name(*pair) for pair in ((spelt[0], gold), (answer, spelt[1]))
@@ -93,7 +97,7 @@ def _same_name(answer: str, gold: str) -> bool:
     found, wanted = tokens(answer), tokens(gold)
     if not found or not wanted:
         return answer.strip() == gold.strip()
-    if "".join(found) == "".join(wanted) or _alias(found) == _alias(wanted):
+    if glued(found) == glued(wanted) or _alias(found) == _alias(wanted):
         return True
     if _joined(answer) == _joined(gold):
         return True
@@ -115,7 +119,7 @@ def _same_name(answer: str, gold: str) -> bool:
 
 def _joined(text: str) -> str:
     """Levi's as Levis."""
-    return "".join(tokens(text.replace("'s", "s").replace("\N{RIGHT SINGLE QUOTATION MARK}s", "s")))
+    return glued(tokens(text.replace("'s", "s").replace("\N{RIGHT SINGLE QUOTATION MARK}s", "s")))
 
 
 def _core(original: str) -> str:
@@ -143,7 +147,7 @@ def _same_core(answer: str, gold: str) -> bool:
         return False
     found, wanted = (_folded(_untitled(side)) for side in (found, wanted))
     kept = _without_kind(found, wanted), _without_kind(wanted, found)
-    if "".join(kept[0]) == "".join(kept[1]):
+    if glued(kept[0]) == glued(kept[1]):
         return True
     return (
         (_is_named(answer) and _is_named(gold) and same_person(found, wanted))

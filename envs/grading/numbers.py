@@ -21,6 +21,10 @@ _THOUSANDS = ("thousand", "million", "billion", "trillion")
 _NUMBER_WORDS = frozenset({*CARDINALS, *ORDINALS, "hundred", *_THOUSANDS})
 MAX_NUMBER_WORDS = 20
 
+LONG_DECIMALS = 9  # a gold with so many stands for the exact value that rounds to it
+FLOAT_STEP = Fraction(1, 1 << 52)
+_LONG = re.compile(rf"(?<![\d.])(-?\d{{0,40}})\.(\d{{{LONG_DECIMALS},40}})(?![\d.])")
+
 # digits are bounded so that comparing stays instant, whatever the policy writes
 _PLAIN = re.compile(
     r"([+-]?)(?:(\d{1,3}(?:,\d{3}){1,10}|\d{1,40})(?:\.(\d{0,40}))?|\.(\d{1,40}))(?:/(\d{1,40}))?"
@@ -75,6 +79,38 @@ def as_number(text: str) -> Fraction | None:
     digits = int((whole.replace(",", "") + decimals) or "0")
     value = Fraction(digits, 10 ** len(decimals) * int(denominator or 1))
     return -value if sign == "-" else value
+
+
+def same_plain(answer: str, gold: str) -> bool | None:
+    """Whether two plain numbers are equal; None if one of the texts is no plain number."""
+    value, wanted = as_number(answer), as_number(gold)
+    if value is None or wanted is None:
+        return None
+    return value == wanted or is_rounded(value, wanted, answer, gold)
+
+
+def is_rounded(value: Fraction, wanted: Fraction, answer: str, gold: str) -> bool:
+    """Whether the gold is the value of the answer, written out to many decimals."""
+    places = long_decimals(gold, answer).get(abs(wanted))
+    return places is not None and rounds_to(value, wanted, places)
+
+
+def long_decimals(gold: str, answer: str) -> dict[Fraction, int]:
+    """The decimals of a gold that are written out so far that they stand for an exact value, each
+    with its places; those of an answer that writes decimals itself stand for themselves."""
+    if "." in answer:
+        return {}
+    found = {}
+    for match in _LONG.finditer(gold):
+        if len((match[1] + match[2]).strip("-0")) >= LONG_DECIMALS:
+            found[abs(Fraction(match[0]))] = len(match[2])
+    return found
+
+
+def rounds_to(value: Fraction, decimal: Fraction, places: int) -> bool:
+    """Whether a value is what a decimal of so many places, or of a double, was rounded from."""
+    allowed = max(Fraction(1, 2 * 10**places), abs(decimal) * FLOAT_STEP)
+    return abs(value - decimal) <= allowed
 
 
 def leading_number(text: str) -> tuple[Fraction, str] | None:

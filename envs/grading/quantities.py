@@ -13,6 +13,7 @@ from envs.grading.numbers import leading_number, letter_scale
 from envs.grading.units import Dimension, Unit, unit_of
 
 MAX_CHARS = 200  # no number with its unit is longer
+MIN_NEAR = 100  # an approximation is off by one part in so many at most
 
 
 class Quantity(Struct, frozen=True):
@@ -71,6 +72,9 @@ _NOUN = re.compile(r"[^\W\d_][\w'-]*(?:\s+[^\W\d_][\w'-]*){0,5}")
 _FEET = re.compile(
     r"(\d{1,4})\s*(?:'|ft\.?|feet|foot)\s*(\d{1,2}(?:\.\d+)?)\s*(?:\"|''|in\.?|inches)?"
 )
+_MINUTES = re.compile(
+    r"(\d{1,4})\s*\N{DEGREE SIGN}\s*(\d{1,2}(?:\.\d+)?)\s*'(?:\s*(\d{1,2}(?:\.\d+)?)\s*(?:''|\"))?"
+)
 _HALVES = re.compile(r"(?:an?|one)\s+(\w+)\s+and\s+a\s+(half|quarter)", re.IGNORECASE)
 _SPELT = (  # one form of a unit's name
     (
@@ -116,6 +120,9 @@ def quantity(text: str) -> Quantity | None:
     """A cleaned text as a number with an optional unit; None when it is anything else."""
     if len(text) > MAX_CHARS:
         return None
+    exact, _, about = text.partition(r"\approx")
+    if about and "approx" not in about:
+        return _approximated(quantity(exact.strip()), quantity(about.strip()))
     text = _DETERMINER.sub("", text).removeprefix("\u7b2c")
     below = _BELOW_ZERO.fullmatch(text)
     if below is not None:
@@ -127,6 +134,10 @@ def quantity(text: str) -> Quantity | None:
     feet = _FEET.fullmatch(text)
     if feet is not None:
         text = f"{feet[1]} ft {feet[2]} in"
+    minutes = _MINUTES.fullmatch(text.replace(r"^{\prime}", "'").replace(r"^\prime", "'"))
+    if minutes is not None:  # 7 degrees 30 minutes
+        parts = [Fraction(part or 0) for part in minutes.groups()]
+        text = f"{parts[0] + parts[1] / 60 + parts[2] / 3600} \N{DEGREE SIGN}"
     halves = _HALVES.fullmatch(text)
     if halves is not None:
         text = f"{'1.5' if halves[2].lower() == 'half' else '1.25'} {halves[1]}"
@@ -146,6 +157,14 @@ def quantity(text: str) -> Quantity | None:
     if not rest:
         return Quantity(value)
     return _with_unit(value, rest)
+
+
+def _approximated(exact: Quantity | None, about: Quantity | None) -> Quantity | None:
+    """The exact one of 270/7 degrees, about 38.57 degrees, if the other is near."""
+    if exact is None or about is None or (about.has_unit and about.dimension != exact.dimension):
+        return None
+    is_near = abs(exact.value - about.value) * MIN_NEAR <= abs(exact.value)
+    return exact if is_near else None
 
 
 def _with_unit(value: Fraction, rest: str) -> Quantity | None:
@@ -264,9 +283,18 @@ def _same_nouns(answer: Quantity, gold: Quantity) -> bool:
         {_singular(word) for word in re.split(r"[\s-]+", side.words) if word} - _SMALL
         for side in (answer, gold)
     )
+    if answer.dimension and any(_is_per_piece(side.words) for side in (answer, gold)):
+        if not (answer.words and gold.words):  # 5 cents an apple
+            return True
     if (found ^ wanted) & _DECISIVE:
         return False
     return found <= wanted or wanted <= found
+
+
+def _is_per_piece(words: str) -> bool:
+    """Whether words name a thing that each costs or takes so much, and no unit."""
+    match = re.fullmatch(r"(?:per|for each|each|for every|every|an?) ([a-z]{2,20})", words)
+    return match is not None and _unit(match[1]) is None
 
 
 _SMALL = frozenset(str.split("of in the a an on from at all"))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from envs.grading import dates
 from envs.grading.numbers import words_as_digits
-from envs.grading.words import singular, tokens
+from envs.grading.words import is_numeral, same_signs, singular, tokens
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 MAX_WORDS = 60
@@ -197,8 +197,10 @@ def _names(clause: str, wanted: str) -> bool:
     else:
         return False
     capitals = {token for word in words[1:] if word[:1].isupper() for token in tokens(word)}
-    numbers = {token for token in others if token.isdigit()}
-    return (capitals | numbers) <= set(gold) and (wanted != wanted.lower() or len(gold) > 1)
+    numbers = {token for token in others if is_numeral(token)}
+    if not (capitals | numbers) <= set(gold) or not same_signs(clause, wanted):
+        return False
+    return wanted != wanted.lower() or len(gold) > 1
 
 
 # Two sentences.
@@ -275,7 +277,7 @@ def _same_round(found: str, wanted: str) -> bool:
             for token in tokens(text)
             if (token in capitals[0] | capitals[1] and token not in dates.MONTHS)
             or token in _SYNONYMS
-            or token.isdigit()
+            or is_numeral(token)
         ]
         for text in (found, wanted)
     ]

@@ -30,7 +30,9 @@ _VULGAR = re.compile(
     "\N{VULGAR FRACTION ONE SEVENTH}-\N{VULGAR FRACTION SEVEN EIGHTHS}])"
 )
 _ROOT = re.compile(r"\N{SQUARE ROOT}\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\))")
-_PLAIN_ROOT = re.compile(r"(?<![A-Za-z\\])sqrt\s*(?:\(([^()]*)\)|\{([^{}]*)\})")
+_PLAIN_ROOT = re.compile(
+    r"(?<![A-Za-z\\])\\?sqrt\s*(?:\(((?:[^()]|\([^()]*\))*)\)|\{([^{}]*)\})"
+)
 _LATEX = (
     (re.compile(r"\\[dtc]frac"), r"\\frac"),
     (re.compile(r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])"), ""),
@@ -41,19 +43,24 @@ _LATEX = (
     (re.compile("\u767e\u5206\u4e4b(.+)"), r"\1%"),
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\^\{?\s*\\circ\s*\}?|\\degree(?:s)?(?![a-zA-Z])"), "\N{DEGREE SIGN}"),
-    (re.compile(r"\\leq?(?:slant)?(?![a-zA-Z])|<="), r"\\le "),
+    (re.compile(r"\\leq?(?:slant)?(?![a-zA-Z])|<=(?!>)"), r"\\le "),
     (re.compile(r"\\geq?(?:slant)?(?![a-zA-Z])|>="), r"\\ge "),
     (re.compile(r"\\neq?(?![a-zA-Z])|!="), r"\\ne "),
     (re.compile(r"\\varnothing"), r"\\emptyset"),
+    (re.compile(r"\\(?:long)?rightarrow(?![a-zA-Z])|(?<![<=-])-+>"), r"\\to "),
+    (re.compile(r"\\(?:wedge)(?![a-zA-Z])"), r"\\land "),
+    (re.compile(r"\\(?:vee)(?![a-zA-Z])"), r"\\lor "),
     (re.compile(r"\^\s*\{?\s*(?:\\text\s*\{)?\s*(st|nd|rd|th)\s*\}{0,2}(?![a-z])"), r"\1"),
     (re.compile(r"(?<![A-Za-z\\])(log|ln|sin|cos|tan)(?=[_^(\s\d]|$)"), r"\\\1"),
     (re.compile(r"\\log_\{?e\}?(?![a-z])"), r"\\ln"),
     (
-        re.compile(r"\\(?:text(?:bf|it|rm|sf|tt)?|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"),
+        re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"),
         r" \1 ",
     ),
     (re.compile(r"\\sqrt\s*([0-9A-Za-z])"), r"\\sqrt{\1}"),
 )
+_MOD = re.compile(r"\(?\\?p?mod\s*(?:\{\s*(?=\w+\s*\}))?(\w+)\s*[})]?")
+_CHARGE = re.compile(r"\^\{?(\d*[+-])(?:\}|(?![\w({]))")  # Ca^{2+} as Ca2+
 _BOLD = re.compile(r"(?<![\w)}*])\*\*([^*\n]+)\*\*(?![\w({*])")
 _WRAPPERS = (
     re.compile(r'\{\s*"\w+"\s*:\s*"?([^{}"]*)"?\s*\}'),
@@ -68,6 +75,8 @@ _WRAPPERS = (
     re.compile(r"\\f?boxed\s*\{(.*)\}|\\fbox\s*\{(.*)\}", re.DOTALL),
     re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"),
 )
+_INLINE = re.compile(r"(?<![\\\w$])\$(?=\S)([^$\n]{1,120}?)(?<=\S)\$(?![\w$])")
+MAX_WORDS_AROUND = 3  # of an answer that is a formula with its unit; more are a sentence
 _LEAD_IN = re.compile(
     r"(?:in|on|at)\s+(?=(?:the year )?\d)"
     r"|(?:(?:so|thus|therefore|hence)\b,?\s*)?"
@@ -113,6 +122,7 @@ def clean(text: str) -> str:
         text = _strip_once(text)
         if text == before:
             break
+    text = _without_dollars(text)
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
     text = _PLAIN_ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or ''}}}", text)
@@ -121,9 +131,19 @@ def clean(text: str) -> str:
     return _end(text)
 
 
+def _without_dollars(text: str) -> str:
+    """5 cm for $5$ cm."""
+    if "$" not in text or len(_INLINE.sub(" ", text).split()) > MAX_WORDS_AROUND:
+        return text
+    if any(re.search(r"(?<![\\A-Za-z])[A-Za-z]{3}", inner) for inner in _INLINE.findall(text)):
+        return text  # between two amounts of dollars
+    return _INLINE.sub(r"\1", text)
+
+
 def squashed(text: str) -> str:
     """The cleaned text without spaces and optional braces, to compare as a string."""
-    text = re.sub(r"\s+", "", text)
+    text = _MOD.sub(r"(mod\1)", text)
+    text = re.sub(r"\s+", "", _CHARGE.sub(r"\1", text))
     text = re.sub(r"\{([0-9A-Za-z])\}", r"\1", text)
     text = re.sub(r"(?<!\d)_|_(?!\d)", "", text)
     return text.replace(r"\cdot", "*").replace(r"\times", "*")

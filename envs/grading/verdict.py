@@ -10,10 +10,14 @@ from msgspec import Struct
 
 from agentenv.errors import GraderError, InfraError
 
+MAX_BOXES = 40
 MAX_BOX_CHARS = 20_000  # a box that is still open after so many characters counts as open
 
 _BRACE = re.compile(r"[{}]")
 _BOX = r"\boxed{"
+_JOINT = re.compile(  # what stands between two boxes of a list
+    r"\}(?:\$|\\[)\]])?\s*(?:,|,?\s*(?:\\text\{\s*)?\band\b(?:\s*\})?)\s*(?:\$|\\[(\[])?\s*\Z"
+)
 
 
 def last_boxed(text: str) -> str | None:
@@ -30,11 +34,26 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
+def last_boxes(text: str) -> str | None:
+    r"""The last \boxed{...}; as a list with those before it, if only commas or "and" stand between
+    them and they differ: \boxed{1}, \boxed{2} and \boxed{3}."""
+    boxes: list[str] = []
+    while len(boxes) < MAX_BOXES:
+        box = last_boxed(text)
+        if box is None:
+            break
+        boxes.insert(0, box)
+        text = text[: text.rfind(_BOX)]
+        if _JOINT.search(text) is None:
+            break
+    return ", ".join(dict.fromkeys(boxes)) if boxes else None
+
+
 def final_answer(text: str) -> str:
     """The answer that a message gives, tagged or plain."""
     _, tag, rest = text.rpartition("<answer>")
     body = rest.partition("</answer>")[0] if tag else text.rpartition("</think>")[2]
-    boxed = last_boxed(body)
+    boxed = last_boxes(body)
     return body.strip() if boxed is None else boxed
 
 
@@ -48,7 +67,7 @@ def check_format(text: str) -> tuple[str, str]:
     before, _, rest = text.partition("<answer>")
     if "</answer>" in before:
         return "</answer> stands before <answer>", ""
-    answer = last_boxed(rest.partition("</answer>")[0])
+    answer = last_boxes(rest.partition("</answer>")[0])
     if answer is None:
         return r"no balanced \boxed{} inside the answer", ""
     return "", answer

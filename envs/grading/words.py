@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 from envs.grading.numbers import words_as_digits
+from envs.grading.signs import NAMED_A, SIGNS, is_sign, named_a, signed
 from envs.grading.spelling import unify, words_of
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -19,12 +20,16 @@ _VOWELS: dict[str, str] = _TABLES["vowels"]
 _INITIALS = re.compile(r"\b((?:[a-z]\.)+[a-z]\b\.?|(?:[a-z]\.){2,}|ph\.\s?d\b\.?)")
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _CJK_CHARACTER = re.compile(f"[{_CJK}]")
-_TOKEN = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
+_CHARACTER = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
+_TOKEN = re.compile(
+    rf"[{_CJK}{SIGNS}]|\N{{MINUS SIGN}}?\d+(?:[./]\d+)*[^\W{_CJK}]*|[^\W{_CJK}]+"
+)
 _ROMAN_NUMERAL = re.compile(r"(?=[ivxl]{2})(xl|l?x{0,3})(ix|iv|v?i{0,3})([a-e]?)")
 _ROMAN_DIGITS = {"i": 1, "v": 5, "x": 10, "l": 50}
 _SAME = {"&": "and", "st": "saint", "mt": "mount", "vs": "versus", **_SHORT}
 ROMAN_LETTERS = {"i": "1", "v": "5", "x": "10"}  # numerals behind a name only: Saturn V
 _ORDINAL = re.compile(r"(\d+)(?:st|nd|rd|th)")
+_CURRENCY = re.compile(r"([$\u20ac\u00a3\u00a5\u20b9\u20a9])\s?-?\d(?![\d.,]*\s*\$)")
 _EXCLUSIVE = frozenset({"yes", "no", "noanswer"})
 
 
@@ -38,7 +43,7 @@ def f1(answer: str, gold: str) -> float:
     Chinese, Japanese and Korean text counts by characters."""
     found, wanted = words_of(answer), words_of(gold)
     if has_cjk(answer + gold):
-        return token_f1(_TOKEN.findall(found), _TOKEN.findall(wanted))
+        return token_f1(_CHARACTER.findall(found), _CHARACTER.findall(wanted))
     if found != wanted and (found in _EXCLUSIVE or wanted in _EXCLUSIVE):
         return 0.0
     return token_f1(found.split(), wanted.split())
@@ -54,8 +59,9 @@ def token_f1(found: list[str], wanted: list[str]) -> float:
 
 
 def tokens(text: str) -> list[str]:
-    """Words in one form: no case, accents, punctuation or articles; numerals as digits."""
-    text = re.sub(r"\\[a-zA-Z]+", " ", unify(text)).casefold()
+    """Words in one form: no case, accents, punctuation or articles; numerals as digits. Signs that
+    carry a value stay: comparators, arrows, a minus before a number, + and # behind a letter."""
+    text = named_a(signed(unify(text))).casefold()
     text = re.sub(r"(?<=\w)'s\b", "", text).replace("&", " and ")
     text = re.sub(r"(?<=\w) vs?\. (?=\w)", " versus ", text)
     text = re.sub(r"\bno\.?\s*(?=\d)|#\s*(?=\d)", "number ", text)
@@ -72,7 +78,24 @@ def tokens(text: str) -> list[str]:
     if len(found) > 1:  # Elizabeth the Second
         found[-1] = _ORDINAL.sub(r"\1", found[-1])
     kept = [token for token in found if token not in ("a", "an", "the")]
-    return kept or found
+    return [token.replace(NAMED_A, "a") for token in kept or found]
+
+
+def glued(found: list[str]) -> str:
+    """Tokens as one text, to compare words that one side writes apart; numbers stay apart."""
+    return re.sub(r"(?<=\d) (?=\d)", "|", " ".join(found)).replace(" ", "")
+
+
+def is_numeral(token: str) -> bool:
+    """Whether a token is a number: 12, 1.5, -3."""
+    return token.lstrip("\N{MINUS SIGN}")[:1].isdigit() and not token[-1:].isalpha()
+
+
+def same_signs(one: str, other: str) -> bool:
+    """Whether both texts hold the same signs that carry a value, and no two currencies."""
+    sides = [Counter(filter(is_sign, tokens(text))) for text in (one, other)]
+    money = [set(_CURRENCY.findall(unify(text))) for text in (one, other)]
+    return sides[0] == sides[1] and (not money[0] or not money[1] or money[0] == money[1])
 
 
 def without_accents(text: str) -> str:

@@ -1,0 +1,515 @@
+r"""Whether two formulas are equal: read as a whole by latex2sympy, compared by SymPy in exact terms.
+
+A text counts as a formula only if all of it was read: the grammar consumes it to its end, and each
+run of digits plays a part in the result. Two values are equal if their difference is exactly zero,
+or vanishes to MAX_DIGITS digits (SymPy's adaptive `evalf`, which never mistakes a small difference
+for none). Expressions with variables are compared at random points, after Schwartz and Zippel.
+Derivatives, functions, limits and integrals that SymPy leaves as they are become symbols.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+from envs.grading.numbers import long_decimals, rounds_to
+
+MAX_DIGITS = 400  # working precision at which a difference that still vanishes is zero
+NUM_POINTS = 4
+MIN_POINTS = 2
+MAX_RUNS = 16  # of digits that are changed, one after the other
+MAX_UNORDERED = 60
+
+# The text.
+
+_IMAGINARY = re.compile(r"\\imath(?![A-Za-z])|(?<![A-Za-z\\_])i(?![A-Za-z])|(?<=[+-][a-z])i(?![A-Za-z])")
+_ROOT = re.compile(r"\\sqrt\s*\{\s*-\s*1\s*\}")
+_DECIMAL = re.compile(r"(?<![\d.])(\d{0,40})\.(\d{1,40})(?![\d.])")
+_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?=\.\d)|(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d ])")
+_EXPONENT = re.compile(r"(?<![\w.}])(\d{1,40}(?:\.\d{1,40})?)[eE]([+-]?\d{1,4})(?![\w.{])")
+_MIXED = re.compile(r"(?<![\w.^}/])(\d{1,20})\s*\\frac\s*\{\s*(\d{1,20})\s*\}\s*\{\s*(\d{1,20})\s*\}")
+_PRIMES = re.compile(r"(?<![A-Za-z\\])([A-Za-z])('{1,4})(?!')")
+_TRANSPOSED = re.compile(r"\^\s*\{?\s*(?:T(?![A-Za-z])|\\top|\\intercal)\s*\}?")
+_PRODUCTS = (  # latex2sympy reads 2(3) and \binom{4}{2}\binom{3}{1} as mixed numbers, as sums
+    (re.compile(r"(?<![\w.^}])(\d+)\s*(?=\()"), r"\1\\cdot "),
+    (re.compile(r"\)\s*(?=\(|\\[dt]?binom|\\frac)"), r")\\cdot "),
+    (re.compile(r"(?<=\})\s*(?=\\[dt]?binom)"), r"\\cdot "),
+    (re.compile(r"(?<![\w.^}])(\d+)\s*(?=\\[dt]?binom)"), r"\1\\cdot "),
+)
+_UNREAD = re.compile(
+    r"\\(?:approx|sim|simeq|cong|equiv|p?mod|bmod|dots\w*|[lcvd]dots)(?![A-Za-z])|\.\.|['\"]"
+    "|[\N{DEGREE SIGN}\N{HORIZONTAL ELLIPSIS}\N{ALMOST EQUAL TO}\N{IDENTICAL TO}]"
+    r"|(?<![\d._^])\d+(?:\.\d+)?\s+\d|\d\s*[?@]"
+)
+_APPROXIMATED = re.compile(r"\\approx(?![A-Za-z])|\N{ALMOST EQUAL TO}")
+_PLAIN_DECIMAL = re.compile(r"-?\d{1,40}(?:\.(\d{1,40}))?")
+_NAME = r"\\?[A-Za-z]+(?:_\{?\w+\}?)?"
+_RUN = re.compile(r"\d+")
+
+
+def readable(text: str) -> str | None:
+    """A cleaned formula as latex2sympy reads it: decimals as fractions, i for the root of -1,
+    primes in names; None for a text with a part that it would leave out."""
+    text = _ROOT.sub("i", text.replace("$", "").strip().removeprefix("="))
+    text = _EXPONENT.sub(r"\1 \\cdot 10^{\2}", text)
+    text = _GROUPED.sub(lambda match: re.sub(r"[ ,]", "", match[0]), text)
+    text = _DECIMAL.sub(_as_fraction, text)
+    text = _PRIMES.sub(lambda match: f"{match[1]}_{{{'p' * len(match[2])}}}", text)
+    text = _MIXED.sub(_as_sum, text.rstrip("\N{DEGREE SIGN} "))
+    text = _IMAGINARY.sub("I", _TRANSPOSED.sub("^{t_{T}}", text))
+    for pattern, form in _PRODUCTS:
+        text = pattern.sub(form, text)
+    return None if _UNREAD.search(text) else text
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    digits = (match[1] + match[2]).lstrip("0") or "0"
+    return rf"\frac{{{digits}}}{{{10 ** len(match[2])}}}"
+
+
+def _as_sum(match: re.Match[str]) -> str:
+    if int(match[2]) >= int(match[3]):
+        return rf"{match[1]}\cdot \frac{{{match[2]}}}{{{match[3]}}}"
+    return rf"({match[1]}+\frac{{{match[2]}}}{{{match[3]}}})"
+
+
+class Reader:
+    """Reads two formulas alike: letters of either case apart where one text holds both cases of a
+    letter."""
+
+    def __init__(self, *texts: str) -> None:
+        package = importlib.import_module("latex2sympy2_extended")
+        module = importlib.import_module("latex2sympy2_extended.latex2sympy2")
+        self._config = module.ConversionConfig(
+            lowercase_symbols=not any(_has_both_cases(text) for text in texts)
+        )
+        self._normal = package.NormalizationConfig(
+            basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
+        )
+        self._module = module
+
+    def read(self, text: str) -> Any:
+        """The expression of a whole text. Raises what latex2sympy raises."""
+        return self._module.latex2sympy(
+            self._module.normalize_latex(text, self._normal),
+            is_real=True,
+            convert_degrees=False,
+            normalization_config=None,
+            conversion_config=self._config,
+        )
+
+    def is_whole(self, text: str, found: Any) -> bool:
+        """Whether each run of digits plays a part: the number stands in the expression, or another
+        one makes it another expression."""
+        held = set(_RUN.findall(str(found)))
+        runs = [run for run in _RUN.finditer(text) if (run[0].lstrip("0") or "0") not in held]
+        return all(self._matters(text, run, found) for run in runs[:MAX_RUNS])
+
+    def _matters(self, text: str, run: re.Match[str], found: Any) -> bool:
+        for other in (str(int(run[0]) + 7), "0"):
+            try:
+                changed = self.read(f"{text[: run.start()]}{other}{text[run.end() :]}")
+            except Exception:  # whatever the grammar or SymPy raises: it was read
+                return True
+            if changed != found:
+                return True
+        return False
+
+
+def _has_both_cases(text: str) -> bool:
+    letters = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])", text)) - {"i", "I"}
+    return any(letter.swapcase() in letters for letter in letters)
+
+
+# The values.
+
+
+class Values:
+    """Compares what SymPy holds: numbers, expressions, relations, sets, tuples and matrices."""
+
+    def __init__(self, decimals: dict[Fraction, int] | None = None) -> None:
+        self.sympy = importlib.import_module("sympy")
+        self._decimals = decimals or {}
+        self._names: dict[Any, Any] = {}
+
+    def same(self, gold: Any, answer: Any) -> bool:
+        """Whether both are equal, each part of the one to a part of the other."""
+        s = self.sympy
+        gold, answer = self._opened(self._explicit(gold), self._explicit(answer))
+        kinds: tuple[tuple[Any, Callable[[Any, Any], bool]], ...] = (
+            (s.MatrixBase, self._same_matrix),
+            ((s.Set, s.Tuple), self._same_set),
+            (s.logic.boolalg.Boolean, self._same_relation),
+            (s.Expr, self._same_value),
+        )
+        for kind, compare in kinds:
+            if isinstance(gold, kind) or isinstance(answer, kind):
+                both = isinstance(gold, kind) and isinstance(answer, kind)
+                return both and compare(gold, answer)
+        return False
+
+    def _explicit(self, one: Any) -> Any:
+        """A matrix for a product of a number and a matrix."""
+        return one.doit().as_explicit() if isinstance(one, self.sympy.MatrixExpr) else one
+
+    def _opened(self, gold: Any, answer: Any) -> tuple[Any, Any]:
+        """5 for x = 5 where the other is a value; a set for a condition where the other is one."""
+        s = self.sympy
+        for _ in range(2):  # once from either side
+            if isinstance(answer, s.Set) and self._is_condition(gold):
+                gold = _as_set(gold)
+            elif isinstance(answer, s.Expr | s.Set | s.Tuple | s.MatrixBase):
+                gold = self._value_of(gold)
+            gold, answer = answer, gold
+        return gold, answer
+
+    def _is_condition(self, one: Any) -> bool:
+        s = self.sympy
+        return isinstance(one, s.logic.boolalg.Boolean) and not isinstance(one, s.Eq)
+
+    def _value_of(self, one: Any) -> Any:
+        """The value of an equation whose left side is a name, a point of names or a sum that was
+        worked out: x = 5, (r, t) = (2, 3), 3 + 4 = 7."""
+        one = self._chained(one)
+        if not isinstance(one, self.sympy.Eq):
+            return one
+        left = one.lhs
+        names = left.args if isinstance(left, self.sympy.Tuple) else (left,)
+        is_sum = not left.free_symbols and not one.rhs.free_symbols and self.same(left, one.rhs)
+        return one.rhs if is_sum or all(map(self._is_name, names)) else one
+
+    def _chained(self, one: Any) -> Any:
+        """x = 5 for x = 2 + 3 = 5, if the values in between are the same."""
+        s = self.sympy
+        parts = getattr(one, "_unsorted_args", ()) if isinstance(one, s.And) else ()
+        if not parts or not all(isinstance(part, s.Eq) for part in parts):
+            return one
+        first, last = parts[0].lhs, parts[-1].rhs
+        is_chain = all(this.rhs == that.lhs for this, that in pairwise(parts))
+        if not is_chain or not all(self.same(part.rhs, last) for part in parts[:-1]):
+            return one
+        return s.Eq(first, last, evaluate=False)
+
+    def _is_name(self, one: Any) -> bool:
+        """A variable, f(x), AB, AB/CD or |AB|."""
+        s = self.sympy
+        kinds = (s.Symbol, s.core.function.AppliedUndef)
+        if isinstance(one, s.Abs) or (isinstance(one, s.Pow) and one.exp == -1):
+            return self._is_name(one.args[0])
+        parts = one.args if one.is_Mul else ()
+        return isinstance(one, kinds) or (bool(parts) and all(map(self._is_name, parts)))
+
+    def _same_matrix(self, gold: Any, answer: Any) -> bool:
+        return gold.shape == answer.shape and all(map(self.same, gold.flat(), answer.flat()))
+
+    # Numbers and expressions.
+
+    def _same_value(self, gold: Any, answer: Any) -> bool:
+        if self._percent(gold) != self._percent(answer):
+            bare = self._without_percent(gold), self._without_percent(answer)
+            if self._equal(*map(self._settled, bare)):
+                return True
+        sides = self._settled(gold), self._settled(answer)
+        return self._equal(*sides) or self._rounds(*sides)
+
+    def _percent(self, one: Any) -> bool:
+        return bool(one.has(self.sympy.UnevaluatedExpr))
+
+    def _without_percent(self, one: Any) -> Any:
+        s = self.sympy
+        return one.replace(s.UnevaluatedExpr(s.Rational(1, 100)), s.Integer(1))
+
+    def _settled(self, one: Any) -> Any:
+        """Evaluated; what stays a derivative, function, limit, sum or integral is a symbol."""
+        s = self.sympy
+        kinds = (s.Derivative, s.Limit, s.Sum, s.Product, s.Integral, s.core.function.AppliedUndef)
+        one = one.replace(lambda part: isinstance(part, kinds), self._named)
+        one = one.replace(
+            lambda part: isinstance(part, s.Float), lambda part: s.Rational(str(part))
+        )
+        return one.doit()
+
+    def _named(self, part: Any) -> Any:
+        s = self.sympy
+        if isinstance(part, s.Derivative) and part.expr.free_symbols == set(part.variables):
+            return part.doit()  # d/dx of x^2
+        form = part.func(*(arg.doit() for arg in part.args))
+        return self._names.setdefault(form, s.Symbol(f"unevaluated_{len(self._names)}", real=True))
+
+    def _equal(self, gold: Any, answer: Any) -> bool:
+        """Whether two evaluated expressions are equal, wherever both are defined."""
+        s = self.sympy
+        if gold == answer:
+            return not gold.has(s.nan, s.zoo)
+        if gold.has(s.oo, s.nan, s.zoo) or answer.has(s.oo, s.nan, s.zoo):
+            return False
+        symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+        if not symbols:
+            return self._vanishes(gold - answer) is True
+        outcomes = [
+            self._agree(gold, answer, point, is_positive)
+            for point, is_positive in self._points(symbols)
+        ]
+        return False not in outcomes and outcomes.count(True) >= MIN_POINTS
+
+    def _points(self, symbols: Sequence[Any]) -> Iterator[tuple[dict[Any, Any], bool]]:
+        """Random rational points, and whether all of their coordinates are positive."""
+        draw = random.Random(len(symbols))
+        for number in range(NUM_POINTS + len(symbols)):
+            point = {
+                symbol: self.sympy.Rational(draw.randint(101, 997), draw.choice((211, 307, 401)))
+                for symbol in symbols
+            }
+            if number >= NUM_POINTS:
+                point[symbols[number - NUM_POINTS]] *= -1
+            yield point, number < NUM_POINTS
+
+    def _agree(self, gold: Any, answer: Any, point: dict[Any, Any], is_positive: bool) -> bool | None:
+        """None where one is not defined; where a variable is negative, also where one is not real,
+        as answers with roots and logarithms mean positive ones."""
+        sides = [side.subs(point) for side in (gold, answer)]
+        if any(side.has(self.sympy.nan, self.sympy.zoo, self.sympy.oo) for side in sides):
+            return None
+        if not is_positive and not all(_is_real(side) for side in sides):
+            return None
+        return self._vanishes(sides[0] - sides[1])
+
+    def _vanishes(self, difference: Any) -> bool | None:
+        """Whether a number is zero, by its digits; None where SymPy finds none."""
+        if difference.is_Rational:
+            return bool(difference == 0)
+        exhausted = importlib.import_module("sympy.core.evalf").PrecisionExhausted
+        try:
+            found = difference.evalf(15, maxn=MAX_DIGITS, strict=True)
+        except exhausted:
+            return True
+        except (ArithmeticError, TypeError, ValueError, AttributeError):
+            return None
+        return bool(found == 0) if found.is_number and found.is_comparable is not None else None
+
+    def _rounds(self, gold: Any, answer: Any) -> bool:
+        """Whether the gold is written out so far that it stands for the value of the answer."""
+        if not (gold.is_Rational and answer.is_number and answer.is_real):
+            return False
+        decimal = Fraction(int(gold.p), int(gold.q))
+        places = self._decimals.get(abs(decimal))
+        if places is None:
+            return False
+        value = self.sympy.Rational(str(answer.evalf(60)))
+        return rounds_to(Fraction(int(value.p), int(value.q)), decimal, places)
+
+    # Relations.
+
+    def _same_relation(self, gold: Any, answer: Any) -> bool:
+        s = self.sympy
+        gold, answer = self._chained(gold), self._chained(answer)
+        if isinstance(gold, s.And) or isinstance(answer, s.And):
+            parts = [one.args if isinstance(one, s.And) else (one,) for one in (gold, answer)]
+            return self._same_parts(*parts) or self._same_region(gold, answer)
+        if isinstance(gold, s.Eq | s.Ne) and type(gold) is type(answer):
+            return self._same_equation(gold, answer)
+        if not all(isinstance(one, s.core.relational._Inequality) for one in (gold, answer)):
+            return False
+        sides = [one.gts - one.lts for one in (gold, answer)]
+        is_strict = [one.rel_op in ("<", ">") for one in (gold, answer)]
+        if is_strict[0] == is_strict[1] and self._ratio_is(sides[0], sides[1], positive=True):
+            return True
+        return self._same_region(gold, answer)
+
+    def _same_region(self, gold: Any, answer: Any) -> bool:
+        symbols = gold.free_symbols | answer.free_symbols
+        if len(symbols) != 1:
+            return False
+        return self._same_set(_as_set(gold), _as_set(answer))
+
+    def _same_equation(self, gold: Any, answer: Any) -> bool:
+        """By a constant factor between them, as y = 2x and 2x - y = 0, or by all their solutions."""
+        s = self.sympy
+        if any(isinstance(side, s.Set | s.Tuple | s.MatrixBase) for side in (gold.rhs, answer.rhs)):
+            return self.same(gold.lhs, answer.lhs) and self.same(gold.rhs, answer.rhs)
+        if isinstance(gold.lhs, s.core.function.AppliedUndef) != isinstance(
+            answer.lhs, s.core.function.AppliedUndef
+        ):  # f(x) = x^2 and y = x^2
+            return self._is_name(gold.lhs) and self._is_name(answer.lhs) and self.same(
+                gold.rhs, answer.rhs
+            )
+        sides = [one.lhs - one.rhs for one in (gold, answer)]
+        if self._ratio_is(sides[0], sides[1], positive=False):
+            return True
+        if isinstance(gold, s.Ne):
+            return False
+        sides = [self._settled(side) for side in sides]
+        symbols = sides[0].free_symbols
+        if not symbols or symbols != sides[1].free_symbols:
+            return False
+        return all(self._same_solutions(*sides, symbol) for symbol in symbols)
+
+    def _same_solutions(self, gold: Any, answer: Any, symbol: Any) -> bool:
+        golds, answers = (self.sympy.solve(side, symbol) for side in (gold, answer))
+        return bool(golds) and self._same_parts(golds, answers)
+
+    def _ratio_is(self, gold: Any, answer: Any, *, positive: bool) -> bool:
+        """Whether one is the other times a constant, which is no zero."""
+        gold, answer = self._settled(gold), self._settled(answer)
+        symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+        if gold.free_symbols != answer.free_symbols or not symbols:
+            return False
+        point = next(self._points(symbols))[0]
+        scale, other = gold.subs(point), answer.subs(point)
+        if self._vanishes(scale) is not False or self._vanishes(other) is not False:
+            return False
+        if positive and not (scale / other).is_positive:
+            return False
+        return self._equal(gold * other, answer * scale)
+
+    # Sets.
+
+    def _same_set(self, gold: Any, answer: Any) -> bool:
+        s = self.sympy
+        if isinstance(gold, s.Interval) and isinstance(answer, s.Interval):
+            return (gold.left_open, gold.right_open) == (
+                answer.left_open,
+                answer.right_open,
+            ) and all(map(self._same_end, (gold.start, gold.end), (answer.start, answer.end)))
+        rows = self._row(gold), self._row(answer)
+        if rows[0] is not None and rows[1] is not None:
+            if not all(isinstance(one, s.FiniteSet) for one in (gold, answer)):
+                return len(rows[0]) == len(rows[1]) and all(map(self.same, *rows))
+            return self._same_parts(*rows)
+        for kind in (s.Union, s.Intersection):
+            if isinstance(gold, kind) and isinstance(answer, kind):
+                if self._same_parts(gold.args, answer.args):
+                    return True
+        if not (isinstance(gold, s.Set) and isinstance(answer, s.Set)):
+            return False
+        return bool(gold == answer or gold.symmetric_difference(answer).is_empty)
+
+    def _same_end(self, gold: Any, answer: Any) -> bool:
+        return bool(gold == answer) or self._same_value(gold, answer)
+
+    def _row(self, one: Any) -> Sequence[Any] | None:
+        """The elements of a set, a pair or a point; (1, 2) may be read as an open interval."""
+        s = self.sympy
+        if isinstance(one, s.Tuple):
+            return list(one.args)
+        if isinstance(one, s.FiniteSet):
+            return list(getattr(one, "_unsorted_args", one.args))
+        if isinstance(one, s.Interval) and one.is_open:
+            return [one.start, one.end]
+        return None
+
+    def _same_parts(self, golds: Sequence[Any], answers: Sequence[Any]) -> bool:
+        """Whether each of the one equals another of the other, in any order."""
+        if len(golds) != len(answers) or len(golds) > MAX_UNORDERED:
+            return False
+        left = list(answers)
+        for gold in golds:
+            place = next((n for n, one in enumerate(left) if self.same(gold, one)), None)
+            if place is None:
+                return False
+            del left[place]
+        return True
+
+
+def _is_real(number: Any) -> bool:
+    found = number.evalf(15)
+    return bool(found.is_real)
+
+
+def _as_set(condition: Any) -> Any:
+    """The numbers that meet a condition on one variable; the condition where SymPy finds none."""
+    grader = importlib.import_module("math_verify.grader")
+    try:
+        return grader.unwrap_fcs(condition).as_set()
+    except Exception:  # whatever SymPy raises of a condition that it cannot solve
+        return condition
+
+
+# The worker.
+
+WARM = (
+    (r"\frac{x^2-1}{2}", r"\frac{(x-1)(x+1)}{2}"),
+    (r"\sqrt{3}+2i", r"2i+3^{1/2}"),
+    (r"(1,2]\cup[3,\infty)", r"\{1,2\}"),
+    (r"\begin{pmatrix}1 & 2\\ 3 & -4\end{pmatrix}", r"\begin{bmatrix}1 & 2\\ 3 & 4\end{bmatrix}"),
+    (r"y = 2x+3, x \ge 1", r"1 < x \le 2"),
+    (r"a_{1}^{m+n}\cdot\ln(x)", r"\sin^2 x+\log_{2}{8}"),
+    (r"n!", r"n\cdot(n-1)!"),
+    (r"f(x) = e^{-x}", r"f(x)=|x|\pi"),
+    (r"(r,\theta) = (3, \frac{\pi}{2})", r"x \in \mathbb{R}"),
+)
+
+
+class Equality:
+    """Callable with {"gold", "answer"}: whether the two formulas are equal; with "plain", what
+    math-verify says with all its own choices."""
+
+    def __init__(self) -> None:
+        sys.set_int_max_str_digits(100_000)
+        for gold, answer in WARM:  # before the first fork: a grammar learns from what it reads
+            self({"gold": gold, "answer": answer})
+
+    def __call__(self, payload: dict[str, Any]) -> bool:
+        """Raises what SymPy raises of what it cannot evaluate."""
+        if payload.get("plain"):
+            return self._by_math_verify(payload["gold"], payload["answer"])
+        gold, answer = payload["gold"], payload["answer"]
+        decimals = long_decimals(gold, answer)
+        return any(
+            self._same(one, other, decimals)
+            for one in self._forms(gold)
+            for other in self._forms(answer)
+        )
+
+    def _same(self, gold: str, answer: str, decimals: dict[Fraction, int]) -> bool:
+        texts = readable(gold), readable(answer)
+        if texts[0] is None or texts[1] is None:
+            return False
+        reader = Reader(*texts)
+        try:
+            found = [reader.read(text) for text in texts]
+        except Exception:  # the grammar, or SymPy, does not know it: no formula
+            return False
+        if not Values(decimals).same(*found):
+            return False
+        return all(map(reader.is_whole, texts, found))
+
+    def _forms(self, text: str) -> list[str]:
+        """A text that gives an exact value and its approximation as both, if they agree."""
+        parts = [part.strip() for part in _APPROXIMATED.split(text)]
+        if len(parts) != 2 or not all(parts):
+            return [text]
+        if re.fullmatch(_NAME, parts[0]):
+            return parts[1:]
+        decimal = _PLAIN_DECIMAL.fullmatch(parts[1])
+        value = self._number(parts[0].rpartition("=")[2]) if decimal is not None else None
+        if value is None or decimal is None:
+            return [text]
+        places = len(decimal[1] or "")
+        return parts if abs(value - Fraction(decimal[0])) <= Fraction(1, 10**places) else [text]
+
+    def _number(self, text: str) -> Fraction | None:
+        """The value of a text without variables."""
+        form = readable(text)
+        if form is None:
+            return None
+        try:
+            value = Reader(form).read(form).evalf(30)
+            return Fraction(str(value)) if value.is_real else None
+        except Exception:  # the grammar, or SymPy, does not know it: no number
+            return None
+
+    def _by_math_verify(self, gold: str, answer: str) -> bool:
+        # its own time-outs use signals; the limit comes from outside, by killing this process
+        package = importlib.import_module("math_verify")
+        parsed = [
+            package.parse(text if "$" in text else f"${text}$", parsing_timeout=None)
+            for text in (gold, answer)
+        ]
+        return bool(package.verify(*parsed, timeout_seconds=None))

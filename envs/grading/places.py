@@ -1,0 +1,42 @@
+"""A place with the country behind it: Washington, D.C., United States; Oxford (England)."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from envs.grading.words import tokens
+
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_COUNTRIES = {
+    " ".join(tokens(name)): country
+    for country in _TABLES["countries"]
+    for name in (country, *_TABLES["names"].get(country, ()))
+}
+_FORMS = tuple(
+    re.compile(rf"(\S|\S.*\S){form}")
+    for form in (
+        r"\s*,\s*(?:in\s+)?([^,()]+)",
+        r"\s+in\s+([^,()]+)",
+        r"\s+\(([^()]+)\)",
+    )
+)
+MAX_CHARS = 120
+
+
+def country_of(name: str) -> str:
+    """The country that a text names; "" if it names none."""
+    return _COUNTRIES.get(" ".join(tokens(name)), "")
+
+
+def placed(text: str) -> tuple[str, str]:
+    """A place without the country behind it, and the country; the text and "" where there is none,
+    or where the rest names a country too, as in a list of countries."""
+    for form in _FORMS if len(text) <= MAX_CHARS else ():
+        match = form.fullmatch(text)
+        country = country_of(match[2]) if match is not None else ""
+        if match is not None and country and match[1][0].isupper():
+            others = re.split(r",|;|\band\b", match[1])
+            return (text, "") if any(map(country_of, others)) else (match[1], country)
+    return text, ""
