@@ -106,13 +106,17 @@ def _eval_set(run: str, num_questions: int, every: int) -> Raw:
 
 def train(folder: Path, name: str, raw: Raw) -> bool:
     """Run FOLDER/NAME to its end, one thread a process and at low priority; True if it is done.
-    What it says goes to FOLDER/NAME.log."""
-    run = folder / name
+    What it says goes to FOLDER/NAME.log. Raises DataError where a run of other settings is done."""
+    run, config = folder / name, folder / f"{name}.toml"
     if (run / "summary.json").is_file():
+        if config.read_text(encoding="utf-8") != to_toml(raw):
+            raise DataError(
+                f"{run} is done with other settings than these ({config}); give the same ones, "
+                "or another folder"
+            )
         return True
     shutil.rmtree(run, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    config = folder / f"{name}.toml"
     config.write_text(to_toml(raw), encoding="utf-8")
     command = [sys.executable, str(CODE / "launchers" / "train.py"), str(config.resolve())]
     command += [f"run.dir={folder.resolve()}", f"run.name={name}"]

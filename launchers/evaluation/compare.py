@@ -180,7 +180,7 @@ def difference(
     if is_share(name):
         found = intervals.difference(one, other, independent_samples(name, samples))
     else:
-        found = intervals.mean(change)
+        found = intervals.ratio(change)
     worse, better = int((change < 0).sum()), int((change > 0).sum())
     return Difference(
         name=name.replace("_", " "),

@@ -347,21 +347,20 @@ def _estimates(table: Floats, questions: Sequence[QuestionRows], ks: Sequence[in
 
 
 def estimate(name: str, above: Floats, below: Floats, counts: Floats) -> Estimate:
-    """sum(above) / sum(below) over questions with its interval; those with `below` = 0 lack the
+    """sum(above) / sum(below) over questions with its interval; those with 0 and 0 lack the
     figure. `counts` are their samples."""
-    known = below > 0
+    known = (below > 0) | (above > 0)
     above, below, counts = above[known], below[known], counts[known]
-    if not known.any():
+    if not below.any():
         return Estimate(value=None, low=None, high=None, num_questions=0)
-    values = above / below
     if is_share(name):
         samples = below if name == "tool_efficiency" else independent_samples(name, counts)
-        found: Floats | None = intervals.share(values, samples, below)
+        found: Floats | None = intervals.share(above / below, samples, below)
     else:
-        found = intervals.mean(values, below)
+        found = intervals.ratio(above, below)
     low, high = (None, None) if found is None else (float(found[0]), float(found[1]))
-    value = float(above.sum() / below.sum())
-    return Estimate(value=value, low=low, high=high, num_questions=len(values))
+    value, num_questions = float(above.sum() / below.sum()), int((below > 0).sum())
+    return Estimate(value=value, low=low, high=high, num_questions=num_questions)
 
 
 def is_share(name: str) -> bool:

@@ -2,7 +2,7 @@
 
 share        of a mean of values in [0, 1]: success, scores, pass@k, maj@k
 difference   of the difference of two such means over the same questions
-mean         of a mean without bounds, or a ratio of sums: reward, tokens, calls
+ratio        of a mean without bounds, or a ratio of sums: reward, tokens, calls
 
 A question is what is drawn at random; its samples are not independent of each other. `share` is
 the interval of Clopper and Pearson (1934) for an effective number of questions n, as Korn and
@@ -30,7 +30,7 @@ Floats = NDArray[np.float64]
 TAIL = 0.025  # on each side
 AGREEING_TAIL = 0.04  # on the one side that an interval of all 0 or all 1 has
 RARE, MAX_RARE = 0.0035, 62  # pseudo-samples a question that speak for r = 1, of so many at most
-DIFFERING = 0.08  # pseudo-variance that speaks for r = 1 where questions are seen to differ
+DIFFERING = 0.07  # pseudo-variance that speaks for r = 1 where questions are seen to differ
 CERTAINTY = 18  # power of the chance that alike questions would differ less
 JEFFREYS = 6.85  # n at which the interval is half-way, over 4
 _FRACTIONS = 16  # of so many samples at most each value counts that is no share of its samples
@@ -114,18 +114,17 @@ def difference(first: ArrayLike, second: ArrayLike, samples: ArrayLike = 1.0) ->
     return np.asarray(np.clip(np.stack([low, high], -1), -1.0, 1.0))
 
 
-def mean(values: ArrayLike, weights: ArrayLike | None = None) -> Floats | None:
-    """Student's interval [2] of the weighted mean of `values` [question], a ratio of sums where
-    the weights are its denominators (linearised). None of fewer than two questions, and of values
-    that are all equal: nothing then says how far others would lie from them."""
-    values = np.asarray(values, dtype=np.float64)
-    weight = np.ones_like(values) if weights is None else np.asarray(weights, dtype=np.float64)
-    if len(values) < 2:
+def ratio(above: ArrayLike, below: ArrayLike = 1.0) -> Floats | None:
+    """Student's interval [2] of sum(above) / sum(below) over questions, linearised; of a mean where
+    `below` is 1. None of fewer than two questions, and where the ratio is the same in all: nothing
+    then says how far others would lie from it."""
+    above = np.asarray(above, dtype=np.float64)
+    below = np.broadcast_to(np.asarray(below, dtype=np.float64), above.shape)
+    if len(above) < 2:
         return None
-    weight = weight / weight.mean()
-    middle = float((weight * values).mean())
-    error = float((weight * (values - middle)).std(ddof=1)) / np.sqrt(len(values))
+    middle = above.sum() / below.sum()
+    error = (above - middle * below).std(ddof=1) / below.mean() / np.sqrt(len(above))
     if error <= _TINY * abs(middle):
         return None
-    half = float(stdtrit(len(values) - 1, 1 - TAIL)) * error
-    return np.array([middle - half, middle + half])
+    half = stdtrit(len(above) - 1, 1 - TAIL) * error
+    return np.array([middle - half, middle + half], dtype=np.float64)
