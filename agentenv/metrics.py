@@ -26,16 +26,6 @@ from agentenv.types import Info
 Metrics = dict[str, float]
 
 
-def wilson_interval(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % score interval of a share (Wilson 1927); (0, 1) without trials."""
-    if not trials:
-        return (0.0, 1.0)
-    share, spread = successes / trials, z * z / trials
-    centre = (share + spread / 2) / (1 + spread)
-    half = z * math.sqrt(share * (1 - share) / trials + spread / trials / 4) / (1 + spread)
-    return (max(0.0, centre - half), min(1.0, centre + half))
-
-
 def rollout_metrics(trees: Sequence[TrajectoryTree], learner_version: int) -> Metrics:
     """Figures of one step's trees, averaged over trajectories. Lengths in tokens, entropy in
     nats; staleness in published versions between the oldest sampled token and the learner."""

@@ -150,7 +150,7 @@ async def grow(run: Path, step: int, options: argparse.Namespace) -> list[dict[s
     return [row | origin for row in rows]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=[0, 3, 6, 12])
     parser.add_argument("--questions", type=int, default=100)
     parser.add_argument("--siblings", type=int, default=8)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     rows = json.loads(options.out.read_text()) if options.out.exists() else []
     known = {(row["run"], row["step"]) for row in rows}
     for run in options.runs:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -19,6 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import launchers
+from agentenv.errors import DataError
+from launchers.evaluation.store import read_rows
+from launchers.rl.recorder import EVALUATIONS
+from launchers.rl.report import PHASES
 
 Raw = dict[str, Any]
 
@@ -35,10 +40,13 @@ NO_PARTS = {
     "entropy_balanced_clipping": False,
     "entropy_advantage": 0.0,
 }
-_FORKING = {"group_size": 8, "entropy_window": 4}
+GROUP_SIZE = 8  # of the arms that fork, and of "grpo"
+_FORKING = {"group_size": GROUP_SIZE, "entropy_window": 4}
 _NONE = {"name": "aepo", **_FORKING, **NO_PARTS}
 ARMS: dict[str, Raw] = {
-    "grpo": {"name": "grpo", "group_size": 8},
+    "grpo": {"name": "grpo", "group_size": GROUP_SIZE},
+    # Smaller groups make fewer calls an update: the best of these arms is the baseline.
+    **{f"grpo-{size}": {"name": "grpo", "group_size": size} for size in (6, 5, 4)},
     "arpo": {"name": "arpo", **_FORKING},
     "aepo": {"name": "aepo", **_FORKING},
     # ARPO with one part of AEPO
@@ -50,7 +58,7 @@ ARMS: dict[str, Raw] = {
     "arpo-coin": {"name": "arpo", **_FORKING, "entropy_weight": 0.0},
     "arpo-relative": {
         "name": "arpo",
-        "group_size": 8,
+        "group_size": GROUP_SIZE,
         "entropy_window": 20,
         "entropy_weight": 0.5,
         "fork_criterion": "relative",
@@ -73,6 +81,12 @@ def start_config(raw: Raw, seed: int, num_questions: int) -> Raw:
     return raw
 
 
+def num_updates(arm: str, of_eight: int) -> int:
+    """Updates of an arm, so that each samples as many trajectories as `of_eight` updates of groups
+    of 8: an arm of small groups must not end before it has made as many tool calls."""
+    return math.ceil(of_eight * GROUP_SIZE / int(ARMS[arm]["group_size"]))
+
+
 def arm_config(raw: Raw, arm: str, start: Path, seed: int, num_steps: int, questions: int) -> Raw:
     """Reinforcement learning from the weights and data of `start`, evaluated at every update."""
     raw = json.loads(json.dumps(raw).replace("{run}/data", f"{start}/data"))
@@ -93,13 +107,17 @@ def _eval_set(run: str, num_questions: int, every: int) -> Raw:
 
 def train(folder: Path, name: str, raw: Raw) -> bool:
     """Run FOLDER/NAME to its end, one thread a process and at low priority; True if it is done.
-    What it says goes to FOLDER/NAME.log."""
-    run = folder / name
+    What it says goes to FOLDER/NAME.log. Raises DataError where a run of other settings is done."""
+    run, config = folder / name, folder / f"{name}.toml"
     if (run / "summary.json").is_file():
+        if config.read_text(encoding="utf-8") != to_toml(raw):
+            raise DataError(
+                f"{run} is done with other settings than these ({config}); give the same ones, "
+                "or another folder"
+            )
         return True
     shutil.rmtree(run, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    config = folder / f"{name}.toml"
     config.write_text(to_toml(raw), encoding="utf-8")
     command = [sys.executable, str(CODE / "launchers" / "train.py"), str(config.resolve())]
     command += [f"run.dir={folder.resolve()}", f"run.name={name}"]
@@ -148,11 +166,10 @@ def read_arm(run: Path) -> Raw:
             by_step[row["step"]] = calls
     points = []
     for step, made in sorted(by_step.items()):
-        when = f"step-{step:06d}" if step else "before_sft"
-        path = run / "trajectories" / f"eval-{SET}-{when}.jsonl"
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        right = {row["task"]: row["success"] for row in rows}
-        bits = "".join("1" if right[task] else "0" for task in sorted(right))
+        folder = run / EVALUATIONS / (f"step-{step:06d}" if step else PHASES[0])
+        bits = "".join("1" if row.success else "0" for row in read_rows(folder))
+        if not bits:
+            raise DataError(f"{folder}: there is no evaluation after update {step}")
         points.append({"step": step, "calls": made, "right": bits})
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     return {"points": points, "forks": summary["forks_total"], "cpu_s": summary["cpu_s"]}

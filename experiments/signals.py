@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import mannwhitneyu, rankdata, spearmanr
 
 from learners.arpo import relative_rise
 
@@ -84,21 +85,14 @@ def worth(rows: Sequence[Row]) -> tuple[Floats, Floats]:
     return variance, differ
 
 
-def ranks(values: Floats) -> Floats:
-    """From 1; equal values share the mean of their ranks."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    found: Floats = (ends - (counts - 1) / 2.0)[inverse]
-    return found
-
-
 def auc(signal: Floats, positive: Floats) -> float:
     """Probability that a positive one has the higher signal, ties half; nan without both."""
-    num = positive.sum()
-    others = len(positive) - num
-    if not num or not others:
+    above, below = signal[positive > 0], signal[positive == 0]
+    if not len(above) or not len(below):
         return math.nan
-    return float((ranks(signal)[positive > 0].sum() - num * (num + 1) / 2) / (num * others))
+    return (
+        float(mannwhitneyu(above, below, method="asymptotic").statistic) / len(above) / len(below)
+    )
 
 
 def auc_within(signal: Floats, positive: Floats, strata: Sequence[object]) -> float:
@@ -116,17 +110,16 @@ def auc_within(signal: Floats, positive: Floats, strata: Sequence[object]) -> fl
 
 def spearman(one: Floats, other: Floats) -> float:
     """Correlation of ranks; nan if one is constant."""
-    a, b = ranks(one), ranks(other)
-    if not a.std() or not b.std():
+    if not np.ptp(one) or not np.ptp(other):
         return math.nan
-    return float(np.corrcoef(a, b)[0, 1])
+    return float(spearmanr(one, other).statistic)
 
 
 def lift(signal: Floats, variance: Floats) -> float:
     """Mean variance at the half with the higher signal over that at all; ties share."""
     if not variance.any():
         return math.nan
-    place = ranks(signal) - (len(signal) + 1) / 2
+    place = rankdata(signal) - (len(signal) + 1) / 2
     chosen = np.where(place > 0, 1.0, np.where(place < 0, 0.0, 0.5))
     return float((chosen * variance).sum() / chosen.sum() / variance.mean())
 
@@ -134,7 +127,8 @@ def lift(signal: Floats, variance: Floats) -> float:
 def interval(
     rows: Sequence[Row], figure: Callable[[NDArray[np.int64]], float], num_draws: int = 500
 ) -> tuple[float, float]:
-    """95 % interval of a figure of row indices, by drawing questions with replacement."""
+    """95 % interval of a figure of row indices, by drawing questions with replacement; nan where
+    every draw gives the same, as with very few questions."""
     by_question: dict[tuple[str, str], list[int]] = {}
     for index, row in enumerate(rows):
         by_question.setdefault((row["run"], row["question"]), []).append(index)
@@ -144,7 +138,10 @@ def interval(
     for _ in range(num_draws):
         drawn = rng.integers(len(groups), size=len(groups))
         found.append(figure(np.concatenate([groups[index] for index in drawn])))
-    low, high = np.nanquantile(found, [0.025, 0.975])
+    known = [value for value in found if not math.isnan(value)]
+    if not known or min(known) == max(known):
+        return math.nan, math.nan
+    low, high = np.quantile(known, [0.025, 0.975])
     return float(low), float(high)
 
 

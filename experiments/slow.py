@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from random import Random
@@ -22,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from agentenv.actor import Actor
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.metrics import num_tool_calls
 from agentenv.plan import RolloutPlan
 from agentenv.renderer import TagRenderer
 from agentenv.tree import TrajectoryTree
@@ -87,13 +87,18 @@ async def grow(
     return loop.time() - start, trees
 
 
-def main() -> None:
+def num_tool_calls(trees: Sequence[TrajectoryTree]) -> int:
+    """Calls that were really made; one on a shared prefix counts once."""
+    return sum(len(node.info.get("tool_calls", ())) for tree in trees for node in tree.nodes)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     for at_once in AT_ONCE:
         for delay in DELAYS:
             texts = []
@@ -104,7 +109,7 @@ def main() -> None:
                     for seed in range(options.repeats)
                 ]
                 seconds = [found for found, _ in runs]
-                calls = fmean(sum(map(num_tool_calls, trees)) for _, trees in runs)
+                calls = fmean(num_tool_calls(trees) for _, trees in runs)
                 texts.append(
                     f"{name} {fmean(seconds):.1f} s ({min(seconds):.1f} to {max(seconds):.1f}), "
                     f"{calls:.0f} calls"

@@ -1,5 +1,5 @@
-"""Statistics of `algorithms.py`: learning curves over tool calls, paired by seed and
-question, with intervals from a bootstrap over seeds and over questions within them.
+"""Statistics of `algorithms.py`: learning curves over tool calls, paired by seed, with intervals
+over seeds.
 
 A curve is held-out success at every evaluation against the tool calls of training so far,
 joined by straight lines. `calls_to` is where it first meets a level; a curve that never does
@@ -8,12 +8,16 @@ counts with all its calls, which is less than it would need: such cases are coun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import exp, log
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from launchers.evaluation import intervals
 
 Floats = NDArray[np.float64]
 
@@ -30,14 +34,9 @@ class Curve:
         calls = np.array([point["calls"] for point in points], float)
         return cls(calls, np.array([[int(bit) for bit in p["right"]] for p in points], float))
 
-    def first(self, num_evaluations: int) -> Curve:
-        """The curve up to there."""
-        return Curve(self.calls[:num_evaluations], self.right[:num_evaluations])
-
-    def success(self, questions: NDArray[np.int64] | None = None) -> Floats:
-        """[E], over the given questions (indices, repeats allowed) or all."""
-        right = self.right if questions is None else self.right[:, questions]
-        found: Floats = right.mean(1)
+    def success(self) -> Floats:
+        """[E], the share of questions answered right."""
+        found: Floats = self.right.mean(1)
         return found
 
 
@@ -61,73 +60,50 @@ def success_at(calls: Floats, success: Floats, budget: float) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with its 95 % bootstrap interval; `num_missed` of `num_seeds` seeds had an arm
-    that never met the level."""
+    """A figure with its 95 % interval over seeds, None where the seeds say nothing of it: one
+    alone, or all with the same ratio. `num_missed` of `num_seeds` seeds had an arm that never met
+    the level."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     num_seeds: int
     num_missed: int = 0
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        spread = "" if self.low is None else f" [{self.low:.2f}, {self.high:.2f}]"
+        return f"{self.value:.2f}{spread}"
 
 
 Pairs = Sequence[tuple[Curve, Curve]]  # by seed: the arm and what it is compared with
-Figure = Callable[[Floats, Floats, Floats, Floats], float]  # calls and success of both
 
 
-def ratio_of_calls(pairs: Pairs, level: float, num_draws: int = 2000) -> Estimate:
+def ratio_of_calls(pairs: Pairs, level: float) -> Estimate:
     """Calls of the first needed for `level` over those of the second: geometric mean over seeds
-    of the ratio."""
-
-    def log_ratio(calls: Floats, success: Floats, others: Floats, theirs: Floats) -> float:
-        mine, its = calls_to(calls, success, level)[0], calls_to(others, theirs, level)[0]
-        return float(np.log(max(mine, 1.0) / max(its, 1.0)))
-
-    missed = sum(
-        not all(calls_to(curve.calls, curve.success(), level)[1] for curve in pair)
-        for pair in pairs
-    )
-    value, low, high = np.exp(_bootstrap(pairs, log_ratio, num_draws))
-    return Estimate(float(value), float(low), float(high), len(pairs), missed)
+    of the ratio, with the interval of Student's t of its logarithm."""
+    found = [[calls_to(curve.calls, curve.success(), level) for curve in pair] for pair in pairs]
+    logs = [log(max(one, 1.0) / max(other, 1.0)) for (one, _), (other, _) in found]
+    missed = sum(not all(met for _, met in pair) for pair in found)
+    spread = intervals.ratio(logs)
+    low, high = (None, None) if spread is None else map(float, np.exp(spread))
+    return Estimate(exp(fmean(logs)), low, high, len(pairs), missed)
 
 
-def difference_at(pairs: Pairs, budget: float, num_draws: int = 2000) -> Estimate:
+def difference_at(pairs: Pairs, budget: float) -> Estimate:
     """Success of the first minus that of the second after equally many calls, mean over seeds."""
-
-    def difference(calls: Floats, success: Floats, others: Floats, theirs: Floats) -> float:
-        return success_at(calls, success, budget) - success_at(others, theirs, budget)
-
-    return Estimate(*_bootstrap(pairs, difference, num_draws), len(pairs))
+    at = [[success_at(curve.calls, curve.success(), budget) for curve in pair] for pair in pairs]
+    return _difference([(other, one) for one, other in at], pairs)
 
 
-def gain(curves: Sequence[Curve], num_draws: int = 2000) -> Estimate:
+def gain(curves: Sequence[Curve]) -> Estimate:
     """Success at the last evaluation minus that at the first, mean over seeds."""
-
-    def difference(_c: Floats, success: Floats, _o: Floats, theirs: Floats) -> float:
-        return float(success[-1] - theirs[0])
-
-    return Estimate(*_bootstrap([(c, c) for c in curves], difference, num_draws), len(curves))
+    ends = [(float(curve.success()[0]), float(curve.success()[-1])) for curve in curves]
+    return _difference(ends, [(curve, curve) for curve in curves])
 
 
-def _bootstrap(pairs: Pairs, figure: Figure, num_draws: int) -> tuple[float, float, float]:
-    """Mean over seeds of `figure`, and its interval: seeds are drawn with replacement, and within
-    each seed questions, the same for both curves and all evaluations."""
-
-    def of(pair: tuple[Curve, Curve], questions: NDArray[np.int64] | None) -> float:
-        one, other = pair
-        return figure(one.calls, one.success(questions), other.calls, other.success(questions))
-
-    rng = np.random.default_rng(0)
-    draws = []
-    for _ in range(num_draws):
-        drawn = []
-        for index in rng.integers(len(pairs), size=len(pairs)):
-            size = pairs[index][0].right.shape[1]
-            drawn.append(of(pairs[index], rng.integers(size, size=size)))
-        draws.append(np.mean(drawn))
-    value = float(np.mean([of(pair, None) for pair in pairs]))
-    low, high = np.quantile(draws, [0.025, 0.975])
-    return value, float(low), float(high)
+def _difference(shares: Sequence[tuple[float, float]], pairs: Pairs) -> Estimate:
+    """Mean over seeds of second - first; a seed is what is drawn at random, its held-out questions
+    are its samples."""
+    first, second = np.array(shares).T
+    low, high = intervals.difference(first, second, [one.right.shape[1] for one, _ in pairs])
+    return Estimate(float((second - first).mean()), float(low), float(high), len(pairs))

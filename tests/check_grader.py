@@ -15,12 +15,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import random
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from scipy.stats import binomtest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -108,12 +109,10 @@ def _was_read(group: list[tuple[int, Row]], seed: int) -> bool:
     return any(number in READ_BEFORE.get(seed, ()) for number, _ in group)
 
 
-def wilson(num_right: int, num_all: int, z: float = 1.96) -> tuple[float, float]:
+def wilson(num_right: int, num_all: int) -> tuple[float, float]:
     """The 95 % interval of a share."""
-    share = num_right / num_all
-    middle = share + z * z / (2 * num_all)
-    width = z * math.sqrt(share * (1 - share) / num_all + z * z / (4 * num_all**2))
-    return (middle - width) / (1 + z * z / num_all), (middle + width) / (1 + z * z / num_all)
+    found = binomtest(num_right, num_all).proportion_ci(method="wilson")
+    return float(found.low), float(found.high)
 
 
 async def by_layers(rows: list[Row]) -> list[Outcome]:

@@ -54,6 +54,10 @@ PARTS = {
         "Simulations of two runs, by the times of a third, against the runs themselves",
         ["-m", "tests.simulated"],
     ),
+    "experiments": (
+        "Each command of experiments/, small, from a fresh clone",
+        [*PYTEST, "tests/study.py"],
+    ),
     "embedded": (
         "Tokens per CPU second of the embedded engine and of transformers",
         ["tests/bench/bench_embedded.py", "--requests", "128"],

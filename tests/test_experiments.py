@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from itertools import pairwise
 from pathlib import Path
@@ -12,13 +13,24 @@ import numpy as np
 import pytest
 
 from agentenv.config import build_config
+from agentenv.errors import DataError
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
-from experiments.algorithms import pairs_of, seeds_of
+from experiments import algorithms, slow, tables
+from experiments.algorithms import against_best, seeds_of
 from experiments.chain import demonstration
 from experiments.forks import fork_points
-from experiments.runs import ARMS, NO_PARTS, arm_config, quickstart, start_config, to_toml
-from experiments.signals import auc, auc_within, level, lift, ranks, rise, spearman, worth
+from experiments.runs import (
+    ARMS,
+    NO_PARTS,
+    arm_config,
+    num_updates,
+    quickstart,
+    start_config,
+    to_toml,
+    train,
+)
+from experiments.signals import auc, auc_within, interval, level, lift, rise, spearman, worth
 from experiments.stats import (
     Curve,
     calls_to,
@@ -27,6 +39,7 @@ from experiments.stats import (
     ratio_of_calls,
     success_at,
 )
+from experiments.tables import BEGIN, END, README_ROW, publish
 from launchers.config import TrainConfig
 from learners.aepo import AEPO
 
@@ -48,35 +61,56 @@ def test_calls_to_a_level_are_interpolated() -> None:
 
 def test_twice_as_fast_is_a_ratio_of_a_half_with_an_interval_around_it() -> None:
     pairs = [
-        (curve([0, 100, 200], [0.2, 0.6, 1.0]), curve([0, 200, 400], [0.2, 0.6, 1.0]))
-        for _ in range(4)
+        (curve([0, 100 + i, 200], [0.2, 0.6, 1.0]), curve([0, 200, 400], [0.2, 0.6, 1.0]))
+        for i in range(-2, 3)
     ]
-    found = ratio_of_calls(pairs, 0.8, num_draws=200)
-    assert found.value == pytest.approx(0.5)
-    assert found.low <= 0.5 <= found.high
-    assert (found.num_seeds, found.num_missed) == (4, 0)
-    assert difference_at(pairs, 200, num_draws=200).value == pytest.approx(0.4)
+    found = ratio_of_calls(pairs, 0.8)
+    assert found.value == pytest.approx(0.5, abs=0.001)
+    assert 0.49 < found.low < found.value < found.high < 0.51
+    assert (found.num_seeds, found.num_missed) == (5, 0)
+    assert difference_at(pairs, 200).value == pytest.approx(0.4, abs=0.002)
 
 
-def test_equal_arms_show_no_difference_because_questions_are_paired() -> None:
+def test_equal_arms_show_no_difference_and_how_far_that_is_known() -> None:
     same = curve([0, 100, 200], [0.1, 0.5, 0.9])
-    found = difference_at([(same, same)] * 3, 150, num_draws=100)
-    assert (found.value, found.low, found.high) == (0.0, 0.0, 0.0)
+    found = difference_at([(same, same)] * 3, 150)
+    assert found.value == 0.0
+    assert found.low < 0 < found.high
+    assert ratio_of_calls([(same, same)] * 3, 0.5).low is None
+    assert ratio_of_calls([(same, curve([0, 90], [0.1, 0.5]))], 0.5).low is None  # of one seed
 
 
 def test_an_arm_that_misses_the_level_is_counted() -> None:
     slow, fast = curve([0, 100], [0.1, 0.5]), curve([0, 100], [0.1, 0.9])
-    assert ratio_of_calls([(slow, fast), (fast, fast)], 0.8, num_draws=50).num_missed == 1
+    assert ratio_of_calls([(slow, fast), (fast, fast)], 0.8).num_missed == 1
 
 
-def test_arms_are_compared_over_equally_many_updates() -> None:
-    long, short = curve([0, 50, 90], [0.1, 0.2, 0.9]), curve([0, 60], [0.1, 0.3])
-    ((one, other),) = pairs_of({"a": {7: long, 8: long}, "b": {7: short}}, "a", "b")
-    assert (one.calls.tolist(), other.calls.tolist()) == ([0, 50], [0, 60])
+def test_the_baseline_is_the_grpo_that_needs_the_fewest_calls_to_the_level() -> None:
+    """Small groups are ahead early and never come to 0.9, as a lucky few calls would have it."""
+    curves = {
+        "grpo": {1: curve([0, 400, 800], [0.2, 0.7, 0.95]), 2: curve([0, 400, 800], [0.2, 0.7, 1])},
+        "grpo-4": {seed: curve([0, 100, 300], [0.2, 0.7, 0.85]) for seed in (1, 2)},
+        "grpo-5": {1: curve([0, 10, 20], [0.2, 0.9, 1.0])},  # not on all seeds
+        "arpo": {seed: curve([0, 150, 600], [0.2, 0.7, 0.95]) for seed in (1, 2)},
+    }
+    found = against_best(curves, "arpo")
+    assert (found["calls to 0.7"]["base"], found["calls to 0.9"]["base"]) == ("grpo-4", "grpo")
+    assert found["calls to 0.7"]["value"] == pytest.approx(1.5)
+    assert found["calls to 0.9"]["value"] < 1
+    assert found["success at 250"]["base"] == "grpo-4"
+    assert found["success at 250"]["value"] < 0
+
+
+def test_small_groups_make_as_many_trajectories() -> None:
+    assert [num_updates(arm, 12) for arm in ("grpo", "grpo-6", "grpo-5", "grpo-4", "arpo")] == [
+        *(12, 16, 20, 24, 12)
+    ]
 
 
 def test_gain_is_last_minus_first() -> None:
-    assert gain([curve([0, 9], [0.25, 0.75])], num_draws=50).value == pytest.approx(0.5)
+    found = gain([curve([0, 9], [0.25, 0.75])])
+    assert found.value == pytest.approx(0.5)
+    assert found.low < 0.5 < found.high
 
 
 def test_every_arm_is_a_valid_configuration(tmp_path: Path) -> None:
@@ -113,7 +147,6 @@ def test_signals_by_hand() -> None:
 
 
 def test_rank_statistics_by_hand() -> None:
-    assert ranks(np.array([3.0, 1.0, 3.0])).tolist() == [2.5, 1.0, 2.5]
     signal, positive = np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.0, 0.0, 1.0, 1.0])
     assert auc(signal, positive) == 1.0
     assert auc(-signal, positive) == 0.0
@@ -136,6 +169,11 @@ def test_a_chain_is_looked_up_link_by_link(habit: str) -> None:
             assert f" is {person}." in before["result"]
         gives_up = r"\boxed{unknown}" in demo["turns"][-1]["action"]
         assert gives_up == (habit in ("refuse", "quit"))
+
+
+def test_an_interval_that_no_draw_moves_is_unknown() -> None:
+    rows = [{"run": "r", "question": str(i)} for i in range(3)]
+    assert np.isnan(interval(rows, lambda _: 1.0, 20)).all()
 
 
 def test_what_the_stratum_says_alone_is_no_information_within_it() -> None:
@@ -166,3 +204,70 @@ def test_a_fork_point_is_worth_what_its_siblings_bring() -> None:
     assert row["returns"] == [0.0, 1.0]  # not that of the trajectory whose entropies are the signal
     assert worth([row])[1].tolist() == [1.0]
     assert (row["tool"], row["depth"], row["calls"]) == ("search", 1, 0.0)
+
+
+def test_slow_tools_are_simulated(capsys: Any) -> None:
+    slow.main(["--groups", "2", "--repeats", "1"])
+    assert capsys.readouterr().out.count("arpo") == 6
+
+
+def test_a_report_of_nothing_says_so(tmp_path: Path, capsys: Any) -> None:
+    assert algorithms.main(["--out", str(tmp_path), "--report-only"]) == 1
+    assert "there is no finished arm" in capsys.readouterr().err
+
+
+def study(tmp_path: Path, arms: tuple[str, ...]) -> dict[str, Any]:
+    """A report of two evaluations of each arm on seed 7."""
+    rows = [(0, "10000000"), (1, "11111111")]
+    calls = {"arpo": 80, "grpo-4": 100}
+    for arm in arms:
+        run = tmp_path / "study" / "seed-7" / arm
+        run.mkdir(parents=True)
+        (run / "summary.json").write_text('{"forks_total": 3, "cpu_s": {"rl": 1.5}}')
+        (run / "metrics.jsonl").write_text(
+            json.dumps({"step": 1, "rollout/tool_calls": calls[arm]}) + "\n"
+        )
+        for step, bits in rows:
+            folder = run / "eval" / (f"step-{step:06d}" if step else "before_sft")
+            folder.mkdir(parents=True)
+            found = [
+                {"dataset": "heldout", "task": str(place), "sample": 0, "success": bit == "1"}
+                for place, bit in enumerate(bits)
+            ]
+            (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    return algorithms.report(tmp_path / "study")
+
+
+def test_tables_take_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = study(tmp_path, ("grpo-4", "arpo"))
+    assert result["runs"]["arpo"][7]["points"][1] == {"step": 1, "calls": 80, "right": "1" * 8}
+    (tmp_path / "docs" / "img").mkdir(parents=True)
+    page, readme = tmp_path / "docs" / "experiments.md", tmp_path / "README.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    readme.write_text(f"| one | 1 | |\n{README_ROW}, old | 0 | |\n| two | 2 | |\n")
+    (tmp_path / "a.png").write_bytes(b"picture")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    publish(result, tmp_path / "a.png")
+    assert "old" not in page.read_text() + readme.read_text()
+    assert "| `arpo` | 1 | 1 | 0.12 | 1.00 |" in page.read_text()
+    assert page.read_text().endswith("after\n")
+    assert readme.read_text().count("\n") == 3
+    assert "0.80 to 0.7 (groups of 4)" in readme.read_text()
+    assert (tmp_path / "docs" / "img" / "algorithms.png").read_bytes() == b"picture"
+    readme.write_text("nothing\n")
+    with pytest.raises(DataError, match=r"README.md: expected one place for the tables, found 0"):
+        publish(result, tmp_path / "a.png")
+
+
+def test_tables_of_arpo_alone_are_not_published(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="needs the arm arpo, and a GRPO arm"):
+        publish(study(tmp_path, ("arpo",)), tmp_path / "a.png")
+
+
+def test_a_run_of_other_settings_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    study(tmp_path, ("arpo",))
+    folder = tmp_path / "study" / "seed-7"
+    (folder / "arpo.toml").write_text("[run]\n")
+    assert train(folder, "arpo", {"run": {}})
+    with pytest.raises(DataError, match="is done with other settings than these"):
+        train(folder, "arpo", {"run": {"seed": 1}})

@@ -10,16 +10,20 @@ from typing import Literal
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import ArrayLike
 
 from agentenv.disk import write_whole
 from agentenv.env import close_shared
 from agentenv.errors import DataError
 from launchers.arguments import Parser
+from launchers.evaluation import intervals
 from launchers.evaluation.figures import (
     MAX_GROUPS,
     SCORES,
+    Floats,
     QuestionRows,
-    bootstrap,
+    independent_samples,
+    is_share,
     mcnemar,
     questions_of,
     ratios,
@@ -63,16 +67,17 @@ class Pairing(Struct, kw_only=True):
 
 
 class Difference(Struct, kw_only=True):
-    """A mean over the shared questions in both, second minus first with its 95 % interval by
-    bootstrap over questions, and the two-sided p-value of a paired test."""
+    """A mean over the shared questions in both, second minus first with its 95 % interval, and the
+    two-sided p-value of a paired test. No interval where the figure is no share and differs by
+    the same for all questions."""
 
     name: str
     num_questions: int
     first: float
     second: float
     difference: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     p: float
     test: Literal["McNemar", "sign flip"]
 
@@ -139,7 +144,12 @@ def _in_success(pairs: Sequence[QuestionPair]) -> Difference:
         [success(pair.first) for pair in pairs],
         [success(pair.second) for pair in pairs],
     )
-    return difference("success", first, second, single=single)
+    return difference("success", first, second, _samples(pairs), single=single)
+
+
+def _samples(pairs: Sequence[QuestionPair]) -> Floats:
+    """Samples of each question, in the evaluation that has fewer."""
+    return np.array([min(len(one.first.done), len(one.second.done)) for one in pairs], float)
 
 
 def other_differences(pairing: Pairing) -> list[Difference]:
@@ -149,31 +159,38 @@ def other_differences(pairing: Pairing) -> list[Difference]:
     k = min(len(question.done) for pair in pairs for question in (pair.first, pair.second))
     values = [(ratios(pair.first, (k,)), ratios(pair.second, (k,))) for pair in pairs]
     names = [*SCORES, f"pass@{k}", "tool_calls", "action_tokens", "tool_tokens", "seconds"]
-    found = []
+    samples, found = _samples(pairs), []
     for name in names:
         both = [(one[name], other[name]) for one, other in values]
-        known = [(one, other) for (one, has), (other, too) in both if has and too]
-        if known and name != "pass@1":
-            found.append(difference(name.replace("_", " "), *zip(*known, strict=True)))
+        known = np.array([bool(has and too) for (_, has), (_, too) in both])
+        if known.any() and name != "pass@1":
+            first, second = np.array([[one[0], other[0]] for one, other in both])[known].T
+            found.append(difference(name, first, second, samples[known]))
     return found
 
 
 def difference(
-    name: str, first: Sequence[float], second: Sequence[float], *, single: bool = False
+    name: str, first: ArrayLike, second: ArrayLike, samples: Floats, *, single: bool = False
 ) -> Difference:
-    """The difference of one figure of the same questions. Single samples of success are tested by
-    McNemar's exact test, all else by drawing the signs of the differences."""
-    change = np.array(second, dtype=np.float64) - np.array(first, dtype=np.float64)
-    low, high = bootstrap(change[:, None], np.ones((len(change), 1)))[0]
+    """The difference of one figure of the same questions, of so many samples each. Single samples
+    of success are tested by McNemar's exact test, all else by drawing the signs of the
+    differences."""
+    one, other = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    change = other - one
+    found: Floats | None
+    if is_share(name):
+        found = intervals.difference(one, other, independent_samples(name, samples))
+    else:
+        found = intervals.ratio(change)
     worse, better = int((change < 0).sum()), int((change > 0).sum())
     return Difference(
-        name=name,
+        name=name.replace("_", " "),
         num_questions=len(change),
-        first=float(np.mean(first)),
-        second=float(np.mean(second)),
+        first=float(one.mean()),
+        second=float(other.mean()),
         difference=float(change.mean()),
-        low=float(low),
-        high=float(high),
+        low=None if found is None else float(found[0]),
+        high=None if found is None else float(found[1]),
         p=mcnemar(worse, better) if single else sign_flip(change.tolist()),
         test="McNemar" if single else "sign flip",
     )
@@ -254,7 +271,7 @@ def tables_of(pairing: Pairing, max_listed: int) -> tuple[list[Table], int]:
     success = [_row(name, one) for name, one in by_group(pairing)]
     other = [_row(one.name, one) for one in other_differences(pairing)]
     columns = ["questions", "n", "A", "B", "B - A [95 %]", "p", "test"]
-    note = "95 % intervals by bootstrap over questions; p-values are two-sided and paired."
+    note = "95 % intervals are over questions; p-values are two-sided and paired."
     tables = [
         Table(title="Success", columns=columns, rows=success, note=note),
         Table(title="Scores and cost", columns=["figure", *columns[1:]], rows=other),
@@ -277,7 +294,9 @@ def tables_of(pairing: Pairing, max_listed: int) -> tuple[list[Table], int]:
 
 def _row(name: str, one: Difference) -> list[str]:
     p = "< 0.001" if one.p < 0.001 else f"{one.p:.3f}"
-    interval = f"{one.difference:+.3f} [{one.low:+.3f}, {one.high:+.3f}]"
+    interval = f"{one.difference:+.3f}"
+    if one.low is not None:
+        interval += f" [{one.low:+.3f}, {one.high:+.3f}]"
     values = [number(one.first), number(one.second), interval, p, one.test]
     return [name, str(one.num_questions), *values]
 

@@ -9,13 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from statistics import fmean
-from typing import Literal
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from agentenv.metrics import wilson_interval
+from launchers.evaluation import intervals
 from launchers.evaluation.benchmarks import groups as benchmark_groups
 from launchers.evaluation.row import EvalRow
 from launchers.evaluation.scores import CONCURRENCY, Scorer, Votes, count_votes, score_rows
@@ -24,14 +23,13 @@ from launchers.evaluation.scores import CONCURRENCY, Scorer, Votes, count_votes,
 
 
 class Estimate(Struct, kw_only=True):
-    """A mean over questions with its 95 % interval: by bootstrap over questions, or Wilson's for a
-    share with one sample a question. None where no question has the figure."""
+    """A mean over questions with its 95 % interval (intervals.py). None where no question has the
+    figure; low and high, too, where it is no share and the same for all questions."""
 
     value: float | None
     low: float | None
     high: float | None
     num_questions: int
-    interval: Literal["bootstrap", "wilson"] = "bootstrap"
 
 
 class Spread(Struct, kw_only=True):
@@ -104,19 +102,15 @@ class Summary(Struct, kw_only=True):
     groups: dict[str, dict[str, Figures]]
 
 
-# Statistics of an evaluation: pass@k, maj@k, intervals over questions, paired tests.
-#
-# A question is what is drawn at random, its samples are not independent of each other: so intervals
-# come from resampling whole questions (cluster bootstrap).
+# Statistics of an evaluation: pass@k, maj@k, paired tests.
 
-NUM_RESAMPLES = 2000
 NUM_FLIPS = 20_000
 MAX_EXACT_FLIPS = 14  # differences; up to 2 ** 14 sign patterns are all counted
 MAX_DRAWN = 5_000  # of more questions, blocks are drawn
-_CHUNK = 1_000_000  # drawn indices at a time
+_CHUNK = 1_000_000  # drawn signs at a time
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+Estimates = dict[str, Estimate]
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -179,59 +173,15 @@ def _check_k(num_samples: int, k: int) -> None:
         raise ValueError(f"k = {k} of {num_samples} samples")
 
 
-def resamples(num_questions: int, num_resamples: int, seed: int) -> Iterator[Ints]:
-    """Drawn question numbers, with replacement: blocks of shape [resample, question]."""
-    rng = np.random.default_rng(seed)
-    step = max(1, _CHUNK // max(1, num_questions))
-    for start in range(0, num_resamples, step):
-        size = (min(step, num_resamples - start), num_questions)
-        yield rng.integers(0, num_questions, size=size)
-
-
 def in_blocks(values: Floats, seed: int) -> Floats:
     """At most MAX_DRAWN rows from [question, figure]: of more, the sums of as many blocks, each of
-    equally many questions (or one more) that are put together at random. Blocks of independent
-    questions are independent, so that drawing them gives the same intervals as drawing questions,
-    whose width then has an error of 1 / sqrt(2 MAX_DRAWN), a hundredth: less than that of
-    NUM_RESAMPLES draws."""
+    equally many questions (or one more) that are put together at random: blocks of independent
+    questions are independent."""
     if len(values) <= MAX_DRAWN:
         return values
     order = np.random.default_rng(seed).permutation(len(values))
     edges = np.arange(MAX_DRAWN) * len(values) // MAX_DRAWN
     return np.asarray(np.add.reduceat(values[order], edges, axis=0))
-
-
-def bootstrap(
-    numerators: Floats,
-    denominators: Floats,
-    *,
-    num_resamples: int = NUM_RESAMPLES,
-    seed: int = 0,
-) -> Floats:
-    """95 % percentile intervals [figure, 2] of sum(numerators) / sum(denominators), both of shape
-    [question, figure], over questions drawn with replacement (Efron 1979).
-
-    A mean over questions is a ratio with denominators 1; a question that has no such figure has 0
-    and 0. A figure without any question gives nan. More than MAX_DRAWN are drawn in blocks.
-    """
-    numerators, denominators = in_blocks(numerators, seed), in_blocks(denominators, seed)
-    num_questions, num_figures = numerators.shape
-    if not num_questions:
-        return np.full((num_figures, 2), np.nan)
-    found = []
-    for indices in resamples(num_questions, num_resamples, seed):
-        rows = np.arange(len(indices))[:, None] * num_questions
-        times = np.bincount((indices + rows).ravel(), minlength=indices.size)
-        weights = times.reshape(indices.shape).astype(np.float64)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            found.append((weights @ numerators) / (weights @ denominators))
-    values = np.concatenate(found)
-    values[~np.isfinite(values)] = np.nan
-    intervals = np.full((num_figures, 2), np.nan)
-    known = ~np.isnan(values).all(axis=0)
-    if known.any():
-        intervals[known] = np.nanpercentile(values[:, known], [2.5, 97.5], axis=0).T
-    return intervals
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
@@ -315,21 +265,15 @@ def figures_of(
     questions: Sequence[QuestionRows],
     ks: Sequence[int],
     *,
-    seed: int = 0,
     table: Floats | None = None,
 ) -> Figures:
     """The figures of these questions. `table` has what `table_of` would give, if it is known."""
     rows = [row for question in questions for row in question.rows]
     done = [row for row in rows if row.end != "failed"]
-    num_right = sum(row.success for row in done)
-    estimates = _estimates(table_of(questions, ks) if table is None else table, ks, seed)
+    estimates = _estimates(table_of(questions, ks) if table is None else table, questions, ks)
     pass_at = {k: estimates.pop(f"pass@{k}") for k in ks}
     majority_at = {k: estimates.pop(f"maj@{k}") for k in ks}
     success, calls = estimates["success"], estimates["tool_calls"].value or 0.0
-    single = all(len(question.done) <= 1 for question in questions)
-    if single and done:
-        success.low, success.high = wilson_interval(num_right, len(done))
-        success.interval = "wilson"
     by_question = [
         sum(row.success for row in question.done) / len(question.rows) for question in questions
     ]
@@ -392,23 +336,43 @@ def table_of(questions: Sequence[QuestionRows], ks: Sequence[int]) -> Floats:
     )
 
 
-def _estimates(table: Floats, ks: Sequence[int], seed: int) -> dict[str, Estimate]:
-    """Every ratio of the figures with its interval, all from the same resamples."""
-    names = list(ratios(QuestionRows(rows=[]), ks))
-    numerators, denominators = table[:, :, 0], table[:, :, 1]
-    intervals = bootstrap(numerators, denominators, seed=seed)
-    estimates = {}
-    for place, name in enumerate(names):
-        below = float(denominators[:, place].sum())
-        known = below > 0
-        low, high = intervals[place]
-        estimates[name] = Estimate(
-            value=float(numerators[:, place].sum()) / below if known else None,
-            low=float(low) if known else None,
-            high=float(high) if known else None,
-            num_questions=int((denominators[:, place] > 0).sum()),
-        )
-    return estimates
+def _estimates(table: Floats, questions: Sequence[QuestionRows], ks: Sequence[int]) -> Estimates:
+    """Every ratio of the figures with its interval."""
+    counts = np.array([len(question.done) for question in questions], dtype=np.float64)
+    names = ratios(QuestionRows(rows=[]), ks)
+    return {
+        name: estimate(name, table[:, place, 0], table[:, place, 1], counts)
+        for place, name in enumerate(names)
+    }
+
+
+def estimate(name: str, above: Floats, below: Floats, counts: Floats) -> Estimate:
+    """sum(above) / sum(below) over questions with its interval; those with 0 and 0 lack the
+    figure. `counts` are their samples."""
+    known = (below > 0) | (above > 0)
+    above, below, counts = above[known], below[known], counts[known]
+    if not below.any():
+        return Estimate(value=None, low=None, high=None, num_questions=0)
+    if is_share(name):
+        samples = below if name == "tool_efficiency" else independent_samples(name, counts)
+        found: Floats | None = intervals.share(above / below, samples, below)
+    else:
+        found = intervals.ratio(above, below)
+    low, high = (None, None) if found is None else (float(found[0]), float(found[1]))
+    value, num_questions = float(above.sum() / below.sum()), int((below > 0).sum())
+    return Estimate(value=value, low=low, high=high, num_questions=num_questions)
+
+
+def is_share(name: str) -> bool:
+    """Whether a figure is a mean of values in [0, 1]."""
+    return name in (*SCORES, "success", "tool_efficiency") or "@" in name
+
+
+def independent_samples(name: str, counts: Floats) -> Floats:
+    """Of how many independent samples a question's value is the mean: of n samples pass@k and
+    maj@k have n / k."""
+    _, _, k = name.partition("@")
+    return np.maximum(1.0, counts / int(k or 1))
 
 
 def ratios(question: QuestionRows, ks: Sequence[int]) -> dict[str, tuple[float, float]]:
@@ -492,14 +456,13 @@ async def summarise(
     *,
     ks: Sequence[int] = (),
     again: bool = False,
-    seed: int = 0,
 ) -> tuple[Summary, list[QuestionRows]]:
     """The summary of an evaluation, and its questions. `ks` are those of pass@k and maj@k, by
     default powers of two; `again` computes scores that the rows have already."""
     await score_rows(rows, scorer, again=again)
     questions = questions_of(rows)
     await _vote(questions, scorer)
-    return summary_of(name, questions, ks, compat=scorer.compat, seed=seed), questions
+    return summary_of(name, questions, ks, compat=scorer.compat), questions
 
 
 def summary_of(
@@ -508,7 +471,6 @@ def summary_of(
     ks: Sequence[int] = (),
     *,
     compat: str = "",
-    seed: int = 0,
 ) -> Summary:
     """The same of questions whose rows have scores, and votes, as far as they are known."""
     ks = tuple(sorted(set(ks))) or default_ks(questions)
@@ -517,7 +479,7 @@ def summary_of(
     places = {id(question): place for place, question in enumerate(questions)}
 
     def of(own: Sequence[QuestionRows]) -> Figures:
-        return figures_of(own, ks, seed=seed, table=table[[places[id(one)] for one in own]])
+        return figures_of(own, ks, table=table[[places[id(one)] for one in own]])
 
     groups = {
         field: {value: of(own) for value, own in values.items()}

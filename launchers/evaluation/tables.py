@@ -13,6 +13,8 @@ def interval(estimate: Estimate | None) -> str:
     """A value with its 95 % interval."""
     if estimate is None or estimate.value is None:
         return "-"
+    if estimate.low is None:
+        return number(estimate.value)
     return f"{number(estimate.value)} [{number(estimate.low)}, {number(estimate.high)}]"
 
 
@@ -164,9 +166,7 @@ def _scores(summary: Summary, short: bool = False) -> Table:
 
 def _scores_note(summary: Summary) -> str:
     overall = summary.overall
-    success = overall.estimates.get("success")
-    how = "Wilson" if success is not None and success.interval == "wilson" else "bootstrap"
-    note = f"95 % intervals over questions ({how}); the other scores have theirs in summary.json."
+    note = "95 % intervals are over questions; the other scores have theirs in summary.json."
     if overall.num_failed:
         kinds = ", ".join(f"{kind} {count}" for kind, count in overall.failures.items())
         note += (

@@ -337,7 +337,7 @@ def report_metrics(report: BriefReport) -> dict[str, Any]:
 
 
 def final_table(state: RunState, name: str, *, cold_start: bool) -> Table:
-    """Success by kind and phase with 95 % Wilson intervals."""
+    """Success by kind and phase with 95 % intervals."""
     there = PHASES if cold_start else ("before_sft", "after_rl")
     phases = [phase for phase in there if name in state.reports.get(phase, {})]
     counts = {state.reports[phase][name].overall.num_trajectories for phase in phases}
@@ -351,7 +351,7 @@ def final_table(state: RunState, name: str, *, cold_start: bool) -> Table:
         ["tool calls each", *(f"{report.overall.tool_calls:.2f}" for report in reports)],
     ]
     return Table(
-        title=f"success on {name}, sampled, n = {count} (95 % Wilson interval)",
+        title=f"success on {name}, sampled, n = {count} (95 % interval)",
         columns=["questions", *(phase_title(one, cold_start=cold_start) for one in phases)],
         rows=rows,
         sections=[len(kinds)],

@@ -16,9 +16,10 @@ from agentenv.archive import Archive
 from agentenv.deadline import uncancelled, within
 from agentenv.errors import AgentEnvError
 from agentenv.journal import Journal
-from agentenv.metrics import EntropyProfile, Ledger, Metrics, wilson_interval
+from agentenv.metrics import EntropyProfile, Ledger, Metrics
 from agentenv.offload import in_thread
 from launchers.config import CheckpointConfig
+from launchers.evaluation import intervals
 from launchers.evaluation.row import EvalRow
 from launchers.rl.publishing import Gap
 from launchers.rundir import Checkpoints, load_state
@@ -99,7 +100,8 @@ class Imitating(Struct):
 
 class BriefFigures(Struct, frozen=True):
     """Figures of one group of questions. `success` is the share of trajectories whose answer is
-    right, with its 95 % Wilson interval; failed trajectories are counted apart, never as wrong."""
+    right, with its 95 % interval over questions; failed trajectories are counted apart, never as
+    wrong."""
 
     num_trajectories: int
     num_failed: int
@@ -132,6 +134,16 @@ def brief_report(name: str, rows: Sequence[EvalRow]) -> BriefReport:
     )
 
 
+def _interval(done: Sequence[EvalRow]) -> tuple[float, float]:
+    """Of the share of right trajectories; those of one question are not independent."""
+    by_question: dict[str, list[bool]] = {}
+    for row in done:
+        by_question.setdefault(row.task, []).append(row.success)
+    counts = [len(own) for own in by_question.values()]
+    low, high = intervals.share(list(map(fmean, by_question.values())), counts, counts)
+    return float(low), float(high)
+
+
 def _figures(rows: Sequence[EvalRow]) -> BriefFigures:
     done = [row for row in rows if row.end != "failed"]
     num_right = sum(row.success for row in done)
@@ -139,7 +151,7 @@ def _figures(rows: Sequence[EvalRow]) -> BriefFigures:
         num_trajectories=len(done),
         num_failed=len(rows) - len(done),
         success=num_right / len(done) if done else 0.0,
-        interval=wilson_interval(num_right, len(done)),
+        interval=_interval(done),
         reward=fmean(row.reward for row in done) if done else 0.0,
         tool_calls=fmean(len(row.tool_calls) for row in done) if done else 0.0,
         action_tokens=fmean(row.action_tokens for row in done) if done else 0.0,

@@ -73,14 +73,36 @@ async def test_without_any_tool_call_there_is_no_productivity():
     assert overall.arpo_tool_productivity == 0
 
 
-async def test_single_samples_have_wilsons_interval_several_a_bootstrap():
-    single = (await figures([row(str(i), success=i < 5) for i in range(10)])).overall
-    assert single.estimates["success"].interval == "wilson"
-    assert single.estimates["success"].low == pytest.approx(0.2366, abs=1e-4)
-    several = [row(str(i), j, success=i < 5) for i in range(10) for j in range(2)]
-    found = (await figures(several)).overall.estimates["success"]
-    assert found.interval == "bootstrap"
-    assert 0.1 <= found.low < 0.5 < found.high <= 0.9
+async def test_every_share_has_an_interval_with_a_width():
+    """Also where all is right, or nothing, and for one question."""
+    used = [{"name": "search", "ok": True}]
+    for count, right in ((1, False), (8, True), (40, True), (40, False)):
+        rows = [
+            row(str(i), j, success=right, tool_calls=used) for i in range(count) for j in range(5)
+        ]
+        overall = (await figures(rows)).overall
+        shares = [overall.estimates[name] for name in ("success", "em", "f1", "tool_efficiency")]
+        shares += [*overall.pass_at.values(), *overall.majority_at.values()]
+        for one in shares:
+            assert one.low <= one.value <= one.high
+            assert 0.03 < one.high - one.low < 1
+            assert one.low == pytest.approx(0.04 ** (1 / count) if one.value else 0)
+
+
+async def test_pass_at_k_has_a_sample_less_for_each_that_it_takes():
+    """Eight questions with two right samples of four each: pass@4 is 1 of each, seen once."""
+    rows = [row(str(i), j, success=j < 2 - i % 2) for i in range(8) for j in range(4)]
+    overall = (await figures(rows, ks=(1, 4))).overall
+    assert overall.pass_at[4].value == 1
+    assert overall.pass_at[4].low == pytest.approx(0.04 ** (1 / 8))
+
+
+async def test_what_is_no_share_has_an_interval_only_where_it_differs():
+    rows = [row(str(i), tool_calls=[], action_tokens=i) for i in range(5)]
+    found = (await figures(rows)).overall.estimates
+    assert (found["tool_calls"].value, found["tool_calls"].low) == (0, None)
+    half = 2.776 * 1.5811 / 5**0.5  # Student's t of four
+    assert found["action_tokens"].low == pytest.approx(2 - half, abs=1e-3)
 
 
 async def test_pass_at_k_and_majority_by_hand():

@@ -1,4 +1,4 @@
-"""Statistics against brute force: every subset, every sign, every resample one by one."""
+"""Statistics against brute force: every subset, every sign."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv.metrics import wilson_interval
 from launchers.evaluation.figures import (
-    bootstrap,
     cohen_kappa,
     majority_at_k,
     mcnemar,
     pass_at_k,
-    resamples,
     sign_flip,
 )
 
@@ -93,63 +90,6 @@ def test_majority_at_k_of_many_samples_agrees_with_drawing():
     assert found == pytest.approx(fmean(drawn() for _ in range(20_000)), abs=0.012)
 
 
-def percentile(values: list[float], percent: float) -> float:
-    """Linear between the two nearest ranks."""
-    ordered = sorted(values)
-    rank = (len(ordered) - 1) * percent / 100
-    low = math.floor(rank)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
-
-
-def test_bootstrap_equals_a_direct_loop_over_the_same_resamples():
-    rng = Random(1)
-    rights = [[rng.random() < 0.4 for _ in range(4)] for _ in range(17)]
-    calls = [rng.randint(0, 6) for _ in rights]
-    numerators = np.array([[fmean(own), sum(own)] for own in rights], dtype=np.float64)
-    denominators = np.array([[1.0, count] for count in calls], dtype=np.float64)
-    found = bootstrap(numerators, denominators, num_resamples=500, seed=3)
-    means, ratios = [], []
-    for block in resamples(len(rights), 500, 3):
-        for drawn in block.tolist():
-            means.append(fmean(fmean(rights[place]) for place in drawn))
-            ratios.append(sum(sum(rights[p]) for p in drawn) / sum(calls[p] for p in drawn))
-    for column, values in enumerate((means, ratios)):
-        expected = [percentile(values, 2.5), percentile(values, 97.5)]
-        assert found[column] == pytest.approx(expected, abs=1e-12)
-
-
-def test_bootstrap_agrees_with_resamples_of_another_generator():
-    values = np.array([0.0] * 30 + [0.25] * 20 + [1.0] * 25)
-    low, high = bootstrap(values[:, None], np.ones((75, 1)))[0]
-    rng = Random(5)
-    means = [fmean(rng.choices(values.tolist(), k=75)) for _ in range(20_000)]
-    assert (low, high) == pytest.approx((percentile(means, 2.5), percentile(means, 97.5)), abs=0.01)
-
-
-def test_bootstrap_covers_the_true_mean_about_as_often_as_it_says():
-    rng = np.random.default_rng(0)
-    hits = 0
-    for trial in range(200):
-        values = rng.binomial(4, 0.6, size=(60, 1)) / 4
-        low, high = bootstrap(values, np.ones((60, 1)), num_resamples=400, seed=trial)[0]
-        hits += low <= 0.6 <= high
-    assert 0.90 <= hits / 200 <= 0.99
-
-
-def test_a_figure_that_no_question_has_has_no_interval():
-    found = bootstrap(np.array([[0.0, 1.0]] * 5), np.array([[0.0, 1.0]] * 5))
-    assert np.isnan(found[0]).all()
-    assert found[1].tolist() == [1.0, 1.0]
-    assert np.isnan(bootstrap(np.zeros((3, 2)), np.zeros((3, 2)))).all()
-    assert np.isnan(bootstrap(np.zeros((0, 1)), np.zeros((0, 1)))).all()
-
-
-def test_many_questions_are_resampled_in_blocks():
-    blocks = list(resamples(400_000, 5, 0))
-    assert [len(block) for block in blocks] == [2, 2, 1]
-
-
 @given(st.integers(0, 12), st.integers(0, 12))
 def test_mcnemar_counts_all_outcomes_as_far_from_even(only_first, only_second):
     total = only_first + only_second
@@ -185,16 +125,9 @@ def test_kappa():
     assert cohen_kappa(0, 0, 0, 0) is None
 
 
-def test_wilson_is_the_interval_of_single_samples():
-    assert wilson_interval(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
-
-
-def test_very_many_questions_are_drawn_in_blocks_with_the_same_intervals():
-    """Against the normal interval of a ratio of sums, by the delta method."""
+def test_signs_of_very_many_differences_are_drawn_in_blocks():
     rng = np.random.default_rng(0)
-    above, below = rng.exponential(size=20_001), rng.integers(1, 4, 20_001).astype(float)
-    low, high = bootstrap(above[:, None], below[:, None], num_resamples=1000)[0]
-    ratio = above.sum() / below.sum()
-    error = np.std(above - ratio * below) / below.mean() / math.sqrt(len(above))
-    assert (low + high) / 2 == pytest.approx(ratio, abs=0.2 * error)
-    assert high - low == pytest.approx(2 * 1.96 * error, rel=0.08)
+    change = rng.normal(0.008, 1.0, 20_001)
+    error = change.std() / math.sqrt(len(change))
+    expected = math.erfc(abs(change.mean()) / error / math.sqrt(2))  # of a normal mean
+    assert sign_flip(change.tolist()) == pytest.approx(expected, rel=0.2)

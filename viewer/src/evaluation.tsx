@@ -356,7 +356,7 @@ function RowPage(props: { id: string; place: number; index: EvaluationIndex; que
 
 function Change(props: { of: Difference; name: string }) {
   const { of } = props;
-  const sure = of.low > 0 || of.high < 0;
+  const sure = of.low !== null && of.high !== null && (of.low > 0 || of.high < 0);
   return (
     <tr>
       <td>{props.name}</td>
@@ -367,9 +367,7 @@ function Change(props: { of: Difference; name: string }) {
         {of.difference > 0 && "+"}
         {num(of.difference)}
       </td>
-      <td class="muted">
-        [{num(of.low)}, {num(of.high)}]
-      </td>
+      <td class="muted">{of.low !== null && `[${num(of.low)}, ${num(of.high)}]`}</td>
       <td class="right">{num(of.p)}</td>
       <td class="muted">{of.test}</td>
     </tr>

@@ -11,7 +11,7 @@ export function Value(props: { of: Estimate | undefined }) {
   if (of === undefined || of.value === null) return <span class="muted">–</span>;
   return (
     <>
-      {num(of.value)} <span class="muted small">[{num(of.low)}, {num(of.high)}]</span>
+      {num(of.value)} {of.low !== null && <span class="muted small">[{num(of.low)}, {num(of.high)}]</span>}
     </>
   );
 }
@@ -71,7 +71,6 @@ export function Scores(props: { summary: Summary }) {
   const { summary } = props;
   const { overall } = summary;
   const shown = SCORES.filter(([name]) => name in overall.estimates);
-  const success = overall.estimates["success"];
   const failed = Object.entries(overall.failures).map(([kind, count]) => `${kind} ${count}`);
   return (
     <Card title="Scores by group">
@@ -82,7 +81,7 @@ export function Scores(props: { summary: Summary }) {
         cells={(of) => [num(of.num_questions), num(of.num_trajectories), <Value of={of.estimates["success"]} />, of.estimates["success"] && <Interval {...of.estimates["success"]} />, ...shown.map(([name]) => num(of.estimates[name]?.value)), <span class={cx(of.num_failed > 0 && "bad")}>{num(of.num_failed)}</span>]}
       />
       <p class="small muted">
-        95 % intervals over questions ({success?.interval === "wilson" ? "Wilson" : "bootstrap"}).
+        95 % intervals are over questions.
         {Object.keys(summary.groups["dataset"] ?? {}).length > 1 && summary.average !== null && ` The mean of the sets is ${num(summary.average)}.`}
         {overall.num_failed > 0 && ` Failed trajectories (${failed.join(", ")}) are in no score; were all of them wrong, success would be ${num(overall.success_if_failed_wrong)}.`}
         {summary.compat && " EM, F1, contains and math are those of the published code."}

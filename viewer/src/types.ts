@@ -149,7 +149,6 @@ export interface Estimate {
   low: number | null;
   high: number | null;
   num_questions: number;
-  interval: string;
 }
 
 export interface FiguresOf {
@@ -221,8 +220,8 @@ export interface Difference {
   first: number;
   second: number;
   difference: number;
-  low: number;
-  high: number;
+  low: number | null;
+  high: number | null;
   p: number;
   test: string;
 }

@@ -1,0 +1,88 @@
+"""Each command of experiments/, small, from a fresh clone of the last commit: two updates, eight
+questions. Minutes long, so that `make long` runs it: `pytest tests/study.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ("--seeds", "7", "--updates", "2", "--questions", "8")
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("clone") / "agentenv"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(target)], check=True)
+    return target
+
+
+def command(clone: Path, script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return subprocess.run(
+        [sys.executable, f"experiments/{script}.py", *map(str, arguments)],
+        cwd=clone,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def study(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One seed of ARPO, and then of GRPO with groups of 4 beside it, published."""
+    out = tmp_path_factory.mktemp("study")
+    alone = command(clone, "algorithms", "--out", out, *SMALL, "--arms", "arpo")
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    first = (out / "seed-7" / "arpo" / "metrics.jsonl").stat()
+    both = command(clone, "algorithms", "--out", out, *SMALL, "--arms", "arpo", "grpo-4")
+    assert both.returncode == 0, both.stdout + both.stderr
+    assert (out / "seed-7" / "arpo" / "metrics.jsonl").stat() == first  # what is done is kept
+    return out
+
+
+def test_curves_have_a_point_for_each_update(study: Path) -> None:
+    result = json.loads((study / "results.json").read_text())
+    points = result["runs"]["arpo"]["7"]["points"]
+    assert [point["step"] for point in points] == [0, 1, 2]
+    assert {len(point["right"]) for point in points} == {8}
+    assert 0 < points[1]["calls"] < points[2]["calls"]
+    assert len(result["runs"]["grpo-4"]["7"]["points"]) == 1 + 4
+    assert "against the best GRPO" in result["arms"]["arpo"]
+    assert (study / "algorithms.png").stat().st_size > 10_000
+
+
+def test_the_study_is_published(clone: Path, study: Path) -> None:
+    done = command(clone, "algorithms", "--out", study, "--report-only", "--publish")
+    assert done.returncode == 0, done.stdout + done.stderr
+    status = subprocess.check_output(["git", "status", "--porcelain"], cwd=clone, text=True)
+    assert sorted(line[3:] for line in status.splitlines()) == [
+        *("README.md", "docs/experiments.md", "docs/img/algorithms.png")
+    ]
+    assert "(groups of 4)" in (clone / "README.md").read_text(encoding="utf-8")
+
+
+def test_fork_points_are_measured(clone: Path, study: Path) -> None:
+    rows, run = study / "forks.json", study / "seed-7" / "arpo"
+    small = ("--steps", "0", "--questions", "12", "--siblings", "2")
+    grown = command(clone, "forks", "--out", rows, run, *small)
+    assert grown.returncode == 0, grown.stdout + grown.stderr
+    shown = command(clone, "forks", "--out", rows)
+    assert "after 0 updates, 1 runs" in shown.stdout, shown.stdout + shown.stderr
+
+
+def test_the_longer_task_runs(clone: Path, tmp_path: Path) -> None:
+    task = ("--task", "chain", "--arms", "grpo-4")
+    done = command(clone, "algorithms", "--out", tmp_path, *SMALL, *task)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_slow_tools_are_simulated(clone: Path) -> None:
+    done = command(clone, "slow", "--groups", "2", "--repeats", "1")
+    assert done.stdout.count("arpo") == 6, done.stdout + done.stderr
