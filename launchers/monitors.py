@@ -26,7 +26,7 @@ from agentenv.data.files import Row
 from agentenv.disk import write_whole
 from agentenv.errors import ConfigError
 from agentenv.kinds import Kind
-from launchers.exports.redact import Redactor
+from agentenv.redact import Redactor
 from launchers.otel import OtelConfig, OtelMonitor
 from launchers.trackio_runs import TrackioConfig, TrackioMonitor
 from launchers.trajectories import readable

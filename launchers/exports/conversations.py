@@ -20,7 +20,7 @@ from agentenv.archive import KeptTree
 from agentenv.data.files import Row
 from agentenv.tree import Node
 from launchers.evaluation.row import EvalRow
-from launchers.exports.redact import Redactor
+from agentenv.redact import Redactor
 
 Decode = Callable[[Sequence[int]], str]
 

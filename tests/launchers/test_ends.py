@@ -472,8 +472,8 @@ def crashing() -> Callable[..., Coroutine[Any, Any, ToolResult]]:
 @pytest.mark.parametrize(
     ("override", "code"),
     [
-        ("limits.max_crashed_share=0.5", 0),
-        ("limits.max_crashed_share=0.02", 1),
+        ("limits.max_failed_share=0.5", 0),
+        ("limits.max_failed_share=0.02", 1),
         ("limits.strict=true", 1),
     ],
 )
