@@ -32,6 +32,7 @@ from agentenv.tree import CANCELLED
 from agentenv.types import Message, Task
 
 WINDOW = 200  # rollouts among which failures are counted
+LEAST = 20  # of which a share says something
 MAX_TEXT, MAX_ACTION = 600, 300  # characters that are logged
 MAX_TEXTS = 100  # that are told apart; the others are counted together
 NUM_NAMED = 3  # in the error that ends a run
@@ -199,9 +200,10 @@ class Failures:
         return sum(one is not None for one in self._recent)
 
     def check_share(self) -> None:
-        """At the end of what had fewer than WINDOW rollouts: raises TooManyFailuresError where too
-        large a share of these failed."""
-        if self._num_recent > self._max_share * len(self._recent):
+        """At the end of what had fewer than WINDOW rollouts, though LEAST: raises
+        TooManyFailuresError where too large a share of these failed."""
+        num = len(self._recent)
+        if num >= LEAST and self._num_recent > self._max_share * num:
             raise self._too_many("too many", "")
 
     def _too_many(self, what: str, of: str) -> TooManyFailuresError:

@@ -21,11 +21,11 @@ import msgspec
 from agentenv.archive import ARCHIVE, Step, read_step, steps_of
 from agentenv.disk import naming
 from agentenv.errors import ConfigError, DataError
+from agentenv.redact import Redactor
 from launchers.evaluation.store import CONFIG_FILE as EVALUATION_FILE
 from launchers.evaluation.store import ROWS_FILE, load_rows, load_saved
 from launchers.exports import atif
 from launchers.exports.conversations import Decode, Question, of_row, of_tree, redacted
-from agentenv.redact import Redactor
 from launchers.rundir import CONFIG_FILE, find_checkpoint
 from launchers.terminal import View, to_its_end
 

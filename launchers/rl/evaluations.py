@@ -34,7 +34,7 @@ from agentenv.types import Task
 from launchers.config import EvalConfig, TrainConfig
 from launchers.evaluation.config import EvaluateConfig, resolve_sets
 from launchers.evaluation.row import FAILED, EvalRow, Wanted
-from launchers.evaluation.run import ask_into, broken, row_of
+from launchers.evaluation.run import Progress, ask_into, broken, row_of
 from launchers.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from launchers.evaluation.subject import evaluation_of
 from launchers.rl.parts import Parts
@@ -42,6 +42,7 @@ from launchers.rl.recorder import EVALUATIONS, PhaseClock, Recorder
 from launchers.rl.report import PHASES
 from launchers.rl.state import BriefReport, Evaluating, RunSaver, RunState, brief_report
 from launchers.rundir import REMOVED, RunDirectory
+from launchers.terminal import Pulse, View
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Evaluator:
         self._beside: asyncio.Task[None] | None = None
         self._folder = run.path / EVALUATIONS
         self._weights = run.path / "evaluating"
-        self._evaluations = Evaluations(config, run.path, parts.eval_tasks)
+        self._evaluations = Evaluations(config, run.path, parts.eval_tasks, recorder.view)
         self.timeout_s = config.eval.timeout_s
 
     def set(self, config: EvalConfig) -> None:
@@ -274,17 +275,22 @@ def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False
         return
     causes = Counter(errors).most_common(NUM_NAMED)
     named = "; ".join(f"{count} x {text}" for text, count in causes)
+    number = f"all {len(rows)}" if len(errors) == len(rows) else f"{len(errors)} of {len(rows)}"
     raise broken(errors)(
-        f"{len(errors)} of {len(rows)} trajectories of the evaluation of eval.sets.{name} failed"
+        f"{number} trajectories of the evaluation of eval.sets.{name} failed"
         f"{f' before training, {MAX_FAILED:.0%} or more' if is_before else ''}: {named}; mend it "
         "and go on with --resume, which asks them again"
     )
 
 
 class Evaluations:
-    """Begins the evaluations of the run in the folder `run`."""
+    """Begins the evaluations of the run in the folder `run`, and says to `view` how far they
+    are."""
 
-    def __init__(self, config: TrainConfig, run: Path, tasks: Mapping[str, Sequence[Task]]) -> None:
+    def __init__(
+        self, config: TrainConfig, run: Path, tasks: Mapping[str, Sequence[Task]], view: View
+    ) -> None:
+        self._view = view
         self._config, self._run, self._tasks = config, run, tasks
         self.concurrency = config.eval.concurrency  # of those that begin from now on
 
@@ -344,7 +350,12 @@ class Evaluations:
         samples = range(own.num_samples)
         wanted = [Wanted(name, task, sample) for task in self._tasks[name] for sample in samples]
         missing, many = store.missing(wanted), self.concurrency
-        await ask_into(store, missing, {name: asking}, make_row, concurrency=many)
+        pulse = Pulse(self._view, f"evaluation of {name}", len(missing))
+        progress = Progress(pulse.look, actor.engine)
+        try:
+            await ask_into(store, missing, {name: asking}, make_row, progress.add, concurrency=many)
+        finally:
+            progress.close()
         return [store.rows[one.key] for one in wanted]
 
     def _configuration(self, names: Sequence[str]) -> EvaluateConfig:
