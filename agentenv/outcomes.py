@@ -63,12 +63,12 @@ def check_observation(messages: Sequence[Message], protocol: Protocol) -> None:
 
 
 def _refusal(role: str, protocol: Protocol) -> str:
-    found = f"the environment answered with a message of the role {role!r}"
     if protocol == "native":
-        return f"{found}; an observation holds tool results or user messages"
+        return f"an observation holds tool results or user messages, not {role!r}"
     return (
-        f"{found}; the tag protocol renders tool results only: let a tool of the policy return "
-        'that text, as a Message("tool", ..) (docs/environments.md, "A simulated user")'
+        f"the tag protocol renders tool results only, the env sent {role!r}: let a tool of the "
+        'policy return that text, as a Message("tool", ..) (docs/environments.md, "A simulated '
+        'user")'
     )
 
 
