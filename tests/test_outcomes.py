@@ -143,7 +143,9 @@ async def test_an_env_that_only_runs_tools_is_not_probed() -> None:
 
 def test_native_observations_hold_results_and_users() -> None:
     check_observation([Message("tool", "7"), Message("user", "red")], "native")
-    with pytest.raises(CrashError, match="an observation holds tool results or user messages, not 'system'"):
+    with pytest.raises(
+        CrashError, match="an observation holds tool results or user messages, not 'system'"
+    ):
         check_observation([Message("system", "7")], "native")
 
 

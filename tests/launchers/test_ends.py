@@ -517,7 +517,13 @@ def test_a_failure_that_repeats_is_shown_and_ends_a_run_above_its_share(
     assert train.main([*given, f"limits.max_failed_share={share}"]) == code
     run, (out, err) = warehouse.parent / "runs" / f"locked-{share:g}", capsys.readouterr()
     first, *_, last = [line for line in err.splitlines() if "shelf 7 is locked" in line]
-    for text in ("task ", "EnvError: shelf 7", "test_ends.py, line ", "the last action: ", '"item"'):
+    for text in (
+        "task ",
+        "EnvError: shelf 7",
+        "test_ends.py, line ",
+        "the last action: ",
+        '"item"',
+    ):
         assert text in first
     log = (run / "run.log").read_text()
     assert log.count("its rollout fails") == 1
