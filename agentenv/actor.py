@@ -36,7 +36,6 @@ from msgspec.structs import replace
 
 from agentenv.backoff import backoff_s
 from agentenv.branch import Branch, OpenEnvs
-from agentenv.crashes import Crashes
 from agentenv.deadline import Alarm, Deadline, Work, WorkClock, waiting, working
 from agentenv.engine import Engine
 from agentenv.env import Env, StepResult
@@ -54,10 +53,11 @@ from agentenv.errors import (
     OutageError,
     WorkerError,
 )
+from agentenv.failures import Failures, failure_of, kind_of
 from agentenv.journal import Recorded, TreeRecord
 from agentenv.plan import RolloutPlan
 from agentenv.renderer import Renderer
-from agentenv.tree import CANCELLED, Node, Prefix, TrajectoryTree, packed_ids
+from agentenv.tree import Node, Prefix, TrajectoryTree, packed_ids
 from agentenv.types import (
     TIMES,
     Chunk,
@@ -457,7 +457,7 @@ class Rollout:
         branch.num_turns = len(path)
         assert branch.env is not None
         if path and branch.env.fork_mode == "none":
-            raise EnvError("its env, which has no copies, ended with an earlier process")
+            raise OutageError("its env, which has no copies, ended with an earlier process")
         await self._lead(branch, there=messages == self.prompt_messages)
         may_ask = bool(path) and branch.cursor.num_forks is None
         branch.may_fork = may_ask and self._has_room_to_fork(branch)
@@ -531,7 +531,7 @@ class Rollout:
             assert branch.pending is not None
             assert branch.pending.end is not None
             self._complete(branch.pending, branch)
-            self.actor.crashes.add(None, self.tree.task.id)
+            self.actor.failures.add(None)
             self._end(branch.pending)
         finally:
             branch.clock.now("its environment to close")
@@ -568,6 +568,7 @@ class Rollout:
         while True:
             completion = await self._sample(branch)
             action = renderer.parse(completion, branch.tools, branch.prefix_ids)
+            branch.action = action
             node = branch.add_action(self.tree, completion)
             if branch.holding:
                 with waiting("the copies of its environment that its forks take"):
@@ -744,12 +745,9 @@ class Rollout:
     def _fail(self, branch: Branch, error: AgentEnvError) -> None:
         """Record the failure; its place in the group goes to a fresh root while retries last."""
         leaf = branch.leaf(self.tree, "failed")
-        kind = CANCELLED if isinstance(error, GivenUpError) else type(error).__name__
-        if isinstance(error, GraderError):  # of whatever kind: the episode can be graded again
-            kind = GraderError.__name__
-        leaf.error = f"{kind}: {error}"
+        leaf.error = f"{kind_of(error)}: {error}"
         self._complete(leaf, branch)
-        self.actor.crashes.add(error, self.tree.task.id)
+        self.actor.failures.add(failure_of(error, self.tree.task, branch.action), error)
         if self._is_over or self.tree.num_retries >= self.limits.max_failures:
             self._end(leaf)
             return
@@ -815,7 +813,7 @@ class Actor:
         self.probes = ProbeWaits()
         self.rollouts: set[Rollout] = set()  # that go on
         self.held: asyncio.Event | None = None  # set, when turns that are held back go on
-        self.crashes = Crashes(limits.max_crashed_share, strict=limits.strict)
+        self.failures = Failures(limits.max_failed_share, strict=limits.strict)
         self._draws = Random()  # one for all turns, since making it costs as much as its draw
 
     async def rollout(
@@ -844,8 +842,8 @@ class Actor:
         `max_failures` takes the place of that of the limits.
 
         Raises EngineDeadError when no engine is left, DataError for a prompt that is too long,
-        ConfigError for what no retry mends, and TooManyCrashesError for bugs of users' code; every
-        other failure is a failed leaf.
+        ConfigError for what no retry mends, and TooManyFailuresError as `limits` say; every other
+        failure is a failed leaf.
         """
         limits = self.limits
         if max_failures is not None:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from agentenv.crashes import guarded
 from agentenv.deadline import Deadline, WorkClock, uncancelled
 from agentenv.env import Env, StepResult
-from agentenv.errors import AgentEnvError, CrashError, EnvError, InfraError
+from agentenv.errors import AgentEnvError, EnvError, InfraError
+from agentenv.outcomes import check_finish, check_reset, check_step
 from agentenv.renderer import ToolSchemas
 from agentenv.tree import End, Node, Prefix, TrajectoryTree, packed_ids
 from agentenv.types import Completion, Info, Limit, Limits, Message
@@ -34,6 +35,7 @@ class Branch:
         self.env: Env | None = None
         self.is_open = False  # it has its env and its prompt
         self.actions: list[Message] | None = []
+        self.action: Message | None = None  # that the policy took last
         self.tools: ToolSchemas = ()
         self.prefix_ids = Prefix()
         self.num_prompt_tokens = 0
@@ -48,6 +50,7 @@ class Branch:
         inside `outer`."""
         other = Branch(name, self.cursor, WorkClock(self.clock(), outer))
         other.actions = None if self.actions is None else list(self.actions)
+        other.action = self.action
         other.tools = self.tools
         other.prefix_ids = self.prefix_ids
         other.num_prompt_tokens = self.num_prompt_tokens
@@ -140,46 +143,6 @@ class Branch:
         if self.num_response_tokens + len(observation_ids) >= limits.max_response_tokens:
             return Limit.RESPONSE_TOKENS
         return Limit.TURNS if self.num_turns >= limits.max_turns else None
-
-
-def _is_message(one: object) -> bool:
-    return isinstance(one, Message)
-
-
-def check_reset(result: tuple[list[Message], Info]) -> tuple[list[Message], Info]:
-    """What an env's `reset` gave. Raises CrashError if it is something else than it should be."""
-    try:
-        messages, info = result
-        if isinstance(info, dict) and all(map(_is_message, messages)):
-            return list(messages), info
-    except (TypeError, ValueError):
-        pass
-    raise CrashError(f"the environment's reset gave no (messages, info) but {repr(result)[:200]}")
-
-
-def check_finish(result: tuple[float, Info]) -> tuple[float, Info]:
-    """What an env's `finish` gave. Raises CrashError if it is something else than it should be."""
-    try:
-        reward, info = result
-        if isinstance(info, dict):
-            return float(reward), info
-    except (TypeError, ValueError):
-        pass
-    raise CrashError(f"the environment's finish gave no (reward, info) but {repr(result)[:200]}")
-
-
-def check_step(result: StepResult) -> StepResult:
-    """What an env's `step` gave. Raises CrashError if it is something else than it should be."""
-    try:
-        messages, reward, terminated, truncated, info = result
-        if all(isinstance(one, Message) for one in messages) and isinstance(info, dict):
-            return messages, float(reward), bool(terminated), bool(truncated), info
-    except (TypeError, ValueError):
-        pass
-    raise CrashError(
-        "the environment's step gave no (messages, reward, terminated, truncated, info) but "
-        f"{repr(result)[:200]}"
-    )
 
 
 class OpenEnvs:

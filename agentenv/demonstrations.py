@@ -33,6 +33,7 @@ from agentenv.errors import (
     InfraError,
     OutageError,
 )
+from agentenv.outcomes import check_observation, check_reset, check_step
 from agentenv.tags import tag_calls
 from agentenv.types import Message, Task
 
@@ -58,8 +59,8 @@ def demonstrate(
     `turn` writes the next turn of the policy in the tag protocol, from the task and the texts of
     all results so far; a turn without a call ends the episode. Not to be called where an event
     loop runs; `run.setup` is called in a thread. An episode that fails is played again, as in a
-    run. Raises DataError for one that does not end, what the environment raises for a bug, and for
-    what is down for longer than is waited for.
+    run. Raises DataError for one that does not end, CrashError for what a rollout refuses too, and
+    what the environment raises for a bug and for an outage that lasts.
     """
     reader = RowReader(RowsConfig(), "demonstrated")
     read = [
@@ -99,17 +100,19 @@ async def _demonstration(
 ) -> dict[str, Any]:
     env = make(task)
     try:
-        messages, info = await env.reset(seed=seed)
+        messages, info = check_reset(await env.reset(seed=seed))
         shown, results = list(messages), list[str]()
         for _ in range(MAX_TURNS):
             text = turn(task, results)
             action = Message("assistant", text, tag_calls(text, info.get("tools", ())))
             shown.append(Message("assistant", text))
-            found, reward, terminated, truncated, told = await env.step(action)
+            outcome = check_step(await env.step(action))
+            found, reward, terminated, truncated, told = outcome
             shown += found
             results += [message.content for message in found]
             if terminated or truncated:
                 break
+            check_observation(found, "tags")
         else:
             raise DataError(
                 f"task {task.id}: the demonstration has not ended after {MAX_TURNS} turns; a turn "

@@ -8,7 +8,7 @@
     +-- EnvError       an environment could not go on; the leaf is marked failed
     |   +-- OutageError   what it needs was gone for longer than is waited for
     |   +-- CrashError    a tool, an environment or a grader has a bug; see agentenv/crashes.py
-    +-- TooManyCrashesError   so many rollouts crashed that the run ends
+    +-- TooManyFailuresError   so many rollouts failed that the run ends
     +-- EngineError    an engine could not generate or load weights
     |   +-- EngineDeadError   no engine is left; the run ends with the reason
     +-- GraderError    a grader could not give a verdict
@@ -77,12 +77,18 @@ class OutageError(EnvError):
 
 
 class CrashError(EnvError):
-    """A tool, an environment or a grader raised what it should not. Taking the step again would
-    meet the bug again, so the trajectory fails at once."""
+    """A tool, an environment or a grader raised or returned what it should not. Taking the step
+    again would meet the bug again, so the trajectory fails at once. `said` is the text without the
+    arguments of the call, equal for calls that meet the same bug; empty: the text is."""
+
+    said = ""
 
 
-class TooManyCrashesError(AgentEnvError):
-    """Too large a share of the rollouts ended in a CrashError; the run ends with the reason."""
+class TooManyFailuresError(AgentEnvError):
+    """Too large a share of the rollouts failed; the run ends with the most frequent reasons.
+    `is_of_engine`: all of them are those of an engine."""
+
+    is_of_engine = False
 
 
 class EngineError(AgentEnvError):

@@ -171,10 +171,13 @@ class _Seen:
             }
         if self._entropy[1]:
             metrics["rollout/entropy"] = self._entropy[0] / self._entropy[1]
+        if num := len(done) + self._kinds.total():
+            metrics["failed/share"] = self._kinds.total() / num
         if not done:
             return metrics
         metrics["reward/mean"] = fmean(reward for reward, _ in done)
-        metrics["reward/success"] = fmean(success for _, success in done)
+        metrics["reward/success"] = success = fmean(success for _, success in done)
+        metrics["reward/success_if_failed_wrong"] = success * (1 - metrics["failed/share"])
         metrics["rollout/response_tokens"] = fmean(self._lengths)
         metrics["rollout/response_tokens_max"] = max(self._lengths)
         metrics["rollout/turns"] = counts["turns"] / len(done)

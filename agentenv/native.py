@@ -22,7 +22,8 @@ from msgspec import Meta, Struct
 
 from agentenv.call_blocks import THOUGHT_CLOSE, after_thoughts
 from agentenv.call_syntax import PARSERS, Parser
-from agentenv.errors import ConfigError, DataError, EnvError
+from agentenv.errors import ConfigError, DataError
+from agentenv.outcomes import check_observation
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TextCodec, ToolSchemas
 from agentenv.types import UNKNOWN_TOOL, Completion, Message, ToolCall
@@ -170,6 +171,7 @@ class NativeRenderer(TextCodec):
     ) -> array[int]:
         """What the template writes after the end of the turn, up to where the next one begins;
         each text keeps its head and tail within max_tokens."""
+        check_observation(messages, "native")
         frames, _ = self._frames_around(messages, tools)
         ids = array("i", self.encode(frames[0]))
         for text, frame in zip(self.texts(messages, tools), frames[1:], strict=True):
@@ -179,6 +181,7 @@ class NativeRenderer(TextCodec):
 
     def texts(self, messages: Sequence[Message], tools: ToolSchemas) -> list[str]:
         """The texts of an observation, as the template quotes them."""
+        check_observation(messages, "native")
         texts = [message.content for message in messages]
         if not self._frames_around(messages, tools)[1]:
             return texts
@@ -336,8 +339,6 @@ class NativeRenderer(TextCodec):
         answers: list[dict[str, Any]] = []
         calls: list[ToolCall] = []
         for number, (role, name) in enumerate(senders):
-            if role not in ("tool", "user"):
-                raise EnvError(f"an observation holds tool results or user messages, not {role!r}")
             answer: dict[str, Any] = {"role": role, "content": _result(number)}
             if name is not None:
                 answer["name"] = name

@@ -99,6 +99,11 @@ DROPPED: dict[str, dict[str, Dropped]] = {
             "waiting for a place counted; a server that gives no token is lost after "
             "engine.pool.first_token_s and engine.pool.silence_s",
         ),
+        "max_crashed_share": Dropped(
+            0.05,
+            "failures of every kind have one bound: use limits.max_failed_share; limits.strict "
+            "ends the run at the first bug",
+        ),
     },
     "PagesConfig": {
         "max_page_chars": Dropped(100_000, f"{_ALWAYS} 100000; search.max_page_chars is smaller"),

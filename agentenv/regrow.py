@@ -89,7 +89,7 @@ async def differences(
         env_timeout_s=FOREVER_S,
         outage_s=0.0,
         max_turn_retries=0,
-        max_crashed_share=1.0,
+        max_failed_share=1.0,
         strict=False,
     )
     actor = Actor(

@@ -22,7 +22,8 @@ from typing import Annotated, Any, Protocol
 from msgspec import Meta, Struct
 
 from agentenv.encoder import Encoder, EncoderLostError, decoder
-from agentenv.errors import ConfigError, EnvError
+from agentenv.errors import ConfigError
+from agentenv.outcomes import check_observation
 from agentenv.prompt import PromptConfig
 from agentenv.tags import TAGS, Shown, check_tags, tagged_call, with_tools
 from agentenv.types import Completion, Message, ToolCall
@@ -264,11 +265,8 @@ class TagRenderer(TextCodec):
             opened, closed = self.encode(RESULT_OPEN), self.encode(RESULT_CLOSE)
             self._frame = array("i", opened), array("i", closed)
         ids = array("i")
+        check_observation(messages, "tags")
         for message in messages:
-            if message.role != "tool":
-                raise EnvError(
-                    f"the tag protocol renders tool results only, the env sent {message.role!r}"
-                )
             ids += self._frame[0]
             ids += self.encode_foreign(message.content, tools, max_tokens)
             ids += self._frame[1]

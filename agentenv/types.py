@@ -86,16 +86,22 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = 3
 
-    max_crashed_share: Annotated[
+    max_failed_share: Annotated[
         float,
         Meta(
             ge=0,
             le=1,
-            description="end the run when more than this part of the last 200 trajectories met a "
-            "bug: anything but an AgentEnvError that their tool, environment or grader raised",
+            description="end the run when more than this part of the last 200 trajectories failed, "
+            "of whatever kind; one whose cause is an outage that was waited for does not count",
         ),
-    ] = 0.05
-    strict: Annotated[bool, Meta(description="end the run at the first such bug")] = False
+    ] = 0.25
+    strict: Annotated[
+        bool,
+        Meta(
+            description="end the run at the first bug: anything but an AgentEnvError that a tool, "
+            "an environment or a grader raises"
+        ),
+    ] = False
 
     @property
     def seconds_of_tree(self) -> float:

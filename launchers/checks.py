@@ -25,11 +25,12 @@ from agentenv.errors import AgentEnvError, ConfigError, DataError
 from agentenv.model_files import check_turn_end, num_positions, read_model_config
 from agentenv.native import NativeConfig, NativeRenderer
 from agentenv.offload import in_thread
+from agentenv.outcomes import Protocol
 from agentenv.renderer import TagRenderer
 from envs.grading.reward import grader_config
 from launchers.assembly import AskingAssembly, Assembly, load_function
 from launchers.config import TABLES, ModelConfig, TrainConfig
-from launchers.data import EnvMaker, check_graders, said, tables_of, try_env
+from launchers.data import EnvMaker, check_graders, said, tables_of, try_env, try_turn
 from launchers.evaluation.config import EvaluateConfig
 from launchers.planning.idle import check_idle
 from launchers.planning.time_outs import check_time_outs
@@ -387,6 +388,15 @@ async def callable_tools(assembly: AskingAssembly[Any]) -> None:
             raise ConfigError(f"{one.env.id}: {error}") from error
 
 
+async def observations(assembly: AskingAssembly[Any]) -> None:
+    """The renderer can write what the environment of each set answers to a turn without a call."""
+    protocol: Protocol = "native" if isinstance(assembly.config.renderer, NativeConfig) else "tags"
+    for maker, sets in await assembly.shared():
+        tasks = {task.env_id: task for own in sets.values() for task in reversed(own)}
+        for task in tasks.values():
+            await try_turn(maker, task, protocol)
+
+
 async def graders(assembly: AskingAssembly[Any]) -> None:
     """Each grader grades the right answers of three rows of each set."""
     if assembly.try_graders:
@@ -448,6 +458,7 @@ CHECKS: tuple[Check, ...] = (
     # the environment of each set begins an episode
     Check("first episodes", "parts", ASKING, part("episodes")),
     Check("callable tools", "parts", ASKING, callable_tools),
+    Check("observations", "parts", ASKING, observations),
     Check("graders", "parts", ASKING, graders),
     # every set has a prompt that fits
     Check("prompts", "parts", ASKING, part("questions")),

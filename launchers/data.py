@@ -6,9 +6,11 @@ anything starts.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import importlib
 import inspect
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,15 +23,19 @@ from agentenv.crashes import at_start, loaded
 from agentenv.data.dataset import PromptFitter, TaskMix, load_mix, load_tasks
 from agentenv.data.rows import RowsConfig
 from agentenv.env import Env
-from agentenv.errors import ConfigError
+from agentenv.errors import ConfigError, CrashError
 from agentenv.kinds import decode_part
 from agentenv.offload import in_thread
+from agentenv.outcomes import Protocol, check_observation, check_reset, check_step
 from agentenv.prompt import PromptConfig, load_instruction
 from agentenv.renderer import Renderer
+from agentenv.tool_env import ToolEnv
 from agentenv.tools import ChosenTool, load_tools
 from agentenv.types import Info, Limits, Message, Task
 from envs.grading.reward import NUM_CHECKED_ROWS, check_grader
 from launchers.config import TABLES, DataConfig, EnvConfig, EnvVariant
+
+logger = logging.getLogger(__name__)
 
 Resolve = Callable[[str], Path]
 Tables = Mapping[str, msgspec.Struct | None]
@@ -210,11 +216,38 @@ async def try_env(make_env: Callable[[Task], Env], task: Task) -> tuple[list[Mes
     async def begun() -> tuple[list[Message], Info]:
         env = make_env(task)
         try:
-            return await env.reset(seed=0)
+            return check_reset(await env.reset(seed=0))
         finally:
             await env.close()
 
     return await at_start(begun(), f"the environment {task.env_id}, begun for task {task.id},")
+
+
+PROBE_S = 10.0  # in which an environment answers the probe, or is not tried
+PROBE = Message("assistant", "Which one?")
+
+
+async def try_turn(make_env: Callable[[Task], Env], task: Task, protocol: Protocol) -> None:
+    """Have an environment whose `step` is its own answer a turn without a call, and refuse, as
+    ConfigError, an answer that rollouts refuse. What it raises may be meant for the policy."""
+    env = make_env(task)
+    if getattr(type(env), "step", None) is ToolEnv.step:  # grades, and answers nothing else
+        return
+    try:
+        async with asyncio.timeout(PROBE_S):
+            await env.reset(seed=0)
+            outcome = await env.step(PROBE)
+    except Exception as error:
+        logger.info("%s: a turn without a call raised %r", task.env_id, error)
+        return
+    finally:
+        await env.close()
+    try:
+        messages, _, terminated, truncated, _ = check_step(outcome)
+        if not terminated and not truncated:
+            check_observation(messages, protocol)
+    except CrashError as error:
+        raise ConfigError(f"{task.env_id}, task {task.id}: {error}") from error
 
 
 async def check_graders(make_env: Callable[[Task], Env], tasks: Iterable[Task]) -> None:

@@ -91,10 +91,12 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
         asked = Asked(arguments.question, tuple(arguments.answer))
         return run_until_done(ask_one(config, subject, asked, view), view)
     out = arguments.out or Path(FOLDER) / _name(config, subject)
-    num_failed = run_until_done(run_evaluation(config, subject, out, view), view)
-    if num_failed:
-        view.say(f"{num_failed} trajectories failed; the same command asks them again")
+    outcome = run_until_done(run_evaluation(config, subject, out, view), view)
+    if outcome.num_failed:
+        view.say(f"{outcome.num_failed} trajectories failed; the same command asks them again")
     write_report(out, view)
+    if outcome.problem is not None:
+        raise outcome.problem
     return 0
 
 

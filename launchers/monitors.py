@@ -15,9 +15,14 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from configparser import ConfigParser
+from configparser import Error as ConfigParserError
+from contextlib import suppress
 from functools import partial
+from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
+from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct, field
 
@@ -26,7 +31,7 @@ from agentenv.data.files import Row
 from agentenv.disk import write_whole
 from agentenv.errors import ConfigError
 from agentenv.kinds import Kind
-from launchers.exports.redact import Redactor
+from agentenv.redact import Redactor
 from launchers.otel import OtelConfig, OtelMonitor
 from launchers.trackio_runs import TrackioConfig, TrackioMonitor
 from launchers.trajectories import readable
@@ -75,11 +80,53 @@ def figures(row: Row) -> dict[str, float]:
     }
 
 
-API_KEY = "WANDB_API_KEY"
+API_KEY, MODE = "WANDB_API_KEY", "WANDB_MODE"
+KEY_FILES = ("WANDB_API_KEY_FILE", "WANDB_IDENTITY_TOKEN_FILE")  # variables that name a file
+MODES = {"run": "online", "dryrun": "offline"}  # earlier names
+
+
+def wandb_mode(chosen: str) -> str:
+    """Of WANDB_MODE where that is set, else the one that the configuration chose."""
+    named = os.environ.get(MODE, "").strip().lower() or chosen
+    mode = MODES.get(named, named)
+    if mode not in ("online", "offline", "disabled"):
+        raise ConfigError(f"{MODE} = {named!r}: expected online, offline or disabled")
+    return mode
+
+
+def is_logged_in() -> bool:
+    """Whether Weights & Biases finds a key: in the environment, or where `wandb login` puts it."""
+    if any(os.environ.get(name) for name in (API_KEY, *KEY_FILES)):
+        return True
+    host = urlsplit(_wandb_url()).netloc
+    paths = [Path(os.environ["NETRC"])] if os.environ.get("NETRC") else []
+    paths += [Path.home() / name for name in (".netrc", "_netrc")]
+    path = next((one.expanduser() for one in paths if one.expanduser().is_file()), None)
+    if path is None:
+        return False
+    try:
+        found = netrc(path).authenticators(host)
+    except (NetrcParseError, OSError) as error:
+        raise ConfigError(
+            f"monitor.wandb: {path} cannot be read: {error}; set {API_KEY}"
+        ) from error
+    return found is not None and bool(found[2])
+
+
+def _wandb_url() -> str:
+    """The server: of the environment, or of the last `wandb login --host`."""
+    if url := os.environ.get("WANDB_BASE_URL"):
+        return url
+    folder = os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb"
+    parser = ConfigParser(interpolation=None)
+    with suppress(ConfigParserError, OSError, UnicodeDecodeError):
+        parser.read(Path(folder).expanduser() / "settings")
+    return parser.get("default", "base_url", fallback="https://api.wandb.ai")
 
 
 class WandbConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Weights & Biases. Its key comes from the environment (WANDB_API_KEY), never from a file."""
+    """Weights & Biases. Its key comes from the environment (WANDB_API_KEY) or from `wandb login`,
+    never from the configuration; WANDB_MODE comes before `mode`."""
 
     project: Annotated[str, Meta(description="project of the run", extra=ESSENTIAL)] = "agentenv"
     name: Annotated[str, Meta(description="name shown; empty: that of the run")] = ""
@@ -88,14 +135,18 @@ class WandbConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     tags: Annotated[list[str], Meta(description="tags of the run")] = field(default_factory=list)
     mode: Annotated[
         Literal["online", "offline"],
-        Meta(description="offline: written to the run's folder, for `wandb sync` later"),
+        Meta(
+            description="offline: written to the run's folder, for `wandb sync` later; the "
+            "environment variable WANDB_MODE comes before it"
+        ),
     ] = "online"
 
     def __post_init__(self) -> None:
-        if self.mode == "online" and not os.environ.get(API_KEY):
+        if wandb_mode(self.mode) == "online" and not is_logged_in():
             raise ConfigError(
-                f"monitor.wandb: the environment variable {API_KEY} is not set; set it, or write "
-                'to the run\'s folder with monitor.wandb.mode = "offline"'
+                f"monitor.wandb: the environment variable {API_KEY} is not set, and no netrc file "
+                f"has a key for {urlsplit(_wandb_url()).netloc}; set it or run `wandb login`, or "
+                'write to the run\'s folder with monitor.wandb.mode = "offline"'
             )
 
 
@@ -255,17 +306,17 @@ class WandbMonitor:
         if self._there is None:
             import wandb
 
-            config = self._config
+            config, mode = self._config, wandb_mode(self._config.mode)
             self._there = wandb.init(
                 project=config.project,
                 name=config.name or self._run.name,
                 entity=config.entity or None,
                 group=config.group or None,
                 tags=config.tags,
-                mode=config.mode,
+                mode=mode,
                 dir=str(self._run),
                 id=self._id,
-                resume="allow" if config.mode == "online" else None,
+                resume="allow" if mode == "online" else None,
                 config=self._settings,
                 settings=wandb.Settings(
                     silent=True, console="off", init_timeout=INIT_TIMEOUT_S, x_disable_stats=True

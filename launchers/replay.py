@@ -94,12 +94,15 @@ def replay(arguments: argparse.Namespace, view: View) -> int:
         there = [asked_for(arguments.run, arguments.step, arguments.tree)]
     steps = [step for step in there if arguments.tree in (None, *_taken(step))]
     num_trees = num_different = 0
-    for step in steps:
+    view.begin("replay", len(steps))
+    for number, step in enumerate(steps):
+        view.advance(number, "steps")
         entries = [e for e in step.entries if arguments.tree in (None, e.tree)]
         found, notes = Replay(step, config).compare(entries, with_loss=arguments.tree is None)
         _tell(view, f"step {step.header.step}", found, notes)
         num_trees += len(entries)
         num_different += len(found)
+    view.end()
     if arguments.step is None:
         count, found, notes = untaken(arguments.run, config, there, arguments.tree)
         _tell(view, "journal", found, notes)

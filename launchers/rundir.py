@@ -47,7 +47,6 @@ from agentenv.disk import (
     append_whole,
     explain,
     make_folder,
-    naming,
     replace_folder,
     sync,
     write_whole,

@@ -157,7 +157,8 @@ class Saver:
             await self.save(at_end=True)
             await within(self.config.finish_s, "what it remembers", self.amend())
         except OSError as error:
-            await self._fail(f"{error.filename or self.checkpoints.folder}: {explain(error, DIR_KEY)}")
+            place = error.filename or self.checkpoints.folder
+            await self._fail(f"{place}: {explain(error, DIR_KEY)}")
         except AgentEnvError as error:
             await self._fail(str(error).splitlines()[0])
         except Exception as error:  # what ends the run stays its reason

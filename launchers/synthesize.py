@@ -39,6 +39,7 @@ from launchers.evaluation.subject import (
 )
 from launchers.help import Parser
 from launchers.planning.machine import add_dry_run, check_arguments
+from launchers.rundir import LOG_FILE
 from launchers.synthesis.config import SynthesisConfig, SynthesisPlan, make_plan, set_name
 from launchers.synthesis.output import (
     TRAJECTORIES,
@@ -126,6 +127,7 @@ async def synthesize(plan: SynthesisPlan, subject: Subject, out: Path, view: Vie
         claim(out, plan)
         store = Store(out / TRAJECTORIES, saved_of(plan.evaluation, subject, endpoint))
         stack.callback(store.close)
+        view.log_to(out / LOG_FILE)
         sampling = SynthesisSampling(plan, assembly, sets, store, tools, view)
         questions = await sampling.run(pairs)
         config = plan.config

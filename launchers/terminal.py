@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -118,6 +119,29 @@ class _Stream:
                 os.close(nowhere)
 
 
+PLAIN_S = 10.0  # between two lines of how far a command is, where no bar shows it
+
+
+class Pulse:
+    """Says how far something is in plain lines, for a file or a log: at most one in PLAIN_S
+    seconds, and none while other lines come."""
+
+    def __init__(self, view: View, title: str, total: int, done: int = 0) -> None:
+        self._view, self._title, self._total, self._first = view, title, total, done
+        self._began_s = view.said_s = time.monotonic()
+
+    def look(self, done: int, note: str = "") -> None:
+        """Say it if it is time to; `done` of the total are."""
+        now_s = time.monotonic()
+        if now_s - self._view.said_s < PLAIN_S:
+            return
+        seconds, left = now_s - self._began_s, ""
+        if done > self._first and self._total > done:
+            left = f", about {seconds / (done - self._first) * (self._total - done):.0f} s left"
+        parts = [f"{self._title}: {done} of {self._total}", *filter(None, [note])]
+        self._view.say(f"{', '.join(parts)}; {seconds:.0f} s so far{left}")
+
+
 class View:
     """Console and log file of a run. Everything said goes to both; where there is a log file, a
     terminal that is gone, or a full disk behind it, is no reason to end."""
@@ -130,6 +154,8 @@ class View:
         self._progress: Progress | None = None
         self._bar: TaskID | None = None
         self._live: Live | None = None
+        self._pulse: Pulse | None = None
+        self.said_s = 0.0  # when a line was said last, of time.monotonic
         self._logger = logging.getLogger("run")
         self._logger.addHandler(logging.NullHandler())  # else what fails early is told twice
         self._handlers: list[logging.Handler] = []
@@ -157,6 +183,7 @@ class View:
         self._logger.setLevel(logging.INFO)
 
     def say(self, text: str) -> None:
+        self.said_s = time.monotonic()
         self._logger.info(text)
         self.console.print(escape(text), soft_wrap=True)
 
@@ -179,9 +206,11 @@ class View:
         self.console.print(table)
 
     def begin(self, title: str, total: int, done: int = 0) -> None:
-        """Start a progress bar; in a terminal only."""
+        """Start a progress bar; where there is no terminal, lines at intervals say how far it
+        is."""
         self.end()
         if not self.console.is_terminal:
+            self._pulse = Pulse(self, title, total, done)
             return
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
@@ -199,6 +228,8 @@ class View:
     def advance(self, done: int, note: str = "") -> None:
         if self._progress is not None and self._bar is not None:
             self._progress.update(self._bar, completed=done, note=note)
+        elif self._pulse is not None:
+            self._pulse.look(done, note)
 
     def figures(self, rows: Sequence[tuple[str, str]]) -> None:
         """What stands below the bar: a title and figures a line. Nothing outside a terminal."""
@@ -218,7 +249,7 @@ class View:
     def end(self) -> None:
         if self._live is not None:
             self._live.stop()
-        self._live = self._progress = self._bar = None
+        self._live = self._progress = self._bar = self._pulse = None
 
     def close(self) -> None:
         self.end()

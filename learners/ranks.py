@@ -16,13 +16,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import logging
 import os
 import secrets
 import signal
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any, BinaryIO, Literal, Protocol
 
 import msgspec
@@ -33,11 +36,13 @@ from msgspec.structs import asdict, replace
 import learners
 from agentenv.deadline import uncancelled
 from agentenv.engines.weights import Address, Bucket, Group, Wire
-from agentenv.errors import ConfigError, LearnerError
+from agentenv.errors import SHOWN, ConfigError, LearnerError
 from agentenv.offload import in_thread, kill, start_process
 from learners.algorithm import Algorithm
 from learners.batch import EncodedTree
 from learners.learner import Agreement, LearnerConfig, OptimizerConfig, Score
+
+logger = logging.getLogger(__name__)
 
 ADDRESS_VARIABLE = "AGENTENV_LEARNER_ADDRESS"  # host:port of the controller
 TOKEN_VARIABLE = "AGENTENV_LEARNER_TOKEN"
@@ -453,6 +458,11 @@ def how(code: int) -> str:
 
 SETTLE_S = 3.0  # for the other ranks to answer when one has failed
 STACK_S = 0.3  # for a rank to write its stack
+SILENT = 10  # times as long as usual, after which it is said who is waited for
+AGAIN = 4  # said again when the wait has become so many times longer
+LEAST_SILENT_S = 10.0  # of commands that take less than a second
+FIRST_S = 30.0  # taken for usual of a command that has never been answered
+NUM_USUAL = 20  # answers of which the median is usual
 LOST = (OSError, EOFError)  # IncompleteReadError is an EOFError
 
 
@@ -500,6 +510,7 @@ class RankGroup:
         self._lock = asyncio.Lock()
         self._links: list[RankLink] = []
         self._processes: list[asyncio.subprocess.Process] = []
+        self._seconds: dict[str, deque[float]] = {}  # of the last answers, by command
 
     @property
     def pids(self) -> list[int]:
@@ -700,27 +711,60 @@ class RankGroup:
     async def _settle(
         self, tasks: list[asyncio.Task[Any]], timeout_s: float, name: str
     ) -> LearnerError | None:
-        """Wait for the answers; on trouble end the ranks, unless all of them refused."""
+        """Wait for the answers; on trouble end the ranks, unless all of them refused. Says who is
+        waited for when it takes far longer than usual."""
         pending: set[asyncio.Task[Any]] = set(tasks)
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        clock = asyncio.get_running_loop().time
+        began_s, silent_s = clock(), self._silent_s(name)
+        deadline = began_s + timeout_s
         failed: list[int] = []
         while pending and not any(_is_lost(task) for task in tasks):
-            left = deadline - asyncio.get_running_loop().time()
+            left = min(deadline, began_s + silent_s) - clock()
             done, pending = await asyncio.wait(
                 pending, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
             )
+            if not done and clock() < deadline:
+                self._tell_silence(tasks, name, clock() - began_s, timeout_s)
+                silent_s *= AGAIN
+                continue
             failed += [n for n, task in enumerate(tasks) if task in done and _is_failed(task)]
             if failed:
                 deadline = min(deadline, asyncio.get_running_loop().time() + SETTLE_S)
             if not done:
                 break
         if not pending and not failed and not any(_is_lost(task) for task in tasks):
+            seconds = self._seconds.setdefault(name, deque(maxlen=NUM_USUAL))
+            seconds.append(clock() - began_s)
             return None
         if len(failed) == len(tasks):
             return self._refusal(failed[0], tasks[failed[0]].result())
         problem = await self._diagnose(tasks, failed, timeout_s, name)
         await self.close()
         return problem
+
+    def _usual_s(self, name: str) -> float | None:
+        """How long the command takes, in seconds; None: it was never answered."""
+        seconds = self._seconds.get(name)
+        return median(seconds) if seconds else None
+
+    def _silent_s(self, name: str) -> float:
+        """How long the command may take before that is said."""
+        usual_s = self._usual_s(name)
+        return max(LEAST_SILENT_S, SILENT * (FIRST_S if usual_s is None else usual_s))
+
+    def _tell_silence(
+        self, tasks: list[asyncio.Task[Any]], name: str, seconds: float, timeout_s: float
+    ) -> None:
+        usual_s = self._usual_s(name)
+        usual = "" if usual_s is None else f", which usually takes {usual_s:.3g} s"
+        silent = [link for link, task in zip(self._links, tasks, strict=True) if not task.done()]
+        states = ", ".join(f"rank {link.rank} ({link.state()})" for link in silent)
+        logger.warning(
+            "the learner has been silent for %.0f s in %s%s: waiting for %s; after %.0f s "
+            "(learner.command_timeout_s) the run ends",
+            *(seconds, name, usual, states, timeout_s),
+            extra=SHOWN,
+        )
 
     async def _diagnose(
         self, tasks: list[asyncio.Task[Any]], failed: list[int], timeout_s: float, name: str

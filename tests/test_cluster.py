@@ -29,7 +29,7 @@ from agentenv.cluster.suspects import NUM_LOSSES, NUM_TRIALS
 from agentenv.cluster.worker import RolloutWorker
 from agentenv.cluster.workers import Left, RolloutWorkers
 from agentenv.deadline import WorkClock, waiting, working
-from agentenv.errors import DataError, EngineDeadError, TooManyCrashesError, WorkerError
+from agentenv.errors import DataError, EngineDeadError, TooManyFailuresError, WorkerError
 from agentenv.journal import Journal, JournalConfig
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, Task
@@ -192,7 +192,7 @@ def test_crashes_of_all_workers_are_counted_together(caplog: pytest.LogCaptureFi
     buggy = Task("buggy", "toy", "q", ("a",))
 
     def make() -> Actor:
-        actor = make_actor(limits=Limits(max_failures=0, max_crashed_share=0.05))
+        actor = make_actor(limits=Limits(max_failures=0, max_failed_share=0.05))
         fine = actor.make_env
 
         def make_env(task: Task) -> Any:
@@ -208,7 +208,7 @@ def test_crashes_of_all_workers_are_counted_together(caplog: pytest.LogCaptureFi
         for index in range(2):
             await cluster.rollout(index)
             await cluster.rollout(10 + index, buggy)
-        with pytest.raises(TooManyCrashesError, match=r"11 of the last 19 .* KeyError"):
+        with pytest.raises(TooManyFailuresError, match=r"11 of the last 19 .* KeyError"):
             await cluster.rollout(12, buggy)
         await cluster.close()
 

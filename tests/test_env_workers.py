@@ -331,7 +331,7 @@ def test_bugs_here_fail_a_rollout_and_not_the_run() -> None:
         actor.make_env = lambda task: Buggy(CountingEnv(task))
         task = Task("t", "e", question, ())
         tree = run_virtual(actor.rollout(task, AlwaysFork(group_size=1), index=0))
-        assert actor.crashes.num == 1
+        assert actor.failures.num == 1
         assert not list(tree.trajectories())
 
 

@@ -170,7 +170,7 @@ class WordyEnv(ShoutingEnv):
         (EndlessEnv, "the last action does not end the episode"),
         (EagerEnv, "action 0 already ends the episode"),
         (LeakyEnv, "asyncio tasks left"),
-        (WordyEnv, "not a list"),
+        (WordyEnv, "the environment's step gave no .* but"),
     ],
 )
 async def test_the_kit_finds_envs_that_do_not_conform(

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from traceback import format_exception
 
-from agentenv.branch import check_finish, check_reset, check_step
 from agentenv.cluster.env_messages import (
     Awaits,
     Begin,
@@ -33,6 +32,7 @@ from agentenv.crashes import guarded
 from agentenv.deadline import Deadline, ToldClock, working
 from agentenv.env import Env, shared_stats
 from agentenv.errors import AgentEnvError, CrashError, EnvError
+from agentenv.outcomes import check_finish, check_reset, check_step
 from agentenv.types import Task
 
 LAST_S = 10.0  # in which environments close when the host is gone

@@ -41,6 +41,7 @@ from msgspec import Struct
 from agentenv import errors
 from agentenv.actor import BranchNow
 from agentenv.errors import AgentEnvError
+from agentenv.failures import Failure
 from agentenv.foreign import packed
 from agentenv.types import Chunk, Completion, Limits, SamplingParams, Task
 
@@ -279,11 +280,9 @@ class Looked(Struct, array_like=True, frozen=True, tag=11):
 
 
 class Ended(Struct, array_like=True, frozen=True, tag=12):
-    """A rollout of this task has ended; `crash` says by which bug of a tool, an environment or a
-    grader, None: by none."""
+    """A rollout has ended, with a failure or without."""
 
-    task_id: str
-    crash: str | None
+    failure: Failure | None
 
 
 Answer = Told | Lost | Sample | Quit | Alive | Say | Seek | Heard | Leave | Leaving | Looked | Ended

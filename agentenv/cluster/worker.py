@@ -32,8 +32,7 @@ from agentenv.cluster.messages import (
     pack,
     read_asked,
 )
-from agentenv.crashes import Crashes
-from agentenv.errors import CrashError
+from agentenv.failures import MAX_TEXTS, Failure, Failures
 from agentenv.frames import framed
 from agentenv.journal import Frame, TreeRecord, unpack_recorded
 from agentenv.plan import RolloutPlan
@@ -61,22 +60,25 @@ class Frames:
         """Returns at once: it is the controller that waits until a tree is on the disk."""
 
 
-class ToldCrashes(Crashes):
+class ToldFailures(Failures):
     """Those of a worker, which its controller counts with those of the others. The traceback of the
-    first one is in the worker's log."""
+    first one of each cause is in the worker's log."""
 
     def __init__(self, link: Link) -> None:
         super().__init__(1.0, strict=False)
         self._link = link
+        self._traced: set[str] = set()
 
-    def add(self, error: BaseException | None, task_id: str) -> None:
+    def add(
+        self, failure: Failure | None, error: BaseException | None = None, who: str = ""
+    ) -> None:
         """A rollout has ended, with a failure or without."""
-        crash = str(error) if isinstance(error, CrashError) else None
-        if crash is not None:
+        if failure is not None:
             self.num += 1
-            if self.num == 1:
-                logger.info("task %s: %s", task_id, crash, exc_info=error)
-        self._link.send(pack(Ended(task_id, crash)))
+            if failure.same not in self._traced and len(self._traced) < MAX_TEXTS:
+                self._traced.add(failure.same)
+                logger.info("%s", self.log.redactor.text(str(failure)), exc_info=error)
+        self._link.send(pack(Ended(failure)))
 
 
 class AskingEngine(Protocol):
@@ -110,7 +112,7 @@ class RolloutWorker:
         self._actor, self._plan, self._link, self._engine = actor, plan, link, engine
         self._settings, self._incarnation = settings, incarnation
         self._look = look
-        actor.crashes = ToldCrashes(link)
+        actor.failures = ToldFailures(link)
         self._rollouts: dict[int, asyncio.Task[None]] = {}
         self._indices: dict[int, int] = {}  # of their trees
 

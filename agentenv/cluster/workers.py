@@ -57,7 +57,7 @@ from agentenv.cluster.messages import (
 from agentenv.cluster.suspects import NUM_LOSSES, NUM_TRIALS, Suspects
 from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.errors import CrashError, TooManyCrashesError, WorkerError
+from agentenv.errors import TooManyFailuresError, WorkerError
 from agentenv.journal import (
     NUM_FIRST,
     Journal,
@@ -364,11 +364,10 @@ class RolloutWorkers:
                     looked.looked.set_result(told.branches)
 
     def _count(self, worker: _Worker, told: Ended) -> None:
-        """Crashes of all workers together: too many end the run, by a tree that is wanted."""
-        error = None if told.crash is None else CrashError(f"{told.crash} (in {worker.name})")
+        """Failures of all workers together: too many end the run, by a tree that is wanted."""
         try:
-            self._actor.crashes.add(error, told.task_id)
-        except TooManyCrashesError as problem:
+            self._actor.failures.add(told.failure, who=worker.name)
+        except TooManyFailuresError as problem:
             own, others = [*worker.trees.values()], self._wanted()
             left = (one for one in [*own, *others] if not one.ended.done())
             if growing := next(left, None):

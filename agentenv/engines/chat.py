@@ -30,6 +30,7 @@ from agentenv.engines.endpoint import (
 from agentenv.engines.openai import EndpointEngine, OpenAIConfig, unmeasured
 from agentenv.errors import EngineError, ForeignError
 from agentenv.foreign import decode
+from agentenv.outcomes import check_observation
 from agentenv.renderer import (
     RESULT_CLOSE,
     RESULT_OPEN,
@@ -144,6 +145,7 @@ class ChatRenderer:
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
     ) -> list[int]:
         """Each text keeps its head and tail within about `max_tokens`."""
+        check_observation(messages, "native" if self.native else "tags")
         kept = tuple(
             msgspec.structs.replace(
                 one,

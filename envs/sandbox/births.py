@@ -9,7 +9,8 @@ or refuses them: the clone by which a session forks, prctl(PR_SET_PDEATHSIG) and
     m         prctl: it gets a private copy of the files of n, where sessions can have files
     m         prctl: it must hold nothing that n holds too; then it gets its socket for n's
 
-All that untrusted code can do about it is to be no fork.
+All that untrusted code can do about it is to be no fork. Without namespaces a session asks for the
+same prctl once before it runs any; whoever else asks is refused.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Births:
         self._granted: dict[int, Birth] = {}  # by the parent's process
         self._waiting: deque[tuple[Call, Birth]] = deque()
         self._birth: Birth | None = None
+        self._may_ask: set[int] = set()  # processes that run no cell yet, and ask once more
         with contextlib.suppress(OSError):  # Linux 6.6: one of us works while the other waits
             fcntl.ioctl(listener, SET_FLAGS, WAKE_AT_ONCE)
         self._ours = _shared_memory(os.getpid())
@@ -100,6 +102,10 @@ class Births:
         else:
             self._end(birth)
 
+    def begins(self, pid: int) -> None:
+        """A new session confines itself, and then asks once to die with us."""
+        self._may_ask.add(pid)
+
     def forget(self, number: int) -> None:
         """The host waits for this child no more."""
         for birth in [*self._granted.values(), *(birth for _, birth in self._waiting)]:
@@ -112,6 +118,7 @@ class Births:
 
     def buried(self, pid: int) -> None:
         """This process has ended."""
+        self._may_ask.discard(pid)
         if self._birth is not None and self._birth.child == pid:
             self._end(self._birth)
 
@@ -154,12 +161,15 @@ class Births:
             self._answer(call, errno.EPERM)
             return
         birth = self._birth
-        if birth is None or call.pid in self._pids.values() or not _is_child(call.pid):
-            self._answer(call)
+        if call.pid in self._may_ask:
+            self._may_ask.remove(call.pid)
+            self._grant(call)
+        elif birth is None or call.pid in self._pids.values() or not _is_child(call.pid):
+            self._answer(call, errno.EPERM)
         elif birth.child == 0 and self._nurse is not None:
             birth.child = call.pid
             if self._nurse.dress(birth.parent, birth.child):
-                self._answer(call)
+                self._grant(call)
             else:
                 self._end(birth)
         elif birth.child in (0, call.pid):
@@ -173,7 +183,7 @@ class Births:
                 return
             self._pids[birth.number] = birth.child
             self._announce(birth.number, birth.child)
-            self._answer(call)
+            self._grant(call)
             birth.child = 0  # it lives
             self._end(birth, born=True)
 
@@ -215,10 +225,19 @@ class Births:
             call, self._birth = self._waiting.popleft()
             self._answer(call)
 
-    def _answer(self, call: Call, refusal: int = 0) -> None:
+    def _grant(self, call: Call) -> None:
+        """Let a prctl go on. One that was interrupted before it could is made again."""
+        if not self._answer(call):
+            self._may_ask.add(call.pid)
+
+    def _answer(self, call: Call, refusal: int = 0) -> bool:
+        """Whether the answer came to who asked: it may have been interrupted, or have ended."""
         answer = struct.pack("=QqiI", call.id, 0, -refusal, 0 if refusal else GO_ON)
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        try:
             fcntl.ioctl(self.listener, SEND, answer)
+        except OSError:
+            return False
+        return True
 
 
 def end(pid: int) -> None:

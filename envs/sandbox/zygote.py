@@ -156,6 +156,8 @@ def _serve(
                 os.close(channel)
                 if pid:
                     pids[request["spawn"]] = pid
+                    if births is not None and config["rung"] != "namespaces":
+                        births.begins(pid)
                     _announce(control, request["spawn"], pid)
             elif births is not None and "fork" in request:
                 births.grant(request["fork"], request["child"], channel)

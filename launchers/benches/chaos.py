@@ -647,7 +647,7 @@ max_prompt_tokens = 256
 max_response_tokens = 760
 max_turn_tokens = 64
 max_tool_result_tokens = 60
-max_crashed_share = 0.5
+max_failed_share = 0.5
 max_failures = 64
 [algorithm]
 name = "arpo"

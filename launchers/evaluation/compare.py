@@ -57,13 +57,18 @@ class QuestionPair(Struct, frozen=True):
 
 
 class Pairing(Struct, kw_only=True):
-    """The questions that can be compared, and how many cannot: those of one evaluation only, and
-    those of which all samples failed in one of the two."""
+    """The questions that can be compared, how many are in one evaluation only, and those of which
+    all samples failed in one of the two."""
 
     pairs: list[QuestionPair]
     only_first: int
     only_second: int
-    failed: int
+    lost: list[QuestionPair]
+
+    @property
+    def failed(self) -> int:
+        """How many are lost."""
+        return len(self.lost)
 
 
 class Difference(Struct, kw_only=True):
@@ -86,22 +91,21 @@ def pair_up(first: Sequence[QuestionRows], second: Sequence[QuestionRows]) -> Pa
     """Pair questions by dataset and task. Raises DataError when nothing is shared, or when two of
     the same name ask something else."""
     others = {(one.rows[0].dataset, one.rows[0].task): one for one in second}
-    pairs, failed, shared = [], 0, 0
+    pairs: list[QuestionPair] = []
+    lost: list[QuestionPair] = []
     for question in first:
         row = question.rows[0]
         other = others.get((row.dataset, row.task))
         if other is None:
             continue
-        shared += 1
         if other.rows[0].question != row.question:
             raise DataError(
                 f"{row.dataset}, question {row.task} is not the same in both: "
                 f"{row.question[:80]!r} and {other.rows[0].question[:80]!r}"
             )
-        if question.done and other.done:
-            pairs.append(QuestionPair(question, other))
-        else:
-            failed += 1
+        can_compare = question.done and other.done
+        (pairs if can_compare else lost).append(QuestionPair(question, other))
+    shared = len(pairs) + len(lost)
     if not pairs:
         why = (
             f"all {shared} shared questions failed in one of them"
@@ -110,7 +114,7 @@ def pair_up(first: Sequence[QuestionRows], second: Sequence[QuestionRows]) -> Pa
         )
         raise DataError(f"there is no question to compare: {why}")
     only_first, only_second = len(first) - shared, len(second) - shared
-    return Pairing(pairs=pairs, only_first=only_first, only_second=only_second, failed=failed)
+    return Pairing(pairs=pairs, only_first=only_first, only_second=only_second, lost=lost)
 
 
 def _names(questions: Sequence[QuestionRows]) -> str:
@@ -123,19 +127,40 @@ def success(question: QuestionRows) -> float:
     return ratios(question, ())["success"][0]
 
 
-def by_group(pairing: Pairing) -> list[tuple[str, Difference]]:
-    """The difference in success of each dataset and of each kind of question, as reports have
-    them, and of all questions last."""
+def groups_of(pairs: Sequence[QuestionPair]) -> list[tuple[str, list[QuestionPair]]]:
+    """The pairs of each dataset and of each kind of question, as reports have them, and all of
+    them last."""
     datasets: dict[str, list[QuestionPair]] = {}
     kinds: dict[str, list[QuestionPair]] = {}
-    for pair in pairing.pairs:
+    for pair in pairs:
         datasets.setdefault(pair.dataset, []).append(pair)
         kinds.setdefault(pair.kind, []).append(pair)
     groups = list(datasets.items()) if len(datasets) > 1 else []
     if 1 < len(kinds) <= MAX_GROUPS and list(kinds.values()) != list(datasets.values()):
         groups += sorted(kinds.items())
-    found = [(name, _in_success(own)) for name, own in groups]
-    return [*found, ("all", _in_success(pairing.pairs))]
+    return [*groups, ("all", list(pairs))]
+
+
+def by_group(pairing: Pairing) -> list[tuple[str, Difference]]:
+    """The difference in success of each group."""
+    return [(name, _in_success(own)) for name, own in groups_of(pairing.pairs)]
+
+
+class Failed(Struct, frozen=True):
+    """Of the samples of some questions in one evaluation: how many failed, of how many, and the
+    mean success over questions if the failed ones were wrong."""
+
+    num_failed: int
+    num_samples: int
+    success_if_wrong: float
+
+
+def failed_of(questions: Sequence[QuestionRows]) -> Failed:
+    """What `success`, which is of the others alone, leaves out."""
+    num_samples = sum(len(one.rows) for one in questions)
+    least = [sum(row.success for row in one.done) / len(one.rows) for one in questions]
+    num_done = sum(len(one.done) for one in questions)
+    return Failed(num_samples - num_done, num_samples, float(np.mean(least)))
 
 
 def _in_success(pairs: Sequence[QuestionPair]) -> Difference:
@@ -274,6 +299,7 @@ def tables_of(pairing: Pairing, max_listed: int) -> tuple[list[Table], int]:
     note = "95 % intervals are over questions; p-values are two-sided and paired."
     tables = [
         Table(title="Success", columns=columns, rows=success, note=note),
+        *([failed] if (failed := _failed_table(pairing)) else []),
         Table(title="Scores and cost", columns=["figure", *columns[1:]], rows=other),
     ]
     pairs = changed(pairing)
@@ -299,6 +325,26 @@ def _row(name: str, one: Difference) -> list[str]:
         interval += f" [{one.low:+.3f}, {one.high:+.3f}]"
     values = [number(one.first), number(one.second), interval, p, one.test]
     return [name, str(one.num_questions), *values]
+
+
+def _failed_table(pairing: Pairing) -> Table | None:
+    """What the success of both leaves out, of all shared questions; None: nothing failed."""
+    rows, has_failed = [], False
+    for name, pairs in groups_of([*pairing.pairs, *pairing.lost]):
+        sides = [failed_of([one.first for one in pairs]), failed_of([one.second for one in pairs])]
+        has_failed = has_failed or any(one.num_failed for one in sides)
+        shares = [
+            f"{one.num_failed} of {one.num_samples} ({one.num_failed / one.num_samples:.1%})"
+            for one in sides
+        ]
+        rows.append([name, *shares, *(number(one.success_if_wrong) for one in sides)])
+    if not has_failed:
+        return None
+    return Table(
+        title="Failed trajectories, and success if all of them were wrong",
+        columns=["questions", "A failed", "B failed", "A, at least", "B, at least"],
+        rows=rows,
+    )
 
 
 def _changed_row(pair: QuestionPair) -> list[str]:

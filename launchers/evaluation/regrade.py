@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,9 +115,11 @@ def _without_tools(env: EnvConfig) -> EnvConfig:
     return replace(env, tools=[], variants=variants)
 
 
-async def regrade_rows(rows: Sequence[EvalRow], graders: Graders) -> list[Change]:
+async def regrade_rows(
+    rows: Sequence[EvalRow], graders: Graders, on_row: Callable[[int], None] = lambda number: None
+) -> list[Change]:
     """Grade all rows that ended, and those whose grader failed. A row whose grader fails now is
-    failed, with the reason; the other figures of a row stay.
+    failed, with the reason; the other figures of a row stay. `on_row` hears how many are graded.
 
     Raises ConfigError for graders that cannot be made or keys that none reads, GraderError when
     the grader gives no verdict at all.
@@ -134,6 +136,7 @@ async def regrade_rows(rows: Sequence[EvalRow], graders: Graders) -> list[Change
         counts["failed" if after.end == "failed" else "graded"] += 1
         if not counts["graded"] and counts["failed"] >= MAX_FAILED_AT_FIRST:
             raise GraderError(f"nothing is changed; no row could be graded: {after.error}")
+        on_row(counts["graded"] + counts["failed"])
         return Change(row, after)
 
     async with asyncio.TaskGroup() as group:
@@ -205,7 +208,11 @@ async def _run(arguments: argparse.Namespace, view: View) -> None:
         with lock(folder):
             rows = await in_thread(load_rows, folder)
             scorer = make_scorer(view.say)
-            changes = await regrade_rows(rows, Graders(config, resolver(saved.run)))
+            view.begin("regrading", len(rows))
+            changes = await regrade_rows(
+                rows, Graders(config, resolver(saved.run)), on_row=view.advance
+            )
+            view.end()
             after = [change.after for change in changes]
             _show(changes, folder, view)
             await report_rows(folder, after, scorer, view)  # fills in the scores, too

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentenv.actor import Actor
 from agentenv.assist.helpers import count_calls
@@ -15,10 +15,12 @@ from agentenv.engine import Engine
 from agentenv.engines.chat import ChatEngine, ChatRenderer
 from agentenv.engines.openai import TokensEngine
 from agentenv.env import shared_stats
-from agentenv.errors import EngineError, EnvError
+from agentenv.errors import EngineError, EnvError, TooManyFailuresError
 from agentenv.evaluate import Answer, Question, ask
+from agentenv.failures import FailureLog
 from agentenv.metrics import Throughput
-from agentenv.offload import in_thread
+from agentenv.offload import in_thread, look_again
+from agentenv.redact import Redactor
 from agentenv.renderer import Renderer, TextCodec
 from agentenv.tree import Node, Trajectory
 from envs.grading.verdict import final_answer
@@ -29,25 +31,27 @@ from launchers.evaluation.row import FAILED, EvalRow, Wanted
 from launchers.evaluation.store import Saved, Store
 from launchers.evaluation.subject import EvaluationAssembly, Subject, weights_digest
 from launchers.event_loop import rolling_out
+from launchers.rundir import LOG_FILE
 from launchers.terminal import View
 from launchers.waits import watched
 
-# What a person sees while an evaluation goes on; nothing where there is no terminal.
+# What a person sees while an evaluation goes on.
 
 INTERVAL_S = 1.0
 
 
 class Progress:
-    """Trajectories done, success so far, tokens a second, failures, time left."""
+    """Trajectories done, success so far, tokens a second and failures, which `look` shows."""
 
-    def __init__(self, view: View, engine: Engine, total: int, stored: Iterable[EvalRow]) -> None:
+    def __init__(
+        self, look: Callable[[int, str], None], engine: Engine, stored: Iterable[EvalRow] = ()
+    ) -> None:
         self.num_done = self.num_right = self.num_failed = 0
-        self._view, self._engine = view, engine
+        self._look, self._engine = look, engine
         self._throughput, self._rate = Throughput(), 0.0
         for row in stored:
             self.num_done += 1
             self.num_right += row.success
-        view.begin("evaluation", total, self.num_done)
         self._ticking = asyncio.create_task(self._tick())
 
     def add(self, row: EvalRow) -> None:
@@ -59,22 +63,21 @@ class Progress:
             self.num_right += row.success
         self._show()
 
-    async def close(self) -> None:
-        """Take the line away."""
+    def close(self) -> None:
+        """Show nothing more."""
         self._ticking.cancel()
-        self._view.end()
 
     async def _tick(self) -> None:
         while True:
             self._rate = self._throughput.rate(self._engine.stats())
             self._show()
-            await asyncio.sleep(INTERVAL_S)
+            await look_again(INTERVAL_S)
 
     def _show(self) -> None:
         success = self.num_right / self.num_done if self.num_done else 0.0
         failed = f"  {self.num_failed} failed" if self.num_failed else ""
         note = f"success {success:.3f}  {self._rate:.0f} tok/s{failed}"
-        self._view.advance(self.num_done + self.num_failed, note)
+        self._look(self.num_done + self.num_failed, note)
 
 
 MAX_FAILED = 32  # trajectories; if all the first ones failed, the others are not asked
@@ -164,25 +167,38 @@ def _counts(trajectory: Trajectory, renderer: Renderer) -> tuple[int, int]:
     return prompt, tools
 
 
-async def run_evaluation(config: EvaluateConfig, subject: Subject, out: Path, view: View) -> int:
-    """Ask what `out` does not hold yet; how many trajectories failed."""
+class Outcome(NamedTuple):
+    """How many trajectories failed, and the error of too large a share of them."""
+
+    num_failed: int = 0
+    problem: TooManyFailuresError | None = None
+
+
+async def run_evaluation(
+    config: EvaluateConfig, subject: Subject, out: Path, view: View
+) -> Outcome:
+    """Ask what `out` does not hold yet."""
     async with AsyncExitStack() as stack:
         assembly = EvaluationAssembly(config, subject, stack, view.say)
         await refuse(assembly)
         sets = await assembly.questions()
         store = Store(out, saved_of(config, subject, await assembly.endpoint()))
         stack.callback(store.close)
+        view.log_to(out / LOG_FILE)
         wanted = [one for name, questions in sets.items() for one in _wanted(name, questions)]
         missing = store.missing(wanted)
         if len(missing) < len(wanted):
             view.say(f"{out} holds {len(wanted) - len(missing)} of {len(wanted)} trajectories")
         if not missing:
-            return 0
+            return Outcome()
         engine = await assembly.engine()
         actors = {name: await assembly.actor(name, engine) for name in sets}
+        stack.callback(share_failures(actors.values(), config).report)
         stored = [row for row in store.rows.values() if row.end != FAILED]
-        progress = Progress(view, engine, len(missing) + len(stored), stored)
-        stack.push_async_callback(progress.close)
+        view.begin("evaluation", len(missing) + len(stored), len(stored))
+        stack.callback(view.end)
+        progress = Progress(view.advance, engine, stored)
+        stack.callback(progress.close)
 
         def make_row(name: str, answer: Answer) -> EvalRow:
             return row_of(name, answer, assembly.seed(name))
@@ -194,7 +210,21 @@ async def run_evaluation(config: EvaluateConfig, subject: Subject, out: Path, vi
         counted = [f"{name} {value:g}" for name, value in shared_stats().items() if value]
         if counted:
             view.say(f"environments: {', '.join(counted)}")
-        return progress.num_failed
+        problem = None
+        try:
+            for actor in actors.values():
+                actor.failures.check_share()
+        except TooManyFailuresError as error:
+            problem = error
+        return Outcome(progress.num_failed, problem)
+
+
+def share_failures(actors: Iterable[Actor], config: EvaluateConfig) -> FailureLog:
+    """One log of the failures of all sets, which redacts the secrets of the configuration."""
+    log = FailureLog(Redactor(to_plain(config)))
+    for actor in actors:
+        actor.failures.log = log
+    return log
 
 
 def broken(errors: Iterable[str]) -> type[EngineError | EnvError]:

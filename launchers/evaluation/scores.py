@@ -109,11 +109,14 @@ def _add_judged(rows: Sequence[EvalRow]) -> None:
 
 
 def text_scores(answer: str, golds: Sequence[str]) -> dict[str, float]:
-    """em, f1 and contains, the best over the golds; 0 for an answer that is too long."""
+    """em, f1 and contains, the best over the golds; 0 for an answer that is too long. An exact
+    match, which reads 72 and 72.0 as one number, has all of the others."""
     if len(answer) > MAX_ANSWER_CHARS:
         return {"em": 0.0, "f1": 0.0, "contains": 0.0}
+    if any(same_answer(answer, gold) for gold in golds):
+        return {"em": 1.0, "f1": 1.0, "contains": 1.0}
     return {
-        "em": float(any(same_answer(answer, gold) for gold in golds)),
+        "em": 0.0,
         "f1": max((f1(answer, gold) for gold in golds), default=0.0),
         "contains": float(any(contains(answer, gold) for gold in golds)),
     }

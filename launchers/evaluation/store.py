@@ -70,6 +70,7 @@ _FREE_OF_SET = {"path", "max_tasks", "num_samples"}
 _FREE_LIMITS = {
     "engine_timeout_s",
     "max_crashed_share",
+    "max_failed_share",
     "strict",
     "env_timeout_s",
     "max_failures",

@@ -21,12 +21,12 @@ import msgspec
 from agentenv.archive import ARCHIVE, Step, read_step, steps_of
 from agentenv.disk import naming
 from agentenv.errors import ConfigError, DataError
+from agentenv.redact import Redactor
 from launchers.arguments import Parser
 from launchers.evaluation.store import CONFIG_FILE as EVALUATION_FILE
 from launchers.evaluation.store import ROWS_FILE, load_rows, load_saved
 from launchers.exports import atif
 from launchers.exports.conversations import Decode, Question, of_row, of_tree, redacted
-from launchers.exports.redact import Redactor
 from launchers.rundir import CONFIG_FILE, find_checkpoint
 from launchers.terminal import View, to_its_end
 
@@ -89,7 +89,8 @@ def export(arguments: argparse.Namespace, view: View) -> None:
     model, parts = (_of_evaluation if is_evaluation else _of_run)(arguments)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty; choose another directory")
-    num_logs = num_questions = num_trajectories = 0
+    num_logs = num_trajectories = 0
+    asked: set[tuple[str, str]] = set()  # parts, and the trees or questions in them
     for part in parts:
         with naming(out):
             out.mkdir(parents=True, exist_ok=True)
@@ -98,9 +99,9 @@ def export(arguments: argparse.Namespace, view: View) -> None:
             else:
                 _write_atif(part, out, model)
         num_logs += 1
-        num_questions += len(part.questions)
+        asked |= {(part.name, one.task if is_evaluation else one.id) for one in part.questions}
         num_trajectories += sum(len(one.branches) for one in part.questions)
-    told = f"{num_trajectories} trajectories of {num_questions} questions written to {out}"
+    told = f"{num_trajectories} trajectories of {len(asked)} questions written to {out}"
     if arguments.format == "inspect":
         told += f", logs: {num_logs}; look at them by `inspect view --log-dir {out}`"
     view.say(told)

@@ -18,9 +18,9 @@ from msgspec import Struct, field
 
 from agentenv.archive import KeptTree
 from agentenv.data.files import Row
+from agentenv.redact import Redactor
 from agentenv.tree import Node
 from launchers.evaluation.row import EvalRow
-from launchers.exports.redact import Redactor
 
 Decode = Callable[[Sequence[int]], str]
 

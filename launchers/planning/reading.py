@@ -55,7 +55,9 @@ OF_MODEL = {
     "demonstrations",
     "sequence lengths",
 }
-OF_SETS = {"rows", "environments", "first episodes", "callable tools", "prompts"}
+OF_SETS = {
+    *("rows", "environments", "first episodes", "callable tools", "observations", "prompts"),
+}
 MADE_OF = ("env", "python", "grader", "prompt")  # tables without whose files no env can be made
 
 Say = Callable[[str], None]

@@ -13,6 +13,7 @@ import copy
 import json
 import logging
 import shutil
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -24,14 +25,16 @@ from agentenv.actor import Actor
 from agentenv.config import to_plain
 from agentenv.deadline import uncancelled
 from agentenv.disk import PARTIAL, replace_folder
-from agentenv.errors import SHOWN, AgentEnvError, DataError, EnvError
+from agentenv.errors import SHOWN, AgentEnvError, DataError, EnvError, TooManyFailuresError
 from agentenv.evaluate import Answer
+from agentenv.failures import NUM_NAMED
 from agentenv.offload import in_thread
+from agentenv.tree import CANCELLED
 from agentenv.types import Task
 from launchers.config import EvalConfig, TrainConfig
 from launchers.evaluation.config import EvaluateConfig, resolve_sets
 from launchers.evaluation.row import FAILED, EvalRow, Wanted
-from launchers.evaluation.run import ask_into, broken, row_of
+from launchers.evaluation.run import Progress, ask_into, broken, row_of
 from launchers.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from launchers.evaluation.subject import evaluation_of
 from launchers.rl.parts import Parts
@@ -39,10 +42,13 @@ from launchers.rl.recorder import EVALUATIONS, PhaseClock, Recorder
 from launchers.rl.report import PHASES
 from launchers.rl.state import BriefReport, Evaluating, RunSaver, RunState, brief_report
 from launchers.rundir import REMOVED, RunDirectory
+from launchers.terminal import Pulse, View
 
 logger = logging.getLogger(__name__)
 
 SET_KEYS = ("max_tasks", "num_samples")
+BEFORE_TRAINING = ("before_sft", "after_sft", "before_rl")  # phases
+MAX_FAILED = 0.2  # of the trajectories of an evaluation in one of these
 Ask = Callable[[Actor, str], Awaitable[list[EvalRow]]]  # by the actor, the set of this name
 
 
@@ -70,7 +76,7 @@ class Evaluator:
         self._beside: asyncio.Task[None] | None = None
         self._folder = run.path / EVALUATIONS
         self._weights = run.path / "evaluating"
-        self._evaluations = Evaluations(config, run.path, parts.eval_tasks)
+        self._evaluations = Evaluations(config, run.path, parts.eval_tasks, recorder.view)
         self.timeout_s = config.eval.timeout_s
 
     def set(self, config: EvalConfig) -> None:
@@ -201,7 +207,8 @@ class Evaluator:
                 await self.saver.consider_best(what.step, report)
         except* (AgentEnvError, OSError) as errors:
             error = first_of(errors)
-            if isinstance(error, EnvError):
+            of_env = isinstance(error, TooManyFailuresError) and not error.is_of_engine
+            if isinstance(error, EnvError) or of_env:
                 raise
             self._tell_gap(what, str(error))
         self.state.evaluating = None
@@ -249,7 +256,7 @@ class Evaluator:
         async with self._evaluations.begin(what, what.phase) as ask:
             for name in what.sets:
                 rows = await ask(actor, name)
-                refuse_failed(name, rows)
+                refuse_failed(name, rows, is_before=what.when in BEFORE_TRAINING)
                 found[name] = brief_report(name, rows)
                 await self.recorder.tell(found[name], rows, what.step, what.phase)
         return found
@@ -262,20 +269,32 @@ def first_of(error: BaseException) -> BaseException:
     return error
 
 
-def refuse_failed(name: str, rows: Sequence[EvalRow]) -> None:
-    """Stop when every trajectory of an evaluation failed: its figures would be those of nothing.
-    Raises `broken`."""
-    if rows and all(row.end == FAILED for row in rows):
-        raise broken(row.error or "" for row in rows)(
-            f"all {len(rows)} trajectories of the evaluation of eval.sets.{name} failed; the "
-            f"first: {rows[0].error}"
-        )
+def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False) -> None:
+    """Stop when every trajectory of an evaluation failed, since its figures would be those of
+    nothing, and `is_before` training when MAX_FAILED of them did: training would meet the same, and
+    learn from the rest. Raises `broken`."""
+    errors = [row.error or "" for row in rows if row.end == FAILED]
+    errors = [one for one in errors if not one.startswith(f"{CANCELLED}:")]
+    if not errors or len(errors) < len(rows) * (MAX_FAILED if is_before else 1):
+        return
+    causes = Counter(errors).most_common(NUM_NAMED)
+    named = "; ".join(f"{count} x {text}" for text, count in causes)
+    number = f"all {len(rows)}" if len(errors) == len(rows) else f"{len(errors)} of {len(rows)}"
+    raise broken(errors)(
+        f"{number} trajectories of the evaluation of eval.sets.{name} failed"
+        f"{f' before training, {MAX_FAILED:.0%} or more' if is_before else ''}: {named}; mend it "
+        "and go on with --resume, which asks them again"
+    )
 
 
 class Evaluations:
-    """Begins the evaluations of the run in the folder `run`."""
+    """Begins the evaluations of the run in the folder `run`, and says to `view` how far they
+    are."""
 
-    def __init__(self, config: TrainConfig, run: Path, tasks: Mapping[str, Sequence[Task]]) -> None:
+    def __init__(
+        self, config: TrainConfig, run: Path, tasks: Mapping[str, Sequence[Task]], view: View
+    ) -> None:
+        self._view = view
         self._config, self._run, self._tasks = config, run, tasks
         self.concurrency = config.eval.concurrency  # of those that begin from now on
 
@@ -335,7 +354,12 @@ class Evaluations:
         samples = range(own.num_samples)
         wanted = [Wanted(name, task, sample) for task in self._tasks[name] for sample in samples]
         missing, many = store.missing(wanted), self.concurrency
-        await ask_into(store, missing, {name: asking}, make_row, concurrency=many)
+        pulse = Pulse(self._view, f"evaluation of {name}", len(missing))
+        progress = Progress(pulse.look, actor.engine)
+        try:
+            await ask_into(store, missing, {name: asking}, make_row, progress.add, concurrency=many)
+        finally:
+            progress.close()
         return [store.rows[one.key] for one in wanted]
 
     def _configuration(self, names: Sequence[str]) -> EvaluateConfig:

@@ -179,9 +179,10 @@ class Recorder:
         in_flight: int,
         event_loop: dict[str, float],
         engine: dict[str, Any],
+        failures: Sequence[str] = (),
     ) -> None:
         """Summary, table, curves; the wall time of phases is complete by now. `engine`: what
-        befell it since this process started."""
+        befell it since this process started; `failures`: the causes of failed rollouts."""
         config, state = self.config, self.state
         summary = report.summarize(
             state,
@@ -192,6 +193,7 @@ class Recorder:
             in_flight=in_flight,
             event_loop=event_loop,
             engine=engine,
+            failures=failures,
         )
         self.run.write_json("summary.json", summary)
         if self.report_set:
@@ -202,6 +204,12 @@ class Recorder:
             self.view.say(line)
         for line in engine.get("told", ()):
             self.view.say(line)
+        totals = summary["rollouts"]
+        self.view.say(
+            f"rollouts: {totals['trajectories']} ended, {totals['failed']} failed "
+            f"({totals['failed_share']:.1%}); {summary['tokens']['sampled_per_s']:.0f} sampled "
+            "tokens a second over the RL phase"
+        )
         for clock, seconds in (("wall", summary["wall_s"]), ("CPU", summary["cpu_s"])):
             times = "  ".join(f"{name} {value:.0f}" for name, value in seconds.items())
             self.view.say(f"{clock} seconds: {times}")

@@ -191,22 +191,48 @@ def learning_curve(rows: Sequence[Row], name: str) -> Any:
     steps = _steps(rows)
     figure, (left, right) = panels(1, 2, (11, 5), name)
     # Often equal, so that the one must not cover the other.
-    for key, label, style in (("reward/success", "success", "-"), ("reward/mean", "reward", "--")):
+    curves = [("reward/success", "success", "-"), ("reward/mean", "reward", "--")]
+    if any(row.get("failed/share") for row in steps):
+        curves += [
+            ("failed/share", "share that failed", ":"),
+            ("reward/success_if_failed_wrong", "success if failed were wrong", "-."),
+        ]
+    for key, label, style in curves:
         left.plot([r["step"] for r in steps], [r.get(key) for r in steps], style, label=label)
     left.set(title="training rollouts (sampled)", xlabel="update", ylim=(-1.05, 1.15))
     for key, style in _eval_keys(rows):
-        points = [(row["step"], row[key]) for row in rows if key in row]
-        label = key.removeprefix("eval/").removesuffix("/success")
-        latest = dict(points)  # of a step: what came before a cold start is a point by itself
-        joined = len(latest) > 2  # which two points alone are not: nobody looked in between
-        (line,) = right.plot(
-            latest.keys(), latest.values(), style if joined else style[0], label=label, markersize=5
-        )
-        right.plot(*zip(*points, strict=True), style[0], color=line.get_color(), markersize=5)
+        _evaluation(right, [row for row in rows if key in row], key, style)
     right.set(title="evaluation success (sampled)", xlabel="update", ylim=(-0.02, 1.02))
     for axes in (left, right):
         axes.locator_params(axis="x", integer=True)
     return figure
+
+
+def _evaluation(axes: Any, rows: Sequence[Row], key: str, style: str) -> None:
+    """Success of a set, or of a kind of its questions; of a set with its interval and, where some
+    failed, their share and the success if they were wrong."""
+    place = key.removesuffix("/success")
+    label = place.removeprefix("eval/")
+    steps, values = zip(*((row["step"], row[key]) for row in rows), strict=True)
+    latest = dict(zip(steps, values, strict=True))  # what came before a cold start stands by itself
+    joined = len(latest) > 2  # which two points alone are not: nobody looked in between
+    curve = style if joined else style[0]
+    (line,) = axes.plot(latest.keys(), latest.values(), curve, label=label, markersize=5)
+    axes.plot(steps, values, style[0], color=line.get_color(), markersize=5)
+    if key.count("/") > 2:
+        return
+    known = [row for row in rows if f"{place}/success_high" in row]
+    bounds = [[row[f"{place}/success_{end}"] for row in known] for end in ("low", "high")]
+    axes.vlines([row["step"] for row in known], *bounds, color=line.get_color(), alpha=0.5)
+    failed = [row for row in rows if row.get(f"{place}/failed_share")]
+    for name, what, marker in (
+        ("failed_share", "share that failed", "x"),
+        ("success_if_failed_wrong", "success if failed were wrong", "v"),
+    ):
+        if failed:
+            points = [(row["step"], row[f"{place}/{name}"]) for row in failed]
+            axes.plot(*zip(*points, strict=True), marker, color=line.get_color(),
+                      label=f"{label}: {what}")  # fmt: skip
 
 
 def _eval_keys(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -243,7 +269,7 @@ def _panel(axes: Any, title: str, steps: Sequence[Row], keys: Sequence[str]) -> 
 def _seconds(axes: Any, steps: Sequence[Row]) -> None:
     """Wall seconds of a step, stacked by what the learner did."""
     parts = sorted({k for row in steps for k in row if k.startswith("time/") and k.endswith("_s")})
-    parts = [key for key in parts if key != "time/sampled_tokens_per_s"]
+    parts = [key for key in parts if not key.endswith("tokens_per_s")]
     values = [[row.get(key, 0.0) for row in steps] for key in parts]
     labels = [key.removeprefix("time/").removesuffix("_s") for key in parts]
     if parts:
@@ -285,7 +311,7 @@ def step_line(row: dict[str, Any], num_steps: int) -> str:
     """One line a step for terminal and log."""
     return (
         f"step {row['step']:>3}/{num_steps} reward {row.get('reward/mean', 0.0):6.3f} "
-        f"success {row.get('reward/success', 0.0):.2f} "
+        f"success {row.get('reward/success', 0.0):.2f}{_share(row.get('failed/share', 0.0))} "
         f"trained {row.get('learner/num_trained', 0):.0f}/{row['rollout/trees']:.0f} trees "
         f"({row.get('learner/num_equal_groups', 0):.0f} equal) "
         f"calls {row['rollout/tool_calls']:.0f} forks {row['rollout/forks']:.0f} "
@@ -294,6 +320,11 @@ def step_line(row: dict[str, Any], num_steps: int) -> str:
         f"score {row.get('score/value', 0.0):.0f} "
         f"{row.get('time/sampled_tokens_per_s', 0.0):.0f} tok/s{failures(row)}"
     )
+
+
+def _share(failed: float) -> str:
+    """Behind a success, where some trajectories failed: of how many it says nothing."""
+    return f" ({failed:.0%} failed)" if failed else ""
 
 
 def failures(row: dict[str, Any]) -> str:
@@ -309,7 +340,12 @@ def report_line(report: BriefReport, when: str) -> str:
     """One line an evaluation."""
     low, high = report.overall.interval
     kinds = "  ".join(f"{kind} {score.success:.2f}" for kind, score in report.by_kind.items())
-    failed = f", {report.overall.num_failed} failed" if report.overall.num_failed else ""
+    figures, failed = report.overall, ""
+    if figures.num_failed:
+        failed = (
+            f", {figures.num_failed} failed ({figures.failed_share:.0%}; success "
+            f"{figures.success_if_failed_wrong:.3f} if they were wrong)"
+        )
     return (
         f"evaluation {report.name} {when}: success {report.overall.success:.3f} "
         f"[{low:.3f}, {high:.3f}] of {report.overall.num_trajectories}{failed}, reward "
@@ -332,6 +368,8 @@ def report_metrics(report: BriefReport) -> dict[str, Any]:
             f"{place}/action_tokens": score.action_tokens,
             f"{place}/trajectories": score.num_trajectories,
             f"{place}/failed": score.num_failed,
+            f"{place}/failed_share": score.failed_share,
+            f"{place}/success_if_failed_wrong": score.success_if_failed_wrong,
         }
     return row
 
@@ -345,8 +383,15 @@ def final_table(state: RunState, name: str, *, cold_start: bool) -> Table:
     reports = [state.reports[phase][name] for phase in phases]
     kinds = list(reports[-1].by_kind) if reports else []
     rows = [[kind, *(_cell(report.by_kind[kind]) for report in reports)] for kind in kinds]
+    rows += [["all", *(_cell(report.overall) for report in reports)]]
+    if any(report.overall.num_failed for report in reports):
+        of = ((one.overall.num_failed, one.overall.num_trajectories) for one in reports)
+        rows += [
+            ["failed", *(f"{failed} of {failed + done}" for failed, done in of)],
+            ["all, if failed were wrong",
+             *(f"{one.overall.success_if_failed_wrong:.2f}" for one in reports)],
+        ]  # fmt: skip
     rows += [
-        ["all", *(_cell(report.overall) for report in reports)],
         ["reward", *(f"{report.overall.reward:.3f}" for report in reports)],
         ["tool calls each", *(f"{report.overall.tool_calls:.2f}" for report in reports)],
     ]
@@ -360,7 +405,7 @@ def final_table(state: RunState, name: str, *, cold_start: bool) -> Table:
 
 def _cell(score: BriefFigures) -> str:
     low, high = score.interval
-    return f"{score.success:.2f} [{low:.2f}, {high:.2f}]"
+    return f"{score.success:.2f} [{low:.2f}, {high:.2f}]{_share(score.failed_share)}"
 
 
 def summarize(
@@ -373,8 +418,10 @@ def summarize(
     in_flight: int,
     event_loop: dict[str, float],
     engine: dict[str, Any],
+    failures: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The content of summary.json."""
+    """The content of summary.json; `failures` are the causes, each with its count, of the rollouts
+    of this process."""
     reports = {phase: state.reports.get(phase, {}).get(name) for phase in PHASES}
 
     def by_phase(figure: str) -> dict[str, Any]:
@@ -404,6 +451,16 @@ def summarize(
         "reward_by_kind": by_kind("reward"),
         "num_trajectories": by_phase("num_trajectories"),
         "num_failed": by_phase("num_failed"),
+        "failed_share": by_phase("failed_share"),
+        "failed_share_by_kind": by_kind("failed_share"),
+        "success_if_failed_wrong": by_phase("success_if_failed_wrong"),
+        "success_if_failed_wrong_by_kind": by_kind("success_if_failed_wrong"),
+        "rollouts": {
+            "trajectories": totals.num_trajectories,
+            "failed": totals.num_failed,
+            "failed_share": totals.failed_share,
+            "causes": list(failures),
+        },
         "tool_calls_total": totals.tool_calls,
         "forks_total": totals.forks,
         "trees": {**ledger.counts(in_flight), "failed_by_kind": ledger.failed},
@@ -412,6 +469,7 @@ def summarize(
             "sampled": totals.sampled_tokens,
             "trained": totals.trained_tokens,
             "sft": totals.sft_tokens,
+            "sampled_per_s": run_rate(state),
         },
         "wall_s": _phases(state.wall_s),
         "cpu_s": _phases(state.cpu_s),
@@ -422,6 +480,13 @@ def summarize(
         "event_loop": event_loop,
         "engine": engine,
     }
+
+
+def run_rate(state: RunState) -> float:
+    """Sampled tokens of all steps for each second of the RL phase, which a last step with little
+    left to sample says nothing of."""
+    seconds = state.wall_s.get("rl", 0.0)
+    return state.totals.sampled_tokens / seconds if seconds else 0.0
 
 
 def _phases(seconds: dict[str, float]) -> dict[str, float]:

@@ -41,6 +41,8 @@ class Totals(Struct):
     staleness_max: int = 0
     staleness_sum: int = 0
     num_trees: int = 0
+    num_trajectories: int = 0  # that did not fail
+    num_failed: int = 0
 
     def add(self, step: Metrics) -> None:
         """Add the figures of a step's trees, which `agentenv.metrics.rollout_metrics` made."""
@@ -51,6 +53,13 @@ class Totals(Struct):
         self.staleness_max = max(self.staleness_max, int(step["staleness/max"]))
         self.staleness_sum += round(step["staleness/mean"] * num_trees)
         self.num_trees += num_trees
+        self.num_trajectories += int(step["rollout/trajectories"])
+        self.num_failed += int(step["failed/trajectories"])
+
+    @property
+    def failed_share(self) -> float:
+        """Of all trajectories that ended."""
+        return self.num_failed / max(1, self.num_failed + self.num_trajectories)
 
 
 class ParityGap(Struct):
@@ -110,6 +119,16 @@ class BriefFigures(Struct, frozen=True):
     reward: float
     tool_calls: float
     action_tokens: float
+
+    @property
+    def failed_share(self) -> float:
+        """Of all trajectories that were asked."""
+        return self.num_failed / max(1, self.num_failed + self.num_trajectories)
+
+    @property
+    def success_if_failed_wrong(self) -> float:
+        """The least success that the failed ones allow."""
+        return self.success * (1 - self.failed_share)
 
 
 class BriefReport(Struct, frozen=True):

@@ -44,6 +44,7 @@ from agentenv.metrics import (
     trained_metrics,
 )
 from agentenv.offload import in_thread
+from agentenv.redact import Redactor
 from agentenv.replay import ReplayQueue
 from agentenv.tree import TrajectoryTree
 from agentenv.types import MALFORMED_CALL, TIMES, UNKNOWN_TOOL, Limit, Task
@@ -432,10 +433,13 @@ class Training:
                     in_flight=self.queue.num_waiting,
                     event_loop=self.lag.figures(),
                     engine=engine_account(self.parts.engine),
+                    failures=self.parts.actor.failures.log.lines(),
                 )
                 await uncancelled(in_thread(finish))
             if self.workers is not None:
                 self.workers.is_over = True
+            for actor in self._actors():
+                actor.failures.check_share()
 
     def _actors(self) -> list[Actor]:
         parts = self.parts
@@ -483,6 +487,12 @@ class Training:
         config, run, state = self.config, self.run, self.state
         parts = await self._build(config, run, self.checkpoint, stack, self.view.say)
         self.parts = parts
+        log = parts.actor.failures.log
+        log.redactor = Redactor(to_plain(config))
+        for actor in (parts.eval_actor, parts.overlapping):
+            if actor is not None:
+                actor.failures.log = log
+        stack.callback(log.report)
         self.recorder = Recorder(config, run, self.view, state, parts.tokenizer)
         stack.push_async_callback(self.recorder.close)
         if config.log.timings:
@@ -963,6 +973,7 @@ class Training:
             **self._env_figures(),
             **self._worker_figures(),
             "time/sampled_tokens_per_s": self.throughput.rate(engine),
+            "time/run_tokens_per_s": report.run_rate(state),
             **self.watch.take(),
             **{f"event_loop/{name}": value for name, value in self.lag.figures().items()},
             **{f"steering/{key}": value for key, value in self.was_set.items()},

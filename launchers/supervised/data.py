@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from itertools import dropwhile
 from pathlib import Path
 from random import Random
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -19,7 +20,8 @@ import msgspec
 from msgspec import Struct
 
 from agentenv.data.files import RawRow, Row, read_rows
-from agentenv.errors import DataError
+from agentenv.errors import CrashError, DataError
+from agentenv.outcomes import check_observation
 from agentenv.prompt import Instruction
 from agentenv.renderer import Renderer
 from agentenv.tree import Trajectory, TrajectoryTree
@@ -350,13 +352,14 @@ def load_demonstrations(
 
     The stage "" holds all rows. Rows without a system prompt get that of the episodes.
     Only what the policy writes is trained: actions and, after the last, the end-of-sequence token.
-    Raises DataError with file and row.
+    Raises DataError with file and row, also for messages that a rollout refuses between turns.
     """
     demonstrations: Demonstrations = {"": {}}
     encoder = ChatEncoder(renderer, Instruction(system))
 
     def read(raw: RawRow, form: RowFormat) -> list[tuple[Row, EncodedTree]]:
         conversation = msgspec.structs.replace(read_conversation(raw.row, form), tools=tools)
+        _check_observations(conversation)
         return [(raw.row, encoder.encode(conversation).encoded())]
 
     for ((row, encoded),) in _read_rows(path, RowFormat(), read, skip=False, problems=[]):
@@ -366,6 +369,15 @@ def load_demonstrations(
     if not demonstrations[""]:
         raise DataError(f"{path}: there are no demonstrations in it")
     return demonstrations
+
+
+def _check_observations(conversation: Conversation) -> None:
+    """Refuse what the policy would never read in a rollout."""
+    messages = list(dropwhile(lambda one: one.role != "assistant", conversation.messages))
+    try:
+        check_observation([one for one in messages if one.role != "assistant"], "tags")
+    except CrashError as error:
+        raise DataError(str(error)) from error
 
 
 def check_stages(config: SFTConfig, demonstrations: Demonstrations) -> None:

@@ -22,7 +22,7 @@ from agentenv.types import Info, Limit, Message, Task
 from launchers.assembly import Questions
 from launchers.data import Say, load_set, try_env
 from launchers.evaluation.row import FAILED, EvalRow, Wanted
-from launchers.evaluation.run import Progress, ask_into, row_of
+from launchers.evaluation.run import Progress, ask_into, row_of, share_failures
 from launchers.evaluation.store import Store
 from launchers.evaluation.subject import EvaluationAssembly
 from launchers.synthesis.config import WITH_TOOLS, SynthesisPlan, Way, set_name
@@ -182,7 +182,9 @@ class SynthesisSampling:
         if self._engine is None:
             self._engine = await self._assembly.engine()
         actors = {one.dataset: await self._actor(one.dataset, self._engine) for one in missing}
-        progress = Progress(self._view, self._engine, len(missing), [])
+        failures = share_failures(actors.values(), self.plan.evaluation)
+        self._view.begin(what, len(missing))
+        progress = Progress(self._view.advance, self._engine)
 
         def make_row(name: str, answer: Answer) -> EvalRow:
             row = row_of(name, answer, self._assembly.seed(name))
@@ -193,7 +195,9 @@ class SynthesisSampling:
             await ask_into(self.store, missing, actors, make_row, progress.add, concurrency=many)
         finally:
             self.num_failed += progress.num_failed
-            await progress.close()
+            failures.report()
+            progress.close()
+            self._view.end()
 
     async def _actor(self, name: str, engine: Engine) -> Actor:
         if name not in self._actors:

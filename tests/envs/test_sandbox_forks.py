@@ -286,6 +286,34 @@ made, ctypes.get_errno()
         one.close()
 
 
+async def test_no_session_asks_to_die_with_its_parent(sandbox: Sandbox) -> None:
+    """The prctl by which a fork is born is refused to cells, also while the host forks others, and
+    in forks after their birth."""
+    await sandbox.start()
+    code = """
+import ctypes, time
+libc = ctypes.CDLL(None, use_errno=True)
+granted, end = 0, time.monotonic() + 0.5
+while time.monotonic() < end:
+    granted += libc.prctl(1, 9, 0, 0, 0) == 0
+granted, ctypes.get_errno()
+"""
+    asking, other = sandbox.session(1), sandbox.session(2)
+    await other.run("x = 1", 10)
+    running = asyncio.ensure_future(asking.run(code, 10))
+    forks = []
+    while not running.done():
+        forks.append(await other.fork())
+    forks.append(await asking.fork())
+    refused = f"(0, {errno.EPERM})"
+    assert (await running).output == refused
+    assert (await forks[-1].run(code, 10)).output == refused
+    assert await said(forks[0], "x") == "1"
+    assert sandbox.counters.num_live_forks == len(forks) > 2
+    for one in (asking, other, *forks):
+        one.close()
+
+
 async def test_a_session_that_forks_otherwise_than_asked_is_replayed(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -245,3 +245,15 @@ def test_a_refused_run_leaves_no_folder(
     assert main([f"{name}.toml", override]) == 2
     assert "nowhere" in capsys.readouterr().err
     assert {path.name for path in here.iterdir()} == before
+
+
+def test_an_answer_that_no_rollout_renders_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the model, too."""
+    given = ["train.toml", "env.id=outcomes/Talk-v0", "env.module=tests.test_outcomes"]
+    given += ["python=none", "search=none"]
+    for more in ([], ["model.path=nowhere"]):
+        assert dry(train.main, *given, *more) == 2
+        err = capsys.readouterr().err
+        assert "outcomes/Talk-v0, task test-1: the tag protocol renders tool results only" in err

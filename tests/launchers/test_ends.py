@@ -7,6 +7,7 @@ import asyncio
 import errno
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -457,13 +458,13 @@ def test_a_resumed_run_needs_nothing_of_its_checkpoint_after_the_start(
     assert not (run / "resumed").exists()
 
 
-def crashing() -> Callable[..., Coroutine[Any, Any, ToolResult]]:
-    """A tool whose every eighth call meets a bug."""
+def crashing(error: Exception, every: int = 8) -> Callable[..., Coroutine[Any, Any, ToolResult]]:
+    """A tool, one in so many of whose calls fails."""
     numbers = count(1)
 
     async def call(self: FunctionTool, arguments: dict[str, Any], state: Any) -> ToolResult:
-        if next(numbers) % 8 == 0:
-            raise KeyError("shelf")
+        if next(numbers) % every == 0:
+            raise error
         return ToolResult("7")
 
     return call
@@ -472,8 +473,8 @@ def crashing() -> Callable[..., Coroutine[Any, Any, ToolResult]]:
 @pytest.mark.parametrize(
     ("override", "code"),
     [
-        ("limits.max_crashed_share=0.5", 0),
-        ("limits.max_crashed_share=0.02", 1),
+        ("limits.max_failed_share=0.5", 0),
+        ("limits.max_failed_share=0.02", 1),
         ("limits.strict=true", 1),
     ],
 )
@@ -485,7 +486,7 @@ def test_bugs_of_a_tool_end_a_run_only_when_they_are_many(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(FunctionTool, "call", crashing())
+    monkeypatch.setattr(FunctionTool, "call", crashing(KeyError("shelf")))
     name = f"crashes-{override.rpartition('=')[2]}"
     given = [str(warehouse), f"run.name={name}", "train.num_steps=12", "limits.max_failures=0"]
     assert train.main([*given, override, "train.max_untrained_steps=0"]) == code
@@ -496,8 +497,46 @@ def test_bugs_of_a_tool_end_a_run_only_when_they_are_many(
     assert "called with {'item': " in lines[0]
     assert "Traceback" not in err
     log = (run / "run.log").read_text()
-    assert log.count('raise KeyError("shelf")') == 1
+    assert log.count("raise error") == 1
     last_checkpoint(run)
+
+
+@pytest.mark.parametrize(("share", "code"), [(0.9, 0), (0.25, 1)])
+def test_a_failure_that_repeats_is_shown_and_ends_a_run_above_its_share(
+    warehouse: Path,
+    rank: type[ToyRank],
+    share: float,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of any kind, also what an environment calls its own failure."""
+    monkeypatch.setattr(FunctionTool, "call", crashing(EnvError("shelf 7 is locked"), 2))
+    given = [str(warehouse), f"run.name=locked-{share:g}", "train.num_steps=12"]
+    given += ["limits.max_turn_retries=0", "limits.max_failures=1", "train.max_untrained_steps=0"]
+    assert train.main([*given, f"limits.max_failed_share={share}"]) == code
+    run, (out, err) = warehouse.parent / "runs" / f"locked-{share:g}", capsys.readouterr()
+    first, *_, last = [line for line in err.splitlines() if "shelf 7 is locked" in line]
+    for text in (
+        "task ",
+        "EnvError: shelf 7",
+        "test_ends.py, line ",
+        "the last action: ",
+        '"item"',
+    ):
+        assert text in first
+    log = (run / "run.log").read_text()
+    assert log.count("its rollout fails") == 1
+    assert re.search(r"failed rollouts: \d+ x EnvError: shelf 7", log)
+    assert re.search(r"success \d\.\d\d \(\d+% failed\)", out)
+    last_checkpoint(run)
+    if code:
+        assert re.search(r"of the last \d+ rollouts failed.* \d+ x EnvError: shelf 7", last)
+        return
+    assert re.search(r"warning: failed rollouts: \d+ x EnvError: shelf 7", last)
+    rollouts = json.loads((run / "summary.json").read_text())["rollouts"]
+    assert 0.2 < rollouts["failed_share"] < 0.9
+    assert "shelf 7 is locked" in rollouts["causes"][0]
 
 
 COLD_START = [

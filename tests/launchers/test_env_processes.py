@@ -141,7 +141,7 @@ def test_one_that_computes_for_ever_is_killed_and_its_rollout_has_crashed(wareho
     (warehouse.parent / "endless_env.py").write_text(module)
     keys = ["env.id=me/Endless-v0", "env.module=endless_env", "env.workers=1", "env.held_s=5"]
     keys += ["limits.env_timeout_s=5"]
-    limits = ["limits.max_crashed_share=1", "algorithm.group_size=2"]
+    limits = ["limits.max_failed_share=1", "algorithm.group_size=2"]
     found = run(warehouse, "envs-endless", *PLAIN, *keys, *limits)
     assert "(env.held_s)" in log_of(found)
     assert len(rows_of(found)) >= 4

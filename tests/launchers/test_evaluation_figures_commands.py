@@ -203,6 +203,19 @@ def test_several_samples_are_compared_as_rates(tmp_path, capsys):
     assert low < 0.45 < 0.55 < high
 
 
+def test_failed_samples_stand_beside_the_success_that_leaves_them_out(tmp_path, capsys):
+    one = rows_of({str(i): ["Paris", "Paris"] for i in range(4)})
+    two = rows_of({str(i): ["Paris", "Paris"] for i in range(4)})
+    for row in [*two[:2], two[3]]:
+        row.end, row.error, row.success = "failed", "EnvError: closed", False
+    folders = [write_evaluation(tmp_path / n, r, QUICK) for n, r in (("a", one), ("b", two))]
+    assert compare.main([*map(str, folders)]) == 0
+    said = capsys.readouterr().out
+    assert "3 questions are in both; left out: 1 failed in one of them" in said
+    assert re.search(r"all +3 +1.000 +1.000 ", said)
+    assert re.search(r"all +0 of 8 \(0.0%\) +3 of 8 \(37.5%\) +1.000 +0.625", said)
+
+
 def test_evaluations_that_share_nothing_are_refused(tmp_path, capsys):
     one = write_evaluation(tmp_path / "a", rows_of({"1": ["Paris"]}), QUICK)
     two = write_evaluation(tmp_path / "b", rows_of({"2": ["Paris"]}), QUICK)

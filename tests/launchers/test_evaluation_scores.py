@@ -61,6 +61,17 @@ def test_only_calls_without_error_count_as_run():
 
 
 @pytest.mark.parametrize(
+    "gold", ["72.0", "3.50", "1,000", "5e3", "-0", "The Beatles", "C++", "½", ""]
+)
+def test_no_score_is_below_an_exact_match(gold: str) -> None:
+    answers = [gold, "72", "3.5", "1000", "5000", "0", "Beatles", "the beatles.", "C", "72.00", " "]
+    for answer in answers:
+        found = text_scores(answer, [gold, "other words"])
+        assert min(found["f1"], found["contains"]) >= found["em"], answer
+    assert text_scores("72", ["72.0"]) == {"em": 1.0, "f1": 1.0, "contains": 1.0}
+
+
+@pytest.mark.parametrize(
     ("answer", "golds", "em", "f1", "inside"),
     [
         ("NYC", ["NYC", "New York"], 1, 1, 1),  # the last gold does not win
@@ -69,7 +80,7 @@ def test_only_calls_without_error_count_as_run():
         ("New York City", ["New York"], 0, 0.8, 1),
         ("a party", ["art"], 0, 0, 0),  # words, not letters
         ("\u5317\u4eac\u5e02", ["\u5317\u4eac"], 0, 0.8, 1),
-        ("5", ["5.0"], 1, 0, 0),
+        ("5", ["5.0"], 1, 1, 1),
         ("yes", ["no"], 0, 0, 0),
         ("", ["x"], 0, 0, 0),
         ("x" * 3000, ["x"], 0, 0, 0),

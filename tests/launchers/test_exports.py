@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from agentenv.archive import Archive, ArchiveConfig, StepHeader
+from agentenv.redact import REDACTED, Redactor
 from launchers import export
 from launchers.evaluation.row import EvalRow
 from launchers.exports.atif import trajectory
 from launchers.exports.conversations import Question, of_row, of_rows, of_tree, redacted
-from launchers.exports.redact import REDACTED, Redactor
 from launchers.quickstart import build_tokenizer
 from launchers.trajectories import trajectory_rows
 from tests.support.told_tree import SECRET, told_tree

@@ -4,6 +4,7 @@ does not depend on them."""
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +18,15 @@ from agentenv.config import build_config
 from agentenv.errors import ConfigError
 from launchers import monitors as module
 from launchers.config import TrainConfig
-from launchers.monitors import Axis, MonitorConfig, Monitors, RolloutMonitorConfig, Row, WandbConfig
+from launchers.monitors import (
+    Axis,
+    MonitorConfig,
+    Monitors,
+    RolloutMonitorConfig,
+    Row,
+    WandbConfig,
+    wandb_mode,
+)
 from launchers.supervised.config import SFTRunConfig
 from launchers.trackio_runs import TrackioConfig, TrackioMonitor
 from tests.launchers.wandb_file import history, records
@@ -173,8 +182,67 @@ def test_a_resumed_run_goes_on_under_its_id_and_step_axis_in_weights_and_biases(
     assert [row["trajectories/held/nrows"] for row in rows if "reward/mean" not in row] == ["1"] * 2
 
 
-def test_the_key_comes_from_the_environment_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+@pytest.fixture
+def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The home of a user who is not logged in."""
+    for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+LOGIN = "machine api.wandb.ai\n  login user\n  password " + "k" * 40 + "\n"
+
+
+@pytest.mark.parametrize("place", [".netrc", "_netrc", "elsewhere"])
+def test_who_is_logged_in_needs_no_variable(
+    place: str, nobody: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (nobody / place).write_text(LOGIN)
+    (nobody / place).chmod(0o600)
+    if place == "elsewhere":
+        monkeypatch.setenv("NETRC", str(nobody / place))
+    assert WandbConfig().mode == "online"
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    with pytest.raises(ConfigError, match=r"no netrc file has a key for wandb\.example\.org"):
+        WandbConfig()
+
+
+def test_a_login_at_a_server_of_ones_own_counts_there(nobody: Path) -> None:
+    settings = nobody / ".config/wandb/settings"
+    settings.parent.mkdir(parents=True)
+    settings.write_text("[default]\nbase_url = https://wandb.example.org\n")
+    (nobody / ".netrc").write_text(LOGIN)
+    (nobody / ".netrc").chmod(0o600)
+    with pytest.raises(ConfigError, match=r"wandb\.example\.org"):
+        WandbConfig()
+    (nobody / ".netrc").write_text(LOGIN.replace("api.wandb.ai", "wandb.example.org"))
+    WandbConfig()
+
+
+@pytest.mark.parametrize(
+    ("variable", "mode"),
+    [("offline", "offline"), ("dryrun", "offline"), ("disabled", "disabled"), ("", "online")],
+)
+def test_the_mode_of_the_environment_comes_first(
+    variable: str, mode: str, nobody: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", variable)
+    assert wandb_mode("online") == mode
+    if mode != "online":
+        WandbConfig()
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+    with pytest.raises(ConfigError, match="WANDB_MODE = 'sometimes': expected online"):
+        WandbConfig()
+
+
+def test_a_netrc_that_cannot_be_read_is_named(nobody: Path) -> None:
+    (nobody / ".netrc").write_text("machine\n")
+    with pytest.raises(ConfigError, match=r"\.netrc cannot be read.*or set WANDB_API_KEY"):
+        WandbConfig()
+
+
+def test_the_key_comes_from_no_configuration(nobody: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"WANDB_API_KEY is not set.*offline"):
         WandbConfig()
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)

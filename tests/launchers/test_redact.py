@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launchers.exports.redact import REDACTED, Redactor
+from agentenv.redact import REDACTED, Redactor
 
 ENVIRONMENT = {
     "SERPER_API_KEY": "q7Rz0pLmX2",

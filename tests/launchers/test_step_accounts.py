@@ -219,6 +219,20 @@ def test_a_policy_that_does_nothing_right_is_told_from_one_that_has_learned_all(
     assert "prompt.template" in told.getMessage()
 
 
+@pytest.mark.parametrize(("num_failed", "ends"), [(1, False), (2, True), (9, True)])
+def test_before_training_a_fifth_of_failures_is_enough(num_failed: int, ends: bool) -> None:
+    ended = [EvalRow(dataset="a", task=f"t{n}", sample=0, end="terminated") for n in range(10)]
+    for row in ended[:num_failed]:
+        row.end, row.error = "failed", "EnvError: the shop is closed"
+    ended.append(EvalRow(dataset="a", task="g", sample=0, end="failed", error="cancelled: by hand"))
+    refuse_failed("a", ended)
+    if not ends:
+        return refuse_failed("a", ended[:-1], is_before=True)
+    says = rf"{num_failed} of 10 .* before training, 20% or more: {num_failed} x EnvError: the shop"
+    with pytest.raises(EnvError, match=says):
+        refuse_failed("a", ended[:-1], is_before=True)
+
+
 def test_an_evaluation_in_which_everything_failed_is_refused() -> None:
     rows = [EvalRow(dataset="a", task=task, sample=0, end="failed", error="x") for task in "tu"]
     with pytest.raises(EnvError, match=r"all 2 trajectories of the evaluation of eval\.sets\.a"):
@@ -227,7 +241,7 @@ def test_an_evaluation_in_which_everything_failed_is_refused() -> None:
     refuse_failed("a", [])
     for row in rows:
         row.error = "EngineError: all servers are out"
-    with pytest.raises(EngineError, match="the first: EngineError: all servers are out"):
+    with pytest.raises(EngineError, match="2 x EngineError: all servers are out"):
         refuse_failed("a", rows)
 
 

@@ -26,6 +26,7 @@ from launchers.data import EnvMaker
 from launchers.evaluation.store import load_saved, read_rows
 from launchers.rl.evaluations import Evaluations
 from launchers.rl.state import Evaluating
+from launchers.terminal import View
 from tests.support.runs import rows_of
 from tests.support.warehouse import ROOT, warehouse_turn
 
@@ -133,7 +134,7 @@ class Evaluator:
         renderer = make_renderer(TagsConfig(), PromptConfig(), tokenizer, model)
         params = config.sampling.eval.params()
         self._actor = Actor(engine, renderer, self._made(make_env), config.limits, params, "0")
-        self._evaluations = Evaluations(config, folder, {"a": self.tasks})
+        self._evaluations = Evaluations(config, folder, {"a": self.tasks}, View())
 
     def _made(self, make_env: EnvMaker) -> Callable[[Task], Env]:
         def make(task: Task) -> Env:

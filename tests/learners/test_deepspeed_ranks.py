@@ -52,7 +52,14 @@ async def test_a_killed_rank_ends_all_with_its_number(
 
 
 @pytest.mark.slow
-async def test_a_rank_that_hangs_is_named_and_all_end(model_dir: Path, tmp_path: Path) -> None:
+async def test_a_rank_that_hangs_is_named_and_all_end(
+    model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(wire, "LEAST_SILENT_S", 1.0)
+    monkeypatch.setattr(wire, "FIRST_S", 0.1)
     config = two_ranks(zero_stage=2)
     learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "learner.log")
     pids = list(learner.ranks.pids)
@@ -60,6 +67,8 @@ async def test_a_rank_that_hangs_is_named_and_all_end(model_dir: Path, tmp_path:
     part = [encoded(uneven_trees(1))]
     with pytest.raises(LearnerError, match=r"rank 1 took longer than 5 s for Update.*stopped"):
         await learner.ranks.call([wire.Update(part, 1.0)] * 2, 5.0)
+    told = [one for one in caplog.messages if "has been silent for" in one]
+    assert any(f"rank 1 (process {pids[1]}, stopped)" in one for one in told)
     assert_gone(pids)
     assert "gather" in (tmp_path / "learner.log").read_text(), "where rank 0 was waiting"
     await learner.close()

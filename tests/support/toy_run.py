@@ -47,7 +47,7 @@ max_response_tokens = 2000
 max_turn_tokens = 256
 max_seconds = 300
 max_tree_seconds = 900
-max_crashed_share = 1.0
+max_failed_share = 1.0
 [algorithm]
 name = "arpo"
 group_size = 4

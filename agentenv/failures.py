@@ -1,0 +1,219 @@
+"""Failures of rollouts: each text is logged once with its place and counted, and too many end the
+run.
+
+    failures.add(None)                                 as a rollout ends well
+    failures.add(failure_of(error, task, action))      as it fails
+    failures.log.report()                              at the end: each text with its count
+
+One rollout in a thousand that fails is a rollout lost. The same text on every fourth is a bug: what
+is trained and measured is then the rest, which a policy may learn to belong to.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections import Counter, deque
+
+from msgspec import Struct
+
+from agentenv.crashes import origin_of
+from agentenv.errors import (
+    SHOWN,
+    CrashError,
+    GivenUpError,
+    GraderError,
+    OutageError,
+    TooManyFailuresError,
+)
+from agentenv.redact import Redactor
+from agentenv.tree import CANCELLED
+from agentenv.types import Message, Task
+
+WINDOW = 200  # rollouts among which failures are counted
+LEAST = 20  # of which a share says something
+MAX_TEXT, MAX_ACTION = 600, 300  # characters that are logged
+MAX_TEXTS = 100  # that are told apart; the others are counted together
+NUM_NAMED = 3  # in the error that ends a run
+NUM_SHOWN = 10  # on the terminal at the end
+
+# What differs between two failures of one cause: numbers, addresses, digests.
+_VARIES = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-f]{8,}(?:-[0-9a-f]{4,})*\b|\d+(?:[.,:]\d+)*")
+
+logger = logging.getLogger(__name__)
+
+
+class Failure(Struct, array_like=True, frozen=True):
+    """Why a rollout failed: `kind` and `text` of its error, the file and line that raised it or the
+    environment, and the last action of the policy. `same` is equal for failures of one cause.
+    `counts`: towards limits.max_failed_share, which outages that were waited out do not;
+    `is_bug`: a CrashError, of which limits.strict allows none."""
+
+    task_id: str
+    kind: str
+    text: str
+    place: str
+    action: str
+    same: str
+    counts: bool
+    is_bug: bool
+
+    def __str__(self) -> str:
+        known = "called with" in self.text  # the arguments
+        action = f"; the last action: {self.action}" if self.action and not known else ""
+        place = "" if self.place in self.text else f" ({self.place})"
+        return f"task {self.task_id}: {self.kind}: {self.text}{place}{action}"
+
+
+def kind_of(error: Exception) -> str:
+    """The name of a failure in trees, rows and metrics."""
+    if isinstance(error, GivenUpError):
+        return CANCELLED
+    if isinstance(error, GraderError):  # of whatever kind: the episode can be graded again
+        return GraderError.__name__
+    return type(error).__name__
+
+
+def failure_of(error: Exception, task: Task, action: Message | None = None) -> Failure:
+    """The failure of a rollout of `task` by `error`; `action` is what the policy did last."""
+    kind = kind_of(error)
+    said = error.said if isinstance(error, CrashError) and error.said else str(error)
+    return Failure(
+        task_id=task.id,
+        kind=kind,
+        text=_bounded(str(error), MAX_TEXT),
+        place=origin_of(error) or f"the environment {task.env_id}",
+        action=_bounded(_described(action), MAX_ACTION),
+        same=f"{kind}: {_VARIES.sub('#', _bounded(said.replace(task.id, '#'), MAX_TEXT))}",
+        counts=not isinstance(error, OutageError | GivenUpError),
+        is_bug=isinstance(error, CrashError),
+    )
+
+
+def _described(action: Message | None) -> str:
+    """The calls of an action; of one without calls the end of its text."""
+    if action is None:
+        return ""
+    if not action.tool_calls:
+        return repr(action.content[-MAX_ACTION // 2 :])
+    return ", ".join(f"{one.name}({_written(one.arguments)})" for one in action.tool_calls)
+
+
+def _written(arguments: object) -> str:
+    return json.dumps(arguments, ensure_ascii=False, default=repr)
+
+
+def _bounded(text: str, size: int) -> str:
+    """One line of at most so many characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= size else f"{text[: size - 3]}..."
+
+
+class _Seen(Struct):
+    first: Failure
+    count: int = 1
+
+
+class FailureLog:
+    """Logs the first failure of each cause, with the traceback in the log, and counts the rest.
+    `redactor` takes secrets out of what is logged; several actors may share one log."""
+
+    def __init__(self, redactor: Redactor | None = None) -> None:
+        self.redactor = redactor or Redactor({})
+        self._seen: dict[str, _Seen] = {}
+
+    def add(self, failure: Failure, error: BaseException | None, who: str) -> None:
+        """Count a failure; `who`: the process that it happened in."""
+        same = failure.same if len(self._seen) < MAX_TEXTS else failure.kind
+        known = self._seen.get(failure.same) or self._seen.get(same)
+        if known is not None:
+            known.count += 1
+            return
+        self._seen[same] = _Seen(failure)
+        if failure.kind == CANCELLED:  # a person knows
+            return
+        text = self.redactor.text(f"{failure}{f' (in {who})' if who else ''}; its rollout fails")
+        if failure.is_bug:
+            logger.error("%s", text, exc_info=error)
+        else:
+            logger.warning("%s", text, exc_info=error, extra=SHOWN)
+
+    def named(self, same: str, count: int) -> str:
+        """A cause with its count."""
+        seen = self._seen.get(same) or self._seen.get(same.partition(":")[0])
+        if seen is None:
+            return f"{count} x {same}"
+        first = seen.first
+        place = "" if first.place in first.text else f" ({first.place})"
+        line = f"{count} x {first.kind}: {first.text}{place}, first in task {first.task_id}"
+        return self.redactor.text(line)
+
+    def lines(self) -> list[str]:
+        """Each cause with its count, the most frequent first."""
+        found = sorted(self._seen.items(), key=lambda pair: -pair[1].count)
+        return [self.named(same, seen.count) for same, seen in found]
+
+    def report(self) -> None:
+        """Log each cause with its count, the most frequent ones also on the terminal."""
+        lines = self.lines()
+        for line in lines[:NUM_SHOWN]:
+            logger.warning("failed rollouts: %s", line, extra=SHOWN)
+        for line in lines[NUM_SHOWN:]:
+            logger.warning("failed rollouts: %s", line)
+        if len(lines) > NUM_SHOWN:
+            left = len(lines) - NUM_SHOWN
+            logger.warning("failed rollouts: %d other texts, see the log", left, extra=SHOWN)
+
+
+class Failures:
+    """The failures of an actor's rollouts. Raises TooManyFailuresError above `max_share` of the
+    last WINDOW ended ones, and with `strict` at the first bug."""
+
+    def __init__(self, max_share: float, *, strict: bool, log: FailureLog | None = None) -> None:
+        self.num = 0
+        self.log = log or FailureLog()
+        self._max_share = max_share
+        self._strict = strict
+        self._recent: deque[str | None] = deque(maxlen=WINDOW)  # causes of those that count
+
+    def add(
+        self, failure: Failure | None, error: BaseException | None = None, who: str = ""
+    ) -> None:
+        """A rollout has ended, with a failure or without. Raises TooManyFailuresError."""
+        counts = failure is not None and failure.counts
+        self._recent.append(failure.same if failure is not None and counts else None)
+        if failure is None:
+            return
+        self.num += 1
+        self.log.add(failure, error, who)
+        if self._strict and failure.is_bug:
+            raise TooManyFailuresError(
+                f"limits.strict: the first bug ends the run: {self.log.redactor.text(str(failure))}"
+                "; mend it and go on with --resume"
+            ) from error
+        if counts and self._num_recent > self._max_share * WINDOW:
+            raise self._too_many(f"more than {self._max_share * WINDOW:g}", f" of {WINDOW}")
+
+    @property
+    def _num_recent(self) -> int:
+        return sum(one is not None for one in self._recent)
+
+    def check_share(self) -> None:
+        """At the end of what had fewer than WINDOW rollouts, though LEAST: raises
+        TooManyFailuresError where too large a share of these failed."""
+        num = len(self._recent)
+        if num >= LEAST and self._num_recent > self._max_share * num:
+            raise self._too_many("too many", "")
+
+    def _too_many(self, what: str, of: str) -> TooManyFailuresError:
+        causes = Counter(one for one in self._recent if one is not None)
+        named = "; ".join(self.log.named(*pair) for pair in causes.most_common(NUM_NAMED))
+        error = TooManyFailuresError(
+            f"{causes.total()} of the last {len(self._recent)} rollouts failed, {what} "
+            f"(limits.max_failed_share = {self._max_share:g}{of}): {named}; a failure that repeats "
+            "is a bug: mend it and go on (--resume; of an evaluation, the same command), or raise "
+            "the limit"
+        )
+        error.is_of_engine = all(one.startswith("Engine") for one in causes)
+        return error

@@ -1,0 +1,69 @@
+"""A learner that is silent for far longer than usual is spoken of, with the rank that is waited
+for."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learners import ranks as wire
+from learners.learner import LearnerConfig
+from learners.ranks import RankGroup
+from tests.support.virtual_clock import run_virtual
+
+COMMAND = wire.Abort
+
+
+class Answering:
+    """A link whose rank answers after so many seconds."""
+
+    host, pid, log_path, process = "here", 7, None, None
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.seconds = rank, 0.0
+
+    async def exchange(self, command: object) -> wire.Done:
+        await asyncio.sleep(self.seconds)
+        return wire.Done()
+
+    def state(self) -> str:
+        return "process 7, sleeping"
+
+    async def close(self, *, idle: bool) -> None:
+        pass
+
+
+def told_of(seconds: list[tuple[float, float]], caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What is logged while two ranks answer commands after these seconds."""
+    links: list[Any] = [Answering(0), Answering(1)]
+
+    async def main() -> None:
+        group = RankGroup(LearnerConfig(num_ranks=2), Path("learner.log"))
+        group._links = links
+        for pair in seconds:
+            for link, one in zip(links, pair, strict=True):
+                link.seconds = one
+            await group.call([COMMAND()] * 2, 3600.0)
+
+    run_virtual(main())
+    return [one for one in caplog.messages if "silent" in one]
+
+
+def test_ten_times_the_usual_time_is_spoken_of_once_and_again_after_four_times_that(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told = told_of([(2.0, 2.0)] * 3 + [(2.0, 19.0), (2.0, 100.0)], caplog)
+    assert [one.partition(" in ")[0] for one in told] == [
+        "the learner has been silent for 20 s",
+        "the learner has been silent for 80 s",
+    ]
+    assert "in Abort, which usually takes 2 s: waiting for rank 1 (process 7, sleeping)" in told[0]
+
+
+def test_quick_commands_and_first_ones_are_given_more(caplog: pytest.LogCaptureFixture) -> None:
+    assert told_of([(0.01, 0.01), (9.0, 9.0)], caplog) == []
+    (told,) = told_of([(301.0, 299.0)], caplog)
+    assert "waiting for rank 0 (process 7" in told

@@ -1,0 +1,226 @@
+"""A failure that repeats is logged once with its place, counted, and ends the run above a share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pytest
+
+from agentenv.actor import Actor
+from agentenv.errors import (
+    CrashError,
+    EngineError,
+    EnvError,
+    GivenUpError,
+    GraderError,
+    InfraError,
+    OutageError,
+    TooManyFailuresError,
+)
+from agentenv.failures import MAX_TEXTS, WINDOW, FailureLog, Failures, failure_of
+from agentenv.plan import Independent
+from agentenv.redact import Redactor
+from agentenv.tree import TrajectoryTree
+from agentenv.types import Limits, Message, Task, ToolCall
+from tests.support.toy import CountingEnv
+from tests.test_actor import make_actor, rollout
+
+TASK = Task("t7", "me/Shop-v0", "?", ())
+ACTION = Message("assistant", "", (ToolCall("price", {"item": "bolts", "key": "sk-" + "a" * 30}),))
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as found:
+        return found
+
+
+def failing(actor: Actor, every: int, error: Callable[[], Exception]) -> Callable[[], Any]:
+    """Rollouts of one trajectory, of which one in so many fails."""
+    fine, numbers, indices = actor.make_env, count(1), count()
+
+    def make_env(task: Task) -> Any:
+        if next(numbers) % every == 0:
+            raise error()
+        return fine(task)
+
+    actor.make_env = make_env
+    return lambda: rollout(actor, Independent(1), next(indices))
+
+
+class Odd(CountingEnv):
+    """Refuses each second step."""
+
+    steps = count(1)
+
+    async def step(self, action: Message) -> Any:
+        if next(self.steps) % 2 == 0:
+            raise EnvError(f"order {next(self.steps)} is closed")
+        return await super().step(action)
+
+
+KINDS: dict[str, Callable[[], Exception]] = {
+    "EnvError": lambda: EnvError("the shop is closed"),
+    "EngineError": lambda: EngineError("refused"),
+    "GraderError": lambda: GraderError("no verdict"),
+    "CrashError": lambda: KeyError("price"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_than_the_share_of_any_kind_ends_the_run(kind: str) -> None:
+    rare, often = (make_actor(limits=Limits(max_failures=0)) for _ in range(2))
+    one_of_6 = failing(rare, 6, KINDS[kind])
+    for _ in range(WINDOW):
+        one_of_6()
+    assert rare.failures.num > 0
+    each = failing(often, 1, KINDS[kind])
+    for _ in range(WINDOW // 4):
+        each()
+    with pytest.raises(ExceptionGroup) as raised:
+        each()
+    says = rf"51 of the last 51 rollouts failed.*max_failed_share = 0.25 of 200.*51 x {kind}: "
+    assert raised.group_contains(TooManyFailuresError, match=says)
+
+
+def test_kinds_are_counted_together_and_the_most_frequent_named() -> None:
+    failures = Failures(0.1, strict=False)
+    errors = [EnvError("a"), *[EngineError("b")] * 2, *[GraderError("c")] * 17]
+    for error in errors:
+        failures.add(failure_of(error, TASK))
+        failures.add(None)
+    with pytest.raises(
+        TooManyFailuresError, match=r"21 of the last 41.*18 x GraderError: c"
+    ) as one:
+        failures.add(failure_of(GraderError("c"), TASK))
+    assert "2 x EngineError: b" in str(one.value)
+    assert not one.value.is_of_engine
+
+
+def test_an_outage_that_was_waited_out_and_a_person_do_not_count() -> None:
+    failures = Failures(0.0, strict=True)
+    for error in (OutageError("gone for 300 s"), GivenUpError("by hand")):
+        failures.add(failure_of(error, TASK))
+    assert failures.num == 2
+    failures.check_share()
+    with pytest.raises(TooManyFailuresError):
+        failures.add(failure_of(EnvError("down"), TASK))
+
+
+def test_tools_that_are_down_do_not_count_in_rollouts() -> None:
+    class Down(CountingEnv):
+        async def step(self, action: Message) -> Any:
+            raise InfraError("no connection")
+
+    actor = make_actor(limits=Limits(max_failures=0, outage_s=5.0, max_failed_share=0.0))
+    actor.make_env = Down
+    tree = rollout(actor, Independent(2))
+    assert [str(leaf.error).partition(":")[0] for leaf in tree.failures()] == ["OutageError"] * 2
+    assert actor.failures.num == 2
+
+
+def test_strict_ends_at_the_first_bug_and_at_nothing_else() -> None:
+    failures = Failures(1.0, strict=True)
+    failures.add(None)
+    failures.add(failure_of(EnvError("down"), TASK))
+    with pytest.raises(TooManyFailuresError, match=r"strict.*task t7: CrashError: the tool"):
+        failures.add(failure_of(CrashError("the tool 'x' raised KeyError"), TASK))
+
+
+def test_a_short_run_is_judged_at_its_end() -> None:
+    failures = Failures(0.25, strict=False)
+    for _ in range(5):
+        failures.add(failure_of(EnvError("closed"), TASK))
+    failures.check_share()  # of five, a share says little
+    for _ in range(15):
+        failures.add(None)
+    failures.check_share()  # a quarter is allowed
+    failures.add(failure_of(EnvError("closed"), TASK))
+    with pytest.raises(TooManyFailuresError, match=r"6 of the last 21 rollouts failed"):
+        failures.check_share()
+
+
+def shown(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        one.getMessage()
+        for one in caplog.records
+        if one.levelno >= logging.ERROR or getattr(one, "shown", False)
+    ]
+
+
+def test_each_text_is_logged_once_with_its_place_and_again_with_its_count(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    actor = make_actor(limits=Limits(max_turn_retries=0, max_failures=20))
+    actor.make_env = Odd
+    tree: TrajectoryTree = rollout(actor, Independent(4))
+    number = len(tree.failures())
+    assert number > 1
+    (first,) = shown(caplog)
+    assert first.startswith("task t: EnvError: order ")
+    assert "(test_failures.py, line " in first
+    assert 'the last action: search({"query": "q' in first
+    caplog.clear()
+    actor.failures.log.report()
+    (last,) = shown(caplog)
+    assert f"{number} x EnvError: order " in last
+
+
+def test_where_no_code_of_a_user_raised_the_environment_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    FailureLog().add(failure_of(EnvError("lost"), TASK), None, "worker-3")
+    assert shown(caplog) == [
+        "task t7: EnvError: lost (the environment me/Shop-v0) (in worker-3); its rollout fails"
+    ]
+
+
+def test_numbers_task_ids_and_arguments_do_not_tell_texts_apart(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = FailureLog()
+    for number in range(3):
+        task = Task(f"row-{'abc'[number]}", "e", "?", ())
+        text = (
+            f"task {task.id}: 0x7f{number}e after {number}.5 s, id 3fa85f64-5717-4562-b3fc-{number}"
+        )
+        log.add(failure_of(EnvError(text), task), None, "")
+        crash = CrashError(f"the tool 'x', called with {{'n': 'word {task.id}'}}, raised KeyError")
+        crash.said = "the tool 'x' raised KeyError"
+        log.add(failure_of(crash, task), None, "")
+    assert len(shown(caplog)) == 2
+    assert [line.partition(" x ")[0] for line in log.lines()] == ["3", "3"]
+
+
+def test_secrets_are_redacted_and_texts_bounded(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOP_TOKEN_OF_MINE", "bolts-and-nuts")
+    log = FailureLog(Redactor({}))
+    error = raised(
+        EnvError("https://me:pass@shop.example?key=abc says\nbolts-and-nuts " + "x" * 9000)
+    )
+    log.add(failure_of(error, TASK, ACTION), error, "")
+    (line,) = shown(caplog)
+    assert "pass@" not in line
+    assert "bolts-and-nuts" not in line
+    assert "sk-aaa" not in line
+    assert "[redacted]" in line
+    assert len(line) < 1200
+    assert "\n" not in line
+
+
+def test_very_many_texts_are_counted_by_their_kind(caplog: pytest.LogCaptureFixture) -> None:
+    log = FailureLog()
+    for number in range(2 * MAX_TEXTS):
+        text = "".join("ghijklmnop"[int(digit)] for digit in str(number))
+        log.add(failure_of(EnvError(text), TASK), None, "")
+    assert len(shown(caplog)) == MAX_TEXTS + 1
+    assert log.lines()[0].startswith(f"{MAX_TEXTS} x EnvError")
+    caplog.clear()
+    log.report()
+    assert len(shown(caplog)) == 11
