@@ -16,6 +16,7 @@ Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 BEST = "against the best GRPO"
 README_ROW = "| tool calls for the same success"
+PICTURE = "![success against tool calls](img/algorithms.png)"
 BEGIN, END = "<!-- experiments/algorithms.py --publish: begin -->", "<!-- end -->"
 
 
@@ -108,7 +109,7 @@ def publish(result: Row, picture: Path) -> None:
         raise DataError("--publish needs the arm arpo, and a GRPO arm with all of its seeds")
     when = datetime.now(UTC).date().isoformat()
     page, readme = ROOT / "docs" / "experiments.md", ROOT / "README.md"
-    section = f"{BEGIN}\n\nOf {when}.\n\n{tables_of(result)}\n\n{END}"
+    section = f"{BEGIN}\n\nOf {when}.\n\n{PICTURE}\n\n{tables_of(result)}\n\n{END}"
     pages = {
         page: (f"(?s){re.escape(BEGIN)}.*?{re.escape(END)}", section),
         readme: (f"(?m)^{re.escape(README_ROW)}.*$", readme_row(result, when)),

@@ -8,6 +8,7 @@ from agentenv.env import close_shared
 from launchers.evaluation.figures import default_ks, figures_of, questions_of, summarise
 from launchers.evaluation.row import EvalRow
 from launchers.evaluation.scores import Scorer
+from launchers.rl.state import brief_report
 from tests.support.stored_evaluation import failed, row
 
 
@@ -87,6 +88,15 @@ async def test_every_share_has_an_interval_with_a_width():
             assert one.low <= one.value <= one.high
             assert 0.03 < one.high - one.low < 1
             assert one.low == pytest.approx(0.04 ** (1 / count) if one.value else 0)
+
+
+def test_a_run_follows_the_same_intervals():
+    """Also where a set asks each question several times."""
+    rows = [row(str(i), j) for i in range(8) for j in range(5)]
+    found = brief_report("heldout", rows)
+    assert found.overall.interval == pytest.approx((0.04 ** (1 / 8), 1))
+    assert found.by_kind["all"].interval == found.overall.interval
+    assert brief_report("heldout", [failed("1", 0)]).overall.interval == (0, 1)
 
 
 async def test_pass_at_k_has_a_sample_less_for_each_that_it_takes():

@@ -216,6 +216,16 @@ def test_failed_samples_stand_beside_the_success_that_leaves_them_out(tmp_path, 
     assert re.search(r"all +0 of 8 \(0.0%\) +3 of 8 \(37.5%\) +1.000 +0.625", said)
 
 
+def test_equal_evaluations_show_how_far_they_are_known_to_be(tmp_path, capsys):
+    rows = rows_of({str(i): ["Paris"] for i in range(40)})
+    folders = [write_evaluation(tmp_path / name, rows, QUICK) for name in "ab"]
+    assert compare.main([*map(str, folders)]) == 0
+    said = capsys.readouterr().out
+    found = re.search(r"all +40 +[\d.]+ +[\d.]+ +\+0.000 \[-0.077, \+0.077\] +1.000", said)
+    assert found, said
+    assert re.search(r"tool tokens +40 +\S+ +\S+ +\+0.000 +1.000", said), said
+
+
 def test_evaluations_that_share_nothing_are_refused(tmp_path, capsys):
     one = write_evaluation(tmp_path / "a", rows_of({"1": ["Paris"]}), QUICK)
     two = write_evaluation(tmp_path / "b", rows_of({"2": ["Paris"]}), QUICK)
