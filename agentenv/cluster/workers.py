@@ -300,7 +300,7 @@ class RolloutWorkers:
         listening = asyncio.create_task(self._listen(worker))
         waiting, self._homeless = self._homeless, []
         for growing in waiting:
-            self._place(growing)
+            self._place_again(growing)
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -441,7 +441,7 @@ class RolloutWorkers:
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, within_s)):
                 await worker.idle.wait()
-        worker.link.close()
+        worker.link.finish()  # turns that are on their way still count
 
     def _has_less(self, worker: _Worker) -> None:
         if not worker.trees and worker.draining is not None:
