@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 LAST_S = 30.0  # until a save ends whose learner was ended
 LOOK_S = 10.0  # to see which checkpoints there are, on a disk that may hang
-HANGS = "its disk hangs"
 
 
 class SavingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,6 +83,7 @@ class Saver:
         self._is_whole = True  # weights and state belong together
         self._last = _now()
         self._is_abandoned = False  # a save that hung
+        self._found: list[Path] | None = None  # checkpoints that are there, when a save has failed
         self._closing: asyncio.Future[None] | None = None  # of a learner that is given up
 
     @asynccontextmanager
@@ -137,33 +137,39 @@ class Saver:
         await uncancelled(self._finish())
 
     async def _finish(self) -> None:
+        reason = await self._last()
+        if not reason:
+            return
+        found: list[Path] | None = None  # unknown
+        if not self._is_abandoned:
+            with suppress(StallError):
+                found = await within(LOOK_S, "it", in_thread(self.checkpoints.finished))
+        self._found = found
+        self._fail(reason)
+
+    async def _last(self) -> str:
+        """Save before the run ends; why that was not possible, empty if it was."""
         if not self._is_whole:
-            await self._fail("what ends the run left its weights within a step")
-            return
+            return "what ends the run left its weights within a step"
         if self._is_abandoned:
-            self._warn(HANGS)
-            return
+            return "its disk hangs"
         try:
-            is_there = await within(self.config.finish_s, "it", in_thread(self._exists))
-        except StallError:
-            self._warn(HANGS)
-            return
-        if not is_there:
-            self._view.say(
-                f"saving {self._path().name}, which may take {self.config.finish_s:g} s "
-                "(checkpoint.finish_s)"
-            )
-        try:
+            if not await within(self.config.finish_s, "the disk", in_thread(self._exists)):
+                self._view.say(
+                    f"saving {self._path().name}, which may take {self.config.finish_s:g} s "
+                    "(checkpoint.finish_s)"
+                )
             await self.save(at_end=True)
             await within(self.config.finish_s, "what it remembers", self.amend())
         except OSError as error:
             place = error.filename or self.checkpoints.folder
-            await self._fail(f"{place}: {explain(error, DIR_KEY)}")
+            return f"{place}: {explain(error, DIR_KEY)}"
         except AgentEnvError as error:
-            await self._fail(str(error).splitlines()[0])
+            return str(error).splitlines()[0]
         except Exception as error:  # what ends the run stays its reason
             logger.error("a bug while the last checkpoint is written", exc_info=error)
-            await self._fail(f"{type(error).__name__}: {error}")
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     async def amend(self) -> None:
         """Bring what the checkpoint of this step, if there is one, remembers up to date: the
@@ -216,18 +222,12 @@ class Saver:
             self._is_abandoned = True
             saving.cancel()
 
-    async def _fail(self, reason: str) -> None:
-        try:
-            found = await within(LOOK_S, "it", in_thread(self.checkpoints.finished))
-        except StallError:
-            return self._warn(f"{reason}; {HANGS}")
-        if self._path() in found:
-            return self._view.warn(f"{self._path().name} is saved, but then: {reason}")
-        kept = f"the last checkpoint is {found[-1]}" if found else "there is no checkpoint"
-        self._warn(f"{reason}; {kept}")
-
-    def _warn(self, reason: str) -> None:
-        self._view.warn(f"{self._path().name} is not saved: {reason}")
+    def _fail(self, reason: str) -> None:
+        found, name = self._found, self._path().name
+        if found is not None and self._path() in found:
+            return self._view.warn(f"{name} is saved, but then: {reason}")
+        kept = f"; the last checkpoint is {found[-1]}" if found else "; there is no checkpoint"
+        self._view.warn(f"{name} is not saved: {reason}{'' if found is None else kept}")
 
 
 def _now() -> float:

@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 
-from agentenv.cluster.messages import Ended, pack
 from agentenv.cluster.suspects import NUM_LOSSES, NUM_TRIALS
 from agentenv.env import Env
-from agentenv.errors import TooManyCrashesError
 from agentenv.journal import Journal, JournalConfig
 from agentenv.tree import TrajectoryTree
-from agentenv.types import Limits, Task
+from agentenv.types import Task
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, make_actor
@@ -303,72 +301,6 @@ def test_a_tree_that_waits_behind_a_suspect_ends_when_it_is_given_up() -> None:
         await asyncio.wait({rollouts[held.index]}, timeout=1.0)
         assert rollouts[held.index].done()
         await asyncio.gather(*rollouts)
-        await cluster.close()
-
-    run_virtual(main())
-
-
-# the trees of a worker that is lost, and what ends the run
-
-
-def test_trees_of_a_lost_worker_grow_elsewhere_before_its_turns_have_ended() -> None:
-    """An engine may take long to abort what it had asked for."""
-
-    async def main() -> None:
-        cluster = Cluster(make_actor)
-        slow = asyncio.Event()
-
-        class Slow:
-            policy_version = 0
-
-            async def generate(self, *_: Any, **__: Any) -> Any:
-                try:
-                    await asyncio.sleep(1000.0)
-                finally:
-                    await slow.wait()
-
-        cluster.workers._actor.engine = Slow()  # type: ignore[assignment]
-        cluster.add("a")
-        growing = asyncio.create_task(cluster.rollout(0))
-        await asyncio.sleep(1.0)
-        await cluster.kill("a")
-        await asyncio.sleep(1.0)
-        assert cluster.workers.places()[0].worker == ""
-        cluster.add("b")
-        await asyncio.sleep(1.0)
-        assert cluster.workers.places()[0].worker == "b"
-        assert cluster.workers.give_up(0, "enough")
-        slow.set()
-        assert (await growing).is_cancelled
-        await cluster.close()
-
-    run_virtual(main())
-
-
-def test_too_many_crashes_end_the_run_though_no_tree_is_left_to_tell_it() -> None:
-    """The last crash comes from a tree that has ended, in a worker that has no other."""
-    buggy = Task("buggy", "toy", "q", ("a",))
-
-    async def main() -> None:
-        cluster = Cluster(lambda: make_actor(limits=Limits(max_failures=0)))
-        problem = TooManyCrashesError("too many")
-
-        def add(error: Any, task_id: str) -> None:
-            if task_id == "buggy":
-                raise problem
-
-        cluster.workers._actor.crashes.add = add  # type: ignore[method-assign]
-        cluster.add("a")
-        await cluster.rollout(0)
-        (worker,) = cluster.workers._workers.values()
-        assert not worker.trees
-        cluster.ends["a"].send(pack(Ended(buggy.id, "a bug")))
-        await asyncio.sleep(1.0)
-        with pytest.raises(TooManyCrashesError, match="too many"):
-            await cluster.rollout(1)
-        growing = asyncio.create_task(cluster.rollout(2))
-        with pytest.raises(TooManyCrashesError, match="too many"):
-            await growing
         await cluster.close()
 
     run_virtual(main())

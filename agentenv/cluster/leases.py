@@ -343,6 +343,7 @@ class _Wait:
     def _tell(self, stands: bool) -> None:
         version = self._member.policy_version
         self._link.send(pack(Standing(self._number, stands, version)))
+        self._link.flush()  # tokens of these weights come by another way, and soon
 
     def begin(self) -> None:
         self._tell(True)

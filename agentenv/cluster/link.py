@@ -38,6 +38,11 @@ class Link(Protocol):
         """Let the other end receive what was sent, and then EOFError. Idempotent."""
         ...
 
+    def finish(self) -> None:
+        """As `close`, but what the other end sends until it closes is still received, within
+        LAST_S."""
+        ...
+
     def abort(self) -> None:
         """Both ends are gone at once; what is under way is lost. Idempotent."""
         ...
@@ -67,6 +72,10 @@ class _End:
 
     def close(self) -> None:
         self._theirs.put_nowait(None)
+
+    def finish(self) -> None:
+        self.close()
+        asyncio.get_running_loop().call_later(LAST_S, self.abort)
 
     def abort(self) -> None:
         for queue in (self._ours, self._theirs):
@@ -169,6 +178,14 @@ class StreamLink:
             self.flush()
             self._is_closed = True
             self._writer.close()
+            asyncio.get_running_loop().call_later(LAST_S, self.abort)
+
+    def finish(self) -> None:
+        if not self._is_closed:
+            self.flush()
+            self._is_closed = True
+            if not self._writer.transport.is_closing():
+                self._writer.write_eof()
             asyncio.get_running_loop().call_later(LAST_S, self.abort)
 
     def abort(self) -> None:

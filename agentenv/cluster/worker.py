@@ -142,6 +142,7 @@ class RolloutWorker:
                     else:
                         self._engine.hear(asked)
             except EOFError:
+                self._link.close()  # at once: the controller waits for what was sent before
                 beating.cancel()
                 for task in self._rollouts.values():
                     task.cancel()

@@ -280,11 +280,16 @@ class RolloutWorkers:
 
     def _clear(self, growing: _Growing) -> None:
         """It kills no worker. The next one that may is tried."""
-        if self._suspects.clears(growing.index) and self._held_back:
-            self._place_again(self._held_back.pop(0))
+        if self._suspects.clears(growing.index):
+            waiting = [one for one in self._held_back if not one.ended.done()]
+            if waiting:
+                self._held_back.remove(waiting[0])
+                self._place_again(waiting[0])
 
     def _place_again(self, growing: _Growing) -> None:
         """The tree goes on elsewhere, if there is a place to come."""
+        if growing.ended.done():  # cancelled, and about to be let go
+            return
         try:
             self._place(growing)
         except WorkerError as error:
@@ -300,7 +305,7 @@ class RolloutWorkers:
         listening = asyncio.create_task(self._listen(worker))
         waiting, self._homeless = self._homeless, []
         for growing in waiting:
-            self._place(growing)
+            self._place_again(growing)
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -440,7 +445,7 @@ class RolloutWorkers:
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, within_s)):
                 await worker.idle.wait()
-        worker.link.close()
+        worker.link.finish()  # turns that are on their way still count
 
     def _has_less(self, worker: _Worker) -> None:
         if not worker.trees and worker.draining is not None:

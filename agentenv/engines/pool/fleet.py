@@ -436,9 +436,9 @@ class Fleet:
         async with member.returning:
             if self.asleep:
                 return False
-            target, epoch = self._target, member.epoch
+            epoch = member.epoch
             try:
-                await member.bring_back(target)
+                await member.bring_back(lambda: self._target)
             except BrokenOffError:
                 return False
             except (EngineError, ConfigError) as error:
@@ -447,7 +447,8 @@ class Fleet:
             except OSError as error:  # ours: a directory that cannot be read now
                 member.miss(f"it cannot be given its weights: {error}")
                 return False
-            if member not in self.members or target != self._target or self.reason is not None:
+            is_late = member.server.policy_version != self._target.policy_version
+            if member not in self.members or is_late or self.reason is not None:
                 return False
             if not epoch:
                 member.is_missed = True  # it is new

@@ -403,9 +403,10 @@ class Member(Seat):
         else:
             await self.take(target)
 
-    async def bring_back(self, target: Target) -> None:
-        """Find out what a server that is out holds, and load what it lacks. Raises EngineError or
-        ConfigError, and the server stays out."""
+    async def bring_back(self, wanted: Callable[[], Target]) -> None:
+        """Find out what a server that is out holds, and load what it lacks of the weights that are
+        wanted by then: those of before may be removed. Raises EngineError or ConfigError, and the
+        server stays out."""
         self._return = asyncio.timeout(None)  # expires if it is to sleep
         try:
             async with self._return:
@@ -414,9 +415,9 @@ class Member(Seat):
                 if not await self._is_unchanged():
                     if self.epoch:
                         self.drop(self.reason)
-                    await self._come_back(target)
-                elif self.server.policy_version != target.policy_version:
-                    await self.take(target)  # it refused or missed an update
+                    await self._come_back(wanted)
+                elif self.server.policy_version != wanted().policy_version:
+                    await self._catch_up(wanted)  # it refused or missed an update
         except TimeoutError as error:
             if not self._return.expired():
                 raise
@@ -439,13 +440,13 @@ class Member(Seat):
             return False
         return True
 
-    async def _come_back(self, target: Target) -> None:
+    async def _come_back(self, wanted: Callable[[], Target]) -> None:
         """Connect, and load the current weights before anything is served."""
         if not await self.server.healthy():
             raise ServerLostError(f"{self.name} does not answer")
         await self._connect(UNKNOWN_VERSION)
         self.limit.restart()
-        await self.take(target)
+        await self._catch_up(wanted)
 
     async def _connect(self, policy_version: int) -> None:
         info = await self.server.connect(policy_version)
@@ -483,9 +484,22 @@ class Member(Seat):
         ServerLostError: nobody knows what the server has now, and it is out. EngineError: it
         refused, and has what it had.
         """
+        await self._catch_up(lambda: target)
+
+    async def _catch_up(self, wanted: Callable[[], Target]) -> None:
+        """Take the weights that are wanted when the load begins; see `take`. An update that begins
+        meanwhile waits for its end before the weights of before may be removed."""
+
+        target = wanted()
         source = await target.directory()
-        version = target.policy_version
-        await self._replace(lambda: self.server.load_weights(source, version), version)
+
+        async def load() -> None:
+            nonlocal target, source
+            if (now := wanted()) is not target:  # an update has begun meanwhile
+                target, source = now, await now.directory()
+            await self.server.load_weights(source, target.policy_version)
+
+        await self._replace(load, target.policy_version)
 
     async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
         """Take weights that are broadcast meanwhile, and probe them; errors as of `take`."""

@@ -1,0 +1,64 @@
+"""A server that comes back while an update begins loads the weights that are wanted by then: those
+of before are removed as soon as the update has returned."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.errors import EngineError
+from tests.engines.pool_bench import bench, write_folder
+from tests.support.virtual_clock import run_virtual
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path)
+
+
+@pytest.mark.parametrize("slow", ["healthy", "connect", "load_weights"])
+@pytest.mark.parametrize("begins_s", [0.05, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0])
+def test_no_server_reads_weights_that_are_removed(folder: Path, slow: str, begins_s: float) -> None:
+    async def main() -> None:
+        async with bench(folder, 2) as b:
+            there = {"initial"}
+            read_late: list[str] = []
+
+            def watch(server: Any) -> None:
+                load, slowed = server.load_weights, getattr(server, slow)
+
+                async def load_weights(source: Path, version: int) -> None:
+                    if source.name not in there:
+                        read_late.append(source.name)
+                        raise EngineError(f"{source.name} is gone")
+                    await (slowed if slow == "load_weights" else load)(source, version)
+                    if source.name not in there:
+                        read_late.append(f"{source.name} at its end")
+
+                async def slowly(*given: Any) -> Any:
+                    await asyncio.sleep(2.0)
+                    return await slowed(*given)
+
+                if slow != "load_weights":
+                    setattr(server, slow, slowly)
+                else:
+                    server.load_s = 2.0
+                server.load_weights = load_weights
+
+            watch(b.servers[0])
+            there.add("v1")
+            await b.load(1)
+            there.discard("initial")
+            b.servers[0].restart()  # its keeper finds that out, and brings it back
+            await asyncio.sleep(begins_s)
+            there.add("v2")
+            await b.load(2)
+            there.discard("v1")  # as the publisher does
+            await b.until_up(2)
+            assert read_late == []
+            assert b.servers[0].weights == "v2"
+
+    run_virtual(main())

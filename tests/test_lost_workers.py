@@ -1,0 +1,248 @@
+"""What becomes of the trees of a worker that is lost or leaves, and of what it has said."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from agentenv.cluster.leases import _Wait
+from agentenv.cluster.link import Link, StreamLink, linked
+from agentenv.cluster.messages import Alive, Ended, Figures, Say, pack
+from agentenv.cluster.workers import Left, RolloutWorkers
+from agentenv.errors import TooManyCrashesError
+from agentenv.types import Limits, Task
+from launchers.workers.places import Here
+from launchers.workers.processes import Kind, WorkerProcesses
+from tests.support.toy import CountingEnv
+from tests.support.virtual_clock import run_virtual
+from tests.test_actor import make_actor
+from tests.test_cluster import Cluster
+
+
+@pytest.fixture(autouse=True)
+def _no_env_left_open() -> Iterator[None]:
+    CountingEnv.num_open = 0
+    yield
+    assert CountingEnv.num_open == 0
+
+
+def test_a_worker_that_is_lost_has_come_further_though_no_tree_has_ended() -> None:
+    async def main() -> list[Left]:
+        cluster, found = Cluster(lambda: make_actor(engine={"latency_s": 10.0})), []
+        cluster.add("a")
+        growing = asyncio.create_task(cluster.rollout(0))
+        for name, seconds in (("a", 15.0), ("b", 1.0)):
+            await asyncio.sleep(seconds)
+            await cluster.kill(name)
+            found.append(await cluster._joined[name])
+            cluster.add(chr(ord(name) + 1))
+        growing.cancel()
+        await cluster.close()
+        return found
+
+    left = run_virtual(main())
+    assert [one.num_ended for one in left] == [0, 0]
+    assert [one.has_come_further for one in left] == [True, False]
+
+
+class Kept(WorkerProcesses):
+    """Its processes come up at once."""
+
+    async def _start(self, number: int) -> StreamLink:
+        await asyncio.sleep(0)
+        return cast(StreamLink, linked()[0])
+
+
+class Nowhere(Here):
+    async def ended(self, name: str) -> str:
+        return "is gone"
+
+    async def stop(self, name: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("has_come_further", [True, False])
+def test_deaths_in_a_row_are_those_without_any_progress(
+    has_come_further: bool, tmp_path: Path
+) -> None:
+    """A machine that is taken away each half hour from trees of an hour is no broken worker."""
+
+    class Lost:
+        num_lost, reason = 0, ""
+
+        async def join(self, name: str, link: Link) -> Left:
+            await asyncio.sleep(1800.0)
+            return Left("it is gone", 0, "", has_come_further=has_come_further)
+
+        def end(self, reason: str) -> None:
+            self.reason = reason
+
+        async def close(self) -> None:
+            pass
+
+    async def main() -> Lost:
+        members = Lost()
+        kind = Kind("module", "worker", "worker", 1, 10.0, 3, "cluster")
+        setup = msgspec.defstruct("Setup", [])()
+        workers = Kept(kind, members, setup, tmp_path, lambda text: None, Nowhere())
+        workers._kept = {0}
+        starting = asyncio.create_task(workers._start(0))
+        keeping = asyncio.create_task(workers._keep(0, starting))
+        await asyncio.sleep(12 * 3600.0)
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        return members
+
+    members = run_virtual(main())
+    assert members.num_lost == 4 if not has_come_further else members.num_lost > 20
+    assert bool(members.reason) is not has_come_further
+
+
+async def test_what_a_drained_worker_has_sent_until_it_ends_is_heard() -> None:
+    """Its last turns are on their way when its time is over."""
+    told: list[str] = []
+    workers = RolloutWorkers(make_actor(), silence_s=60.0, tell=told.append)
+    left: list[Left] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        left.append(await workers.join("a", StreamLink(reader, writer)))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        link = StreamLink(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+        link.send(pack(Alive(Figures())))
+        await asyncio.sleep(0.1)
+        workers.leave("a", 0.2)
+        with suppress(EOFError):
+            while True:
+                await asyncio.wait_for(link.receive(), 5)
+        for number in range(3):
+            link.send(pack(Say(f"frame {number}")))
+            await asyncio.sleep(0.03)
+        link.close()
+        for _ in range(100):
+            if left:
+                break
+            await asyncio.sleep(0.05)
+    assert told[1:] == [f"a: frame {number}" for number in range(3)]
+    assert left[0].is_drained
+
+
+async def test_a_drained_worker_that_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentenv.cluster.link.LAST_S", 0.3)
+    ends: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = StreamLink(reader, writer)
+        link.finish()
+        link.send(b"is lost")
+        try:
+            await link.receive()
+        except EOFError as error:
+            ends.append(str(error))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        link = StreamLink(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+        with pytest.raises(EOFError):
+            await asyncio.wait_for(link.receive(), 5)
+        for _ in range(100):
+            if ends:
+                break
+            await asyncio.sleep(0.05)
+        link.abort()
+    assert len(ends) == 1
+
+
+async def test_the_version_of_a_server_goes_before_its_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does not wait for other frames to go with."""
+    monkeypatch.setattr("agentenv.cluster.link.GATHER_S", 10.0)
+    written: list[bytes] = []
+
+    class Writer:
+        transport = SimpleNamespace(is_closing=lambda: False)
+
+        def write(self, data: bytes) -> None:
+            written.append(data)
+
+    writer, member = cast(Any, Writer()), cast(Any, SimpleNamespace(policy_version=3))
+    link = StreamLink(asyncio.StreamReader(), writer)
+    link.send(b"x")
+    await asyncio.sleep(0)
+    assert len(written) == 1
+    for begin_or_end in (_Wait(link, 7, member).begin, _Wait(link, 7, member).end):
+        before = len(written)
+        begin_or_end()
+        assert len(written) == before + 1
+
+
+def test_trees_of_a_lost_worker_grow_elsewhere_before_its_turns_have_ended() -> None:
+    """An engine may take long to abort what it had asked for."""
+
+    async def main() -> None:
+        cluster = Cluster(make_actor)
+        slow = asyncio.Event()
+
+        class Slow:
+            policy_version = 0
+
+            async def generate(self, *_: Any, **__: Any) -> Any:
+                try:
+                    await asyncio.sleep(1000.0)
+                finally:
+                    await slow.wait()
+
+        cluster.workers._actor.engine = Slow()  # type: ignore[assignment]
+        cluster.add("a")
+        growing = asyncio.create_task(cluster.rollout(0))
+        await asyncio.sleep(1.0)
+        await cluster.kill("a")
+        await asyncio.sleep(1.0)
+        assert cluster.workers.places()[0].worker == ""
+        cluster.add("b")
+        await asyncio.sleep(1.0)
+        assert cluster.workers.places()[0].worker == "b"
+        assert cluster.workers.give_up(0, "enough")
+        slow.set()
+        assert (await growing).is_cancelled
+        await cluster.close()
+
+    run_virtual(main())
+
+
+def test_too_many_crashes_end_the_run_though_no_tree_is_left_to_tell_it() -> None:
+    """The last crash comes from a tree that has ended, in a worker that has no other."""
+    buggy = Task("buggy", "toy", "q", ("a",))
+
+    async def main() -> None:
+        cluster = Cluster(lambda: make_actor(limits=Limits(max_failures=0)))
+        problem = TooManyCrashesError("too many")
+
+        def add(error: Any, task_id: str) -> None:
+            if task_id == "buggy":
+                raise problem
+
+        cluster.workers._actor.crashes.add = add  # type: ignore[method-assign]
+        cluster.add("a")
+        await cluster.rollout(0)
+        (worker,) = cluster.workers._workers.values()
+        assert not worker.trees
+        cluster.ends["a"].send(pack(Ended(buggy.id, "a bug")))
+        await asyncio.sleep(1.0)
+        with pytest.raises(TooManyCrashesError, match="too many"):
+            await cluster.rollout(1)
+        growing = asyncio.create_task(cluster.rollout(2))
+        with pytest.raises(TooManyCrashesError, match="too many"):
+            await growing
+        await cluster.close()
+
+    run_virtual(main())
