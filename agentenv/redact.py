@@ -1,9 +1,9 @@
 """Secrets out of what leaves a run: keys, tokens, passwords.
 
 Two ways find them: by value, what the environment holds under names such as SERPER_API_KEY, and
-under each name that the configuration gives in a key ending in `_env` or as "${NAME}"; and by form, bearer tokens,
-user and password of an address, keys in its query, keys of known providers. What a policy or a page
-wrote is treated alike: a tool may have said a key.
+under each name that the configuration gives in a key ending in `_env` or as "${NAME}"; and by form,
+bearer tokens, user and password of an address, keys in its query, keys of known providers. What a
+policy or a page wrote is treated alike: a tool may have said a key.
 """
 
 from __future__ import annotations

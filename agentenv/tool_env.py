@@ -416,7 +416,6 @@ class ToolEnv:
                 return await call()
             except InfraError as error:
                 work.give_back()
-                wanted_s = error.retry_after_s
                 now_s = asyncio.get_running_loop().time()
                 began_s = now_s if began_s is None else began_s
                 if attempt >= num_retries and now_s - began_s >= patience_s:
@@ -426,6 +425,7 @@ class ToolEnv:
                     ) from error
                 if attempt >= num_retries:
                     _tell_outage(who, str(error), patience_s, now_s)
+                wanted_s = error.retry_after_s
             key = f"{self._seed}/{self.task.id}/{self._budget.num_calls}"
             most_s = max(MAX_DELAY_S, min(wanted_s, patience_s))
             delay_s = backoff_s(

@@ -74,6 +74,8 @@ class MCPTools:
             raise ConfigError("MCPTools: url: expected http://HOST/.. or https://HOST/..")
         if (headers and not url) or (env and url):
             raise ConfigError("MCPTools: headers belong to url, and env to command")
+        if isinstance(only, str):
+            raise ConfigError(f"MCPTools: only: expected a list of names, such as [{only!r}]")
         if importlib.util.find_spec("mcp") is None:
             raise ConfigError(
                 "MCPTools needs the package mcp, which is missing: pip install 'agentenv[mcp]'"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import subprocess
@@ -34,7 +33,6 @@ Handler = Callable[[web.Request], Awaitable[web.Response]]
 async def _shared() -> AsyncIterator[None]:
     yield
     await close_shared()
-    gc.collect()  # whatever was left open says so, and a warning is an error
 
 
 @pytest.fixture

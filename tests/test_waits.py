@@ -71,7 +71,7 @@ ALLOWED = {
     "agentenv/journal.py Journal.commit: self._written.wait": SAME,
     "agentenv/replay.py ReplayQueue.get: self._arrived.wait": SAME,
     "agentenv/replay.py ReplayQueue.reserve: self._freed.wait": SAME,
-    "envs/mcp_tools.py Connection._hold: session.list_tools": CALLER + "START_TIMEOUT_S",
+    "envs/mcp_tools.py _all_tools: session.list_tools": CALLER + "START_TIMEOUT_S",
     "envs/mcp_tools.py Connection._open: session.initialize": CALLER + "START_TIMEOUT_S",
     "envs/sandbox/channel.py Channel._read: asyncio.get_running_loop().sock_recv": SESSION,
     "envs/sandbox/channel.py Channel._send: asyncio.get_running_loop().sock_sendall": SESSION,

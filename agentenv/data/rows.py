@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -179,7 +180,7 @@ class RowReader:
         name = _find(row, columns.id, "id", ("id",))
         kind = _find(row, columns.kind, "kind", KINDS)
         env = _find(row, columns.env_id, "env_id", ("env_id",))
-        question, chat_system = self._question(asked, row)
+        question, chat_system = self._question(asked, raw)
         answers, solution = self._answers(gold, raw)
         used = [part.column for part in (asked, system, name, kind, env)]
         is_plain = not self.keep_golds or self._is_plain(gold, answers, solution)
@@ -201,20 +202,23 @@ class RowReader:
             metadata=metadata,
         )
 
-    def _question(self, asked: Found, row: Row) -> tuple[str, str]:
+    def _question(self, asked: Found, raw: RawRow) -> tuple[str, str]:
         """The question, and the system prompt that came with a chat prompt, else ""."""
         value, system = asked.value, ""
+        if isinstance(value, str) and _in_table(raw) and value.lstrip().startswith("[{"):
+            found = literal(value)
+            value = found if isinstance(found, list) and "role" in found[0] else value
         if isinstance(value, list):
             value, system = _chat(value, asked.column)
         if not isinstance(value, str) or not value.strip():
-            raise DataError(_expected("question", "a text that is not empty", asked, row))
+            raise DataError(_expected("question", "a text that is not empty", asked, raw.row))
         return self._repaired(value), system
 
     def _answers(self, gold: Found, raw: RawRow) -> tuple[tuple[str, ...], str]:
         """All right answers, and the solution that an answer was taken from, else ""."""
         solution = ""
         values = []
-        for value in _unfold(gold.value, raw.path.suffix.lower() in TABLES):
+        for value in _unfold(gold.value, _in_table(raw)):
             if isinstance(value, str) and (match := GSM8K.search(value)):
                 solution = solution or value
                 value = match[1]
@@ -382,6 +386,10 @@ def _unfold(value: Any, in_table: bool = False) -> list[Any]:
     return [value]
 
 
+def _in_table(raw: RawRow) -> bool:
+    return raw.path.suffix.lower() in TABLES
+
+
 def _json(text: str) -> Any:
     try:
         return decode_loose(text)
@@ -390,6 +398,7 @@ def _json(text: str) -> Any:
 
 
 _NUMPY_ARRAY = re.compile(r"\barray\((\[[^()]*\])(?:,\s*dtype=[\w'<>]+)?\)")
+_NUMPY_OBJECTS = re.compile(r"\}\s+\{")
 _PYTHON_TEXT = r"""(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
 _NUMPY_TEXTS = re.compile(rf"\[\s*{_PYTHON_TEXT}(?:\s+{_PYTHON_TEXT})+\s*\]")
 
@@ -402,10 +411,11 @@ def literal(text: str) -> Any:
     text = text.strip()
     if _NUMPY_TEXTS.fullmatch(text):  # ['a' 'b'], which Python reads as one text
         text = f"[{','.join(re.findall(_PYTHON_TEXT, text))}]"
-    try:
-        return decode_python(_NUMPY_ARRAY.sub(r"\1", text))
-    except ForeignError:
-        return None
+    text = _NUMPY_ARRAY.sub(r"\1", text)
+    for written in (text, _NUMPY_OBJECTS.sub("}, {", text)):
+        with suppress(ForeignError):
+            return decode_python(written)
+    return None
 
 
 def _is_solution(text: str) -> bool:

@@ -379,6 +379,7 @@ async def test_an_address_that_refuses_is_named_with_its_status_and_without_secr
         ({"url": "http://h", "headers": {"A": "top-secret\nX: y"}}, r"headers\.A: expected one"),
         ({"url": "http://h", "headers": ["A: b"]}, "headers: expected"),
         ({"url": "http://h", "headers": {"A": 5}}, "headers: expected"),
+        ({"command": ["x"], "only": "add"}, "only: expected a list of names"),
         ({"url": "ftp://h"}, "url: expected http"),
     ],
 )
