@@ -28,7 +28,7 @@ from msgspec import Meta, Struct, field
 from numpy.typing import NDArray
 
 from agentenv.deadline import uncancelled
-from agentenv.disk import explain, make_folder, removing, sync
+from agentenv.disk import DIR_KEY, explain, make_folder, removing, sync
 from agentenv.errors import ConfigError, DataError
 from agentenv.frames import SUFFIX, framed, read_frame, skip_frame
 from agentenv.offload import in_thread
@@ -330,7 +330,7 @@ class Archive:
             self._prune(path)
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be written: {explain(error, 'run.dir')}; archive.max_gb bounds "
+                f"{path} cannot be written: {explain(error, DIR_KEY)}; archive.max_gb bounds "
                 "what is kept there, 0 keeps none"
             ) from error
 

@@ -187,6 +187,7 @@ def free_bytes(folder: Path) -> float:
 SHARED_MEMORY = Path("/dev/shm")
 WEIGHTS_PREFIX = "agentenv-weights-"  # of a folder through which new weights pass
 WEIGHTS_KEY = "resources.weights_dir"
+DIR_KEY = "run.dir"  # which places a run
 HARDLY = 0.1  # part of a device that is no use to free
 
 

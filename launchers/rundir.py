@@ -41,6 +41,7 @@ from agentenv.archive import ARCHIVE
 from agentenv.config import changes, resolver, to_plain, upgrade
 from agentenv.deadline import within
 from agentenv.disk import (
+    DIR_KEY,
     OLD,
     PARTIAL,
     WEIGHTS_PREFIX,
@@ -298,7 +299,6 @@ class Lock:
             self._let_go()
 
 
-DIR_KEY = "run.dir"  # which places a run
 LOG_FILE = "run.log"
 STARTS = "starts"
 JOURNAL = "journal"  # folder of turns and trees

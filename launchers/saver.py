@@ -20,10 +20,10 @@ from msgspec import Meta, Struct
 
 from agentenv.config import ESSENTIAL
 from agentenv.deadline import uncancelled, within
-from agentenv.disk import explain
+from agentenv.disk import DIR_KEY, explain
 from agentenv.errors import AgentEnvError, LearnerError, StallError
 from agentenv.offload import in_thread
-from launchers.rundir import DIR_KEY, STEP, Checkpoints, save_state
+from launchers.rundir import STEP, Checkpoints, save_state
 from launchers.terminal import View
 from learners.learner import Learner
 

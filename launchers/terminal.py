@@ -33,7 +33,7 @@ from rich.progress import (
 )
 from rich.table import Table as RichTable
 
-from agentenv.disk import explain
+from agentenv.disk import DIR_KEY, explain
 from agentenv.errors import AgentEnvError, ConfigError, DataError
 from agentenv.offload import hanging, running
 from launchers.arguments import check_places
@@ -159,6 +159,7 @@ class View:
         self._logger = logging.getLogger("run")
         self._logger.addHandler(logging.NullHandler())  # else what fails early is told twice
         self._handlers: list[logging.Handler] = []
+        self.folder: Path | None = None  # of a run, whose log is there
         self.activity = ""  # what comes to its end first when the command is interrupted
         self.behind: Callable[[], str] = str  # says who has waited longest for what
 
@@ -176,6 +177,7 @@ class View:
         file = _LogFile(path, encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._handlers = [file, _Errors(self._errors)]
+        self.folder = path.parent
         for stream in self._streams:
             stream.may_be_lost = True
         for handler in self._handlers:
@@ -318,7 +320,9 @@ def _code_of(work: Callable[[], int | None], view: View, writing: str, interrupt
         if reason is None:
             raise
         if isinstance(reason, OSError):
-            view.fail(f"{reason.filename or writing}: {explain(reason)}")
+            inside = view.folder is not None and view.folder in Path(str(reason.filename)).parents
+            key = DIR_KEY if inside else ""
+            view.fail(f"{reason.filename or writing}: {explain(reason, key)}")
             return EXIT_FAILED
         view.fail(str(reason))
         return EXIT_BAD_INPUT if isinstance(reason, ConfigError | DataError) else EXIT_FAILED

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentenv.deadline import uncancelled
-from agentenv.disk import explain, write_whole
+from agentenv.disk import DIR_KEY, explain, write_whole
 from agentenv.engines.weights import Address, Group, Manifest, TransferError, Wire
 from agentenv.errors import ConfigError, EngineError, LearnerError
 from agentenv.model_files import read_model_config
@@ -88,9 +88,7 @@ class Evidence:
             write_whole(path, json.dumps(row, indent=2) + "\n")
             told = f"the batch is in {path}"
         except OSError as error:
-            told = (
-                f"the batch could not be written to {error.filename}: {explain(error, 'run.dir')}"
-            )
+            told = f"the batch could not be written to {error.filename}: {explain(error, DIR_KEY)}"
         logger.warning("an optimizer step was skipped: loss or gradient was not finite; %s", told)
 
 

@@ -35,7 +35,7 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from agentenv.disk import explain
+from agentenv.disk import DIR_KEY, explain
 from agentenv.errors import AgentEnvError, ConfigError, LearnerError
 from learners import checkpoint
 from learners import ranks as wire
@@ -372,7 +372,7 @@ def failure(error: Exception, text: str) -> wire.Failed:
             return wire.Failed(OUT_OF_MEMORY.format(reason), "")
         if isinstance(cause, OSError) and cause.strerror:
             return wire.Failed(
-                f"{cause.filename or 'writing a file'}: {explain(cause, 'run.dir')}", ""
+                f"{cause.filename or 'writing a file'}: {explain(cause, DIR_KEY)}", ""
             )
         cause = cause.__cause__ or cause.__context__
     return wire.Failed(f"{type(error).__name__}: {error}", text)

@@ -80,8 +80,7 @@ class ScriptedEngine:
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        own: int | None = tokenizer.eos_token_id
-        self._end_id = min(eos_ids) if own is None else own
+        self._eos_ids = frozenset(eos_ids)
         self.script = script or _load_script(config.script)
         self._version = policy_version
         self._closed = False
@@ -155,7 +154,8 @@ class ScriptedEngine:
         end, stop = min(ends) if ends else (len(text), None)
         token_ids = list(self.tokenizer.encode(text[:end], add_special_tokens=False))
         if stop is None:
-            token_ids.append(self._end_id)
+            own: int | None = self.tokenizer.eos_token_id
+            token_ids.append(min(self._eos_ids) if own is None else own)
         cut = len(token_ids) > sampling.max_tokens
         token_ids = token_ids[: sampling.max_tokens]
         return Completion(

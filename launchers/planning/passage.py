@@ -10,11 +10,10 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from agentenv.disk import SHARED_MEMORY, WEIGHTS_KEY, existing, explain, free_bytes
+from agentenv.disk import DIR_KEY, SHARED_MEMORY, WEIGHTS_KEY, existing, explain, free_bytes
 from agentenv.engine import EngineConfig
 from agentenv.errors import ConfigError, DataError
 from launchers.planning.memory import ModelShape, bytes_of, find_shape
-from launchers.rundir import DIR_KEY
 from learners.learner import LearnerConfig
 
 COPIES = 2

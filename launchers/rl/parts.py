@@ -123,6 +123,7 @@ async def build_parts(
     assembly = TrainingAssembly(config, run.path, checkpoint, stack, say)
     if not assembly.is_wide:  # memory that a model may need
         await in_thread(remove_left, MEMORY, WEIGHTS_PREFIX)
+    await in_thread(remove_left, run.path, WEIGHTS_PREFIX)
     cluster = config.cluster
     if isinstance(cluster, RayCluster):
         await refuse(assembly, "configuration")

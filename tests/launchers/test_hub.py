@@ -13,8 +13,9 @@ import pytest
 from agentenv import hub
 from agentenv.config import resolver
 from agentenv.errors import DataError
-from launchers import train
+from launchers import sft, train
 from tests.support.hub_cache import COMMIT, hub_cache
+from tests.support.released import sharegpt_row, write_rows
 from tests.support.warehouse import ROOT
 
 
@@ -110,6 +111,27 @@ def test_a_dry_run_and_a_run_take_ids(
         f"model.path: me/tiny: in the cache of the hub, revision {COMMIT[:12]}"
         in (tmp_path / "runs" / "hub" / "run.log").read_text()
     )
+
+
+@pytest.mark.slow
+def test_what_is_learned_from_a_model_of_the_cache_is_saved(
+    home: Path, warehouse: Path, tmp_path: Path, here: None
+) -> None:
+    snapshot = hub_cache(home, "model", "me/tiny", warehouse.parent / "model")
+    write_rows(tmp_path / "chats.jsonl", [sharegpt_row(place) for place in range(4)])
+    config = tmp_path / "sft.toml"
+    config.write_text(
+        '[model]\npath = "me/tiny"\n[data]\ntrain = "chats.jsonl"\nmax_length = 256\n'
+        "[sft]\nnum_steps = 2\nbatch_size = 1\n"
+    )
+    assert sft.main([str(config)]) == 0
+    checkpoint = tmp_path / "runs" / "sft" / "checkpoints" / "step-000002"
+    for path in snapshot.iterdir():
+        found = checkpoint / path.name
+        assert found.is_file()
+        assert not found.is_symlink()
+        assert found.stat().st_nlink == 1
+    assert sft.main([str(config), "run.name=more", f"model.path={checkpoint}"]) == 0
 
 
 @pytest.mark.slow
