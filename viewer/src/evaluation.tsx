@@ -422,6 +422,7 @@ function ComparePage(props: { run: Run; first: string; second: string; versions:
                               {percent(side.num_failed / side.num_samples)}
                             </td>
                           ))}
+                          <td colSpan={4} />
                         </tr>
                         <tr>
                           <td>success, were all failed wrong</td>
@@ -431,6 +432,7 @@ function ComparePage(props: { run: Run; first: string; second: string; versions:
                               {num(side.success_if_wrong)}
                             </td>
                           ))}
+                          <td colSpan={4} />
                         </tr>
                       </>
                     )}
