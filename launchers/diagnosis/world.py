@@ -66,7 +66,8 @@ async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
                 if not await is_right(grader, task, spelled):
                     raise ConfigError(
                         f"row {task.id}: the grader finds its gold {gold!r}, spelled {spelled!r}, "
-                        f"wrong; right answers in another form earn nothing: {_more_lenient(grader)}"
+                        "wrong; right answers in another form earn nothing: "
+                        f"{_more_lenient(grader)}"
                     )
     finally:
         await env.close()
