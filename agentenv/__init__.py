@@ -41,6 +41,9 @@ What an environment of your own needs can be imported from here; the rest lives 
                ports      held for those that will listen
                virtual_clock   under which a whole run is the same each time
     strangers  crashes    bugs of users' code
+               failures   of rollouts: logged once, counted, bounded
+               outcomes   what an environment may give
+               redact     secrets out of what leaves a run
                foreign    what this program did not write, decoded
     files      model_files   what a model directory says
                hub           models and datasets by their ids on the Hugging Face hub
@@ -50,7 +53,7 @@ What an environment of your own needs can be imported from here; the rest lives 
 """
 
 from agentenv.demonstrations import demonstrate, texts_of, write_rows
-from agentenv.env import Env, EnvWrapper, envs, make, register, shared
+from agentenv.env import Env, EnvWrapper, StepResult, envs, make, register, shared
 from agentenv.errors import (
     AgentEnvError,
     ConfigError,
@@ -84,6 +87,7 @@ __all__ = [
     "Limit",
     "Message",
     "StatelessTool",
+    "StepResult",
     "Task",
     "Tool",
     "ToolCall",

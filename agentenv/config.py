@@ -140,13 +140,14 @@ def apply_overrides(
     raw: Tree, overrides: Sequence[str], config_type: type[msgspec.Struct] | None = None
 ) -> None:
     """Set the keys of `key.sub=value` texts in `raw`; a value that is no TOML is a text, but `none`
-    takes a table or a value away where a key of `config_type` may be without."""
+    takes a table or a value away where a key of `config_type` may be without. Raises ConfigError,
+    also for a table of which there is always one kind."""
     for override in overrides:
         key, value = _read(override)
         if value == "none" and config_type is not None:
             path, _, last = key.rpartition(".")
-            if _is_named(config_type, path):
-                place = _lookup(raw, path)
+            if _is_named(config_type, path) or _is_plain_table(config_type, key, override):
+                place = _lookup(raw, path) if path else raw
                 if isinstance(place, dict):
                     place.pop(last, None)
                 continue
@@ -314,6 +315,25 @@ def _is_named(config_type: type[msgspec.Struct], key: str) -> bool:
     return isinstance(kind, mi.DictType) and bool(struct_types(kind.value_type))
 
 
+def _is_plain_table(config_type: type[msgspec.Struct], key: str, override: str) -> bool:
+    """Whether a key holds tables under names of the user's, of which there may be none, or a table
+    that has such a key. Raises ConfigError for a table that says by a key of its own of which kind
+    it is."""
+    kind = unwrap(_type_at(type_info(config_type), key))
+    if isinstance(kind, mi.DictType):
+        return True
+    structs = struct_types(kind)
+    if not structs or _may_be_none(config_type, key):
+        return False
+    if len(structs) == 1 and part_kind(kind) is None:
+        fields = [field.encode_name for field in structs[0].fields]
+        return any(_is_named(config_type, _join(key, name)) for name in fields)
+    tag, names = structs[0].tag_field, sorted(str(one.tag) for one in structs)
+    raise ConfigError(
+        f"override {override!r}: there is always one; choose it by {key}.{tag} = one of {names}"
+    )
+
+
 def _may_be_none(config_type: type[msgspec.Struct], key: str) -> bool:
     """Whether no value can stand at a key, and "none" is none of its values."""
     kind = unwrap(_type_at(type_info(config_type), key))
@@ -362,6 +382,9 @@ def _hint(kind: mi.Type, path: str, key: str, struct: mi.StructType) -> str:
     if having:
         return f"it is one for {field} = {' or '.join(having)}; choose that too, or take this out"
     known = [part.encode_name for part in struct.fields]
+    for name in known:
+        if len(key) > 1 and "".join(word[:1] for word in name.split("_")) == key:  # lr
+            return f"did you mean {_join(path, name)}?"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if near:
         return f"did you mean {_join(path, near[0])}?"

@@ -50,7 +50,8 @@ class Env(Protocol):
         ...
 
     async def step(self, action: Message) -> StepResult:
-        """Observation messages, reward, terminated, truncated, info. Raises EnvError."""
+        """Observation messages, reward, terminated, truncated, info. Raises EnvError, also before
+        `reset`, after the end of the episode and after `close`."""
         ...
 
     async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:

@@ -85,13 +85,13 @@ KEY_FILES = ("WANDB_API_KEY_FILE", "WANDB_IDENTITY_TOKEN_FILE")  # variables tha
 MODES = {"run": "online", "dryrun": "offline"}  # earlier names
 
 
-def wandb_mode(chosen: str) -> str:
+def wandb_mode(chosen: str) -> Literal["online", "offline", "disabled"]:
     """Of WANDB_MODE where that is set, else the one that the configuration chose."""
     named = os.environ.get(MODE, "").strip().lower() or chosen
-    mode = MODES.get(named, named)
-    if mode not in ("online", "offline", "disabled"):
-        raise ConfigError(f"{MODE} = {named!r}: expected online, offline or disabled")
-    return mode
+    match MODES.get(named, named):
+        case "online" | "offline" | "disabled" as mode:
+            return mode
+    raise ConfigError(f"{MODE} = {named!r}: expected online, offline or disabled")
 
 
 def is_logged_in() -> bool:

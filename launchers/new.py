@@ -88,12 +88,11 @@ def next_commands(name: str, parent: Path) -> Iterator[str]:
     """What to type after it, from the folder that the environment lies in."""
     if parent.resolve() != Path.cwd():
         yield f"cd {shlex.quote(str(parent))}"
-    here = (parent / "launchers" / "train.py").is_file()
-    train = "launchers/train.py" if here else "-m launchers.train"
+    train = f"python -m launchers.train {name}/train.toml"
     told = {
         f"python -m pytest {name}": "the test of the environment",
-        f"python {train} {name}/train.toml --dry-run": "tries everything, starts nothing",
-        f"python {train} {name}/train.toml": "cold start, then ARPO: minutes",
+        f"{train} --dry-run": "tries everything, starts nothing",
+        train: "cold start, then ARPO: minutes",
     }
     width = max(map(len, told))
     yield from (f"{command.ljust(width)}  # {what}" for command, what in told.items())

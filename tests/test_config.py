@@ -75,6 +75,24 @@ def test_none_takes_away_what_may_be_without(tmp_path: Path) -> None:
         load(tmp_path, text, "queue=none")
 
 
+def test_none_takes_all_sets_away_and_names_what_there_must_be() -> None:
+    for override in ("eval=none", "eval.sets=none"):
+        raw: dict[str, Any] = {"eval": {"sets": {"held": {"path": "held.jsonl"}}}}
+        apply_overrides(raw, [override, "eval.concurrency=3"], TrainConfig)
+        assert raw == {"eval": {"concurrency": 3}}
+    with pytest.raises(
+        ConfigError, match=r"'algorithm=none': there is always one; choose it by al"
+    ):
+        apply_overrides({}, ["algorithm=none", "algorithm.name=grpo"], TrainConfig)
+
+
+def test_initials_of_a_key_suggest_it() -> None:
+    with pytest.raises(
+        ConfigError, match=r"learner\.lr: unknown key; did you mean learner\.learni"
+    ):
+        build_config(TrainConfig, {"learner": {"lr": 1e-4}}, "run.toml")
+
+
 def test_none_stays_a_value_where_it_is_one() -> None:
     raw: dict[str, Any] = {"learner": {}, "sft": {}}
     apply_overrides(raw, ["learner.offload=none", "sft=none"], TrainConfig)

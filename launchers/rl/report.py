@@ -482,10 +482,10 @@ def summarize(
     }
 
 
-def run_rate(state: RunState) -> float:
+def run_rate(state: RunState, more_s: float = 0.0) -> float:
     """Sampled tokens of all steps for each second of the RL phase, which a last step with little
-    left to sample says nothing of."""
-    seconds = state.wall_s.get("rl", 0.0)
+    left to sample says nothing of. `more_s` are seconds that the phase has not counted yet."""
+    seconds = state.wall_s.get("rl", 0.0) + more_s
     return state.totals.sampled_tokens / seconds if seconds else 0.0
 
 

@@ -387,6 +387,7 @@ class Training:
         self.refused: list[TrajectoryTree] = []  # by the current queue.get, not accounted yet
         self.throughput = Throughput()
         self.scored_s = 0.0  # when the last step was, on the loop's clock
+        self.step_began_s = 0.0  # when this one began to wait for trees
         self.held_back = {"s": 0.0}  # seconds in which trees were
         self.watch = Stopwatch()
         self.phase = "set-up"  # cold start, RL, end
@@ -665,6 +666,7 @@ class Training:
         while self.state.step < self.parts.num_steps:
             await self.orders.carry_out()
             with self.clock.phase("rl"):
+                self.step_began_s = asyncio.get_running_loop().time()
                 with self.watch.part("wait"):
                     trees = await self._next_trees()
                 if trees is None:
@@ -973,7 +975,9 @@ class Training:
             **self._env_figures(),
             **self._worker_figures(),
             "time/sampled_tokens_per_s": self.throughput.rate(engine),
-            "time/run_tokens_per_s": report.run_rate(state),
+            "time/run_tokens_per_s": report.run_rate(
+                state, asyncio.get_running_loop().time() - self.step_began_s
+            ),
             **self.watch.take(),
             **{f"event_loop/{name}": value for name, value in self.lag.figures().items()},
             **{f"steering/{key}": value for key, value in self.was_set.items()},

@@ -173,10 +173,16 @@ class Evaluation:
 
 def compare(first: Evaluation, second: Evaluation) -> Figures:
     """The questions that both asked, in pairs. Raises DataError if there is none."""
-    from launchers.evaluation.compare import by_group, changed, other_differences, pair_up
+    from launchers.evaluation.compare import (
+        by_group,
+        changed,
+        failed_of,
+        other_differences,
+        pair_up,
+    )
 
     pairing = pair_up(first.questions(), second.questions())
-    pairs = changed(pairing)
+    pairs, shared = changed(pairing), [*pairing.pairs, *pairing.lost]
     shown = [*pairs[: MAX_CHANGED // 2], *pairs[MAX_CHANGED // 2 :][-MAX_CHANGED // 2 :]]
     found: Figures = msgspec.to_builtins(
         {
@@ -184,6 +190,10 @@ def compare(first: Evaluation, second: Evaluation) -> Figures:
             "only_first": pairing.only_first,
             "only_second": pairing.only_second,
             "failed": pairing.failed,
+            "sides": [
+                failed_of([one.first for one in shared]),
+                failed_of([one.second for one in shared]),
+            ],
             "success": by_group(pairing),
             "others": other_differences(pairing),
             "num_changed": len(pairs),

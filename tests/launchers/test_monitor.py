@@ -238,7 +238,7 @@ def test_the_mode_of_the_environment_comes_first(
 
 def test_a_netrc_that_cannot_be_read_is_named(nobody: Path) -> None:
     (nobody / ".netrc").write_text("machine\n")
-    with pytest.raises(ConfigError, match=r"\.netrc cannot be read.*or set WANDB_API_KEY"):
+    with pytest.raises(ConfigError, match=r"\.netrc cannot be read.*set WANDB_API_KEY"):
         WandbConfig()
 
 

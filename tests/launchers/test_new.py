@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,24 @@ def test_its_own_test_passes(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 passed" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_its_own_doctor_finds_nothing_wrong(tmp_path: Path) -> None:
+    new.make_folder("dice_examined", tmp_path)
+    command = [sys.executable, "-m", "launchers.doctor", "--config", "dice_examined/train.toml"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [*command, "--quick", "--offline"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "respelled ones right" in done.stdout
 
 
 @pytest.mark.slow

@@ -175,18 +175,23 @@ def metrics(step: int) -> dict[str, float]:
         "time/update_s": 1.0,
         "time/publish_s": 0.1,
         "time/sampled_tokens_per_s": 100.0 * step,
+        "time/run_tokens_per_s": 180.0,
         "tool/shop/calls": 3.0,
         "tool/shop/errors": 0.0,
         "tool/shop/mean_s": 0.25,
         "failed/by_kind/OutageError": 1.0,
         "failed/trajectories": 1.0,
+        "failed/share": 0.1,
+        "reward/success_if_failed_wrong": 0.9 * step / 10,
         "rollout/trajectories": 9.0,
     }
 
 
 def evaluated(share: float) -> dict[str, float]:
     place = "eval/held/success"
-    return {place: share, f"{place}_low": share - 0.1, f"{place}_high": share + 0.1}
+    figures = {"failed": 2.0, "trajectories": 8.0, "success_if_failed_wrong": 0.8 * share}
+    more = {f"eval/held/{name}": value for name, value in figures.items()}
+    return {place: share, f"{place}_low": share - 0.1, f"{place}_high": share + 0.1, **more}
 
 
 def scored(node: Node) -> Scored:

@@ -136,7 +136,7 @@ function SummaryView(props: { summary: Summary; theme: string }) {
         <Tile name="questions" note={plural(overall.num_trajectories, "graded trajectory", "graded trajectories")}>
           {num(overall.num_questions)}
         </Tile>
-        <Tile name="failed" note="not counted as wrong">
+        <Tile name="failed" note={overall.num_failed > 0 ? `${percent(overall.num_failed / total)}; were they wrong, success would be ${num(overall.success_if_failed_wrong)}` : "not counted as wrong"}>
           {num(overall.num_failed)}
         </Tile>
         <Tile name="tool calls each">{num(overall.spreads["tool_calls"]?.mean, 2)}</Tile>
@@ -410,6 +410,30 @@ function ComparePage(props: { run: Run; first: string; second: string; versions:
                     {found.success.map(([set, of]) => (
                       <Change key={set} of={of} name={`success, ${set}`} />
                     ))}
+                    {found.sides.some((side) => side.num_failed > 0) && (
+                      <>
+                        <tr>
+                          <td>failed, of all samples</td>
+                          <td class="right">{num(found.num_questions + found.failed)}</td>
+                          {found.sides.map((side, i) => (
+                            <td key={i} class={cx("right", side.num_failed > 0 && "bad")}>
+                              {percent(side.num_failed / side.num_samples)}
+                            </td>
+                          ))}
+                          <td colSpan={4} />
+                        </tr>
+                        <tr>
+                          <td>success, were all failed wrong</td>
+                          <td class="right">{num(found.num_questions + found.failed)}</td>
+                          {found.sides.map((side, i) => (
+                            <td key={i} class="right">
+                              {num(side.success_if_wrong)}
+                            </td>
+                          ))}
+                          <td colSpan={4} />
+                        </tr>
+                      </>
+                    )}
                     {found.others.map((of) => (
                       <Change key={of.name} of={of} name={of.name} />
                     ))}

@@ -18,7 +18,7 @@ interface Panel {
 }
 
 const PANELS: Panel[] = [
-  { title: "Reward and success of rollouts", keys: ["reward/mean", "reward/success"] },
+  { title: "Reward and success of rollouts; what failed dashed", about: "success of those that did not fail, and if all failed ones were wrong", keys: ["reward/mean", "reward/success", "reward/success_if_failed_wrong", "failed/share"], dashed: /failed/ },
   { title: "Success by kind of question", keys: [/^by_kind\/.*\/success$/], from: 0, to: 1 },
   { title: "Staleness, versions", about: "learner version minus oldest version of a token, when trained", keys: ["staleness/max", "staleness/trained_mean", "staleness/bound"], dashed: /bound/, from: 0 },
   { title: "Queue: trees", keys: ["queue/ready", "trees/in_flight"], from: 0 },
@@ -127,6 +127,31 @@ function path(row: Row | null, ...keys: string[]): unknown {
   return found;
 }
 
+/** Behind a success: the share of trajectories that failed, of which it says nothing. */
+function share(failed: unknown): string | undefined {
+  return typeof failed === "number" && failed > 0 ? `${percent(failed)} failed` : undefined;
+}
+
+function failedOf(row: Row | undefined, key: string): string {
+  const place = key.replace(/success$/, "");
+  const num_failed = Number(row?.[`${place}failed`] ?? 0);
+  const done = Number(row?.[`${place}trajectories`] ?? 0);
+  return num_failed > 0 ? `, ${percent(num_failed / (num_failed + done))} failed` : "";
+}
+
+function leastOf(row: Row | undefined, key: string): string | undefined {
+  const least = row?.[key.replace(/success$/, "success_if_failed_wrong")];
+  return typeof least === "number" && failedOf(row, key) !== "" ? `were all failed ones wrong: ${percent(least)}` : undefined;
+}
+
+/** Sampled tokens a second over all steps, of a run that has not written it. */
+function rateOf(steps: Row[]): number | undefined {
+  const rows = steps.filter((row) => Number(row["time/sampled_tokens_per_s"] ?? 0) > 0);
+  const tokens = rows.reduce((sum, row) => sum + Number(row["rollout/sampled_tokens"] ?? 0), 0);
+  const seconds = rows.reduce((sum, row) => sum + Number(row["rollout/sampled_tokens"] ?? 0) / Number(row["time/sampled_tokens_per_s"]), 0);
+  return seconds > 0 ? tokens / seconds : undefined;
+}
+
 function Tiles(props: { run: Run; rows: Row[]; steps: Row[] }) {
   const { run, rows, steps } = props;
   const planned = path(run.config, "train", "num_steps");
@@ -135,6 +160,7 @@ function Tiles(props: { run: Run; rows: Row[]; steps: Row[] }) {
   const key = Object.keys(evaluated[0] ?? {}).find((one) => /^eval\/[^/]+\/success$/.test(one)) ?? "";
   const first = evaluated.find((row) => key in row);
   const latest = [...evaluated].reverse().find((row) => key in row);
+  const lost = failedOf(latest, key);
   const failed = steps.reduce((sum, row) => sum + Number(row["failed/trajectories"] ?? 0), 0);
   const trajectories = steps.reduce((sum, row) => sum + Number(row["rollout/trajectories"] ?? 0), 0);
   const offered = Number(last(steps, "trees/offered") ?? 0);
@@ -144,11 +170,14 @@ function Tiles(props: { run: Run; rows: Row[]; steps: Row[] }) {
         {num(done)}
       </Tile>
       {latest !== undefined && (
-        <Tile name={`success, ${key.split("/")[1]}`} note={latest !== first && first !== undefined ? `from ${percent(value(first, key))}` : undefined}>
+        <Tile name={`success, ${key.split("/")[1]}`} note={latest !== first && first !== undefined ? `from ${percent(value(first, key))}${lost}` : lost.slice(2) || undefined} title={leastOf(latest, key)}>
           {percent(value(latest, key))}
         </Tile>
       )}
       <Tile name="reward, last step">{num(last(steps, "reward/mean"))}</Tile>
+      <Tile name="training success, last step" note={share(last(steps, "failed/share"))} title="of the trajectories that did not fail">
+        {percent(last(steps, "reward/success") as number | undefined)}
+      </Tile>
       <Tile name="staleness, most" note={`bound ${num(last(steps, "staleness/bound"))}`}>
         {num(steps.reduce((most, row) => Math.max(most, Number(row["staleness/max"] ?? 0)), 0))}
       </Tile>
@@ -161,7 +190,9 @@ function Tiles(props: { run: Run; rows: Row[]; steps: Row[] }) {
       <Tile name="engine to learner" note="nats apart, mean" title="log-probs of the same tokens under the same weights">
         {num(last(steps, "parity/logprob_gap_mean"))}
       </Tile>
-      <Tile name="tokens a second">{num(last(steps, "time/sampled_tokens_per_s"))}</Tile>
+      <Tile name="tokens a second" note="over the run" title="sampled tokens of all steps for each second of the RL phase">
+        {num(last(steps, "time/run_tokens_per_s") ?? rateOf(steps))}
+      </Tile>
     </div>
   );
 }

@@ -226,11 +226,19 @@ export interface Difference {
   test: string;
 }
 
+/** Of the samples of some questions in one evaluation. */
+export interface Failed {
+  num_failed: number;
+  num_samples: number;
+  success_if_wrong: number;
+}
+
 export interface Comparison {
   num_questions: number;
   only_first: number;
   only_second: number;
   failed: number;
+  sides: [Failed, Failed];
   success: [string, Difference][];
   others: Difference[];
   num_changed: number;
