@@ -18,8 +18,8 @@ from envs.grading.bases import in_base
 from envs.grading.formulas import formulas
 from envs.grading.lists import same_answers, without_name
 from envs.grading.math import LIMIT_S, shared_math
-from envs.grading.numbers import is_rounded, same_plain
 from envs.grading.names import same_words, without_class
+from envs.grading.numbers import is_rounded, same_plain
 from envs.grading.quantities import quantity, same_quantity
 from envs.grading.sentences import is_denied, is_hedged, same_statement, says
 from envs.grading.special import special, truth, truth_of

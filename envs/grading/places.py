@@ -9,7 +9,7 @@ from pathlib import Path
 from envs.grading.words import tokens
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-_COUNTRIES = {
+_COUNTRIES: dict[str, str] = {
     " ".join(tokens(name)): country
     for country in _TABLES["countries"]
     for name in (country, *_TABLES["names"].get(country, ()))

@@ -1,4 +1,4 @@
-"""Signs that carry a value in words: x > 5, A -> B, C++, blood type A-, a profit of -3, hepatitis A.
+"""Signs that carry a value in words: x > 5, A -> B, C++, blood type A-, a profit of -3; a named A.
 
 Each has one form here, a sign or a word, whichever way it is written; what is punctuation (hyphens
 in words, ranges, dates, dashes, bullets) has none.
@@ -56,9 +56,7 @@ _FORMS = (  # in this order
     (re.compile(r"(?<=[\w)\]}])\+(?![\w(])"), " plus "),
     (re.compile(r"(?<![*\w])([A-Za-z])\*(?![*\w])"), r"\1 star "),
     (
-        re.compile(
-            r"(?<![\w-])([A-Z][A-Za-z]{0,2}\d?|e)-(?![\w$-])(?!\s+(?:and|or|to)\b|\s*\d)"
-        ),
+        re.compile(r"(?<![\w-])([A-Z][A-Za-z]{0,2}\d?|e)-(?![\w$-])(?!\s+(?:and|or|to)\b|\s*\d)"),
         r"\1 minus ",
     ),
     (re.compile(r"\b(A|B|AB|O) ?(?:positive|pos)\b"), r"\1 plus "),

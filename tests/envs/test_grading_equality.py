@@ -127,8 +127,9 @@ def test_what_was_read_in_part_is_no_formula(found: tuple[str, str, str]) -> Non
 
 
 UNEVALUATED = (
-    r"\frac{{dy}}{{dx}} = {}x", "y' = {}x", "f'(x) = {}x", r"\frac{{d}}{{dx}} f(x) = {}", "f(x) = {}",
-    r"f({}x)", r"\frac{{\partial u}}{{\partial x}} = {}", "y'' + {}y = 0", "g(x) + {}g'(x)",
+    r"\frac{{dy}}{{dx}} = {}x", "y' = {}x", "f'(x) = {}x", r"\frac{{d}}{{dx}} f(x) = {}",
+    "f(x) = {}", r"f({}x)", r"\frac{{\partial u}}{{\partial x}} = {}", "y'' + {}y = 0",
+    "g(x) + {}g'(x)",
 )  # fmt: skip
 
 
