@@ -42,7 +42,7 @@ _BE = r"\b(?:(?:is|are|was|were) )?(?:strictly )?"
 _FORMS = (  # in this order
     (re.compile(r"<=>|<-+>|[\u2194\u21d4\u21cc]"), f" {_BOTH_WAYS} "),
     (re.compile(r"(?<![<=])(?:-+>|=+>)|[\u2192\u21d2\u27f6]"), " to "),
-    (re.compile(r"<-+(?!\s?[\d.])|[\u2190\u21d0]"), f" {_BACK} "),
+    (re.compile(r"(?<=\s)<-+(?=\s)|[\u2190\u21d0]"), f" {_BACK} "),
     (re.compile(r"<="), f" {_AT_MOST} "),
     (re.compile(r">="), f" {_AT_LEAST} "),
     (re.compile(r"!=|<>"), f" {_UNEQUAL} "),

@@ -8,6 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from envs.grading.layers import _compare
+from envs.grading.numbers import same_plain
+from envs.grading.spelling import clean
 from tests.support.grading import is_right
 
 pytest.importorskip("math_verify")
@@ -93,6 +96,20 @@ def test_two_values_of_any_size_are_two(found: tuple[str, str, str]) -> None:
     assert is_right(gold, equal), (gold, equal)
     assert not is_right(gold, other), (gold, other)
     assert not is_right(other, gold), (other, gold)
+
+
+plain = st.from_regex(
+    r"[+-]?([0-9]{1,3}|[0-9]{1,2}\.[0-9]{1,2}|\.[0-9]|[0-9],[0-9]{3}|[0-9]/[1-9])", fullmatch=True
+)
+
+
+@given(plain, plain)
+def test_plain_numbers_are_decided_as_the_layers_decide_them(answer: str, gold: str) -> None:
+    assert same_plain(gold, gold)
+    for pair in ((answer, gold), (gold + "0" if "." in gold else gold, gold)):
+        cleaned = clean(pair[0]), clean(pair[1])
+        by_layers = cleaned[0] == cleaned[1] or _compare(*cleaned)[0] is True
+        assert same_plain(*pair) == by_layers
 
 
 # Texts that are read in part, or not evaluated.
