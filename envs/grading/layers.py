@@ -182,7 +182,7 @@ def _compare(found: str, wanted: str) -> tuple[bool | None, str]:
         return truth_of(found) is truth(wanted), "yes or no"
     if special(wanted):
         return special(found) == special(wanted), "special value"
-    if "\u5e74" in wanted and dates.dates(wanted):  # else a number of years
+    if re.search("[\u5e74\u6708]", wanted) and dates.dates(wanted):  # else a number of years
         return bool(dates.dates(wanted) & dates.dates(found)), "date"
     if dates.minutes(wanted) is not None and dates.minutes(found) is not None:
         return dates.minutes(found) == dates.minutes(wanted), "time"

@@ -40,6 +40,7 @@ _TAG = re.compile(r"</?[a-z][a-z\d]*(?:\s[^<>]*)?/?>|^>\s+(?=[^\W\d])", re.MULTI
 _NUMBER = r"(?=\s?[$\u20ac\u00a3]?\s?\.?\d)"
 _BE = r"\b(?:(?:is|are|was|were) )?(?:strictly )?"
 _FORMS = (  # in this order
+    (re.compile(r"\bplus or minus\b|\+/?-(?=\s?\d)", re.IGNORECASE), f" {_EITHER} "),
     (re.compile(r"<=>|<-+>|[\u2194\u21d4\u21cc]"), f" {_BOTH_WAYS} "),
     (re.compile(r"(?<![<=])(?:-+>|=+>)|[\u2192\u21d2\u27f6]"), " to "),
     (re.compile(r"(?<=\s)<-+(?=\s)|[\u2190\u21d0]"), f" {_BACK} "),
@@ -88,7 +89,8 @@ _LETTERED = re.compile(
     re.IGNORECASE,
 )
 _BEHIND_A_NAME = re.compile(
-    r"\s*(?:$|[,;:!?)\]/-]|(?:and|or|is|was|are|to|in|of|for|at|plus|minus|star|sharp|flat|x)\b"
+    r"\s*(?:$|[,;:!?)\]/-]|(?:and|or|is|was|are|to|in|of|for|at|plus|minus|star|sharp|flat|x|major"
+    r"|minor|levels?)\b"
     rf"|[{SIGNS}])"
 )
 

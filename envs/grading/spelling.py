@@ -79,7 +79,8 @@ _WRAPPERS = (
 _INLINE = re.compile(r"(?<![\\\w$])\$(?=\S)([^$\n]{1,120}?)(?<=\S)\$(?![\w$])")
 MAX_WORDS_AROUND = 3  # of an answer that is a formula with its unit; more are a sentence
 _LEAD_IN = re.compile(
-    r"(?:in|on|at)\s+(?=(?:the year )?\d)"
+    r"(?:=+>|-+>|=|\\to(?![a-z])|\\Rightarrow|\\therefore)\s*(?=[^\s=])"
+    r"|(?:in|on|at)\s+(?=(?:the year )?\d)"
     r"|(?:(?:so|thus|therefore|hence)\b,?\s*)?"
     r"(?:(?:the|my|our)\s+)?(?:final\s+|correct\s+)?(?:answer|result|solution)"
     r"\s*(?:\bis\b|\bare\b|\bequals\b|=|:)+(?:\s*:)?\s*"
