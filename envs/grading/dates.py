@@ -38,6 +38,7 @@ _ORDERED = re.compile(r"\d{4}([-/.])\d{1,2}(?:\1\d{1,2})?")
 _COMPACT = re.compile(r"(?:1[5-9]|20)\d{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])")
 _EITHER = re.compile(r"\d{1,2}([-/.])\d{1,2}\1(?:\d{4}|\d{2})")
 _MONTH_YEAR = re.compile(r"(\d{1,2})[-/.](\d{4})")
+_HAN_DAY = re.compile("(\\d{1,2})\\s*\u6708\\s*(\\d{1,2})\\s*[\u65e5\u53f7]")
 _HAN = re.compile("(\\d{4})\\s*\u5e74\\s*(\\d{1,2})\\s*\u6708(?:\\s*(\\d{1,2})\\s*[\u65e5\u53f7])?")
 _TIME = re.compile(
     r"(?P<hour>\d{1,2})(?::(?P<minute>\d{2}))?(?::00)?(?:\s*o'?clock)?"
@@ -67,7 +68,11 @@ def dates(text: str) -> frozenset[Date]:
     for name, date in _HOLIDAYS:
         text = name.sub(date, text)
     text = " ".join(_FILLER.sub(" ", text).split()).rstrip(".")
-    han = _HAN.fullmatch(han_as_digits(text) if "\u5e74" in text else text)
+    digits = han_as_digits(text) if re.search("[\u5e74\u6708]", text) else text
+    day = _HAN_DAY.fullmatch(digits)
+    if day is not None:
+        return frozenset({(0, int(day[1]), int(day[2]))})
+    han = _HAN.fullmatch(digits)
     if han is not None:
         text = "-".join(part.zfill(2) for part in han.groups() if part)
     month_year = _MONTH_YEAR.fullmatch(text)

@@ -1,4 +1,4 @@
-r"""Whether two formulas are equal: read as a whole by latex2sympy, compared by SymPy in exact terms.
+r"""Equal formulas: read as a whole by latex2sympy, compared by SymPy in exact terms.
 
 A text counts as a formula only if all of it was read: the grammar consumes it to its end, and each
 run of digits plays a part in the result. Two values are equal if their difference is exactly zero,
@@ -28,12 +28,18 @@ MAX_UNORDERED = 60
 
 # The text.
 
-_IMAGINARY = re.compile(r"\\imath(?![A-Za-z])|(?<![A-Za-z\\_])i(?![A-Za-z])|(?<=[+-][a-z])i(?![A-Za-z])")
+_IMAGINARY = re.compile(
+    r"\\imath(?![A-Za-z])|(?<![A-Za-z\\_])i(?![A-Za-z])|(?<=[+-][a-z])i(?![A-Za-z])"
+)
 _ROOT = re.compile(r"\\sqrt\s*\{\s*-\s*1\s*\}")
 _DECIMAL = re.compile(r"(?<![\d.])(\d{0,40})\.(\d{1,40})(?![\d.])")
-_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?=\.\d)|(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d ])")
+_GROUPED = re.compile(
+    r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?=\.\d)|(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d ])"
+)
 _EXPONENT = re.compile(r"(?<![\w.}])(\d{1,40}(?:\.\d{1,40})?)[eE]([+-]?\d{1,4})(?![\w.{])")
-_MIXED = re.compile(r"(?<![\w.^}/])(\d{1,20})\s*\\frac\s*\{\s*(\d{1,20})\s*\}\s*\{\s*(\d{1,20})\s*\}")
+_MIXED = re.compile(
+    r"(?<![\w.^}/])(\d{1,20})\s*\\frac\s*\{\s*(\d{1,20})\s*\}\s*\{\s*(\d{1,20})\s*\}"
+)
 _PRIMES = re.compile(r"(?<![A-Za-z\\])([A-Za-z])('{1,4})(?!')")
 _TRANSPOSED = re.compile(r"\^\s*\{?\s*(?:T(?![A-Za-z])|\\top|\\intercal)\s*\}?")
 _PRODUCTS = (  # latex2sympy reads 2(3) and \binom{4}{2}\binom{3}{1} as mixed numbers, as sums
@@ -270,7 +276,9 @@ class Values:
                 point[symbols[number - NUM_POINTS]] *= -1
             yield point, number < NUM_POINTS
 
-    def _agree(self, gold: Any, answer: Any, point: dict[Any, Any], is_positive: bool) -> bool | None:
+    def _agree(
+        self, gold: Any, answer: Any, point: dict[Any, Any], is_positive: bool
+    ) -> bool | None:
         """None where one is not defined; where a variable is negative, also where one is not real,
         as answers with roots and logarithms mean positive ones."""
         sides = [side.subs(point) for side in (gold, answer)]
@@ -329,15 +337,17 @@ class Values:
         return self._same_set(_as_set(gold), _as_set(answer))
 
     def _same_equation(self, gold: Any, answer: Any) -> bool:
-        """By a constant factor between them, as y = 2x and 2x - y = 0, or by all their solutions."""
+        """By a constant factor, as y = 2x and 2x - y = 0 have, or by all their solutions."""
         s = self.sympy
         if any(isinstance(side, s.Set | s.Tuple | s.MatrixBase) for side in (gold.rhs, answer.rhs)):
             return self.same(gold.lhs, answer.lhs) and self.same(gold.rhs, answer.rhs)
         if isinstance(gold.lhs, s.core.function.AppliedUndef) != isinstance(
             answer.lhs, s.core.function.AppliedUndef
         ):  # f(x) = x^2 and y = x^2
-            return self._is_name(gold.lhs) and self._is_name(answer.lhs) and self.same(
-                gold.rhs, answer.rhs
+            return (
+                self._is_name(gold.lhs)
+                and self._is_name(answer.lhs)
+                and self.same(gold.rhs, answer.rhs)
             )
         sides = [one.lhs - one.rhs for one in (gold, answer)]
         if self._ratio_is(sides[0], sides[1], positive=False):
@@ -348,7 +358,7 @@ class Values:
         symbols = sides[0].free_symbols
         if not symbols or symbols != sides[1].free_symbols:
             return False
-        return all(self._same_solutions(*sides, symbol) for symbol in symbols)
+        return all(self._same_solutions(sides[0], sides[1], symbol) for symbol in symbols)
 
     def _same_solutions(self, gold: Any, answer: Any, symbol: Any) -> bool:
         golds, answers = (self.sympy.solve(side, symbol) for side in (gold, answer))
@@ -377,15 +387,14 @@ class Values:
                 answer.left_open,
                 answer.right_open,
             ) and all(map(self._same_end, (gold.start, gold.end), (answer.start, answer.end)))
-        rows = self._row(gold), self._row(answer)
-        if rows[0] is not None and rows[1] is not None:
+        row, other = self._row(gold), self._row(answer)
+        if row is not None and other is not None:
             if not all(isinstance(one, s.FiniteSet) for one in (gold, answer)):
-                return len(rows[0]) == len(rows[1]) and all(map(self.same, *rows))
-            return self._same_parts(*rows)
-        for kind in (s.Union, s.Intersection):
-            if isinstance(gold, kind) and isinstance(answer, kind):
-                if self._same_parts(gold.args, answer.args):
-                    return True
+                return len(row) == len(other) and all(map(self.same, row, other))
+            return self._same_parts(row, other)
+        is_union = isinstance(gold, s.Union) and isinstance(answer, s.Union)
+        if is_union and self._same_parts(gold.args, answer.args):
+            return True
         if not (isinstance(gold, s.Set) and isinstance(answer, s.Set)):
             return False
         return bool(gold == answer or gold.symmetric_difference(answer).is_empty)
@@ -468,15 +477,15 @@ class Equality:
         )
 
     def _same(self, gold: str, answer: str, decimals: dict[Fraction, int]) -> bool:
-        texts = readable(gold), readable(answer)
-        if texts[0] is None or texts[1] is None:
+        texts = [form for form in map(readable, (gold, answer)) if form is not None]
+        if len(texts) < 2:
             return False
         reader = Reader(*texts)
         try:
             found = [reader.read(text) for text in texts]
         except Exception:  # the grammar, or SymPy, does not know it: no formula
             return False
-        if not Values(decimals).same(*found):
+        if not Values(decimals).same(found[0], found[1]):
             return False
         return all(map(reader.is_whole, texts, found))
 

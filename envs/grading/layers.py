@@ -18,14 +18,14 @@ from envs.grading.bases import in_base
 from envs.grading.formulas import formulas
 from envs.grading.lists import same_answers, without_name
 from envs.grading.math import LIMIT_S, shared_math
-from envs.grading.numbers import is_rounded, same_plain
 from envs.grading.names import same_words, without_class
+from envs.grading.numbers import is_rounded, same_plain
 from envs.grading.quantities import quantity, same_quantity
 from envs.grading.sentences import is_denied, is_hedged, same_statement, says
 from envs.grading.special import special, truth, truth_of
 from envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed
 from envs.grading.verdict import Verdict, final_answer, shown
-from envs.grading.words import f1, is_wordy, same_signs
+from envs.grading.words import f1, glued, is_wordy, same_signs, tokens
 
 QUICK_CHARS = 300
 MAX_LINES = 4  # behind an answer in a line of its own
@@ -182,7 +182,7 @@ def _compare(found: str, wanted: str) -> tuple[bool | None, str]:
         return truth_of(found) is truth(wanted), "yes or no"
     if special(wanted):
         return special(found) == special(wanted), "special value"
-    if "\u5e74" in wanted and dates.dates(wanted):  # else a number of years
+    if re.search("[\u5e74\u6708]", wanted) and dates.dates(wanted):  # else a number of years
         return bool(dates.dates(wanted) & dates.dates(found)), "date"
     if dates.minutes(wanted) is not None and dates.minutes(found) is not None:
         return dates.minutes(found) == dates.minutes(wanted), "time"
@@ -201,8 +201,8 @@ def _compare(found: str, wanted: str) -> tuple[bool | None, str]:
     if is_wordy(wanted):
         same = same_words(found, wanted) or same_statement(found, wanted)
         return same and same_signs(found, wanted), "words"
-    if is_wordy(found):
-        return False, "words"
+    if is_wordy(found):  # C# as C sharp
+        return glued(tokens(found)) == glued(tokens(wanted)), "words"
     if _CODE.fullmatch(found) and _CODE.fullmatch(wanted):  # F-16
         return re.sub(r"[ -]", "", found) == re.sub(r"[ -]", "", wanted), "code"
     if len(found) == len(wanted) == 1 and (found + wanted).isalpha():

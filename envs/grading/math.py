@@ -1,4 +1,5 @@
-"""Mathematical equivalence by math-verify, in workers that can be killed."""
+"""Mathematical equivalence by latex2sympy and SymPy (the extra of math-verify), in workers that can
+be killed."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ MEMORY_BYTES = 1 << 30
 
 
 class MathEquivalence:
-    """Asks math-verify; risky expressions are refused, equal questions are asked once.
+    """Asks `Equality`; risky expressions are refused, equal questions are asked once.
 
     An expression that takes over `limit_s` seconds of CPU time, or all memory, is not equal; how
     busy the machine is plays no part. math-verify is an extra: without it `start` raises

@@ -9,7 +9,7 @@ from pathlib import Path
 from envs.grading.words import tokens
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-_COUNTRIES = {
+_COUNTRIES: dict[str, str] = {
     " ".join(tokens(name)): country
     for country in _TABLES["countries"]
     for name in (country, *_TABLES["names"].get(country, ()))
@@ -22,6 +22,13 @@ _FORMS = tuple(
         r"\s+\(([^()]+)\)",
     )
 )
+_VENUE = re.compile(
+    r"\w.*\s(?:stadium|arena|hall|gardens?|theat(?:er|re)|museum|church|cathedral|university|park"
+    r"|hotel|cent(?:er|re)|palace|castle|bridge|tower|airport|station|hospital|school|college"
+    r"|library|gallery|abbey|temple|zoo)",
+    re.IGNORECASE,
+)
+_IN_A_CITY = re.compile(r"(\S.*\S)(?:\s+in|,)\s+([A-Z][\w.'-]*(?:\s[A-Z][\w.'-]*){0,2})")
 MAX_CHARS = 120
 
 
@@ -31,12 +38,15 @@ def country_of(name: str) -> str:
 
 
 def placed(text: str) -> tuple[str, str]:
-    """A place without the country behind it, and the country; the text and "" where there is none,
-    or where the rest names a country too, as in a list of countries."""
+    """A place without the country behind it, and the country; a building also without its city.
+    The text and "" where there is none, or where the rest names a country too, as in a list."""
     for form in _FORMS if len(text) <= MAX_CHARS else ():
         match = form.fullmatch(text)
         country = country_of(match[2]) if match is not None else ""
         if match is not None and country and match[1][0].isupper():
             others = re.split(r",|;|\band\b", match[1])
             return (text, "") if any(map(country_of, others)) else (match[1], country)
+    match = _IN_A_CITY.fullmatch(text) if len(text) <= MAX_CHARS else None
+    if match is not None and _VENUE.fullmatch(match[1]) and not _VENUE.fullmatch(match[2]):
+        return match[1], match[2]
     return text, ""

@@ -283,9 +283,9 @@ def _same_nouns(answer: Quantity, gold: Quantity) -> bool:
         {_singular(word) for word in re.split(r"[\s-]+", side.words) if word} - _SMALL
         for side in (answer, gold)
     )
-    if answer.dimension and any(_is_per_piece(side.words) for side in (answer, gold)):
-        if not (answer.words and gold.words):  # 5 cents an apple
-            return True
+    words = {answer.words, gold.words}
+    if answer.dimension and "" in words and any(map(_is_per_piece, words)):
+        return True  # 5 cents an apple
     if (found ^ wanted) & _DECISIVE:
         return False
     return found <= wanted or wanted <= found

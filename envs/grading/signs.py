@@ -1,4 +1,4 @@
-"""Signs that carry a value in words: x > 5, A -> B, C++, blood type A-, a profit of -3, hepatitis A.
+"""Signs that carry a value in words: x > 5, A -> B, C++, blood type A-, a profit of -3; a named A.
 
 Each has one form here, a sign or a word, whichever way it is written; what is punctuation (hyphens
 in words, ranges, dates, dashes, bullets) has none.
@@ -40,9 +40,10 @@ _TAG = re.compile(r"</?[a-z][a-z\d]*(?:\s[^<>]*)?/?>|^>\s+(?=[^\W\d])", re.MULTI
 _NUMBER = r"(?=\s?[$\u20ac\u00a3]?\s?\.?\d)"
 _BE = r"\b(?:(?:is|are|was|were) )?(?:strictly )?"
 _FORMS = (  # in this order
+    (re.compile(r"\bplus or minus\b|\+/?-(?=\s?\d)", re.IGNORECASE), f" {_EITHER} "),
     (re.compile(r"<=>|<-+>|[\u2194\u21d4\u21cc]"), f" {_BOTH_WAYS} "),
     (re.compile(r"(?<![<=])(?:-+>|=+>)|[\u2192\u21d2\u27f6]"), " to "),
-    (re.compile(r"<-+(?!\s?[\d.])|[\u2190\u21d0]"), f" {_BACK} "),
+    (re.compile(r"(?<=\s)<-+(?=\s)|[\u2190\u21d0]"), f" {_BACK} "),
     (re.compile(r"<="), f" {_AT_MOST} "),
     (re.compile(r">="), f" {_AT_LEAST} "),
     (re.compile(r"!=|<>"), f" {_UNEQUAL} "),
@@ -56,9 +57,7 @@ _FORMS = (  # in this order
     (re.compile(r"(?<=[\w)\]}])\+(?![\w(])"), " plus "),
     (re.compile(r"(?<![*\w])([A-Za-z])\*(?![*\w])"), r"\1 star "),
     (
-        re.compile(
-            r"(?<![\w-])([A-Z][A-Za-z]{0,2}\d?|e)-(?![\w$-])(?!\s+(?:and|or|to)\b|\s*\d)"
-        ),
+        re.compile(r"(?<![\w-])([A-Z][A-Za-z]{0,2}\d?|e)-(?![\w$-])(?!\s+(?:and|or|to)\b|\s*\d)"),
         r"\1 minus ",
     ),
     (re.compile(r"\b(A|B|AB|O) ?(?:positive|pos)\b"), r"\1 plus "),
@@ -90,7 +89,8 @@ _LETTERED = re.compile(
     re.IGNORECASE,
 )
 _BEHIND_A_NAME = re.compile(
-    r"\s*(?:$|[,;:!?)\]/-]|(?:and|or|is|was|are|to|in|of|for|at|plus|minus|star|sharp|flat|x)\b"
+    r"\s*(?:$|[,;:!?)\]/-]|(?:and|or|is|was|are|to|in|of|for|at|plus|minus|star|sharp|flat|x|major"
+    r"|minor|levels?)\b"
     rf"|[{SIGNS}])"
 )
 

@@ -30,9 +30,7 @@ _VULGAR = re.compile(
     "\N{VULGAR FRACTION ONE SEVENTH}-\N{VULGAR FRACTION SEVEN EIGHTHS}])"
 )
 _ROOT = re.compile(r"\N{SQUARE ROOT}\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\))")
-_PLAIN_ROOT = re.compile(
-    r"(?<![A-Za-z\\])\\?sqrt\s*(?:\(((?:[^()]|\([^()]*\))*)\)|\{([^{}]*)\})"
-)
+_PLAIN_ROOT = re.compile(r"(?<![A-Za-z\\])\\?sqrt\s*(?:\(((?:[^()]|\([^()]*\))*)\)|\{([^{}]*)\})")
 _LATEX = (
     (re.compile(r"\\[dtc]frac"), r"\\frac"),
     (re.compile(r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])"), ""),
@@ -48,13 +46,16 @@ _LATEX = (
     (re.compile(r"\\neq?(?![a-zA-Z])|!="), r"\\ne "),
     (re.compile(r"\\varnothing"), r"\\emptyset"),
     (re.compile(r"\\(?:long)?rightarrow(?![a-zA-Z])|(?<![<=-])-+>"), r"\\to "),
+    (re.compile(r"(?<=\s)<-+(?=\s)"), r"\\leftarrow "),
     (re.compile(r"\\(?:wedge)(?![a-zA-Z])"), r"\\land "),
     (re.compile(r"\\(?:vee)(?![a-zA-Z])"), r"\\lor "),
     (re.compile(r"\^\s*\{?\s*(?:\\text\s*\{)?\s*(st|nd|rd|th)\s*\}{0,2}(?![a-z])"), r"\1"),
     (re.compile(r"(?<![A-Za-z\\])(log|ln|sin|cos|tan)(?=[_^(\s\d]|$)"), r"\\\1"),
     (re.compile(r"\\log_\{?e\}?(?![a-z])"), r"\\ln"),
     (
-        re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"),
+        re.compile(
+            r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"
+        ),
         r" \1 ",
     ),
     (re.compile(r"\\sqrt\s*([0-9A-Za-z])"), r"\\sqrt{\1}"),
@@ -78,7 +79,8 @@ _WRAPPERS = (
 _INLINE = re.compile(r"(?<![\\\w$])\$(?=\S)([^$\n]{1,120}?)(?<=\S)\$(?![\w$])")
 MAX_WORDS_AROUND = 3  # of an answer that is a formula with its unit; more are a sentence
 _LEAD_IN = re.compile(
-    r"(?:in|on|at)\s+(?=(?:the year )?\d)"
+    r"(?:=+>|-+>|=|\\to(?![a-z])|\\Rightarrow|\\therefore)\s*(?=[^\s=])"
+    r"|(?:in|on|at)\s+(?=(?:the year )?\d)"
     r"|(?:(?:so|thus|therefore|hence)\b,?\s*)?"
     r"(?:(?:the|my|our)\s+)?(?:final\s+|correct\s+)?(?:answer|result|solution)"
     r"\s*(?:\bis\b|\bare\b|\bequals\b|=|:)+(?:\s*:)?\s*"

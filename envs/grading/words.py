@@ -21,9 +21,7 @@ _INITIALS = re.compile(r"\b((?:[a-z]\.)+[a-z]\b\.?|(?:[a-z]\.){2,}|ph\.\s?d\b\.?
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _CJK_CHARACTER = re.compile(f"[{_CJK}]")
 _CHARACTER = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
-_TOKEN = re.compile(
-    rf"[{_CJK}{SIGNS}]|\N{{MINUS SIGN}}?\d+(?:[./]\d+)*[^\W{_CJK}]*|[^\W{_CJK}]+"
-)
+_TOKEN = re.compile(rf"[{_CJK}{SIGNS}]|\N{{MINUS SIGN}}?\d+(?:\.\d+)*[^\W{_CJK}]*|[^\W{_CJK}]+")
 _ROMAN_NUMERAL = re.compile(r"(?=[ivxl]{2})(xl|l?x{0,3})(ix|iv|v?i{0,3})([a-e]?)")
 _ROMAN_DIGITS = {"i": 1, "v": 5, "x": 10, "l": 50}
 _SAME = {"&": "and", "st": "saint", "mt": "mount", "vs": "versus", **_SHORT}

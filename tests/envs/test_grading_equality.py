@@ -8,6 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from envs.grading.layers import _compare
+from envs.grading.numbers import same_plain
+from envs.grading.spelling import clean
 from tests.support.grading import is_right
 
 pytest.importorskip("math_verify")
@@ -95,6 +98,20 @@ def test_two_values_of_any_size_are_two(found: tuple[str, str, str]) -> None:
     assert not is_right(other, gold), (other, gold)
 
 
+plain = st.from_regex(
+    r"[+-]?([0-9]{1,3}|[0-9]{1,2}\.[0-9]{1,2}|\.[0-9]|[0-9],[0-9]{3}|[0-9]/[1-9])", fullmatch=True
+)
+
+
+@given(plain, plain)
+def test_plain_numbers_are_decided_as_the_layers_decide_them(answer: str, gold: str) -> None:
+    assert same_plain(gold, gold)
+    for pair in ((answer, gold), (gold + "0" if "." in gold else gold, gold)):
+        cleaned = clean(pair[0]), clean(pair[1])
+        by_layers = cleaned[0] == cleaned[1] or _compare(*cleaned)[0] is True
+        assert same_plain(*pair) == by_layers
+
+
 # Texts that are read in part, or not evaluated.
 
 TAILS = (
@@ -127,8 +144,9 @@ def test_what_was_read_in_part_is_no_formula(found: tuple[str, str, str]) -> Non
 
 
 UNEVALUATED = (
-    r"\frac{{dy}}{{dx}} = {}x", "y' = {}x", "f'(x) = {}x", r"\frac{{d}}{{dx}} f(x) = {}", "f(x) = {}",
-    r"f({}x)", r"\frac{{\partial u}}{{\partial x}} = {}", "y'' + {}y = 0", "g(x) + {}g'(x)",
+    r"\frac{{dy}}{{dx}} = {}x", "y' = {}x", "f'(x) = {}x", r"\frac{{d}}{{dx}} f(x) = {}",
+    "f(x) = {}", r"f({}x)", r"\frac{{\partial u}}{{\partial x}} = {}", "y'' + {}y = 0",
+    "g(x) + {}g'(x)",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""One sign that carries a value, another one: the answer is wrong. Written otherwise: it is right."""
+"""With another sign that carries a value an answer is wrong; written otherwise it is right."""
 
 from __future__ import annotations
 
