@@ -77,7 +77,7 @@ async def bench(
     servers: Sequence[Server], model: Path, root: Path, config: LearnerConfig | None = None
 ) -> AsyncIterator[Bench]:
     """The servers may hold other weights; they get those of `model` from its directory."""
-    config = config or LearnerConfig(backend="torch", learning_rate=0.02)
+    config = config or LearnerConfig(backend="torch", optimizer="muon_adamw", learning_rate=0.02)
     learner = await DeepSpeedLearner.start(config, ALGORITHM, model, root / "learner.log")
     pool = EnginePool(
         servers,

@@ -25,7 +25,10 @@ TEACHING = [encode_sequence(list(range(1, 20)), [False] + [True] * 18)]
 @asynccontextmanager
 async def started(model_dir: Path, root: Path, timeout_s: float) -> AsyncIterator[LearnerSender]:
     learner = await DeepSpeedLearner.start(
-        LearnerConfig(backend="torch"), ALGORITHM, model_dir, root / "learner.log"
+        LearnerConfig(backend="torch", learning_rate=1e-3),
+        ALGORITHM,
+        model_dir,
+        root / "learner.log",
     )
     try:
         yield LearnerSender(learner, root / "published", timeout_s)

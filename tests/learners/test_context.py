@@ -55,7 +55,10 @@ BUDGET = 16  # tokens of a rank
 TEAMS = [(2, 2), (4, 4), (4, 2)]  # ranks, ranks of a team
 MODEL = exact(tiny_model(dtype=torch.float64))  # four heads, two of keys
 CONFIG = LearnerConfig(
-    backend="torch", optimizer="adamw", grad_clip=0.0, max_tokens_per_microbatch=BUDGET
+    backend="torch",
+    learning_rate=1e-3,
+    grad_clip=0.0,
+    max_tokens_per_microbatch=BUDGET,
 )
 Work = Callable[[Trainer, int], Metrics]  # of a trainer and the number of its team
 

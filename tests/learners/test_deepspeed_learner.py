@@ -41,7 +41,13 @@ from tests.learners.trees import credited, random_tree
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 ALGORITHM = ARPO(group_size=6, importance_cap=1e9)
-CONFIG = LearnerConfig(groups_per_minibatch=2, max_tokens_per_microbatch=64, command_timeout_s=600)
+CONFIG = LearnerConfig(
+    optimizer="muon_adamw",
+    learning_rate=1e-3,
+    groups_per_minibatch=2,
+    max_tokens_per_microbatch=64,
+    command_timeout_s=600,
+)
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +254,7 @@ async def test_bad_starts_are_refused(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a Hugging Face model"):
         await DeepSpeedLearner.start(CONFIG, ALGORITHM, tmp_path, log)
     with pytest.raises(ConfigError, match="zero_stage"):
-        LearnerConfig(zero_stage=1)
+        LearnerConfig(optimizer="muon_adamw", zero_stage=1)
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text('{"model_type": "qwen3"}')
@@ -259,7 +265,7 @@ async def test_bad_starts_are_refused(model_dir: Path, tmp_path: Path) -> None:
 async def test_zero_1_equals_plain_torch_with_aepo(model_dir: Path, tmp_path: Path) -> None:
     algorithm = AEPO(group_size=6)
     config = LearnerConfig(
-        optimizer="adamw", zero_stage=1, max_tokens_per_microbatch=64, grad_clip=0.05
+        learning_rate=1e-3, zero_stage=1, max_tokens_per_microbatch=64, grad_clip=0.05
     )
     learner = await DeepSpeedLearner.start(config, algorithm, model_dir, tmp_path / "log")
     metrics = await learner.update(credited(some_trees(4), learner.algorithm))

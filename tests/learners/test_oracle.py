@@ -160,6 +160,7 @@ def recording(model: Any, algorithm: Algorithm, proximal: str, max_tokens: int) 
     config = LearnerConfig(
         backend="torch",
         optimizer="adamw",
+        learning_rate=1e-3,
         proximal=proximal,
         num_epochs_per_batch=EPOCHS,
         max_tokens_per_microbatch=max_tokens,
