@@ -24,6 +24,15 @@ _EITHER = re.compile(r"[(\[]?[A-J][)\]]?(?:\s*,\s*[(\[]?[A-J][)\]]?)*,?\s+or\s+[
 _ASCENDING = re.compile(r"[A-J]{2,5}")
 
 
+_BETWEEN = re.compile(
+    r"[^\w\s'()\[\]]+|\n|\b(?:or|and|aka|then|possibly|perhaps|maybe|alternatively|wait|sorry|no)\b"
+)
+_ALONE = re.compile(r"[\s()\[\]]*[A-J](?:[\s()\[\]]+[A-J])*[\s()\[\]]*")
+_NAMED_LETTER = re.compile(
+    r"\b(?:option|choice|answer(?:\s+is)?|it(?:'s| is))\s*[(\[]?([A-J])(?!\w|\s+[a-z]+\s)", re.IGNORECASE
+)
+
+
 def is_choice(gold: str) -> bool:
     """Whether a gold is a letter, or several, of a multiple-choice question."""
     gold = gold.strip()
@@ -64,6 +73,19 @@ def chosen(answer: str) -> frozenset[str]:
         return frozenset(shown)
     label = labelled(answer)
     return frozenset(label[0]) if label is not None else frozenset()
+
+
+def letters(answer: str) -> frozenset[str]:
+    """The letters of options that an answer names, alone or as an option, and does not deny."""
+    found: set[str] = set()
+    for piece in _BETWEEN.split(answer):
+        if _DENIED.search(piece):
+            continue
+        if _ALONE.fullmatch(piece):
+            found.update(re.findall("[A-J]", piece))
+        found.update(re.findall(r"\(([A-J])\)", piece))
+        found.update(letter.upper() for letter in _NAMED_LETTER.findall(piece))
+    return frozenset(found)
 
 
 def _several(text: str) -> frozenset[str] | None:

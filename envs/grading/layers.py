@@ -12,21 +12,26 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
+from msgspec import Struct
+
 from agentenv.offload import in_thread
 from envs.grading import choice, dates, spans, units
 from envs.grading.bases import in_base
+from envs.grading.candidates import Gold
 from envs.grading.formulas import formulas
 from envs.grading.lists import same_answers, without_name
 from envs.grading.math import LIMIT_S, shared_math
 from envs.grading.names import same_words, without_class
 from envs.grading.quantities import quantity, same_quantity
 from envs.grading.sentences import is_denied, is_hedged, same_statement, says
+from envs.grading.separators import last_correction
 from envs.grading.special import special, truth, truth_of
 from envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed
 from envs.grading.verdict import Verdict, final_answer, shown
 from envs.grading.words import f1, is_wordy
 
 QUICK_CHARS = 300
+ONE_ANSWER = "one answer"  # the layer of an answer that names several candidates
 MAX_LINES = 4  # behind an answer in a line of its own
 
 _NOTE = re.compile(
@@ -64,54 +69,119 @@ class Layered:
         if len(answer) > MAX_ANSWER_CHARS:
             reason = f"wrong: the answer is longer than {MAX_ANSWER_CHARS} characters"
             return Verdict(False, 0.0, reason, "length")
-        open_golds, misses = [], []
+        unsure, misses = [], []
         for gold in golds:
             if len(answer) <= QUICK_CHARS:
-                right, layer = _compare_again(answer, gold)
+                found = _found_again(answer, gold)
             else:  # milliseconds at worst, but off the event loop
-                right, layer = await in_thread(compare, answer, gold)
-            if right:
-                return _right(answer, gold, layer)
-            if right is None:
-                open_golds.append(gold)
+                found = await in_thread(find, answer, gold)
+            if found.right:
+                return _right(answer, gold, found.layer)
+            if found.right is None:
+                unsure.append((gold, found))
             else:
-                misses.append(layer)
+                misses.append(found.layer)
         why = f"not equal by {misses[0]}" if misses else "there is no gold"
         layer = misses[0] if misses else ""
-        for gold in open_golds if self._asks_math else ():
-            found, wanted = clean(answer), clean(gold)
-            if not ("=" in found and "=" in wanted):  # else two equations, to compare as such
-                found, wanted = without_name(found), without_name(wanted)
-            forms = formulas(found, wanted) or (found, wanted)
-            right, why = await shared_math(self._limit_s).equal(*forms)
+        if ONE_ANSWER in misses:
+            why, layer = "the answer names several", ONE_ANSWER
+        for gold, found in unsure if self._asks_math else ():
+            right, why = await self._equal(found, gold)
             layer = "math"
             if right:
-                return _right(answer, gold, "math")
-        if open_golds and not self._asks_math:
+                return _right(answer, gold, found.layer if found.agrees else "math")
+        if unsure and not self._asks_math:
             layer, why = "string", "different expressions, and math is switched off"
         score = self._partial(answer, golds)
         reason = f"wrong: {shown(answer)!r} against {shown(str(list(golds)))}: {why}"
         return Verdict(False, score, reason, layer, {"f1": score} if score else {})
 
+    async def _equal(self, found: Finding, gold: str) -> tuple[bool, str]:
+        """Whether mathematics finds the answer equal, and no part of it another expression."""
+        right, why = (True, "") if found.agrees else await self._same(found.answer, gold)
+        if not right or not found.parts:
+            return right, why
+        verdicts = [(await self._same(part, gold))[0] for part in found.parts]
+        if all(verdicts) or not (found.agrees or any(verdicts)):
+            return True, why
+        return False, "the answer names several"
+
+    async def _same(self, answer: str, gold: str) -> tuple[bool, str]:
+        found, wanted = clean(answer), clean(gold)
+        if not ("=" in found and "=" in wanted):  # else two equations, to compare as such
+            found, wanted = without_name(found), without_name(wanted)
+        forms = formulas(found, wanted) or (found, wanted)
+        return await shared_math(self._limit_s).equal(*forms)
+
     def _partial(self, answer: str, golds: Sequence[str]) -> float:
-        if not self.partial_credit:
+        if not self.partial_credit or names_several(answer, golds):
             return 0.0
         return max((f1(answer, gold) for gold in golds if is_wordy(clean(gold))), default=0.0)
+
+
+def names_several(answer: str, golds: Sequence[str]) -> bool:
+    """Whether an answer names a gold and other candidates too, so that it is worth nothing."""
+    return any(
+        Gold(gold, lambda one, other: _compare(one, other)[0]).rivals(answer).certain for gold in golds
+    )
 
 
 def _right(answer: str, gold: str, layer: str) -> Verdict:
     return Verdict(True, 1.0, f"right: {shown(answer)!r} equals {shown(gold)!r} by {layer}", layer)
 
 
+class Finding(Struct, frozen=True):
+    """What the rules find: `right` is None when only mathematics can tell, whether `answer` equals
+    the gold, or, where the layers agree already (`agrees`), whether its other `parts` do."""
+
+    right: bool | None
+    layer: str
+    answer: str = ""
+    parts: tuple[str, ...] = ()
+    agrees: bool = False
+
+
 def compare(answer: str, gold: str) -> tuple[bool | None, str]:
     """Whether they agree, and the layer that says so; None when only mathematics can tell."""
+    found = find(answer, gold)
+    return found.right, found.layer
+
+
+def find(answer: str, gold: str) -> Finding:
+    """What the layers say of an answer that names one candidate, or corrects itself and ends in
+    one. No layer is asked whether an answer with two candidates is right."""
     if "<answer>" in answer or r"\boxed" in answer:
         answer = final_answer(answer)
-    found, wanted = clean(answer[:MAX_ANSWER_CHARS]), clean(gold)
+    answer = answer[:MAX_ANSWER_CHARS]
+    found, wanted = clean(answer), clean(gold)
     if answer.strip() == gold.strip() or (wanted and squashed(found) == squashed(wanted)):
-        return bool(answer.strip() or not gold.strip()), "string"
+        return Finding(bool(answer.strip() or not gold.strip()), "string")
     if not found or (found.endswith("?") and not wanted.endswith("?")):
-        return False, "string"
+        return Finding(False, "string")
+    one = _of_one_answer(answer, gold)
+    for corrected in last_correction(answer) if one.right is False else ():
+        if clean(corrected):
+            again = _of_one_answer(corrected, gold)
+            return again if again.right is not False else one
+    return one
+
+
+def _of_one_answer(answer: str, gold: str) -> Finding:
+    right, layer = _agree(answer, gold)
+    wanted = Gold(gold, lambda one, other: _compare(one, other)[0])
+    rivals = wanted.rivals(answer)
+    if rivals.certain:
+        return Finding(False, ONE_ANSWER if right is not False else layer)
+    if right is False and wanted.is_all_of(answer):
+        right = True
+    if right and rivals.unsure:
+        return Finding(None, layer, answer, rivals.unsure, agrees=True)
+    return Finding(right, layer, answer, rivals.unsure if right is None else ())
+
+
+def _agree(answer: str, gold: str) -> tuple[bool | None, str]:
+    """What the layers say, of an answer whose parts nobody has looked at."""
+    found, wanted = clean(answer), clean(gold)
     right, layer = _compare(found, wanted)
     if right:
         return right, layer
@@ -157,7 +227,7 @@ def _by_lines(answer: str, wanted: str) -> bool:
     return bool(clean(first)) and _compare(clean(first), wanted)[0] is True
 
 
-_compare_again = lru_cache(maxsize=16_384)(compare)  # samples of a question answer alike
+_found_again = lru_cache(maxsize=16_384)(find)  # samples of a question answer alike
 
 
 def _compare(found: str, wanted: str) -> tuple[bool | None, str]:

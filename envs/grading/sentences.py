@@ -112,6 +112,14 @@ def is_denied(text: str) -> bool:
     return _DENIAL.search(text) is not None
 
 
+def has_verb(text: str) -> bool:
+    """Whether the text holds a verb, so that it is a clause and no name or phrase."""
+    words = text.split()
+    lower = " ".join(words[place] for place in range(len(words)) if not place or words[place][:1].islower())
+    verb = _VERB.search(lower)
+    return verb is not None and (len(words) > 2 or not verb[0].endswith("ed"))
+
+
 def says(found: str, wanted: str, same: Callable[[str], bool]) -> bool:
     """Whether `found` ends in, or names, what `same` accepts."""
     found = _SURE.sub("", _PREAMBLE.sub("", found))

@@ -1,0 +1,527 @@
+"""One answer: what a text names as the answer, cut at every kind of separator.
+
+An answer that names two different candidates of the gold's kind is two guesses, whatever joins
+them. A part is the text between two separators; a part that reads as a whole answer is a
+candidate, a number or a name inside a longer clause is not.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+
+from envs.grading import choice, dates, spans
+from envs.grading.lists import several, without_name
+from envs.grading.names import STATES, is_titled, without_class
+from envs.grading.quantities import Quantity, quantity, same_quantity
+from envs.grading.sentences import has_verb, is_hedged
+from envs.grading.separators import LEVELS, OF_A_CLAUSE, Joint
+from envs.grading.special import special, truth
+from envs.grading.spelling import clean
+from envs.grading.words import has_cjk, is_wordy, tokens
+
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_LABELS, _ASIDES, _HEADS, _NOTES = (
+    frozenset(_TABLES[name]) for name in ("labels", "asides", "heads", "notes")
+)
+_RANKS = {
+    **dict.fromkeys((*map(str.lower, STATES.values()), *_TABLES["provinces"]), 1),
+    **dict.fromkeys(_TABLES["countries"], 2),
+    **dict.fromkeys(_TABLES["continents"], 3),
+}
+MAX_PARTS = 120
+MAX_NAME_WORDS = 12
+MAX_PHRASE_WORDS = 4
+
+Kind = Literal["choice", "truth", "special", "date", "time", "span", "number", "list", "words", "math"]
+Same = Callable[[str, str], bool | None]
+
+
+class Part(Struct, frozen=True):
+    """A text between two separators and how it is attached to what stands before it (of the
+    first: behind it); `led` is whether a lead-in such as "it is" was taken off."""
+
+    text: str
+    joint: Joint = ""
+    meets: bool = False
+    led: bool = False
+    is_first: bool = False
+
+
+class Rivals(Struct, frozen=True):
+    """Candidates that are not the gold: those that the rules decide, and expressions that only
+    mathematics can compare with it."""
+
+    certain: tuple[str, ...] = ()
+    unsure: tuple[str, ...] = ()
+
+
+_EDGE = " \t\n.,;:!?*_`\"'\u201c\u201d\u2018\u2019\u300c\u300d()[]<>~|#"
+_LEAD = re.compile(
+    r"(?:"
+    r"(?:and|or|but|so|thus|hence|therefore|then|also|maybe|perhaps|possibly|probably|likely|either|well"
+    r"|definitely|certainly|ok(?:ay)?|alternatively|otherwise|finally|in (?:conclusion|short|summary|fact)"
+    r"|not only|no|yes|even|else|still|yet|now|again|here|there|\u6216\u8005?|\u7b54\u6848?)(?:,\s*|\s+(?!of\b))"
+    r"|(?:i|we|some|others|many|people|(?:other |some |most )?sources|it|one|you|they|he|she)\s+(?:would\s+"
+    r"|will\s+|could\s+|can\s+|may\s+|might\s+|also\s+|first\s+|then\s+|now\s+|still\s+|have\s+){0,3}"
+    r"(?:say|says|think|thought|thinks|believe|believes|guess|suspect|claim|suggest|suggests|choose|chose|pick"
+    r"|go with|get|got|bet|answer|vote for|conclude|find|found)(?:\s+(?:that|it|the|is|was|could be|for|on)\b)*[:,]?\s+"
+    r"|(?P<pronoun>it|that|this|these|those|they|he|she|which|who|there)(?:'s|'re|\s+(?:is|was|are|were|could be|might be|may be"
+    r"|must be|should be|would be|will be|could also be|might also be|may also be|can also be|can be))\s+"
+    r"(?:(?:also|actually|really|either|possibly|perhaps|maybe|probably|likely|in fact|either)\s+)*"
+    r"|(?:(?:the|my|our|your|another|an?|one|some|any|each)\s+)?(?:(?:final|correct|right|best|possible|first|second"
+    r"|third|fourth|other|alternative|next|most|likely|true|actual|real|exact|initial|last|only|new|old"
+    r"|updated)\s+){0,3}(?:answers?|results?|solutions?|guess(?:es)?|candidates?|options?|choices?|possibility"
+    r"|alternatives?|response|value|attempt|try|reply|conclusion)"
+    r"(?:\s+(?:is|was|are|were|could be|might be|may be|would be|must be|should be|equals)\s+(?:also\s+)?"
+    r"|\s*(?:\#?\d{1,2}|[a-d]|one|two|three|four|i{1,3})\s*(?:[:.)=]|\s+(?:is|was))\s*|\s*[:=]\s*)"
+    r"|(?:(?:first|second|third|fourth|next|last)(?:ly)?,\s+)"
+    r"|\(?(?:\d{1,2}|[a-e]|i{1,3})\)\s+|[*+>-]\s+|#\d\s+"
+    r")",
+    re.IGNORECASE,
+)
+_OPENING = re.compile(  # what describes, and names nothing
+    r"(?:in|at|on|by|from|for|to|with|of|during|after|before|since|because|as|who|which|that|where|when|whose|while"
+    r"|born|died|aged?|located|situated|published|released|founded|based|formerly|previously|originally|known|made"
+    r"|according|including|excluding|see|under|over|between|within|near|about|until|per|via|through|given|using"
+    r"|assuming|if|just|only|not|never|unlike|rather|instead|circa|ca?\.|b\.|d\.|r\.|fl\.|est\.|etc|such|like|hence"
+    r"|counting|rounded|approximately|approx\.?|exactly|i|we|he|she|it|they|this|these|those|both|all|neither|none"
+    r"|each|its|his|her|their|our|my|no|yes|correct|right|respectively|inclusive|is|was|are|were|has|had|did)\b",
+    re.IGNORECASE,
+)
+_SMALL = frozenset(
+    str.split(
+        "of the and for a an in on at to with from by de la le du des der die das von van den di da do dos"
+        " del della el los las y e und et bin ibn al as or nor but s t"
+    )
+)
+_FUNCTION_WORDS = frozenset(
+    str.split("of in for by with from to on at as that which who about between into under after before")
+)
+_OCCUPATION = re.compile(r"[a-z]{3,}(?:ist|er|or|ian|man|woman|ess|ician|smith|ant|ee|ary)s?")
+_NATIONAL = re.compile(r"[A-Z][a-z]+(?:ish|ese|ian|ean|ican|ch)")
+_ARTICLE = re.compile(r"(?:an?|the|one of)\s+", re.IGNORECASE)
+_HAN_CLAUSE = re.compile("[\u7684\u662f\u5728\u4e86\u4e3a\u4e8e\u6709\u88ab\u56e0\u6240]")
+_NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
+_SYMBOL = re.compile(r"[A-Za-z](?:_?\w)?")
+_MATH_ONLY = re.compile(r"\\(?:int|sum|lim|prod|frac\s*\{\s*d|begin|sin|cos|tan|log|ln|angle|triangle|overline)|'")
+
+
+def kind_of(gold: str) -> Kind:
+    """The layer that a cleaned gold belongs to."""
+    if choice.is_choice(gold) or choice.labelled(gold) is not None:
+        return "choice"
+    if truth(gold) is not None:
+        return "truth"
+    if special(gold):
+        return "special"
+    if dates.minutes(gold) is not None:
+        return "time"
+    if quantity(gold) is not None:
+        return "number"
+    if dates.dates(gold):
+        return "date"
+    if spans.is_span(gold):
+        return "span"
+    if several(without_name(gold)) is not None:
+        return "list"
+    return "words" if is_wordy(gold) else "math"
+
+
+class Gold:
+    """A gold as what an answer's parts are held against; `same` compares a part with a gold as the
+    layers do, without looking for it inside a longer text."""
+
+    def __init__(self, text: str, same: Same) -> None:
+        self.text = clean(text)
+        self.kind: Kind = kind_of(self.text)
+        self._same = same
+        listed = several(without_name(self.text)) if self.kind == "list" else None
+        self.elements = [Gold(one, same) for one in listed.elements] if listed else []
+        self.is_named = is_named(self.text)
+        self.rank = _rank(self.text)
+        self.amount = quantity(self.text)
+        label = choice.labelled(self.text) if self.kind == "choice" else None
+        if label is not None:
+            self.elements = [Gold(label[1], same)]
+
+    def meets(self, part: str) -> bool:
+        """Whether a part is the gold, alone."""
+        text = clean(part)
+        if not text or _NUMBERS.fullmatch(text) and self.kind == "number" and self.text != text:
+            return False
+        if self.kind in ("choice", "truth"):
+            return False  # read letter by letter, and word by word
+        return self._same(text, self.text) is True
+
+    def parts(self, text: str) -> list[Part]:
+        """The text cut until each part is the gold, or has no separator any more."""
+        found: list[Part] = []
+        self._cut(text, "", 0, found)
+        return found[:MAX_PARTS]
+
+    def _cut(self, text: str, joint: Joint, level: int, found: list[Part], led: bool = False) -> None:
+        text, has_lead = without_lead(text.strip())
+        led = led or has_lead
+        if not text.strip(_EDGE) or len(found) > MAX_PARTS:
+            return
+        if level and self.meets(text):
+            found.append(Part(text, joint, meets=True, led=led, is_first=not found))
+            return
+        is_clause = level > 2 and has_verb(text) and not is_named(text)
+        for next_level in range(level, len(LEVELS)):
+            own, cut = LEVELS[next_level]
+            if (is_clause and cut in OF_A_CLAUSE) or not self._may_cut(own, text):
+                continue
+            pieces = [piece for piece in cut(text) if piece and piece.strip(_EDGE)]
+            if len(pieces) == 1 and pieces[0].strip() != text and pieces[0].strip(_EDGE) != text.strip(_EDGE):
+                text = pieces[0].strip()
+            if len(pieces) < 2:
+                continue
+            if own == "equals" and not self._is_derivation(pieces):
+                own = ""
+            if is_clause and own:
+                pieces, led = [pieces[0], pieces[-1]], True
+            for place, piece in enumerate(pieces):
+                attached = joint if place == 0 and (joint or found) else own
+                is_led = led and (place == 0 or is_clause)
+                self._cut(piece, attached, next_level + (own == "equals"), found, is_led)
+            return
+        found.append(Part(text, joint, led=led, is_first=not found))
+
+    def _is_derivation(self, sides: Sequence[str]) -> bool:
+        """Whether an equation names or works out its right side, rather than equates two answers."""
+        return self.kind != "words" and any(quantity(clean(side)) is None for side in sides[:-1])
+
+    def _may_cut(self, joint: Joint, text: str) -> bool:
+        """Brackets, hyphens and commas are a part of mathematics, and signs of equality of an
+        equation."""
+        if joint == "equals":
+            return "=" not in self.text
+        if joint in ("bracket", "dash", "comma", "colon") and not is_wordy(text):
+            if self.kind == "math" or self.kind == "list" and joint != "comma":
+                return joint == "dash" and re.search("[\u2014\u2015]", text) is not None
+            if joint == "dash" and "=" in text:
+                return False
+        return True
+
+    def is_all_of(self, text: str) -> bool:
+        """Whether the parts of a text are the gold, again and again, or the gold and its place."""
+        parts = self.parts(text)
+        others = [part for part in parts if not part.meets]
+        return (
+            any(part.meets for part in parts[:1])
+            and not is_hedged(text)
+            and all(_is_of_place(clean(part.text), self.rank, part) for part in others)
+        )
+
+    # What a part that is not the gold says.
+
+    def rivals(self, text: str) -> Rivals:
+        """The candidates beside the gold. A text that is one part has none: whether it is the
+        gold the layers say."""
+        parts = self.parts(text)
+        if len(parts) < 2 and not self._reads_whole(text):
+            return Rivals()
+        if self.kind == "choice":
+            return self._other_letters(text, parts)
+        if self.kind == "math":
+            return self._other_expressions(parts)
+        found = [*self._of_twins(text)]
+        ends_right = bool(parts) and parts[-1].meets
+        skips = False
+        for place, part in enumerate(parts):
+            if not part.joint:
+                skips = False
+            if skips or part.meets:
+                continue
+            words = tokens(part.text)
+            if words and words[0] in _ASIDES and len(words) < 3:
+                skips = True
+                continue
+            after = parts[place + 1] if place + 1 < len(parts) else None
+            if not (ends_right and _is_step(parts, place)) and self.is_rival(part, after):
+                found.append(part.text)
+        if self.amount is not None and _adds_up(found, self.amount):
+            return Rivals()
+        return Rivals(tuple(dict.fromkeys(found)))
+
+    def _reads_whole(self, text: str) -> bool:
+        return self.kind == "number" and _NUMBERS.fullmatch(clean(text)) is not None
+
+    def is_rival(self, part: Part, after: Part | None = None) -> bool:
+        """Whether a part names another candidate than the gold."""
+        bare = clean(part.text)
+        if not bare or has_verb(bare) and not is_named(bare):
+            return self.kind == "truth" and self._other_truth(part)
+        match self.kind:
+            case "truth":
+                return self._other_truth(part) or self._of_another_kind(part, bare)
+            case "number":
+                return self._other_amount(part, bare) or self._of_another_kind(part, bare)
+            case "date" | "time" | "span":
+                return self._other_time(part, bare) or self._of_another_kind(part, bare)
+            case "list":
+                if any(one.meets(part.text) for one in self.elements):
+                    return False
+                return any(one.is_rival(part, after) for one in self.elements[:3])
+            case "special":
+                return bool(special(bare)) or self._of_another_kind(part, bare)
+            case _:
+                return self._other_words(part, bare, after)
+
+    def _other_truth(self, part: Part) -> bool:
+        text = clean(part.text).lower()
+        said = truth(text) if len(text) > 1 else None
+        if said is None:
+            match = re.match(
+                r"(yes|no)\b,?\s+(?:it|they|he|she|that|this|both|we|i|there|the answer)\b", text
+            )
+            said = match[1] == "yes" if match is not None else None
+        return said is not None and said is not truth(self.text)
+
+    def _of_another_kind(self, part: Part, bare: str) -> bool:
+        """A bare name or number that stands alone as if it were the answer."""
+        if part.joint or part.led or (part.is_first and part.joint):
+            return False
+        if self.kind in ("truth", "special") and quantity(bare) is not None:
+            return True
+        if truth(bare) is not None:
+            return self.kind != "truth"
+        return is_named(bare) and not self._describes(part, bare)
+
+    def _other_amount(self, part: Part, bare: str) -> bool:
+        assert self.amount is not None
+        if _NUMBERS.fullmatch(bare):
+            return True
+        amount = quantity(without_class(without_name(bare)))
+        if amount is None:
+            years = {date[0] for date in dates.dates(bare) if date[0]}
+            return bool(years) and not part.joint and self.amount.value not in years
+        if amount.dimension == (("ordinal", 1),) and self.amount.dimension != amount.dimension:
+            return False
+        if same_quantity(amount, self.amount) or is_conversion(amount, self.amount, bare):
+            return False
+        alike = amount.dimension == self.amount.dimension or not amount.has_unit
+        if part.led or part.joint in ("bracket", "comma"):
+            return alike or (not self.amount.has_unit and not part.led)
+        return True
+
+    def _other_time(self, part: Part, bare: str) -> bool:
+        if self.kind == "time":
+            other = dates.minutes(bare)
+            return other is not None and other != dates.minutes(self.text)
+        mine, found = dates.dates(self.text), dates.dates(bare)
+        if found and mine:
+            return not any(_compatible(one, other) for one in found for other in mine)
+        amount = quantity(bare)
+        if self.kind == "span":
+            return bool(found) or spans.is_span(bare) or (amount is not None and not part.joint)
+        if amount is None or amount.has_unit:
+            return spans.is_span(bare) and not part.joint
+        return not any(date[0] == amount.value for date in mine) and not part.led
+
+    def _other_words(self, part: Part, bare: str, after: Part | None) -> bool:
+        """Another name or phrase, unless it describes the gold."""
+        if _is_of_place(bare, self.rank, part):
+            return False
+        if self._describes(part, bare, after):
+            return False
+        if quantity(bare) is not None or dates.dates(bare) or spans.is_span(bare):
+            return not part.joint and not part.led
+        if truth(bare) is not None:
+            return not part.joint
+        words = bare.split()
+        if has_cjk(bare):
+            return len(bare) <= 12 and _HAN_CLAUSE.search(bare) is None
+        if is_named(bare):
+            return len(words) <= MAX_NAME_WORDS
+        if part.led and self.is_named:
+            return False
+        limit = max(MAX_PHRASE_WORDS, len(self.text.split()) + 2)
+        return len(words) <= limit and any(map(str.isalpha, tokens(bare)))
+
+    def _describes(self, part: Part, bare: str, after: Part | None = None) -> bool:
+        words = tokens(bare)
+        if not words or len(words) == 1 and len(bare) < 2:
+            return True
+        label = re.sub(r"\s*(?:\d+|[a-z])$", "", bare.lower())
+        if (after is not None and after.joint in ("colon", "dash", "equals") or part.is_first) and (
+            label in _LABELS or words[-1] in _LABELS and not is_named(bare)
+        ):
+            return True
+        if _OPENING.match(bare) and not (is_named(bare) and bare[:1].isupper()):
+            return True
+        if words[0] in _HEADS and len(words) > 1 and re.match(r"\w+ (?:of|for|to|in)\b", bare):
+            return not re.match(r"\w+ (?:of|for|to|in)\b", self.text)
+        if _is_role(bare) and not _is_role(self.text):
+            return True
+        has_article = _ARTICLE.match(bare) is not None and bare[:1].islower()
+        rest = _ARTICLE.sub("", bare, count=1)
+        if is_named(rest):
+            return _is_note(rest, part)
+        if part.joint and has_article and _ARTICLE.match(self.text) is None:
+            return True
+        if part.joint and _is_note(rest, part):
+            return True
+        if not self.is_named and not has_article and self.kind in ("words", "list"):
+            own = set(self.text.lower().split())
+            return not own & _FUNCTION_WORDS and bool(set(bare.lower().split()) & _FUNCTION_WORDS)
+        if bool(set(bare.lower().split()) & _FUNCTION_WORDS):
+            return True
+        return has_article or len(words) > MAX_PHRASE_WORDS or _is_note(rest, part)
+
+    def _of_twins(self, text: str) -> Iterator[str]:
+        """Where two sentences are alike but for one piece: The capital is A. The capital is B."""
+        sentences = [
+            piece.strip(_EDGE)
+            for line in LEVELS[0][1](text)
+            for half in LEVELS[2][1](line)
+            for piece in [half]
+        ]
+        sides = [one.split() for one in sentences if one]
+        for place, one in enumerate(sides[:20]):
+            for other in sides[place + 1 : 20]:
+                yield from self._twin(one, other)
+
+    def _twin(self, one: list[str], other: list[str]) -> Iterator[str]:
+        shorter = min(len(one), len(other))
+        start = next((n for n in range(shorter) if one[n].lower() != other[n].lower()), shorter)
+        end = next(
+            (n for n in range(shorter - start) if one[-1 - n].lower() != other[-1 - n].lower()),
+            shorter - start,
+        )
+        if start + end < 2 or not any(has_verb(" ".join(side)) for side in (one, other)):
+            return
+        for side in (one, other):
+            middle = " ".join(side[start : len(side) - end])
+            if middle and not self.meets(middle) and self.is_rival(Part(middle)):
+                yield middle
+
+    def _other_letters(self, text: str, parts: Sequence[Part]) -> Rivals:
+        """Letters of other options."""
+        wanted = choice.chosen(self.text)
+        letters = choice.letters(text)
+        if wanted and len(wanted) == 1 and letters - wanted:
+            return Rivals(tuple(sorted(letters - wanted)))
+        if self.elements:
+            (worded,) = self.elements
+            if worded.kind == "words" and any(worded.meets(part.text) for part in parts):
+                return worded.rivals(re.sub(r"^\W*[A-Ja-j]\W+", "", text))
+        return Rivals()
+
+    def _other_expressions(self, parts: Sequence[Part]) -> Rivals:
+        """Expressions beside the gold, if a part alone is an expression that may be the gold."""
+        spoken = [part for part in parts if not part.meets]
+        names = [
+            part.text
+            for part in spoken
+            if not part.joint and not part.led and is_wordy(clean(part.text)) and is_named(clean(part.text))
+        ]
+        unsure = [without_name(clean(part.text)) for part in spoken if is_expression(clean(part.text))]
+        is_chain = {part.joint for part in parts} <= {"equals"} and len(parts) > 1
+        if is_chain and any(_MATH_ONLY.search(part.text) for part in parts[:-1]):
+            unsure = []
+        return Rivals(tuple(names), tuple(dict.fromkeys(unsure)))
+
+
+# Forms of parts.
+
+
+def without_lead(text: str) -> tuple[str, bool]:
+    """A part without "or perhaps", "option 2:" and the like, and whether "it is" stood before it."""
+    led = False
+    for _ in range(6):
+        match = _LEAD.match(text)
+        if match is None or match.end() >= len(text):
+            break
+        led = match["pronoun"] is not None
+        text = text[match.end() :]
+    return text, led
+
+
+def is_named(text: str) -> bool:
+    """Whether every word that carries meaning begins with a capital or a digit."""
+    words = [word.strip(_EDGE) for word in re.split(r"[\s/-]+", text)]
+    kept = [word for word in words if word and word.lower() not in _SMALL]
+    if not kept or has_cjk(text):
+        return False
+    return all(not word[0].islower() for word in kept) and any(
+        sign.isalpha() for word in kept for sign in word
+    )
+
+
+def is_expression(text: str) -> bool:
+    """Whether a cleaned part is mathematics that could be an answer: no lone name such as f(x)."""
+    if is_wordy(text) or re.fullmatch(r"[A-Za-z](?:_\{?\w+\}?)?(?:\([a-z]\))?", text):
+        return False
+    return re.search(r"[\w\\]", text) is not None
+
+
+def is_conversion(one: Quantity, other: Quantity, text: str) -> bool:
+    """Whether one is the other in another unit, rounded: 5 ft (1.5 m), 38.6 for 270/7."""
+    if one.dimension != other.dimension or one.words != other.words:
+        return False
+    if one.dimension and one.factor != other.factor:
+        low, high = sorted((abs(one.in_base_units), abs(other.in_base_units)))
+        return high > 0 and (high - low) / high <= Fraction(3, 100)
+    decimals = re.search(r"\d\.(\d{1,12})(?!\d)", text)
+    if decimals is None or other.value.denominator in (1, 2, 4, 5, 10, 20, 25, 50, 100, 1000):
+        return False
+    return abs(one.value - other.value) <= Fraction(1, 10 ** len(decimals[1]))
+
+
+def _compatible(one: dates.Date, other: dates.Date) -> bool:
+    """Whether one may be the other, more or less complete."""
+    return all(a == b or not a or not b for a, b in zip(one, other, strict=True))
+
+
+def _rank(text: str) -> int:
+    """0 for a place, 1 for a state, 2 for a country, 3 for a continent."""
+    return _RANKS.get(" ".join(re.findall(r"[\w']+", text.lower().removeprefix("the "))), 0)
+
+
+def _is_of_place(bare: str, rank: int, part: Part) -> bool:
+    """Whether a part is the state or country that a place lies in."""
+    if part.joint not in ("comma", "bracket") or part.is_first:
+        return False
+    found = _rank(bare) or (1 if bare in STATES else 0)
+    return found > rank
+
+
+def _is_role(text: str) -> bool:
+    """King of Spain, 44th President of the United States, Director."""
+    words = re.sub(r"^(?:(?:the|an?|former|current|then|first|\d+(?:st|nd|rd|th))\s+)+", "", text, flags=re.I)
+    first = words.split()[:1]
+    return bool(first) and is_titled(first[0]) and (len(words.split()) == 1 or " of " in words)
+
+
+def _is_note(text: str, part: Part) -> bool:
+    """Whether a part is the kind of thing that its neighbour is: film, 2010 film, physicist."""
+    last = text.split()[-1].strip(_EDGE) if text.split() else ""
+    if part.joint == "bracket" or not is_named(text):
+        if last.lower() in _NOTES or _OCCUPATION.fullmatch(last):
+            return True
+    return bool(part.joint or part.led) and _NATIONAL.fullmatch(text) is not None
+
+
+def _is_step(parts: Sequence[Part], place: int) -> bool:
+    """Whether a part is a result on the way: 5 + 8 = 13, or x = 5 if x has no second value."""
+    if parts[place].joint != "equals":
+        return False
+    name = parts[place - 1].text if place and parts[place - 1].joint == "equals" else ""
+    return not _SYMBOL.fullmatch(name) or all(part.text != name for part in parts[place + 1 :])
+
+
+def _adds_up(found: Sequence[str], amount: Quantity) -> bool:
+    """Whether several numbers are the parts of the answer: 13 (5 red, 8 green)."""
+    others = [quantity(clean(text)) for text in found]
+    if len(others) < 2 or None in others:
+        return False
+    return sum(one.value for one in others if one is not None) == amount.value
