@@ -19,11 +19,13 @@ from msgspec import Struct
 from envs.grading import choice, dates, spans
 from envs.grading.lists import several, without_name
 from envs.grading.names import STATES, is_titled, without_class
+from envs.grading.numbers import leading_number, words_as_digits
 from envs.grading.quantities import Quantity, quantity, same_quantity
 from envs.grading.sentences import has_verb, is_hedged
-from envs.grading.separators import LEVELS, OF_A_CLAUSE, Joint
+from envs.grading.separators import LEVELS, OF_A_CLAUSE, OF_A_SENTENCE, Cut, Joint, corrections, lines
 from envs.grading.special import special, truth
 from envs.grading.spelling import clean
+from envs.grading.units import unit_of
 from envs.grading.words import has_cjk, is_wordy, tokens
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -71,7 +73,7 @@ _LEAD = re.compile(
     r"|(?:i|we|some|others|many|people|(?:other |some |most )?sources|it|one|you|they|he|she)\s+(?:would\s+"
     r"|will\s+|could\s+|can\s+|may\s+|might\s+|also\s+|first\s+|then\s+|now\s+|still\s+|have\s+){0,3}"
     r"(?:say|says|think|thought|thinks|believe|believes|guess|suspect|claim|suggest|suggests|choose|chose|pick"
-    r"|go with|get|got|bet|answer|vote for|conclude|find|found)(?:\s+(?:that|it|the|is|was|could be|for|on)\b)*[:,]?\s+"
+    r"|go with|get|got|bet|answer|vote for|conclude)(?:\s+(?:that|it|the|is|was|could be|for|on)\b)*[:,]?\s+"
     r"|(?P<pronoun>it|that|this|these|those|they|he|she|which|who|there)(?:'s|'re|\s+(?:is|was|are|were|could be|might be|may be"
     r"|must be|should be|would be|will be|could also be|might also be|may also be|can also be|can be))\s+"
     r"(?:(?:also|actually|really|either|possibly|perhaps|maybe|probably|likely|in fact|either)\s+)*"
@@ -108,7 +110,21 @@ _OCCUPATION = re.compile(r"[a-z]{3,}(?:ist|er|or|ian|man|woman|ess|ician|smith|a
 _NATIONAL = re.compile(r"[A-Z][a-z]+(?:ish|ese|ian|ean|ican|ch)")
 _ARTICLE = re.compile(r"(?:an?|the|one of)\s+", re.IGNORECASE)
 _HAN_CLAUSE = re.compile("[\u7684\u662f\u5728\u4e86\u4e3a\u4e8e\u6709\u88ab\u56e0\u6240]")
+_DENIED = re.compile(
+    r"(?:not|never|neither|nor|rather than|instead of|unlike|except|excluding|without|as opposed to"
+    r"|\u4e0d\u662f|\u800c\u4e0d)(?:\b|(?=[\u4e00-\u9fff]))",
+    re.IGNORECASE,
+)
+_CAPITAL = re.compile(r"[A-Z][a-z]+")
+_COUNTED = frozenset(
+    str.split(
+        "award awards prize prizes medal medals cup cups title titles oscar oscars grammy grammys grammies"
+        " emmy emmys tony tonys globe globes championship championships game games series season seasons"
+        " nobel olympic olympics american americans"
+    )
+)
 _NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
+_VARIABLES = re.compile(r"[A-Za-z]{1,3}(?![A-Za-z])|\([^()]*\)")
 _SYMBOL = re.compile(r"[A-Za-z](?:_?\w)?")
 _MATH_ONLY = re.compile(r"\\(?:int|sum|lim|prod|frac\s*\{\s*d|begin|sin|cos|tan|log|ln|angle|triangle|overline)|'")
 
@@ -123,11 +139,11 @@ def kind_of(gold: str) -> Kind:
         return "special"
     if dates.minutes(gold) is not None:
         return "time"
-    if quantity(gold) is not None:
+    if amount_of(gold) is not None:
         return "number"
     if dates.dates(gold):
         return "date"
-    if spans.is_span(gold):
+    if is_range(gold):
         return "span"
     if several(without_name(gold)) is not None:
         return "list"
@@ -144,64 +160,96 @@ class Gold:
         self._same = same
         listed = several(without_name(self.text)) if self.kind == "list" else None
         self.elements = [Gold(one, same) for one in listed.elements] if listed else []
+        pieces = [piece for part in self._pieces() for piece in [clean(part)] if piece]
+        self.own = [Gold(one, same) for one in pieces] if len(pieces) > 1 else []
         self.is_named = is_named(self.text)
         self.rank = _rank(self.text)
-        self.amount = quantity(self.text)
+        self.amount = amount_of(self.text)
         label = choice.labelled(self.text) if self.kind == "choice" else None
         if label is not None:
             self.elements = [Gold(label[1], same)]
 
+    def _pieces(self) -> list[str]:
+        """What the gold itself is cut into."""
+        pieces = [self.text]
+        for _, cut in LEVELS[5:-1] if self.kind in ("words", "list") and len(self.text) < 200 else ():
+            pieces = [piece for text in pieces for piece in cut(text)]
+        return pieces
+
     def meets(self, part: str) -> bool:
         """Whether a part is the gold, alone."""
-        text = clean(part)
-        if not text or _NUMBERS.fullmatch(text) and self.kind == "number" and self.text != text:
-            return False
         if self.kind in ("choice", "truth"):
             return False  # read letter by letter, and word by word
-        return self._same(text, self.text) is True
+        text = clean(part)
+        return bool(text) and self._same(text, self.text) is True
 
     def parts(self, text: str) -> list[Part]:
         """The text cut until each part is the gold, or has no separator any more."""
         found: list[Part] = []
-        self._cut(text, "", 0, found)
+        self._cut(text, "", 0, found, is_first=True)
         return found[:MAX_PARTS]
 
-    def _cut(self, text: str, joint: Joint, level: int, found: list[Part], led: bool = False) -> None:
-        text, has_lead = without_lead(text.strip())
-        led = led or has_lead
+    def _cut(
+        self,
+        text: str,
+        joint: Joint,
+        level: int,
+        found: list[Part],
+        *,
+        led: bool = False,
+        is_first: bool = False,
+    ) -> None:
+        text = _trimmed(text)
+        if not self.meets(text):
+            text, has_lead = without_lead(text)
+            led = led or has_lead
         if not text.strip(_EDGE) or len(found) > MAX_PARTS:
             return
-        if level and self.meets(text):
-            found.append(Part(text, joint, meets=True, led=led, is_first=not found))
+        if self.meets(text):
+            found.append(Part(text, joint, meets=True, led=led, is_first=is_first))
             return
-        is_clause = level > 2 and has_verb(text) and not is_named(text)
+        is_clause = False
         for next_level in range(level, len(LEVELS)):
             own, cut = LEVELS[next_level]
-            if (is_clause and cut in OF_A_CLAUSE) or not self._may_cut(own, text):
+            is_clause = is_clause or (cut in OF_A_SENTENCE and has_verb(text) and not is_named(text))
+            if (is_clause and cut in OF_A_CLAUSE) or not self._may_cut(cut, own, text):
                 continue
             pieces = [piece for piece in cut(text) if piece and piece.strip(_EDGE)]
-            if len(pieces) == 1 and pieces[0].strip() != text and pieces[0].strip(_EDGE) != text.strip(_EDGE):
-                text = pieces[0].strip()
             if len(pieces) < 2:
+                text = pieces[0].strip() if pieces else text
                 continue
             if own == "equals" and not self._is_derivation(pieces):
                 own = ""
-            if is_clause and own:
+            if is_clause and own not in ("", "alias"):
                 pieces, led = [pieces[0], pieces[-1]], True
             for place, piece in enumerate(pieces):
-                attached = joint if place == 0 and (joint or found) else own
-                is_led = led and (place == 0 or is_clause)
-                self._cut(piece, attached, next_level + (own == "equals"), found, is_led)
+                leads = place == 0 and own != ""  # what follows the first is attached to it
+                self._cut(
+                    piece,
+                    (joint if joint or not is_first else own) if place == 0 else own,
+                    next_level + (cut is LEVELS[-1][1]),
+                    found,
+                    led=led and (place == 0 or is_clause),
+                    is_first=is_first and leads,
+                )
             return
-        found.append(Part(text, joint, led=led, is_first=not found))
+        found.append(Part(text, joint, led=led, is_first=is_first))
 
     def _is_derivation(self, sides: Sequence[str]) -> bool:
         """Whether an equation names or works out its right side, rather than equates two answers."""
-        return self.kind != "words" and any(quantity(clean(side)) is None for side in sides[:-1])
+        return any(
+            amount_of(clean(side)) is None and not is_wordy(_VARIABLES.sub("x", side))
+            and (self.kind in ("number", "math", "list") and not dates.dates(clean(side)))
+            for side in sides[:-1]
+        )
 
-    def _may_cut(self, joint: Joint, text: str) -> bool:
+    def _may_cut(self, cut: Cut, joint: Joint, text: str) -> bool:
         """Brackets, hyphens and commas are a part of mathematics, and signs of equality of an
-        equation."""
+        equation; to a question of yes or no, "no" is an answer."""
+        if cut is corrections:
+            return self.kind != "truth"
+        if cut is lines:
+            return r"\begin" not in text
         if joint == "equals":
             return "=" not in self.text
         if joint in ("bracket", "dash", "comma", "colon") and not is_wordy(text):
@@ -218,8 +266,15 @@ class Gold:
         return (
             any(part.meets for part in parts[:1])
             and not is_hedged(text)
-            and all(_is_of_place(clean(part.text), self.rank, part) for part in others)
+            and all(self._lies_in(part) for part in others)
         )
+
+    def _lies_in(self, part: Part) -> bool:
+        """Whether a part is the country of a place; half of the names in America are in several
+        states."""
+        bare = clean(part.text)
+        is_state = bare in STATES or bare in STATES.values()
+        return _is_of_place(bare, self.rank, part) and (not is_state or "county" in self.text.lower())
 
     # What a part that is not the gold says.
 
@@ -227,10 +282,10 @@ class Gold:
         """The candidates beside the gold. A text that is one part has none: whether it is the
         gold the layers say."""
         parts = self.parts(text)
-        if len(parts) < 2 and not self._reads_whole(text):
-            return Rivals()
         if self.kind == "choice":
             return self._other_letters(text, parts)
+        if len(parts) < 2 and not self._reads_whole(text):
+            return Rivals()
         if self.kind == "math":
             return self._other_expressions(parts)
         found = [*self._of_twins(text)]
@@ -253,11 +308,16 @@ class Gold:
         return Rivals(tuple(dict.fromkeys(found)))
 
     def _reads_whole(self, text: str) -> bool:
-        return self.kind == "number" and _NUMBERS.fullmatch(clean(text)) is not None
+        bare = clean(text)
+        return self.kind == "number" and bool(_NUMBERS.fullmatch(bare)) and quantity(bare) is None
 
     def is_rival(self, part: Part, after: Part | None = None) -> bool:
         """Whether a part names another candidate than the gold."""
         bare = clean(part.text)
+        if _DENIED.match(bare) or self._restates(bare):
+            return False
+        if part.joint == "alias" and not part.is_first and self.kind in ("words", "list"):
+            return True
         if not bare or has_verb(bare) and not is_named(bare):
             return self.kind == "truth" and self._other_truth(part)
         match self.kind:
@@ -270,11 +330,26 @@ class Gold:
             case "list":
                 if any(one.meets(part.text) for one in self.elements):
                     return False
-                return any(one.is_rival(part, after) for one in self.elements[:3])
+                if any(one.is_rival(part, after) for one in self.elements[:3]):
+                    return True
+                return is_wordy(self.text) and self._other_words(part, bare, after)
+            case "math":
+                return self._of_another_kind(part, bare)
             case "special":
                 return bool(special(bare)) or self._of_another_kind(part, bare)
             case _:
                 return self._other_words(part, bare, after)
+
+    def _restates(self, bare: str) -> bool:
+        """Whether a part is a part of the gold, or Chinese for it, or its short form."""
+        if any(one.text == bare or one.meets(bare) for one in self.own):
+            return True
+        if has_cjk(self.text) != has_cjk(bare):
+            return self.kind == "words" and any(map(str.isalpha, bare)) and quantity(bare) is None
+        if not has_cjk(bare) or len(bare) < 2:
+            return False
+        rest = iter(self.text)
+        return all(sign in rest for sign in bare)
 
     def _other_truth(self, part: Part) -> bool:
         text = clean(part.text).lower()
@@ -294,24 +369,26 @@ class Gold:
             return True
         if truth(bare) is not None:
             return self.kind != "truth"
-        return is_named(bare) and not self._describes(part, bare)
+        if self._describes(part, bare):
+            return False
+        return is_named(bare) or (self.kind != "truth" and 1 < len(bare.split()) <= MAX_PHRASE_WORDS)
 
     def _other_amount(self, part: Part, bare: str) -> bool:
         assert self.amount is not None
-        if _NUMBERS.fullmatch(bare):
+        if _NUMBERS.fullmatch(bare) and quantity(bare) is None:
             return True
-        amount = quantity(without_class(without_name(bare)))
+        amount = amount_of(without_class(without_name(bare)))
         if amount is None:
             years = {date[0] for date in dates.dates(bare) if date[0]}
             return bool(years) and not part.joint and self.amount.value not in years
-        if amount.dimension == (("ordinal", 1),) and self.amount.dimension != amount.dimension:
-            return False
+        if amount.dimension == (("ordinal", 1),) and not re.search(r"\d|\s", bare):
+            return self.amount.dimension == amount.dimension and not same_quantity(amount, self.amount)
         if same_quantity(amount, self.amount) or is_conversion(amount, self.amount, bare):
             return False
         alike = amount.dimension == self.amount.dimension or not amount.has_unit
-        if part.led or part.joint in ("bracket", "comma"):
-            return alike or (not self.amount.has_unit and not part.led)
-        return True
+        if part.led:
+            return alike or not amount.words
+        return alike or not self.amount.has_unit or part.joint not in ("bracket", "comma")
 
     def _other_time(self, part: Part, bare: str) -> bool:
         if self.kind == "time":
@@ -322,9 +399,9 @@ class Gold:
             return not any(_compatible(one, other) for one in found for other in mine)
         amount = quantity(bare)
         if self.kind == "span":
-            return bool(found) or spans.is_span(bare) or (amount is not None and not part.joint)
+            return bool(found) or is_range(bare) or (amount is not None and not part.joint)
         if amount is None or amount.has_unit:
-            return spans.is_span(bare) and not part.joint
+            return is_range(bare) and not part.joint
         return not any(date[0] == amount.value for date in mine) and not part.led
 
     def _other_words(self, part: Part, bare: str, after: Part | None) -> bool:
@@ -333,7 +410,7 @@ class Gold:
             return False
         if self._describes(part, bare, after):
             return False
-        if quantity(bare) is not None or dates.dates(bare) or spans.is_span(bare):
+        if amount_of(bare) is not None or dates.dates(bare) or is_range(bare):
             return not part.joint and not part.led
         if truth(bare) is not None:
             return not part.joint
@@ -344,7 +421,7 @@ class Gold:
             return len(words) <= MAX_NAME_WORDS
         if part.led and self.is_named:
             return False
-        limit = max(MAX_PHRASE_WORDS, len(self.text.split()) + 2)
+        limit = max(2 * MAX_PHRASE_WORDS, len(self.text.split()) + 2)
         return len(words) <= limit and any(map(str.isalpha, tokens(bare)))
 
     def _describes(self, part: Part, bare: str, after: Part | None = None) -> bool:
@@ -362,8 +439,8 @@ class Gold:
             return not re.match(r"\w+ (?:of|for|to|in)\b", self.text)
         if _is_role(bare) and not _is_role(self.text):
             return True
-        has_article = _ARTICLE.match(bare) is not None and bare[:1].islower()
         rest = _ARTICLE.sub("", bare, count=1)
+        has_article = rest != bare and not is_named(rest)
         if is_named(rest):
             return _is_note(rest, part)
         if part.joint and has_article and _ARTICLE.match(self.text) is None:
@@ -375,7 +452,8 @@ class Gold:
             return not own & _FUNCTION_WORDS and bool(set(bare.lower().split()) & _FUNCTION_WORDS)
         if bool(set(bare.lower().split()) & _FUNCTION_WORDS):
             return True
-        return has_article or len(words) > MAX_PHRASE_WORDS or _is_note(rest, part)
+        limit = MAX_PHRASE_WORDS if part.joint else 2 * MAX_PHRASE_WORDS
+        return has_article or len(words) > limit or _is_note(rest, part)
 
     def _of_twins(self, text: str) -> Iterator[str]:
         """Where two sentences are alike but for one piece: The capital is A. The capital is B."""
@@ -408,7 +486,7 @@ class Gold:
         """Letters of other options."""
         wanted = choice.chosen(self.text)
         letters = choice.letters(text)
-        if wanted and len(wanted) == 1 and letters - wanted:
+        if wanted and letters - wanted:
             return Rivals(tuple(sorted(letters - wanted)))
         if self.elements:
             (worded,) = self.elements
@@ -446,10 +524,43 @@ def without_lead(text: str) -> tuple[str, bool]:
     return text, led
 
 
+def is_range(text: str) -> bool:
+    """Whether the text is a range, a bound, a frequency or a period, with a number in it."""
+    if not re.search(r"\d", words_as_digits(text)) and spans.frequency(text) is None:
+        return False
+    return spans.is_span(text)
+
+
+def amount_of(text: str) -> Quantity | None:
+    """A number with its unit or noun; None for a title that begins with one: Seven Samurai."""
+    amount = quantity(text)
+    if amount is None or not amount.words:
+        return amount
+    capitals = [word for word in _CAPITAL.findall(text)[:] if not _is_number_or_unit(word)]
+    if not capitals or capitals[-1].lower() in _COUNTED or has_cjk(text):
+        return amount
+    return None
+
+
+def _is_number_or_unit(word: str) -> bool:
+    return leading_number(word.lower()) is not None or unit_of(word.lower()) is not None
+
+
+def _trimmed(text: str) -> str:
+    """Without a bracket at an end that nothing closes or opens."""
+    text = text.strip().rstrip(",;").strip()
+    excess = sum(map(text.count, "([{<")) - sum(map(text.count, ")]}>"))
+    if excess > 0:
+        return text.rstrip("([{<").strip() if text[-1] in "([{<" else text.lstrip("([{<").strip()
+    if excess < 0:
+        return text.rstrip(")]}>").strip() if text[-1] in ")]}>" else text.lstrip(")]}>").strip()
+    return text
+
+
 def is_named(text: str) -> bool:
     """Whether every word that carries meaning begins with a capital or a digit."""
     words = [word.strip(_EDGE) for word in re.split(r"[\s/-]+", text)]
-    kept = [word for word in words if word and word.lower() not in _SMALL]
+    kept = [word for word in words if word and word.lower() not in _SMALL | _FUNCTION_WORDS]
     if not kept or has_cjk(text):
         return False
     return all(not word[0].islower() for word in kept) and any(

@@ -83,7 +83,7 @@ def letters(answer: str) -> frozenset[str]:
             continue
         if _ALONE.fullmatch(piece):
             found.update(re.findall("[A-J]", piece))
-        found.update(re.findall(r"\(([A-J])\)", piece))
+        found.update(re.findall(r"(?:\(|\s|^)([A-J])\)", piece))
         found.update(letter.upper() for letter in _NAMED_LETTER.findall(piece))
     return frozenset(found)
 

@@ -17,12 +17,12 @@ from msgspec import Struct
 from agentenv.offload import in_thread
 from envs.grading import choice, dates, spans, units
 from envs.grading.bases import in_base
-from envs.grading.candidates import Gold
+from envs.grading.candidates import Gold, amount_of
 from envs.grading.formulas import formulas
 from envs.grading.lists import same_answers, without_name
 from envs.grading.math import LIMIT_S, shared_math
 from envs.grading.names import same_words, without_class
-from envs.grading.quantities import quantity, same_quantity
+from envs.grading.quantities import same_quantity
 from envs.grading.sentences import is_denied, is_hedged, same_statement, says
 from envs.grading.separators import last_correction
 from envs.grading.special import special, truth, truth_of
@@ -159,7 +159,8 @@ def find(answer: str, gold: str) -> Finding:
     if not found or (found.endswith("?") and not wanted.endswith("?")):
         return Finding(False, "string")
     one = _of_one_answer(answer, gold)
-    for corrected in last_correction(answer) if one.right is False else ():
+    is_truth = truth(wanted) is not None
+    for corrected in last_correction(answer, is_truth=is_truth) if one.right is False else ():
         if clean(corrected):
             again = _of_one_answer(corrected, gold)
             return again if again.right is not False else one
@@ -313,10 +314,10 @@ def _span(found: str, wanted: str) -> tuple[bool | None, str] | None:
 
 def _number(found: str, wanted: str) -> bool | None:
     """None when the gold is no number, or the answer may still be an expression."""
-    gold = quantity(wanted)
+    gold = amount_of(wanted)
     if gold is None:
         return None
-    answer = quantity(without_class(without_name(found)))
+    answer = amount_of(without_class(without_name(found)))
     if answer is not None:
         return same_quantity(answer, gold)
     if gold.words:  # a noun phrase such as 3 blind mice: words can tell

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 # How a part is attached to the text before it: "" is a new start, as after a full stop or "or".
-Joint = Literal["", "bracket", "dash", "colon", "comma", "equals"]
+Joint = Literal["", "alias", "bracket", "dash", "colon", "comma", "equals"]
 Cut = Callable[[str], list[str]]
 
 _QUOTES = "\"'\u201c\u201d\u2018\u2019"
@@ -42,13 +42,12 @@ _NAMES = (  # what gives another name for what stands before it
     r"|(?:also|otherwise|better|best|sometimes|commonly|formerly|previously|now|originally"
     r"|alternatively|popularly|or)?\s*(?:known|called|named|referred to|written|spelled) as"
     r"|(?:also|otherwise|sometimes|commonly|formerly|originally|alternatively)\s+(?:called|named)"
-    r"|in other words|that is to say|that is(?=[,:])|namely|alias|n[\u00e9e]e(?=\s[A-Z])|d/?b/?a"
+    r"|in other words|that is to say|that is(?=[,:])|namely|alias|equals|is equal to|n[\u00e9e]e(?=\s[A-Z])|d/?b/?a"
 )
 _ALTERNATIVES = (
     r"and/or|or else|either|or|nor|xor|else|otherwise|alternatively|alternately|possibly|perhaps"
     r"|maybe|probably|if not|failing that|then|next|followed by|afterwards|later|versus|vs\.?"
     r"|additionally|similarly|likewise|equivalently|but|another (?:option|possibility|answer)"
-    r"|equals|is equal to"
 )
 _ARROWS = (
     r"[-=~]{1,3}>{1,2}|<{1,2}[-=~]{1,3}>?|[\u2190-\u21ff\u27f5-\u27ff\u2794\u2799-\u27be\u2b05-\u2b0d]\ufe0f?"
@@ -146,17 +145,19 @@ def corrections(text: str) -> list[str]:
     return _CORRECTION.split(text)
 
 
-def last_correction(text: str) -> Iterator[str]:
-    """What follows each correction, the last first."""
+def last_correction(text: str, *, is_truth: bool = False) -> Iterator[str]:
+    """What follows each correction, the last first; `is_truth`: "no" is an answer and corrects
+    nothing."""
     for match in reversed(list(_CORRECTION.finditer(text))):
-        yield text[match.end() :]
+        if not (is_truth and match[0].lower().startswith("no")):
+            yield text[match.end() :]
 
 
 LEVELS: tuple[tuple[Joint, Cut], ...] = (
     ("", lines),
     ("", corrections),
     ("", sentences),
-    ("", named_again),
+    ("alias", named_again),
     ("", alternatives),
     ("bracket", _BRACKET.split),
     ("dash", _DASHES.split),
@@ -165,3 +166,4 @@ LEVELS: tuple[tuple[Joint, Cut], ...] = (
     ("equals", _EQUALS.split),
 )
 OF_A_CLAUSE = (alternatives, _COMMAS.split, _EQUALS.split)  # these belong to a clause
+OF_A_SENTENCE = tuple(cut for _, cut in LEVELS[3:])
