@@ -22,7 +22,7 @@ from envs.grading.names import STATES, is_titled, without_class
 from envs.grading.numbers import leading_number, words_as_digits
 from envs.grading.quantities import Quantity, quantity, same_quantity
 from envs.grading.sentences import has_verb, is_hedged
-from envs.grading.separators import LEVELS, OF_A_CLAUSE, OF_A_SENTENCE, Cut, Joint, corrections, lines
+from envs.grading.separators import LEVELS, OF_A_CLAUSE, OF_A_SENTENCE, Cut, Joint, corrections, lines, sentences
 from envs.grading.special import special, truth
 from envs.grading.spelling import clean
 from envs.grading.units import unit_of
@@ -123,8 +123,12 @@ _COUNTED = frozenset(
         " nobel olympic olympics american americans"
     )
 )
+_HAN_HEDGE = re.compile("\u53ef\u80fd|\u4e5f\u8bb8|\u6216\u8bb8|\u5927\u6982|\u4e0d\u662f|\u5e76\u975e|\u6216\u8005")
+_BETWEEN = re.compile(r"(?:between|from)\s[^,;]{1,60}\s(?:and|to)\s", re.IGNORECASE)
 _NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
 _VARIABLES = re.compile(r"[A-Za-z]{1,3}(?![A-Za-z])|\([^()]*\)")
+_APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
+_FORMULA = re.compile(r"(?:[A-Z][a-z]?\d*){1,4}")  # of a substance
 _SYMBOL = re.compile(r"[A-Za-z](?:_?\w)?")
 _MATH_ONLY = re.compile(r"\\(?:int|sum|lim|prod|frac\s*\{\s*d|begin|sin|cos|tan|log|ln|angle|triangle|overline)|'")
 
@@ -165,6 +169,7 @@ class Gold:
         self.is_named = is_named(self.text)
         self.rank = _rank(self.text)
         self.amount = amount_of(self.text)
+        self._amounts: list[Quantity | None] = []  # of the parts that are the gold
         label = choice.labelled(self.text) if self.kind == "choice" else None
         if label is not None:
             self.elements = [Gold(label[1], same)]
@@ -180,6 +185,8 @@ class Gold:
         """Whether a part is the gold, alone."""
         if self.kind in ("choice", "truth"):
             return False  # read letter by letter, and word by word
+        if self.kind in ("number", "date", "time", "span") and _is_split(part):
+            return False
         text = clean(part)
         return bool(text) and self._same(text, self.text) is True
 
@@ -201,12 +208,15 @@ class Gold:
     ) -> None:
         text = _trimmed(text)
         if not self.meets(text):
-            text, has_lead = without_lead(text)
+            text, has_lead = without_lead(text, is_truth=self.kind == "truth")
             led = led or has_lead
         if not text.strip(_EDGE) or len(found) > MAX_PARTS:
             return
         if self.meets(text):
             found.append(Part(text, joint, meets=True, led=led, is_first=is_first))
+            return
+        if level > 2 and _BETWEEN.match(text) and is_range(text):
+            found.append(Part(text, joint, led=led, is_first=is_first))
             return
         is_clause = False
         for next_level in range(level, len(LEVELS)):
@@ -222,6 +232,7 @@ class Gold:
                 own = ""
             if is_clause and own not in ("", "alias"):
                 pieces, led = [pieces[0], pieces[-1]], True
+            pieces = self._with_own_commas(text, pieces) if own == "comma" else pieces
             for place, piece in enumerate(pieces):
                 leads = place == 0 and own != ""  # what follows the first is attached to it
                 self._cut(
@@ -234,6 +245,14 @@ class Gold:
                 )
             return
         found.append(Part(text, joint, led=led, is_first=is_first))
+
+    def _with_own_commas(self, text: str, pieces: list[str]) -> list[str]:
+        """Austin, Texas and USA, if the gold is Austin, Texas."""
+        for count in range(len(pieces) - 1, 1, -1) if "," in self.text else ():
+            head = text[: text.rfind(pieces[count])].rstrip(" ,")
+            if self.meets(head):
+                return [head, *pieces[count:]]
+        return pieces
 
     def _is_derivation(self, sides: Sequence[str]) -> bool:
         """Whether an equation names or works out its right side, rather than equates two answers."""
@@ -259,22 +278,26 @@ class Gold:
                 return False
         return True
 
-    def is_all_of(self, text: str) -> bool:
-        """Whether the parts of a text are the gold, again and again, or the gold and its place."""
+    def is_named_by(self, text: str) -> bool:
+        """Whether a text without rivals names the gold in a part of its own, and doubts nothing."""
         parts = self.parts(text)
-        others = [part for part in parts if not part.meets]
-        return (
-            any(part.meets for part in parts[:1])
-            and not is_hedged(text)
-            and all(self._lies_in(part) for part in others)
-        )
+        if self.kind in ("choice", "truth", "math") or len(parts) < 2:
+            return False
+        if all(part.meets for part in parts):
+            return True
+        if is_hedged(text) or _HAN_HEDGE.search(text):
+            return False
+        return any(part.meets for part in parts) and not any(map(self._changes, parts))
 
-    def _lies_in(self, part: Part) -> bool:
-        """Whether a part is the country of a place; half of the names in America are in several
-        states."""
+    def _changes(self, part: Part) -> bool:
+        """Whether a part says more exactly which: Paris, Texas; 5 (kilometres)."""
         bare = clean(part.text)
+        if part.meets or not part.joint:
+            return False
+        if self.kind == "number":
+            return amount_of(bare) is None and unit_of(bare.lower()) is not None
         is_state = bare in STATES or bare in STATES.values()
-        return _is_of_place(bare, self.rank, part) and (not is_state or "county" in self.text.lower())
+        return is_state and "county" not in self.text.lower()
 
     # What a part that is not the gold says.
 
@@ -287,7 +310,8 @@ class Gold:
         if len(parts) < 2 and not self._reads_whole(text):
             return Rivals()
         if self.kind == "math":
-            return self._other_expressions(parts)
+            return self._other_expressions(text, parts)
+        self._amounts = [amount_of(clean(part.text)) for part in parts if part.meets]
         found = [*self._of_twins(text)]
         ends_right = bool(parts) and parts[-1].meets
         skips = False
@@ -314,7 +338,7 @@ class Gold:
     def is_rival(self, part: Part, after: Part | None = None) -> bool:
         """Whether a part names another candidate than the gold."""
         bare = clean(part.text)
-        if _DENIED.match(bare) or self._restates(bare):
+        if _DENIED.match(bare) or self._restates(bare, part.joint):
             return False
         if part.joint == "alias" and not part.is_first and self.kind in ("words", "list"):
             return True
@@ -340,12 +364,12 @@ class Gold:
             case _:
                 return self._other_words(part, bare, after)
 
-    def _restates(self, bare: str) -> bool:
+    def _restates(self, bare: str, joint: Joint) -> bool:
         """Whether a part is a part of the gold, or Chinese for it, or its short form."""
         if any(one.text == bare or one.meets(bare) for one in self.own):
             return True
         if has_cjk(self.text) != has_cjk(bare):
-            return self.kind == "words" and any(map(str.isalpha, bare)) and quantity(bare) is None
+            return joint == "bracket" and self.kind == "words" and any(map(str.isalpha, bare)) and quantity(bare) is None
         if not has_cjk(bare) or len(bare) < 2:
             return False
         rest = iter(self.text)
@@ -371,7 +395,9 @@ class Gold:
             return self.kind != "truth"
         if self._describes(part, bare):
             return False
-        return is_named(bare) or (self.kind != "truth" and 1 < len(bare.split()) <= MAX_PHRASE_WORDS)
+        return is_named(bare) or (
+            self.kind != "truth" and is_wordy(bare) and 1 < len(bare.split()) <= MAX_PHRASE_WORDS
+        )
 
     def _other_amount(self, part: Part, bare: str) -> bool:
         assert self.amount is not None
@@ -383,7 +409,8 @@ class Gold:
             return bool(years) and not part.joint and self.amount.value not in years
         if amount.dimension == (("ordinal", 1),) and not re.search(r"\d|\s", bare):
             return self.amount.dimension == amount.dimension and not same_quantity(amount, self.amount)
-        if same_quantity(amount, self.amount) or is_conversion(amount, self.amount, bare):
+        known = [self.amount, *(one for one in self._amounts if one is not None)]
+        if any(same_quantity(amount, one) or is_conversion(amount, one, bare) for one in known):
             return False
         alike = amount.dimension == self.amount.dimension or not amount.has_unit
         if part.led:
@@ -411,6 +438,8 @@ class Gold:
         if self._describes(part, bare, after):
             return False
         if amount_of(bare) is not None or dates.dates(bare) or is_range(bare):
+            if part.joint == "comma" and re.fullmatch(r"\d{1,3}|[A-Za-z]+", bare):
+                return True
             return not part.joint and not part.led
         if truth(bare) is not None:
             return not part.joint
@@ -428,7 +457,7 @@ class Gold:
         words = tokens(bare)
         if not words or len(words) == 1 and len(bare) < 2:
             return True
-        label = re.sub(r"\s*(?:\d+|[a-z])$", "", bare.lower())
+        label = re.sub(r"\s+(?:\d+|[a-z])$", "", bare.lower())
         if (after is not None and after.joint in ("colon", "dash", "equals") or part.is_first) and (
             label in _LABELS or words[-1] in _LABELS and not is_named(bare)
         ):
@@ -494,7 +523,7 @@ class Gold:
                 return worded.rivals(re.sub(r"^\W*[A-Ja-j]\W+", "", text))
         return Rivals()
 
-    def _other_expressions(self, parts: Sequence[Part]) -> Rivals:
+    def _other_expressions(self, text: str, parts: Sequence[Part]) -> Rivals:
         """Expressions beside the gold, if a part alone is an expression that may be the gold."""
         spoken = [part for part in parts if not part.meets]
         names = [
@@ -503,6 +532,8 @@ class Gold:
             if not part.joint and not part.led and is_wordy(clean(part.text)) and is_named(clean(part.text))
         ]
         unsure = [without_name(clean(part.text)) for part in spoken if is_expression(clean(part.text))]
+        if _APPROXIMATE.search(text):
+            unsure = [text for text in unsure if not re.fullmatch(r"-?\d+\.\d+\S*", text)]
         is_chain = {part.joint for part in parts} <= {"equals"} and len(parts) > 1
         if is_chain and any(_MATH_ONLY.search(part.text) for part in parts[:-1]):
             unsure = []
@@ -512,12 +543,14 @@ class Gold:
 # Forms of parts.
 
 
-def without_lead(text: str) -> tuple[str, bool]:
+def without_lead(text: str, *, is_truth: bool = False) -> tuple[str, bool]:
     """A part without "or perhaps", "option 2:" and the like, and whether "it is" stood before it."""
     led = False
     for _ in range(6):
         match = _LEAD.match(text)
         if match is None or match.end() >= len(text):
+            break
+        if is_truth and truth(match[0].strip(" ,")) is not None:
             break
         led = match["pronoun"] is not None
         text = text[match.end() :]
@@ -544,6 +577,11 @@ def amount_of(text: str) -> Quantity | None:
 
 def _is_number_or_unit(word: str) -> bool:
     return leading_number(word.lower()) is not None or unit_of(word.lower()) is not None
+
+
+def _is_split(text: str) -> bool:
+    """Whether a text is more than one line or sentence."""
+    return any(len([one for one in cut(text) if one.strip(_EDGE)]) > 1 for cut in (lines, sentences))
 
 
 def _trimmed(text: str) -> str:
@@ -616,6 +654,8 @@ def _is_role(text: str) -> bool:
 def _is_note(text: str, part: Part) -> bool:
     """Whether a part is the kind of thing that its neighbour is: film, 2010 film, physicist."""
     last = text.split()[-1].strip(_EDGE) if text.split() else ""
+    if part.joint == "bracket" and len(text) <= 6 and _FORMULA.fullmatch(text):
+        return True
     if part.joint == "bracket" or not is_named(text):
         if last.lower() in _NOTES or _OCCUPATION.fullmatch(last):
             return True

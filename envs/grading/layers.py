@@ -173,8 +173,8 @@ def _of_one_answer(answer: str, gold: str) -> Finding:
     rivals = wanted.rivals(answer)
     if rivals.certain:
         return Finding(False, ONE_ANSWER if right is not False else layer)
-    if right is False and wanted.is_all_of(answer):
-        right = True
+    if not right and wanted.is_named_by(answer):
+        return Finding(True, layer)
     if right and rivals.unsure:
         return Finding(None, layer, answer, rivals.unsure, agrees=True)
     return Finding(right, layer, answer, rivals.unsure if right is None else ())

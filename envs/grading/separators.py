@@ -33,7 +33,7 @@ _ABBREVIATIONS = frozenset(
     str.split(
         "mr mrs ms dr st mt ft jr sr prof gen col capt lt sgt rev hon gov sen rep no nos vol vs v approx"
         " ca c b d r inc co ltd corp etc fig eq univ dept jan feb mar apr aug sept sep oct nov dec bros"
-        " e.g i.e ph op pp ed est"
+        " e.g i.e ph op pp ed est jul jun sq cu"
     )
 )
 _LAST_WORD = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]{1,9}$")
@@ -127,7 +127,10 @@ def _is_abbreviated(before: str, after: str) -> bool:
     if word is None:
         return False
     is_initial = len(word[0]) == 1 and word[0].isupper() and word[0] != "I"
-    return is_initial or "." in word[0] or (word[0].lower() in _ABBREVIATIONS and bool(after))
+    short = word[0].lower()
+    if short in ("no", "nos", "b", "d", "c", "r"):
+        return after[:1].isdigit()
+    return is_initial or "." in short or (short in _ABBREVIATIONS and bool(after))
 
 
 def named_again(text: str) -> list[str]:
