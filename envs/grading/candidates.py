@@ -387,7 +387,8 @@ class Gold:
 
     def _of_another_kind(self, part: Part, bare: str) -> bool:
         """A bare name or number that stands alone as if it were the answer."""
-        if part.joint or part.led or (part.is_first and part.joint):
+        kept = ("bracket",) if self.kind == "number" else ("bracket", "dash", "colon", "comma")
+        if part.joint in kept or part.led or (part.joint and (part.is_first or not is_named(bare))):
             return False
         if self.kind in ("truth", "special") and quantity(bare) is not None:
             return True
@@ -567,9 +568,12 @@ def is_range(text: str) -> bool:
 def amount_of(text: str) -> Quantity | None:
     """A number with its unit or noun; None for a title that begins with one: Seven Samurai."""
     amount = quantity(text)
-    if amount is None or not amount.words:
+    if amount is None or not amount.words or text.split()[-1][:1].islower():
         return amount
-    capitals = [word for word in _CAPITAL.findall(text)[:] if not _is_number_or_unit(word)]
+    in_small = quantity(text.lower())
+    if in_small is not None and not in_small.words:  # 26 Kilometers
+        return in_small
+    capitals = [word for word in _CAPITAL.findall(text) if not _is_number_or_unit(word)]
     if not capitals or capitals[-1].lower() in _COUNTED or has_cjk(text):
         return amount
     return None

@@ -17,7 +17,7 @@ from msgspec import Struct
 from agentenv.offload import in_thread
 from envs.grading import choice, dates, spans, units
 from envs.grading.bases import in_base
-from envs.grading.candidates import Gold, amount_of
+from envs.grading.candidates import Gold, Same, amount_of
 from envs.grading.formulas import formulas
 from envs.grading.lists import same_answers, without_name
 from envs.grading.math import LIMIT_S, shared_math
@@ -50,12 +50,18 @@ def _load() -> None:
 
 class Layered:
     """The matcher of `kind = "layered"`. `math` false leaves math-verify out; `partial_credit`
-    scores a wrong answer to a word question by its token F1, as ARPO does."""
+    scores a wrong answer to a word question by its token F1, as ARPO does, unless it names several
+    candidates; with `ordered` the order of a list counts."""
 
     def __init__(
-        self, *, math: bool = True, partial_credit: bool = False, limit_s: float = LIMIT_S
+        self,
+        *,
+        math: bool = True,
+        partial_credit: bool = False,
+        ordered: bool = False,
+        limit_s: float = LIMIT_S,
     ) -> None:
-        self.partial_credit = partial_credit
+        self.partial_credit, self.ordered = partial_credit, ordered
         self._asks_math, self._limit_s = math, limit_s
 
     async def start(self) -> None:
@@ -72,9 +78,9 @@ class Layered:
         unsure, misses = [], []
         for gold in golds:
             if len(answer) <= QUICK_CHARS:
-                found = _found_again(answer, gold)
+                found = _found_again(answer, gold, self.ordered)
             else:  # milliseconds at worst, but off the event loop
-                found = await in_thread(find, answer, gold)
+                found = await in_thread(find, answer, gold, self.ordered)
             if found.right:
                 return _right(answer, gold, found.layer)
             if found.right is None:
@@ -122,7 +128,7 @@ class Layered:
 def names_several(answer: str, golds: Sequence[str]) -> bool:
     """Whether an answer names a gold and other candidates too, so that it is worth nothing."""
     return any(
-        Gold(gold, lambda one, other: _compare(one, other)[0]).rivals(answer).certain for gold in golds
+        Gold(gold, _same(False)).rivals(answer).certain for gold in golds
     )
 
 
@@ -147,7 +153,7 @@ def compare(answer: str, gold: str) -> tuple[bool | None, str]:
     return found.right, found.layer
 
 
-def find(answer: str, gold: str) -> Finding:
+def find(answer: str, gold: str, ordered: bool = False) -> Finding:
     """What the layers say of an answer that names one candidate, or corrects itself and ends in
     one. No layer is asked whether an answer with two candidates is right."""
     if "<answer>" in answer or r"\boxed" in answer:
@@ -158,18 +164,18 @@ def find(answer: str, gold: str) -> Finding:
         return Finding(bool(answer.strip() or not gold.strip()), "string")
     if not found or (found.endswith("?") and not wanted.endswith("?")):
         return Finding(False, "string")
-    one = _of_one_answer(answer, gold)
+    one = _of_one_answer(answer, gold, ordered)
     is_truth = truth(wanted) is not None
     for corrected in last_correction(answer, is_truth=is_truth) if one.right is False else ():
         if clean(corrected):
-            again = _of_one_answer(corrected, gold)
+            again = _of_one_answer(corrected, gold, ordered)
             return again if again.right is not False else one
     return one
 
 
-def _of_one_answer(answer: str, gold: str) -> Finding:
-    right, layer = _agree(answer, gold)
-    wanted = Gold(gold, lambda one, other: _compare(one, other)[0])
+def _of_one_answer(answer: str, gold: str, ordered: bool) -> Finding:
+    right, layer = _agree(answer, gold, ordered)
+    wanted = Gold(gold, _same(ordered))
     rivals = wanted.rivals(answer)
     if rivals.certain:
         return Finding(False, ONE_ANSWER if right is not False else layer)
@@ -180,10 +186,14 @@ def _of_one_answer(answer: str, gold: str) -> Finding:
     return Finding(right, layer, answer, rivals.unsure if right is None else ())
 
 
-def _agree(answer: str, gold: str) -> tuple[bool | None, str]:
+def _same(ordered: bool) -> Same:
+    return lambda one, other: _compare(one, other, ordered)[0]
+
+
+def _agree(answer: str, gold: str, ordered: bool = False) -> tuple[bool | None, str]:
     """What the layers say, of an answer whose parts nobody has looked at."""
     found, wanted = clean(answer), clean(gold)
-    right, layer = _compare(found, wanted)
+    right, layer = _compare(found, wanted, ordered)
     if right:
         return right, layer
     if not is_wordy(wanted) or "\\" in wanted:
@@ -191,47 +201,48 @@ def _agree(answer: str, gold: str) -> tuple[bool | None, str]:
         if forms is None:
             return False, "unit"
         if forms != (found, wanted):
-            again = _compare(*forms)
+            again = _compare(*forms, ordered)
             right, layer = again if again[0] or right is False else (right, layer)
     if right is not False:
         return right, layer
-    if _with_notes(found, wanted) or _by_lines(answer, wanted):
+    same = _same(ordered)
+    if _with_notes(found, wanted, same) or _by_lines(answer, wanted, same):
         return True, layer
-    return says(found, wanted, lambda text: _compare(clean(text), wanted)[0] is True), layer
+    return says(found, wanted, lambda text: same(clean(text), wanted) is True), layer
 
 
-def _with_notes(found: str, wanted: str) -> bool:
+def _with_notes(found: str, wanted: str, same: Same) -> bool:
     """Whether they agree without a note in brackets: 72 (seventy-two), 5 ft (1.5 m) long."""
     for one, other in ((found, wanted), (wanted, found)):
         note = _NOTE.fullmatch(one)
         if note is None or is_hedged(note[2] or note[4]) or choice.is_choice(other):
             continue
         body, note_text = note[1] or note[3], note[2] or note[4]
-        if any(_compare(text, other)[0] for text in ((body, note_text)[: 1 + (one is wanted)])):
+        if any(same(text, other) for text in ((body, note_text)[: 1 + (one is wanted)])):
             return True
     inner = _INNER_NOTE.search(found), _INNER_NOTE.search(wanted)
     if (inner[0] is None and inner[1] is None) or (
-        inner[0] and inner[1] and not _compare(inner[0][1], inner[1][1])[0]
+        inner[0] and inner[1] and not same(inner[0][1], inner[1][1])
     ):
         return False
     if any(note is not None and is_hedged(note[1]) for note in inner):
         return False
     bare = [" ".join(_INNER_NOTE.sub(" ", text).split()) for text in (found, wanted)]
-    return all(bare) and _compare(*bare)[0] is True
+    return all(bare) and same(*bare) is True
 
 
-def _by_lines(answer: str, wanted: str) -> bool:
+def _by_lines(answer: str, wanted: str, same: Same) -> bool:
     """Whether the first line is it, and the others deny nothing."""
     first, _, rest = answer.strip().partition("\n")
     if not rest or is_denied(answer) or len(rest.strip().splitlines()) > MAX_LINES:
         return False
-    return bool(clean(first)) and _compare(clean(first), wanted)[0] is True
+    return bool(clean(first)) and same(clean(first), wanted) is True
 
 
 _found_again = lru_cache(maxsize=16_384)(find)  # samples of a question answer alike
 
 
-def _compare(found: str, wanted: str) -> tuple[bool | None, str]:
+def _compare(found: str, wanted: str, ordered: bool = False) -> tuple[bool | None, str]:
     """Whether they are the same (None: neither says so), and by which layer."""
     by_choice = _choice(found, wanted)
     if by_choice is not None:
@@ -256,7 +267,7 @@ def _compare(found: str, wanted: str) -> tuple[bool | None, str]:
     when = dates.dates(wanted)
     if when:
         return bool(when & dates.dates(found)), "date"
-    by_list = same_answers(found, wanted, lambda one, other: _compare(one, other)[0])
+    by_list = same_answers(found, wanted, _same(ordered), ordered=ordered)
     if by_list is not None:
         return by_list, "list"
     if is_wordy(wanted):
