@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +23,16 @@ from envs.grading.names import STATES, is_titled, without_class
 from envs.grading.numbers import leading_number, words_as_digits
 from envs.grading.quantities import Quantity, quantity, same_quantity
 from envs.grading.sentences import has_verb, is_hedged
-from envs.grading.separators import LEVELS, OF_A_CLAUSE, OF_A_SENTENCE, Cut, Joint, corrections, lines, sentences
+from envs.grading.separators import (
+    LEVELS,
+    OF_A_CLAUSE,
+    OF_A_SENTENCE,
+    Cut,
+    Joint,
+    corrections,
+    lines,
+    sentences,
+)
 from envs.grading.special import special, truth
 from envs.grading.spelling import clean
 from envs.grading.units import unit_of
@@ -41,7 +51,9 @@ MAX_PARTS = 120
 MAX_NAME_WORDS = 12
 MAX_PHRASE_WORDS = 4
 
-Kind = Literal["choice", "truth", "special", "date", "time", "span", "number", "list", "words", "math"]
+Kind = Literal[
+    "choice", "truth", "special", "date", "time", "span", "number", "list", "words", "math"
+]
 Same = Callable[[str, str], bool | None]
 
 
@@ -104,7 +116,9 @@ _SMALL = frozenset(
     )
 )
 _FUNCTION_WORDS = frozenset(
-    str.split("of in for by with from to on at as that which who about between into under after before")
+    str.split(
+        "of in for by with from to on at as that which who about between into under after before"
+    )
 )
 _OCCUPATION = re.compile(r"[a-z]{3,}(?:ist|er|or|ian|man|woman|ess|ician|smith|ant|ee|ary)s?")
 _NATIONAL = re.compile(r"[A-Z][a-z]+(?:ish|ese|ian|ean|ican|ch)")
@@ -123,14 +137,18 @@ _COUNTED = frozenset(
         " nobel olympic olympics american americans"
     )
 )
-_HAN_HEDGE = re.compile("\u53ef\u80fd|\u4e5f\u8bb8|\u6216\u8bb8|\u5927\u6982|\u4e0d\u662f|\u5e76\u975e|\u6216\u8005")
+_HAN_HEDGE = re.compile(
+    "\u53ef\u80fd|\u4e5f\u8bb8|\u6216\u8bb8|\u5927\u6982|\u4e0d\u662f|\u5e76\u975e|\u6216\u8005"
+)
 _BETWEEN = re.compile(r"(?:between|from)\s[^,;]{1,60}\s(?:and|to)\s", re.IGNORECASE)
 _NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
 _VARIABLES = re.compile(r"[A-Za-z]{1,3}(?![A-Za-z])|\([^()]*\)")
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
 _FORMULA = re.compile(r"(?:[A-Z][a-z]?\d*){1,4}")  # of a substance
 _SYMBOL = re.compile(r"[A-Za-z](?:_?\w)?")
-_MATH_ONLY = re.compile(r"\\(?:int|sum|lim|prod|frac\s*\{\s*d|begin|sin|cos|tan|log|ln|angle|triangle|overline)|'")
+_MATH_ONLY = re.compile(
+    r"\\(?:int|sum|lim|prod|frac\s*\{\s*d|begin|sin|cos|tan|log|ln|angle|triangle|overline)|'"
+)
 
 
 def kind_of(gold: str) -> Kind:
@@ -169,7 +187,6 @@ class Gold:
         self.is_named = is_named(self.text)
         self.rank = _rank(self.text)
         self.amount = amount_of(self.text)
-        self._amounts: list[Quantity | None] = []  # of the parts that are the gold
         label = choice.labelled(self.text) if self.kind == "choice" else None
         if label is not None:
             self.elements = [Gold(label[1], same)]
@@ -177,7 +194,9 @@ class Gold:
     def _pieces(self) -> list[str]:
         """What the gold itself is cut into."""
         pieces = [self.text]
-        for _, cut in LEVELS[5:-1] if self.kind in ("words", "list") and len(self.text) < 200 else ():
+        for _, cut in (
+            LEVELS[5:-1] if self.kind in ("words", "list") and len(self.text) < 200 else ()
+        ):
             pieces = [piece for text in pieces for piece in cut(text)]
         return pieces
 
@@ -221,7 +240,9 @@ class Gold:
         is_clause = False
         for next_level in range(level, len(LEVELS)):
             own, cut = LEVELS[next_level]
-            is_clause = is_clause or (cut in OF_A_SENTENCE and has_verb(text) and not is_named(text))
+            is_clause = is_clause or (
+                cut in OF_A_SENTENCE and has_verb(text) and not is_named(text)
+            )
             if (is_clause and cut in OF_A_CLAUSE) or not self._may_cut(cut, own, text):
                 continue
             pieces = [piece for piece in cut(text) if piece and piece.strip(_EDGE)]
@@ -257,7 +278,8 @@ class Gold:
     def _is_derivation(self, sides: Sequence[str]) -> bool:
         """Whether an equation names or works out its right side, rather than equates two answers."""
         return any(
-            amount_of(clean(side)) is None and not is_wordy(_VARIABLES.sub("x", side))
+            amount_of(clean(side)) is None
+            and not is_wordy(_VARIABLES.sub("x", side))
             and (self.kind in ("number", "math", "list") and not dates.dates(clean(side)))
             for side in sides[:-1]
         )
@@ -272,7 +294,7 @@ class Gold:
         if joint == "equals":
             return "=" not in self.text
         if joint in ("bracket", "dash", "comma", "colon") and not is_wordy(text):
-            if self.kind == "math" or self.kind == "list" and joint != "comma":
+            if self.kind == "math" or (self.kind == "list" and joint != "comma"):
                 return joint == "dash" and re.search("[\u2014\u2015]", text) is not None
             if joint == "dash" and "=" in text:
                 return False
@@ -311,7 +333,8 @@ class Gold:
             return Rivals()
         if self.kind == "math":
             return self._other_expressions(text, parts)
-        self._amounts = [amount_of(clean(part.text)) for part in parts if part.meets]
+        amounts = [amount_of(clean(part.text)) for part in parts if part.meets]
+        beside = [amount for amount in amounts if amount is not None]
         found = [*self._of_twins(text)]
         ends_right = bool(parts) and parts[-1].meets
         skips = False
@@ -325,7 +348,7 @@ class Gold:
                 skips = True
                 continue
             after = parts[place + 1] if place + 1 < len(parts) else None
-            if not (ends_right and _is_step(parts, place)) and self.is_rival(part, after):
+            if not (ends_right and _is_step(parts, place)) and self.is_rival(part, after, beside):
                 found.append(part.text)
         if self.amount is not None and _adds_up(found, self.amount):
             return Rivals()
@@ -335,20 +358,23 @@ class Gold:
         bare = clean(text)
         return self.kind == "number" and bool(_NUMBERS.fullmatch(bare)) and quantity(bare) is None
 
-    def is_rival(self, part: Part, after: Part | None = None) -> bool:
-        """Whether a part names another candidate than the gold."""
+    def is_rival(
+        self, part: Part, after: Part | None = None, beside: Sequence[Quantity] = ()
+    ) -> bool:
+        """Whether a part names another candidate than the gold, or than the amounts `beside` it
+        that are the gold."""
         bare = clean(part.text)
         if _DENIED.match(bare) or self._restates(bare, part.joint):
             return False
         if part.joint == "alias" and not part.is_first and self.kind in ("words", "list"):
             return True
-        if not bare or has_verb(bare) and not is_named(bare):
+        if not bare or (has_verb(bare) and not is_named(bare)):
             return self.kind == "truth" and self._other_truth(part)
         match self.kind:
             case "truth":
                 return self._other_truth(part) or self._of_another_kind(part, bare)
             case "number":
-                return self._other_amount(part, bare) or self._of_another_kind(part, bare)
+                return self._other_amount(part, bare, beside) or self._of_another_kind(part, bare)
             case "date" | "time" | "span":
                 return self._other_time(part, bare) or self._of_another_kind(part, bare)
             case "list":
@@ -369,7 +395,12 @@ class Gold:
         if any(one.text == bare or one.meets(bare) for one in self.own):
             return True
         if has_cjk(self.text) != has_cjk(bare):
-            return joint == "bracket" and self.kind == "words" and any(map(str.isalpha, bare)) and quantity(bare) is None
+            return (
+                joint == "bracket"
+                and self.kind == "words"
+                and any(map(str.isalpha, bare))
+                and quantity(bare) is None
+            )
         if not has_cjk(bare) or len(bare) < 2:
             return False
         rest = iter(self.text)
@@ -400,7 +431,7 @@ class Gold:
             self.kind != "truth" and is_wordy(bare) and 1 < len(bare.split()) <= MAX_PHRASE_WORDS
         )
 
-    def _other_amount(self, part: Part, bare: str) -> bool:
+    def _other_amount(self, part: Part, bare: str, beside: Sequence[Quantity]) -> bool:
         assert self.amount is not None
         if _NUMBERS.fullmatch(bare) and quantity(bare) is None:
             return True
@@ -409,8 +440,10 @@ class Gold:
             years = {date[0] for date in dates.dates(bare) if date[0]}
             return bool(years) and not part.joint and self.amount.value not in years
         if amount.dimension == (("ordinal", 1),) and not re.search(r"\d|\s", bare):
-            return self.amount.dimension == amount.dimension and not same_quantity(amount, self.amount)
-        known = [self.amount, *(one for one in self._amounts if one is not None)]
+            return self.amount.dimension == amount.dimension and not same_quantity(
+                amount, self.amount
+            )
+        known = [self.amount, *beside]
         if any(same_quantity(amount, one) or is_conversion(amount, one, bare) for one in known):
             return False
         alike = amount.dimension == self.amount.dimension or not amount.has_unit
@@ -456,11 +489,11 @@ class Gold:
 
     def _describes(self, part: Part, bare: str, after: Part | None = None) -> bool:
         words = tokens(bare)
-        if not words or len(words) == 1 and len(bare) < 2:
+        if not words or (len(words) == 1 and len(bare) < 2):
             return True
         label = re.sub(r"\s+(?:\d+|[a-z])$", "", bare.lower())
-        if (after is not None and after.joint in ("colon", "dash", "equals") or part.is_first) and (
-            label in _LABELS or words[-1] in _LABELS and not is_named(bare)
+        if ((after is not None and after.joint in ("colon", "dash", "equals")) or part.is_first) and (
+            label in _LABELS or (words[-1] in _LABELS and not is_named(bare))
         ):
             return True
         if _OPENING.match(bare) and not (is_named(bare) and bare[:1].isupper()):
@@ -530,9 +563,14 @@ class Gold:
         names = [
             part.text
             for part in spoken
-            if not part.joint and not part.led and is_wordy(clean(part.text)) and is_named(clean(part.text))
+            if not part.joint
+            and not part.led
+            and is_wordy(clean(part.text))
+            and is_named(clean(part.text))
         ]
-        unsure = [without_name(clean(part.text)) for part in spoken if is_expression(clean(part.text))]
+        unsure = [
+            without_name(clean(part.text)) for part in spoken if is_expression(clean(part.text))
+        ]
         if _APPROXIMATE.search(text):
             unsure = [text for text in unsure if not re.fullmatch(r"-?\d+\.\d+\S*", text)]
         is_chain = {part.joint for part in parts} <= {"equals"} and len(parts) > 1
@@ -565,6 +603,7 @@ def is_range(text: str) -> bool:
     return spans.is_span(text)
 
 
+@lru_cache(maxsize=4096)
 def amount_of(text: str) -> Quantity | None:
     """A number with its unit or noun; None for a title that begins with one: Seven Samurai."""
     amount = quantity(text)
@@ -585,7 +624,9 @@ def _is_number_or_unit(word: str) -> bool:
 
 def _is_split(text: str) -> bool:
     """Whether a text is more than one line or sentence."""
-    return any(len([one for one in cut(text) if one.strip(_EDGE)]) > 1 for cut in (lines, sentences))
+    return any(
+        len([one for one in cut(text) if one.strip(_EDGE)]) > 1 for cut in (lines, sentences)
+    )
 
 
 def _trimmed(text: str) -> str:
@@ -650,7 +691,9 @@ def _is_of_place(bare: str, rank: int, part: Part) -> bool:
 
 def _is_role(text: str) -> bool:
     """King of Spain, 44th President of the United States, Director."""
-    words = re.sub(r"^(?:(?:the|an?|former|current|then|first|\d+(?:st|nd|rd|th))\s+)+", "", text, flags=re.I)
+    words = re.sub(
+        r"^(?:(?:the|an?|former|current|then|first|\d+(?:st|nd|rd|th))\s+)+", "", text, flags=re.I
+    )
     first = words.split()[:1]
     return bool(first) and is_titled(first[0]) and (len(words.split()) == 1 or " of " in words)
 

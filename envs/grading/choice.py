@@ -29,7 +29,8 @@ _BETWEEN = re.compile(
 )
 _ALONE = re.compile(r"[\s()\[\]]*[A-J](?:[\s()\[\]]+[A-J])*[\s()\[\]]*")
 _NAMED_LETTER = re.compile(
-    r"\b(?:option|choice|answer(?:\s+is)?|it(?:'s| is))\s*[(\[]?([A-J])(?!\w|\s+[a-z]+\s)", re.IGNORECASE
+    r"\b(?:option|choice|answer(?:\s+is)?|it(?:'s| is))\s*[(\[]?([A-J])(?!\w|\s+[a-z]+\s)",
+    re.IGNORECASE,
 )
 
 

@@ -102,7 +102,7 @@ _MARKUP = re.compile(r"[<\uff1c](?=[\w|/!\uff5c])|\[(?=/?[A-Z_]{2,}\])|\|(?=>)")
 _BREAKS = re.compile("[\u0085\u2028\u2029]")  # lines that JSON leaves as they are
 _TRIAL = ("What is the capital of France?", "Paris", ["Paris"])
 _THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL)
-_WORDS = re.compile(r"\w*[^\W_](?:\w*[^\W_])?")
+_WORDS = re.compile(r"[^\W_]+")
 _VERDICTS = {"CORRECT": True, "INCORRECT": False}
 
 
@@ -201,7 +201,9 @@ class Judge:
             body = self._model.body("", filled(self._prompt, question, answer, golds))
             del body["max_tokens"]  # the server's own
         else:
-            body = self._model.body(SYSTEM, asked_text(config, question, answer, golds, ordered=self.ordered))
+            body = self._model.body(
+                SYSTEM, asked_text(config, question, answer, golds, ordered=self.ordered)
+            )
         messages = body["messages"]
         what = [PROMPT_VERSION, config.model, messages, body.get("max_tokens"), config.extra_body]
         key = "judge:" + hashlib.sha256(json.dumps(what).encode()).hexdigest()

@@ -127,9 +127,7 @@ class Layered:
 
 def names_several(answer: str, golds: Sequence[str]) -> bool:
     """Whether an answer names a gold and other candidates too, so that it is worth nothing."""
-    return any(
-        Gold(gold, _same(False)).rivals(answer).certain for gold in golds
-    )
+    return any(_gold(gold, False).rivals(answer).certain for gold in golds)
 
 
 def _right(answer: str, gold: str, layer: str) -> Verdict:
@@ -175,15 +173,22 @@ def find(answer: str, gold: str, ordered: bool = False) -> Finding:
 
 def _of_one_answer(answer: str, gold: str, ordered: bool) -> Finding:
     right, layer = _agree(answer, gold, ordered)
-    wanted = Gold(gold, _same(ordered))
+    wanted = _gold(gold, ordered)
+    if right is False and not wanted.is_named_by(answer):
+        return Finding(False, layer)
     rivals = wanted.rivals(answer)
     if rivals.certain:
-        return Finding(False, ONE_ANSWER if right is not False else layer)
-    if not right and wanted.is_named_by(answer):
+        return Finding(False, ONE_ANSWER)
+    if right is False or (right is None and wanted.is_named_by(answer)):
         return Finding(True, layer)
     if right and rivals.unsure:
         return Finding(None, layer, answer, rivals.unsure, agrees=True)
     return Finding(right, layer, answer, rivals.unsure if right is None else ())
+
+
+@lru_cache(maxsize=1024)
+def _gold(gold: str, ordered: bool) -> Gold:
+    return Gold(gold, _same(ordered))
 
 
 def _same(ordered: bool) -> Same:
@@ -242,6 +247,7 @@ def _by_lines(answer: str, wanted: str, same: Same) -> bool:
 _found_again = lru_cache(maxsize=16_384)(find)  # samples of a question answer alike
 
 
+@lru_cache(maxsize=16_384)
 def _compare(found: str, wanted: str, ordered: bool = False) -> tuple[bool | None, str]:
     """Whether they are the same (None: neither says so), and by which layer."""
     by_choice = _choice(found, wanted)

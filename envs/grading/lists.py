@@ -132,9 +132,7 @@ def _both_signs(part: str) -> list[str]:
     return [before + after, f"{before}-{after}"]
 
 
-def same_answers(
-    found: str, wanted: str, same: Compare, *, ordered: bool = False
-) -> bool | None:
+def same_answers(found: str, wanted: str, same: Compare, *, ordered: bool = False) -> bool | None:
     """Whether two texts list the same, with `ordered` in the same order; None when they are no
     lists, or `same` cannot tell."""
 
@@ -155,7 +153,9 @@ def same_answers(
     if ordered and outcome is False and same_list(answers, golds, element):
         return False  # the same in another order
     if outcome is False and is_wordy(wanted):
-        return (not ordered and _share_a_noun(answers, golds)) or None  # a comma in a name or a place
+        return (
+            not ordered and _share_a_noun(answers, golds)
+        ) or None  # a comma in a name or a place
     if outcome is False and "{" in (answers.opening, golds.opening):
         return False
     if outcome is False and (answers.ordered or golds.ordered):

@@ -115,7 +115,9 @@ def is_denied(text: str) -> bool:
 def has_verb(text: str) -> bool:
     """Whether the text holds a verb, so that it is a clause and no name or phrase."""
     words = text.split()
-    lower = " ".join(words[place] for place in range(len(words)) if not place or words[place][:1].islower())
+    lower = " ".join(
+        words[place] for place in range(len(words)) if not place or words[place][:1].islower()
+    )
     verb = _VERB.search(lower)
     return verb is not None and (len(words) > 2 or not verb[0].endswith("ed"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Literal
 
 # How a part is attached to the text before it: "" is a new start, as after a full stop or "or".
@@ -70,7 +71,9 @@ _DASHES = re.compile(
     r"|(?<=[^\W_])-{2,}(?=[^\W_])|(?<=[^\W\d_])[\u2012\u2013](?=[^\W_])|(?<=\d)[\u2012\u2013](?=\d)"
     r"|\s+[-\u2012\u2013](?=[^\W\d_])|(?<=\w)[-\u2012\u2013]\s+|(?<=\w)~(?=\w)"
 )
-_COLONS = re.compile(r"\s*[:\uff1a\ufe55\u2236]+(?:\s+|(?=[^\d\s/\\=]))|\s+[:\u2236]+\s*|\uff1a|::+")
+_COLONS = re.compile(
+    r"\s*[:\uff1a\ufe55\u2236]+(?:\s+|(?=[^\d\s/\\=]))|\s+[:\u2236]+\s*|\uff1a|::+"
+)
 _COMMAS = re.compile(
     r"[,\uff0c](?!\d{3}(?!\d))\s*(?:(?:and|or)\s+)?|(?<=\D)[,\uff0c]\s*|[\u3001\u060c\uff64\u2e41]\s*"
     r"|\s+(?:&|and|as well as|along with|together with|plus|with|und|et|y)\s+|\\&"
@@ -104,7 +107,7 @@ def lines(text: str) -> list[str]:
     values = [match[1] or match[2] for match in marks]
     if len(values) > 1 and values[0] in ("1", "a", "i") and len(set(values)) == len(values):
         ends = [0, *(match.start() for match in marks), len(text)]
-        pieces = [text[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+        pieces = [text[start:end] for start, end in pairwise(ends)]
         bare = [_ENUMERATED.sub("", piece, count=1) for piece in pieces]
         if all(piece.strip() for piece in bare[1:]):
             return [part for piece in bare for part in _LINES.split(piece)]
