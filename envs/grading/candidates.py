@@ -8,19 +8,36 @@ candidate, a number or a name inside a longer clause is not.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from fractions import Fraction
-from functools import lru_cache
-from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
 
-from envs.grading import choice, dates, spans
+from envs.grading import choice, dates
 from envs.grading.lists import several, without_name
-from envs.grading.names import STATES, is_titled, without_class
-from envs.grading.numbers import leading_number, words_as_digits
+from envs.grading.names import STATES, without_class
+from envs.grading.phrases import (
+    ARTICLE,
+    ASIDES,
+    EDGE,
+    FUNCTION_WORDS,
+    HEADS,
+    LABELS,
+    OPENING,
+    Part,
+    amount_of,
+    is_conversion,
+    is_expression,
+    is_named,
+    is_note,
+    is_of_place,
+    is_range,
+    is_role,
+    is_split,
+    rank_of,
+    trimmed,
+    without_lead,
+)
 from envs.grading.quantities import Quantity, quantity, same_quantity
 from envs.grading.sentences import has_verb, is_hedged
 from envs.grading.separators import (
@@ -31,22 +48,12 @@ from envs.grading.separators import (
     Joint,
     corrections,
     lines,
-    sentences,
 )
 from envs.grading.special import special, truth
 from envs.grading.spelling import clean
 from envs.grading.units import unit_of
 from envs.grading.words import has_cjk, is_wordy, tokens
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-_LABELS, _ASIDES, _HEADS, _NOTES = (
-    frozenset(_TABLES[name]) for name in ("labels", "asides", "heads", "notes")
-)
-_RANKS = {
-    **dict.fromkeys((*map(str.lower, STATES.values()), *_TABLES["provinces"]), 1),
-    **dict.fromkeys(_TABLES["countries"], 2),
-    **dict.fromkeys(_TABLES["continents"], 3),
-}
 MAX_PARTS = 120
 MAX_NAME_WORDS = 12
 MAX_PHRASE_WORDS = 4
@@ -57,17 +64,6 @@ Kind = Literal[
 Same = Callable[[str, str], bool | None]
 
 
-class Part(Struct, frozen=True):
-    """A text between two separators and how it is attached to what stands before it (of the
-    first: behind it); `led` is whether a lead-in such as "it is" was taken off."""
-
-    text: str
-    joint: Joint = ""
-    meets: bool = False
-    led: bool = False
-    is_first: bool = False
-
-
 class Rivals(Struct, frozen=True):
     """Candidates that are not the gold: those that the rules decide, and expressions that only
     mathematics can compare with it."""
@@ -76,66 +72,11 @@ class Rivals(Struct, frozen=True):
     unsure: tuple[str, ...] = ()
 
 
-_EDGE = " \t\n.,;:!?*_`\"'\u201c\u201d\u2018\u2019\u300c\u300d()[]<>~|#"
-_LEAD = re.compile(
-    r"(?:"
-    r"(?:and|or|but|so|thus|hence|therefore|then|also|maybe|perhaps|possibly|probably|likely|either|well"
-    r"|definitely|certainly|ok(?:ay)?|alternatively|otherwise|finally|in (?:conclusion|short|summary|fact)"
-    r"|not only|no|yes|even|else|still|yet|now|again|here|there|\u6216\u8005?|\u7b54\u6848?)(?:,\s*|\s+(?!of\b))"
-    r"|(?:i|we|some|others|many|people|(?:other |some |most )?sources|it|one|you|they|he|she)\s+(?:would\s+"
-    r"|will\s+|could\s+|can\s+|may\s+|might\s+|also\s+|first\s+|then\s+|now\s+|still\s+|have\s+){0,3}"
-    r"(?:say|says|think|thought|thinks|believe|believes|guess|suspect|claim|suggest|suggests|choose|chose|pick"
-    r"|go with|get|got|bet|answer|vote for|conclude)(?:\s+(?:that|it|the|is|was|could be|for|on)\b)*[:,]?\s+"
-    r"|(?P<pronoun>it|that|this|these|those|they|he|she|which|who|there)(?:'s|'re|\s+(?:is|was|are|were|could be|might be|may be"
-    r"|must be|should be|would be|will be|could also be|might also be|may also be|can also be|can be))\s+"
-    r"(?:(?:also|actually|really|either|possibly|perhaps|maybe|probably|likely|in fact|either)\s+)*"
-    r"|(?:(?:the|my|our|your|another|an?|one|some|any|each)\s+)?(?:(?:final|correct|right|best|possible|first|second"
-    r"|third|fourth|other|alternative|next|most|likely|true|actual|real|exact|initial|last|only|new|old"
-    r"|updated)\s+){0,3}(?:answers?|results?|solutions?|guess(?:es)?|candidates?|options?|choices?|possibility"
-    r"|alternatives?|response|value|attempt|try|reply|conclusion)"
-    r"(?:\s+(?:is|was|are|were|could be|might be|may be|would be|must be|should be|equals)\s+(?:also\s+)?"
-    r"|\s*(?:\#?\d{1,2}|[a-d]|one|two|three|four|i{1,3})\s*(?:[:.)=]|\s+(?:is|was))\s*|\s*[:=]\s*)"
-    r"|(?:(?:first|second|third|fourth|next|last)(?:ly)?,\s+)"
-    r"|\(?(?:\d{1,2}|[a-e]|i{1,3})\)\s+|[*+>-]\s+|#\d\s+"
-    r")",
-    re.IGNORECASE,
-)
-_OPENING = re.compile(  # what describes, and names nothing
-    r"(?:in|at|on|by|from|for|to|with|of|during|after|before|since|because|as|who|which|that|where|when|whose|while"
-    r"|born|died|aged?|located|situated|published|released|founded|based|formerly|previously|originally|known|made"
-    r"|according|including|excluding|see|under|over|between|within|near|about|until|per|via|through|given|using"
-    r"|assuming|if|just|only|not|never|unlike|rather|instead|circa|ca?\.|b\.|d\.|r\.|fl\.|est\.|etc|such|like|hence"
-    r"|counting|rounded|approximately|approx\.?|exactly|i|we|he|she|it|they|this|these|those|both|all|neither|none"
-    r"|each|its|his|her|their|our|my|no|yes|correct|right|respectively|inclusive|is|was|are|were|has|had|did)\b",
-    re.IGNORECASE,
-)
-_SMALL = frozenset(
-    str.split(
-        "of the and for a an in on at to with from by de la le du des der die das von van den di da do dos"
-        " del della el los las y e und et bin ibn al as or nor but s t"
-    )
-)
-_FUNCTION_WORDS = frozenset(
-    str.split(
-        "of in for by with from to on at as that which who about between into under after before"
-    )
-)
-_OCCUPATION = re.compile(r"[a-z]{3,}(?:ist|er|or|ian|man|woman|ess|ician|smith|ant|ee|ary)s?")
-_NATIONAL = re.compile(r"[A-Z][a-z]+(?:ish|ese|ian|ean|ican|ch)")
-_ARTICLE = re.compile(r"(?:an?|the|one of)\s+", re.IGNORECASE)
 _HAN_CLAUSE = re.compile("[\u7684\u662f\u5728\u4e86\u4e3a\u4e8e\u6709\u88ab\u56e0\u6240]")
 _DENIED = re.compile(
     r"(?:not|never|neither|nor|rather than|instead of|unlike|except|excluding|without|as opposed to"
     r"|\u4e0d\u662f|\u800c\u4e0d)(?:\b|(?=[\u4e00-\u9fff]))",
     re.IGNORECASE,
-)
-_CAPITAL = re.compile(r"[A-Z][a-z]+")
-_COUNTED = frozenset(
-    str.split(
-        "award awards prize prizes medal medals cup cups title titles oscar oscars grammy grammys grammies"
-        " emmy emmys tony tonys globe globes championship championships game games series season seasons"
-        " nobel olympic olympics american americans"
-    )
 )
 _HAN_HEDGE = re.compile(
     "\u53ef\u80fd|\u4e5f\u8bb8|\u6216\u8bb8|\u5927\u6982|\u4e0d\u662f|\u5e76\u975e|\u6216\u8005"
@@ -144,7 +85,6 @@ _BETWEEN = re.compile(r"(?:between|from)\s[^,;]{1,60}\s(?:and|to)\s", re.IGNOREC
 _NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
 _VARIABLES = re.compile(r"[A-Za-z]{1,3}(?![A-Za-z])|\([^()]*\)")
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
-_FORMULA = re.compile(r"(?:[A-Z][a-z]?\d*){1,4}")  # of a substance
 _SYMBOL = re.compile(r"[A-Za-z](?:_?\w)?")
 _MATH_ONLY = re.compile(
     r"\\(?:int|sum|lim|prod|frac\s*\{\s*d|begin|sin|cos|tan|log|ln|angle|triangle|overline)|'"
@@ -185,7 +125,7 @@ class Gold:
         pieces = [piece for part in self._pieces() for piece in [clean(part)] if piece]
         self.own = [Gold(one, same) for one in pieces] if len(pieces) > 1 else []
         self.is_named = is_named(self.text)
-        self.rank = _rank(self.text)
+        self.rank = rank_of(self.text)
         self.amount = amount_of(self.text)
         label = choice.labelled(self.text) if self.kind == "choice" else None
         if label is not None:
@@ -204,7 +144,7 @@ class Gold:
         """Whether a part is the gold, alone."""
         if self.kind in ("choice", "truth"):
             return False  # read letter by letter, and word by word
-        if self.kind in ("number", "date", "time", "span") and _is_split(part):
+        if self.kind in ("number", "date", "time", "span") and is_split(part):
             return False
         text = clean(part)
         return bool(text) and self._same(text, self.text) is True
@@ -225,11 +165,11 @@ class Gold:
         led: bool = False,
         is_first: bool = False,
     ) -> None:
-        text = _trimmed(text)
+        text = trimmed(text)
         if not self.meets(text):
             text, has_lead = without_lead(text, is_truth=self.kind == "truth")
             led = led or has_lead
-        if not text.strip(_EDGE) or len(found) > MAX_PARTS:
+        if not text.strip(EDGE) or len(found) > MAX_PARTS:
             return
         if self.meets(text):
             found.append(Part(text, joint, meets=True, led=led, is_first=is_first))
@@ -245,7 +185,7 @@ class Gold:
             )
             if (is_clause and cut in OF_A_CLAUSE) or not self._may_cut(cut, own, text):
                 continue
-            pieces = [piece for piece in cut(text) if piece and piece.strip(_EDGE)]
+            pieces = [piece for piece in cut(text) if piece and piece.strip(EDGE)]
             if len(pieces) < 2:
                 text = pieces[0].strip() if pieces else text
                 continue
@@ -276,7 +216,7 @@ class Gold:
         return pieces
 
     def _is_derivation(self, sides: Sequence[str]) -> bool:
-        """Whether an equation names or works out its right side, rather than equates two answers."""
+        """Whether an equation names or works out its right side, and equates no two answers."""
         return any(
             amount_of(clean(side)) is None
             and not is_wordy(_VARIABLES.sub("x", side))
@@ -293,6 +233,8 @@ class Gold:
             return r"\begin" not in text
         if joint == "equals":
             return "=" not in self.text
+        if joint == "dash" and "=" in text and re.search(r"\d\s+-\s+\d", text):
+            return False
         if joint in ("bracket", "dash", "comma", "colon") and not is_wordy(text):
             if self.kind == "math" or (self.kind == "list" and joint != "comma"):
                 return joint == "dash" and re.search("[\u2014\u2015]", text) is not None
@@ -344,7 +286,7 @@ class Gold:
             if skips or part.meets:
                 continue
             words = tokens(part.text)
-            if words and words[0] in _ASIDES and len(words) < 3:
+            if words and words[0] in ASIDES and len(words) < 3:
                 skips = True
                 continue
             after = parts[place + 1] if place + 1 < len(parts) else None
@@ -467,7 +409,7 @@ class Gold:
 
     def _other_words(self, part: Part, bare: str, after: Part | None) -> bool:
         """Another name or phrase, unless it describes the gold."""
-        if _is_of_place(bare, self.rank, part):
+        if is_of_place(bare, self.rank, part):
             return False
         if self._describes(part, bare, after):
             return False
@@ -492,36 +434,36 @@ class Gold:
         if not words or (len(words) == 1 and len(bare) < 2):
             return True
         label = re.sub(r"\s+(?:\d+|[a-z])$", "", bare.lower())
-        if ((after is not None and after.joint in ("colon", "dash", "equals")) or part.is_first) and (
-            label in _LABELS or (words[-1] in _LABELS and not is_named(bare))
-        ):
+        if (
+            (after is not None and after.joint in ("colon", "dash", "equals")) or part.is_first
+        ) and (label in LABELS or (words[-1] in LABELS and not is_named(bare))):
             return True
-        if _OPENING.match(bare) and not (is_named(bare) and bare[:1].isupper()):
+        if OPENING.match(bare) and not (is_named(bare) and bare[:1].isupper()):
             return True
-        if words[0] in _HEADS and len(words) > 1 and re.match(r"\w+ (?:of|for|to|in)\b", bare):
+        if words[0] in HEADS and len(words) > 1 and re.match(r"\w+ (?:of|for|to|in)\b", bare):
             return not re.match(r"\w+ (?:of|for|to|in)\b", self.text)
-        if _is_role(bare) and not _is_role(self.text):
+        if is_role(bare) and not is_role(self.text):
             return True
-        rest = _ARTICLE.sub("", bare, count=1)
+        rest = ARTICLE.sub("", bare, count=1)
         has_article = rest != bare and not is_named(rest)
         if is_named(rest):
-            return _is_note(rest, part)
-        if part.joint and has_article and _ARTICLE.match(self.text) is None:
+            return is_note(rest, part)
+        if part.joint and has_article and ARTICLE.match(self.text) is None:
             return True
-        if part.joint and _is_note(rest, part):
+        if part.joint and is_note(rest, part):
             return True
         if not self.is_named and not has_article and self.kind in ("words", "list"):
             own = set(self.text.lower().split())
-            return not own & _FUNCTION_WORDS and bool(set(bare.lower().split()) & _FUNCTION_WORDS)
-        if bool(set(bare.lower().split()) & _FUNCTION_WORDS):
+            return not own & FUNCTION_WORDS and bool(set(bare.lower().split()) & FUNCTION_WORDS)
+        if bool(set(bare.lower().split()) & FUNCTION_WORDS):
             return True
         limit = MAX_PHRASE_WORDS if part.joint else 2 * MAX_PHRASE_WORDS
-        return has_article or len(words) > limit or _is_note(rest, part)
+        return has_article or len(words) > limit or is_note(rest, part)
 
     def _of_twins(self, text: str) -> Iterator[str]:
         """Where two sentences are alike but for one piece: The capital is A. The capital is B."""
         sentences = [
-            piece.strip(_EDGE)
+            piece.strip(EDGE)
             for line in LEVELS[0][1](text)
             for half in LEVELS[2][1](line)
             for piece in [half]
@@ -579,134 +521,9 @@ class Gold:
         return Rivals(tuple(names), tuple(dict.fromkeys(unsure)))
 
 
-# Forms of parts.
-
-
-def without_lead(text: str, *, is_truth: bool = False) -> tuple[str, bool]:
-    """A part without "or perhaps", "option 2:" and the like, and whether "it is" stood before it."""
-    led = False
-    for _ in range(6):
-        match = _LEAD.match(text)
-        if match is None or match.end() >= len(text):
-            break
-        if is_truth and truth(match[0].strip(" ,")) is not None:
-            break
-        led = match["pronoun"] is not None
-        text = text[match.end() :]
-    return text, led
-
-
-def is_range(text: str) -> bool:
-    """Whether the text is a range, a bound, a frequency or a period, with a number in it."""
-    if not re.search(r"\d", words_as_digits(text)) and spans.frequency(text) is None:
-        return False
-    return spans.is_span(text)
-
-
-@lru_cache(maxsize=4096)
-def amount_of(text: str) -> Quantity | None:
-    """A number with its unit or noun; None for a title that begins with one: Seven Samurai."""
-    amount = quantity(text)
-    if amount is None or not amount.words or text.split()[-1][:1].islower():
-        return amount
-    in_small = quantity(text.lower())
-    if in_small is not None and not in_small.words:  # 26 Kilometers
-        return in_small
-    capitals = [word for word in _CAPITAL.findall(text) if not _is_number_or_unit(word)]
-    if not capitals or capitals[-1].lower() in _COUNTED or has_cjk(text):
-        return amount
-    return None
-
-
-def _is_number_or_unit(word: str) -> bool:
-    return leading_number(word.lower()) is not None or unit_of(word.lower()) is not None
-
-
-def _is_split(text: str) -> bool:
-    """Whether a text is more than one line or sentence."""
-    return any(
-        len([one for one in cut(text) if one.strip(_EDGE)]) > 1 for cut in (lines, sentences)
-    )
-
-
-def _trimmed(text: str) -> str:
-    """Without a bracket at an end that nothing closes or opens."""
-    text = text.strip().rstrip(",;").strip()
-    excess = sum(map(text.count, "([{<")) - sum(map(text.count, ")]}>"))
-    if excess > 0:
-        return text.rstrip("([{<").strip() if text[-1] in "([{<" else text.lstrip("([{<").strip()
-    if excess < 0:
-        return text.rstrip(")]}>").strip() if text[-1] in ")]}>" else text.lstrip(")]}>").strip()
-    return text
-
-
-def is_named(text: str) -> bool:
-    """Whether every word that carries meaning begins with a capital or a digit."""
-    words = [word.strip(_EDGE) for word in re.split(r"[\s/-]+", text)]
-    kept = [word for word in words if word and word.lower() not in _SMALL | _FUNCTION_WORDS]
-    if not kept or has_cjk(text):
-        return False
-    return all(not word[0].islower() for word in kept) and any(
-        sign.isalpha() for word in kept for sign in word
-    )
-
-
-def is_expression(text: str) -> bool:
-    """Whether a cleaned part is mathematics that could be an answer: no lone name such as f(x)."""
-    if is_wordy(text) or re.fullmatch(r"[A-Za-z](?:_\{?\w+\}?)?(?:\([a-z]\))?", text):
-        return False
-    return re.search(r"[\w\\]", text) is not None
-
-
-def is_conversion(one: Quantity, other: Quantity, text: str) -> bool:
-    """Whether one is the other in another unit, rounded: 5 ft (1.5 m), 38.6 for 270/7."""
-    if one.dimension != other.dimension or one.words != other.words:
-        return False
-    if one.dimension and one.factor != other.factor:
-        low, high = sorted((abs(one.in_base_units), abs(other.in_base_units)))
-        return high > 0 and (high - low) / high <= Fraction(3, 100)
-    decimals = re.search(r"\d\.(\d{1,12})(?!\d)", text)
-    if decimals is None or other.value.denominator in (1, 2, 4, 5, 10, 20, 25, 50, 100, 1000):
-        return False
-    return abs(one.value - other.value) <= Fraction(1, 10 ** len(decimals[1]))
-
-
 def _compatible(one: dates.Date, other: dates.Date) -> bool:
     """Whether one may be the other, more or less complete."""
     return all(a == b or not a or not b for a, b in zip(one, other, strict=True))
-
-
-def _rank(text: str) -> int:
-    """0 for a place, 1 for a state, 2 for a country, 3 for a continent."""
-    return _RANKS.get(" ".join(re.findall(r"[\w']+", text.lower().removeprefix("the "))), 0)
-
-
-def _is_of_place(bare: str, rank: int, part: Part) -> bool:
-    """Whether a part is the state or country that a place lies in."""
-    if part.joint not in ("comma", "bracket") or part.is_first:
-        return False
-    found = _rank(bare) or (1 if bare in STATES else 0)
-    return found > rank
-
-
-def _is_role(text: str) -> bool:
-    """King of Spain, 44th President of the United States, Director."""
-    words = re.sub(
-        r"^(?:(?:the|an?|former|current|then|first|\d+(?:st|nd|rd|th))\s+)+", "", text, flags=re.I
-    )
-    first = words.split()[:1]
-    return bool(first) and is_titled(first[0]) and (len(words.split()) == 1 or " of " in words)
-
-
-def _is_note(text: str, part: Part) -> bool:
-    """Whether a part is the kind of thing that its neighbour is: film, 2010 film, physicist."""
-    last = text.split()[-1].strip(_EDGE) if text.split() else ""
-    if part.joint == "bracket" and len(text) <= 6 and _FORMULA.fullmatch(text):
-        return True
-    if part.joint == "bracket" or not is_named(text):
-        if last.lower() in _NOTES or _OCCUPATION.fullmatch(last):
-            return True
-    return bool(part.joint or part.led) and _NATIONAL.fullmatch(text) is not None
 
 
 def _is_step(parts: Sequence[Part], place: int) -> bool:

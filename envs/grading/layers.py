@@ -17,11 +17,12 @@ from msgspec import Struct
 from agentenv.offload import in_thread
 from envs.grading import choice, dates, spans, units
 from envs.grading.bases import in_base
-from envs.grading.candidates import Gold, Same, amount_of
+from envs.grading.candidates import Gold, Same
 from envs.grading.formulas import formulas
 from envs.grading.lists import same_answers, without_name
 from envs.grading.math import LIMIT_S, shared_math
 from envs.grading.names import same_words, without_class
+from envs.grading.phrases import amount_of
 from envs.grading.quantities import same_quantity
 from envs.grading.sentences import is_denied, is_hedged, same_statement, says
 from envs.grading.separators import last_correction

@@ -13,7 +13,10 @@ Joint = Literal["", "alias", "bracket", "dash", "colon", "comma", "equals"]
 Cut = Callable[[str], list[str]]
 
 _QUOTES = "\"'\u201c\u201d\u2018\u2019"
-_BULLETS = "\u2022\u2023\u25aa\u25ab\u25cf\u25e6\u25cb\u2043\u2219\u25a0\u25a1\u25ba\u25b6\u2726\u2605\u2713\u2714\u203b\xb6"
+_BULLETS = (
+    "\u2022\u2023\u25aa\u25ab\u25cf\u25e6\u25cb\u2043\u2219\u25a0\u25a1\u25ba\u25b6\u2726"
+    "\u2605\u2713\u2714\u203b\xb6"
+)
 _LINES = re.compile(
     r"[\n\r\t\v\f\x1c-\x1f\x85\u2028\u2029]+|\\\\(?![a-z])|\\(?:newline|par|item|q?quad)\b"
     r"|</?[a-z]{1,10}\s*/?>"
@@ -26,14 +29,17 @@ _LINES = re.compile(
 _ENUMERATED = re.compile(r"(?:^|(?<=\s))(?:\(?([1-9a-e]|i{1,3}|iv|v)[).:]|#?([1-9])[.)])(?=\s)")
 _END = re.compile(
     rf"(?P<stop>\.)[{_QUOTES})\]*_`$]*(?:\s+|(?=[A-Z\u0410-\u042f][a-z\u0430-\u044f]))"
-    rf"|[!?;\u037e\u0387\u061b\u061f\u0964\u203c\u203d\u2047-\u2049\u3002\uff01\uff1b\uff1f\uff0e\uff61]+"
+    rf"|[!?;\u037e\u0387\u061b\u061f\u0964\u203c\u203d\u2047-\u2049\u3002\uff01\uff1b"
+    rf"\uff1f\uff0e\uff61]+"
     rf"[{_QUOTES})\]*_`$]*\s*"
     r"|(?:\.\s?){2,}\s*|\u2026+\s*|[\u22ee\u22ef]+"
 )
 _ABBREVIATIONS = frozenset(
     str.split(
-        "mr mrs ms dr st mt ft jr sr prof gen col capt lt sgt rev hon gov sen rep no nos vol vs v approx"
-        " ca c b d r inc co ltd corp etc fig eq univ dept jan feb mar apr aug sept sep oct nov dec bros"
+        "mr mrs ms dr st mt ft jr sr prof gen col capt lt sgt rev hon gov sen rep no nos vol"
+        " vs v approx"
+        " ca c b d r inc co ltd corp etc fig eq univ dept jan feb mar apr aug sept sep oct"
+        " nov dec bros"
         " e.g i.e ph op pp ed est jul jun sq cu"
     )
 )
@@ -43,7 +49,8 @@ _NAMES = (  # what gives another name for what stands before it
     r"|(?:also|otherwise|better|best|sometimes|commonly|formerly|previously|now|originally"
     r"|alternatively|popularly|or)?\s*(?:known|called|named|referred to|written|spelled) as"
     r"|(?:also|otherwise|sometimes|commonly|formerly|originally|alternatively)\s+(?:called|named)"
-    r"|in other words|that is to say|that is(?=[,:])|namely|alias|equals|is equal to|n[\u00e9e]e(?=\s[A-Z])|d/?b/?a"
+    r"|in other words|that is to say|that is(?=[,:])|namely|alias|equals|is equal to"
+    r"|n[\u00e9e]e(?=\s[A-Z])|d/?b/?a"
 )
 _ALTERNATIVES = (
     r"and/or|or else|either|or|nor|xor|else|otherwise|alternatively|alternately|possibly|perhaps"
@@ -51,11 +58,15 @@ _ALTERNATIVES = (
     r"|additionally|similarly|likewise|equivalently|but|another (?:option|possibility|answer)"
 )
 _ARROWS = (
-    r"[-=~]{1,3}>{1,2}|<{1,2}[-=~]{1,3}>?|[\u2190-\u21ff\u27f5-\u27ff\u2794\u2799-\u27be\u2b05-\u2b0d]\ufe0f?"
+    r"[-=~]{1,3}>{1,2}|<{1,2}[-=~]{1,3}>?"
+    r"|[\u2190-\u21ff\u27f5-\u27ff\u2794\u2799-\u27be\u2b05-\u2b0d]\ufe0f?"
     r"|\\(?:to|gets|implies|iff|mapsto|(?:[Ll]ong)?(?:[Ll]eft)?[Rr]ightarrow)(?![a-zA-Z])"
     r"|>{2,}|<{2,}"
 )
-_HAN_OR = "\u6216\u8005|\u6216\u662f|\u6216|\u8fd8\u662f|\u53c8\u540d|\u4ea6\u79f0|\u4e5f\u53eb|\u53c8\u79f0|\u4ee5\u53ca"
+_HAN_OR = (
+    "\u6216\u8005|\u6216\u662f|\u6216|\u8fd8\u662f|\u53c8\u540d|\u4ea6\u79f0|\u4e5f\u53eb"
+    "|\u53c8\u79f0|\u4ee5\u53ca"
+)
 _NAMED = re.compile(rf",?\s*(?<!\w)(?:{_NAMES})(?!\w),?:?\s*", re.IGNORECASE)
 _WORDS = re.compile(
     rf",?\s*(?<!\w)(?:{_ALTERNATIVES})(?!\w)[,:]?\s*|\s*(?:{_ARROWS}|{_HAN_OR})\s*", re.IGNORECASE
@@ -75,9 +86,11 @@ _COLONS = re.compile(
     r"\s*[:\uff1a\ufe55\u2236]+(?:\s+|(?=[^\d\s/\\=]))|\s+[:\u2236]+\s*|\uff1a|::+"
 )
 _COMMAS = re.compile(
-    r"[,\uff0c](?!\d{3}(?!\d))\s*(?:(?:and|or)\s+)?|(?<=\D)[,\uff0c]\s*|[\u3001\u060c\uff64\u2e41]\s*"
+    r"[,\uff0c](?!\d{3}(?!\d))\s*(?:(?:and|or)\s+)?|(?<=\D)[,\uff0c]\s*"
+    r"|[\u3001\u060c\uff64\u2e41]\s*"
     r"|\s+(?:&|and|as well as|along with|together with|plus|with|und|et|y)\s+|\\&"
-    r"|(?<=[^\W\d_])\s*[/\u2215\u2044\uff0f]\s*(?=[^\W\d_])|\s+[/\u2215\u2044\uff0f]{1,2}\s*|\s*\\\s+"
+    r"|(?<=[^\W\d_])\s*[/\u2215\u2044\uff0f]\s*(?=[^\W\d_])|\s+[/\u2215\u2044\uff0f]{1,2}\s*"
+    r"|\s*\\\s+"
     r"|(?<=[^\W_])\\(?=[A-Z0-9])|\\(?:text\s*\{\s*(?:and|or)\s*\}|land|lor|vee|wedge)(?![a-z])"
     r"|(?<=[\u4e00-\u9fff])\s*[\u548c\u4e0e\u53ca]\s*(?=[\u4e00-\u9fff])"
 )
@@ -86,7 +99,8 @@ _EQUALS = re.compile(
     r"|\\(?:approx|simeq|cong|equiv|doteq|sim)(?![a-zA-Z])|(?<=\s)~(?=\s))\s*"
 )
 _CORRECTION = re.compile(
-    r"(?:(?:^|(?<=[\s,.;:!?(\u2013\u2014-]))(?:no(?=\s*[,.;:!\u2014-])|no(?=\s+(?:wait|it|the|that|sorry|\d))"
+    r"(?:(?:^|(?<=[\s,.;:!?(\u2013\u2014-]))(?:no(?=\s*[,.;:!\u2014-])|no(?=\s+(?:wait|it|the"
+    r"|that|sorry|\d))"
     r"|nope|oops|sorry|wait|hold on|actually|corrections?|erratum|apologies|pardon(?: me)?"
     r"|my (?:mistake|bad|apologies)|(?:scratch|strike|ignore) that|(?:or )?rather(?! than)|i mean"
     r"|i meant|i stand corrected|i take that back|i was wrong|i made (?:a mistake|an error)"
@@ -95,7 +109,8 @@ _CORRECTION = re.compile(
     r"|revised(?: answer)?)(?!\w)"
     r"|\b(?:the|my) (?:final|correct|right|actual|real|true|corrected|revised) answer"
     r" (?:is|was|should be|must be)\b|\bfinal answer\s*[:=]|\b(?:it|that|the answer) should be\b"
-    "|\u66f4\u6b63|\u4e0d\u5bf9|\u7b49\u7b49|\u7b49\u4e00\u4e0b|\u62b1\u6b49|\u5e94\u8be5\u662f|\u5e94\u4e3a|\u6700\u7ec8\u7b54\u6848)"
+    "|\u66f4\u6b63|\u4e0d\u5bf9|\u7b49\u7b49|\u7b49\u4e00\u4e0b|\u62b1\u6b49"
+    "|\u5e94\u8be5\u662f|\u5e94\u4e3a|\u6700\u7ec8\u7b54\u6848)"
     r"[\s,.;:!?\u2013\u2014\uff0c\u3002\uff1a-]*",
     re.IGNORECASE,
 )
@@ -103,7 +118,7 @@ _CORRECTION = re.compile(
 
 def lines(text: str) -> list[str]:
     """Lines, cells, bullets, boxes and spans of markup that follow each other."""
-    marks = [match for match in _ENUMERATED.finditer(text)]
+    marks = list(_ENUMERATED.finditer(text))
     values = [match[1] or match[2] for match in marks]
     if len(values) > 1 and values[0] in ("1", "a", "i") and len(set(values)) == len(values):
         ends = [0, *(match.start() for match in marks), len(text)]

@@ -257,7 +257,8 @@ class Regrader:
                 "failed",
                 f"{len(paid)} of {asked} answers that name a second candidate beside the right one "
                 f"are right ({', '.join(paid[:NUM_SHOWN])})",
-                "the grader pays for guessing twice, which a policy learns: let it refuse an answer "
+                "the grader pays for guessing twice, which a policy learns: let it refuse an"
+                " answer "
                 'with two candidates, as kind = "layered" does',
             )
         return Verdict(name, "passed", f"{asked} answers with a second candidate are wrong")
