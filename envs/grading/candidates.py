@@ -29,6 +29,7 @@ from envs.grading.phrases import (
     is_conversion,
     is_expression,
     is_named,
+    is_nationality,
     is_note,
     is_of_place,
     is_range,
@@ -85,6 +86,8 @@ _BETWEEN = re.compile(r"(?:between|from)\s[^,;]{1,60}\s(?:and|to)\s", re.IGNOREC
 _NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
 _VARIABLES = re.compile(r"[A-Za-z]{1,3}(?![A-Za-z])|\([^()]*\)")
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
+_LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
+_DASHED = re.compile(r"\w%?\s+[-\u2013\u2014]\s+.*[^\W\d_]{2}")
 _SYMBOL = re.compile(r"[A-Za-z](?:_?\w)?")
 _MATH_ONLY = re.compile(
     r"\\(?:int|sum|lim|prod|frac\s*\{\s*d|begin|sin|cos|tan|log|ln|angle|triangle|overline)|'"
@@ -146,6 +149,8 @@ class Gold:
             return False  # read letter by letter, and word by word
         if self.kind in ("number", "date", "time", "span") and is_split(part):
             return False
+        if self.kind == "number" and _DASHED.search(part):
+            return False
         text = clean(part)
         return bool(text) and self._same(text, self.text) is True
 
@@ -183,6 +188,11 @@ class Gold:
             is_clause = is_clause or (
                 cut in OF_A_SENTENCE and has_verb(text) and not is_named(text)
             )
+            if is_clause and own == "comma" and self.meets(text.partition(",")[0]):
+                head, _, tail = text.partition(",")
+                found.append(Part(head, joint or own, meets=True, led=led, is_first=is_first))
+                found.append(Part(tail.strip(), own, led=True))
+                return
             if (is_clause and cut in OF_A_CLAUSE) or not self._may_cut(cut, own, text):
                 continue
             pieces = [piece for piece in cut(text) if piece and piece.strip(EDGE)]
@@ -235,8 +245,8 @@ class Gold:
             return "=" not in self.text
         if joint == "dash" and "=" in text and re.search(r"\d\s+-\s+\d", text):
             return False
-        if joint in ("bracket", "dash", "comma", "colon") and not is_wordy(text):
-            if self.kind == "math" or (self.kind == "list" and joint != "comma"):
+        if joint in ("bracket", "dash", "colon", "comma", "list") and not is_wordy(text):
+            if self.kind == "math" or (self.kind == "list" and joint not in ("comma", "list")):
                 return joint == "dash" and re.search("[\u2014\u2015]", text) is not None
             if joint == "dash" and "=" in text:
                 return False
@@ -382,16 +392,15 @@ class Gold:
             years = {date[0] for date in dates.dates(bare) if date[0]}
             return bool(years) and not part.joint and self.amount.value not in years
         if amount.dimension == (("ordinal", 1),) and not re.search(r"\d|\s", bare):
-            return self.amount.dimension == amount.dimension and not same_quantity(
-                amount, self.amount
-            )
+            is_ordinal = self.amount.dimension == amount.dimension
+            return (is_ordinal or not part.joint) and not same_quantity(amount, self.amount)
         known = [self.amount, *beside]
         if any(same_quantity(amount, one) or is_conversion(amount, one, bare) for one in known):
             return False
         alike = amount.dimension == self.amount.dimension or not amount.has_unit
         if part.led:
             return alike or not amount.words
-        return alike or not self.amount.has_unit or part.joint not in ("bracket", "comma")
+        return not (part.joint == "bracket" and _is_money(amount) and _is_money(self.amount))
 
     def _other_time(self, part: Part, bare: str) -> bool:
         if self.kind == "time":
@@ -447,7 +456,7 @@ class Gold:
         rest = ARTICLE.sub("", bare, count=1)
         has_article = rest != bare and not is_named(rest)
         if is_named(rest):
-            return is_note(rest, part)
+            return not is_nationality(self.text) and is_note(rest, part)
         if part.joint and has_article and ARTICLE.match(self.text) is None:
             return True
         if part.joint and is_note(rest, part):
@@ -488,15 +497,20 @@ class Gold:
                 yield middle
 
     def _other_letters(self, text: str, parts: Sequence[Part]) -> Rivals:
-        """Letters of other options."""
+        """Letters of other options, or another text at the same letter."""
         wanted = choice.chosen(self.text)
-        letters = choice.letters(text)
-        if wanted and letters - wanted:
-            return Rivals(tuple(sorted(letters - wanted)))
-        if self.elements:
-            (worded,) = self.elements
-            if worded.kind == "words" and any(worded.meets(part.text) for part in parts):
-                return worded.rivals(re.sub(r"^\W*[A-Ja-j]\W+", "", text))
+        groups = choice.letters(text)
+        others = {group for group in groups if group - wanted}
+        if wanted in groups:
+            others |= {group for group in groups if group != wanted}
+        if others:
+            return Rivals(tuple("".join(sorted(group)) for group in others))
+        for worded in self.elements:
+            texts = [label[1] for label in map(choice.labelled, map(_text_of, parts)) if label]
+            rivals = [one for one in texts if not worded.meets(one) and not has_verb(one)]
+            if rivals or not any(worded.meets(part.text) for part in parts):
+                return Rivals(tuple(rivals))
+            return worded.rivals(_LABEL.sub("", text))
         return Rivals()
 
     def _other_expressions(self, text: str, parts: Sequence[Part]) -> Rivals:
@@ -526,12 +540,21 @@ def _compatible(one: dates.Date, other: dates.Date) -> bool:
     return all(a == b or not a or not b for a, b in zip(one, other, strict=True))
 
 
+def _text_of(part: Part) -> str:
+    return part.text
+
+
 def _is_step(parts: Sequence[Part], place: int) -> bool:
     """Whether a part is a result on the way: 5 + 8 = 13, or x = 5 if x has no second value."""
     if parts[place].joint != "equals":
         return False
     name = parts[place - 1].text if place and parts[place - 1].joint == "equals" else ""
     return not _SYMBOL.fullmatch(name) or all(part.text != name for part in parts[place + 1 :])
+
+
+def _is_money(amount: Quantity) -> bool:
+    """Whether an amount is in a currency, whose rate nobody here knows."""
+    return any(name.startswith("money") for name, _ in amount.dimension)
 
 
 def _adds_up(found: Sequence[str], amount: Quantity) -> bool:

@@ -75,8 +75,7 @@ _LEAD = re.compile(
     r"|equals)\s+(?:also\s+)?"
     r"|\s*(?:\#?\d{1,2}|[a-d]|one|two|three|four|i{1,3})\s*(?:[:.)=]|\s+(?:is|was))\s*|\s*[:=]\s*)"
     r"|(?:(?:first|second|third|fourth|next|last)(?:ly)?,\s+)"
-    r"|\(?(?:\d{1,2}|[a-e]|i{1,3})\)\s+|[*+>-]\s+|#\d\s+"
-    r")",
+    r"|[*+>-]\s+|#\d\s+)",
     re.IGNORECASE,
 )
 OPENING = re.compile(  # what describes, and names nothing
@@ -107,7 +106,7 @@ FUNCTION_WORDS = frozenset(
     )
 )
 _OCCUPATION = re.compile(r"[a-z]{3,}(?:ist|er|or|ian|man|woman|ess|ician|smith|ant|ee|ary)s?")
-_NATIONAL = re.compile(r"[A-Z][a-z]+(?:ish|ese|ian|ean|ican|ch)")
+_NATIONAL = re.compile(r"(?:^|-)[A-Z][a-z]+(?:ish|ese|ian|ean|ican|ch)$")
 ARTICLE = re.compile(r"(?:an?|the|one of)\s+", re.IGNORECASE)
 _CAPITAL = re.compile(r"[A-Z][a-z]+")
 _COUNTED = frozenset(
@@ -129,7 +128,7 @@ def without_lead(text: str, *, is_truth: bool = False) -> tuple[str, bool]:
         match = _LEAD.match(text)
         if match is None or match.end() >= len(text):
             break
-        if is_truth and truth(match[0].strip(" ,")) is not None:
+        if is_truth and truth(match[0].strip(" ,\n\r\t")) is not None:
             break
         led = match["pronoun"] is not None
         text = text[match.end() :]
@@ -170,11 +169,14 @@ def is_split(text: str) -> bool:
 def trimmed(text: str) -> str:
     """Without a bracket at an end that nothing closes or opens."""
     text = text.strip().rstrip(",;").strip()
-    excess = sum(map(text.count, "([{<")) - sum(map(text.count, ")]}>"))
-    if excess > 0:
-        return text.rstrip("([{<").strip() if text[-1] in "([{<" else text.lstrip("([{<").strip()
-    if excess < 0:
-        return text.rstrip(")]}>").strip() if text[-1] in ")]}>" else text.lstrip(")]}>").strip()
+    excess = {pair: text.count(pair[0]) - text.count(pair[1]) for pair in ("()", "[]", "{}", "<>")}
+    if not sum(excess.values()):
+        return text
+    for pair, count in excess.items():
+        if count > 0:
+            text = text.removesuffix(pair[0]).strip().removeprefix(pair[0]).strip()
+        elif count < 0:
+            text = text.removesuffix(pair[1]).strip().removeprefix(pair[1]).strip()
     return text
 
 
@@ -228,7 +230,7 @@ def is_role(text: str) -> bool:
         r"^(?:(?:the|an?|former|current|then|first|\d+(?:st|nd|rd|th))\s+)+", "", text, flags=re.I
     )
     first = words.split()[:1]
-    return bool(first) and is_titled(first[0]) and (len(words.split()) == 1 or " of " in words)
+    return bool(first) and is_titled(first[0]) and words.split()[1:2] in ([], ["of"])
 
 
 def is_note(text: str, part: Part) -> bool:
@@ -237,6 +239,11 @@ def is_note(text: str, part: Part) -> bool:
     if part.joint == "bracket" and len(text) <= 6 and _FORMULA.fullmatch(text):
         return True
     is_kind = last.lower() in _NOTES or _OCCUPATION.fullmatch(last) is not None
-    if is_kind and (part.joint == "bracket" or not is_named(text)):
+    if is_kind and (not is_named(text) or (part.joint == "bracket" and " " not in text)):
         return True
-    return bool(part.joint or part.led) and _NATIONAL.fullmatch(text) is not None
+    return bool(part.joint or part.led) and is_nationality(text)
+
+
+def is_nationality(text: str) -> bool:
+    """Whether a text is, or ends in, the adjective of a country: Italian, African-American."""
+    return _NATIONAL.search(text) is not None

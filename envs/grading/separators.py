@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Literal
 
 # How a part is attached to the text before it: "" is a new start, as after a full stop or "or".
-Joint = Literal["", "alias", "bracket", "dash", "colon", "comma", "equals"]
+Joint = Literal["", "alias", "bracket", "dash", "colon", "comma", "list", "equals"]
 Cut = Callable[[str], list[str]]
 
 _QUOTES = "\"'\u201c\u201d\u2018\u2019"
@@ -74,8 +74,8 @@ _WORDS = re.compile(
 _BRACKET = re.compile(
     "\\s*[\u3010\u300c\u300e\u300a\u3008\u3014\uff08\uff3b\uff5b\xab\u2039\u27e8]\\s*"
     "|\\s*[\u3011\u300d\u300f\u300b\u3009\u3015\uff09\uff3d\uff5d\xbb\u203a\u27e9]\\s*"
-    r"|\s+\\?[(\[{<]\s*(?=\S)|(?<=[^\W_])[(\[<](?=\S)(?=[^()\[\]{}<>]*[)\]>])"
-    r"|\s*\\?[)\]}>](?=\s|$|[.,:])\s*"
+    r"|\s+\\?[(\[<]\s*(?=\S)|(?<=[^\W_])[(\[<](?=\S)(?=[^()\[\]{}<>]*[)\]>])"
+    r"|\s*\\?[)\]>](?=\s|$|[.,:])\s*|\s\\?\{\s*(?=[^{}]*\\?\}\s*$)|\s\{\s*(?=\\\w+\{)"
 )
 _DASHES = re.compile(
     r"\s+(?:[-\u2010-\u2015\u2212~\u223c\u301c\uff5e\u30fc_*+]{1,3})\s+|[\u2014\u2015\u2e3a\u2e3b]+"
@@ -86,11 +86,11 @@ _COLONS = re.compile(
     r"\s*[:\uff1a\ufe55\u2236]+(?:\s+|(?=[^\d\s/\\=]))|\s+[:\u2236]+\s*|\uff1a|::+"
 )
 _COMMAS = re.compile(
-    r"[,\uff0c](?!\d{3}(?!\d))\s*(?:(?:and|or)\s+)?|(?<=\D)[,\uff0c]\s*"
-    r"|[\u3001\u060c\uff64\u2e41]\s*"
-    r"|\s+(?:&|and|as well as|along with|together with|plus|with|und|et|y)\s+|\\&"
-    r"|(?<=[^\W\d_])\s*[/\u2215\u2044\uff0f]\s*(?=[^\W\d_])|\s+[/\u2215\u2044\uff0f]{1,2}\s*"
-    r"|\s*\\\s+"
+    r"[,\uff0c](?!\d{3}(?!\d))\s*(?:(?:and|or)\s+)?|(?<=\D)[,\uff0c]\s*|[\u3001\u060c\uff64\u2e41]\s*"
+)
+_LISTS = re.compile(
+    r"\s+(?:&|and|as well as|along with|together with|plus|with|und|et|y)\s+|\\&"
+    r"|(?<=[^\W\d_])\s*[/\u2215\u2044\uff0f]\s*(?=[^\W\d_])|\s+[/\u2215\u2044\uff0f]{1,2}\s*|\s*\\\s+"
     r"|(?<=[^\W_])\\(?=[A-Z0-9])|\\(?:text\s*\{\s*(?:and|or)\s*\}|land|lor|vee|wedge)(?![a-z])"
     r"|(?<=[\u4e00-\u9fff])\s*[\u548c\u4e0e\u53ca]\s*(?=[\u4e00-\u9fff])"
 )
@@ -184,7 +184,8 @@ LEVELS: tuple[tuple[Joint, Cut], ...] = (
     ("dash", _DASHES.split),
     ("colon", _COLONS.split),
     ("comma", _COMMAS.split),
+    ("list", _LISTS.split),
     ("equals", _EQUALS.split),
 )
-OF_A_CLAUSE = (alternatives, _COMMAS.split, _EQUALS.split)  # these belong to a clause
+OF_A_CLAUSE = (alternatives, _COMMAS.split, _LISTS.split, _EQUALS.split)  # these belong to a clause
 OF_A_SENTENCE = tuple(cut for _, cut in LEVELS[3:])
