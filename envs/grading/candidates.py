@@ -20,6 +20,7 @@ from envs.grading.phrases import (
     ARTICLE,
     ASIDES,
     EDGE,
+    FORMULA,
     FUNCTION_WORDS,
     HEADS,
     LABELS,
@@ -47,8 +48,10 @@ from envs.grading.separators import (
     OF_A_SENTENCE,
     Cut,
     Joint,
+    alternatives,
     corrections,
     lines,
+    named_again,
 )
 from envs.grading.special import special, truth
 from envs.grading.spelling import clean
@@ -88,6 +91,7 @@ _VARIABLES = re.compile(r"[A-Za-z]{1,3}(?![A-Za-z])|\([^()]*\)")
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
 _DASHED = re.compile(r"\w%?\s+[-\u2013\u2014]\s+.*[^\W\d_]{2}")
+_DATES = re.compile(r"(?:\d{1,2} )?[A-Z][a-z]+ (?:\d{1,2}, )?\d{3,4}")
 _SYMBOL = re.compile(r"[A-Za-z](?:_?\w)?")
 _MATH_ONLY = re.compile(
     r"\\(?:int|sum|lim|prod|frac\s*\{\s*d|begin|sin|cos|tan|log|ln|angle|triangle|overline)|'"
@@ -149,7 +153,9 @@ class Gold:
             return False  # read letter by letter, and word by word
         if self.kind in ("number", "date", "time", "span") and is_split(part):
             return False
-        if self.kind == "number" and _DASHED.search(part):
+        if self.kind == "number" and (
+            _DASHED.search(part) or is_split(part, named_again, alternatives)
+        ):
             return False
         text = clean(part)
         return bool(text) and self._same(text, self.text) is True
@@ -281,13 +287,13 @@ class Gold:
         parts = self.parts(text)
         if self.kind == "choice":
             return self._other_letters(text, parts)
-        if len(parts) < 2 and not self._reads_whole(text):
+        if len(parts) < 2 and not self._reads_whole(text) and self.kind != "date":
             return Rivals()
         if self.kind == "math":
             return self._other_expressions(text, parts)
         amounts = [amount_of(clean(part.text)) for part in parts if part.meets]
         beside = [amount for amount in amounts if amount is not None]
-        found = [*self._of_twins(text)]
+        found = [*self._of_twins(text), *self._other_dates(text)]
         ends_right = bool(parts) and parts[-1].meets
         skips = False
         for place, part in enumerate(parts):
@@ -305,6 +311,14 @@ class Gold:
         if self.amount is not None and _adds_up(found, self.amount):
             return Rivals()
         return Rivals(tuple(dict.fromkeys(found)))
+
+    def _other_dates(self, text: str) -> Iterator[str]:
+        """Dates with nothing but spaces between them."""
+        mine = dates.dates(self.text) if self.kind == "date" else ()
+        for date in _DATES.findall(text) if mine and not has_verb(text) else ():
+            found = dates.dates(date)
+            if found and not any(_compatible(one, other) for one in found for other in mine):
+                yield date
 
     def _reads_whole(self, text: str) -> bool:
         bare = clean(text)
@@ -393,7 +407,9 @@ class Gold:
             return bool(years) and not part.joint and self.amount.value not in years
         if amount.dimension == (("ordinal", 1),) and not re.search(r"\d|\s", bare):
             is_ordinal = self.amount.dimension == amount.dimension
-            return (is_ordinal or not part.joint) and not same_quantity(amount, self.amount)
+            return (is_ordinal or part.joint not in ("comma", "colon")) and not same_quantity(
+                amount, self.amount
+            )
         known = [self.amount, *beside]
         if any(same_quantity(amount, one) or is_conversion(amount, one, bare) for one in known):
             return False
@@ -455,6 +471,8 @@ class Gold:
             return True
         rest = ARTICLE.sub("", bare, count=1)
         has_article = rest != bare and not is_named(rest)
+        if part.joint == "bracket" and not self.is_named and FORMULA.fullmatch(bare[:8]):
+            return True  # water (H2O)
         if is_named(rest):
             return not is_nationality(self.text) and is_note(rest, part)
         if part.joint and has_article and ARTICLE.match(self.text) is None:

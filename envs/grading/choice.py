@@ -36,6 +36,7 @@ _NAMED_LETTERS = re.compile(
     r"(?<![\w'\u2019\\-])(?:[B-HJ]|A(?!\s+(?!is\b|was\b|seems\b)[a-z])|I(?!\s+[a-z])|[A-J]{2,5})"
     r"(?![\w'\u2019])"
 )
+_SENTENCES = re.compile(r"\b(?:i\.e|e\.g)\b|[.;\n]")
 _REASON = re.compile(r"\b(?:because|since|while|whereas|given)\b.*", re.IGNORECASE | re.DOTALL)
 _PROPER = re.compile(r"(?!(?i:option|choice|answer|letter|is)\b)\b[A-Z][a-z]+\s+$")
 
@@ -85,7 +86,7 @@ def chosen(answer: str) -> frozenset[str]:
 def letters(answer: str) -> set[frozenset[str]]:
     """The letters of options that each part of an answer names and does not deny."""
     found: set[frozenset[str]] = set()
-    for sentence in re.split(r"[.;\n]", answer):
+    for sentence in _SENTENCES.split(answer):
         clause = _REASON.sub("", sentence)
         if _DENIED.search(clause):
             continue

@@ -15,7 +15,7 @@ from envs.grading import spans
 from envs.grading.names import STATES, is_titled
 from envs.grading.numbers import leading_number, words_as_digits
 from envs.grading.quantities import Quantity, quantity
-from envs.grading.separators import Joint, lines, sentences
+from envs.grading.separators import Cut, Joint, lines, sentences
 from envs.grading.special import truth
 from envs.grading.units import unit_of
 from envs.grading.words import has_cjk, is_wordy
@@ -118,14 +118,14 @@ _COUNTED = frozenset(
         " nobel olympic olympics american americans"
     )
 )
-_FORMULA = re.compile(r"(?:[A-Z][a-z]?\d*){1,4}")  # of a substance
+FORMULA = re.compile(r"(?:[A-Z][a-z]?\d*){1,4}")  # of a substance
 
 
 def without_lead(text: str, *, is_truth: bool = False) -> tuple[str, bool]:
     """A part without "or perhaps", "option 2:" and the like, and whether "it is" led to it."""
     led = False
     for _ in range(6):
-        match = _LEAD.match(text)
+        match = _LEAD.match(text, 0, len(text.partition("\n")[0]))
         if match is None or match.end() >= len(text):
             break
         if is_truth and truth(match[0].strip(" ,\n\r\t")) is not None:
@@ -161,9 +161,10 @@ def _is_number_or_unit(word: str) -> bool:
     return leading_number(word.lower()) is not None or unit_of(word.lower()) is not None
 
 
-def is_split(text: str) -> bool:
-    """Whether a text is more than one line or sentence."""
-    return any(len([one for one in cut(text) if one.strip(EDGE)]) > 1 for cut in (lines, sentences))
+def is_split(text: str, *cuts: Cut) -> bool:
+    """Whether a text is more than one line or sentence, or is cut by others of `cuts`."""
+    every = (lines, sentences, *cuts)
+    return any(len([one for one in cut(text) if one.strip(EDGE)]) > 1 for cut in every)
 
 
 def trimmed(text: str) -> str:
@@ -184,7 +185,7 @@ def is_named(text: str) -> bool:
     """Whether every word that carries meaning begins with a capital or a digit."""
     words = [word.strip(EDGE) for word in re.split(r"[\s/-]+", text)]
     kept = [word for word in words if word and word.lower() not in _SMALL | FUNCTION_WORDS]
-    if not kept or has_cjk(text):
+    if not kept or has_cjk(text) or "\\" in text:
         return False
     return all(not word[0].islower() for word in kept) and any(
         sign.isalpha() for word in kept for sign in word
@@ -236,8 +237,6 @@ def is_role(text: str) -> bool:
 def is_note(text: str, part: Part) -> bool:
     """Whether a part is the kind of thing that its neighbour is: film, 2010 film, physicist."""
     last = text.split()[-1].strip(EDGE) if text.split() else ""
-    if part.joint == "bracket" and len(text) <= 6 and _FORMULA.fullmatch(text):
-        return True
     is_kind = last.lower() in _NOTES or _OCCUPATION.fullmatch(last) is not None
     if is_kind and (not is_named(text) or (part.joint == "bracket" and " " not in text)):
         return True

@@ -115,10 +115,8 @@ def is_denied(text: str) -> bool:
 def has_verb(text: str) -> bool:
     """Whether the text holds a verb, so that it is a clause and no name or phrase."""
     words = text.split()
-    lower = " ".join(
-        words[place] for place in range(len(words)) if not place or words[place][:1].islower()
-    )
-    verb = _VERB.search(lower)
+    first = [word for word in words[:1] if not (word[:1].isupper() and word.endswith("ed"))]
+    verb = _VERB.search(" ".join([*first, *(word for word in words[1:] if word[:1].islower())]))
     return verb is not None and (len(words) > 2 or not verb[0].endswith("ed"))
 
 

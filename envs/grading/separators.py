@@ -26,7 +26,7 @@ _LINES = re.compile(
     rf"|(?<=[*_`${_QUOTES}])\s+(?=[*_`${_QUOTES}])"
     r"|(?<=\})\s*(?=\\(?:f?boxed|text\w*|math\w+|mbox)\s*\{)|[\u3000\xa0]+| {3,}"
 )
-_ENUMERATED = re.compile(r"(?:^|(?<=\s))(?:\(?([1-9a-e]|i{1,3}|iv|v)[).:]|#?([1-9])[.)])(?=\s)")
+_ENUMERATED = re.compile(r"(?:^|(?<=\s))(?:\(?([1-9a-e]|i{1,3}|iv|v)[).]|#?([1-9])[.)])(?=\s)")
 _END = re.compile(
     rf"(?P<stop>\.)[{_QUOTES})\]*_`$]*(?:\s+|(?=[A-Z\u0410-\u042f][a-z\u0430-\u044f]))"
     rf"|[!?;\u037e\u0387\u061b\u061f\u0964\u203c\u203d\u2047-\u2049\u3002\uff01\uff1b"

@@ -27,27 +27,31 @@ NUM_CHECKED = 1800  # in each chunk, both orders counted
 
 # An @ is where the second answer stands.
 SEPARATORS = [
-    ". @", "; @", ": @", " - @", " \u2013 @", " \u2014 @", "\u2014@", "\n@", "\n\n@", "\t@", "\r\n@", "\u2028@",
-    " aka @", ", aka @", " a.k.a. @", " i.e. @", ", i.e., @", " or @", ", or @", "; or @", " and @", " then @",
-    " (@)", " [@]", " {@}", " (or @)", " (aka @)", " (also @)", " (possibly @)", " / @", "/@", " | @",
-    "|@", " || @", " -> @", " \u2192 @", " => @", " \u21d2 @", " = @", " == @", " \u2248 @", " \\approx @", ", @", ",@",
-    " also known as @", ", also known as @", ". Alternatively, @", ", alternatively @", ", possibly @",
-    ". Possibly @", "... @", "\u2026@", "?? @", "! @", "!! @", "\n- @", "\n* @", "\n\u2022 @", " \u2022 @", "\uff0c@",
-    "\u3001@", "\u3002@", "\uff1b@", "\uff1a@", "\uff08@\uff09", "\u3010@\u3011", "\u300c@\u300d", " \u00ab @ \u00bb", ". Or @", ". Maybe @", " maybe @",
-    " perhaps @", " & @", " vs @", " versus @", " , @", ".\n@", ":\n@", " --- @", "--@", " \\ @", " + @",
-    " plus @", " as well as @", " otherwise @", " else @", ", if not, @", " alias @", " namely @", ", that is, @",
-    " e.g. @", "<br>@", " :: @", ". Also @", ". Then @", " and/or @", " ; @", " or else @", " or possibly @",
-    ", or maybe @", " equals @", " \u6216\u8005 @", ". The answer is @", ". It is @", ". I think @",
-    ". My second guess is @", ". Another possibility: @", ". Second guess: @", "|  @", " ~ @",
+    ". @", "; @", ": @", " - @", " \u2013 @", " \u2014 @", "\u2014@", "\n@", "\n\n@", "\t@",
+    "\r\n@", "\u2028@", " aka @", ", aka @", " a.k.a. @", " i.e. @", ", i.e., @", " or @",
+    ", or @", "; or @", " and @", " then @", " (@)", " [@]", " {@}", " (or @)", " (aka @)",
+    " (also @)", " (possibly @)", " / @", "/@", " | @", "|@", " || @", " -> @", " \u2192 @",
+    " => @", " \u21d2 @", " = @", " == @", " \u2248 @", " \\approx @", ", @", ",@",
+    " also known as @", ", also known as @", ". Alternatively, @", ", alternatively @",
+    ", possibly @", ". Possibly @", "... @", "\u2026@", "?? @", "! @", "!! @", "\n- @", "\n* @",
+    "\n\u2022 @", " \u2022 @", "\uff0c@", "\u3001@", "\u3002@", "\uff1b@", "\uff1a@",
+    "\uff08@\uff09", "\u3010@\u3011", "\u300c@\u300d", " \u00ab @ \u00bb", ". Or @", ". Maybe @",
+    " maybe @", " perhaps @", " & @", " vs @", " versus @", " , @", ".\n@", ":\n@", " --- @",
+    "--@", " \\ @", " + @", " plus @", " as well as @", " otherwise @", " else @", ", if not, @",
+    " alias @", " namely @", ", that is, @", " e.g. @", "<br>@", " :: @", ". Also @", ". Then @",
+    " and/or @", " ; @", " or else @", " or possibly @", ", or maybe @", " equals @",
+    " \u6216\u8005 @", ". The answer is @", ". It is @", ". I think @", ". My second guess is @",
+    ". Another possibility: @", ". Second guess: @", "|  @", " ~ @",
 ]  # fmt: skip
 FORMS = [
-    "The answer is {}. The answer is {}.", "It is {}. It is {}.", "**{}** **{}**", "`{}` `{}`", '"{}" "{}"',
-    "\\boxed{{{}}} \\boxed{{{}}}", "\\boxed{{{}}} or \\boxed{{{}}}", "\\boxed{{{}}}, \\boxed{{{}}}",
-    "1. {} 2. {}", "1) {}\n2) {}", "(a) {} (b) {}", "- {}\n- {}", "Option 1: {}. Option 2: {}.",
-    "Either {} or {}", "It could be {} or {}.", "First guess: {}; second guess: {}", "{} {}",
-    "{0}. {1}. {0}.", "{0} {0} {1}", "{} is the answer. {} is the answer.", "| {} | {} |",
-    "Answer: {}\nAnswer: {}", "Some say {}. Others say {}.", "<answer>{}</answer><answer>{}</answer>",
-    "[{}, {}]", "The final answer is {}. {}.", "I think {}, but it might be {}.",
+    "The answer is {}. The answer is {}.", "It is {}. It is {}.", "**{}** **{}**", "`{}` `{}`",
+    '"{}" "{}"', "\\boxed{{{}}} \\boxed{{{}}}", "\\boxed{{{}}} or \\boxed{{{}}}",
+    "\\boxed{{{}}}, \\boxed{{{}}}", "1. {} 2. {}", "1) {}\n2) {}", "(a) {} (b) {}", "- {}\n- {}",
+    "Option 1: {}. Option 2: {}.", "Either {} or {}", "It could be {} or {}.",
+    "First guess: {}; second guess: {}", "{} {}", "{0}. {1}. {0}.", "{0} {0} {1}",
+    "{} is the answer. {} is the answer.", "| {} | {} |", "Answer: {}\nAnswer: {}",
+    "Some say {}. Others say {}.", "<answer>{}</answer><answer>{}</answer>", "[{}, {}]",
+    "The final answer is {}. {}.", "I think {}, but it might be {}.",
 ]  # fmt: skip
 JOINTS = [f"{{}}{mark.replace('@', '{}', 1)}" for mark in
           (one.replace("{", "{{").replace("}", "}}") for one in SEPARATORS)] + FORMS  # fmt: skip
@@ -84,14 +88,19 @@ def pairs(chunk: int) -> list[tuple[str, str, str]]:
 
 def are_two(one: str, other: str) -> bool:
     """Whether two golds are two answers: not one place in the other, a nationality, a date and its
-    month, or two texts of one letter."""
+    month, or letters of which one is in both."""
     if any(rank_of(gold) or is_nationality(gold) for gold in (one, other)):
         return False
     labels = [choice.labelled(gold) for gold in (one, other)]
     if all(labels) and labels[0][0] == labels[1][0]:  # type: ignore[index]
         return False
+    letters = [choice.chosen(gold) for gold in (one, other)]
+    if letters[0] & letters[1]:
+        return False
     days = [dates.dates(gold) for gold in (one, other)]
-    if any(all(not a or not b or a == b for a, b in zip(*both, strict=True)) for both in product(*days)):
+    if any(
+        all(not a or not b or a == b for a, b in zip(*both, strict=True)) for both in product(*days)
+    ):
         return False
     return compare(one, other)[0] is False and compare(other, one)[0] is False
 
@@ -103,3 +112,112 @@ def test_two_candidates_are_wrong_in_either_order(chunk: int) -> None:
         answer = joint.format(one, other)
         accepted += [(gold, answer) for gold in (one, other) if compare(answer, gold)[0]]
     assert not accepted
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("13. Sorry, 14.", "14", True), ("13. Sorry, 14.", "13", False),
+        ("London. No, Paris.", "Paris", True), ("London. No, Paris.", "London", False),
+        ("44, I mean 42", "42", True), ("44, I mean 42", "44", False),
+        ("13. The final answer is 14.", "14", True), ("13. The final answer is 14.", "13", False),
+        ("13. Correction: 14", "14", True), ("13. Correction: 14. 15", "14", False),
+        (r"\boxed{13} Wait, \boxed{14}", "14", True), (r"\boxed{13} Wait, \boxed{14}", "13", False),
+        (r"\boxed{2} and \boxed{3}", "2, 3", True), (r"\boxed{14} \boxed{14}", "14", True),
+    ],
+)  # fmt: skip
+def test_a_correction_counts_if_it_ends_in_the_right_one(
+    answer: str, gold: str, right: bool
+) -> None:
+    assert bool(compare(answer, gold)[0]) is right
+
+
+def good_forms() -> list[tuple[str, str]]:
+    """Gold and answer of each line."""
+    lines = GOOD.read_text(encoding="utf-8").splitlines()
+    rows = [line.split(" | ") for line in lines if line and not line.startswith("#")]
+    return [(gold, answer.replace("\\n", "\n")) for gold, answer in rows]
+
+
+async def test_more_words_about_one_answer_are_right() -> None:
+    matcher = Layered(math=False)
+    await matcher.start()
+    refused = [
+        (gold, answer)
+        for gold, answer in good_forms()
+        if not (await matcher.verdict("", answer, [gold])).right
+    ]
+    assert not refused
+
+
+ABOUT = {  # what may be said about an answer of a kind
+    "words": [
+        "{}. It is well known.", "The answer is {}.", "**{}**", "{}, as the second source says.",
+        "Final answer: {}", "{} (according to the sources)", "It is {}, because both sources agree.",
+        "{}. They were mentioned in 1990.", "{} - it is the only one that fits.", "Answer: {}",
+    ],
+    "number": [
+        "{}. This is what remains.", "The answer is {}.", "So the answer is {}", "**{}**", "Answer: {}",
+        "{}, as was shown above.", "{} (by the second equation)", "Therefore, {}", "x = {}",
+        "{}. The first term was dropped.",
+    ],
+    "date": [
+        "{}. It was a cold day.", "The answer is {}.", "{}, in the evening", "{} (a holiday)", "**{}**",
+    ],
+    "truth": ["{}, they are.", "{}. Both are the same.", "The answer is {}.", "{}, because they differ."],
+}  # fmt: skip
+
+
+def test_each_gold_of_the_fixtures_may_be_spoken_about() -> None:
+    refused = [
+        (gold, form.format(gold))
+        for kind, forms in ABOUT.items()
+        for gold in golds()[kind]
+        for form in forms
+        if compare(form.format(gold), gold)[0] is False
+    ]
+    assert not refused
+
+
+async def test_no_grader_of_answers_pays_for_two() -> None:
+    text = r"<think>x</think><answer>\boxed{Paris. London}</answer>"
+    for keys in (
+        {"kind": "layered", "partial_credit": True, "reward": "tools"},
+        {"kind": "layered", "partial_credit": True},
+        {"kind": "exact"},
+        {"kind": "f1"},
+        {"kind": "combined", "combined": {"one": {"kind": "f1"}, "two": {"kind": "layered"}}},
+    ):
+        grader = make_grader({**keys, **({"math": False} if keys["kind"] == "layered" else {})})
+        for gold in ("Paris", "London"):
+            task = Task("t", "e", "q", (gold,))
+            grade = await grader.grade(
+                task, [Message("assistant", text)], {"search": 1, "python": 1}
+            )
+            assert (grade.reward, grade.success) == (0, False), keys
+    score = await TokenF1().verdict("", "The city of Paris", ["Paris"])
+    assert 0 < score.score < 1  # one candidate keeps its F1
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("Seven Samurai", "7"), ("Nine Inch Nails", "9"), ("24 Hour Party People", "24"),
+        ("One Direction", "1"), ("n^2+1", "no"), ("y = 3x", "yes"), (r"\mathbb{N}", "no"),
+        ("right triangle", "yes"), ("No Country for Old Men", "no"), ("Yes Man", "yes"),
+    ],
+)  # fmt: skip
+def test_a_title_or_a_formula_is_no_number_and_no_yes(answer: str, gold: str) -> None:
+    assert compare(answer, gold)[0] is False
+
+
+async def test_the_order_of_a_list_counts_where_it_is_asked_for() -> None:
+    plain, ordered = Layered(math=False), Layered(math=False, ordered=True)
+    for answer, gold in (
+        ("Uehara, Yoshida", "Yoshida, Uehara"), ("245, 197, 134", "134, 197, 245"),
+        ("3.1.3.1; 1.11.1.7", "1.11.1.7; 3.1.3.1"), ("blue, red and green", "red, blue and green"),
+    ):  # fmt: skip
+        assert (await plain.verdict("", answer, [gold])).right
+        assert not (await ordered.verdict("", answer, [gold])).right
+        assert (await ordered.verdict("", gold.replace(",", " ,"), [gold])).right
+    assert (await ordered.verdict("", r"\{2, 1\}", [r"\{1, 2\}"])).right  # a set has no order
