@@ -86,7 +86,7 @@ def chosen(answer: str) -> frozenset[str]:
 def letters(answer: str) -> set[frozenset[str]]:
     """The letters of options that each part of an answer names and does not deny."""
     found: set[frozenset[str]] = set()
-    for sentence in _SENTENCES.split(answer):
+    for sentence in _SENTENCES.split(answer.replace("if not", "or")):
         clause = _REASON.sub("", sentence)
         if _DENIED.search(clause):
             continue

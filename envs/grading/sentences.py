@@ -99,7 +99,9 @@ _AMOUNT = re.compile(
     r"[$\u20ac\u00a3]?-?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?"
 )
 _DATE = re.compile(r"(?:\w+ )?\d{1,2},? \w+,? \d{4}|[A-Z]\w+ \d{1,2}, \d{4}")
-_SENTENCE_END = re.compile(r";\s+|(?<=[a-z\d)])[.:]\s+|\n+")
+_SENTENCE_END = re.compile(
+    r";\s+|(?<=[a-z\d)])(?<!\b(?:Mr|Dr|St|Mt))(?<!\bRev)(?<!\bMrs)[.:]\s+|\n+"
+)
 
 
 def is_hedged(text: str) -> bool:

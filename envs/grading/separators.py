@@ -36,7 +36,7 @@ _END = re.compile(
 )
 _ABBREVIATIONS = frozenset(
     str.split(
-        "mr mrs ms dr st mt ft jr sr prof gen col capt lt sgt rev hon gov sen rep no nos vol"
+        "mr mrs ms dr adm st mt ft jr sr prof gen col capt lt sgt rev hon gov sen rep no nos vol"
         " vs v approx"
         " ca c b d r inc co ltd corp etc fig eq univ dept jan feb mar apr aug sept sep oct"
         " nov dec bros"
@@ -144,11 +144,12 @@ def _is_abbreviated(before: str, after: str) -> bool:
     word = _LAST_WORD.search(before[-20:])
     if word is None:
         return False
-    is_initial = len(word[0]) == 1 and word[0].isupper() and word[0] != "I"
     short = word[0].lower()
+    if len(short) == 1 and word[0].isupper():
+        return word[0] not in "IVX"
     if short in ("no", "nos", "b", "d", "c", "r"):
         return after[:1].isdigit()
-    return is_initial or "." in short or (short in _ABBREVIATIONS and bool(after))
+    return "." in short or (short in _ABBREVIATIONS and bool(after))
 
 
 def named_again(text: str) -> list[str]:

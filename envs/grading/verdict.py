@@ -51,7 +51,7 @@ def one_of(claims: Sequence[tuple[str, str]]) -> str:
     """Answers, each with the text before it: those after the last correction, each once."""
     kept: dict[str, str] = {}
     for before, content in claims:
-        if kept and any(last_correction(before)):
+        if kept and next(last_correction(before), None) is not None:
             kept.clear()
         kept.setdefault("".join(content.split()), content)
     return "; ".join(kept.values())
