@@ -24,6 +24,23 @@ _EITHER = re.compile(r"[(\[]?[A-J][)\]]?(?:\s*,\s*[(\[]?[A-J][)\]]?)*,?\s+or\s+[
 _ASCENDING = re.compile(r"[A-J]{2,5}")
 
 
+_PIECES = re.compile(
+    r"[.;:!?\n\u2028\u2029\t|/=~\u2026\u3001\u3002\uff0c\uff1b\uff1a\uff08\uff09()\[\]{}<>*_`\"]+"
+    r"|[\u2013\u2014\u300c\u300d\u3010\u3011+\u2190-\u21ff\u2248]|\s-+\s|--+|\\approx"
+    r"|\b(?:or|either|if not|aka|then|possibly|perhaps|maybe|alternatively|also|wait|sorry|versus"
+    r"|vs|otherwise|else|alias|namely|equals|known as|that is|as well as|plus|i\.e|e\.g|others)\b"
+    "|\u6216\u8005?",
+    re.IGNORECASE,
+)
+_NAMED_LETTERS = re.compile(
+    r"(?<![\w'\u2019\\-])(?:[B-HJ]|A(?!\s+(?!is\b|was\b|seems\b)[a-z])|I(?!\s+[a-z])|[A-J]{2,5})"
+    r"(?![\w'\u2019])"
+)
+_SENTENCES = re.compile(r"\b(?:i\.e|e\.g)\b|[.;\n]")
+_REASON = re.compile(r"\b(?:because|since|while|whereas|given)\b.*", re.IGNORECASE | re.DOTALL)
+_PROPER = re.compile(r"(?!(?i:option|choice|answer|letter|is)\b)\b[A-Z][a-z]+\s+$")
+
+
 def is_choice(gold: str) -> bool:
     """Whether a gold is a letter, or several, of a multiple-choice question."""
     gold = gold.strip()
@@ -64,6 +81,25 @@ def chosen(answer: str) -> frozenset[str]:
         return frozenset(shown)
     label = labelled(answer)
     return frozenset(label[0]) if label is not None else frozenset()
+
+
+def letters(answer: str) -> set[frozenset[str]]:
+    """The letters of options that each part of an answer names and does not deny."""
+    found: set[frozenset[str]] = set()
+    for sentence in _SENTENCES.split(answer.replace("if not", "or")):
+        clause = _REASON.sub("", sentence)
+        if _DENIED.search(clause):
+            continue
+        for piece in _PIECES.split(clause):
+            named = [
+                match[0]
+                for match in _NAMED_LETTERS.finditer(piece)
+                if not _PROPER.search(piece[: match.start()])
+                and (len(match[0]) == 1 or _ASCENDING.fullmatch(match[0]))
+            ]
+            if named:
+                found.add(frozenset("".join(named)))
+    return found
 
 
 def _several(text: str) -> frozenset[str] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from envs.grading.layers import ONE_ANSWER, names_several
 from envs.grading.numbers import as_number
 from envs.grading.spelling import MAX_ANSWER_CHARS, words_of
 from envs.grading.verdict import Verdict, shown
@@ -24,7 +25,8 @@ class Exact:
 
 
 class TokenF1:
-    """The matcher of `kind = "f1"`: SQuAD token F1 as score, right at 1."""
+    """The matcher of `kind = "f1"`: SQuAD token F1 as score, right at 1. An answer that names the
+    gold and another candidate scores 0: half of F1 for two guesses would pay for guessing."""
 
     async def start(self) -> None:
         """Nothing to get ready."""
@@ -34,6 +36,8 @@ class TokenF1:
         if len(answer) > MAX_ANSWER_CHARS:
             return Verdict(False, 0.0, "wrong answer: too long", "f1")
         score = max((f1(answer, gold) for gold in golds), default=0.0)
+        if 0 < score < 1 and names_several(answer, golds):
+            return Verdict(False, 0.0, "wrong answer: it names several", ONE_ANSWER)
         right = score >= 1.0
         reason = f"{'right' if right else 'wrong'} answer, F1 {score:.3f}: {shown(answer)}"
         return Verdict(right, score, reason, "f1")

@@ -12,22 +12,28 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
+from msgspec import Struct
+
 from agentenv.offload import in_thread
 from envs.grading import choice, dates, spans, units
 from envs.grading.bases import in_base
+from envs.grading.candidates import Gold, Same
 from envs.grading.formulas import formulas
 from envs.grading.lists import same_answers, without_name
 from envs.grading.math import LIMIT_S, shared_math
 from envs.grading.names import same_words, without_class
 from envs.grading.numbers import is_rounded, same_plain
-from envs.grading.quantities import quantity, same_quantity
+from envs.grading.phrases import amount_of
+from envs.grading.quantities import same_quantity
 from envs.grading.sentences import is_denied, is_hedged, same_statement, says
+from envs.grading.separators import last_correction
 from envs.grading.special import special, truth, truth_of
 from envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed
 from envs.grading.verdict import Verdict, final_answer, shown
 from envs.grading.words import f1, glued, is_wordy, same_signs, tokens
 
 QUICK_CHARS = 300
+ONE_ANSWER = "one answer"  # the layer of an answer that names several candidates
 MAX_LINES = 4  # behind an answer in a line of its own
 
 _NOTE = re.compile(
@@ -46,12 +52,18 @@ def _load() -> None:
 
 class Layered:
     """The matcher of `kind = "layered"`. `math` false leaves math-verify out; `partial_credit`
-    scores a wrong answer to a word question by its token F1, as ARPO does."""
+    scores a wrong answer to a word question by its token F1, as ARPO does, unless it names several
+    candidates; with `ordered` the order of a list counts."""
 
     def __init__(
-        self, *, math: bool = True, partial_credit: bool = False, limit_s: float = LIMIT_S
+        self,
+        *,
+        math: bool = True,
+        partial_credit: bool = False,
+        ordered: bool = False,
+        limit_s: float = LIMIT_S,
     ) -> None:
-        self.partial_credit = partial_credit
+        self.partial_credit, self.ordered = partial_credit, ordered
         self._asks_math, self._limit_s = math, limit_s
 
     async def start(self) -> None:
@@ -65,33 +77,48 @@ class Layered:
         if len(answer) > MAX_ANSWER_CHARS:
             reason = f"wrong: the answer is longer than {MAX_ANSWER_CHARS} characters"
             return Verdict(False, 0.0, reason, "length")
-        open_golds, misses = [], []
+        unsure, misses = [], []
         for gold in golds:
             if len(answer) <= QUICK_CHARS:
-                right, layer = _compare_again(answer, gold)
+                found = _found_again(answer, gold, self.ordered)
             else:  # milliseconds at worst, but off the event loop
-                right, layer = await in_thread(compare, answer, gold)
-            if right:
-                return _right(answer, gold, layer)
-            if right is None:
-                open_golds.append(gold)
+                found = await in_thread(find, answer, gold, self.ordered)
+            if found.right:
+                return _right(answer, gold, found.layer)
+            if found.right is None:
+                unsure.append((gold, found))
             else:
-                misses.append(layer)
+                misses.append(found.layer)
         why = f"not equal by {misses[0]}" if misses else "there is no gold"
         layer = misses[0] if misses else ""
-        for gold in open_golds if self._asks_math else ():
-            right, why = await shared_math(self._limit_s).equal(*expressions(answer, gold))
+        if ONE_ANSWER in misses:
+            why, layer = "the answer names several", ONE_ANSWER
+        for gold, found in unsure if self._asks_math else ():
+            right, why = await self._equal(found, gold)
             layer = "math"
             if right:
-                return _right(answer, gold, "math")
-        if open_golds and not self._asks_math:
+                return _right(answer, gold, found.layer if found.agrees else "math")
+        if unsure and not self._asks_math:
             layer, why = "string", "different expressions, and math is switched off"
         score = self._partial(answer, golds)
         reason = f"wrong: {shown(answer)!r} against {shown(str(list(golds)))}: {why}"
         return Verdict(False, score, reason, layer, {"f1": score} if score else {})
 
+    async def _equal(self, found: Finding, gold: str) -> tuple[bool, str]:
+        """Whether mathematics finds the answer equal, and no part of it another expression."""
+        right, why = (True, "") if found.agrees else await self._same(found.answer, gold)
+        if not right or not found.parts:
+            return right, why
+        verdicts = [(await self._same(part, gold))[0] for part in found.parts]
+        if all(verdicts) or not (found.agrees or any(verdicts)):
+            return True, why
+        return False, "the answer names several"
+
+    async def _same(self, answer: str, gold: str) -> tuple[bool, str]:
+        return await shared_math(self._limit_s).equal(*expressions(answer, gold))
+
     def _partial(self, answer: str, golds: Sequence[str]) -> float:
-        if not self.partial_credit:
+        if not self.partial_credit or names_several(answer, golds):
             return 0.0
         return max((f1(answer, gold) for gold in golds if is_wordy(clean(gold))), default=0.0)
 
@@ -104,25 +131,83 @@ def expressions(answer: str, gold: str) -> tuple[str, str]:
     return formulas(found, wanted) or (found, wanted)
 
 
+def names_several(answer: str, golds: Sequence[str]) -> bool:
+    """Whether an answer names a gold and other candidates too, so that it is worth nothing."""
+    return any(_gold(gold, False).rivals(answer).certain for gold in golds)
+
+
 def _right(answer: str, gold: str, layer: str) -> Verdict:
     return Verdict(True, 1.0, f"right: {shown(answer)!r} equals {shown(gold)!r} by {layer}", layer)
 
 
+class Finding(Struct, frozen=True):
+    """What the rules find: `right` is None when only mathematics can tell, whether `answer` equals
+    the gold, or, where the layers agree already (`agrees`), whether its other `parts` do."""
+
+    right: bool | None
+    layer: str
+    answer: str = ""
+    parts: tuple[str, ...] = ()
+    agrees: bool = False
+
+
 def compare(answer: str, gold: str) -> tuple[bool | None, str]:
     """Whether they agree, and the layer that says so; None when only mathematics can tell."""
-    if answer.strip() == gold.strip():
-        return bool(answer.strip() or not gold.strip()), "string"
+    found = find(answer, gold)
+    return found.right, found.layer
+
+
+def find(answer: str, gold: str, ordered: bool = False) -> Finding:
+    """What the layers say of an answer that names one candidate, or corrects itself and ends in
+    one. No layer is asked whether an answer with two candidates is right."""
     plain = same_plain(answer, gold)  # as most answers are: no layer would say otherwise
     if plain is not None:
-        return plain, "number"
+        return Finding(plain, "number")
     if "<answer>" in answer or r"\boxed" in answer:
         answer = final_answer(answer)
-    found, wanted = clean(answer[:MAX_ANSWER_CHARS]), clean(gold)
-    if wanted and squashed(found) == squashed(wanted):
-        return True, "string"
+    answer = answer[:MAX_ANSWER_CHARS]
+    found, wanted = clean(answer), clean(gold)
+    if answer.strip() == gold.strip() or (wanted and squashed(found) == squashed(wanted)):
+        return Finding(bool(answer.strip() or not gold.strip()), "string")
     if not found or (found.endswith("?") and not wanted.endswith("?")):
-        return False, "string"
-    right, layer = _compare(found, wanted)
+        return Finding(False, "string")
+    one = _of_one_answer(answer, gold, ordered)
+    is_truth = truth(wanted) is not None
+    for corrected in last_correction(answer, is_truth=is_truth) if one.right is False else ():
+        if clean(corrected):
+            again = _of_one_answer(corrected, gold, ordered)
+            return again if again.right is not False else one
+    return one
+
+
+def _of_one_answer(answer: str, gold: str, ordered: bool) -> Finding:
+    right, layer = _agree(answer, gold, ordered)
+    wanted = _gold(gold, ordered)
+    if right is False and not wanted.is_named_by(answer):
+        return Finding(False, layer)
+    rivals = wanted.rivals(answer)
+    if rivals.certain:
+        return Finding(False, ONE_ANSWER)
+    if right is False or (right is None and wanted.is_named_by(answer)):
+        return Finding(True, layer)
+    if right and rivals.unsure:
+        return Finding(None, layer, answer, rivals.unsure, agrees=True)
+    return Finding(right, layer, answer, rivals.unsure if right is None else ())
+
+
+@lru_cache(maxsize=1024)
+def _gold(gold: str, ordered: bool) -> Gold:
+    return Gold(gold, _same(ordered))
+
+
+def _same(ordered: bool) -> Same:
+    return lambda one, other: _compare(one, other, ordered)[0]
+
+
+def _agree(answer: str, gold: str, ordered: bool = False) -> tuple[bool | None, str]:
+    """What the layers say, of an answer whose parts nobody has looked at."""
+    found, wanted = clean(answer), clean(gold)
+    right, layer = _compare(found, wanted, ordered)
     if right:
         return right, layer
     if not is_wordy(wanted) or "\\" in wanted:
@@ -130,47 +215,49 @@ def compare(answer: str, gold: str) -> tuple[bool | None, str]:
         if forms is None:
             return False, "unit"
         if forms != (found, wanted):
-            again = _compare(*forms)
+            again = _compare(*forms, ordered)
             right, layer = again if again[0] or right is False else (right, layer)
     if right is not False:
         return right, layer
-    if _with_notes(found, wanted) or _by_lines(answer, wanted):
+    same = _same(ordered)
+    if _with_notes(found, wanted, same) or _by_lines(answer, wanted, same):
         return True, layer
-    return says(found, wanted, lambda text: _compare(clean(text), wanted)[0] is True), layer
+    return says(found, wanted, lambda text: same(clean(text), wanted) is True), layer
 
 
-def _with_notes(found: str, wanted: str) -> bool:
+def _with_notes(found: str, wanted: str, same: Same) -> bool:
     """Whether they agree without a note in brackets: 72 (seventy-two), 5 ft (1.5 m) long."""
     for one, other in ((found, wanted), (wanted, found)):
         note = _NOTE.fullmatch(one)
         if note is None or is_hedged(note[2] or note[4]) or choice.is_choice(other):
             continue
         body, note_text = note[1] or note[3], note[2] or note[4]
-        if any(_compare(text, other)[0] for text in ((body, note_text)[: 1 + (one is wanted)])):
+        if any(same(text, other) for text in ((body, note_text)[: 1 + (one is wanted)])):
             return True
     inner = _INNER_NOTE.search(found), _INNER_NOTE.search(wanted)
     if (inner[0] is None and inner[1] is None) or (
-        inner[0] and inner[1] and not _compare(inner[0][1], inner[1][1])[0]
+        inner[0] and inner[1] and not same(inner[0][1], inner[1][1])
     ):
         return False
     if any(note is not None and is_hedged(note[1]) for note in inner):
         return False
     bare = [" ".join(_INNER_NOTE.sub(" ", text).split()) for text in (found, wanted)]
-    return all(bare) and _compare(*bare)[0] is True
+    return all(bare) and same(*bare) is True
 
 
-def _by_lines(answer: str, wanted: str) -> bool:
+def _by_lines(answer: str, wanted: str, same: Same) -> bool:
     """Whether the first line is it, and the others deny nothing."""
     first, _, rest = answer.strip().partition("\n")
     if not rest or is_denied(answer) or len(rest.strip().splitlines()) > MAX_LINES:
         return False
-    return bool(clean(first)) and _compare(clean(first), wanted)[0] is True
+    return bool(clean(first)) and same(clean(first), wanted) is True
 
 
-_compare_again = lru_cache(maxsize=16_384)(compare)  # samples of a question answer alike
+_found_again = lru_cache(maxsize=16_384)(find)  # samples of a question answer alike
 
 
-def _compare(found: str, wanted: str) -> tuple[bool | None, str]:
+@lru_cache(maxsize=16_384)
+def _compare(found: str, wanted: str, ordered: bool = False) -> tuple[bool | None, str]:
     """Whether they are the same (None: neither says so), and by which layer."""
     by_choice = _choice(found, wanted)
     if by_choice is not None:
@@ -195,7 +282,7 @@ def _compare(found: str, wanted: str) -> tuple[bool | None, str]:
     when = dates.dates(wanted)
     if when:
         return bool(when & dates.dates(found)), "date"
-    by_list = same_answers(found, wanted, lambda one, other: _compare(one, other)[0])
+    by_list = same_answers(found, wanted, _same(ordered), ordered=ordered)
     if by_list is not None:
         return by_list, "list"
     if is_wordy(wanted):
@@ -254,10 +341,10 @@ def _span(found: str, wanted: str) -> tuple[bool | None, str] | None:
 
 def _number(found: str, wanted: str) -> bool | None:
     """None when the gold is no number, or the answer may still be an expression."""
-    gold = quantity(wanted)
+    gold = amount_of(wanted)
     if gold is None:
         return None
-    answer = quantity(without_class(without_name(found)))
+    answer = amount_of(without_class(without_name(found)))
     if answer is not None:
         is_exact = not gold.has_unit and is_rounded(answer.value, gold.value, found, wanted)
         return is_exact or same_quantity(answer, gold)

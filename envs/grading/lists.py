@@ -63,8 +63,11 @@ def several(text: str) -> Several | None:
     return Several(tuple(parts), opening, closing)  # type: ignore[arg-type]
 
 
-def same_list(answer: Several, gold: Several, same: Compare) -> bool | None:
-    """Whether the elements agree; None when a pair of elements cannot be decided."""
+def same_list(
+    answer: Several, gold: Several, same: Compare, *, ordered: bool = False
+) -> bool | None:
+    """Whether the elements agree, with `ordered` one by one unless they stand in braces; None when
+    a pair of elements cannot be decided."""
     if len(answer.elements) != len(gold.elements):
         return False
     if answer.ordered and gold.ordered:
@@ -72,7 +75,8 @@ def same_list(answer: Several, gold: Several, same: Compare) -> bool | None:
             return False
     elif (answer.ordered and gold.opening == "{") or (gold.ordered and answer.opening == "{"):
         return False
-    if answer.ordered or gold.ordered:
+    ordered = ordered and "{" not in (answer.opening, gold.opening)
+    if answer.ordered or gold.ordered or ordered:
         outcomes = [same(*pair) for pair in zip(answer.elements, gold.elements, strict=True)]
         return False if False in outcomes else None if None in outcomes else True
     return _same_set(list(answer.elements), list(gold.elements), same)
@@ -128,8 +132,9 @@ def _both_signs(part: str) -> list[str]:
     return [before + after, f"{before}-{after}"]
 
 
-def same_answers(found: str, wanted: str, same: Compare) -> bool | None:
-    """Whether two texts list the same; None when they are no lists, or `same` cannot tell."""
+def same_answers(found: str, wanted: str, same: Compare, *, ordered: bool = False) -> bool | None:
+    """Whether two texts list the same, with `ordered` in the same order; None when they are no
+    lists, or `same` cannot tell."""
 
     def element(one: str, other: str) -> bool | None:
         return _same_element(one, other, same)
@@ -144,9 +149,13 @@ def same_answers(found: str, wanted: str, same: Compare) -> bool | None:
         return None
     if is_wordy(wanted) and _OR.search(found) and not _OR.search(wanted):
         return False  # one of them, not all
-    outcome = same_list(answers, golds, element)
+    outcome = same_list(answers, golds, element, ordered=ordered)
+    if ordered and outcome is False and same_list(answers, golds, element):
+        return False  # the same in another order
     if outcome is False and is_wordy(wanted):
-        return _share_a_noun(answers, golds) or None  # a comma in a name or a place
+        return (
+            not ordered and _share_a_noun(answers, golds)
+        ) or None  # a comma in a name or a place
     if outcome is False and "{" in (answers.opening, golds.opening):
         return False
     if outcome is False and (answers.ordered or golds.ordered):

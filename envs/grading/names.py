@@ -27,7 +27,7 @@ _GIVEN = frozenset(_TABLES["given"])
 _PARTICLES = frozenset(str.split("van von de der den la le di da del bin ibn al el dos y"))
 _SUFFIXES = frozenset({"junior", "senior", *map(str, range(1, 10))})
 _ALIASES: dict[str, str] = _TABLES["aliases"]
-_STATES: dict[str, str] = _TABLES["states"]
+STATES: dict[str, str] = _TABLES["states"]  # by their letters
 
 _CLASSES = re.compile(
     r"(?:the\s+)?(?:(?:islamic\s+|people's\s+)?republic|state|city|town|village|kingdom|month|year"
@@ -66,10 +66,6 @@ _NICKNAME = re.compile(r"(\w.*?)\s+[\"'(](\w[\w.-]*)[\"')]\s+(.+)")
 _LINK = re.compile(
     r",?\s+by\s+|\s*,\s*(?:in\s+)?|\s+(?:of|in|at|from)\s+(?:the\s+)?|'s\s+|\s+\(|\)"
 )
-_ALSO = re.compile(
-    r"(.+?),?\s+\(?(?:also known as|a\.?k\.?a\.?|better known as|also called|i\.e\.,?)\s+(.+?)\)?",
-    re.IGNORECASE,
-)
 
 
 def same_words(answer: str, gold: str) -> bool:
@@ -105,9 +101,6 @@ def _same_name(answer: str, gold: str) -> bool:
         return True
     if _is_nickname(answer, gold) or _is_nickname(gold, answer):
         return True
-    also = _ALSO.fullmatch(answer)
-    if also is not None and any(_same_name(name, gold) for name in also.groups()):
-        return True
     one, other = _core(answer), _core(gold)
     if _opened(one) != _opened(other):
         one, other = _OPENING.sub("", one, count=1), _OPENING.sub("", other, count=1)
@@ -131,7 +124,7 @@ def _core(original: str) -> str:
         text = text[epithet.end() :]
     text = _REALM.sub("", text)
     text = _THE_YEAR.sub("", _PART_OF.sub(r"\1 ", re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)))
-    return _STATE.sub(lambda match: f", {_STATES.get(match[1], match[1])}", text)
+    return _STATE.sub(lambda match: f", {STATES.get(match[1], match[1])}", text)
 
 
 def _opened(text: str) -> bool:
@@ -163,6 +156,11 @@ def _same_core(answer: str, gold: str) -> bool:
 def _title(words: list[str]) -> set[str]:
     """The ranks before a name, in one form; courtesies say nothing."""
     return {_TITLES[word] for word in words[: _num_titles(words)] if word in _TITLES} - _COURTESIES
+
+
+def is_titled(word: str) -> bool:
+    """Whether a word is a rank or an office: king, president, Dr."""
+    return word.lower().rstrip(".,") in _TITLES
 
 
 def _num_titles(words: list[str]) -> int:

@@ -195,6 +195,13 @@ class GraderKeys(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             "as the environment, true of those with tools",
         ),
     ] = None
+    ordered: Annotated[
+        bool,
+        Meta(
+            description="layered, judge: the items of a list count in the gold's order; without it "
+            "a judge is asked about another order, and layered alone accepts it"
+        ),
+    ] = False
     judge: Annotated[JudgeConfig | None, Meta(description="judge: the server and its model")] = None
     own: Annotated[
         AnyGrader | None,
@@ -251,6 +258,7 @@ _READ_BY = {
     "compat": ("exact", "f1", "layered", "judge"),
     "reward": ("exact", "f1", "layered", "judge"),
     "math": ("layered", "judge"),
+    "ordered": ("layered", "judge"),
     "partial_credit": ("layered",),
     "judge": ("judge",),
     "own": ("own",),
@@ -373,14 +381,17 @@ def _combined(config: GraderConfig) -> Grader:
 
 
 def _layered(config: GraderConfig) -> Matcher:
-    return Layered(math=config.math, partial_credit=bool(config.partial_credit))
+    return Layered(
+        math=config.math, partial_credit=bool(config.partial_credit), ordered=config.ordered
+    )
 
 
 def _judge(config: GraderConfig) -> Matcher:
     from envs.grading.judge import Judge  # brings an HTTP client, which only a judge needs
 
     assert config.judge is not None, "the configuration was checked"
-    return Judge(config.judge, first=Layered(math=config.math))
+    first = Layered(math=config.math, ordered=True)  # of another order the judge decides
+    return Judge(config.judge, first=first, ordered=config.ordered)
 
 
 def _custom(config: GraderConfig) -> Grader:

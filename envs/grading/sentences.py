@@ -99,7 +99,9 @@ _AMOUNT = re.compile(
     r"[$\u20ac\u00a3]?-?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?"
 )
 _DATE = re.compile(r"(?:\w+ )?\d{1,2},? \w+,? \d{4}|[A-Z]\w+ \d{1,2}, \d{4}")
-_SENTENCE_END = re.compile(r";\s+|(?<=[a-z\d)])[.:]\s+|\n+")
+_SENTENCE_END = re.compile(
+    r";\s+|(?<=[a-z\d)])(?<!\b(?:Mr|Dr|St|Mt))(?<!\bRev)(?<!\bMrs)[.:]\s+|\n+"
+)
 
 
 def is_hedged(text: str) -> bool:
@@ -110,6 +112,14 @@ def is_hedged(text: str) -> bool:
 def is_denied(text: str) -> bool:
     """Whether the text denies or doubts; a weaker question than whether it is hedged."""
     return _DENIAL.search(text) is not None
+
+
+def has_verb(text: str) -> bool:
+    """Whether the text holds a verb, so that it is a clause and no name or phrase."""
+    words = text.split()
+    first = [word for word in words[:1] if not (word[:1].isupper() and word.endswith("ed"))]
+    verb = _VERB.search(" ".join([*first, *(word for word in words[1:] if word[:1].islower())]))
+    return verb is not None and (len(words) > 2 or not verb[0].endswith("ed"))
 
 
 def says(found: str, wanted: str, same: Callable[[str], bool]) -> bool:

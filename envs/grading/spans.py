@@ -4,6 +4,7 @@ every five years, the mid-18th century."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
 from msgspec.structs import replace
@@ -61,6 +62,12 @@ def days(text: str) -> Days | None:
 def same_days(one: Days, other: Days) -> bool:
     """Whether both ends may mean the same days."""
     return all(bool(a & b) for a, b in zip(one, other, strict=True))
+
+
+def is_span(text: str) -> bool:
+    """Whether the text is a range of numbers or dates, a bound, a frequency or a period."""
+    forms: tuple[Callable[[str], object], ...] = (period, bound, days, span, frequency)
+    return any(form(text) is not None for form in forms)
 
 
 def _ends(text: str) -> list[tuple[str, str]]:

@@ -29,6 +29,15 @@ _NO_ANSWER = re.compile(
 _CLAIM = re.compile(r"^(?:the|this|that) (?:claim|statement|answer|proposition) is ")
 
 
+# A first word answers only before a pause or a clause: No, they ...; Yes it is; not No Country for
+# Old Men, right triangle or n - 1.
+_OPENING = re.compile(
+    r"(?:yes|no|yep|yeah|yup|nope|true|false|correct|incorrect|indeed|affirmative|negative|certainly"
+    r"|definitely|absolutely|wrong|right)\b"
+    r"(?:\s*[.,;:!()\n\u2013\u2014]|\s+-+\s|\s+(?:it|they|he|she|that|this|these|those|both|neither|we|i|there|the"
+    r"|because|since|as|not|one|only|all|none|each|its|his|her|their|in fact|indeed|a|an)\b|\s*$)"
+    r"|[\u4e00-\u9fff]"
+)
 _SHORT_TRUTH = re.compile(
     r"(?:they|it|he|she|both|we|these|those|they both|both of them)\s+"
     r"(?:are|is|was|were|did|do|does|has|have|had|can|could)(?: both)?"
@@ -51,8 +60,10 @@ def truth_of(found: str) -> bool | None:
         return short[1] is None and short["bare"] is None
     if _NO_ANSWER.match(low):
         return None
-    words = tokens(_CLAIM.sub("", low))
-    first = _TRUTH.get(words[0]) if words else None
+    claim = _CLAIM.sub("", low)
+    words = tokens(claim)
+    opening = _OPENING.match(claim)
+    first = _TRUTH.get(words[0]) if words and opening is not None else None
     if first is None or any(_TRUTH.get(word) is (not first) for word in words[1:]):
         return None
     return first

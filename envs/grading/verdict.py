@@ -9,56 +9,70 @@ from typing import Protocol
 from msgspec import Struct
 
 from agentenv.errors import GraderError, InfraError
+from envs.grading.separators import last_correction
 
-MAX_BOXES = 40
 MAX_BOX_CHARS = 20_000  # a box that is still open after so many characters counts as open
 
 _BRACE = re.compile(r"[{}]")
 _BOX = r"\boxed{"
-_JOINT = re.compile(  # what stands between two boxes of a list
-    r"\}(?:\$|\\[)\]])?\s*(?:,|,?\s*(?:\\text\{\s*)?\band\b(?:\s*\})?)\s*(?:\$|\\[(\[])?\s*\Z"
-)
+_TAGGED = re.compile(r"(.*?)<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
+
+
+def boxes(text: str) -> list[tuple[str, str]]:
+    r"""Each \boxed{...} that is closed, braces inside balanced, with the text before it."""
+    found, place, before = [], 0, 0
+    while (start := text.find(_BOX, place)) >= 0:
+        place = start + len(_BOX)
+        depth = 1
+        for brace in _BRACE.finditer(text, place, place + MAX_BOX_CHARS):
+            depth += 1 if brace[0] == "{" else -1
+            if depth == 0:
+                found.append((text[before:start], text[place : brace.start()].strip()))
+                place = before = brace.end()
+                break
+    return found
 
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last \boxed{...}, braces inside balanced; None when there is none."""
-    start = text.rfind(_BOX)
-    if start < 0:
+    found = boxes(text[max(text.rfind(_BOX), 0) :])
+    return found[-1][1] if found else None
+
+
+def boxed_answer(text: str) -> str | None:
+    """The content of the boxes after the last correction: of one box, or of all different ones,
+    which are a list, or several guesses. None when the last box is missing or open."""
+    if last_boxed(text) is None:
         return None
-    start += len(_BOX)
-    depth = 1
-    for brace in _BRACE.finditer(text, start, start + MAX_BOX_CHARS):
-        depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return text[start : brace.start()].strip()
-    return None
+    return one_of(boxes(text))
 
 
-def last_boxes(text: str) -> str | None:
-    r"""The last \boxed{...}; as a list with those before it, if only commas or "and" stand between
-    them and they differ: \boxed{1}, \boxed{2} and \boxed{3}."""
-    boxes: list[str] = []
-    while len(boxes) < MAX_BOXES:
-        box = last_boxed(text)
-        if box is None:
-            break
-        boxes.insert(0, box)
-        text = text[: text.rfind(_BOX)]
-        if _JOINT.search(text) is None:
-            break
-    return ", ".join(dict.fromkeys(boxes)) if boxes else None
+def one_of(claims: Sequence[tuple[str, str]]) -> str:
+    """Answers, each with the text before it: those after the last correction, each once."""
+    kept: dict[str, str] = {}
+    for before, content in claims:
+        if kept and next(last_correction(before), None) is not None:
+            kept.clear()
+        kept.setdefault("".join(content.split()), content)
+    return "; ".join(kept.values())
 
 
 def final_answer(text: str) -> str:
-    """The answer that a message gives, tagged or plain."""
-    _, tag, rest = text.rpartition("<answer>")
-    body = rest.partition("</answer>")[0] if tag else text.rpartition("</think>")[2]
-    boxed = last_boxes(body)
+    """The answer that a message gives, tagged or plain; several that differ follow each other."""
+    said = text.rpartition("</think>")[2]
+    tagged = _TAGGED.findall(said) or _TAGGED.findall(text)
+    if tagged:
+        return one_of([(before, _boxed_or_all(body)) for before, body in tagged])
+    return _boxed_or_all(said)
+
+
+def _boxed_or_all(body: str) -> str:
+    boxed = boxed_answer(body)
     return body.strip() if boxed is None else boxed
 
 
 def check_format(text: str) -> tuple[str, str]:
-    r"""What is wrong with the format ("" if nothing), and the content of the last \boxed{}."""
+    r"""What is wrong with the format ("" if nothing), and the content of the boxes."""
     num_open, num_close = text.count("<think>"), text.count("</think>")
     if num_open != num_close or not num_open:
         return f"{num_open} <think> and {num_close} </think>, expected pairs", ""
@@ -67,7 +81,7 @@ def check_format(text: str) -> tuple[str, str]:
     before, _, rest = text.partition("<answer>")
     if "</answer>" in before:
         return "</answer> stands before <answer>", ""
-    answer = last_boxes(rest.partition("</answer>")[0])
+    answer = boxed_answer(rest.partition("</answer>")[0])
     if answer is None:
         return r"no balanced \boxed{} inside the answer", ""
     return "", answer

@@ -2,6 +2,7 @@
 
     graded again      the archived trajectories, by the grader of the configuration: equal rewards
     changed golds     what was right must be wrong, once the gold is another
+    second guess      what was right must be wrong, once it names another answer beside it
     jumps of reward   steps whose rewards are far from those before, with trajectories behind it
 
 A reward that jumps from one step to the next is a policy that has found something: the task, or a
@@ -34,8 +35,9 @@ from agentenv.offload import in_thread
 from agentenv.renderer import TextCodec
 from agentenv.tool_env import Grade, Grader, graded, start_grader
 from agentenv.tree import Trajectory
-from agentenv.types import Task
+from agentenv.types import Message, Task
 from envs.grading.numbers import as_number
+from envs.grading.verdict import final_answer
 from launchers.arguments import Parser
 from launchers.config import TrainConfig
 from launchers.data import EnvMaker, tables_of
@@ -52,6 +54,7 @@ NUM_BEFORE = 4  # steps that one is compared with
 LEAST_BEFORE = 2
 FAR = 5.0  # standard errors, beyond which a difference is a jump
 LEAST_SHARE = 0.15  # of the range of rewards, which a jump has at least
+NUM_GUESSED = 10  # right trajectories that are given a second guess
 NUM_SHOWN = 2  # samples of a jump, and examples of what is wrong
 MAX_TEXT = 1500
 TOLERANCE = 1e-6
@@ -131,7 +134,11 @@ async def audit(run: Path, max_trees: int) -> tuple[list[Verdict], list[str]]:
             for step, entry in spread(steps, max_trees)
             for one in await regrader.grade(step, entry)
         ]
-        verdicts = [regrade_verdict(again), await regrader.changed_golds(again)]
+        verdicts = [
+            regrade_verdict(again),
+            await regrader.changed_golds(again),
+            await regrader.second_guess(again),
+        ]
     jumps = list(find_jumps(steps))
     verdicts.append(jump_verdict(jumps, steps))
     samples = [text for jump in jumps for text in samples_of(jump, steps, regrader.codec)]
@@ -224,6 +231,39 @@ class Regrader:
         except (GraderError, CrashError) as error:
             return None, str(error)
 
+    async def second_guess(self, again: Sequence[Graded]) -> Verdict:
+        """What was right is wrong beside another answer, whichever comes first."""
+        name = "second guess"
+        right = [one for one in again if one.again is not None and one.again.success]
+        golds = list(dict.fromkeys(one.task.answers[0] for one in again if one.task.answers))
+        asked, paid = 0, []
+        for one in right[:NUM_GUESSED]:
+            grader, messages = await self.grader(one.task), written(one.row)
+            for text in two_guesses(messages, one.task, golds):
+                hedged = [*messages[:-1], replace(messages[-1], content=text)]
+                try:
+                    grade = await graded(grader, one.task, hedged, calls_that_ran(one.row))
+                except (GraderError, CrashError):
+                    continue  # an answer that the grader cannot read is not paid
+                asked += 1
+                if grade.success:
+                    paid.append(f"tree {one.tree}, branch {one.branch}: {final_answer(text)!r}")
+        if not asked:
+            return Verdict(
+                name, "skipped", "no right trajectory has an answer to put another beside"
+            )
+        if paid:
+            return Verdict(
+                name,
+                "failed",
+                f"{len(paid)} of {asked} answers that name a second candidate beside the right one "
+                f"are right ({', '.join(paid[:NUM_SHOWN])})",
+                "the grader pays for guessing twice, which a policy learns: let it refuse an"
+                " answer "
+                'with two candidates, as kind = "layered" does',
+            )
+        return Verdict(name, "passed", f"{asked} answers with a second candidate are wrong")
+
     async def changed_golds(self, again: Sequence[Graded]) -> Verdict:
         """What was right is wrong against another gold."""
         name = "changed golds"
@@ -247,6 +287,23 @@ class Regrader:
                 "the grader rewards what does not depend on the gold: choose a stricter one",
             )
         return Verdict(name, "passed", f"{len(right)} right trajectories are wrong against others")
+
+
+JOINTS = (". ", " or ", "\n", ", also known as ", "; ", " - ")
+
+
+def two_guesses(messages: Sequence[Message], task: Task, golds: Sequence[str]) -> Iterator[str]:
+    """The last message with another answer behind and before its own, joined in several ways;
+    nothing where its answer cannot be found in it or no other one is known."""
+    text = messages[-1].content if messages else ""
+    answer = final_answer(text)
+    place = text.rfind(answer) if answer else -1
+    other = mutated(task, golds) if task.answers else ""
+    if place < 0 or not other or other.startswith("not "):
+        return
+    for joint in JOINTS:
+        for both in (f"{answer}{joint}{other}", f"{other}{joint}{answer}"):
+            yield f"{text[:place]}{both}{text[place + len(answer) :]}"
 
 
 def mutated(task: Task, golds: Sequence[str]) -> str:

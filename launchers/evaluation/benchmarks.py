@@ -56,6 +56,7 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     text and is left out. `aliases` is a column of further golds, `solution` one whose last box is
     the gold where no answer stands beside it, `literal` one that holds an object as text. With
     `encrypted`, question and answer may be base64 of the text XORed with the row's canary.
+    With `ordered` the official scorer compares the items of a list one by one.
     `private` is what stands for an answer that is not published. `prompt` is a system prompt other
     than that of the rest, `also` other names, in small letters and digits.
     """
@@ -77,6 +78,7 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     solution: str = ""
     literal: str = ""
     encrypted: bool = False
+    ordered: bool = False
     private: str = ""
     prompt: str = ""
     also: tuple[str, ...] = ()
@@ -109,6 +111,9 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             keys["grader"] = {"reward": "answer"}
             if not grader.get("judge"):
                 keys["grader"]["kind"] = "layered"
+            is_ours = not grader.get("own") and not grader.get("combined")
+            if self.ordered and is_ours and grader.get("kind") in (None, "layered", "judge"):
+                keys["grader"]["ordered"] = True
         return keys
 
     @property

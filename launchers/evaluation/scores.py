@@ -42,7 +42,7 @@ class Scorer:
     def __init__(self, *, compat: Compat = "", math: bool = True) -> None:
         self.compat = compat
         self._math = math
-        self.layered = Layered(math=math)
+        self.layered = {ordered: Layered(math=math, ordered=ordered) for ordered in (False, True)}
 
     @property
     def is_usual(self) -> bool:
@@ -55,15 +55,19 @@ class Scorer:
             return _reference_scores(row)
         answer = row.prediction or prediction(written(row))
         scores = text_scores(answer, row.answers)
-        rule = float(await self.equal(answer, row.answers, row.question))
+        known = benchmark_of(row.metadata)
+        ordered = known is not None and known.ordered
+        rule = float(await self.equal(answer, row.answers, row.question, ordered=ordered))
         scores["rule"] = rule
         if is_math(row):
             scores["math"] = rule
         return scores
 
-    async def equal(self, answer: str, golds: Sequence[str], question: str = "") -> bool:
+    async def equal(
+        self, answer: str, golds: Sequence[str], question: str = "", *, ordered: bool = False
+    ) -> bool:
         """Whether the layered grader holds the answer for right."""
-        return (await self.layered.verdict(question, answer, golds)).right
+        return (await self.layered[ordered].verdict(question, answer, golds)).right
 
 
 async def score_rows(rows: Sequence[EvalRow], scorer: Scorer, *, again: bool = False) -> None:

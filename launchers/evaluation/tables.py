@@ -267,6 +267,9 @@ def _ends(figures: Figures) -> Table:
     )
 
 
+MAX_UNREADABLE_SHARE = 0.05  # of the replies of a judge, above which the report warns
+
+
 def _agreement(found: Agreement) -> Table:
     """How often judge and rules say the same."""
     kappa = "not defined" if found.kappa is None else f"{found.kappa:.3f}"
@@ -281,10 +284,16 @@ def _agreement(found: Agreement) -> Table:
             "that the rules find right, too."
         )
     if found.num_unparsed:
+        share = found.num_unparsed / (total + found.num_unparsed)
         note += (
-            f" {found.num_unparsed} replies of the judge were no verdict; where the rules did not "
-            "find the answer right, it counts as wrong."
+            f" {found.num_unparsed} replies of the judge ({share:.1%}) were no verdict; where the "
+            "rules did not find the answer right, it counts as wrong."
         )
+        if share > MAX_UNREADABLE_SHARE:
+            note += (
+                f" More than {MAX_UNREADABLE_SHARE:.0%} are unreadable: these scores are too low. "
+                "Give a thinking model a higher grader.judge.max_tokens, or choose another judge."
+            )
     return Table(
         title="Judge against rules",
         columns=["", "rules: right", "rules: wrong"],

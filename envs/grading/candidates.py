@@ -1,0 +1,584 @@
+"""One answer: what a text names as the answer, cut at every kind of separator.
+
+An answer that names two different candidates of the gold's kind is two guesses, whatever joins
+them. A part is the text between two separators; a part that reads as a whole answer is a
+candidate, a number or a name inside a longer clause is not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from envs.grading import choice, dates
+from envs.grading.lists import several, without_name
+from envs.grading.names import STATES, without_class
+from envs.grading.phrases import (
+    ARTICLE,
+    ASIDES,
+    EDGE,
+    FORMULA,
+    FUNCTION_WORDS,
+    HEADS,
+    LABELS,
+    OPENING,
+    Part,
+    amount_of,
+    is_conversion,
+    is_expression,
+    is_named,
+    is_nationality,
+    is_note,
+    is_of_place,
+    is_range,
+    is_role,
+    is_split,
+    rank_of,
+    trimmed,
+    without_lead,
+)
+from envs.grading.quantities import Quantity, quantity, same_quantity
+from envs.grading.sentences import has_verb, is_hedged
+from envs.grading.separators import (
+    LEVELS,
+    OF_A_CLAUSE,
+    OF_A_SENTENCE,
+    Cut,
+    Joint,
+    alternatives,
+    corrections,
+    lines,
+    named_again,
+)
+from envs.grading.special import special, truth
+from envs.grading.spelling import clean
+from envs.grading.units import unit_of
+from envs.grading.words import has_cjk, is_wordy, tokens
+
+MAX_PARTS = 120
+MAX_NAME_WORDS = 12
+MAX_PHRASE_WORDS = 4
+
+Kind = Literal[
+    "choice", "truth", "special", "date", "time", "span", "number", "list", "words", "math"
+]
+Same = Callable[[str, str], bool | None]
+
+
+class Rivals(Struct, frozen=True):
+    """Candidates that are not the gold: those that the rules decide, and expressions that only
+    mathematics can compare with it."""
+
+    certain: tuple[str, ...] = ()
+    unsure: tuple[str, ...] = ()
+
+
+_HAN_CLAUSE = re.compile("[\u7684\u662f\u5728\u4e86\u4e3a\u4e8e\u6709\u88ab\u56e0\u6240]")
+_DENIED = re.compile(
+    r"(?:not|never|neither|nor|rather than|instead of|unlike|except|excluding|without|as opposed to"
+    r"|\u4e0d\u662f|\u800c\u4e0d)(?:\b|(?=[\u4e00-\u9fff]))",
+    re.IGNORECASE,
+)
+_HAN_HEDGE = re.compile(
+    "\u53ef\u80fd|\u4e5f\u8bb8|\u6216\u8bb8|\u5927\u6982|\u4e0d\u662f|\u5e76\u975e|\u6216\u8005"
+)
+_BETWEEN = re.compile(r"(?:between|from)\s[^,;]{1,60}\s(?:and|to)\s", re.IGNORECASE)
+_NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
+_VARIABLES = re.compile(r"[A-Za-z]{1,3}(?![A-Za-z])|\([^()]*\)")
+_APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
+_LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
+_DASHED = re.compile(r"\w%?\s+[-\u2013\u2014]\s+.*[^\W\d_]{2}")
+_DATES = re.compile(r"(?:\d{1,2} )?[A-Z][a-z]+ (?:\d{1,2}, )?\d{3,4}")
+_MAY = re.compile(r"\bMay\b(?=,? +\d)|(?<=\d )May\b")
+_SYMBOL = re.compile(r"[A-Za-z](?:_?\w)?")
+_MATH_ONLY = re.compile(
+    r"\\(?:int|sum|lim|prod|frac\s*\{\s*d|begin|sin|cos|tan|log|ln|angle|triangle|overline)|'"
+)
+
+
+def kind_of(gold: str) -> Kind:
+    """The layer that a cleaned gold belongs to."""
+    if choice.is_choice(gold) or choice.labelled(gold) is not None:
+        return "choice"
+    if truth(gold) is not None:
+        return "truth"
+    if special(gold):
+        return "special"
+    if dates.minutes(gold) is not None:
+        return "time"
+    if amount_of(gold) is not None:
+        return "number"
+    if dates.dates(gold):
+        return "date"
+    if is_range(gold):
+        return "span"
+    if several(without_name(gold)) is not None:
+        return "list"
+    return "words" if is_wordy(gold) else "math"
+
+
+class Gold:
+    """A gold as what an answer's parts are held against; `same` compares a part with a gold as the
+    layers do, without looking for it inside a longer text."""
+
+    def __init__(self, text: str, same: Same) -> None:
+        self.text = clean(text)
+        self.kind: Kind = kind_of(self.text)
+        self._same = same
+        listed = several(without_name(self.text)) if self.kind == "list" else None
+        self.elements = [Gold(one, same) for one in listed.elements] if listed else []
+        pieces = [piece for part in self._pieces() for piece in [clean(part)] if piece]
+        self.own = [Gold(one, same) for one in pieces] if len(pieces) > 1 else []
+        self.is_named = is_named(self.text)
+        self.rank = rank_of(self.text)
+        self.amount = amount_of(self.text)
+        label = choice.labelled(self.text) if self.kind == "choice" else None
+        if label is not None:
+            self.elements = [Gold(label[1], same)]
+
+    def _pieces(self) -> list[str]:
+        """What the gold itself is cut into."""
+        pieces = [self.text]
+        for _, cut in (
+            LEVELS[5:-1] if self.kind in ("words", "list") and len(self.text) < 200 else ()
+        ):
+            pieces = [piece for text in pieces for piece in cut(text)]
+        return pieces
+
+    def meets(self, part: str) -> bool:
+        """Whether a part is the gold, alone."""
+        if self.kind in ("choice", "truth"):
+            return False  # read letter by letter, and word by word
+        if self.kind in ("number", "date", "time", "span") and is_split(part):
+            return False
+        if self.kind == "number" and (
+            _DASHED.search(part) or is_split(part, named_again, alternatives)
+        ):
+            return False
+        text = clean(part)
+        return bool(text) and self._same(text, self.text) is True
+
+    def parts(self, text: str) -> list[Part]:
+        """The text cut until each part is the gold, or has no separator any more."""
+        found: list[Part] = []
+        self._cut(text, "", 0, found, is_first=True)
+        return found[:MAX_PARTS]
+
+    def _cut(
+        self,
+        text: str,
+        joint: Joint,
+        level: int,
+        found: list[Part],
+        *,
+        led: bool = False,
+        is_first: bool = False,
+    ) -> None:
+        text = trimmed(text)
+        if not self.meets(text):
+            text, has_lead = without_lead(text, is_truth=self.kind == "truth")
+            led = led or has_lead
+        if not text.strip(EDGE) or len(found) > MAX_PARTS:
+            return
+        if self.meets(text):
+            found.append(Part(text, joint, meets=True, led=led, is_first=is_first))
+            return
+        if level > 2 and _BETWEEN.match(text) and is_range(text):
+            found.append(Part(text, joint, led=led, is_first=is_first))
+            return
+        is_clause = False
+        for next_level in range(level, len(LEVELS)):
+            own, cut = LEVELS[next_level]
+            is_clause = is_clause or (
+                cut in OF_A_SENTENCE and has_verb(text) and not is_named(text)
+            )
+            if is_clause and own == "comma" and self.meets(text.partition(",")[0]):
+                head, _, tail = text.partition(",")
+                found.append(Part(head, joint or own, meets=True, led=led, is_first=is_first))
+                found.append(Part(tail.strip(), own, led=True))
+                return
+            if (is_clause and cut in OF_A_CLAUSE) or not self._may_cut(cut, own, text):
+                continue
+            pieces = [piece for piece in cut(text) if piece and piece.strip(EDGE)]
+            if len(pieces) < 2:
+                text = pieces[0].strip() if pieces else text
+                continue
+            if own == "equals" and not self._is_derivation(pieces):
+                own = ""
+            if is_clause and own not in ("", "alias"):
+                pieces, led = [pieces[0], pieces[-1]], True
+            pieces = self._with_own_commas(text, pieces) if own == "comma" else pieces
+            for place, piece in enumerate(pieces):
+                leads = place == 0 and own != ""  # what follows the first is attached to it
+                self._cut(
+                    piece,
+                    (joint if joint or not is_first else own) if place == 0 else own,
+                    next_level + (cut is LEVELS[-1][1]),
+                    found,
+                    led=led and (place == 0 or is_clause),
+                    is_first=is_first and leads,
+                )
+            return
+        found.append(Part(text, joint, led=led, is_first=is_first))
+
+    def _with_own_commas(self, text: str, pieces: list[str]) -> list[str]:
+        """Austin, Texas and USA, if the gold is Austin, Texas."""
+        for count in range(len(pieces) - 1, 1, -1) if "," in self.text else ():
+            head = text[: text.rfind(pieces[count])].rstrip(" ,")
+            if self.meets(head):
+                return [head, *pieces[count:]]
+        return pieces
+
+    def _is_derivation(self, sides: Sequence[str]) -> bool:
+        """Whether an equation names or works out its right side, and equates no two answers."""
+        return any(
+            amount_of(clean(side)) is None
+            and not is_wordy(_VARIABLES.sub("x", side))
+            and (self.kind in ("number", "math", "list") and not dates.dates(clean(side)))
+            for side in sides[:-1]
+        )
+
+    def _may_cut(self, cut: Cut, joint: Joint, text: str) -> bool:
+        """Brackets, hyphens and commas are a part of mathematics, and signs of equality of an
+        equation; to a question of yes or no, "no" is an answer."""
+        if cut is corrections:
+            return self.kind != "truth"
+        if cut is lines:
+            return r"\begin" not in text
+        if joint == "equals":
+            return "=" not in self.text
+        if joint == "dash" and "=" in text and re.search(r"\d\s+-\s+\d", text):
+            return False
+        if joint in ("bracket", "dash", "colon", "comma", "list") and not is_wordy(text):
+            if self.kind == "math" or (self.kind == "list" and joint not in ("comma", "list")):
+                return joint == "dash" and re.search("[\u2014\u2015]", text) is not None
+            if joint == "dash" and "=" in text:
+                return False
+        return True
+
+    def is_named_by(self, text: str) -> bool:
+        """Whether a text without rivals names the gold in a part of its own, and doubts nothing."""
+        parts = self.parts(text)
+        if self.kind in ("choice", "truth", "math") or len(parts) < 2:
+            return False
+        if all(part.meets for part in parts):
+            return True
+        if is_hedged(_MAY.sub("", text)) or _HAN_HEDGE.search(text):
+            return False
+        return any(part.meets for part in parts) and not any(map(self._changes, parts))
+
+    def _changes(self, part: Part) -> bool:
+        """Whether a part says more exactly which: Paris, Texas; 5 (kilometres)."""
+        bare = clean(part.text)
+        if part.meets or not part.joint:
+            return False
+        if self.kind == "number":
+            return amount_of(bare) is None and unit_of(bare.lower()) is not None
+        is_state = bare in STATES or bare in STATES.values()
+        return is_state and "county" not in self.text.lower()
+
+    # What a part that is not the gold says.
+
+    def rivals(self, text: str) -> Rivals:
+        """The candidates beside the gold. A text that is one part has none: whether it is the
+        gold the layers say."""
+        parts = self.parts(text)
+        if self.kind == "choice":
+            return self._other_letters(text, parts)
+        if len(parts) < 2 and not self._reads_whole(text) and self.kind != "date":
+            return Rivals()
+        if self.kind == "math":
+            return self._other_expressions(text, parts)
+        amounts = [amount_of(clean(part.text)) for part in parts if part.meets]
+        beside = [amount for amount in amounts if amount is not None]
+        found = [*self._of_twins(text), *self._other_dates(text)]
+        ends_right = bool(parts) and parts[-1].meets
+        skips = False
+        for place, part in enumerate(parts):
+            if not part.joint:
+                skips = False
+            if skips or part.meets:
+                continue
+            words = tokens(part.text)
+            if words and words[0] in ASIDES and len(words) < 3:
+                skips = True
+                continue
+            after = parts[place + 1] if place + 1 < len(parts) else None
+            if not (ends_right and _is_step(parts, place)) and self.is_rival(part, after, beside):
+                found.append(part.text)
+        if self.amount is not None and _adds_up(found, self.amount):
+            return Rivals()
+        return Rivals(tuple(dict.fromkeys(found)))
+
+    def _other_dates(self, text: str) -> Iterator[str]:
+        """Dates with nothing but spaces between them."""
+        mine = dates.dates(self.text) if self.kind == "date" else ()
+        for date in _DATES.findall(text) if mine and not has_verb(text) else ():
+            found = dates.dates(date)
+            if found and not any(_compatible(one, other) for one in found for other in mine):
+                yield date
+
+    def _reads_whole(self, text: str) -> bool:
+        bare = clean(text)
+        return self.kind == "number" and bool(_NUMBERS.fullmatch(bare)) and quantity(bare) is None
+
+    def is_rival(
+        self, part: Part, after: Part | None = None, beside: Sequence[Quantity] = ()
+    ) -> bool:
+        """Whether a part names another candidate than the gold, or than the amounts `beside` it
+        that are the gold."""
+        bare = clean(part.text)
+        if _DENIED.match(bare) or self._restates(bare, part.joint):
+            return False
+        if part.joint == "alias" and not part.is_first and self.kind in ("words", "list"):
+            return True
+        if not bare or (has_verb(bare) and not is_named(bare)):
+            return self.kind == "truth" and self._other_truth(part)
+        match self.kind:
+            case "truth":
+                return self._other_truth(part) or self._of_another_kind(part, bare)
+            case "number":
+                return self._other_amount(part, bare, beside) or self._of_another_kind(part, bare)
+            case "date" | "time" | "span":
+                return self._other_time(part, bare) or self._of_another_kind(part, bare)
+            case "list":
+                if any(one.meets(part.text) for one in self.elements):
+                    return False
+                if any(one.is_rival(part, after) for one in self.elements[:3]):
+                    return True
+                return is_wordy(self.text) and self._other_words(part, bare, after)
+            case "math":
+                return self._of_another_kind(part, bare)
+            case "special":
+                return bool(special(bare)) or self._of_another_kind(part, bare)
+            case _:
+                return self._other_words(part, bare, after)
+
+    def _restates(self, bare: str, joint: Joint) -> bool:
+        """Whether a part is a part of the gold, or Chinese for it, or its short form."""
+        if any(one.text == bare or one.meets(bare) for one in self.own):
+            return True
+        if has_cjk(self.text) != has_cjk(bare):
+            return (
+                joint == "bracket"
+                and self.kind == "words"
+                and any(map(str.isalpha, bare))
+                and quantity(bare) is None
+            )
+        if not has_cjk(bare) or len(bare) < 2:
+            return False
+        rest = iter(self.text)
+        return all(sign in rest for sign in bare)
+
+    def _other_truth(self, part: Part) -> bool:
+        text = clean(part.text).lower()
+        said = truth(text) if len(text) > 1 else None
+        if said is None:
+            match = re.match(
+                r"(yes|no)\b,?\s+(?:it|they|he|she|that|this|both|we|i|there|the answer)\b", text
+            )
+            said = match[1] == "yes" if match is not None else None
+        return said is not None and said is not truth(self.text)
+
+    def _of_another_kind(self, part: Part, bare: str) -> bool:
+        """A bare name or number that stands alone as if it were the answer."""
+        kept = ("bracket",) if self.kind == "number" else ("bracket", "dash", "colon", "comma")
+        if part.joint in kept or part.led or (part.joint and (part.is_first or not is_named(bare))):
+            return False
+        if self.kind in ("truth", "special") and quantity(bare) is not None:
+            return True
+        if truth(bare) is not None:
+            return self.kind != "truth"
+        if self._describes(part, bare):
+            return False
+        return is_named(bare) or (
+            self.kind != "truth" and is_wordy(bare) and 1 < len(bare.split()) <= MAX_PHRASE_WORDS
+        )
+
+    def _other_amount(self, part: Part, bare: str, beside: Sequence[Quantity]) -> bool:
+        assert self.amount is not None
+        if _NUMBERS.fullmatch(bare) and quantity(bare) is None:
+            return True
+        amount = amount_of(without_class(without_name(bare)))
+        if amount is None:
+            years = {date[0] for date in dates.dates(bare) if date[0]}
+            return bool(years) and not part.joint and self.amount.value not in years
+        if amount.dimension == (("ordinal", 1),) and not re.search(r"\d|\s", bare):
+            is_ordinal = self.amount.dimension == amount.dimension
+            return (is_ordinal or part.joint not in ("comma", "colon")) and not same_quantity(
+                amount, self.amount
+            )
+        known = [self.amount, *beside]
+        if any(same_quantity(amount, one) or is_conversion(amount, one, bare) for one in known):
+            return False
+        alike = amount.dimension == self.amount.dimension or not amount.has_unit
+        if part.led:
+            return alike or not amount.words
+        return not (part.joint == "bracket" and _is_money(amount) and _is_money(self.amount))
+
+    def _other_time(self, part: Part, bare: str) -> bool:
+        if self.kind == "time":
+            other = dates.minutes(bare)
+            return other is not None and other != dates.minutes(self.text)
+        mine, found = dates.dates(self.text), dates.dates(bare)
+        if found and mine:
+            return not any(_compatible(one, other) for one in found for other in mine)
+        amount = quantity(bare)
+        if self.kind == "span":
+            return bool(found) or is_range(bare) or (amount is not None and not part.joint)
+        if amount is None or amount.has_unit:
+            return is_range(bare) and not part.joint
+        return not any(date[0] == amount.value for date in mine) and not part.led
+
+    def _other_words(self, part: Part, bare: str, after: Part | None) -> bool:
+        """Another name or phrase, unless it describes the gold."""
+        if is_of_place(bare, self.rank, part):
+            return False
+        if self._describes(part, bare, after):
+            return False
+        if amount_of(bare) is not None or dates.dates(bare) or is_range(bare):
+            if part.joint == "comma" and re.fullmatch(r"\d{1,3}|[A-Za-z]+", bare):
+                return True
+            return not part.joint and not part.led
+        if truth(bare) is not None:
+            return not part.joint
+        words = bare.split()
+        if has_cjk(bare):
+            return len(bare) <= 12 and _HAN_CLAUSE.search(bare) is None
+        if is_named(bare):
+            return len(words) <= MAX_NAME_WORDS
+        if part.led and self.is_named:
+            return False
+        limit = max(2 * MAX_PHRASE_WORDS, len(self.text.split()) + 2)
+        return len(words) <= limit and any(map(str.isalpha, tokens(bare)))
+
+    def _describes(self, part: Part, bare: str, after: Part | None = None) -> bool:
+        words = tokens(bare)
+        if not words or (len(words) == 1 and len(bare) < 2):
+            return True
+        label = re.sub(r"\s+(?:\d+|[a-z])$", "", bare.lower())
+        if (
+            (after is not None and after.joint in ("colon", "dash", "equals")) or part.is_first
+        ) and (label in LABELS or (words[-1] in LABELS and not is_named(bare))):
+            return True
+        if OPENING.match(bare) and not (is_named(bare) and bare[:1].isupper()):
+            return True
+        if words[0] in HEADS and len(words) > 1 and re.match(r"\w+ (?:of|for|to|in)\b", bare):
+            return not re.match(r"\w+ (?:of|for|to|in)\b", self.text)
+        if is_role(bare) and not is_role(self.text):
+            return True
+        rest = ARTICLE.sub("", bare, count=1)
+        has_article = rest != bare and not is_named(rest)
+        if part.joint == "bracket" and not self.is_named and FORMULA.fullmatch(bare[:8]):
+            return True  # water (H2O)
+        if is_named(rest):
+            return not is_nationality(self.text) and is_note(rest, part)
+        if part.joint and has_article and ARTICLE.match(self.text) is None:
+            return True
+        if part.joint and is_note(rest, part):
+            return True
+        if not self.is_named and not has_article and self.kind in ("words", "list"):
+            own = set(self.text.lower().split())
+            return not own & FUNCTION_WORDS and bool(set(bare.lower().split()) & FUNCTION_WORDS)
+        if bool(set(bare.lower().split()) & FUNCTION_WORDS):
+            return True
+        limit = MAX_PHRASE_WORDS if part.joint else 2 * MAX_PHRASE_WORDS
+        return has_article or len(words) > limit or is_note(rest, part)
+
+    def _of_twins(self, text: str) -> Iterator[str]:
+        """Where two sentences are alike but for one piece: The capital is A. The capital is B."""
+        sentences = [
+            piece.strip(EDGE)
+            for line in LEVELS[0][1](text)
+            for half in LEVELS[2][1](line)
+            for piece in [half]
+        ]
+        sides = [one.split() for one in sentences if one]
+        for place, one in enumerate(sides[:20]):
+            for other in sides[place + 1 : 20]:
+                yield from self._twin(one, other)
+
+    def _twin(self, one: list[str], other: list[str]) -> Iterator[str]:
+        shorter = min(len(one), len(other))
+        start = next((n for n in range(shorter) if one[n].lower() != other[n].lower()), shorter)
+        end = next(
+            (n for n in range(shorter - start) if one[-1 - n].lower() != other[-1 - n].lower()),
+            shorter - start,
+        )
+        if start + end < 2 or not any(has_verb(" ".join(side)) for side in (one, other)):
+            return
+        for side in (one, other):
+            middle = " ".join(side[start : len(side) - end])
+            if middle and not self.meets(middle) and self.is_rival(Part(middle)):
+                yield middle
+
+    def _other_letters(self, text: str, parts: Sequence[Part]) -> Rivals:
+        """Letters of other options, or another text at the same letter."""
+        wanted = choice.chosen(self.text)
+        groups = choice.letters(text)
+        others = {group for group in groups if group - wanted}
+        if wanted in groups:
+            others |= {group for group in groups if group != wanted}
+        if others:
+            return Rivals(tuple("".join(sorted(group)) for group in others))
+        for worded in self.elements:
+            texts = [label[1] for label in map(choice.labelled, map(_text_of, parts)) if label]
+            rivals = [one for one in texts if not worded.meets(one) and not has_verb(one)]
+            if rivals or not any(worded.meets(part.text) for part in parts):
+                return Rivals(tuple(rivals))
+            return worded.rivals(_LABEL.sub("", text))
+        return Rivals()
+
+    def _other_expressions(self, text: str, parts: Sequence[Part]) -> Rivals:
+        """Expressions beside the gold, if a part alone is an expression that may be the gold."""
+        spoken = [part for part in parts if not part.meets]
+        names = [
+            part.text
+            for part in spoken
+            if not part.joint
+            and not part.led
+            and is_wordy(clean(part.text))
+            and is_named(clean(part.text))
+        ]
+        unsure = [
+            without_name(clean(part.text)) for part in spoken if is_expression(clean(part.text))
+        ]
+        if _APPROXIMATE.search(text):
+            unsure = [text for text in unsure if not re.fullmatch(r"-?\d+\.\d+\S*", text)]
+        is_chain = {part.joint for part in parts} <= {"equals"} and len(parts) > 1
+        if is_chain and any(_MATH_ONLY.search(part.text) for part in parts[:-1]):
+            unsure = []
+        return Rivals(tuple(names), tuple(dict.fromkeys(unsure)))
+
+
+def _compatible(one: dates.Date, other: dates.Date) -> bool:
+    """Whether one may be the other, more or less complete."""
+    return all(a == b or not a or not b for a, b in zip(one, other, strict=True))
+
+
+def _text_of(part: Part) -> str:
+    return part.text
+
+
+def _is_step(parts: Sequence[Part], place: int) -> bool:
+    """Whether a part is a result on the way: 5 + 8 = 13, or x = 5 if x has no second value."""
+    if parts[place].joint != "equals":
+        return False
+    name = parts[place - 1].text if place and parts[place - 1].joint == "equals" else ""
+    return not _SYMBOL.fullmatch(name) or all(part.text != name for part in parts[place + 1 :])
+
+
+def _is_money(amount: Quantity) -> bool:
+    """Whether an amount is in a currency, whose rate nobody here knows."""
+    return any(name.startswith("money") for name, _ in amount.dimension)
+
+
+def _adds_up(found: Sequence[str], amount: Quantity) -> bool:
+    """Whether several numbers are the parts of the answer: 13 (5 red, 8 green)."""
+    others = [quantity(clean(text)) for text in found]
+    if len(others) < 2 or None in others:
+        return False
+    return sum(one.value for one in others if one is not None) == amount.value

@@ -1,0 +1,248 @@
+"""A part of an answer: without what leads in to it, and whether it names something, describes what
+stands beside it, or counts."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+
+from msgspec import Struct
+
+from envs.grading import spans
+from envs.grading.names import STATES, is_titled
+from envs.grading.numbers import leading_number, words_as_digits
+from envs.grading.quantities import Quantity, quantity
+from envs.grading.separators import Cut, Joint, lines, sentences
+from envs.grading.special import truth
+from envs.grading.units import unit_of
+from envs.grading.words import has_cjk, is_wordy
+
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+LABELS, ASIDES, HEADS, _NOTES = (
+    frozenset(_TABLES[name]) for name in ("labels", "asides", "heads", "notes")
+)
+_RANKS = {
+    **dict.fromkeys((*map(str.lower, STATES.values()), *_TABLES["provinces"]), 1),
+    **dict.fromkeys(_TABLES["countries"], 2),
+    **dict.fromkeys(_TABLES["continents"], 3),
+}
+
+
+class Part(Struct, frozen=True):
+    """A text between two separators and how it is attached to what stands before it (of the
+    first: behind it); `led` is whether a lead-in such as "it is" was taken off."""
+
+    text: str
+    joint: Joint = ""
+    meets: bool = False
+    led: bool = False
+    is_first: bool = False
+
+
+EDGE = " \t\n.,;:!?*_`\"'\u201c\u201d\u2018\u2019\u300c\u300d()[]<>~|#"
+_LEAD = re.compile(
+    r"(?:"
+    r"(?:and|or|but|so|thus|hence|therefore|then|also|maybe|perhaps|possibly|probably|likely"
+    r"|either|well"
+    r"|definitely|certainly|ok(?:ay)?|alternatively|otherwise|finally|in (?:conclusion|short"
+    r"|summary|fact)"
+    r"|not only|no|yes|even|else|still|yet|now|again|here|there|\u6216\u8005?"
+    r"|\u7b54\u6848?)(?:,\s*|\s+(?!of\b))"
+    r"|(?:i|we|some|others|many|people|(?:other |some |most )?sources|it|one|you|they|he"
+    r"|she)\s+(?:would\s+"
+    r"|will\s+|could\s+|can\s+|may\s+|might\s+|also\s+|first\s+|then\s+|now\s+|still\s+"
+    r"|have\s+){0,3}"
+    r"(?:say|says|think|thought|thinks|believe|believes|guess|suspect|claim|suggest|suggests"
+    r"|choose|chose|pick"
+    r"|go with|get|got|bet|answer|vote for|conclude)(?:\s+(?:that|it|the|is|was|could be|for"
+    r"|on)\b)*[:,]?\s+"
+    r"|(?P<pronoun>it|that|this|these|those|they|he|she|which|who|there)(?:'s|'re|\s+(?:is"
+    r"|was|are|were|could be|might be|may be"
+    r"|must be|should be|would be|will be|could also be|might also be|may also be|can also be"
+    r"|can be))\s+"
+    r"(?:(?:also|actually|really|either|possibly|perhaps|maybe|probably|likely|in fact|either)\s+)*"
+    r"|(?:(?:the|my|our|your|another|an?|one|some|any|each)\s+)?(?:(?:final|correct|right"
+    r"|best|possible|first|second"
+    r"|third|fourth|other|alternative|next|most|likely|true|actual|real|exact|initial|last"
+    r"|only|new|old"
+    r"|updated)\s+){0,3}(?:answers?|results?|solutions?|guess(?:es)?|candidates?|options?"
+    r"|choices?|possibility"
+    r"|alternatives?|response|value|attempt|try|reply|conclusion)"
+    r"(?:\s+(?:is|was|are|were|could be|might be|may be|would be|must be|should be"
+    r"|equals)\s+(?:also\s+)?"
+    r"|\s*(?:\#?\d{1,2}|[a-d]|one|two|three|four|i{1,3})\s*(?:[:.)=]|\s+(?:is|was))\s*|\s*[:=]\s*)"
+    r"|(?:(?:first|second|third|fourth|next|last)(?:ly)?,\s+)"
+    r"|[*+>-]\s+|#\d\s+)",
+    re.IGNORECASE,
+)
+OPENING = re.compile(  # what describes, and names nothing
+    r"(?:in|at|on|by|from|for|to|with|of|during|after|before|since|because|as|who|which|that"
+    r"|where|when|whose|while"
+    r"|born|died|aged?|located|situated|published|released|founded|based|formerly|previously"
+    r"|originally|known|made"
+    r"|according|including|excluding|see|under|over|between|within|near|about|until|per|via"
+    r"|through|given|using"
+    r"|assuming|if|just|only|not|never|unlike|rather|instead|circa|ca?\.|b\.|d\.|r\.|fl\."
+    r"|est\.|etc|such|like|hence"
+    r"|counting|rounded|approximately|approx\.?|exactly|i|we|he|she|it|they|this|these|those"
+    r"|both|all|neither|none"
+    r"|each|its|his|her|their|our|my|no|yes|correct|right|respectively|inclusive|is|was|are"
+    r"|were|has|had|did)\b",
+    re.IGNORECASE,
+)
+_SMALL = frozenset(
+    str.split(
+        "of the and for a an in on at to with from by de la le du des der die das von van"
+        " den di da do dos"
+        " del della el los las y e und et bin ibn al as or nor but s t"
+    )
+)
+FUNCTION_WORDS = frozenset(
+    str.split(
+        "of in for by with from to on at as that which who about between into under after before"
+    )
+)
+_OCCUPATION = re.compile(r"[a-z]{3,}(?:ist|er|or|ian|man|woman|ess|ician|smith|ant|ee|ary)s?")
+_NATIONAL = re.compile(r"(?:^|-)[A-Z][a-z]+(?:ish|ese|ian|ean|ican|ch)$")
+ARTICLE = re.compile(r"(?:an?|the|one of)\s+", re.IGNORECASE)
+_CAPITAL = re.compile(r"[A-Z][a-z]+")
+_COUNTED = frozenset(
+    str.split(
+        "award awards prize prizes medal medals cup cups title titles oscar oscars grammy"
+        " grammys grammies"
+        " emmy emmys tony tonys globe globes championship championships game games series"
+        " season seasons"
+        " nobel olympic olympics american americans"
+    )
+)
+FORMULA = re.compile(r"(?:[A-Z][a-z]?\d*){1,4}")  # of a substance
+
+
+def without_lead(text: str, *, is_truth: bool = False) -> tuple[str, bool]:
+    """A part without "or perhaps", "option 2:" and the like, and whether "it is" led to it."""
+    led = False
+    for _ in range(6):
+        match = _LEAD.match(text, 0, len(text.partition("\n")[0]))
+        if match is None or match.end() >= len(text):
+            break
+        if is_truth and truth(match[0].strip(" ,\n\r\t")) is not None:
+            break
+        led = match["pronoun"] is not None
+        text = text[match.end() :]
+    return text, led
+
+
+def is_range(text: str) -> bool:
+    """Whether the text is a range, a bound, a frequency or a period, with a number in it."""
+    if not re.search(r"\d", words_as_digits(text)) and spans.frequency(text) is None:
+        return False
+    return spans.is_span(text)
+
+
+@lru_cache(maxsize=4096)
+def amount_of(text: str) -> Quantity | None:
+    """A number with its unit or noun; None for a title that begins with one: Seven Samurai."""
+    amount = quantity(text)
+    if amount is None or not amount.words or text.split()[-1][:1].islower():
+        return amount
+    in_small = quantity(text.lower())
+    if in_small is not None and not in_small.words:  # 26 Kilometers
+        return in_small
+    capitals = [word for word in _CAPITAL.findall(text) if not _is_number_or_unit(word)]
+    if not capitals or capitals[-1].lower() in _COUNTED or has_cjk(text):
+        return amount
+    return None
+
+
+def _is_number_or_unit(word: str) -> bool:
+    return leading_number(word.lower()) is not None or unit_of(word.lower()) is not None
+
+
+def is_split(text: str, *cuts: Cut) -> bool:
+    """Whether a text is more than one line or sentence, or is cut by others of `cuts`."""
+    every = (lines, sentences, *cuts)
+    return any(len([one for one in cut(text) if one.strip(EDGE)]) > 1 for cut in every)
+
+
+def trimmed(text: str) -> str:
+    """Without a bracket at an end that nothing closes or opens."""
+    text = text.strip().rstrip(",;").strip()
+    excess = {pair: text.count(pair[0]) - text.count(pair[1]) for pair in ("()", "[]", "{}", "<>")}
+    if not sum(excess.values()):
+        return text
+    for pair, count in excess.items():
+        if count > 0:
+            text = text.removesuffix(pair[0]).strip().removeprefix(pair[0]).strip()
+        elif count < 0:
+            text = text.removesuffix(pair[1]).strip().removeprefix(pair[1]).strip()
+    return text
+
+
+def is_named(text: str) -> bool:
+    """Whether every word that carries meaning begins with a capital or a digit."""
+    words = [word.strip(EDGE) for word in re.split(r"[\s/-]+", text)]
+    kept = [word for word in words if word and word.lower() not in _SMALL | FUNCTION_WORDS]
+    if not kept or has_cjk(text) or "\\" in text:
+        return False
+    return all(not word[0].islower() for word in kept) and any(
+        sign.isalpha() for word in kept for sign in word
+    )
+
+
+def is_expression(text: str) -> bool:
+    """Whether a cleaned part is mathematics that could be an answer: no lone name such as f(x)."""
+    if is_wordy(text) or re.fullmatch(r"[A-Za-z](?:_\{?\w+\}?)?(?:\([a-z]\))?", text):
+        return False
+    return re.search(r"[\w\\]", text) is not None
+
+
+def is_conversion(one: Quantity, other: Quantity, text: str) -> bool:
+    """Whether one is the other in another unit, rounded: 5 ft (1.5 m), 38.6 for 270/7."""
+    if one.dimension != other.dimension or one.words != other.words:
+        return False
+    if one.dimension and one.factor != other.factor:
+        low, high = sorted((abs(one.in_base_units), abs(other.in_base_units)))
+        return high > 0 and (high - low) / high <= Fraction(3, 100)
+    decimals = re.search(r"\d\.(\d{1,12})(?!\d)", text)
+    if decimals is None or other.value.denominator in (1, 2, 4, 5, 10, 20, 25, 50, 100, 1000):
+        return False
+    return abs(one.value - other.value) <= Fraction(1, 10 ** len(decimals[1]))
+
+
+def rank_of(text: str) -> int:
+    """0 for a place, 1 for a state, 2 for a country, 3 for a continent."""
+    return _RANKS.get(" ".join(re.findall(r"[\w']+", text.lower().removeprefix("the "))), 0)
+
+
+def is_of_place(bare: str, rank: int, part: Part) -> bool:
+    """Whether a part is the state or country that a place lies in."""
+    if part.joint not in ("comma", "bracket") or part.is_first:
+        return False
+    found = rank_of(bare) or (1 if bare in STATES else 0)
+    return found > rank
+
+
+def is_role(text: str) -> bool:
+    """King of Spain, 44th President of the United States, Director."""
+    words = re.sub(
+        r"^(?:(?:the|an?|former|current|then|first|\d+(?:st|nd|rd|th))\s+)+", "", text, flags=re.I
+    )
+    first = words.split()[:1]
+    return bool(first) and is_titled(first[0]) and words.split()[1:2] in ([], ["of"])
+
+
+def is_note(text: str, part: Part) -> bool:
+    """Whether a part is the kind of thing that its neighbour is: film, 2010 film, physicist."""
+    last = text.split()[-1].strip(EDGE) if text.split() else ""
+    is_kind = last.lower() in _NOTES or _OCCUPATION.fullmatch(last) is not None
+    if is_kind and (not is_named(text) or (part.joint == "bracket" and " " not in text)):
+        return True
+    return bool(part.joint or part.led) and is_nationality(text)
+
+
+def is_nationality(text: str) -> bool:
+    """Whether a text is, or ends in, the adjective of a country: Italian, African-American."""
+    return _NATIONAL.search(text) is not None

@@ -1,0 +1,229 @@
+"""One answer: two candidates in one answer are wrong in either order, whatever joins them, and an
+answer that says more about its one candidate is right."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from agentenv.types import Message, Task
+from envs.grading import choice, dates
+from envs.grading.candidates import kind_of
+from envs.grading.exact import TokenF1
+from envs.grading.layers import Layered, compare
+from envs.grading.lists import several
+from envs.grading.phrases import is_named, is_nationality, rank_of
+from envs.grading.reward import make_grader
+from envs.grading.spelling import clean
+from envs.grading.words import has_cjk
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+GOOD = FIXTURES / "one_answer.txt"
+NUM_CHUNKS = 6
+NUM_CHECKED = 1800  # in each chunk, both orders counted
+
+# An @ is where the second answer stands.
+SEPARATORS = [
+    ". @", "; @", ": @", " - @", " \u2013 @", " \u2014 @", "\u2014@", "\n@", "\n\n@", "\t@",
+    "\r\n@", "\u2028@", " aka @", ", aka @", " a.k.a. @", " i.e. @", ", i.e., @", " or @",
+    ", or @", "; or @", " and @", " then @", " (@)", " [@]", " {@}", " (or @)", " (aka @)",
+    " (also @)", " (possibly @)", " / @", "/@", " | @", "|@", " || @", " -> @", " \u2192 @",
+    " => @", " \u21d2 @", " = @", " == @", " \u2248 @", " \\approx @", ", @", ",@",
+    " also known as @", ", also known as @", ". Alternatively, @", ", alternatively @",
+    ", possibly @", ". Possibly @", "... @", "\u2026@", "?? @", "! @", "!! @", "\n- @", "\n* @",
+    "\n\u2022 @", " \u2022 @", "\uff0c@", "\u3001@", "\u3002@", "\uff1b@", "\uff1a@",
+    "\uff08@\uff09", "\u3010@\u3011", "\u300c@\u300d", " \u00ab @ \u00bb", ". Or @", ". Maybe @",
+    " maybe @", " perhaps @", " & @", " vs @", " versus @", " , @", ".\n@", ":\n@", " --- @",
+    "--@", " \\ @", " + @", " plus @", " as well as @", " otherwise @", " else @", ", if not, @",
+    " alias @", " namely @", ", that is, @", " e.g. @", "<br>@", " :: @", ". Also @", ". Then @",
+    " and/or @", " ; @", " or else @", " or possibly @", ", or maybe @", " equals @",
+    " \u6216\u8005 @", ". The answer is @", ". It is @", ". I think @", ". My second guess is @",
+    ". Another possibility: @", ". Second guess: @", "|  @", " ~ @",
+]  # fmt: skip
+FORMS = [
+    "The answer is {}. The answer is {}.", "It is {}. It is {}.", "**{}** **{}**", "`{}` `{}`",
+    '"{}" "{}"', "\\boxed{{{}}} \\boxed{{{}}}", "\\boxed{{{}}} or \\boxed{{{}}}",
+    "\\boxed{{{}}}, \\boxed{{{}}}", "1. {} 2. {}", "1) {}\n2) {}", "(a) {} (b) {}", "- {}\n- {}",
+    "Option 1: {}. Option 2: {}.", "Either {} or {}", "It could be {} or {}.",
+    "First guess: {}; second guess: {}", "{} {}", "{0}. {1}. {0}.", "{0}, {0}, {1}",
+    "{} is the answer. {} is the answer.", "| {} | {} |", "Answer: {}\nAnswer: {}",
+    "Some say {}. Others say {}.", "<answer>{}</answer><answer>{}</answer>", "[{}, {}]",
+    "The final answer is {}. {}.", "I think {}, but it might be {}.",
+]  # fmt: skip
+JOINTS = [f"{{}}{mark.replace('@', '{}', 1)}" for mark in
+          (one.replace("{", "{{").replace("}", "}}") for one in SEPARATORS)] + FORMS  # fmt: skip
+PLAIN_KINDS = ("number", "date", "time", "choice", "truth", "words")
+
+
+@cache
+def golds() -> dict[str, list[str]]:
+    """The golds of the fixtures that name one thing, by the layer that reads them."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for name in ("answer_pairs", "fresh_pairs", "new_pairs"):
+        rows = json.loads((FIXTURES / f"{name}.json").read_text(encoding="utf-8"))
+        for row in rows["pairs"] if isinstance(rows, dict) else rows:
+            gold = row["gold"] if isinstance(row, dict) else row[0]
+            gold = clean(gold[0] if isinstance(gold, list) else gold)
+            kind = kind_of(gold)
+            # a clause, a list and a description are no one name; Chinese has no capitals to tell
+            is_one = kind != "words" or (is_named(gold) and several(gold) is None)
+            if kind in PLAIN_KINDS and is_one and not has_cjk(gold) and gold not in found[kind]:
+                found[kind].append(gold)
+    return found
+
+
+def pairs(chunk: int) -> list[tuple[str, str, str]]:
+    """Two golds of a kind that are two things, and how they are joined."""
+    drawn, made = random.Random(chunk), []
+    kinds = [kind for kind, texts in golds().items() if len(texts) > 1]
+    while len(made) < NUM_CHECKED // 2:
+        one, other = drawn.sample(golds()[drawn.choice(kinds)], 2)
+        if are_two(one, other):
+            made.append((one, other, JOINTS[(chunk + NUM_CHUNKS * len(made)) % len(JOINTS)]))
+    return made
+
+
+def are_two(one: str, other: str) -> bool:
+    """Whether two golds are two answers: not one place in the other, a nationality, a date and its
+    month, or letters of which one is in both."""
+    if any(rank_of(gold) or is_nationality(gold) for gold in (one, other)):
+        return False
+    labels = [choice.labelled(gold) for gold in (one, other)]
+    if all(labels) and labels[0][0] == labels[1][0]:  # type: ignore[index]
+        return False
+    letters = [choice.chosen(gold) for gold in (one, other)]
+    if letters[0] & letters[1]:
+        return False
+    days = [dates.dates(gold) for gold in (one, other)]
+    if any(
+        all(not a or not b or a == b for a, b in zip(*both, strict=True)) for both in product(*days)
+    ):
+        return False
+    return compare(one, other)[0] is False and compare(other, one)[0] is False
+
+
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+def test_two_candidates_are_wrong_in_either_order(chunk: int) -> None:
+    accepted = []
+    for one, other, joint in pairs(chunk):
+        answer = joint.format(one, other)
+        accepted += [(gold, answer) for gold in (one, other) if compare(answer, gold)[0]]
+    assert not accepted
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("13. Sorry, 14.", "14", True), ("13. Sorry, 14.", "13", False),
+        ("London. No, Paris.", "Paris", True), ("London. No, Paris.", "London", False),
+        ("44, I mean 42", "42", True), ("44, I mean 42", "44", False),
+        ("13. The final answer is 14.", "14", True), ("13. The final answer is 14.", "13", False),
+        ("13. Correction: 14", "14", True), ("13. Correction: 14. 15", "14", False),
+        (r"\boxed{13} Wait, \boxed{14}", "14", True), (r"\boxed{13} Wait, \boxed{14}", "13", False),
+        (r"\boxed{2} and \boxed{3}", "2, 3", True), (r"\boxed{14} \boxed{14}", "14", True),
+    ],
+)  # fmt: skip
+def test_a_correction_counts_if_it_ends_in_the_right_one(
+    answer: str, gold: str, right: bool
+) -> None:
+    assert bool(compare(answer, gold)[0]) is right
+
+
+def good_forms() -> list[tuple[str, str]]:
+    """Gold and answer of each line."""
+    lines = GOOD.read_text(encoding="utf-8").splitlines()
+    rows = [line.split(" | ") for line in lines if line and not line.startswith("#")]
+    return [(gold, answer.replace("\\n", "\n")) for gold, answer in rows]
+
+
+async def test_more_words_about_one_answer_are_right() -> None:
+    matcher = Layered(math=False)
+    await matcher.start()
+    refused = [
+        (gold, answer)
+        for gold, answer in good_forms()
+        if not (await matcher.verdict("", answer, [gold])).right
+    ]
+    assert not refused
+
+
+ABOUT = {  # what may be said about an answer of a kind
+    "words": [
+        "{}. It is well known.", "The answer is {}.", "**{}**", "{}, as the second source says.",
+        "Final answer: {}", "{} (according to the sources)",
+        "It is {}, because both sources agree.",
+        "{}. They were mentioned in 1990.", "{} - it is the only one that fits.", "Answer: {}",
+    ],
+    "number": [
+        "{}. This is what remains.", "The answer is {}.", "So the answer is {}", "**{}**",
+        "Answer: {}",
+        "{}, as was shown above.", "{} (by the second equation)", "Therefore, {}", "x = {}",
+        "{}. The first term was dropped.",
+    ],
+    "date": [
+        "{}. It was a cold day.", "The answer is {}.", "{}, in the evening", "{} (a holiday)",
+    ],
+    "truth": ["{}, they are.", "{}. Both are the same.", "The answer is {}."],
+}  # fmt: skip
+
+
+def test_each_gold_of_the_fixtures_may_be_spoken_about() -> None:
+    refused = [
+        (gold, form.format(gold))
+        for kind, forms in ABOUT.items()
+        for gold in golds()[kind]
+        for form in forms
+        if compare(form.format(gold), gold)[0] is False
+    ]
+    num_asked = sum(len(golds()[kind]) * len(forms) for kind, forms in ABOUT.items())
+    assert len(refused) < 0.005 * num_asked, refused
+
+
+async def test_no_grader_of_answers_pays_for_two() -> None:
+    text = r"<think>x</think><answer>\boxed{Paris. London}</answer>"
+    for keys in (
+        {"kind": "layered", "partial_credit": True, "reward": "tools"},
+        {"kind": "layered", "partial_credit": True},
+        {"kind": "exact"},
+        {"kind": "f1"},
+        {"kind": "combined", "combined": {"one": {"kind": "f1"}, "two": {"kind": "layered"}}},
+    ):
+        grader = make_grader({**keys, **({"math": False} if keys["kind"] == "layered" else {})})
+        for gold in ("Paris", "London"):
+            task = Task("t", "e", "q", (gold,))
+            grade = await grader.grade(
+                task, [Message("assistant", text)], {"search": 1, "python": 1}
+            )
+            assert (grade.reward, grade.success) == (0, False), keys
+    score = await TokenF1().verdict("", "The city of Paris", ["Paris"])
+    assert 0 < score.score < 1  # one candidate keeps its F1
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("Seven Samurai", "7"), ("Nine Inch Nails", "9"), ("24 Hour Party People", "24"),
+        ("One Direction", "1"), ("n^2+1", "no"), ("y = 3x", "yes"), (r"\mathbb{N}", "no"),
+        ("right triangle", "yes"), ("No Country for Old Men", "no"), ("Yes Man", "yes"),
+    ],
+)  # fmt: skip
+def test_a_title_or_a_formula_is_no_number_and_no_yes(answer: str, gold: str) -> None:
+    assert compare(answer, gold)[0] is False
+
+
+async def test_the_order_of_a_list_counts_where_it_is_asked_for() -> None:
+    plain, ordered = Layered(math=False), Layered(math=False, ordered=True)
+    for answer, gold in (
+        ("Uehara, Yoshida", "Yoshida, Uehara"), ("245, 197, 134", "134, 197, 245"),
+        ("3.1.3.1; 1.11.1.7", "1.11.1.7; 3.1.3.1"), ("blue, red and green", "red, blue and green"),
+    ):  # fmt: skip
+        assert (await plain.verdict("", answer, [gold])).right
+        assert not (await ordered.verdict("", answer, [gold])).right
+        assert (await ordered.verdict("", gold.replace(",", " ,"), [gold])).right
+    assert (await ordered.verdict("", r"\{2, 1\}", [r"\{1, 2\}"])).right  # a set has no order
