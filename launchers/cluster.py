@@ -48,8 +48,8 @@ class SpreadCluster(
         int,
         Meta(
             ge=0,
-            description="times in a row that a worker which died is started again without having "
-            "ended a tree",
+            description="times in a row that a worker which died is started again though no tree "
+            "ended or came further there",
         ),
     ] = 5
 

@@ -137,7 +137,7 @@ class Saver:
         await uncancelled(self._finish())
 
     async def _finish(self) -> None:
-        reason = await self._last()
+        reason = await self._save_at_last()
         if not reason:
             return
         found: list[Path] | None = None  # unknown
@@ -147,7 +147,7 @@ class Saver:
         self._found = found
         self._fail(reason)
 
-    async def _last(self) -> str:
+    async def _save_at_last(self) -> str:
         """Save before the run ends; why that was not possible, empty if it was."""
         if not self._is_whole:
             return "what ends the run left its weights within a step"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 import zlib
 from pathlib import Path
 from random import Random
@@ -20,12 +21,14 @@ from agentenv.frames import HEADER, MARK, frames_of
 from agentenv.journal import (
     Began,
     Journal,
+    JournalConfig,
     Leased,
     TreeFrames,
     finished_trees,
     pack_recorded,
     read_frames,
 )
+from agentenv.offload import in_thread
 from agentenv.plan import RolloutPlan
 from tests import test_actor
 from tests.support.virtual_clock import run_virtual
@@ -296,3 +299,20 @@ async def test_whoever_waits_while_the_journal_closes_has_what_was_written(tmp_p
     await asyncio.sleep(0)
     await written.close()
     await asyncio.wait_for(waiting, 5)
+
+
+async def test_the_journal_has_a_thread_of_its_own(tmp_path: Path) -> None:
+    """Tools and files that hang may hold up all those that the loop shares."""
+    ends = threading.Event()
+    hanging = [asyncio.create_task(in_thread(ends.wait, 30)) for _ in range(64)]
+    await asyncio.sleep(0.1)
+    written = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+    try:
+        written.append(Leased(1, [1]))
+        await asyncio.wait_for(written.commit(), 10)
+        await asyncio.wait_for(written.rotate(0), 10)
+        assert await asyncio.wait_for(written.recall(0, TASK), 10) is None
+        await asyncio.wait_for(written.close(), 10)
+    finally:
+        ends.set()
+        await asyncio.gather(*hanging)

@@ -434,8 +434,12 @@ class Steered:
 
     def _cancel(self, index: int, flight: Flight) -> str:
         training = self.training
-        if training.workers is not None and training.workers.give_up(index, CANCEL_REASON):
-            return f"tree {index} is cancelled, in its worker"
+        if training.workers is not None:
+            place = training.workers.places().get(index)
+            if training.workers.give_up(index, CANCEL_REASON):
+                if place is not None and place.worker:
+                    return f"tree {index} is being cancelled: {place.worker} is told to end it"
+                return f"tree {index} is cancelled; it had no worker"
         rollout = training.parts.actor.growing(index)
         if rollout is None:
             raise ConfigError(f"tree {index} only begins, from the journal; ask again")
