@@ -309,7 +309,8 @@ class Gold:
             after = parts[place + 1] if place + 1 < len(parts) else None
             if not (ends_right and _is_step(parts, place)) and self.is_rival(part, after, beside):
                 found.append(part.text)
-        if self.amount is not None and _adds_up(found, self.amount):
+        is_sum = self.amount is not None and parts[0].meets and _adds_up(found, self.amount)
+        if is_sum and all(part.joint for part in parts):
             return Rivals()
         return Rivals(tuple(dict.fromkeys(found)))
 
