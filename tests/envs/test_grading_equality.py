@@ -114,7 +114,7 @@ def test_plain_numbers_are_decided_as_the_layers_decide_them(answer: str, gold: 
 
 # Texts that are read in part, or not evaluated.
 
-TAILS = (
+TAILS: tuple[tuple[str, st.SearchStrategy[int]], ...] = (
     (r" \pmod{{{}}}", st.integers(2, 50)),
     (r"\sqrt({})", st.sampled_from([2, 3, 5, 6, 7, 10])),
     (r" : {} : \ldots", st.integers(2, 50)),
@@ -129,8 +129,8 @@ TAILS = (
 @st.composite
 def tailed_pairs(draw: st.DrawFn) -> tuple[str, str, str]:
     """A text with a tail, the same with another tail, and without."""
-    tail, values = draw(st.sampled_from(TAILS))
-    values = draw(st.lists(values, min_size=2, max_size=2, unique=True))
+    tail, each = draw(st.sampled_from(TAILS))
+    values = draw(st.lists(each, min_size=2, max_size=2, unique=True))
     head = draw(st.sampled_from(["4", "x \\equiv 2", "x = 3", "2x + 1", "n = 2k", r"\frac{1}{2}"]))
     return head + tail.format(values[0]), head + tail.format(values[1]), head
 
