@@ -1,5 +1,5 @@
-"""What failed stands beside each success: lines, tables, summary, pictures; and how far a command is
-where there is no terminal."""
+"""Failed rollouts stand beside each success, in lines, tables, the summary and pictures; a command
+without a terminal says how far it is."""
 
 from __future__ import annotations
 
