@@ -93,6 +93,9 @@ _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
 _DASHED = re.compile(r"\w%?\s+[-\u2013\u2014]\s+.*[^\W\d_]{2}")
 _DATES = re.compile(r"(?:\d{1,2} )?[A-Z][a-z]+ (?:\d{1,2}, )?\d{3,4}")
 _MAY = re.compile(r"\bMay\b(?=,? +\d)|(?<=\d )May\b")
+_DOUBT = re.compile(
+    r"\b(?:not|never|maybe|perhaps|possibly|wrong|unsure|might|may|could|doubt|no)\b|n't", re.I
+)
 _SYMBOL = re.compile(r"[A-Za-z](?:_?\w)?")
 _MATH_ONLY = re.compile(
     r"\\(?:int|sum|lim|prod|frac\s*\{\s*d|begin|sin|cos|tan|log|ln|angle|triangle|overline)|'"
@@ -265,7 +268,7 @@ class Gold:
         if self.kind in ("choice", "truth", "math") or len(parts) < 2:
             return False
         if all(part.meets for part in parts):
-            return True
+            return _DOUBT.search(text) is None
         if is_hedged(_MAY.sub("", text)) or _HAN_HEDGE.search(text):
             return False
         return any(part.meets for part in parts) and not any(map(self._changes, parts))

@@ -98,7 +98,7 @@ def test_last_boxed(text: str, boxed: str | None) -> None:
         "Paris",
         f"{THINK}Paris",
         f"{THINK}<answer>Paris</answer>",
-        rf"{THINK}<answer>a \boxed{{Lima}} or \boxed{{Lima}}</answer> \boxed{{Lima}}",
+        rf"{THINK}<answer>a \boxed{{Paris}} or \boxed{{Paris}}</answer> \boxed{{Lima}}",
     ],
 )
 async def test_exact_match(text: str) -> None:
