@@ -271,6 +271,8 @@ class Gold:
             return _DOUBT.search(text) is None
         if is_hedged(_MAY.sub("", text)) or _HAN_HEDGE.search(text):
             return False
+        if self.kind == "number" and any(_tells_a_number(part) for part in parts):
+            return False
         return any(part.meets for part in parts) and not any(map(self._changes, parts))
 
     def _changes(self, part: Part) -> bool:
@@ -573,6 +575,11 @@ def _is_step(parts: Sequence[Part], place: int) -> bool:
         return False
     name = parts[place - 1].text if place and parts[place - 1].joint == "equals" else ""
     return not _SYMBOL.fullmatch(name) or all(part.text != name for part in parts[place + 1 :])
+
+
+def _tells_a_number(part: Part) -> bool:
+    """Whether a clause beside the answer has a number in it: 12, although 13 was said."""
+    return not part.meets and has_verb(part.text) and re.search(r"\d", part.text) is not None
 
 
 def _is_money(amount: Quantity) -> bool:
