@@ -93,6 +93,9 @@ _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
 _DASHED = re.compile(r"\w%?\s+[-\u2013\u2014]\s+.*[^\W\d_]{2}")
 _DATES = re.compile(r"(?:\d{1,2} )?[A-Z][a-z]+ (?:\d{1,2}, )?\d{3,4}")
 _MAY = re.compile(r"\bMay\b(?=,? +\d)|(?<=\d )May\b")
+_DOUBT = re.compile(
+    r"\b(?:not|never|maybe|perhaps|possibly|wrong|unsure|might|may|could|doubt|no)\b|n't", re.I
+)
 _SYMBOL = re.compile(r"[A-Za-z](?:_?\w)?")
 _MATH_ONLY = re.compile(
     r"\\(?:int|sum|lim|prod|frac\s*\{\s*d|begin|sin|cos|tan|log|ln|angle|triangle|overline)|'"
@@ -265,8 +268,10 @@ class Gold:
         if self.kind in ("choice", "truth", "math") or len(parts) < 2:
             return False
         if all(part.meets for part in parts):
-            return True
+            return _DOUBT.search(text) is None
         if is_hedged(_MAY.sub("", text)) or _HAN_HEDGE.search(text):
+            return False
+        if self.kind == "number" and any(_tells_a_number(part) for part in parts):
             return False
         return any(part.meets for part in parts) and not any(map(self._changes, parts))
 
@@ -570,6 +575,11 @@ def _is_step(parts: Sequence[Part], place: int) -> bool:
         return False
     name = parts[place - 1].text if place and parts[place - 1].joint == "equals" else ""
     return not _SYMBOL.fullmatch(name) or all(part.text != name for part in parts[place + 1 :])
+
+
+def _tells_a_number(part: Part) -> bool:
+    """Whether a clause beside the answer has a number in it: 12, although 13 was said."""
+    return not part.meets and has_verb(part.text) and re.search(r"\d", part.text) is not None
 
 
 def _is_money(amount: Quantity) -> bool:

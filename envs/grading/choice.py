@@ -33,11 +33,11 @@ _PIECES = re.compile(
     re.IGNORECASE,
 )
 _NAMED_LETTERS = re.compile(
-    r"(?<![\w'\u2019\\-])(?:[B-HJ]|A(?!\s+(?!is\b|was\b|seems\b)[a-z])|I(?!\s+[a-z])|[A-J]{2,5})"
+    r"(?<![\w'\u2019\\-])(?:[B-HJ]|A(?!\s+(?!(?:is|was|seems|and|or|but)\b)[a-z])|I(?!\s+[a-z])|[A-J]{2,5})"
     r"(?![\w'\u2019])"
 )
 _SENTENCES = re.compile(r"\b(?:i\.e|e\.g)\b|[.;\n]")
-_REASON = re.compile(r"\b(?:because|since|while|whereas|given)\b.*", re.IGNORECASE | re.DOTALL)
+_REASON = re.compile(r"\bbecause\b.*", re.IGNORECASE | re.DOTALL)
 _PROPER = re.compile(r"(?!(?i:option|choice|answer|letter|is)\b)\b[A-Z][a-z]+\s+$")
 
 

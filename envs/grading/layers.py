@@ -174,7 +174,7 @@ def find(answer: str, gold: str, ordered: bool = False) -> Finding:
     one = _of_one_answer(answer, gold, ordered)
     is_truth = truth(wanted) is not None
     for corrected in last_correction(answer, is_truth=is_truth) if one.right is False else ():
-        if clean(corrected):
+        if clean(corrected) and not is_denied(corrected):
             again = _of_one_answer(corrected, gold, ordered)
             return again if again.right is not False else one
     return one

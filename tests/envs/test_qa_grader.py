@@ -98,7 +98,7 @@ def test_last_boxed(text: str, boxed: str | None) -> None:
         "Paris",
         f"{THINK}Paris",
         f"{THINK}<answer>Paris</answer>",
-        rf"{THINK}<answer>a \boxed{{Lima}} or \boxed{{Paris}}</answer> \boxed{{Lima}}",
+        rf"{THINK}<answer>a \boxed{{Paris}} or \boxed{{Paris}}</answer> \boxed{{Lima}}",
     ],
 )
 async def test_exact_match(text: str) -> None:
@@ -123,7 +123,7 @@ async def test_exact_match_of_nothing() -> None:
         (r"</search></python><answer>\boxed{Paris}</answer>", {}, 1.0),
         (r"<answer>\boxed{Paris France}</answer>", BOTH, 0.0),
         (r"<answer>\boxed{}</answer>", BOTH, 0.0),
-        (r"<answer>\boxed{x} \boxed{Paris}</answer>", {}, 1.0),
+        (r"<answer>\boxed{x} \boxed{Paris}</answer>", {}, 0.0),
     ],
 )
 async def test_tool_reward(text: str, calls: dict[str, int], reward: float) -> None:
