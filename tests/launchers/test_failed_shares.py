@@ -1,5 +1,5 @@
-"""What failed stands beside each success: lines, tables, summary, pictures; and how far a command is
-where there is no terminal."""
+"""What failed stands beside each success, in lines, tables, summary and pictures; and how far a
+command is where there is no terminal."""
 
 from __future__ import annotations
 
