@@ -15,6 +15,7 @@ import json
 import logging
 import re
 from collections import Counter, deque
+from traceback import format_exception
 
 from msgspec import Struct
 
@@ -136,8 +137,10 @@ class FailureLog:
         text = self.redactor.text(f"{failure}{f' (in {who})' if who else ''}; its rollout fails")
         if failure.is_bug:
             logger.error("%s", text, exc_info=error)
-        else:
-            logger.warning("%s", text, exc_info=error, extra=SHOWN)
+            return
+        lines = [] if error is None else format_exception(error)  # whose frames hold the tree
+        trace = self.redactor.text("".join(lines)).rstrip()
+        logger.warning("%s", f"{text}\n{trace}".rstrip(), extra=SHOWN)
 
     def named(self, same: str, count: int) -> str:
         """A cause with its count."""

@@ -345,7 +345,9 @@ def test_tokens_are_gone_with_the_last_that_refers_to_their_tree(
 ) -> None:
     """What the collector would have to find stays for minutes."""
     faults = {"reset": fault, "step": fault, "fork": fault}
-    actor = make_actor(limits=Limits(max_seconds=1e6), faults=faults, rng=Random(1))
+    actor = make_actor(
+        limits=Limits(max_seconds=1e6, max_failed_share=1.0), faults=faults, rng=Random(1)
+    )
 
     async def one(index: int) -> Any:
         tree = await actor.rollout(TASK, plan, index=index)

@@ -146,7 +146,7 @@ def test_a_short_run_is_judged_at_its_end() -> None:
 
 def shown(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [
-        one.getMessage()
+        one.getMessage().partition("\n")[0]  # the rest is a traceback, for the log
         for one in caplog.records
         if one.levelno >= logging.ERROR or getattr(one, "shown", False)
     ]
@@ -211,7 +211,6 @@ def test_secrets_are_redacted_and_texts_bounded(
     assert "sk-aaa" not in line
     assert "[redacted]" in line
     assert len(line) < 1200
-    assert "\n" not in line
 
 
 def test_very_many_texts_are_counted_by_their_kind(caplog: pytest.LogCaptureFixture) -> None:

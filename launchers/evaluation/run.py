@@ -262,9 +262,10 @@ async def ask_into(
             return
         errors.append(row.error or "")
         if len(errors) == hopeless:
+            last = answer.question.actor.failures.log.redactor.text(row.error or "")
             raise broken(errors)(
                 f"all of the first {hopeless} trajectories failed, so that no others are asked; "
-                f"the last: {row.error}; the same command asks them again"
+                f"the last: {last}; the same command asks them again"
             )
 
     asked = (Question(actors[one.dataset], one.task, one.sample) for one in missing)

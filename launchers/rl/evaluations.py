@@ -29,6 +29,7 @@ from agentenv.errors import SHOWN, AgentEnvError, DataError, EnvError, TooManyFa
 from agentenv.evaluate import Answer
 from agentenv.failures import NUM_NAMED
 from agentenv.offload import in_thread
+from agentenv.redact import Redactor
 from agentenv.tree import CANCELLED
 from agentenv.types import Task
 from launchers.config import EvalConfig, TrainConfig
@@ -278,7 +279,7 @@ def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False
     if not errors or len(errors) < len(rows) * (MAX_FAILED if is_before else 1):
         return
     causes = Counter(errors).most_common(NUM_NAMED)
-    named = "; ".join(f"{count} x {text}" for text, count in causes)
+    named = Redactor({}).text("; ".join(f"{count} x {text}" for text, count in causes))
     number = f"all {len(rows)}" if len(errors) == len(rows) else f"{len(errors)} of {len(rows)}"
     raise broken(errors)(
         f"{number} trajectories of the evaluation of eval.sets.{name} failed"

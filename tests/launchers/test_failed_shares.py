@@ -1,5 +1,5 @@
-"""Failed rollouts stand beside each success, in lines, tables, the summary and pictures; a command
-without a terminal says how far it is."""
+"""What failed stands beside each success, in lines, tables, summary and pictures; and how far a
+command is where there is no terminal."""
 
 from __future__ import annotations
 
