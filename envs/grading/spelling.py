@@ -47,6 +47,7 @@ _LATEX = (
     (re.compile(r"\\varnothing"), r"\\emptyset"),
     (re.compile(r"\\(?:long)?rightarrow(?![a-zA-Z])|(?<![<=-])-+>"), r"\\to "),
     (re.compile(r"(?<=\s)<-+(?=\s)"), r"\\leftarrow "),
+    (re.compile(r"<-+>"), r"\\leftrightarrow "),
     (re.compile(r"\\(?:wedge)(?![a-zA-Z])"), r"\\land "),
     (re.compile(r"\\(?:vee)(?![a-zA-Z])"), r"\\lor "),
     (re.compile(r"\^\s*\{?\s*(?:\\text\s*\{)?\s*(st|nd|rd|th)\s*\}{0,2}(?![a-z])"), r"\1"),
