@@ -26,46 +26,12 @@ from typing import Any
 
 import aiohttp
 
-from agentenv.engines.client import retry_after_s
 from agentenv.env import shared
-from agentenv.errors import AgentEnvError, ConfigError, ForeignError, InfraError, ToolError
+from agentenv.errors import ConfigError, ForeignError, InfraError, ToolError
 from agentenv.foreign import decode
-
-BUSY = (408, 425, 429)
-MAX_REASON_CHARS = 500
-_LIBRARIES = {"aiohttp", "httpx", "httpx2", "requests"}
-_CONNECTION = {  # of them: no answer, or half of one
-    "ClientConnectionError", "ClientPayloadError", "TransportError", "ConnectionError", "Timeout",
-    "ChunkedEncodingError",
-}  # fmt: skip
+from agentenv.http_errors import status_error
 
 Login = Callable[["HttpClient"], Awaitable[Mapping[str, str]]]
-
-
-def status_error(
-    status: int, text: str = "", headers: Mapping[str, str] | None = None
-) -> ToolError | InfraError:
-    """What an answer with this status, which is none of 2xx, means to a tool. `text` is its body,
-    which the policy reads of a ToolError."""
-    said = _reason(text)[:MAX_REASON_CHARS]
-    if status in BUSY or status >= 500:
-        wanted_s = retry_after_s(headers or {}) or 0.0
-        return InfraError(f"HTTP {_named(status)}{said and ': '}{said}", wanted_s)
-    return ToolError(said or f"HTTP {_named(status)}", {"status": status})
-
-
-def meaning(error: BaseException) -> AgentEnvError | None:
-    """What an error of an HTTP library means to a tool; None for other errors."""
-    if type(error).__module__.partition(".")[0] not in _LIBRARIES:
-        return None
-    response = getattr(error, "response", None)
-    status = getattr(error, "status", None) or getattr(response, "status_code", None)
-    if isinstance(status, int):
-        headers = getattr(error, "headers", None) or getattr(response, "headers", None)
-        return status_error(status, headers=headers)
-    if _CONNECTION.isdisjoint(one.__name__ for one in type(error).__mro__):
-        return None
-    return InfraError(f"{type(error).__name__}: {error}")
 
 
 class HttpClient:
@@ -178,23 +144,5 @@ class _Session:
             await self.http.close()
 
 
-def _reason(text: str) -> str:
-    """What a body says is wrong, be it a text or an object of JSON."""
-    try:
-        found = decode(text)
-    except ForeignError:
-        return text.strip()
-    held = found if isinstance(found, dict) else {}
-    said = [held[key] for key in ("error", "message", "detail") if isinstance(held.get(key), str)]
-    return said[0] if said else text.strip()
-
-
 def _failed(task: asyncio.Task[Any]) -> bool:
     return task.cancelled() or task.exception() is not None
-
-
-def _named(status: int) -> str:
-    try:
-        return f"{status} {HTTPStatus(status).phrase}"
-    except ValueError:
-        return str(status)

@@ -50,7 +50,7 @@ from agentenv.errors import (
     ToolError,
 )
 from agentenv.foreign import printable
-from agentenv.http import meaning
+from agentenv.http_errors import meaning
 from agentenv.prompt import Instruction
 from agentenv.tools import (
     CallBudget,

@@ -18,7 +18,8 @@ from aiohttp.test_utils import TestServer
 from agentenv import Message, Task, ToolEnv, demonstrate, tool
 from agentenv.env import close_shared
 from agentenv.errors import ConfigError, CrashError, InfraError, OutageError, ToolError
-from agentenv.http import HttpClient, meaning, status_error
+from agentenv.http import HttpClient
+from agentenv.http_errors import meaning, status_error
 from agentenv.testing import check_tool_env
 from agentenv.tools import FunctionTool
 from agentenv.types import ToolCall

@@ -16,8 +16,9 @@ from agentenv.cluster.leases import _Wait
 from agentenv.cluster.link import Link, StreamLink, linked
 from agentenv.cluster.messages import Alive, Ended, Figures, Say, pack
 from agentenv.cluster.workers import Left, RolloutWorkers
-from agentenv.errors import TooManyCrashesError
-from agentenv.types import Limits, Task
+from agentenv.errors import TooManyFailuresError
+from agentenv.failures import Failure
+from agentenv.types import Limits
 from launchers.workers.places import Here
 from launchers.workers.processes import Kind, WorkerProcesses
 from tests.support.toy import CountingEnv
@@ -219,29 +220,29 @@ def test_trees_of_a_lost_worker_grow_elsewhere_before_its_turns_have_ended() -> 
     run_virtual(main())
 
 
-def test_too_many_crashes_end_the_run_though_no_tree_is_left_to_tell_it() -> None:
-    """The last crash comes from a tree that has ended, in a worker that has no other."""
-    buggy = Task("buggy", "toy", "q", ("a",))
+def test_too_many_failures_end_the_run_though_no_tree_is_left_to_report_them() -> None:
+    """The last failure comes from a tree that has ended, in a worker that has no other."""
+    a_bug = Failure("buggy", "CrashError", "a bug", "env.py:1", "", "bug", True, True)
 
     async def main() -> None:
         cluster = Cluster(lambda: make_actor(limits=Limits(max_failures=0)))
-        problem = TooManyCrashesError("too many")
+        problem = TooManyFailuresError("too many")
 
-        def add(error: Any, task_id: str) -> None:
-            if task_id == "buggy":
+        def add(failure: Failure | None, **_: Any) -> None:
+            if failure is not None and failure.task_id == "buggy":
                 raise problem
 
-        cluster.workers._actor.crashes.add = add  # type: ignore[method-assign]
+        cluster.workers._actor.failures.add = add  # type: ignore[method-assign]
         cluster.add("a")
         await cluster.rollout(0)
         (worker,) = cluster.workers._workers.values()
         assert not worker.trees
-        cluster.ends["a"].send(pack(Ended(buggy.id, "a bug")))
+        cluster.ends["a"].send(pack(Ended(a_bug)))
         await asyncio.sleep(1.0)
-        with pytest.raises(TooManyCrashesError, match="too many"):
+        with pytest.raises(TooManyFailuresError, match="too many"):
             await cluster.rollout(1)
         growing = asyncio.create_task(cluster.rollout(2))
-        with pytest.raises(TooManyCrashesError, match="too many"):
+        with pytest.raises(TooManyFailuresError, match="too many"):
             await growing
         await cluster.close()
 

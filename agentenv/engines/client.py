@@ -14,7 +14,6 @@ That is no fault of a server.
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import errno
 import logging
 import os
@@ -38,6 +37,7 @@ from agentenv.engines.server import (
 )
 from agentenv.errors import SHOWN, ConfigError, EngineError, ForeignError
 from agentenv.foreign import decode
+from agentenv.http_errors import retry_after_s
 from agentenv.types import SamplingParams
 
 # uvicorn closes an idle connection after 5 s; one that we reuse at that moment would be lost
@@ -403,19 +403,6 @@ def _reason(body: bytes) -> str:
         if isinstance(found, dict) and found.get(key):
             found = found[key]
     return found[:MAX_REASON] if isinstance(found, str) else _shorten(msgspec.json.encode(found))
-
-
-def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a Retry-After header asks for, as a number or as a date; None without one."""
-    text = headers.get("Retry-After", "").strip()
-    if text.isascii() and text.isdigit():
-        return float(text)
-    try:
-        until = email.utils.parsedate_to_datetime(text)
-        now = email.utils.parsedate_to_datetime(headers.get("Date", ""))
-        return max(0.0, (until - now).total_seconds())
-    except (ValueError, TypeError, OverflowError):
-        return None
 
 
 def _shorten(body: bytes) -> str:

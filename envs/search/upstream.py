@@ -17,8 +17,8 @@ from msgspec import Meta, Struct, field
 
 from agentenv.backoff import backoff_s
 from agentenv.deadline import admitted, waiting
-from agentenv.engines.client import retry_after_s
 from agentenv.errors import ConfigError, InfraError
+from agentenv.http_errors import retry_after_s
 
 
 class Reply(Struct, frozen=True, omit_defaults=True):
