@@ -24,6 +24,7 @@ What an environment of your own needs can be imported from here; the rest lives 
     tools      tools      what the policy can call, and its bounds
                tool_env   the environment that runs tool calls and grades
                http       APIs over HTTP as tools: clients, logins, what a status means
+               http_errors  what a status or an error of an HTTP library means to a tool
                env        the environment contract, the registry, shared resources
                gym        the environments as Gymnasium's, one or many at once
                testing    a conformance kit for environments

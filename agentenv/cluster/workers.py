@@ -180,6 +180,7 @@ class RolloutWorkers:
         self._problem: Exception | None = None  # ends the run, by the next tree that is wanted
         self._is_steered = False  # those that come are told of it
         self.is_over = False  # the run: workers are not to come again
+        self._is_closed = False  # a worker that joins later is let go at once
 
     # trees
 
@@ -300,7 +301,9 @@ class RolloutWorkers:
     async def join(self, name: str, link: Link) -> Left:
         """Let a worker take part until it is gone; its trees go on elsewhere."""
         worker = self._workers[name] = _Worker(name, link, self._actor.engine)
-        if self._is_steered:
+        if self._is_closed:
+            self._end(worker)
+        elif self._is_steered:
             self._tell_steered(worker)
         listening = asyncio.create_task(self._listen(worker))
         waiting, self._homeless = self._homeless, []
@@ -463,15 +466,19 @@ class RolloutWorkers:
     async def close(self) -> None:
         """Let the workers end, which close their envs. Idempotent."""
         self._reason = self._reason or "the run ends"
+        self._is_closed = True
         for worker in self._workers.values():
-            if self.is_over:
-                worker.link.send(pack(Over()))
-            worker.link.close()
+            self._end(worker)
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_S):
                 while self._workers:
                     self._left.clear()
                     await self._left.wait()
+
+    def _end(self, worker: _Worker) -> None:
+        if self.is_over:
+            worker.link.send(pack(Over()))
+        worker.link.close()
 
     # what a person wants
 
