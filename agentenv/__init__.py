@@ -10,6 +10,7 @@ What an environment of your own needs can be imported from here; the rest lives 
                deadline   how long is waited, and what ends in spite of cancellations
                plan       the seam that decides on roots and forks
                replay     the queue to the learner and its bound on staleness
+               pace       when a tree starts, so that it does not wait for the learner
                evaluate   questions asked with the same actor
                journal    what a killed run goes on from
                archive    every tree that was taken for a step
