@@ -214,8 +214,8 @@ def test_several_samples_are_compared_as_rates(tmp_path, capsys):
 def test_failed_samples_stand_beside_the_success_that_leaves_them_out(tmp_path, capsys):
     one = rows_of({str(i): ["Paris", "Paris"] for i in range(4)})
     two = rows_of({str(i): ["Paris", "Paris"] for i in range(4)})
-    for row in [*two[:2], two[3]]:
-        row.end, row.error, row.success = "failed", "EnvError: closed", False
+    for lost in [*two[:2], two[3]]:
+        lost.end, lost.error, lost.success = "failed", "EnvError: closed", False
     folders = [write_evaluation(tmp_path / n, r, QUICK) for n, r in (("a", one), ("b", two))]
     assert compare.main([*map(str, folders)]) == 0
     said = capsys.readouterr().out
