@@ -25,6 +25,8 @@ from agentenv.journal import (
     JournalConfig,
     Leased,
     Recorded,
+    Started,
+    Trained,
 )
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.renderer import TagRenderer
@@ -340,6 +342,49 @@ def test_files_go_when_no_checkpoint_wants_their_trees(tmp_path: Path) -> None:
         await written.rotate(3)
         assert files(tmp_path) == ["000004"]
         await written.close()
+
+    run_virtual(scenario())
+
+
+def test_starts_of_an_earlier_process_are_known_until_no_checkpoint_wants_their_trees(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        written = journal(tmp_path)
+        for index in range(4):
+            written.append(Started(index, 1, 2.5))
+        written.append(Began(0, "t", 0, 1, "s"))
+        assert not any(map(written.started, range(4))), "those of this process are no earlier ones"
+        await written.close()
+
+        again = journal(tmp_path, incarnation=2)
+        assert [again.started(index) for index in range(5)] == [True] * 4 + [False]
+        assert [again.knows(index) for index in range(5)] == [True] + [False] * 4
+        assert again.read(1, TASK) is None
+        await again.rotate(2)
+        assert [again.started(index) for index in range(5)] == [False] * 2 + [True] * 2 + [False]
+        assert files(tmp_path) == ["000001", "000003"], "the starts of 2 and 3 are in the first"
+        await again.close()
+
+        third = journal(tmp_path, incarnation=3)
+        assert third.started(3)
+        await third.rotate(4)
+        assert not any(map(third.started, range(5)))
+        assert files(tmp_path) == ["000005"]
+        await third.close()
+
+    run_virtual(scenario())
+
+
+def test_of_a_journal_without_starts_the_trees_that_began_were_started(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        old = journal(tmp_path)
+        old.append(Began(5, "t", 0, 1, "s"))
+        old.append(Trained(1, 1, [4]))
+        await old.close()
+        again = journal(tmp_path, incarnation=2)
+        assert [again.started(index) for index in (4, 5, 6)] == [False, True, False]
+        await again.close()
 
     run_virtual(scenario())
 

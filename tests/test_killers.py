@@ -304,3 +304,33 @@ def test_a_tree_that_waits_behind_a_suspect_ends_when_it_is_given_up() -> None:
         await cluster.close()
 
     run_virtual(main())
+
+
+def test_a_cancelled_tree_takes_no_turn_from_those_that_wait_behind_it() -> None:
+    """The suspect that is tried and the next in line are cancelled at once."""
+
+    async def main() -> None:
+        cluster = DeadlyCluster("reset", engine={"latency_s": 10.0})
+        workers = cluster.workers
+        cluster.add("a")
+        rollouts = cluster.start(range(5))
+        for _ in range(100_000):
+            await asyncio.sleep(0.1)
+            if len(workers._held_back) > 2:
+                break
+        waiting = {one.index for one in workers._held_back}
+        (tried,) = {one.index for one in workers._wanted()} - waiting
+        gone = [tried, workers._held_back[0].index]
+        others = [one.index for one in workers._held_back[1:]]
+        for index in gone:
+            rollouts[index].cancel()
+        await asyncio.sleep(0.1)
+        assert {one.index for one in workers._wanted()} == {*others}
+        async with asyncio.timeout(1000.0):
+            trees = await asyncio.gather(*(rollouts[index] for index in others))
+        assert [tree.index for tree in trees] == others
+        assert all(rollouts[index].cancelled() for index in gone)
+        assert not workers._held_back
+        await cluster.close()
+
+    run_virtual(main())

@@ -104,6 +104,11 @@ _TRIAL = ("What is the capital of France?", "Paris", ["Paris"])
 _THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL)
 _WORDS = re.compile(r"[^\W_]+")
 _VERDICTS = {"CORRECT": True, "INCORRECT": False}
+_TICKS, _CROSSES = "\u2705\u2611\u2713\u2714", "\u274c\u274e\u2612\u2715-\u2718\xd7"
+_DENIED = {  # a mark of the other verdict, a sign of negation, struck out, asked
+    True: re.compile(rf"[{_CROSSES}\xac?\uff1f]|~~|!(?=[^\W_])"),
+    False: re.compile(rf"[{_TICKS}\xac?\uff1f]|~~|!(?=[^\W_])"),
+}
 
 
 class JudgeDownError(InfraError, ConfigError):
@@ -251,9 +256,11 @@ def asked_text(
 
 def _verdict(reply: str) -> bool | None:
     """What a reply says, if it is one word, however it is marked: **CORRECT**, "correct" or
-    CORRECT with a tick."""
-    words = _WORDS.findall(_THOUGHTS.sub("", reply))
-    return _VERDICTS.get(words[0].upper()) if len(words) == 1 else None
+    CORRECT with a tick. A word that its mark denies, as CORRECT with a cross, says nothing."""
+    said = _THOUGHTS.sub("", reply).rpartition("</think>")[2]  # the template may open the thoughts
+    words = _WORDS.findall(said)
+    right = _VERDICTS.get(words[0].upper()) if len(words) == 1 else None
+    return None if right is None or _DENIED[right].search(said) else right
 
 
 # The released prompt, which is not ours to ship.

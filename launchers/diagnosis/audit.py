@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from agentenv.archive import ARCHIVE, Entry, KeptTree, Step, readable_steps
 from agentenv.config import build_config, resolver, upgrade
 from agentenv.crashes import guarded
+from agentenv.data.rows import GOLD_KEY
 from agentenv.env import close_shared
 from agentenv.errors import ConfigError, CrashError, DataError, ForeignError, GraderError
 from agentenv.foreign import decode
@@ -35,12 +36,14 @@ from agentenv.offload import in_thread
 from agentenv.renderer import TextCodec
 from agentenv.tool_env import Grade, Grader, graded, start_grader
 from agentenv.tree import Trajectory
-from agentenv.types import Message, Task
+from agentenv.types import Task
+from envs.grading.custom import ground_truth
 from envs.grading.numbers import as_number
 from envs.grading.verdict import final_answer
 from launchers.arguments import Parser
 from launchers.config import TrainConfig
 from launchers.data import EnvMaker, tables_of
+from launchers.diagnosis.guesses import Guess, guess_twice, remedy
 from launchers.diagnosis.verdicts import Verdict, tell
 from launchers.evaluation.row import EvalRow, calls_that_ran, written
 from launchers.evaluation.run import segments_of
@@ -236,33 +239,51 @@ class Regrader:
         name = "second guess"
         right = [one for one in again if one.again is not None and one.again.success]
         golds = list(dict.fromkeys(one.task.answers[0] for one in again if one.task.answers))
-        asked, paid = 0, []
+        asked: list[Guess] = []
+        paid = []
         for one in right[:NUM_GUESSED]:
-            grader, messages = await self.grader(one.task), written(one.row)
-            for text in two_guesses(messages, one.task, golds):
-                hedged = [*messages[:-1], replace(messages[-1], content=text)]
-                try:
-                    grade = await graded(grader, one.task, hedged, calls_that_ran(one.row))
-                except (GraderError, CrashError):
-                    continue  # an answer that the grader cannot read is not paid
-                asked += 1
-                if grade.success:
-                    paid.append(f"tree {one.tree}, branch {one.branch}: {final_answer(text)!r}")
+            guesses = await self._guesses(one, golds)
+            asked += guesses
+            place = f"tree {one.tree}, branch {one.branch}"
+            paid += [f"{place}: {guess.text!r}" for guess in guesses if guess.is_paid]
         if not asked:
             return Verdict(
-                name, "skipped", "no right trajectory has an answer to put another beside"
+                name,
+                "skipped",
+                "no right trajectory has an answer beside which another one, wrong by itself, "
+                "could be put",
             )
         if paid:
             return Verdict(
                 name,
                 "failed",
-                f"{len(paid)} of {asked} answers that name a second candidate beside the right one "
-                f"are right ({', '.join(paid[:NUM_SHOWN])})",
-                "the grader pays for guessing twice, which a policy learns: let it refuse an"
-                " answer "
-                'with two candidates, as kind = "layered" does',
+                f"{len(paid)} of {len(asked)} answers that name a second candidate beside the "
+                f"right one are graded right ({', '.join(paid[:NUM_SHOWN])})",
+                remedy(asked),
             )
-        return Verdict(name, "passed", f"{asked} answers with a second candidate are wrong")
+        return Verdict(
+            name, "passed", f"{len(asked)} answers with a second candidate are graded wrong"
+        )
+
+    async def _guesses(self, one: Graded, golds: Sequence[str]) -> list[Guess]:
+        """Its last message with two candidates where its answer was."""
+        grader, messages = await self.grader(one.task), written(one.row)
+        text = messages[-1].content if messages else ""
+        answer = final_answer(text)
+        place = text.rfind(answer) if answer else -1
+        if place < 0 or not one.task.answers:
+            return []
+
+        async def is_right(said: str) -> bool:
+            content = f"{text[:place]}{said}{text[place + len(answer) :]}"
+            hedged = [*messages[:-1], replace(messages[-1], content=content)]
+            try:
+                return (await graded(grader, one.task, hedged, calls_that_ran(one.row))).success
+            except (GraderError, CrashError):
+                return False  # an answer that the grader cannot read is not paid
+
+        candidates = (mutated(one.task.answers[0], golds, one.task.answers), *golds)
+        return await guess_twice(is_right, answer, one.task.answers, candidates)
 
     async def changed_golds(self, again: Sequence[Graded]) -> Verdict:
         """What was right is wrong against another gold."""
@@ -270,49 +291,57 @@ class Regrader:
         right = [one for one in again if one.again is not None and one.again.success]
         if not right:
             return Verdict(name, "skipped", "no trajectory is right")
-        golds = list(dict.fromkeys(one.task.answers[0] for one in again if one.task.answers))
-        still = []
+        tasks = list({one.task.id: one.task for one in again if one.task.answers}.values())
+        num_asked, still = 0, []
         for one in right:
-            task = replace(one.task, answers=(mutated(one.task, golds),))
+            task = with_another_gold(one.task, tasks)
+            if task is None:
+                continue
+            num_asked += 1
             grade, _ = await self.verdict(task, one.row)
             if grade is not None and grade.success:
                 still.append(f"tree {one.tree}, branch {one.branch}: {task.answers[0]!r}")
+        if not num_asked:
+            return Verdict(name, "skipped", "no right trajectory has a gold that could be changed")
         if still:
             shown = ", ".join(still[:NUM_SHOWN])
             return Verdict(
                 name,
                 "failed",
-                f"{len(still)} of {len(right)} right trajectories are right against another gold "
+                f"{len(still)} of {num_asked} right trajectories are right against another gold "
                 f"too ({shown})",
                 "the grader rewards what does not depend on the gold: choose a stricter one",
             )
-        return Verdict(name, "passed", f"{len(right)} right trajectories are wrong against others")
+        return Verdict(name, "passed", f"{num_asked} right trajectories are wrong against others")
 
 
-JOINTS = (". ", " or ", "\n", ", also known as ", "; ", " - ")
+def with_another_gold(task: Task, tasks: Sequence[Task]) -> Task | None:
+    """The task with a gold that is wrong. One whose row has a ground truth of its own, which a
+    grader may read, has that of another task; None where there is no other one."""
+    if not task.answers:
+        return None
+    golds = [one.answers[0] for one in tasks]
+    changed = replace(task, answers=(mutated(task.answers[0], golds, task.answers),))
+    if ground_truth(changed) == changed.answers[0]:
+        return changed
+    for other in tasks:
+        truth = ground_truth(other)
+        if truth != ground_truth(task) and other.answers != task.answers:
+            metadata = {**task.metadata, GOLD_KEY: truth}
+            metadata.pop("reward_model", None)
+            if "reward_model" in other.metadata:
+                metadata["reward_model"] = other.metadata["reward_model"]
+            return replace(task, answers=other.answers, metadata=metadata)
+    return None
 
 
-def two_guesses(messages: Sequence[Message], task: Task, golds: Sequence[str]) -> Iterator[str]:
-    """The last message with another answer behind and before its own, joined in several ways;
-    nothing where its answer cannot be found in it or no other one is known."""
-    text = messages[-1].content if messages else ""
-    answer = final_answer(text)
-    place = text.rfind(answer) if answer else -1
-    other = mutated(task, golds) if task.answers else ""
-    if place < 0 or not other or other.startswith("not "):
-        return
-    for joint in JOINTS:
-        for both in (f"{answer}{joint}{other}", f"{other}{joint}{answer}"):
-            yield f"{text[:place]}{both}{text[place + len(answer) :]}"
-
-
-def mutated(task: Task, golds: Sequence[str]) -> str:
-    """Another gold: of a number the next one, else that of another task, else its denial."""
-    gold = task.answers[0]
+def mutated(gold: str, golds: Sequence[str], right: Sequence[str]) -> str:
+    """Another gold: of a number the next one, else one of `golds` that is not `right`, else its
+    denial."""
     number = as_number(gold)
     if number is not None:
         return f"{float(number + 1):g}" if abs(number) < 1e6 else str(int(number) + 1)
-    known = {one.strip().lower() for one in task.answers}
+    known = {one.strip().lower() for one in right}
     return next((one for one in golds if one.strip().lower() not in known), f"not {gold}")
 
 

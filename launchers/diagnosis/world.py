@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from agentenv.deadline import within
 from agentenv.env import Env
@@ -18,19 +19,21 @@ from envs.search.corpus import Query
 from envs.search.providers import RemoteSearchConfig, WebConfig
 from launchers.assembly import TRAINED
 from launchers.data import EnvMaker
+from launchers.diagnosis.guesses import guess_twice, remedy
 from launchers.diagnosis.patient import Patient
 from launchers.diagnosis.protocol import sample_call
 from launchers.diagnosis.verdicts import Probe, Skip
 
 NUM_GRADED = 8  # rows whose golds are graded
+NUM_GUESSED = 3  # of them, that are given a second guess
 CONFORM_S = 120.0
 SERVICE_S = 60.0
 LATE_MS = 100.0
 
 
 async def grader_sanity(patient: Patient) -> str:
-    """The right answer is right, another row's is wrong, and the right one in another spelling is
-    right."""
+    """The right answer is right, in another spelling too; another row's is wrong, also beside the
+    right one."""
     told = []
     for maker, sets in await patient.assembly.shared():
         for name, tasks in sets.items():
@@ -69,9 +72,28 @@ async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
                         "wrong; right answers in another form earn nothing: "
                         f"{_more_lenient(grader)}"
                     )
+        await refuse_two_guesses(grader, rows)
     finally:
         await env.close()
-    return f"{len(rows)} golds right, shuffled ones wrong, respelled ones right"
+    return (
+        f"{len(rows)} golds right, shuffled ones and two in one answer wrong, respelled ones right"
+    )
+
+
+async def refuse_two_guesses(grader: Grader, rows: Sequence[Task]) -> None:
+    """Raises ConfigError for a grader that finds an answer with two candidates right."""
+    golds = [one.answers[0] for one in rows]
+    for task in rows[:NUM_GUESSED]:
+        guesses = await guess_twice(
+            partial(is_right, grader, task), task.answers[0], task.answers, golds
+        )
+        paid = [one.text for one in guesses if one.is_paid]
+        if paid:
+            shown = " and ".join(map(repr, paid[:2])).replace("; ", ";")  # "; " begins a remedy
+            raise ConfigError(
+                f"row {task.id}: {len(paid)} of {len(guesses)} answers that name a second "
+                f"candidate beside the gold are graded right, such as {shown}; {remedy(guesses)}"
+            )
 
 
 def _more_lenient(grader: Grader) -> str:

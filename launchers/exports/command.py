@@ -90,7 +90,7 @@ def export(arguments: argparse.Namespace, view: View) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty; choose another directory")
     num_logs = num_trajectories = 0
-    asked: set[tuple[str, str]] = set()  # parts, and the trees or questions in them
+    asked: set[tuple[str, str, str]] = set()  # in each step of a run many are the same
     for part in parts:
         with naming(out):
             out.mkdir(parents=True, exist_ok=True)
@@ -99,9 +99,11 @@ def export(arguments: argparse.Namespace, view: View) -> None:
             else:
                 _write_atif(part, out, model)
         num_logs += 1
-        asked |= {(part.name, one.task if is_evaluation else one.id) for one in part.questions}
+        of = part.name if is_evaluation else ""
+        asked |= {(of, one.task, one.question) for one in part.questions}
         num_trajectories += sum(len(one.branches) for one in part.questions)
-    told = f"{num_trajectories} trajectories of {len(asked)} questions written to {out}"
+    questions = "1 question" if len(asked) == 1 else f"{len(asked)} questions"
+    told = f"{num_trajectories} trajectories of {questions} written to {out}"
     if arguments.format == "inspect":
         told += f", logs: {num_logs}; look at them by `inspect view --log-dir {out}`"
     view.say(told)

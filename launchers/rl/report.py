@@ -324,7 +324,14 @@ def step_line(row: dict[str, Any], num_steps: int) -> str:
 
 def _share(failed: float) -> str:
     """Behind a success, where some trajectories failed: of how many it says nothing."""
-    return f" ({failed:.0%} failed)" if failed else ""
+    return f" ({_percent(failed)} failed)" if failed else ""
+
+
+def _percent(share: float) -> str:
+    """Whole, but neither 0% of a few nor 100% of nearly all."""
+    if 0 < share < 0.005:
+        return "<1%"
+    return ">99%" if 0.995 <= share < 1 else f"{share:.0%}"
 
 
 def failures(row: dict[str, Any]) -> str:
@@ -339,16 +346,20 @@ def failures(row: dict[str, Any]) -> str:
 def report_line(report: BriefReport, when: str) -> str:
     """One line an evaluation."""
     low, high = report.overall.interval
-    kinds = "  ".join(f"{kind} {score.success:.2f}" for kind, score in report.by_kind.items())
+    kinds = "  ".join(
+        f"{kind} {score.success:.2f}" if score.num_trajectories else f"{kind} -"
+        for kind, score in report.by_kind.items()
+    )
     figures, failed = report.overall, ""
+    success = f"{figures.success:.3f} [{low:.3f}, {high:.3f}]" if figures.num_trajectories else "-"
     if figures.num_failed:
         failed = (
-            f", {figures.num_failed} failed ({figures.failed_share:.0%}; success "
+            f", {figures.num_failed} failed ({_percent(figures.failed_share)}; success "
             f"{figures.success_if_failed_wrong:.3f} if they were wrong)"
         )
     return (
-        f"evaluation {report.name} {when}: success {report.overall.success:.3f} "
-        f"[{low:.3f}, {high:.3f}] of {report.overall.num_trajectories}{failed}, reward "
+        f"evaluation {report.name} {when}: success {success} of "
+        f"{report.overall.num_trajectories}{failed}, reward "
         f"{report.overall.reward:.3f}, calls {report.overall.tool_calls:.2f}  ({kinds})"
     )
 
@@ -404,6 +415,8 @@ def final_table(state: RunState, name: str, *, cold_start: bool) -> Table:
 
 
 def _cell(score: BriefFigures) -> str:
+    if not score.num_trajectories:
+        return f"-{_share(score.failed_share)}"
     low, high = score.interval
     return f"{score.success:.2f} [{low:.2f}, {high:.2f}]{_share(score.failed_share)}"
 

@@ -38,6 +38,40 @@ async def server() -> AsyncIterator[JudgeServer]:
         ("The answer is CORRECT", None),
         ("CORRECT INCORRECT", None),
         ("<think>CORRECT", None),
+        ("It is what the template began.</think>\n\nCORRECT", 1.0),
+        ("**CORRECT**", 1.0),
+        ("**Incorrect**\n", 0.0),
+        ("__correct__", 1.0),
+        ("`CORRECT.`", 1.0),
+        ("```\nINCORRECT\n```\n", 0.0),
+        ('"Incorrect"', 0.0),
+        ("'correct'", 1.0),
+        ("\u201cCORRECT\u201d", 1.0),
+        ("\u300cINCORRECT\u300d", 0.0),
+        ("CORRECT \u2713", 1.0),
+        ("\u2705 **Correct**!", 1.0),
+        ("\u2714\ufe0f CORRECT", 1.0),
+        ("\u274c INCORRECT", 0.0),
+        ("(correct)", 1.0),
+        ("[INCORRECT]", 0.0),
+        ("{CORRECT}", 1.0),
+        ("<CORRECT>", 1.0),
+        ("> CORRECT\r\n\r\n", 1.0),
+        ("# INCORRECT", 0.0),
+        ("CORRECT \u2717", None),
+        ("\u274cCORRECT", None),
+        ("INCORRECT \u2705", None),
+        ("~~CORRECT~~", None),
+        ("!CORRECT", None),
+        ("CORRECT?", None),
+        ("not correct", None),
+        ("**Not** CORRECT", None),
+        ("IN CORRECT", None),
+        ("CORRECT, INCORRECT", None),
+        ("The verdict is **CORRECT**.", None),
+        ("CORRECTLY", None),
+        ("CORRECTINCORRECT", None),
+        ("**", None),
         ("I cannot help with that.", None),
         ("", None),
         (None, None),
@@ -177,6 +211,61 @@ async def test_the_rules_come_first_and_nothing_is_asked_about_no_answer(
     assert grade.reward == 0
     assert grade.parts == {"accuracy": 0.0, "rule": 0.0, "judge": 0.0, "judge_unparsed": 0.0}
     assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("reply", ["CORRECT", "**Incorrect**", "I am not sure."])
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("Yoshida, Uehara", "Uehara, Yoshida"),
+        ("134, 197, 245", "245, 197, 134"),
+        ("red, blue and green", "blue, red and green"),
+        ("Saint Petersburg", "Saint Petersburg, also known as Leningrad"),
+        ("Mark Twain", "Mark Twain (Samuel Langhorne Clemens)"),
+        ("Paris", "Paris or London"),
+        ("13", "13. 14"),
+    ],
+)
+async def test_what_the_rules_cannot_confirm_is_what_the_judge_says_of_it(
+    server: JudgeServer, gold: str, answer: str, reply: str
+) -> None:
+    server.replies = [reply]
+    grader = make_grader(
+        {"kind": "judge", "math": False, "judge": {"url": server.url, "model": "m"}}
+    )
+    task = Task("t", "e", "q", (gold,))
+    grade = await grader.grade(task, [Message("assistant", rf"\boxed{{{answer}}}")], {})
+    assert grade.success is (reply == "CORRECT")
+    assert grade.parts["rule"] == 0.0
+    (request,) = server.requests
+    assert answer.split()[0] in request["messages"][1]["content"]
+    assert "must stand in the order" not in request["messages"][1]["content"]
+    same = await grader.grade(task, [Message("assistant", rf"\boxed{{{gold}}}")], {})
+    assert same.success
+    assert len(server.requests) == 1, "what the rules confirm is not asked"
+
+
+async def test_a_judge_is_told_that_the_order_counts(server: JudgeServer) -> None:
+    server.replies = ["INCORRECT"]
+    judge = {"url": server.url, "model": "m"}
+    grader = make_grader({"kind": "judge", "math": False, "ordered": True, "judge": judge})
+    task = Task("t", "e", "q", ("Yoshida, Uehara",))
+    for answer, success in (("Uehara, Yoshida", False), ("Yoshida, Uehara", True)):
+        grade = await grader.grade(task, [Message("assistant", rf"\boxed{{{answer}}}")], {})
+        assert grade.success is success
+    (request,) = server.requests
+    assert "must stand in the order of the reference" in request["messages"][1]["content"]
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None, [True]])
+def test_an_order_that_is_no_yes_or_no_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(ConfigError, match="grader: ordered: Expected `bool`, got"):
+        make_grader({"kind": "layered", "ordered": value})
+
+
+def test_an_order_is_refused_where_no_list_is_read() -> None:
+    with pytest.raises(ConfigError, match=r"grader\.ordered is read by kind layered or judge"):
+        make_grader({"kind": "exact", "ordered": True})
 
 
 @pytest.mark.parametrize(("status", "is_down"), [(404, False), (503, True)])

@@ -225,6 +225,25 @@ def test_keys_of_another_environment_or_grader_are_not_given() -> None:
     assert spec.usual_keys({"env": {"id": ENV_ID}})["env"] == spec.usual_keys({})["env"]
 
 
+def test_lists_of_gaia_are_graded_in_order_and_those_of_others_in_any() -> None:
+    assert [name for name, one in BENCHMARKS.items() if one.ordered] == ["gaia"]
+    judge = {"url": "http://j/v1", "model": "m"}
+    for given in ({}, {"judge": judge}, {"kind": "judge", "judge": judge}, {"kind": "layered"}):
+        keys = benchmark("gaia").usual_keys({"grader": given})["grader"]
+        assert keys["ordered"] is True
+        assert build_config(GraderConfig, {**keys, **given}, "grader").ordered
+        assert "ordered" not in benchmark("xbench").usual_keys({"grader": given})["grader"]
+    for given in ({"kind": "exact"}, {"kind": "f1"}, {"path": "g.py"}, {"own": {"name": "m:G"}}):
+        keys = benchmark("gaia").usual_keys({"grader": given})["grader"]
+        assert "ordered" not in keys, "it would not be read"
+
+
+def test_an_order_in_a_table_that_is_no_yes_or_no_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('[benchmarks.tides]\nordered = "yes"\n')
+    with pytest.raises(ConfigError, match=r"mine\.toml: benchmarks\.tides.*ordered.*`bool`"):
+        benchmark(f"{tmp_path}/mine.toml:tides")
+
+
 def test_a_benchmark_of_the_users_own_file_is_asked_and_scored_as_it_says(tmp_path: Path) -> None:
     """One table of TOML is a benchmark; its name leads back to the file in stored rows."""
     (tmp_path / "mine.toml").write_text(

@@ -279,6 +279,7 @@ class Grades:
         (lambda gold, said: False, "finds its own gold"),
         (lambda gold, said: True, "the gold of row"),
         (lambda gold, said: gold == said, "spelled"),
+        (lambda gold, said: gold in said, "name a second candidate"),
         (lambda gold, said: gold == said.strip(" ."), ""),
     ],
 )

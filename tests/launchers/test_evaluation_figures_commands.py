@@ -13,9 +13,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from launchers import evaluate
 from launchers.evaluation import compare, report
 from launchers.evaluation.row import EvalRow
-from tests.support.stored_evaluation import QUICK, mixed_rows, rows_of, write_evaluation
+from tests.support.stored_evaluation import (
+    QUICK,
+    failed,
+    mixed_rows,
+    row,
+    rows_of,
+    write_evaluation,
+)
 
 pytestmark = pytest.mark.usefixtures("drawn")
 
@@ -206,14 +214,35 @@ def test_several_samples_are_compared_as_rates(tmp_path, capsys):
 def test_failed_samples_stand_beside_the_success_that_leaves_them_out(tmp_path, capsys):
     one = rows_of({str(i): ["Paris", "Paris"] for i in range(4)})
     two = rows_of({str(i): ["Paris", "Paris"] for i in range(4)})
-    for row in [*two[:2], two[3]]:
-        row.end, row.error, row.success = "failed", "EnvError: closed", False
+    for lost in [*two[:2], two[3]]:
+        lost.end, lost.error, lost.success = "failed", "EnvError: closed", False
     folders = [write_evaluation(tmp_path / n, r, QUICK) for n, r in (("a", one), ("b", two))]
     assert compare.main([*map(str, folders)]) == 0
     said = capsys.readouterr().out
     assert "3 questions are in both; left out: 1 failed in one of them" in said
     assert re.search(r"all +3 +1.000 +1.000 ", said)
     assert re.search(r"all +0 of 8 \(0.0%\) +3 of 8 \(37.5%\) +1.000 +0.625", said)
+
+
+def test_evaluations_without_failures_have_no_table_of_them_and_failed_ones_no_success(
+    tmp_path, capsys
+):
+    fine = write_evaluation(tmp_path / "fine", [row(str(n)) for n in range(4)])
+    gone = write_evaluation(tmp_path / "gone", [failed(str(n), 0) for n in range(4)])
+    assert evaluate.main(["compare", str(fine), str(fine)]) == 0
+    assert "Failed trajectories" not in capsys.readouterr().out
+    assert evaluate.main(["compare", str(fine), str(gone)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "all 4 shared questions failed in one of them" in said
+    assert evaluate.main(["report", str(gone)]) == 0
+    text = (gone / "report.md").read_text()
+    assert "4 questions, 0 graded trajectories, 4 failed" in text
+    assert "| all | 4 | 0 | - | 4 |" in text
+    assert "failed EngineError | 4 | 100.0% |" in text
+    assert evaluate.main(["report", str(fine)]) == 0
+    text = (fine / "report.md").read_text()
+    assert "failed trajectories" not in text
+    assert "Cut off and failed" not in text
 
 
 def test_equal_evaluations_show_how_far_they_are_known_to_be(tmp_path, capsys):

@@ -114,6 +114,22 @@ async def test_equivalent_expressions_are_right_by_the_rules():
     assert other["math"] == 0
 
 
+@pytest.mark.parametrize(
+    ("benchmark", "answer", "rule"),
+    [
+        ("gaia", "Uehara, Yoshida", 0.0),
+        ("gaia", "Yoshida, Uehara", 1.0),
+        ("gaia", "Yoshida; Uehara", 1.0),
+        ("xbench", "Uehara, Yoshida", 1.0),
+        ("", "Uehara, Yoshida", 1.0),
+    ],
+)
+async def test_the_score_of_the_rules_follows_the_order_of_the_benchmark(benchmark, answer, rule):
+    asked = row(answer=answer, answers=["Yoshida, Uehara"], metadata={"benchmark": benchmark})
+    await score_rows([asked], Scorer(math=False))
+    assert asked.scores["rule"] == rule
+
+
 async def test_scores_that_are_there_are_kept_and_failed_rows_have_none():
     known = row(scores={"em": 0.5, "f1": 0.5})
     rows = [known, row(sample=1), failed("1", 2)]

@@ -18,6 +18,7 @@ from launchers.exports.atif import trajectory
 from launchers.exports.conversations import Question, of_row, of_rows, of_tree, redacted
 from launchers.quickstart import build_tokenizer
 from launchers.trajectories import trajectory_rows
+from tests.support.stored_evaluation import failed, row, write_evaluation
 from tests.support.told_tree import SECRET, told_tree
 
 
@@ -193,7 +194,7 @@ def test_the_trees_of_a_run_are_written_a_file_each_trajectory(
 ) -> None:
     out = tmp_path / "out"
     assert transcripts(run, out, "--format", "atif") == 0
-    assert "8 trajectories of 2 questions" in said(capsys)
+    assert "8 trajectories of 1 question written" in said(capsys), "both steps ask the same one"
     files = sorted(out.rglob("*.json"))
     assert len(files) == 8
     found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
@@ -202,6 +203,40 @@ def test_the_trees_of_a_run_are_written_a_file_each_trajectory(
     assert SECRET not in "".join(file.read_text(encoding="utf-8") for file in files)
     assert transcripts(run, tmp_path / "two", "--format", "atif", "--step", 2, "--tree", 3) == 0
     assert len(list((tmp_path / "two").rglob("*.json"))) == 4
+
+
+def test_questions_of_an_evaluation_are_counted_once_for_all_samples_in_each_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        row(str(task), sample, dataset=dataset, question=f"{task}?")
+        for dataset in ("a", "b")
+        for task in range(3)
+        for sample in range(4)
+    ]
+    rows[0] = failed("0", 0)
+    rows[0].dataset, rows[0].question = "a", "0?"
+    folder = write_evaluation(tmp_path / "e", rows)
+    out = tmp_path / "out"
+    assert transcripts(folder, out, "--format", "atif") == 0
+    assert "24 trajectories of 6 questions written" in said(capsys)
+    files = sorted(out.rglob("*.json"))
+    assert len(files) == 24
+    ends = [json.loads(one.read_text())["final_metrics"]["extra"] for one in files]
+    assert [one.get("error") for one in ends if one["end"] == "failed"] == ["EngineError: down"]
+
+
+@pytest.mark.parametrize(("num_right", "num_failed"), [(3, 0), (0, 3)])
+def test_evaluations_without_failures_and_without_anything_else_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_right: int, num_failed: int
+) -> None:
+    rows = [row(str(n)) for n in range(num_right)] + [failed(str(n), 0) for n in range(num_failed)]
+    folder = write_evaluation(tmp_path / "e", rows)
+    assert transcripts(folder, tmp_path / "out", "--format", "atif") == 0
+    assert "3 trajectories of 3 questions written" in said(capsys)
+    for file in (tmp_path / "out").rglob("*.json"):
+        extra = json.loads(file.read_text())["final_metrics"]["extra"]
+        assert ("reward" in extra) is (num_failed == 0)
 
 
 def test_a_file_that_a_kill_left_empty_is_left_out(

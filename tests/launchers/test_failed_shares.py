@@ -85,6 +85,25 @@ def test_the_summary_has_shares_and_the_rate_of_the_run(state: RunState) -> None
     assert found["tokens"]["sampled_per_s"] == run_rate(state) == 1250.0
 
 
+def test_the_summary_of_a_run_without_failures_or_without_rollouts_has_shares_of_zero() -> None:
+    for num_done in (0, 12):
+        state = RunState(reports={})
+        state.totals.num_trajectories = num_done
+        found = summarize(
+            state,
+            name="held",
+            seed=0,
+            algorithm="arpo",
+            policy_version=1,
+            in_flight=0,
+            event_loop={},
+            engine={},
+        )
+        assert found["rollouts"]["failed_share"] == 0.0
+        assert found["failed_share"] == dict.fromkeys(found["failed_share"])
+        assert found["tokens"]["sampled_per_s"] == 0.0
+
+
 def test_lines_say_what_failed() -> None:
     line = report_line(asked(2, 9, 89), "after RL")
     assert "success 0.182 [" in line
@@ -92,6 +111,30 @@ def test_lines_say_what_failed() -> None:
     row = {"step": 3, "rollout/trees": 1, "rollout/tool_calls": 1, "rollout/forks": 0}
     assert "(51% failed)" in step_line(row | {"reward/success": 0.98, "failed/share": 0.51}, 9)
     assert "failed" not in step_line(row | {"reward/success": 0.98, "failed/share": 0.0}, 9)
+
+
+@pytest.mark.parametrize(
+    ("counts", "cell", "line"),
+    [
+        ((9, 1, 0), "0.90 [", "success 0.900 ["),
+        ((990, 9, 1), "(<1% failed)", "1 failed (<1%; success 0.990"),
+        ((1, 0, 999), "(>99% failed)", "999 failed (>99%; success 0.001"),
+        ((0, 0, 5), "- (100% failed)", "success - of 0, 5 failed (100%; success 0.000"),
+        ((0, 0, 0), "-", "success - of 0, reward"),
+    ],
+)
+def test_no_share_and_no_success_is_said_that_was_not_measured(
+    counts: tuple[int, int, int], cell: str, line: str
+) -> None:
+    report = asked(*counts)
+    assert line in report_line(report, "after RL")
+    state = RunState(reports={"before_sft": {"held": asked(1, 1, 0)}})
+    state.reports["after_rl"] = {"held": report}
+    rows = {row[0]: row[1:] for row in final_table(state, "held", cold_start=False).rows}
+    assert cell in rows["all"][1]
+    assert ("failed" in rows) is bool(counts[2])
+    assert ("failed" in rows["all"][1]) is bool(counts[2])
+    assert labels([{"step": 2, **report_metrics(report)}]), "it can be drawn"
 
 
 def labels(rows: list[dict[str, Any]]) -> set[str]:

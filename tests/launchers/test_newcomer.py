@@ -20,6 +20,7 @@ from launchers.config import TrainConfig
 from launchers.evaluation.figures import agreement_of
 from launchers.evaluation.report import write_report
 from launchers.evaluation.subject import of_env
+from launchers.evaluation.tables import MAX_UNREADABLE_SHARE
 from launchers.terminal import View
 from tests.support.stored_evaluation import row, write_evaluation
 from tests.support.warehouse import ROOT
@@ -156,7 +157,28 @@ def test_replies_of_a_judge_that_are_no_verdict_are_told(tmp_path: Path) -> None
     assert agreement_of(rows[2:]) is None
     folder = write_evaluation(tmp_path / "e", rows)
     write_report(folder, View())
-    assert "1 replies of the judge were no verdict" in (folder / "report.md").read_text()
+    text = (folder / "report.md").read_text()
+    assert "1 replies of the judge (50.0%) were no verdict" in text
+    assert "More than 5% are unreadable: these scores are too low" in text
+
+
+@pytest.mark.parametrize(
+    ("num_unreadable", "num_read", "share"), [(1, 19, "5.0%"), (2, 19, "9.5%"), (3, 0, "100.0%")]
+)
+def test_only_a_share_of_unreadable_verdicts_above_the_bound_is_a_warning(
+    tmp_path: Path, num_unreadable: int, num_read: int, share: str
+) -> None:
+    parts = [{"rule": 0.0, "judge_unparsed": 1.0}] * num_unreadable
+    parts += [{"rule": 0.0, "judge": 0.0, "judge_unparsed": 0.0}] * num_read
+    folder = write_evaluation(
+        tmp_path / "e", [row(str(n), success=False, parts=one) for n, one in enumerate(parts)]
+    )
+    write_report(folder, View())
+    text = (folder / "report.md").read_text()
+    assert f"{num_unreadable} replies of the judge ({share}) were no verdict" in text
+    is_above = num_unreadable / len(parts) > MAX_UNREADABLE_SHARE
+    assert ("are unreadable: these scores are too low" in text) is is_above
+    assert ("judge.max\\_tokens" in text) is is_above
 
 
 def test_a_misspelt_key_is_told_before_missing_questions(
