@@ -215,9 +215,7 @@ async def test_slow_expressions_cost_no_other_answer_its_verdict() -> None:
     pytest.importorskip("math_verify")
     math = MathEquivalence(limit_s=0.2)
     try:
-        slow = [
-            math.equal(rf"(x+y+z+w+{n})^{{60}}", rf"(x+y+z+w+{n + 1})^{{60}}") for n in range(64)
-        ]
+        slow = [math.equal(rf"x^{{60}}+{n}x+1=0", rf"x^{{60}}+{n}x+2=0") for n in range(3, 67)]
         right = [math.equal(rf"\frac{{{k}\sqrt{{3}}}}{{3}}", rf"\frac{{{k}}}{{\sqrt{{3}}}}")
                  for k in range(2, 66)]  # fmt: skip
         outcomes = await asyncio.gather(*slow, *right)
@@ -230,6 +228,6 @@ async def test_slow_expressions_cost_no_other_answer_its_verdict() -> None:
 async def test_a_layered_grader_scores_an_endless_answer_as_wrong() -> None:
     pytest.importorskip("math_verify")
     matcher = Layered(limit_s=0.3)
-    verdict = await matcher.verdict("", r"(x+y+z+w+1)^{60}", [r"(x+y+z+w+2)^{60}"])
+    verdict = await matcher.verdict("", r"x^{60}+3x+1=0", [r"x^{60}+3x+2=0"])
     assert not verdict.right
     assert verdict.reason.endswith("math-verify did not finish within 0.3 s")
