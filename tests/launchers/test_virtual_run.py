@@ -79,7 +79,7 @@ def frames(run: Path) -> list[Frame]:
     return [frame for path in paths for _, frame in read_frames(path.read_bytes())]
 
 
-def of(kind: type[Kind], found: list[Frame]) -> list[Kind]:
+def of(kind: type[Kind], found: Sequence[Frame]) -> list[Kind]:
     return [frame for frame in found if isinstance(frame, kind)]
 
 
