@@ -65,6 +65,9 @@ async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
                     f"{other.id}, right, though {gold!r} is; whatever is answered earns a reward: "
                     "choose a stricter grader"
                 )
+        await refuse_two_guesses(grader, rows)
+        for task in rows:
+            gold = task.answers[0]
             for spelled in respelled(gold):
                 if not await is_right(grader, task, spelled):
                     raise ConfigError(
@@ -72,7 +75,6 @@ async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
                         "wrong; right answers in another form earn nothing: "
                         f"{_more_lenient(grader)}"
                     )
-        await refuse_two_guesses(grader, rows)
     finally:
         await env.close()
     return (

@@ -280,6 +280,7 @@ class Grades:
         (lambda gold, said: True, "the gold of row"),
         (lambda gold, said: gold == said, "spelled"),
         (lambda gold, said: gold in said, "name a second candidate"),
+        (lambda gold, said: said.startswith(gold), "name a second candidate"),  # spelled too
         (lambda gold, said: gold == said.strip(" ."), ""),
     ],
 )

@@ -79,7 +79,7 @@ def frames(run: Path) -> list[Frame]:
     return [frame for path in paths for _, frame in read_frames(path.read_bytes())]
 
 
-def of(kind: type[Kind], found: list[Frame]) -> list[Kind]:
+def of(kind: type[Kind], found: Sequence[Frame]) -> list[Kind]:
     return [frame for frame in found if isinstance(frame, kind)]
 
 
@@ -134,24 +134,22 @@ def goes_on(warehouse: Path, kept: Path, name: str, journal: Sequence[Frame]) ->
     return frames(run)
 
 
-@pytest.mark.parametrize("num_started", [0, 4, 14])
+@pytest.mark.parametrize(
+    ("started", "waits"),
+    [(range(0), True), (range(2, 6), True), (range(8, 16), False), (range(2, 16), False)],
+)
 def test_a_tree_that_was_started_and_never_began_starts_at_once(
-    warehouse: Path, kept: Path, num_started: int
+    warehouse: Path, kept: Path, started: range, waits: bool
 ) -> None:
     """Of a process that was killed in between. Without such frames the others wait their turn."""
-    first = 2  # what the checkpoint has trained
-    before = [Started(tree, 1, 0.0) for tree in range(first, first + num_started)]
-    written = goes_on(warehouse, kept, f"virtual-started-{num_started}", before)
-    assert [frame.tree for frame in of(Started, written)] == list(range(first + num_started, 16))
-    assert {frame.tree for frame in of(Began, written)} == set(range(first, 16))
-    waited = sum(frame.early_s for frame in of(Started, written))
-    assert (waited > 0) is (num_started < 14)
-    early = [
-        row["flow/producer_early_s"]
-        for row in rows_of(kept.parent / f"virtual-started-{num_started}")
-        if "score/value" in row
-    ]
-    assert (sum(early[-7:]) > 0) is (num_started < 14)
+    name = f"virtual-started-{started.start}-{started.stop}"
+    written = goes_on(warehouse, kept, name, [Started(tree, 1, 0.0) for tree in started])
+    places = range(2, 16)  # what the checkpoint has not trained
+    assert [frame.tree for frame in of(Started, written)] == sorted({*places} - {*started})
+    assert {frame.tree for frame in of(Began, written)} == {*places}
+    assert (sum(frame.early_s for frame in of(Started, written)) > 0) is waits
+    rows = [row for row in rows_of(kept.parent / name) if "score/value" in row]
+    assert (sum(row["flow/producer_early_s"] for row in rows[-7:]) > 0) is waits
 
 
 def test_a_journal_of_an_earlier_version_is_gone_on_with(warehouse: Path, kept: Path) -> None:
