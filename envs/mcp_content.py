@@ -21,7 +21,8 @@ def text_of(result: Any) -> str:
     """
     shown = [_block_text(block) for block in result.content]
     structured = result.structured_content
-    if structured is not None and not _is_said(structured, result.content):
+    is_new = structured is not None and not _is_said(structured, result.content)
+    if is_new and (structured or not shown):
         shown.append(json.dumps(structured, ensure_ascii=False, separators=(",", ":")))
     return "\n".join(shown)
 

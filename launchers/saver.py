@@ -162,8 +162,10 @@ class Saver:
             await self.save(at_end=True)
             await within(self.config.finish_s, "what it remembers", self.amend())
         except OSError as error:
-            place = error.filename or self.checkpoints.folder
-            return f"{place}: {explain(error, DIR_KEY)}"
+            place, why = error.filename or self.checkpoints.folder, error.strerror or str(error)
+            with suppress(StallError):
+                why = await within(LOOK_S, "it", in_thread(explain, error, DIR_KEY))
+            return f"{place}: {why}"
         except AgentEnvError as error:
             return str(error).splitlines()[0]
         except Exception as error:  # what ends the run stays its reason

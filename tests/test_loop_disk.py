@@ -50,6 +50,7 @@ ALLOWED = {
     "envs/sandbox/process.py launch: settings_of": OWN,
     "envs/sandbox/self_test.py find_escape: tempfile.NamedTemporaryFile": OWN,
     "launchers/evaluation/run.py run_evaluation: saved_of": BEFORE,
+    "launchers/evaluation/scores.py score: benchmark_of": "the tables of benchmarks, read once",
     "launchers/evaluation/subject.py contexts: self.config.engine.max_context": BEFORE,
     "launchers/rl/far.py open_ray: found.open": NO_DISK,
     "launchers/rl/steered.py run_steered: last_values": BEFORE,

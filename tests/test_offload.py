@@ -80,6 +80,7 @@ ALLOWED = {
     "launchers/rl/steered.py: time.time": "the same",
     "launchers/steering.py: time.time": "the age of a file",
     "launchers/otel.py: time.time_ns": "of spans, which others read",
+    "launchers/terminal.py: time.monotonic": "when a line was shown last, for people",
     "launchers/diagnosis/verdicts.py: time.monotonic": "how long a check took, for people",
     # none is started
     "launchers/terminal.py: ThreadPoolExecutor": "in place of one with a thread that hangs",

@@ -41,6 +41,7 @@ SINCE = {  # values that the files give another of since then, or give where the
     "grader.kind: None -> 'layered'",
     "grader.partial_credit: False -> True",
     "grader.partial_credit: False -> None",
+    "learner.schedule: 'constant' -> 'linear'",
     "limits.max_seconds: 600.0 -> 1200.0",
     "limits.max_seconds: 600.0 -> 1500.0",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from agentenv.offload import in_thread
 from envs.grading.layers import ONE_ANSWER, names_several
 from envs.grading.numbers import as_number
 from envs.grading.spelling import MAX_ANSWER_CHARS, words_of
@@ -36,7 +37,7 @@ class TokenF1:
         if len(answer) > MAX_ANSWER_CHARS:
             return Verdict(False, 0.0, "wrong answer: too long", "f1")
         score = max((f1(answer, gold) for gold in golds), default=0.0)
-        if 0 < score < 1 and names_several(answer, golds):
+        if 0 < score < 1 and await in_thread(names_several, answer, golds):
             return Verdict(False, 0.0, "wrong answer: it names several", ONE_ANSWER)
         right = score >= 1.0
         reason = f"{'right' if right else 'wrong'} answer, F1 {score:.3f}: {shown(answer)}"
