@@ -8,7 +8,7 @@ from typing import Any
 
 from agentenv.evaluate import Answer, evaluate
 from agentenv.tree import TrajectoryTree
-from agentenv.types import Task
+from agentenv.types import Limits, Task
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import make_actor
@@ -49,7 +49,8 @@ def test_samples_depend_on_neither_order_nor_number_nor_concurrency() -> None:
 
 
 def test_a_failure_is_tried_again_with_the_same_seeds() -> None:
-    actor, calm = make_actor(), texts(evaluated(TASKS, num_samples=2))
+    limits = Limits(max_failed_share=1.0)
+    actor, calm = make_actor(limits=limits), texts(evaluated(TASKS, num_samples=2))
     answers: list[Answer] = []
 
     def faulty(task: Task) -> CountingEnv:
