@@ -38,6 +38,7 @@ from envs.grading.phrases import (
     is_split,
     rank_of,
     trimmed,
+    value_of,
     without_lead,
 )
 from envs.grading.quantities import Quantity, quantity, same_quantity
@@ -90,13 +91,34 @@ _NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d
 _VARIABLES = re.compile(r"[A-Za-z]{1,3}(?![A-Za-z])|\([^()]*\)")
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
-_DASHED = re.compile(r"\w%?\s+[-\u2013\u2014]\s+.*[^\W\d_]{2}")
+_DASHED = re.compile(r"[\w}]%?\s+[-\u2013\u2014~]\s+.*[^\W\d_]{2}")
 _DATES = re.compile(r"(?:\d{1,2} )?[A-Z][a-z]+ (?:\d{1,2}, )?\d{3,4}")
 _MAY = re.compile(r"\bMay\b(?=,? +\d)|(?<=\d )May\b")
 _DOUBT = re.compile(
     r"\b(?:not|never|maybe|perhaps|possibly|wrong|unsure|might|may|could|doubt|no)\b|n't", re.I
 )
-_SYMBOL = re.compile(r"[A-Za-z](?:_?\w)?")
+_ANNOUNCED = re.compile(
+    r"\b(?:second|third|other|another|alternative|alternate|backup|back-up|next|last|first|possible"
+    r"|plausible|potential|likely|final)\s+(?:best\s+)?(?:guess|option|choice|candidate"
+    r"|possibilit(?:y|ie)|alternative|interpretation)(?:s|es)?\b"
+    r"|\b(?:second|third|another|alternative|alternate|backup|other|possible|plausible|potential"
+    r"|likely)\s+(?:answer|reading|solution)s?\b"
+    r"|\b(?:candidate|guesse|possibilitie|alternative)s\b(?=\s*(?:are|:))|\bbackup\s*:"
+    r"|\b(?:the other|another|a second|a third)(?: one)? (?:is|was|could|might|may|would)\b"
+    r"|\b(?:it|that|this|they|answer|one|as|and) (?:could|might|may)(?: also| just as well| well"
+    r"| even| instead| equally| alternatively)?(?: be\b|(?=\s[A-Z\d]))"
+    r"|\bif (?:that|this|it|the first)(?:'s| is| was) (?:not|wrong|incorrect|rejected)|\bif (?:wrong|not),"
+    r"|\b(?:are|is|seems?|may be) (?:both|also|equally|all|each) (?:possible|plausible|correct|right|likely)"
+    r"|\b(?:are|is) (?:possible|plausible)\b|\bboth (?:are )?(?:possible|plausible)\b|\band so (?:is|are)\b"
+    r"|\boption\s+(?:[2-9B-Z]|two|three)\b|\b(?:others|some|some sources|other sources) (?:say|claim|think|believe|suggest)\b"
+    r"|\baccording to (?:some|other)s?\b|\bdepending on\b|\b(?:less|more|most|very) likely\b"
+    r"|\bwith probability\b|\bnot sure\b|\bon the other hand\b|\bunless (?:it|that|this) is\b"
+    r"|\b(?:and|or|but|,) (?:possibly|perhaps|maybe|probably)\b|\bfailing (?:that|which)\b"
+    r"|\b(?:source|answer|candidate|guess|reading|version)s?\s*#?[2-9B]\b|\b(?:were|are) the candidates\b"
+    r"|\b(?:is|was) (?:the first|one answer|one|another|the second|the other|the third)(?=[,.;]|$)"
+    r"|\b(?:one|the first|the second) is\b|\btop (?:two|three|2|3)\b|\bsecond[- ]guess",
+    re.IGNORECASE,
+)
 _MATH_ONLY = re.compile(
     r"\\(?:int|sum|lim|prod|frac\s*\{\s*d|begin|sin|cos|tan|log|ln|angle|triangle|overline)|'"
 )
@@ -161,6 +183,8 @@ class Gold:
             _DASHED.search(part) or is_split(part, named_again, alternatives)
         ):
             return False
+        if self.kind == "words" and "\n" not in self.text and re.search(r"\S\s*[\r\n]+\s*\S", part):
+            return False
         text = clean(part)
         return bool(text) and self._same(text, self.text) is True
 
@@ -182,8 +206,10 @@ class Gold:
     ) -> None:
         text = trimmed(text)
         if not self.meets(text):
-            text, has_lead = without_lead(text, is_truth=self.kind == "truth")
-            led = led or has_lead
+            bare, has_lead = without_lead(text, is_truth=self.kind == "truth")
+            lead = text[: len(text) - len(bare)].strip(" ,.:;-")
+            if not lead or not self.meets(lead):  # "OK" may be the gold
+                text, led = bare, led or has_lead
         if not text.strip(EDGE) or len(found) > MAX_PARTS:
             return
         if self.meets(text):
@@ -253,7 +279,7 @@ class Gold:
             return r"\begin" not in text
         if joint == "equals":
             return "=" not in self.text
-        if joint == "dash" and "=" in text and re.search(r"\d\s+-\s+\d", text):
+        if joint == "dash" and "=" in text and re.search(r"\d\s+[-+*]\s+\d", text):
             return False
         if joint in ("bracket", "dash", "colon", "comma", "list") and not is_wordy(text):
             if self.kind == "math" or (self.kind == "list" and joint not in ("comma", "list")):
@@ -267,6 +293,10 @@ class Gold:
         parts = self.parts(text)
         if self.kind in ("choice", "truth", "math") or len(parts) < 2:
             return False
+        if self.kind == "number" and not all(part.meets or self._is_said(part) for part in parts):
+            return False  # a formula, which mathematics compares
+        if self.kind == "number" and _BETWEEN.match(text):
+            return False
         if all(part.meets for part in parts):
             return _DOUBT.search(text) is None
         if is_hedged(_MAY.sub("", text)) or _HAN_HEDGE.search(text):
@@ -274,6 +304,13 @@ class Gold:
         if self.kind == "number" and any(_tells_a_number(part) for part in parts):
             return False
         return any(part.meets for part in parts) and not any(map(self._changes, parts))
+
+    def _is_said(self, part: Part) -> bool:
+        """Whether a part is words, another form of the amount, or says where it comes from."""
+        bare = clean(part.text)
+        if is_wordy(bare) or amount_of(bare) is not None:
+            return True
+        return part.joint == "bracket" or value_of(bare) is not None
 
     def _changes(self, part: Part) -> bool:
         """Whether a part says more exactly which: Paris, Texas; 5 (kilometres)."""
@@ -293,6 +330,9 @@ class Gold:
         parts = self.parts(text)
         if self.kind == "choice":
             return self._other_letters(text, parts)
+        announced = self._announced(text)
+        if announced:
+            return Rivals((announced,))
         if len(parts) < 2 and not self._reads_whole(text) and self.kind != "date":
             return Rivals()
         if self.kind == "math":
@@ -308,16 +348,24 @@ class Gold:
             if skips or part.meets:
                 continue
             words = tokens(part.text)
-            if words and words[0] in ASIDES and len(words) < 3:
+            after = parts[place + 1] if place + 1 < len(parts) else None
+            is_label = len(words) == 1 or (after is not None and after.joint == "colon")
+            if words and words[0] in ASIDES and len(words) < 3 and is_label:
                 skips = True
                 continue
-            after = parts[place + 1] if place + 1 < len(parts) else None
             if not (ends_right and _is_step(parts, place)) and self.is_rival(part, after, beside):
                 found.append(part.text)
         is_sum = self.amount is not None and parts[0].meets and _adds_up(found, self.amount)
         if is_sum and all(part.joint for part in parts):
             return Rivals()
         return Rivals(tuple(dict.fromkeys(found)))
+
+    def _announced(self, text: str) -> str:
+        """The words that announce a second answer, which the gold does not have itself."""
+        if self.kind == "truth" or _ANNOUNCED.search(self.text):
+            return ""
+        match = _ANNOUNCED.search(text)
+        return match[0] if match is not None else ""
 
     def _other_dates(self, text: str) -> Iterator[str]:
         """Dates with nothing but spaces between them."""
@@ -453,7 +501,7 @@ class Gold:
             return not part.joint
         words = bare.split()
         if has_cjk(bare):
-            return len(bare) <= 12 and _HAN_CLAUSE.search(bare) is None
+            return len(bare) <= 20 and _HAN_CLAUSE.search(bare) is None
         if is_named(bare):
             return len(words) <= MAX_NAME_WORDS
         if part.led and self.is_named:
@@ -484,7 +532,7 @@ class Gold:
             return not is_nationality(self.text) and is_note(rest, part)
         if part.joint and has_article and ARTICLE.match(self.text) is None:
             return True
-        if part.joint and is_note(rest, part):
+        if part.joint not in ("", "list") and is_note(rest, part):
             return True
         if not self.is_named and not has_article and self.kind in ("words", "list"):
             own = set(self.text.lower().split())
@@ -492,7 +540,8 @@ class Gold:
         if bool(set(bare.lower().split()) & FUNCTION_WORDS):
             return True
         limit = MAX_PHRASE_WORDS if part.joint else 2 * MAX_PHRASE_WORDS
-        return has_article or len(words) > limit or is_note(rest, part)
+        is_article = has_article and (bool(part.joint) or self.is_named)
+        return is_article or len(words) > limit or is_note(rest, part)
 
     def _of_twins(self, text: str) -> Iterator[str]:
         """Where two sentences are alike but for one piece: The capital is A. The capital is B."""
@@ -571,10 +620,14 @@ def _text_of(part: Part) -> str:
 
 def _is_step(parts: Sequence[Part], place: int) -> bool:
     """Whether a part is a result on the way: 5 + 8 = 13, or x = 5 if x has no second value."""
-    if parts[place].joint != "equals":
+    after = parts[place + 1] if place + 1 < len(parts) else None
+    is_equated = after is not None and after.joint == "equals"
+    if parts[place].joint != "equals" or not place:
         return False
-    name = parts[place - 1].text if place and parts[place - 1].joint == "equals" else ""
-    return not _SYMBOL.fullmatch(name) or all(part.text != name for part in parts[place + 1 :])
+    if is_equated and amount_of(clean(parts[place].text)) is not None:
+        return False  # 13 = 14
+    name = parts[place - 1].text
+    return not any(re.match(rf"{re.escape(name)}\s*(?:=|$)", part.text) for part in parts[place + 1 :])
 
 
 def _tells_a_number(part: Part) -> bool:

@@ -3,8 +3,11 @@ stands beside it, or counts."""
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 import tomllib
+from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +32,15 @@ _RANKS = {
     **dict.fromkeys(_TABLES["countries"], 2),
     **dict.fromkeys(_TABLES["continents"], 3),
 }
+
+
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+MAX_SUM_CHARS = 60
 
 
 class Part(Struct, frozen=True):
@@ -107,7 +119,7 @@ FUNCTION_WORDS = frozenset(
 )
 _OCCUPATION = re.compile(r"[a-z]{3,}(?:ist|er|or|ian|man|woman|ess|ician|smith|ant|ee|ary)s?")
 _NATIONAL = re.compile(r"(?:^|-)[A-Z][a-z]+(?:ish|ese|ian|ean|ican|ch)$")
-ARTICLE = re.compile(r"(?:an?|the|one of)\s+", re.IGNORECASE)
+ARTICLE = re.compile(r"^(?:an?|the|one of)\s+", re.IGNORECASE)
 _CAPITAL = re.compile(r"[A-Z][a-z]+")
 _COUNTED = frozenset(
     str.split(
@@ -169,7 +181,7 @@ def is_split(text: str, *cuts: Cut) -> bool:
 
 def trimmed(text: str) -> str:
     """Without a bracket at an end that nothing closes or opens."""
-    text = text.strip().rstrip(",;").strip()
+    text = re.sub(r"^(?:[*_`~]+(?=\w))+|(?<=\w)(?:[_`~]+|\*{2,})$", "", text.strip().rstrip(",;").strip())
     excess = {pair: text.count(pair[0]) - text.count(pair[1]) for pair in ("()", "[]", "{}", "<>")}
     if not sum(excess.values()):
         return text
@@ -197,6 +209,29 @@ def is_expression(text: str) -> bool:
     if is_wordy(text) or re.fullmatch(r"[A-Za-z](?:_\{?\w+\}?)?(?:\([a-z]\))?", text):
         return False
     return re.search(r"[\w\\]", text) is not None
+
+
+def value_of(text: str) -> Fraction | None:
+    """The value of a sum that is written out, 5 + 8 or 9 x 2; None for anything else."""
+    text = re.sub(r"\\(?:times|cdot)|[x\u00d7\u00b7]", "*", text).replace("\u00f7", "/")
+    text = re.sub(r"[$%\s]|,(?=\d{3})", "", text)
+    if len(text) > MAX_SUM_CHARS or not re.fullmatch(r"[\d.()+*/-]+", text) or "**" in text:
+        return None
+    try:
+        return _evaluated(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+        return None
+
+
+def _evaluated(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return Fraction(str(value))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluated(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_evaluated(left), _evaluated(right))
+    raise ValueError("no sum")
 
 
 def is_conversion(one: Quantity, other: Quantity, text: str) -> bool:
