@@ -36,6 +36,7 @@ from envs.grading.phrases import (
     is_range,
     is_role,
     is_split,
+    is_sum_of_names,
     rank_of,
     trimmed,
     value_of,
@@ -45,6 +46,7 @@ from envs.grading.quantities import Quantity, quantity, same_quantity
 from envs.grading.sentences import has_verb, is_hedged
 from envs.grading.separators import (
     LEVELS,
+    EQUALS,
     OF_A_CLAUSE,
     OF_A_SENTENCE,
     Cut,
@@ -92,6 +94,11 @@ _VARIABLES = re.compile(r"[A-Za-z]{1,3}(?![A-Za-z])|\([^()]*\)")
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
 _DASHED = re.compile(r"[\w}]%?\s+[-\u2013\u2014~]\s+.*[^\W\d_]{2}")
+_IN_DOLLARS = re.compile(r"([^\d$]*)\$([^$]+)\$([^\d$]*)")
+_SUM_OF = re.compile(
+    r"(?:the |a )?(?:sum|product|difference|quotient|ratio|average|mean|total) (?:of|between)\b", re.I
+)
+MAX_COMPOUND = 60
 _DATES = re.compile(r"(?:\d{1,2} )?[A-Z][a-z]+ (?:\d{1,2}, )?\d{3,4}")
 _MAY = re.compile(r"\bMay\b(?=,? +\d)|(?<=\d )May\b")
 _DOUBT = re.compile(
@@ -103,7 +110,7 @@ _ANNOUNCED = re.compile(
     r"|possibilit(?:y|ie)|alternative|interpretation)(?:s|es)?\b"
     r"|\b(?:second|third|another|alternative|alternate|backup|other|possible|plausible|potential"
     r"|likely)\s+(?:answer|reading|solution)s?\b"
-    r"|\b(?:candidate|guesse|possibilitie|alternative)s\b(?=\s*(?:are|:))|\bbackup\s*:"
+    r"|\b(?:candidate|guesse|possibilitie|alternative)s\b(?=\s*(?:are|:))|\b(?:backup|other)\s*:"
     r"|\b(?:the other|another|a second|a third)(?: one)? (?:is|was|could|might|may|would)\b"
     r"|\b(?:it|that|this|they|answer|one|as|and) (?:could|might|may)(?: also| just as well| well"
     r"| even| instead| equally| alternatively)?(?: be\b|(?=\s[A-Z\d]))"
@@ -212,8 +219,11 @@ class Gold:
                 text, led = bare, led or has_lead
         if not text.strip(EDGE) or len(found) > MAX_PARTS:
             return
-        if self.meets(text):
+        if self.meets(text) or self._is_worked_out(text):
             found.append(Part(text, joint, meets=True, led=led, is_first=is_first))
+            return
+        if self.kind == "number" and (_is_compound(text) or _SUM_OF.match(text)):
+            found.append(Part(text, joint, led=led, is_first=is_first))
             return
         if level > 2 and _BETWEEN.match(text) and is_range(text):
             found.append(Part(text, joint, led=led, is_first=is_first))
@@ -227,7 +237,11 @@ class Gold:
             if is_clause and own == "comma" and self.meets(text.partition(",")[0]):
                 head, _, tail = text.partition(",")
                 found.append(Part(head, joint or own, meets=True, led=led, is_first=is_first))
-                found.append(Part(tail.strip(), own, led=True))
+                bare, has_lead = without_lead(tail.strip())
+                if has_lead and not has_verb(bare):  # which is 14
+                    self._cut(bare, own, next_level, found, led=True)
+                else:
+                    found.append(Part(tail.strip(), own, led=True))
                 return
             if (is_clause and cut in OF_A_CLAUSE) or not self._may_cut(cut, own, text):
                 continue
@@ -252,6 +266,26 @@ class Gold:
                 )
             return
         found.append(Part(text, joint, led=led, is_first=is_first))
+
+    def _is_worked_out(self, text: str) -> bool:
+        """Whether a text works the number out: 5 + 8, or m + n = 5 + 8 = 13, for 13."""
+        if self.kind != "number" or self.amount is None:
+            return False
+        formula = _IN_DOLLARS.fullmatch(text)
+        if formula is not None and not is_hedged(formula[1] + formula[3]):
+            text = formula[2]
+        elif is_wordy(text):
+            return False
+        *names, last = (side.strip(" $") for side in EQUALS.split(text))
+        if amount_of(clean(last)) is None:
+            is_it = not self.amount.has_unit and value_of(last) == self.amount.value
+        else:  # an amount with its unit, as the layers compare it
+            is_it = bool(names) and self.meets(last)
+        values = [value_of(name) for name in names]
+        return is_it and all(
+            is_sum_of_names(name) if value is None else value == self.amount.value
+            for name, value in zip(names, values, strict=True)
+        )
 
     def _with_own_commas(self, text: str, pieces: list[str]) -> list[str]:
         """Austin, Texas and USA, if the gold is Austin, Texas."""
@@ -291,7 +325,7 @@ class Gold:
     def is_named_by(self, text: str) -> bool:
         """Whether a text without rivals names the gold in a part of its own, and doubts nothing."""
         parts = self.parts(text)
-        if self.kind in ("choice", "truth", "math") or len(parts) < 2:
+        if self.kind in ("choice", "truth", "math") or not parts:
             return False
         if self.kind == "number" and not all(part.meets or self._is_said(part) for part in parts):
             return False  # a formula, which mathematics compares
@@ -299,6 +333,8 @@ class Gold:
             return False
         if all(part.meets for part in parts):
             return _DOUBT.search(text) is None
+        if len(parts) < 2:
+            return False
         if is_hedged(_MAY.sub("", text)) or _HAN_HEDGE.search(text):
             return False
         if self.kind == "number" and any(_tells_a_number(part) for part in parts):
@@ -345,20 +381,31 @@ class Gold:
         for place, part in enumerate(parts):
             if not part.joint:
                 skips = False
+            after = parts[place + 1] if place + 1 < len(parts) else None
+            if self.kind == "number" and _differs(part, after):
+                found.append(part.text)
             if skips or part.meets:
                 continue
             words = tokens(part.text)
-            after = parts[place + 1] if place + 1 < len(parts) else None
             is_label = len(words) == 1 or (after is not None and after.joint == "colon")
             if words and words[0] in ASIDES and len(words) < 3 and is_label:
                 skips = True
                 continue
+            if self.kind == "list" and self._is_beside_a_list(part, parts):
+                found.append(part.text)
             if not (ends_right and _is_step(parts, place)) and self.is_rival(part, after, beside):
                 found.append(part.text)
         is_sum = self.amount is not None and parts[0].meets and _adds_up(found, self.amount)
         if is_sum and all(part.joint for part in parts):
             return Rivals()
         return Rivals(tuple(dict.fromkeys(found)))
+
+    def _is_beside_a_list(self, part: Part, parts: Sequence[Part]) -> bool:
+        """Whether an expression stands beside the list, of which it is no element."""
+        if is_wordy(self.text) or part.joint not in ("", "comma", "list") or part.is_first:
+            return False
+        is_own = any(one.meets(part.text) for one in self.elements)
+        return any(one.meets for one in parts) and is_expression(clean(part.text)) and not is_own
 
     def _announced(self, text: str) -> str:
         """The words that announce a second answer, which the gold does not have itself."""
@@ -628,6 +675,20 @@ def _is_step(parts: Sequence[Part], place: int) -> bool:
         return False  # 13 = 14
     name = parts[place - 1].text
     return not any(re.match(rf"{re.escape(name)}\s*(?:=|$)", part.text) for part in parts[place + 1 :])
+
+
+def _is_compound(text: str) -> bool:
+    """Whether a text is one amount in two units: 3 hours and 24 minutes."""
+    amount = amount_of(clean(text)) if not is_split(text) and len(text) < MAX_COMPOUND else None
+    return amount is not None and bool(amount.dimension) and not _DASHED.search(text)
+
+
+def _differs(part: Part, after: Part | None) -> bool:
+    """Whether a sum is equated with a number that it does not make: 5 + 8 = 14."""
+    if after is None or after.joint != "equals":
+        return False
+    value, amount = value_of(part.text), amount_of(clean(after.text))
+    return value is not None and amount is not None and amount.value not in (value, 100 * value)
 
 
 def _tells_a_number(part: Part) -> bool:

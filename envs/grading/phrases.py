@@ -20,6 +20,7 @@ from envs.grading.numbers import leading_number, words_as_digits
 from envs.grading.quantities import Quantity, quantity
 from envs.grading.separators import Cut, Joint, lines, sentences
 from envs.grading.special import truth
+from envs.grading.spelling import clean
 from envs.grading.units import unit_of
 from envs.grading.words import has_cjk, is_wordy
 
@@ -40,6 +41,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
+_PERCENT = (("percent", 1),)
 MAX_SUM_CHARS = 60
 
 
@@ -59,7 +61,7 @@ _LEAD = re.compile(
     r"(?:"
     r"(?:and|or|but|so|thus|hence|therefore|then|also|maybe|perhaps|possibly|probably|likely"
     r"|either|well"
-    r"|definitely|certainly|ok(?:ay)?|alternatively|otherwise|finally|in (?:conclusion|short"
+    r"|definitely|certainly|ok(?:ay)?(?=,)|alternatively|otherwise|finally|in (?:conclusion|short"
     r"|summary|fact)"
     r"|not only|no|yes|even|else|still|yet|now|again|here|there|\u6216\u8005?"
     r"|\u7b54\u6848?)(?:,\s*|\s+(?!of\b))"
@@ -71,6 +73,7 @@ _LEAD = re.compile(
     r"|choose|chose|pick"
     r"|go with|get|got|bet|answer|vote for|conclude)(?:\s+(?:that|it|the|is|was|could be|for"
     r"|on)\b)*[:,]?\s+"
+    r"|(?:its|his|her|their|the)\s+(?:\w+\s+)?(?:name|title)\s+(?:is|was)\s+"
     r"|(?P<pronoun>it|that|this|these|those|they|he|she|which|who|there)(?:'s|'re|\s+(?:is"
     r"|was|are|were|could be|might be|may be"
     r"|must be|should be|would be|will be|could also be|might also be|may also be|can also be"
@@ -234,8 +237,23 @@ def _evaluated(node: ast.expr) -> Fraction:
     raise ValueError("no sum")
 
 
+def is_sum_of_names(text: str) -> bool:
+    """Whether a side of an equation names a value, and is no equation to solve: x, m + n, f(0) + f(1),
+    10p + q; not x + 5."""
+    if not re.search(r"[A-Za-z]", text) or amount_of(clean(text)) is not None:
+        return False
+    bare = re.sub(r"\([^()]*\)|_\{?\w+\}?|\\(?:left|right|text|cdot|frac|quad)(?![a-z])", "", text)
+    names = set(re.findall(r"[A-Za-z]", bare))
+    return len(names) > 1 or not re.search(r"\d", bare)
+
+
 def is_conversion(one: Quantity, other: Quantity, text: str) -> bool:
     """Whether one is the other in another unit, rounded: 5 ft (1.5 m), 38.6 for 270/7."""
+    if {one.dimension, other.dimension} == {(), _PERCENT} and not one.words + other.words:
+        text = re.sub(r"(\d\.\d+)(?=\s*(?:%|percent))", r"\g<1>00", text)
+        one, other = (
+            Quantity(side.value / (100 if side.dimension else 1)) for side in (one, other)
+        )
     if one.dimension != other.dimension or one.words != other.words:
         return False
     if one.dimension and one.factor != other.factor:

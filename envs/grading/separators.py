@@ -51,7 +51,7 @@ _NAMES = (  # what gives another name for what stands before it
     r"|alternatively|popularly|or)?\s*(?:known|called|named|referred to|written|spelled) as"
     r"|(?:also|otherwise|sometimes|commonly|formerly|originally|alternatively)\s+(?:called|named)"
     r"|(?:called|named|spelled|written)(?!\s+(?:after|for|in|by|on|upon|at|as|to|out|with|a|an)\b)"
-    r"|(?:formerly|previously|originally|now|meaning|respectively)(?=:?\s+[\"'A-Z\d])"
+    r"|(?:formerly|previously|originally|now|meaning|respectively)(?=:?\s+(?-i:[\"'A-Z\d]))"
     r"|in other words|that is to say|that is(?=[,:])|namely|alias|equals|is equal to"
     r"|n[\u00e9e]e(?=\s[A-Z])|d/?b/?a"
 )
@@ -97,7 +97,7 @@ _LISTS = re.compile(
     r"|(?<=[^\W_])\\(?=[A-Z0-9])|\\(?:text\s*\{\s*(?:and|or)\s*\}|land|lor|vee|wedge)(?![a-z])"
     r"|(?<=[\u4e00-\u9fff])\s*[\u548c\u4e0e\u53ca]\s*(?=[\u4e00-\u9fff])"
 )
-_EQUALS = re.compile(
+EQUALS = re.compile(
     r"\s*(?::=|={1,3}|\u2248|\u2245|\u2243|\u223c|\u2261|~=|\uff1d"
     r"|\\(?:approx|simeq|cong|equiv|doteq|sim)(?![a-zA-Z])|(?<=\s)~(?=\s))\s*"
 )
@@ -200,7 +200,7 @@ LEVELS: tuple[tuple[Joint, Cut], ...] = (
     ("colon", _COLONS.split),
     ("comma", _COMMAS.split),
     ("list", _LISTS.split),
-    ("equals", _EQUALS.split),
+    ("equals", EQUALS.split),
 )
-OF_A_CLAUSE = (alternatives, _COMMAS.split, _LISTS.split, _EQUALS.split)  # these belong to a clause
+OF_A_CLAUSE = (alternatives, _COMMAS.split, _LISTS.split, EQUALS.split)  # these belong to a clause
 OF_A_SENTENCE = tuple(cut for _, cut in LEVELS[3:])
