@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Literal
 
 from msgspec import Struct
@@ -64,6 +65,7 @@ from envs.grading.words import has_cjk, is_wordy, tokens
 MAX_PARTS = 120
 MAX_NAME_WORDS = 12
 MAX_PHRASE_WORDS = 4
+MAX_HAN = 20  # characters of a name
 
 Kind = Literal[
     "choice", "truth", "special", "date", "time", "span", "number", "list", "words", "math"
@@ -89,6 +91,8 @@ _HAN_HEDGE = re.compile(
     "\u53ef\u80fd|\u4e5f\u8bb8|\u6216\u8bb8|\u5927\u6982|\u4e0d\u662f|\u5e76\u975e|\u6216\u8005"
 )
 _BETWEEN = re.compile(r"(?:between|from)\s[^,;]{1,60}\s(?:and|to)\s", re.IGNORECASE)
+_ONE_OF_TWO = re.compile(r"\W*between\s\S.{0,60}\sand\s.{1,60}", re.IGNORECASE)
+_NUMBERS_BETWEEN = re.compile(r"\bbetween\s+\S*\w\s+and\s+\S*\w", re.IGNORECASE)
 _NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
 _VARIABLES = re.compile(r"[A-Za-z]{1,3}(?![A-Za-z])|\([^()]*\)")
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
@@ -100,7 +104,6 @@ _SUM_OF = re.compile(
 )
 MAX_COMPOUND = 60
 _DATES = re.compile(r"(?:\d{1,2} )?[A-Z][a-z]+ (?:\d{1,2}, )?\d{3,4}")
-_MAY = re.compile(r"\bMay\b(?=,? +\d)|(?<=\d )May\b")
 _DOUBT = re.compile(
     r"\b(?:not|never|maybe|perhaps|possibly|wrong|unsure|might|may|could|doubt|no)\b|n't", re.I
 )
@@ -166,6 +169,7 @@ class Gold:
         self.own = [Gold(one, same) for one in pieces] if len(pieces) > 1 else []
         self.is_named = is_named(self.text)
         self.rank = rank_of(self.text)
+        self.is_note = not self.is_named and is_note(self.text, Part(self.text, "comma"))
         self.amount = amount_of(self.text)
         label = choice.labelled(self.text) if self.kind == "choice" else None
         if label is not None:
@@ -335,7 +339,7 @@ class Gold:
             return _DOUBT.search(text) is None
         if len(parts) < 2:
             return False
-        if is_hedged(_MAY.sub("", text)) or _HAN_HEDGE.search(text):
+        if is_hedged(text) or _HAN_HEDGE.search(text):
             return False
         if self.kind == "number" and any(_tells_a_number(part) for part in parts):
             return False
@@ -360,13 +364,22 @@ class Gold:
 
     # What a part that is not the gold says.
 
+    def _leaves_between(self, text: str) -> bool:
+        """Whether a text that is no range leaves open which of two it is: between A and B."""
+        if self.kind in ("span", "list", "choice", "truth", "math") or self.meets(text):
+            return False
+        if self.kind == "number":
+            rest, num_found = _NUMBERS_BETWEEN.subn("", text)
+            return num_found > 0 and not re.search(r"\d", rest)
+        return _ONE_OF_TWO.fullmatch(text) is not None and not has_verb(text)
+
     def rivals(self, text: str) -> Rivals:
         """The candidates beside the gold. A text that is one part has none: whether it is the
         gold the layers say."""
         parts = self.parts(text)
         if self.kind == "choice":
             return self._other_letters(text, parts)
-        announced = self._announced(text)
+        announced = text if self._leaves_between(text) else self._announced(text)
         if announced:
             return Rivals((announced,))
         if len(parts) < 2 and not self._reads_whole(text) and self.kind != "date":
@@ -538,6 +551,8 @@ class Gold:
         """Another name or phrase, unless it describes the gold."""
         if is_of_place(bare, self.rank, part):
             return False
+        if has_cjk(bare) and not part.joint:
+            return len(bare) <= MAX_HAN and _HAN_CLAUSE.search(bare) is None
         if self._describes(part, bare, after):
             return False
         if amount_of(bare) is not None or dates.dates(bare) or is_range(bare):
@@ -548,7 +563,7 @@ class Gold:
             return not part.joint
         words = bare.split()
         if has_cjk(bare):
-            return len(bare) <= 20 and _HAN_CLAUSE.search(bare) is None
+            return len(bare) <= MAX_HAN and _HAN_CLAUSE.search(bare) is None
         if is_named(bare):
             return len(words) <= MAX_NAME_WORDS
         if part.led and self.is_named:
@@ -565,7 +580,8 @@ class Gold:
             (after is not None and after.joint in ("colon", "dash", "equals")) or part.is_first
         ) and (label in LABELS or (words[-1] in LABELS and not is_named(bare))):
             return True
-        if OPENING.match(bare) and not (is_named(bare) and bare[:1].isupper()):
+        is_abbreviation = bare[:2].isupper() and bare[:2].isalpha()  # IT products
+        if OPENING.match(bare) and not (is_named(bare) and bare[:1].isupper()) | is_abbreviation:
             return True
         if words[0] in HEADS and len(words) > 1 and re.match(r"\w+ (?:of|for|to|in)\b", bare):
             return not re.match(r"\w+ (?:of|for|to|in)\b", self.text)
@@ -579,7 +595,8 @@ class Gold:
             return not is_nationality(self.text) and is_note(rest, part)
         if part.joint and has_article and ARTICLE.match(self.text) is None:
             return True
-        if part.joint not in ("", "list") and is_note(rest, part):
+        is_kind = is_note(rest, part) and not self.is_note  # physicist, chemist
+        if part.joint not in ("", "list") and is_kind:
             return True
         if not self.is_named and not has_article and self.kind in ("words", "list"):
             own = set(self.text.lower().split())
@@ -588,7 +605,7 @@ class Gold:
             return True
         limit = MAX_PHRASE_WORDS if part.joint else 2 * MAX_PHRASE_WORDS
         is_article = has_article and (bool(part.joint) or self.is_named)
-        return is_article or len(words) > limit or is_note(rest, part)
+        return is_article or len(words) > limit or is_kind
 
     def _of_twins(self, text: str) -> Iterator[str]:
         """Where two sentences are alike but for one piece: The capital is A. The capital is B."""
@@ -679,8 +696,12 @@ def _is_step(parts: Sequence[Part], place: int) -> bool:
 
 def _is_compound(text: str) -> bool:
     """Whether a text is one amount in two units: 3 hours and 24 minutes."""
-    amount = amount_of(clean(text)) if not is_split(text) and len(text) < MAX_COMPOUND else None
-    return amount is not None and bool(amount.dimension) and not _DASHED.search(text)
+    pieces = re.split(r",?\s+and\s+|,\s+", text) if len(text) < MAX_COMPOUND else []
+    amounts = [amount_of(clean(piece)) for piece in pieces]
+    known = [one for one in amounts if one is not None and one.dimension and not one.words]
+    if len(known) != len(pieces) or len({one.dimension for one in known}) != 1 or len(known) < 2:
+        return False
+    return all(one.factor > other.factor for one, other in pairwise(known))
 
 
 def _differs(part: Part, after: Part | None) -> bool:

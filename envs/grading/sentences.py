@@ -69,13 +69,13 @@ _CLEFT = re.compile(
 _NEGATION = re.compile(
     r"\b(?:not|never|no|neither|nor|or|either|unless|maybe|perhaps|possibly|instead|rather|wrong"
     r"|incorrect|false|except|without|near|than|if|whom|whose|ruled out|excluded|denied|before"
-    r"|after|unlike|contrary|but|although|though|however|while|whereas|hardly|might|may|could"
+    r"|after|unlike|contrary|but|although|though|however|while|whereas|hardly|might|(?-i:may)|could"
     r"|probably|likely|unsure|cannot|second to|close)\b|n't\b",
     re.IGNORECASE,
 )
 _DENIAL = re.compile(
     r"\b(?:no|not|never|neither|nor|or|maybe|perhaps|possibly|wrong|incorrect|actually|but|however"
-    r"|although|unsure|cannot|might|may|could|instead|alternatively)\b|n't\b",
+    r"|although|unsure|cannot|might|(?-i:may)|could|instead|alternatively)\b|n't\b",
     re.IGNORECASE,
 )
 _CHANGED = re.compile(

@@ -114,7 +114,7 @@ _CORRECTION = re.compile(
     r" (?:is|was|should be|must be)\b|\bfinal answer\s*[:=]|\b(?:it|that|the answer) should be\b"
     "|\u66f4\u6b63|\u4e0d\u5bf9|\u7b49\u7b49|\u7b49\u4e00\u4e0b|\u62b1\u6b49"
     "|\u5e94\u8be5\u662f|\u5e94\u4e3a|\u6700\u7ec8\u7b54\u6848)"
-    r"[\s,.;:!?\u2013\u2014\uff0c\u3002\uff1a-]*",
+    r"(?:[\s,.;:!?\uff0c\u3002\uff1a]|[\u2013\u2014-](?![\d\\.$]))*",
     re.IGNORECASE,
 )
 
