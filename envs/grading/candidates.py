@@ -91,8 +91,8 @@ _HAN_HEDGE = re.compile(
     "\u53ef\u80fd|\u4e5f\u8bb8|\u6216\u8bb8|\u5927\u6982|\u4e0d\u662f|\u5e76\u975e|\u6216\u8005"
 )
 _BETWEEN = re.compile(r"(?:between|from)\s[^,;]{1,60}\s(?:and|to)\s", re.IGNORECASE)
-_ONE_OF_TWO = re.compile(r"\W*between\s\S.{0,60}\sand\s.{1,60}", re.IGNORECASE)
-_NUMBERS_BETWEEN = re.compile(r"\bbetween\s+\S*\w\s+and\s+\S*\w", re.IGNORECASE)
+_ONE_OF_TWO = re.compile(r"\W*(?:between|both)\s\S.{0,60}\sand\s.{1,60}", re.IGNORECASE)
+_NUMBERS_BETWEEN = re.compile(r"\b(?:between|both)\s+\S*\w\s+and\s+\S*\w", re.IGNORECASE)
 _NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
 _VARIABLES = re.compile(r"[A-Za-z]{1,3}(?![A-Za-z])|\([^()]*\)")
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
@@ -600,6 +600,8 @@ class Gold:
             return True
         if not self.is_named and not has_article and self.kind in ("words", "list"):
             own = set(self.text.lower().split())
+            if not part.joint:
+                return False
             return not own & FUNCTION_WORDS and bool(set(bare.lower().split()) & FUNCTION_WORDS)
         if bool(set(bare.lower().split()) & FUNCTION_WORDS):
             return True

@@ -51,7 +51,7 @@ _NAMES = (  # what gives another name for what stands before it
     r"|alternatively|popularly|or)?\s*(?:known|called|named|referred to|written|spelled) as"
     r"|(?:also|otherwise|sometimes|commonly|formerly|originally|alternatively)\s+(?:called|named)"
     r"|(?:called|named|spelled|written)(?!\s+(?:after|for|in|by|on|upon|at|as|to|out|with|a|an)\b)"
-    r"|(?:formerly|previously|originally|now|meaning|respectively)(?=:?\s+(?-i:[\"'A-Z\d]))"
+    r"|(?:formerly|previously|originally|now|meaning|respectively)(?=:?\s+(?-i:[\"'A-Z\d$\\-]))"
     r"|in other words|that is to say|that is(?=[,:])|namely|alias|equals|is equal to"
     r"|n[\u00e9e]e(?=\s[A-Z])|d/?b/?a"
 )
