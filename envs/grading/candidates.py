@@ -8,15 +8,14 @@ candidate, a number or a name inside a longer clause is not.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-from typing import Literal
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
 from envs.grading import choice, dates
-from envs.grading.lists import several, without_name
+from envs.grading.lists import without_name
 from envs.grading.names import STATES, without_class
+from envs.grading.parts import BETWEEN, Whole
 from envs.grading.phrases import (
     ARTICLE,
     ASIDES,
@@ -36,41 +35,22 @@ from envs.grading.phrases import (
     is_of_place,
     is_range,
     is_role,
-    is_split,
-    is_sum_of_names,
-    rank_of,
-    trimmed,
     value_of,
-    without_lead,
 )
 from envs.grading.quantities import Quantity, quantity, same_quantity
-from envs.grading.sentences import has_verb, is_hedged
+from envs.grading.sentences import announcement, has_verb, is_hedged
 from envs.grading.separators import (
     LEVELS,
-    EQUALS,
-    OF_A_CLAUSE,
-    OF_A_SENTENCE,
-    Cut,
     Joint,
-    alternatives,
-    corrections,
-    lines,
-    named_again,
 )
 from envs.grading.special import special, truth
 from envs.grading.spelling import clean
 from envs.grading.units import unit_of
 from envs.grading.words import has_cjk, is_wordy, tokens
 
-MAX_PARTS = 120
 MAX_NAME_WORDS = 12
 MAX_PHRASE_WORDS = 4
 MAX_HAN = 20  # characters of a name
-
-Kind = Literal[
-    "choice", "truth", "special", "date", "time", "span", "number", "list", "words", "math"
-]
-Same = Callable[[str, str], bool | None]
 
 
 class Rivals(Struct, frozen=True):
@@ -90,241 +70,22 @@ _DENIED = re.compile(
 _HAN_HEDGE = re.compile(
     "\u53ef\u80fd|\u4e5f\u8bb8|\u6216\u8bb8|\u5927\u6982|\u4e0d\u662f|\u5e76\u975e|\u6216\u8005"
 )
-_BETWEEN = re.compile(r"(?:between|from)\s[^,;]{1,60}\s(?:and|to)\s", re.IGNORECASE)
 _ONE_OF_TWO = re.compile(r"\W*(?:between|both)\s\S.{0,60}\sand\s.{1,60}", re.IGNORECASE)
 _NUMBERS_BETWEEN = re.compile(r"\b(?:between|both)\s+\S*\w\s+and\s+\S*\w", re.IGNORECASE)
 _NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
-_VARIABLES = re.compile(r"[A-Za-z]{1,3}(?![A-Za-z])|\([^()]*\)")
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
-_DASHED = re.compile(r"[\w}]%?\s+[-\u2013\u2014~]\s+.*[^\W\d_]{2}")
-_IN_DOLLARS = re.compile(r"([^\d$]*)\$([^$]+)\$([^\d$]*)")
-_SUM_OF = re.compile(
-    r"(?:the |a )?(?:sum|product|difference|quotient|ratio|average|mean|total) (?:of|between)\b", re.I
-)
-MAX_COMPOUND = 60
 _DATES = re.compile(r"(?:\d{1,2} )?[A-Z][a-z]+ (?:\d{1,2}, )?\d{3,4}")
 _DOUBT = re.compile(
     r"\b(?:not|never|maybe|perhaps|possibly|wrong|unsure|might|may|could|doubt|no)\b|n't", re.I
-)
-_ANNOUNCED = re.compile(
-    r"\b(?:second|third|other|another|alternative|alternate|backup|back-up|next|last|first|possible"
-    r"|plausible|potential|likely|final)\s+(?:best\s+)?(?:guess|option|choice|candidate"
-    r"|possibilit(?:y|ie)|alternative|interpretation)(?:s|es)?\b"
-    r"|\b(?:second|third|another|alternative|alternate|backup|other|possible|plausible|potential"
-    r"|likely)\s+(?:answer|reading|solution)s?\b"
-    r"|\b(?:candidate|guesse|possibilitie|alternative)s\b(?=\s*(?:are|:))|\b(?:backup|other)\s*:"
-    r"|\b(?:the other|another|a second|a third)(?: one)? (?:is|was|could|might|may|would)\b"
-    r"|\b(?:it|that|this|they|answer|one|as|and) (?:could|might|may)(?: also| just as well| well"
-    r"| even| instead| equally| alternatively)?(?: be\b|(?=\s[A-Z\d]))"
-    r"|\bif (?:that|this|it|the first)(?:'s| is| was) (?:not|wrong|incorrect|rejected)|\bif (?:wrong|not),"
-    r"|\b(?:are|is|seems?|may be) (?:both|also|equally|all|each) (?:possible|plausible|correct|right|likely)"
-    r"|\b(?:are|is) (?:possible|plausible)\b|\bboth (?:are )?(?:possible|plausible)\b|\band so (?:is|are)\b"
-    r"|\boption\s+(?:[2-9B-Z]|two|three)\b|\b(?:others|some|some sources|other sources) (?:say|claim|think|believe|suggest)\b"
-    r"|\baccording to (?:some|other)s?\b|\bdepending on\b|\b(?:less|more|most|very) likely\b"
-    r"|\bwith probability\b|\bnot sure\b|\bon the other hand\b|\bunless (?:it|that|this) is\b"
-    r"|\b(?:and|or|but|,) (?:possibly|perhaps|maybe|probably)\b|\bfailing (?:that|which)\b"
-    r"|\b(?:source|answer|candidate|guess|reading|version)s?\s*#?[2-9B]\b|\b(?:were|are) the candidates\b"
-    r"|\b(?:is|was) (?:the first|one answer|one|another|the second|the other|the third)(?=[,.;]|$)"
-    r"|\b(?:one|the first|the second) is\b|\btop (?:two|three|2|3)\b|\bsecond[- ]guess",
-    re.IGNORECASE,
 )
 _MATH_ONLY = re.compile(
     r"\\(?:int|sum|lim|prod|frac\s*\{\s*d|begin|sin|cos|tan|log|ln|angle|triangle|overline)|'"
 )
 
 
-def kind_of(gold: str) -> Kind:
-    """The layer that a cleaned gold belongs to."""
-    if choice.is_choice(gold) or choice.labelled(gold) is not None:
-        return "choice"
-    if truth(gold) is not None:
-        return "truth"
-    if special(gold):
-        return "special"
-    if dates.minutes(gold) is not None:
-        return "time"
-    if amount_of(gold) is not None:
-        return "number"
-    if dates.dates(gold):
-        return "date"
-    if is_range(gold):
-        return "span"
-    if several(without_name(gold)) is not None:
-        return "list"
-    return "words" if is_wordy(gold) else "math"
-
-
-class Gold:
-    """A gold as what an answer's parts are held against; `same` compares a part with a gold as the
-    layers do, without looking for it inside a longer text."""
-
-    def __init__(self, text: str, same: Same) -> None:
-        self.text = clean(text)
-        self.kind: Kind = kind_of(self.text)
-        self._same = same
-        listed = several(without_name(self.text)) if self.kind == "list" else None
-        self.elements = [Gold(one, same) for one in listed.elements] if listed else []
-        pieces = [piece for part in self._pieces() for piece in [clean(part)] if piece]
-        self.own = [Gold(one, same) for one in pieces] if len(pieces) > 1 else []
-        self.is_named = is_named(self.text)
-        self.rank = rank_of(self.text)
-        self.is_note = not self.is_named and is_note(self.text, Part(self.text, "comma"))
-        self.amount = amount_of(self.text)
-        label = choice.labelled(self.text) if self.kind == "choice" else None
-        if label is not None:
-            self.elements = [Gold(label[1], same)]
-
-    def _pieces(self) -> list[str]:
-        """What the gold itself is cut into."""
-        pieces = [self.text]
-        for _, cut in (
-            LEVELS[5:-1] if self.kind in ("words", "list") and len(self.text) < 200 else ()
-        ):
-            pieces = [piece for text in pieces for piece in cut(text)]
-        return pieces
-
-    def meets(self, part: str) -> bool:
-        """Whether a part is the gold, alone."""
-        if self.kind in ("choice", "truth"):
-            return False  # read letter by letter, and word by word
-        if self.kind in ("number", "date", "time", "span") and is_split(part):
-            return False
-        if self.kind == "number" and (
-            _DASHED.search(part) or is_split(part, named_again, alternatives)
-        ):
-            return False
-        if self.kind == "words" and "\n" not in self.text and re.search(r"\S\s*[\r\n]+\s*\S", part):
-            return False
-        text = clean(part)
-        return bool(text) and self._same(text, self.text) is True
-
-    def parts(self, text: str) -> list[Part]:
-        """The text cut until each part is the gold, or has no separator any more."""
-        found: list[Part] = []
-        self._cut(text, "", 0, found, is_first=True)
-        return found[:MAX_PARTS]
-
-    def _cut(
-        self,
-        text: str,
-        joint: Joint,
-        level: int,
-        found: list[Part],
-        *,
-        led: bool = False,
-        is_first: bool = False,
-    ) -> None:
-        text = trimmed(text)
-        if not self.meets(text):
-            bare, has_lead = without_lead(text, is_truth=self.kind == "truth")
-            lead = text[: len(text) - len(bare)].strip(" ,.:;-")
-            if not lead or not self.meets(lead):  # "OK" may be the gold
-                text, led = bare, led or has_lead
-        if not text.strip(EDGE) or len(found) > MAX_PARTS:
-            return
-        if self.meets(text) or self._is_worked_out(text):
-            found.append(Part(text, joint, meets=True, led=led, is_first=is_first))
-            return
-        if self.kind == "number" and (_is_compound(text) or _SUM_OF.match(text)):
-            found.append(Part(text, joint, led=led, is_first=is_first))
-            return
-        if level > 2 and _BETWEEN.match(text) and is_range(text):
-            found.append(Part(text, joint, led=led, is_first=is_first))
-            return
-        is_clause = False
-        for next_level in range(level, len(LEVELS)):
-            own, cut = LEVELS[next_level]
-            is_clause = is_clause or (
-                cut in OF_A_SENTENCE and has_verb(text) and not is_named(text)
-            )
-            if is_clause and own == "comma" and self.meets(text.partition(",")[0]):
-                head, _, tail = text.partition(",")
-                found.append(Part(head, joint or own, meets=True, led=led, is_first=is_first))
-                bare, has_lead = without_lead(tail.strip())
-                if has_lead and not has_verb(bare):  # which is 14
-                    self._cut(bare, own, next_level, found, led=True)
-                else:
-                    found.append(Part(tail.strip(), own, led=True))
-                return
-            if (is_clause and cut in OF_A_CLAUSE) or not self._may_cut(cut, own, text):
-                continue
-            pieces = [piece for piece in cut(text) if piece and piece.strip(EDGE)]
-            if len(pieces) < 2:
-                text = pieces[0].strip() if pieces else text
-                continue
-            if own == "equals" and not self._is_derivation(pieces):
-                own = ""
-            if is_clause and own not in ("", "alias"):
-                pieces, led = [pieces[0], pieces[-1]], True
-            pieces = self._with_own_commas(text, pieces) if own == "comma" else pieces
-            for place, piece in enumerate(pieces):
-                leads = place == 0 and own != ""  # what follows the first is attached to it
-                self._cut(
-                    piece,
-                    (joint if joint or not is_first else own) if place == 0 else own,
-                    next_level + (cut is LEVELS[-1][1]),
-                    found,
-                    led=led and (place == 0 or is_clause),
-                    is_first=is_first and leads,
-                )
-            return
-        found.append(Part(text, joint, led=led, is_first=is_first))
-
-    def _is_worked_out(self, text: str) -> bool:
-        """Whether a text works the number out: 5 + 8, or m + n = 5 + 8 = 13, for 13."""
-        if self.kind != "number" or self.amount is None:
-            return False
-        formula = _IN_DOLLARS.fullmatch(text)
-        if formula is not None and not is_hedged(formula[1] + formula[3]):
-            text = formula[2]
-        elif is_wordy(text):
-            return False
-        *names, last = (side.strip(" $") for side in EQUALS.split(text))
-        if amount_of(clean(last)) is None:
-            is_it = not self.amount.has_unit and value_of(last) == self.amount.value
-        else:  # an amount with its unit, as the layers compare it
-            is_it = bool(names) and self.meets(last)
-        values = [value_of(name) for name in names]
-        return is_it and all(
-            is_sum_of_names(name) if value is None else value == self.amount.value
-            for name, value in zip(names, values, strict=True)
-        )
-
-    def _with_own_commas(self, text: str, pieces: list[str]) -> list[str]:
-        """Austin, Texas and USA, if the gold is Austin, Texas."""
-        for count in range(len(pieces) - 1, 1, -1) if "," in self.text else ():
-            head = text[: text.rfind(pieces[count])].rstrip(" ,")
-            if self.meets(head):
-                return [head, *pieces[count:]]
-        return pieces
-
-    def _is_derivation(self, sides: Sequence[str]) -> bool:
-        """Whether an equation names or works out its right side, and equates no two answers."""
-        return any(
-            amount_of(clean(side)) is None
-            and not is_wordy(_VARIABLES.sub("x", side))
-            and (self.kind in ("number", "math", "list") and not dates.dates(clean(side)))
-            for side in sides[:-1]
-        )
-
-    def _may_cut(self, cut: Cut, joint: Joint, text: str) -> bool:
-        """Brackets, hyphens and commas are a part of mathematics, and signs of equality of an
-        equation; to a question of yes or no, "no" is an answer."""
-        if cut is corrections:
-            return self.kind != "truth"
-        if cut is lines:
-            return r"\begin" not in text
-        if joint == "equals":
-            return "=" not in self.text
-        if joint == "dash" and "=" in text and re.search(r"\d\s+[-+*]\s+\d", text):
-            return False
-        if joint in ("bracket", "dash", "colon", "comma", "list") and not is_wordy(text):
-            if self.kind == "math" or (self.kind == "list" and joint not in ("comma", "list")):
-                return joint == "dash" and re.search("[\u2014\u2015]", text) is not None
-            if joint == "dash" and "=" in text:
-                return False
-        return True
+class Gold(Whole):
+    """A gold, and the candidates beside it that an answer names."""
 
     def is_named_by(self, text: str) -> bool:
         """Whether a text without rivals names the gold in a part of its own, and doubts nothing."""
@@ -333,7 +94,7 @@ class Gold:
             return False
         if self.kind == "number" and not all(part.meets or self._is_said(part) for part in parts):
             return False  # a formula, which mathematics compares
-        if self.kind == "number" and _BETWEEN.match(text):
+        if self.kind == "number" and BETWEEN.match(text):
             return False
         if all(part.meets for part in parts):
             return _DOUBT.search(text) is None
@@ -422,10 +183,8 @@ class Gold:
 
     def _announced(self, text: str) -> str:
         """The words that announce a second answer, which the gold does not have itself."""
-        if self.kind == "truth" or _ANNOUNCED.search(self.text):
-            return ""
-        match = _ANNOUNCED.search(text)
-        return match[0] if match is not None else ""
+        is_own = self.kind == "truth" or announcement(self.text)
+        return "" if is_own else announcement(text)
 
     def _other_dates(self, text: str) -> Iterator[str]:
         """Dates with nothing but spaces between them."""
@@ -600,7 +359,7 @@ class Gold:
             return True
         if not self.is_named and not has_article and self.kind in ("words", "list"):
             own = set(self.text.lower().split())
-            if not part.joint:
+            if not part.joint and bare[:1].islower():  # no sentence, which begins with a capital
                 return False
             return not own & FUNCTION_WORDS and bool(set(bare.lower().split()) & FUNCTION_WORDS)
         if bool(set(bare.lower().split()) & FUNCTION_WORDS):
@@ -693,17 +452,9 @@ def _is_step(parts: Sequence[Part], place: int) -> bool:
     if is_equated and amount_of(clean(parts[place].text)) is not None:
         return False  # 13 = 14
     name = parts[place - 1].text
-    return not any(re.match(rf"{re.escape(name)}\s*(?:=|$)", part.text) for part in parts[place + 1 :])
-
-
-def _is_compound(text: str) -> bool:
-    """Whether a text is one amount in two units: 3 hours and 24 minutes."""
-    pieces = re.split(r",?\s+and\s+|,\s+", text) if len(text) < MAX_COMPOUND else []
-    amounts = [amount_of(clean(piece)) for piece in pieces]
-    known = [one for one in amounts if one is not None and one.dimension and not one.words]
-    if len(known) != len(pieces) or len({one.dimension for one in known}) != 1 or len(known) < 2:
-        return False
-    return all(one.factor > other.factor for one, other in pairwise(known))
+    return not any(
+        re.match(rf"{re.escape(name)}\s*(?:=|$)", part.text) for part in parts[place + 1 :]
+    )
 
 
 def _differs(part: Part, after: Part | None) -> bool:

@@ -17,12 +17,13 @@ from msgspec import Struct
 from agentenv.offload import in_thread
 from envs.grading import choice, dates, spans, units
 from envs.grading.bases import in_base
-from envs.grading.candidates import Gold, Same
+from envs.grading.candidates import Gold
 from envs.grading.formulas import formulas
 from envs.grading.lists import same_answers, without_name
 from envs.grading.math import LIMIT_S, shared_math
 from envs.grading.names import same_words, without_class
 from envs.grading.numbers import is_rounded, same_plain
+from envs.grading.parts import Same
 from envs.grading.phrases import OPENING, amount_of
 from envs.grading.quantities import same_quantity
 from envs.grading.sentences import has_verb, is_denied, is_hedged, same_statement, says

@@ -184,7 +184,9 @@ def is_split(text: str, *cuts: Cut) -> bool:
 
 def trimmed(text: str) -> str:
     """Without a bracket at an end that nothing closes or opens."""
-    text = re.sub(r"^(?:[*_`~]+(?=\w))+|(?<=\w)(?:[_`~]+|\*{2,})$", "", text.strip().rstrip(",;\\").strip())
+    text = re.sub(
+        r"^(?:[*_`~]+(?=\w))+|(?<=\w)(?:[_`~]+|\*{2,})$", "", text.strip().rstrip(",;\\").strip()
+    )
     text = re.sub(r"\s+(?:which|that|who|and|or|but|as well as)$", "", text)
     pairs = ("()", "[]", "{}", *(("<>",) if not re.match(r"[<>]\s*[-+.$\d\\]", text) else ()))
     excess = {pair: text.count(pair[0]) - text.count(pair[1]) for pair in pairs}
@@ -240,7 +242,7 @@ def _evaluated(node: ast.expr) -> Fraction:
 
 
 def is_sum_of_names(text: str) -> bool:
-    """Whether a side of an equation names a value, and is no equation to solve: x, m + n, f(0) + f(1),
+    """Whether a side of an equation names a value, and is nothing to solve: x, m + n, f(0) + f(1),
     10p + q; not x + 5."""
     if not re.search(r"[A-Za-z]", text) or re.search(r"\b(?:and|or|to|if|is)\b|[,;]", text):
         return False

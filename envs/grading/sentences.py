@@ -104,6 +104,40 @@ _SENTENCE_END = re.compile(
 )
 
 
+_ANNOUNCED = re.compile(  # a second answer
+    r"\b(?:second|third|other|another|alternative|alternate|backup|back-up|next|last|first"
+    r"|possible|plausible|potential|likely|final)\s+(?:best\s+)?(?:guess|option|choice|candidate"
+    r"|possibilit(?:y|ie)|alternative|interpretation)(?:s|es)?\b"
+    r"|\b(?:second|third|another|alternative|alternate|backup|other|possible|plausible|potential"
+    r"|likely)\s+(?:answer|reading|solution)s?\b"
+    r"|\b(?:candidate|guesse|possibilitie|alternative)s\b(?=\s*(?:are|:))|\b(?:backup|other)\s*:"
+    r"|\b(?:the other|another|a second|a third)(?: one)? (?:is|was|could|might|may|would)\b"
+    r"|\b(?:it|that|this|they|answer|one|as|and) (?:could|might|may)(?: also| just as well| well"
+    r"| even| instead| equally| alternatively)?(?: be\b|(?=\s[A-Z\d]))"
+    r"|\bif (?:that|this|it|the first)(?:'s| is| was) (?:not|wrong|incorrect|rejected)"
+    r"|\bif (?:wrong|not),"
+    r"|\b(?:are|is|seems?|may be) (?:both|also|equally|all|each) (?:possible|plausible|correct"
+    r"|right|likely)"
+    r"|\b(?:are|is) (?:possible|plausible)\b|\bboth (?:are )?(?:possible|plausible)\b"
+    r"|\band so (?:is|are)\b|\boption\s+(?:[2-9B-Z]|two|three)\b"
+    r"|\b(?:others|some|some sources|other sources) (?:say|claim|think|believe|suggest)\b"
+    r"|\baccording to (?:some|other)s?\b|\bdepending on\b|\b(?:less|more|most|very) likely\b"
+    r"|\bwith probability\b|\bnot sure\b|\bon the other hand\b|\bunless (?:it|that|this) is\b"
+    r"|\b(?:and|or|but|,) (?:possibly|perhaps|maybe|probably)\b|\bfailing (?:that|which)\b"
+    r"|\b(?:source|answer|candidate|guess|reading|version)s?\s*#?[2-9B]\b"
+    r"|\b(?:were|are) the candidates\b"
+    r"|\b(?:is|was) (?:the first|one answer|one|another|the second|the other|the third)(?=[,.;]|$)"
+    r"|\b(?:one|the first|the second) is\b|\btop (?:two|three|2|3)\b|\bsecond[- ]guess",
+    re.IGNORECASE,
+)
+
+
+def announcement(text: str) -> str:
+    """The words that announce a second answer; "" if there are none."""
+    match = _ANNOUNCED.search(text)
+    return match[0] if match is not None else ""
+
+
 def is_hedged(text: str) -> bool:
     """Whether the text denies, doubts or leaves open."""
     return _NEGATION.search(text) is not None

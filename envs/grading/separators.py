@@ -21,7 +21,8 @@ _LINES = re.compile(
     r"[\n\r\t\v\f\x1c-\x1f\x85\u2028\u2029]+|\\\\(?![a-z])|\\(?:newline|par|item|q?quad)\b"
     r"|</?[a-z]{1,10}\s*/?>"
     rf"|\s*[{_BULLETS}]\s*|(?:^|\s)[*+]\s(?=[^\W\d])|\s\xb7\s|(?<=[^\W\d_])\xb7(?=[^\W\d_])"
-    r"|(?:^|\s)(?:(?:The|My)(?: final| correct| best)? answer|(?:Final |Correct |The |My )?Answer)(?: is| was|\s*[:=])\s+"
+    r"|(?:^|\s)(?:(?:The|My)(?: final| correct| best)? answer"
+    r"|(?:Final |Correct |The |My )?Answer)(?: is| was|\s*[:=])\s+"
     r"|\s*\|{2,}\s*|\s\|\s?|\|\s|(?<=\w)[|\u00a6](?=\w)"
     r"|(?:^|\s)(?:[-*_=#~]{3,}|#{1,6}|>{1,3}|%{1,3}|@)(?=\s)"
     rf"|(?<=[*_`${_QUOTES}])\s+(?=[*_`${_QUOTES}])"
@@ -177,7 +178,10 @@ def corrections(text: str) -> list[str]:
 
 def _is_condition(text: str, match: re.Match[str]) -> bool:
     """Whether a correction is only thought of: if that is wrong."""
-    return re.search(r"\b(?:if|unless|maybe|perhaps|possibly)\s*$", text[: match.start()], re.I) is not None
+    return (
+        re.search(r"\b(?:if|unless|maybe|perhaps|possibly)\s*$", text[: match.start()], re.I)
+        is not None
+    )
 
 
 def last_correction(text: str, *, is_truth: bool = False) -> Iterator[str]:
