@@ -8,14 +8,14 @@ candidate, a number or a name inside a longer clause is not.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
 from envs.grading import choice, dates
-from envs.grading.lists import several, without_name
+from envs.grading.lists import without_name
 from envs.grading.names import STATES, without_class
+from envs.grading.parts import BETWEEN, Whole
 from envs.grading.phrases import (
     ARTICLE,
     ASIDES,
@@ -35,37 +35,22 @@ from envs.grading.phrases import (
     is_of_place,
     is_range,
     is_role,
-    is_split,
-    rank_of,
-    trimmed,
-    without_lead,
+    value_of,
 )
 from envs.grading.quantities import Quantity, quantity, same_quantity
-from envs.grading.sentences import has_verb, is_hedged
+from envs.grading.sentences import announcement, has_verb, is_hedged
 from envs.grading.separators import (
     LEVELS,
-    OF_A_CLAUSE,
-    OF_A_SENTENCE,
-    Cut,
     Joint,
-    alternatives,
-    corrections,
-    lines,
-    named_again,
 )
 from envs.grading.special import special, truth
 from envs.grading.spelling import clean
 from envs.grading.units import unit_of
 from envs.grading.words import has_cjk, is_wordy, tokens
 
-MAX_PARTS = 120
 MAX_NAME_WORDS = 12
 MAX_PHRASE_WORDS = 4
-
-Kind = Literal[
-    "choice", "truth", "special", "date", "time", "span", "number", "list", "words", "math"
-]
-Same = Callable[[str, str], bool | None]
+MAX_HAN = 20  # characters of a name
 
 
 class Rivals(Struct, frozen=True):
@@ -85,195 +70,48 @@ _DENIED = re.compile(
 _HAN_HEDGE = re.compile(
     "\u53ef\u80fd|\u4e5f\u8bb8|\u6216\u8bb8|\u5927\u6982|\u4e0d\u662f|\u5e76\u975e|\u6216\u8005"
 )
-_BETWEEN = re.compile(r"(?:between|from)\s[^,;]{1,60}\s(?:and|to)\s", re.IGNORECASE)
+_ONE_OF_TWO = re.compile(r"\W*(?:between|both)\s\S.{0,60}\sand\s.{1,60}", re.IGNORECASE)
+_NUMBERS_BETWEEN = re.compile(r"\b(?:between|both)\s+\S*\w\s+and\s+\S*\w", re.IGNORECASE)
 _NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
-_VARIABLES = re.compile(r"[A-Za-z]{1,3}(?![A-Za-z])|\([^()]*\)")
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
-_DASHED = re.compile(r"\w%?\s+[-\u2013\u2014]\s+.*[^\W\d_]{2}")
 _DATES = re.compile(r"(?:\d{1,2} )?[A-Z][a-z]+ (?:\d{1,2}, )?\d{3,4}")
-_MAY = re.compile(r"\bMay\b(?=,? +\d)|(?<=\d )May\b")
 _DOUBT = re.compile(
     r"\b(?:not|never|maybe|perhaps|possibly|wrong|unsure|might|may|could|doubt|no)\b|n't", re.I
 )
-_SYMBOL = re.compile(r"[A-Za-z](?:_?\w)?")
 _MATH_ONLY = re.compile(
     r"\\(?:int|sum|lim|prod|frac\s*\{\s*d|begin|sin|cos|tan|log|ln|angle|triangle|overline)|'"
 )
 
 
-def kind_of(gold: str) -> Kind:
-    """The layer that a cleaned gold belongs to."""
-    if choice.is_choice(gold) or choice.labelled(gold) is not None:
-        return "choice"
-    if truth(gold) is not None:
-        return "truth"
-    if special(gold):
-        return "special"
-    if dates.minutes(gold) is not None:
-        return "time"
-    if amount_of(gold) is not None:
-        return "number"
-    if dates.dates(gold):
-        return "date"
-    if is_range(gold):
-        return "span"
-    if several(without_name(gold)) is not None:
-        return "list"
-    return "words" if is_wordy(gold) else "math"
-
-
-class Gold:
-    """A gold as what an answer's parts are held against; `same` compares a part with a gold as the
-    layers do, without looking for it inside a longer text."""
-
-    def __init__(self, text: str, same: Same) -> None:
-        self.text = clean(text)
-        self.kind: Kind = kind_of(self.text)
-        self._same = same
-        listed = several(without_name(self.text)) if self.kind == "list" else None
-        self.elements = [Gold(one, same) for one in listed.elements] if listed else []
-        pieces = [piece for part in self._pieces() for piece in [clean(part)] if piece]
-        self.own = [Gold(one, same) for one in pieces] if len(pieces) > 1 else []
-        self.is_named = is_named(self.text)
-        self.rank = rank_of(self.text)
-        self.amount = amount_of(self.text)
-        label = choice.labelled(self.text) if self.kind == "choice" else None
-        if label is not None:
-            self.elements = [Gold(label[1], same)]
-
-    def _pieces(self) -> list[str]:
-        """What the gold itself is cut into."""
-        pieces = [self.text]
-        for _, cut in (
-            LEVELS[5:-1] if self.kind in ("words", "list") and len(self.text) < 200 else ()
-        ):
-            pieces = [piece for text in pieces for piece in cut(text)]
-        return pieces
-
-    def meets(self, part: str) -> bool:
-        """Whether a part is the gold, alone."""
-        if self.kind in ("choice", "truth"):
-            return False  # read letter by letter, and word by word
-        if self.kind in ("number", "date", "time", "span") and is_split(part):
-            return False
-        if self.kind == "number" and (
-            _DASHED.search(part) or is_split(part, named_again, alternatives)
-        ):
-            return False
-        text = clean(part)
-        return bool(text) and self._same(text, self.text) is True
-
-    def parts(self, text: str) -> list[Part]:
-        """The text cut until each part is the gold, or has no separator any more."""
-        found: list[Part] = []
-        self._cut(text, "", 0, found, is_first=True)
-        return found[:MAX_PARTS]
-
-    def _cut(
-        self,
-        text: str,
-        joint: Joint,
-        level: int,
-        found: list[Part],
-        *,
-        led: bool = False,
-        is_first: bool = False,
-    ) -> None:
-        text = trimmed(text)
-        if not self.meets(text):
-            text, has_lead = without_lead(text, is_truth=self.kind == "truth")
-            led = led or has_lead
-        if not text.strip(EDGE) or len(found) > MAX_PARTS:
-            return
-        if self.meets(text):
-            found.append(Part(text, joint, meets=True, led=led, is_first=is_first))
-            return
-        if level > 2 and _BETWEEN.match(text) and is_range(text):
-            found.append(Part(text, joint, led=led, is_first=is_first))
-            return
-        is_clause = False
-        for next_level in range(level, len(LEVELS)):
-            own, cut = LEVELS[next_level]
-            is_clause = is_clause or (
-                cut in OF_A_SENTENCE and has_verb(text) and not is_named(text)
-            )
-            if is_clause and own == "comma" and self.meets(text.partition(",")[0]):
-                head, _, tail = text.partition(",")
-                found.append(Part(head, joint or own, meets=True, led=led, is_first=is_first))
-                found.append(Part(tail.strip(), own, led=True))
-                return
-            if (is_clause and cut in OF_A_CLAUSE) or not self._may_cut(cut, own, text):
-                continue
-            pieces = [piece for piece in cut(text) if piece and piece.strip(EDGE)]
-            if len(pieces) < 2:
-                text = pieces[0].strip() if pieces else text
-                continue
-            if own == "equals" and not self._is_derivation(pieces):
-                own = ""
-            if is_clause and own not in ("", "alias"):
-                pieces, led = [pieces[0], pieces[-1]], True
-            pieces = self._with_own_commas(text, pieces) if own == "comma" else pieces
-            for place, piece in enumerate(pieces):
-                leads = place == 0 and own != ""  # what follows the first is attached to it
-                self._cut(
-                    piece,
-                    (joint if joint or not is_first else own) if place == 0 else own,
-                    next_level + (cut is LEVELS[-1][1]),
-                    found,
-                    led=led and (place == 0 or is_clause),
-                    is_first=is_first and leads,
-                )
-            return
-        found.append(Part(text, joint, led=led, is_first=is_first))
-
-    def _with_own_commas(self, text: str, pieces: list[str]) -> list[str]:
-        """Austin, Texas and USA, if the gold is Austin, Texas."""
-        for count in range(len(pieces) - 1, 1, -1) if "," in self.text else ():
-            head = text[: text.rfind(pieces[count])].rstrip(" ,")
-            if self.meets(head):
-                return [head, *pieces[count:]]
-        return pieces
-
-    def _is_derivation(self, sides: Sequence[str]) -> bool:
-        """Whether an equation names or works out its right side, and equates no two answers."""
-        return any(
-            amount_of(clean(side)) is None
-            and not is_wordy(_VARIABLES.sub("x", side))
-            and (self.kind in ("number", "math", "list") and not dates.dates(clean(side)))
-            for side in sides[:-1]
-        )
-
-    def _may_cut(self, cut: Cut, joint: Joint, text: str) -> bool:
-        """Brackets, hyphens and commas are a part of mathematics, and signs of equality of an
-        equation; to a question of yes or no, "no" is an answer."""
-        if cut is corrections:
-            return self.kind != "truth"
-        if cut is lines:
-            return r"\begin" not in text
-        if joint == "equals":
-            return "=" not in self.text
-        if joint == "dash" and "=" in text and re.search(r"\d\s+-\s+\d", text):
-            return False
-        if joint in ("bracket", "dash", "colon", "comma", "list") and not is_wordy(text):
-            if self.kind == "math" or (self.kind == "list" and joint not in ("comma", "list")):
-                return joint == "dash" and re.search("[\u2014\u2015]", text) is not None
-            if joint == "dash" and "=" in text:
-                return False
-        return True
+class Gold(Whole):
+    """A gold, and the candidates beside it that an answer names."""
 
     def is_named_by(self, text: str) -> bool:
         """Whether a text without rivals names the gold in a part of its own, and doubts nothing."""
         parts = self.parts(text)
-        if self.kind in ("choice", "truth", "math") or len(parts) < 2:
+        if self.kind in ("choice", "truth", "math") or not parts:
+            return False
+        if self.kind == "number" and not all(part.meets or self._is_said(part) for part in parts):
+            return False  # a formula, which mathematics compares
+        if self.kind == "number" and BETWEEN.match(text):
             return False
         if all(part.meets for part in parts):
             return _DOUBT.search(text) is None
-        if is_hedged(_MAY.sub("", text)) or _HAN_HEDGE.search(text):
+        if len(parts) < 2:
+            return False
+        if is_hedged(text) or _HAN_HEDGE.search(text):
             return False
         if self.kind == "number" and any(_tells_a_number(part) for part in parts):
             return False
         return any(part.meets for part in parts) and not any(map(self._changes, parts))
+
+    def _is_said(self, part: Part) -> bool:
+        """Whether a part is words, another form of the amount, or says where it comes from."""
+        bare = clean(part.text)
+        if is_wordy(bare) or amount_of(bare) is not None:
+            return True
+        return part.joint == "bracket" or value_of(bare) is not None
 
     def _changes(self, part: Part) -> bool:
         """Whether a part says more exactly which: Paris, Texas; 5 (kilometres)."""
@@ -287,12 +125,24 @@ class Gold:
 
     # What a part that is not the gold says.
 
+    def _leaves_between(self, text: str) -> bool:
+        """Whether a text that is no range leaves open which of two it is: between A and B."""
+        if self.kind in ("span", "list", "choice", "truth", "math") or self.meets(text):
+            return False
+        if self.kind == "number":
+            rest, num_found = _NUMBERS_BETWEEN.subn("", text)
+            return num_found > 0 and not re.search(r"\d", rest)
+        return _ONE_OF_TWO.fullmatch(text) is not None and not has_verb(text)
+
     def rivals(self, text: str) -> Rivals:
         """The candidates beside the gold. A text that is one part has none: whether it is the
         gold the layers say."""
         parts = self.parts(text)
         if self.kind == "choice":
             return self._other_letters(text, parts)
+        announced = text if self._leaves_between(text) else self._announced(text)
+        if announced:
+            return Rivals((announced,))
         if len(parts) < 2 and not self._reads_whole(text) and self.kind != "date":
             return Rivals()
         if self.kind == "math":
@@ -305,19 +155,36 @@ class Gold:
         for place, part in enumerate(parts):
             if not part.joint:
                 skips = False
+            after = parts[place + 1] if place + 1 < len(parts) else None
+            if self.kind == "number" and _differs(part, after):
+                found.append(part.text)
             if skips or part.meets:
                 continue
             words = tokens(part.text)
-            if words and words[0] in ASIDES and len(words) < 3:
+            is_label = len(words) == 1 or (after is not None and after.joint == "colon")
+            if words and words[0] in ASIDES and len(words) < 3 and is_label:
                 skips = True
                 continue
-            after = parts[place + 1] if place + 1 < len(parts) else None
+            if self.kind == "list" and self._is_beside_a_list(part, parts):
+                found.append(part.text)
             if not (ends_right and _is_step(parts, place)) and self.is_rival(part, after, beside):
                 found.append(part.text)
         is_sum = self.amount is not None and parts[0].meets and _adds_up(found, self.amount)
         if is_sum and all(part.joint for part in parts):
             return Rivals()
         return Rivals(tuple(dict.fromkeys(found)))
+
+    def _is_beside_a_list(self, part: Part, parts: Sequence[Part]) -> bool:
+        """Whether an expression stands beside the list, of which it is no element."""
+        if is_wordy(self.text) or part.joint not in ("", "comma", "list") or part.is_first:
+            return False
+        is_own = any(one.meets(part.text) for one in self.elements)
+        return any(one.meets for one in parts) and is_expression(clean(part.text)) and not is_own
+
+    def _announced(self, text: str) -> str:
+        """The words that announce a second answer, which the gold does not have itself."""
+        is_own = self.kind == "truth" or announcement(self.text)
+        return "" if is_own else announcement(text)
 
     def _other_dates(self, text: str) -> Iterator[str]:
         """Dates with nothing but spaces between them."""
@@ -443,6 +310,8 @@ class Gold:
         """Another name or phrase, unless it describes the gold."""
         if is_of_place(bare, self.rank, part):
             return False
+        if has_cjk(bare) and not part.joint:
+            return len(bare) <= MAX_HAN and _HAN_CLAUSE.search(bare) is None
         if self._describes(part, bare, after):
             return False
         if amount_of(bare) is not None or dates.dates(bare) or is_range(bare):
@@ -453,7 +322,7 @@ class Gold:
             return not part.joint
         words = bare.split()
         if has_cjk(bare):
-            return len(bare) <= 12 and _HAN_CLAUSE.search(bare) is None
+            return len(bare) <= MAX_HAN and _HAN_CLAUSE.search(bare) is None
         if is_named(bare):
             return len(words) <= MAX_NAME_WORDS
         if part.led and self.is_named:
@@ -470,7 +339,8 @@ class Gold:
             (after is not None and after.joint in ("colon", "dash", "equals")) or part.is_first
         ) and (label in LABELS or (words[-1] in LABELS and not is_named(bare))):
             return True
-        if OPENING.match(bare) and not (is_named(bare) and bare[:1].isupper()):
+        is_abbreviation = bare[:2].isupper() and bare[:2].isalpha()  # IT products
+        if OPENING.match(bare) and not (is_named(bare) and bare[:1].isupper()) | is_abbreviation:
             return True
         if words[0] in HEADS and len(words) > 1 and re.match(r"\w+ (?:of|for|to|in)\b", bare):
             return not re.match(r"\w+ (?:of|for|to|in)\b", self.text)
@@ -484,15 +354,19 @@ class Gold:
             return not is_nationality(self.text) and is_note(rest, part)
         if part.joint and has_article and ARTICLE.match(self.text) is None:
             return True
-        if part.joint and is_note(rest, part):
+        is_kind = is_note(rest, part) and not self.is_note  # physicist, chemist
+        if part.joint not in ("", "list") and is_kind:
             return True
         if not self.is_named and not has_article and self.kind in ("words", "list"):
             own = set(self.text.lower().split())
+            if not part.joint and bare[:1].islower():  # no sentence, which begins with a capital
+                return False
             return not own & FUNCTION_WORDS and bool(set(bare.lower().split()) & FUNCTION_WORDS)
         if bool(set(bare.lower().split()) & FUNCTION_WORDS):
             return True
         limit = MAX_PHRASE_WORDS if part.joint else 2 * MAX_PHRASE_WORDS
-        return has_article or len(words) > limit or is_note(rest, part)
+        is_article = has_article and (bool(part.joint) or self.is_named)
+        return is_article or len(words) > limit or is_kind
 
     def _of_twins(self, text: str) -> Iterator[str]:
         """Where two sentences are alike but for one piece: The capital is A. The capital is B."""
@@ -571,10 +445,24 @@ def _text_of(part: Part) -> str:
 
 def _is_step(parts: Sequence[Part], place: int) -> bool:
     """Whether a part is a result on the way: 5 + 8 = 13, or x = 5 if x has no second value."""
-    if parts[place].joint != "equals":
+    after = parts[place + 1] if place + 1 < len(parts) else None
+    is_equated = after is not None and after.joint == "equals"
+    if parts[place].joint != "equals" or not place:
         return False
-    name = parts[place - 1].text if place and parts[place - 1].joint == "equals" else ""
-    return not _SYMBOL.fullmatch(name) or all(part.text != name for part in parts[place + 1 :])
+    if is_equated and amount_of(clean(parts[place].text)) is not None:
+        return False  # 13 = 14
+    name = parts[place - 1].text
+    return not any(
+        re.match(rf"{re.escape(name)}\s*(?:=|$)", part.text) for part in parts[place + 1 :]
+    )
+
+
+def _differs(part: Part, after: Part | None) -> bool:
+    """Whether a sum is equated with a number that it does not make: 5 + 8 = 14."""
+    if after is None or after.joint != "equals":
+        return False
+    value, amount = value_of(part.text), amount_of(clean(after.text))
+    return value is not None and amount is not None and amount.value not in (value, 100 * value)
 
 
 def _tells_a_number(part: Part) -> bool:

@@ -17,15 +17,16 @@ from msgspec import Struct
 from agentenv.offload import in_thread
 from envs.grading import choice, dates, spans, units
 from envs.grading.bases import in_base
-from envs.grading.candidates import Gold, Same
+from envs.grading.candidates import Gold
 from envs.grading.formulas import formulas
 from envs.grading.lists import same_answers, without_name
 from envs.grading.math import LIMIT_S, shared_math
 from envs.grading.names import same_words, without_class
 from envs.grading.numbers import is_rounded, same_plain
-from envs.grading.phrases import amount_of
+from envs.grading.parts import Same
+from envs.grading.phrases import OPENING, amount_of
 from envs.grading.quantities import same_quantity
-from envs.grading.sentences import is_denied, is_hedged, same_statement, says
+from envs.grading.sentences import has_verb, is_denied, is_hedged, same_statement, says
 from envs.grading.separators import last_correction
 from envs.grading.special import special, truth, truth_of
 from envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed
@@ -34,6 +35,7 @@ from envs.grading.words import f1, glued, is_wordy, same_signs, tokens
 
 QUICK_CHARS = 300
 ONE_ANSWER = "one answer"  # the layer of an answer that names several candidates
+MAX_CORRECTED = 6  # words of an answer after "wait", "no" and the like
 MAX_LINES = 4  # behind an answer in a line of its own
 
 _NOTE = re.compile(
@@ -173,11 +175,22 @@ def find(answer: str, gold: str, ordered: bool = False) -> Finding:
         return Finding(False, "string")
     one = _of_one_answer(answer, gold, ordered)
     is_truth = truth(wanted) is not None
+    if one.right is not False and _ends_in_another(answer, gold, ordered, is_truth):
+        return Finding(False, ONE_ANSWER)
     for corrected in last_correction(answer, is_truth=is_truth) if one.right is False else ():
         if clean(corrected) and not is_denied(corrected):
             again = _of_one_answer(corrected, gold, ordered)
             return again if again.right is not False else one
     return one
+
+
+def _ends_in_another(answer: str, gold: str, ordered: bool, is_truth: bool) -> bool:
+    """Whether an answer corrects itself and ends in a name or an amount that is not the gold."""
+    tail = next(last_correction(answer, is_truth=is_truth), "")
+    text = clean(tail)
+    if not text or len(text.split()) > MAX_CORRECTED or has_verb(text) or OPENING.match(text):
+        return False
+    return _of_one_answer(tail, gold, ordered).right is False
 
 
 def _of_one_answer(answer: str, gold: str, ordered: bool) -> Finding:

@@ -3,8 +3,11 @@ stands beside it, or counts."""
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 import tomllib
+from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +20,7 @@ from envs.grading.numbers import leading_number, words_as_digits
 from envs.grading.quantities import Quantity, quantity
 from envs.grading.separators import Cut, Joint, lines, sentences
 from envs.grading.special import truth
+from envs.grading.spelling import clean
 from envs.grading.units import unit_of
 from envs.grading.words import has_cjk, is_wordy
 
@@ -29,6 +33,16 @@ _RANKS = {
     **dict.fromkeys(_TABLES["countries"], 2),
     **dict.fromkeys(_TABLES["continents"], 3),
 }
+
+
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_PERCENT = (("percent", 1),)
+MAX_SUM_CHARS = 60
 
 
 class Part(Struct, frozen=True):
@@ -47,7 +61,7 @@ _LEAD = re.compile(
     r"(?:"
     r"(?:and|or|but|so|thus|hence|therefore|then|also|maybe|perhaps|possibly|probably|likely"
     r"|either|well"
-    r"|definitely|certainly|ok(?:ay)?|alternatively|otherwise|finally|in (?:conclusion|short"
+    r"|definitely|certainly|ok(?:ay)?(?=,)|alternatively|otherwise|finally|in (?:conclusion|short"
     r"|summary|fact)"
     r"|not only|no|yes|even|else|still|yet|now|again|here|there|\u6216\u8005?"
     r"|\u7b54\u6848?)(?:,\s*|\s+(?!of\b))"
@@ -59,6 +73,7 @@ _LEAD = re.compile(
     r"|choose|chose|pick"
     r"|go with|get|got|bet|answer|vote for|conclude)(?:\s+(?:that|it|the|is|was|could be|for"
     r"|on)\b)*[:,]?\s+"
+    r"|(?:its|his|her|their|the)\s+(?:\w+\s+)?(?:name|title)\s+(?:is|was)\s+"
     r"|(?P<pronoun>it|that|this|these|those|they|he|she|which|who|there)(?:'s|'re|\s+(?:is"
     r"|was|are|were|could be|might be|may be"
     r"|must be|should be|would be|will be|could also be|might also be|may also be|can also be"
@@ -107,7 +122,7 @@ FUNCTION_WORDS = frozenset(
 )
 _OCCUPATION = re.compile(r"[a-z]{3,}(?:ist|er|or|ian|man|woman|ess|ician|smith|ant|ee|ary)s?")
 _NATIONAL = re.compile(r"(?:^|-)[A-Z][a-z]+(?:ish|ese|ian|ean|ican|ch)$")
-ARTICLE = re.compile(r"(?:an?|the|one of)\s+", re.IGNORECASE)
+ARTICLE = re.compile(r"^(?:an?|the|one of)\s+", re.IGNORECASE)
 _CAPITAL = re.compile(r"[A-Z][a-z]+")
 _COUNTED = frozenset(
     str.split(
@@ -169,8 +184,12 @@ def is_split(text: str, *cuts: Cut) -> bool:
 
 def trimmed(text: str) -> str:
     """Without a bracket at an end that nothing closes or opens."""
-    text = text.strip().rstrip(",;").strip()
-    excess = {pair: text.count(pair[0]) - text.count(pair[1]) for pair in ("()", "[]", "{}", "<>")}
+    text = re.sub(
+        r"^(?:[*_`~]+(?=\w))+|(?<=\w)(?:[_`~]+|\*{2,})$", "", text.strip().rstrip(",;\\").strip()
+    )
+    text = re.sub(r"\s+(?:which|that|who|and|or|but|as well as)$", "", text)
+    pairs = ("()", "[]", "{}", *(("<>",) if not re.match(r"[<>]\s*[-+.$\d\\]", text) else ()))
+    excess = {pair: text.count(pair[0]) - text.count(pair[1]) for pair in pairs}
     if not sum(excess.values()):
         return text
     for pair, count in excess.items():
@@ -199,8 +218,48 @@ def is_expression(text: str) -> bool:
     return re.search(r"[\w\\]", text) is not None
 
 
+def value_of(text: str) -> Fraction | None:
+    """The value of a sum that is written out, 5 + 8 or 9 x 2; None for anything else."""
+    text = re.sub(r"\\(?:times|cdot)|[x\u00d7\u00b7]", "*", text).replace("\u00f7", "/")
+    text = re.sub(r"[$%\s]|,(?=\d{3})", "", text)
+    if len(text) > MAX_SUM_CHARS or not re.fullmatch(r"[\d.()+*/-]+", text) or "**" in text:
+        return None
+    try:
+        return _evaluated(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+        return None
+
+
+def _evaluated(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return Fraction(str(value))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluated(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_evaluated(left), _evaluated(right))
+    raise ValueError("no sum")
+
+
+def is_sum_of_names(text: str) -> bool:
+    """Whether a side of an equation names a value, and is nothing to solve: x, m + n, f(0) + f(1),
+    10p + q; not x + 5."""
+    if not re.search(r"[A-Za-z]", text) or re.search(r"\b(?:and|or|to|if|is)\b|[,;]", text):
+        return False
+    if amount_of(clean(text)) is not None:
+        return False
+    bare = re.sub(r"\([^()]*\)|_\{?\w+\}?|\\(?:left|right|text|cdot|frac|quad)(?![a-z])", "", text)
+    names = set(re.findall(r"[A-Za-z]", bare))
+    return len(names) > 1 or not re.search(r"\d", bare)
+
+
 def is_conversion(one: Quantity, other: Quantity, text: str) -> bool:
     """Whether one is the other in another unit, rounded: 5 ft (1.5 m), 38.6 for 270/7."""
+    if {one.dimension, other.dimension} == {(), _PERCENT} and not one.words + other.words:
+        text = re.sub(r"(\d\.\d+)(?=\s*(?:%|percent))", r"\g<1>00", text)
+        one, other = (
+            Quantity(side.value / (100 if side.dimension else 1)) for side in (one, other)
+        )
     if one.dimension != other.dimension or one.words != other.words:
         return False
     if one.dimension and one.factor != other.factor:

@@ -100,7 +100,7 @@ _MEASURED = re.compile(
     r"|apart|large|heavy|total|altogether|overall|each)\b",
     re.IGNORECASE,
 )
-_OF_WHAT = re.compile(r"(?:of|in|on|from|at)\s+(?:all\s+|the\s+|its\s+|their\s+)?[a-z].{0,80}")
+_OF_WHAT = re.compile(r"(?:of|in|on|from|at)\s+(?:all\s+|the\s+|its\s+|their\s+)?[a-z]\D{0,80}")
 _OF_ONE = re.compile(r"^of (?:an?|one|the) (?=\w+$)", re.IGNORECASE)  # a third of an hour
 _SCALE_LETTERS = {"k": 10**3, "M": 10**6, "B": 10**9}
 _OUT_OF = re.compile(

@@ -69,13 +69,13 @@ _CLEFT = re.compile(
 _NEGATION = re.compile(
     r"\b(?:not|never|no|neither|nor|or|either|unless|maybe|perhaps|possibly|instead|rather|wrong"
     r"|incorrect|false|except|without|near|than|if|whom|whose|ruled out|excluded|denied|before"
-    r"|after|unlike|contrary|but|although|though|however|while|whereas|hardly|might|may|could"
+    r"|after|unlike|contrary|but|although|though|however|while|whereas|hardly|might|(?-i:may)|could"
     r"|probably|likely|unsure|cannot|second to|close)\b|n't\b",
     re.IGNORECASE,
 )
 _DENIAL = re.compile(
     r"\b(?:no|not|never|neither|nor|or|maybe|perhaps|possibly|wrong|incorrect|actually|but|however"
-    r"|although|unsure|cannot|might|may|could|instead|alternatively)\b|n't\b",
+    r"|although|unsure|cannot|might|(?-i:may)|could|instead|alternatively)\b|n't\b",
     re.IGNORECASE,
 )
 _CHANGED = re.compile(
@@ -102,6 +102,40 @@ _DATE = re.compile(r"(?:\w+ )?\d{1,2},? \w+,? \d{4}|[A-Z]\w+ \d{1,2}, \d{4}")
 _SENTENCE_END = re.compile(
     r";\s+|(?<=[a-z\d)])(?<!\b(?:Mr|Dr|St|Mt))(?<!\bRev)(?<!\bMrs)[.:]\s+|\n+"
 )
+
+
+_ANNOUNCED = re.compile(  # a second answer
+    r"\b(?:second|third|other|another|alternative|alternate|backup|back-up|next|last|first"
+    r"|possible|plausible|potential|likely|final)\s+(?:best\s+)?(?:guess|option|choice|candidate"
+    r"|possibilit(?:y|ie)|alternative|interpretation)(?:s|es)?\b"
+    r"|\b(?:second|third|another|alternative|alternate|backup|other|possible|plausible|potential"
+    r"|likely)\s+(?:answer|reading|solution)s?\b"
+    r"|\b(?:candidate|guesse|possibilitie|alternative)s\b(?=\s*(?:are|:))|\b(?:backup|other)\s*:"
+    r"|\b(?:the other|another|a second|a third)(?: one)? (?:is|was|could|might|may|would)\b"
+    r"|\b(?:it|that|this|they|answer|one|as|and) (?:could|might|may)(?: also| just as well| well"
+    r"| even| instead| equally| alternatively)?(?: be\b|(?=\s[A-Z\d]))"
+    r"|\bif (?:that|this|it|the first)(?:'s| is| was) (?:not|wrong|incorrect|rejected)"
+    r"|\bif (?:wrong|not),"
+    r"|\b(?:are|is|seems?|may be) (?:both|also|equally|all|each) (?:possible|plausible|correct"
+    r"|right|likely)"
+    r"|\b(?:are|is) (?:possible|plausible)\b|\bboth (?:are )?(?:possible|plausible)\b"
+    r"|\band so (?:is|are)\b|\boption\s+(?:[2-9B-Z]|two|three)\b"
+    r"|\b(?:others|some|some sources|other sources) (?:say|claim|think|believe|suggest)\b"
+    r"|\baccording to (?:some|other)s?\b|\bdepending on\b|\b(?:less|more|most|very) likely\b"
+    r"|\bwith probability\b|\bnot sure\b|\bon the other hand\b|\bunless (?:it|that|this) is\b"
+    r"|\b(?:and|or|but|,) (?:possibly|perhaps|maybe|probably)\b|\bfailing (?:that|which)\b"
+    r"|\b(?:source|answer|candidate|guess|reading|version)s?\s*#?[2-9B]\b"
+    r"|\b(?:were|are) the candidates\b"
+    r"|\b(?:is|was) (?:the first|one answer|one|another|the second|the other|the third)(?=[,.;]|$)"
+    r"|\b(?:one|the first|the second) is\b|\btop (?:two|three|2|3)\b|\bsecond[- ]guess",
+    re.IGNORECASE,
+)
+
+
+def announcement(text: str) -> str:
+    """The words that announce a second answer; "" if there are none."""
+    match = _ANNOUNCED.search(text)
+    return match[0] if match is not None else ""
 
 
 def is_hedged(text: str) -> bool:

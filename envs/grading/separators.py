@@ -21,6 +21,8 @@ _LINES = re.compile(
     r"[\n\r\t\v\f\x1c-\x1f\x85\u2028\u2029]+|\\\\(?![a-z])|\\(?:newline|par|item|q?quad)\b"
     r"|</?[a-z]{1,10}\s*/?>"
     rf"|\s*[{_BULLETS}]\s*|(?:^|\s)[*+]\s(?=[^\W\d])|\s\xb7\s|(?<=[^\W\d_])\xb7(?=[^\W\d_])"
+    r"|(?:^|\s)(?:(?:The|My)(?: final| correct| best)? answer"
+    r"|(?:Final |Correct |The |My )?Answer)(?: is| was|\s*[:=])\s+"
     r"|\s*\|{2,}\s*|\s\|\s?|\|\s|(?<=\w)[|\u00a6](?=\w)"
     r"|(?:^|\s)(?:[-*_=#~]{3,}|#{1,6}|>{1,3}|%{1,3}|@)(?=\s)"
     rf"|(?<=[*_`${_QUOTES}])\s+(?=[*_`${_QUOTES}])"
@@ -49,6 +51,8 @@ _NAMES = (  # what gives another name for what stands before it
     r"|(?:also|otherwise|better|best|sometimes|commonly|formerly|previously|now|originally"
     r"|alternatively|popularly|or)?\s*(?:known|called|named|referred to|written|spelled) as"
     r"|(?:also|otherwise|sometimes|commonly|formerly|originally|alternatively)\s+(?:called|named)"
+    r"|(?:called|named|spelled|written)(?!\s+(?:after|for|in|by|on|upon|at|as|to|out|with|a|an)\b)"
+    r"|(?:formerly|previously|originally|now|meaning|respectively)(?=:?\s+(?-i:[\"'A-Z\d$\\-]))"
     r"|in other words|that is to say|that is(?=[,:])|namely|alias|equals|is equal to"
     r"|n[\u00e9e]e(?=\s[A-Z])|d/?b/?a"
 )
@@ -94,7 +98,7 @@ _LISTS = re.compile(
     r"|(?<=[^\W_])\\(?=[A-Z0-9])|\\(?:text\s*\{\s*(?:and|or)\s*\}|land|lor|vee|wedge)(?![a-z])"
     r"|(?<=[\u4e00-\u9fff])\s*[\u548c\u4e0e\u53ca]\s*(?=[\u4e00-\u9fff])"
 )
-_EQUALS = re.compile(
+EQUALS = re.compile(
     r"\s*(?::=|={1,3}|\u2248|\u2245|\u2243|\u223c|\u2261|~=|\uff1d"
     r"|\\(?:approx|simeq|cong|equiv|doteq|sim)(?![a-zA-Z])|(?<=\s)~(?=\s))\s*"
 )
@@ -111,7 +115,7 @@ _CORRECTION = re.compile(
     r" (?:is|was|should be|must be)\b|\bfinal answer\s*[:=]|\b(?:it|that|the answer) should be\b"
     "|\u66f4\u6b63|\u4e0d\u5bf9|\u7b49\u7b49|\u7b49\u4e00\u4e0b|\u62b1\u6b49"
     "|\u5e94\u8be5\u662f|\u5e94\u4e3a|\u6700\u7ec8\u7b54\u6848)"
-    r"[\s,.;:!?\u2013\u2014\uff0c\u3002\uff1a-]*",
+    r"(?:[\s,.;:!?\uff0c\u3002\uff1a]|[\u2013\u2014-](?![\d\\.$]))*",
     re.IGNORECASE,
 )
 
@@ -164,14 +168,28 @@ def alternatives(text: str) -> list[str]:
 
 def corrections(text: str) -> list[str]:
     """Around no, wait, sorry and "the final answer is"."""
-    return _CORRECTION.split(text)
+    found, start = [], 0
+    for match in _CORRECTION.finditer(text):
+        if not _is_condition(text, match):
+            found.append(text[start : match.start()])
+            start = match.end()
+    return [*found, text[start:]]
+
+
+def _is_condition(text: str, match: re.Match[str]) -> bool:
+    """Whether a correction is only thought of: if that is wrong."""
+    return (
+        re.search(r"\b(?:if|unless|maybe|perhaps|possibly)\s*$", text[: match.start()], re.I)
+        is not None
+    )
 
 
 def last_correction(text: str, *, is_truth: bool = False) -> Iterator[str]:
     """What follows each correction, the last first; `is_truth`: "no" is an answer and corrects
     nothing."""
     for match in reversed(list(_CORRECTION.finditer(text))):
-        if not (is_truth and match[0].lower().startswith("no")):
+        is_answer = is_truth and match[0].lower().startswith("no")
+        if not is_answer and not _is_condition(text, match):
             yield text[match.end() :]
 
 
@@ -186,7 +204,7 @@ LEVELS: tuple[tuple[Joint, Cut], ...] = (
     ("colon", _COLONS.split),
     ("comma", _COMMAS.split),
     ("list", _LISTS.split),
-    ("equals", _EQUALS.split),
+    ("equals", EQUALS.split),
 )
-OF_A_CLAUSE = (alternatives, _COMMAS.split, _LISTS.split, _EQUALS.split)  # these belong to a clause
+OF_A_CLAUSE = (alternatives, _COMMAS.split, _LISTS.split, EQUALS.split)  # these belong to a clause
 OF_A_SENTENCE = tuple(cut for _, cut in LEVELS[3:])

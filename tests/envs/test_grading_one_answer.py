@@ -14,10 +14,10 @@ import pytest
 
 from agentenv.types import Message, Task
 from envs.grading import choice, dates
-from envs.grading.candidates import kind_of
 from envs.grading.exact import TokenF1
 from envs.grading.layers import Layered, compare
 from envs.grading.lists import several
+from envs.grading.parts import kind_of
 from envs.grading.phrases import is_named, is_nationality, rank_of
 from envs.grading.reward import make_grader
 from envs.grading.spelling import clean
