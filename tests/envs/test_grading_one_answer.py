@@ -163,7 +163,7 @@ def test_words_that_announce_or_name_a_second_answer(one: str, other: str, joint
     [
         (r"\frac{1}{2}. No, -128.", "-128", True), (r"\frac{1}{2}. No, -128.", "128", False),
         ("April 20, 1966... no, wait, May 9, 2005", "May 9, 2005", True),
-        ("Lord Combermere. Scratch that, President of the United States.", "Lord Combermere", False),
+        ("Combermere. Scratch that, President of the United States.", "Combermere", False),
         (">45", "45", False), ("m + n = 371", "371", True), ("x + 5 = 0", "0", False),
         ("The answer is $m+n=115+256=371$.", "371", True), ("5 + 8 = 14", "14", False),
         ("44", "44 BC", False), ("204 minutes (3 hours and 24 minutes)", "204", True),
