@@ -71,7 +71,7 @@ _HAN_HEDGE = re.compile(
     "\u53ef\u80fd|\u4e5f\u8bb8|\u6216\u8bb8|\u5927\u6982|\u4e0d\u662f|\u5e76\u975e|\u6216\u8005"
 )
 _ONE_OF_TWO = re.compile(r"\W*(?:between|both)\s\S.{0,60}\sand\s.{1,60}", re.IGNORECASE)
-_NUMBERS_BETWEEN = re.compile(r"\b(?:between|both)\s+\S*\w\s+and\s+\S*\w", re.IGNORECASE)
+_NUMBERS_BETWEEN = re.compile(r"\b(?:between|both)\s+\S*\w(?:\s\w+)?\s+and\s+\S*\w", re.IGNORECASE)
 _NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")

@@ -82,7 +82,7 @@ class Whole:
     """A gold as what an answer is cut by; `same` compares a part with a gold as the layers do,
     without looking for it inside a longer text."""
 
-    def __init__(self, text: str, same: Same) -> None:
+    def __init__(self: Self, text: str, same: Same) -> None:
         self.text = clean(text)
         self.kind: Kind = kind_of(self.text)
         self._same = same

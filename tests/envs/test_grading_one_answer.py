@@ -135,6 +135,45 @@ def test_a_correction_counts_if_it_ends_in_the_right_one(
     assert bool(compare(answer, gold)[0]) is right
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "joint"),
+    [
+        ("1947", "1827", "{}, or if that is wrong, {}."), ("12", "6", "x = {} and x = {}"),
+        ("52", "131", "Source 1: {}. Source 2: {}."), ("8", "20", "Answer: {} Answer: {}"),
+        ("11", "9", "Between {} and {}"), ("12", "27", "Both {} and {}"),
+        ("90", "100", "The range is between {} and {}"), ("023", "699", "{}, which is {}"),
+        ("22 January 1794", "October 27, 1893", "{} is one answer, {} is another."),
+        ("Helsinki", "Cross Plains", "The first is {}, the second is {}."),
+        ("Gerald Weber", "Max Teller", "{}, formerly {}"),
+        ("Anders van Wesel", "Max Teller", "{}, also known as {}"),
+        ("Missoula", "Because the Internet", "{} aka {}"), ("physicist", "chemist", "{}, {}"),
+        ("physicist", "chemist", "{} ({})"), ("Golden State", "Austin", "{}. Its name is {}"),
+        ("Evreux", "James B. Harris", "{}, {} are the candidates"),
+        ("four months in jail", "2014", "{} or {}"), ("five unit loads", "1948", "__{}__ __{}__"),
+        ("Henry IV of France", "Julius Turing", "{}\r\n{}"),
+    ],
+)  # fmt: skip
+def test_words_that_announce_or_name_a_second_answer(one: str, other: str, joint: str) -> None:
+    for answer in (joint.format(one, other), joint.format(other, one)):
+        assert not any(compare(answer, gold)[0] for gold in (one, other)), answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        (r"\frac{1}{2}. No, -128.", "-128", True), (r"\frac{1}{2}. No, -128.", "128", False),
+        ("April 20, 1966... no, wait, May 9, 2005", "May 9, 2005", True),
+        ("Combermere. Scratch that, President of the United States.", "Combermere", False),
+        (">45", "45", False), ("m + n = 371", "371", True), ("x + 5 = 0", "0", False),
+        ("The answer is $m+n=115+256=371$.", "371", True), ("5 + 8 = 14", "14", False),
+        ("44", "44 BC", False), ("204 minutes (3 hours and 24 minutes)", "204", True),
+        (r"$\frac{1}{3}$ (about 33.3%)", r"\frac{1}{3}", True),
+    ],
+)  # fmt: skip
+def test_what_is_worked_out_or_taken_back(answer: str, gold: str, right: bool) -> None:
+    assert bool(compare(answer, gold)[0]) is right
+
+
 def good_forms() -> list[tuple[str, str]]:
     """Gold and answer of each line."""
     lines = GOOD.read_text(encoding="utf-8").splitlines()
