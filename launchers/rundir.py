@@ -64,6 +64,8 @@ CLEAN_S = 10.0  # to remove half a checkpoint from a disk that may hang
 REMOVED, SET_ASIDE = ".removed", "set-aside"
 STEP, COLD_START = "step", "sft"  # what a checkpoint is of
 
+RATES = ("learning_rate", "muon_learning_rate", "weight_decay")  # set with an optimizer
+
 
 class Checkpoints:
     """The checkpoints of a run: written beside their final name, renamed when whole, rotated.
@@ -398,6 +400,23 @@ class RunDirectory:
     def begin(self, config: Struct) -> None:
         """From here on this is a run: everything was found in order."""
         self.write_json(CONFIG_FILE, to_plain(config))
+
+    def check_optimizer(self, name: str) -> None:
+        """Raises ConfigError where the run began with another optimizer than this one, whose state
+        its checkpoints hold: no other optimizer can go on with it."""
+        path = self.path / CONFIG_FILE
+        if not path.is_file():
+            return
+        held = json.loads(path.read_text(encoding="utf-8")).get("learner", {})
+        began = held.get("optimizer", name)
+        if began != name:
+            rates = {key: held[key] for key in RATES if held.get(key) is not None}
+            keys = " ".join(f"learner.{key}={value}" for key, value in rates.items())
+            raise ConfigError(
+                f"{path}: the checkpoints hold the state of learner.optimizer = {began!r}, and the "
+                f"configuration says {name!r}; go on with learner.optimizer={began} {keys}, or "
+                "begin anew under another run.name"
+            )
 
     def go_on(
         self,

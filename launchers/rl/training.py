@@ -372,6 +372,7 @@ class Training:
         if resume:
             self.checkpoint = run.checkpoints.to_resume(resume)
         if self.checkpoint is not None:
+            run.check_optimizer(config.learner.optimizer)
             self.state = load_state(self.checkpoint, RunState)
         self.state.incarnation = run.count_start(self.state.incarnation)
         self.settings = rollout_settings(config)

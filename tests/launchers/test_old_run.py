@@ -19,6 +19,7 @@ import pytest
 
 from launchers import evaluate, train
 from launchers.evaluation.store import read_rows
+from launchers.rundir import RATES
 from tests.support.runs import rows_of
 
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "old_run.tar.xz"
@@ -49,12 +50,19 @@ def updates(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("here")
-def test_its_checkpoint_is_trained_on(workspace: Path) -> None:
+def test_its_checkpoint_is_trained_on(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = workspace / "runs" / "resumed"
     shutil.copytree(workspace / "runs" / "old", run)
     before = updates(run)
     sets = [f"eval.sets.a.path={workspace}/a.jsonl", *SET, "checkpoint.best_metric=a/success"]
     command = [str(workspace / "warehouse.toml"), "run.name=resumed", *sets, "train.num_steps=4"]
+    assert train.main([*command, "--resume"]) == 2  # it relies on defaults of that time
+    assert (
+        "go on with learner.optimizer=muon_adamw learner.learning_rate=" in capsys.readouterr().err
+    )
+    saved = json.loads((run / "config.json").read_text())["learner"]
+    keys = [key for key in ("optimizer", *RATES) if saved[key] is not None]
+    command += [f"learner.{key}={saved[key]}" for key in keys]
     assert train.main([*command, "--resume"]) == 0
     after = updates(run)
     assert after[:2] == before

@@ -27,7 +27,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     text is right."""
     found: list[str] = []
 
-    async def counted(self: Scorer, answer: str, golds: Sequence[str], question: str = "") -> bool:
+    async def counted(
+        self: Scorer,
+        answer: str,
+        golds: Sequence[str],
+        question: str = "",
+        *,
+        ordered: bool = False,
+    ) -> bool:
         found.append(answer)
         return answer in golds
 
