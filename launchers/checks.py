@@ -389,9 +389,12 @@ async def callable_tools(assembly: AskingAssembly[Any]) -> None:
 
 
 async def observations(assembly: AskingAssembly[Any]) -> None:
-    """The renderer can write what the environment of each set answers to a turn without a call."""
+    """The renderer can write what the environment of each set answers to a turn without a call. One
+    that computes in processes of its own is not asked here, where nothing could end its step."""
     protocol: Protocol = "native" if isinstance(assembly.config.renderer, NativeConfig) else "tags"
     for maker, sets in await assembly.shared():
+        if maker.config.workers:
+            continue
         tasks = {task.env_id: task for own in sets.values() for task in reversed(own)}
         for task in tasks.values():
             await try_turn(maker, task, protocol)
