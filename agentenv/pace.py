@@ -21,7 +21,7 @@ from collections import deque
 NUM_UPDATES = 4  # of which the shortest counts: one with an evaluation in it is no measure
 DECAY = 0.93  # a step, of D: the first trees of a run crowd the engine and take longer
 MARGIN, MAX_MARGIN = 1.25, 5.0
-WIDEN, NARROW = 1.5, 0.97  # the margin, at a step that had to wait and at one that had not
+WIDEN, NARROW = 1.25, 0.9  # the margin, at a step that had to wait and at one that had not
 LEAST_S = 1e-3  # below it a wait would not move a clock that rounds
 WAITED = 0.02  # of L, above which the learner had to wait
 
@@ -51,8 +51,8 @@ class Pace:
 
     def learner_takes(self, now_s: float) -> None:
         """The learner has its batch."""
-        if self._held_back and self._learner_s:
-            waited = now_s - self._since_s > WAITED * min(self._learner_s)
+        waited = bool(self._learner_s) and now_s - self._since_s > WAITED * min(self._learner_s)
+        if self._held_back or not waited:  # else the wait was no fault of the margin
             margin = self._margin * (WIDEN if waited else NARROW)
             self._margin = min(max(margin, MARGIN), MAX_MARGIN)
         self._since_s, self._waits, self._held_back = now_s, False, False
