@@ -60,7 +60,7 @@ def blocks(text: str, markers: Markers) -> Iterator[Any]:
 
 
 def thought_end(text: str, place: int, markers: Markers) -> int:
-    """Behind the first mark that closes a thought and stands outside of a value; -1 for none."""
+    """The offset after the first mark that closes a thought outside of a value; -1 for none."""
     if markers.thought_closing not in text:
         return -1
     found = re.compile(f"{re.escape(markers.thought_closing)}|{re.escape(markers.opening)}")
@@ -79,7 +79,7 @@ _BLANKS = re.compile(r"\s*")
 
 
 def json_end(text: str, start: int) -> int:
-    """Behind the object or list of JSON that begins there, blanks apart."""
+    """The offset after the JSON object or list that begins there, blanks skipped."""
     start = _BLANKS.match(text, start).end()  # type: ignore[union-attr]  # it always matches
     if text[start : start + 1] not in ("{", "["):
         return -1

@@ -154,7 +154,7 @@ _GEMMA_PART = re.compile(r'<\|"\|>.*?<\|"\|>|"(?:\\.|[^"\\])*"|[{}]|<tool_call\|
 
 
 def _gemma_end(text: str, start: int) -> int:
-    """Behind the braces of the arguments, those within texts apart."""
+    """The offset after the braces of the arguments; braces inside strings do not count."""
     head = _GEMMA_HEAD.match(text, start)
     depth = 0
     for part in _GEMMA_PART.finditer(text, head.end()) if head else ():
@@ -357,7 +357,7 @@ def lfm_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...
 
 
 def _python_end(text: str, start: int) -> int:
-    """Behind the calls that begin there: before the first closing marker outside of a text."""
+    """The end of the calls that begin there: the first closing marker outside of a string."""
     for part in _PYTHON_PART.finditer(text, start):
         if part[0] == LFM_CLOSE:
             try:

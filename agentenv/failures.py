@@ -35,7 +35,7 @@ from agentenv.types import Message, Task
 WINDOW = 200  # rollouts among which failures are counted
 LEAST = 20  # of which a share says something
 MAX_TEXT, MAX_ACTION = 600, 300  # characters that are logged
-MAX_TEXTS = 100  # that are told apart; the others are counted together
+MAX_TEXTS = 100  # counted separately; all others are counted by kind
 NUM_NAMED = 3  # in the error that ends a run
 NUM_SHOWN = 10  # on the terminal at the end
 

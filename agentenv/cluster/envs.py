@@ -218,7 +218,7 @@ class EnvWorkers:
     async def close(self) -> None:
         """Let the processes end, which close their envs. Idempotent."""
         self._reason = self._reason or "the run ends"
-        self._changed.set()  # who waits for one that has not come is told
+        self._changed.set()  # wakes a caller that waits for a process that has not come
         for process in self._processes.values():
             process.link.close()
         with suppress(TimeoutError):

@@ -494,8 +494,8 @@ class RolloutWorkers:
         worker.link.send(pack(Steer(actor.held is not None, actor.limits)))
 
     def give_up(self, index: int, reason: str) -> bool:
-        """A person wants no more of that tree, wherever it grows: its worker is told to end it, and
-        without one it ends here. False: it does not grow."""
+        """Cancel a tree on a person's request, wherever it grows: its worker receives the order;
+        without a worker it ends here. False: it does not grow."""
         growing = self._growing(index)
         if growing is None:
             return False
