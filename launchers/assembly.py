@@ -18,6 +18,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -240,8 +241,12 @@ class AskingAssembly(Assembly[Asking]):
         self.read: dict[str, Sequence[Task]] = {}  # by the name of the set
         self.try_graders = True
         self.servers = ServerFactory(folder, stack, say)
-        self.logs = folder / FOLDER  # of processes that environments live in
         self.processes: list[tuple[EnvMaker, EnvProcesses]] = []
+
+    @cached_property
+    def logs(self) -> Path:
+        """The folder for logs of the processes that environments live in."""
+        return self.folder / FOLDER
 
     async def contexts(self) -> Sequence[int]:
         """Tokens of prompt and response that each engine can hold, as far as that is known."""

@@ -41,6 +41,7 @@ from agentenv.prompt import PromptConfig
 from agentenv.renderer import Renderer
 from agentenv.types import Task
 from launchers.assembly import AskingAssembly, Questions, SetConfig, once
+from launchers.cluster import FOLDER
 from launchers.config import TABLES
 from launchers.data import Say, load_set, said
 from launchers.evaluation.benchmarks import load_benchmark
@@ -181,10 +182,20 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
             say,
             sets={name: as_asked(name, one) for name, one in config.sets.items()},
         )
-        self.servers = ServerFactory(partial(_make_log_folder, stack), stack, say)
+        self.servers = ServerFactory(lambda: self._log_folder, stack, say)
         self.subject = subject
         self.has_weights = config.engine.has_weights
         self._given = given or {}
+
+    @cached_property
+    def _log_folder(self) -> Path:
+        """A temporary folder: the subject may be a model directory, where nothing is written."""
+        return _make_log_folder(self.stack)
+
+    @cached_property
+    def logs(self) -> Path:
+        """The folder for logs of the processes that environments live in."""
+        return self._log_folder / FOLDER
 
     @once
     async def model(self) -> Path | None:
@@ -369,7 +380,7 @@ def with_own_names(tasks: Sequence[Task], say: Say) -> list[Task]:
 
 
 def _make_log_folder(stack: AsyncExitStack) -> Path:
-    """For the logs of servers, which name it when they start and when one fails."""
+    """For the logs of servers and of environments' processes, named when one of them fails."""
     logs = Path(tempfile.mkdtemp(prefix="agentenv-evaluate-"))
     stack.push(partial(_remove_unless_failed, logs))
     return logs

@@ -106,12 +106,14 @@ def test_an_evaluation_has_its_environments_there_too(
     evaluated = runner(warehouse, tmp_path, monkeypatch)
     assert evaluated("here") == 0
     capsys.readouterr()
+    model = sorted((warehouse.parent / "model").iterdir())
     keys = ["--env", "me/Computing-v0", "env.module=computing_env", "env.workers=2"]
     assert evaluated("there", *keys) == 0
     said = capsys.readouterr().out
     assert re.search(r"environments: computing/\d+ \d+, computing/\d+ \d+", said)
     here, there = [answers(tmp_path / name) for name in ("here", "there")]
     assert here == there
+    assert sorted((warehouse.parent / "model").iterdir()) == model  # the subject is only read
     assert not processes()
 
 
