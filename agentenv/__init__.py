@@ -55,7 +55,7 @@ What an environment of your own needs can be imported from here; the rest lives 
 """
 
 from agentenv.demonstrations import demonstrate, texts_of, write_rows
-from agentenv.env import Env, EnvWrapper, StepResult, envs, make, register, shared
+from agentenv.env import Env, EnvWrapper, StepResult, env_ids, make, register, shared
 from agentenv.errors import (
     AgentEnvError,
     ConfigError,
@@ -100,7 +100,7 @@ __all__ = [
     "Trajectory",
     "TrajectoryTree",
     "demonstrate",
-    "envs",
+    "env_ids",
     "make",
     "register",
     "shared",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from agentenv.errors import ForeignError
-from agentenv.foreign import decode_first
+from agentenv.untrusted import decode_first
 
 THOUGHT_OPEN, THOUGHT_CLOSE = "<think>", "</think>"
 MAX_QUOTED = 100  # markers in a thought that open nothing; beyond, none is tried any more

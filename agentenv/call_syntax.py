@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 
 from agentenv.call_blocks import MalformedCall, Markers, blocks, json_end, thought_end
 from agentenv.errors import ForeignError
-from agentenv.foreign import decode
 from agentenv.types import MALFORMED_CALL, ToolCall
+from agentenv.untrusted import decode
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"

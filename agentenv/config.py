@@ -2,7 +2,7 @@
 
 Every key is a field of a msgspec struct, annotated with msgspec.Meta(description=...). An unknown
 key, a wrong type or a value out of range is a ConfigError that names the key. Parts that come in
-several kinds (an engine, an algorithm) are chosen by `name`, see `agentenv.kinds`: a key that
+several kinds (an engine, an algorithm) are chosen by `name`, see `agentenv.registry`: a key that
 belongs to another kind is unknown to the chosen one, so no key is ever silently ignored.
 """
 
@@ -24,8 +24,8 @@ from msgspec import inspect as mi
 
 from agentenv.errors import ConfigError
 from agentenv.hub import place_of
-from agentenv.kinds import Kind, PartKey, decode_part
 from agentenv.old_keys import dropped_keys, moved_values, refused_values
+from agentenv.registry import Kind, PartKey, decode_part
 
 T = TypeVar("T", bound=msgspec.Struct)
 Tree = dict[str, Any]

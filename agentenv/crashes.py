@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from agentenv.errors import AgentEnvError, ConfigError, CrashError
@@ -64,7 +65,7 @@ def loaded(path: str) -> Any:
     with the module itself."""
     module, _, name = path.partition(":")
     try:
-        found = importlib.import_module(module)
+        found = _imported(module)
         return getattr(found, name) if name else found
     except (AgentEnvError, ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{error}{place_of(error)}") from error
@@ -72,8 +73,30 @@ def loaded(path: str) -> Any:
         raise ConfigError(f"{type(error).__name__}: {error}{place_of(error)}") from error
 
 
-OURS = ("agentenv", "launchers")  # packages whose lines say nothing about a bug of a user
-PACKAGES = Path(__file__).resolve().parent.parent
+FORMER = {  # what modules of ours were called, in configurations that name them
+    "launchers.quickstart": "agentenv.envs.quickstart_setup",
+    "launchers.quickstart_chat": "agentenv.envs.quickstart_chat",
+    "envs": "agentenv.envs",
+    "learners": "agentenv.learners",
+    "reference": "agentenv.reference",
+}
+
+
+def _imported(module: str) -> ModuleType:
+    """The module, of the user or, where there is none, the one of ours that had this name."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        for former, name in FORMER.items():
+            is_missing = error.name is not None and f"{module}.".startswith(f"{error.name}.")
+            if is_missing and f"{module}.".startswith(f"{former}."):
+                return importlib.import_module(name + module.removeprefix(former))
+        raise
+
+
+OURS = "agentenv"  # the package whose lines say nothing about a bug of a user, but for these parts
+NAMED = ("agentenv.envs.", "agentenv.learners.", "agentenv.reference.")
+PACKAGES = Path(__file__).resolve().parent.parent  # the folder that agentenv is imported from
 
 
 def place_of(error: BaseException) -> str:
@@ -98,9 +121,10 @@ def origin_of(error: BaseException) -> str:
 def _places(error: BaseException) -> Iterator[tuple[str, bool]]:
     """The lines that an error went through, and whether each is of a user's code."""
     for frame, line in traceback.walk_tb(error.__traceback__):
-        file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
-        package = package.partition(".")[0]
-        is_theirs = package not in (*OURS, *sys.stdlib_module_names) and "site-packages" not in file
+        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
+        package = module.partition(".")[0]
+        is_ours = package == OURS and not module.startswith(NAMED)
+        is_theirs = not (is_ours or package in sys.stdlib_module_names or "site-packages" in file)
         path = Path(file)
-        is_ours = package in OURS and path.is_relative_to(PACKAGES)
+        is_ours = is_ours and path.is_relative_to(PACKAGES)
         yield f"{path.relative_to(PACKAGES) if is_ours else path.name}, line {line}", is_theirs

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.backoff import backoff_s
-from agentenv.data.files import RawRow, plain
-from agentenv.data.rows import RowReader, RowsConfig
+from agentenv.data_files import RawRow, plain
 from agentenv.disk import write_whole
 from agentenv.env import Env, shared_apart
 from agentenv.errors import (
@@ -34,6 +33,7 @@ from agentenv.errors import (
     OutageError,
 )
 from agentenv.outcomes import check_observation, check_reset, check_step
+from agentenv.rows import RowReader, RowsConfig
 from agentenv.tags import tag_calls
 from agentenv.types import Message, Task
 

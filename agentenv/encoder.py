@@ -28,6 +28,7 @@ from typing import Any, cast
 import msgspec
 
 from agentenv.backoff import backoff_s
+from agentenv.crashes import PACKAGES
 from agentenv.errors import SHOWN, EnvError, StallError
 from agentenv.offload import kill, start_process
 
@@ -37,7 +38,6 @@ CLOSE_S = 5.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 10.0, 60.0  # before a process that was lost starts again
 MAX_LOST = 3  # in a row, without an answer; then it is done without
 PREFIX_BYTES = 4
-PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +220,7 @@ class Encoder:
     async def _spawn(self) -> socket.socket:
         """Start the process; our end of its connection."""
         ours, theirs = socket.socketpair()
-        path = os.pathsep.join(filter(None, [PACKAGES, os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
         with theirs:
             try:
                 self._process = await start_process(

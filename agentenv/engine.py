@@ -10,9 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkabl
 from msgspec import Meta, Struct
 
 from agentenv.config import ESSENTIAL
-from agentenv.engines.server_config import LaunchConfig, Served, ServersConfig
 from agentenv.errors import ConfigError
 from agentenv.model_files import num_positions, read_model_config
+from agentenv.server_config import LaunchConfig, Served, ServersConfig
 from agentenv.types import Chunk, Completion, Limits, SamplingParams
 
 

@@ -149,11 +149,11 @@ def register(env_id: str, entry_point: str, **kwargs: Any) -> None:
 def on_register(listener: Callable[[str], None]) -> None:
     """Have `listener` called with every known id now, and with each that is registered later."""
     _listeners.append(listener)
-    for env_id in envs():
+    for env_id in env_ids():
         listener(env_id)
 
 
-def envs() -> list[str]:
+def env_ids() -> list[str]:
     """All known ids, registered or installed, sorted. Imports none of the environments."""
     return sorted({*_registry, *installed_envs()})
 
@@ -171,7 +171,7 @@ def spec(env_id: str) -> EnvSpec:
         return EnvSpec(env_id, {}, "the configuration")
     claims = installed_envs().get(env_id)
     if claims is None:
-        known = envs()
+        known = env_ids()
         near = difflib.get_close_matches(env_id, known, n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known)}"
         raise ConfigError(f"no environment is registered as {env_id!r}; {hint}")

@@ -124,4 +124,4 @@ class StallError(AgentEnvError):
 
 
 class ForeignError(AgentEnvError):
-    """What others wrote is not of the form that was asked for; see agentenv/foreign.py."""
+    """What others wrote is not of the form that was asked for; see agentenv/untrusted.py."""

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from msgspec import Struct
 
-from agentenv.foreign import packed
+from agentenv.untrusted import packed
 
 SUFFIX = ".frames"
 MARK = b"\xaeJF1"

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 import agentenv.env
 from agentenv.call_syntax import Parser, hermes_calls, llama_calls
-from agentenv.data.dataset import load_tasks
+from agentenv.dataset import load_tasks
 from agentenv.deadline import Deadline
 from agentenv.env import Env, close_shared, forget_shared
 from agentenv.errors import AgentEnvError, ConfigError, EnvError

@@ -28,8 +28,8 @@ import aiohttp
 
 from agentenv.env import shared
 from agentenv.errors import ConfigError, ForeignError, InfraError, ToolError
-from agentenv.foreign import decode
 from agentenv.http_errors import status_error
+from agentenv.untrusted import decode
 
 Login = Callable[["HttpClient"], Awaitable[Mapping[str, str]]]
 

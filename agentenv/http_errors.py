@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 
 from agentenv.errors import AgentEnvError, ForeignError, InfraError, ToolError
-from agentenv.foreign import decode
+from agentenv.untrusted import decode
 
 BUSY = (408, 425, 429)
 MAX_REASON_CHARS = 500

@@ -37,11 +37,11 @@ from msgspec import Meta, Struct
 from agentenv.deadline import uncancelled, within
 from agentenv.disk import make_folder, sync
 from agentenv.errors import ConfigError, DataError, StallError
-from agentenv.foreign import packed
 from agentenv.frames import HEADER, SUFFIX, framed, frames_of
 from agentenv.offload import OwnThread
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
+from agentenv.untrusted import packed
 
 logger = logging.getLogger(__name__)
 

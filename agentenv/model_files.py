@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.errors import DataError, ForeignError
-from agentenv.foreign import decode
+from agentenv.untrusted import decode
 
 GENERATION = "generation_config.json"
 WEIGHTS_SUFFIXES = (  # in the formats of this and of other frameworks, and what lies beside them

@@ -182,7 +182,9 @@ REFUSED: dict[str, dict[tuple[str, str], str]] = {
 
 # Texts that name something of ours under its earlier place: read as the new one.
 MOVED: dict[str, dict[str, str]] = {
-    "ScriptedConfig": {"envs.quickstart_script:scripted_turn": "envs.quickstart:scripted_turn"},
+    "ScriptedConfig": {
+        "envs.quickstart_script:scripted_turn": "agentenv.envs.quickstart:scripted_turn"
+    },
 }
 
 

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct, field
 
 from agentenv.config import ESSENTIAL
-from agentenv.data.files import SUFFIXES
-from agentenv.data.rows import shared_system_prompt
+from agentenv.data_files import SUFFIXES
 from agentenv.errors import ConfigError, DataError
+from agentenv.rows import shared_system_prompt
 from agentenv.types import SYSTEM_KEY, Message, Task
 
 QUESTION = "{question}"

@@ -1,219 +1,406 @@
-"""The replay queue: a bounded FIFO of running rollouts with an exact bound on staleness.
+"""Grows a recorded tree again: the same actor and plan, with what engine and envs said then.
 
-    feeder   reserve() --slot--> start the rollout, put() its asyncio task, in start order
-    learner  get() the next step's trees, update, publish, then release() their slots
+    for one in await differences(recorded, plan, limits, seed): ...      on a virtual clock
 
-A slot is held from before the rollout starts until weights trained on it are live. There are
-    capacity = groups_per_step * (max_staleness + 1)
-slots, and trees are delivered in start order. A tree that starts while policy version v is live
-has at most capacity - 1 others before it, so it is trained at version v + max_staleness at the
-latest. Delivery in completion order would break the bound and starve long, hard tasks: the price
-of start order is that the learner may wait for one slow tree, hence the deadlines of the actor.
-
-Within the bound a tree starts just in time: when the learner is expected to need it (`pace.py`), so
-that trees are no staler than the learner's share of the work makes them.
+What was sampled, what the envs answered, and in which order it came are taken from the record; what
+the project computes is computed: roots, forks, limits, how a branch ends, what replaces a failure.
+Nothing outside of the process is asked, so that a debugger may stop it anywhere.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple, Self
 
-from agentenv.pace import Pace
-from agentenv.tree import TrajectoryTree
+from msgspec.structs import replace
 
-LOOK_S = 1.0  # a tree that takes longer than any before brings the next start forward by then
+from agentenv import errors
+from agentenv.actor import Actor, Guide, Rollout
+from agentenv.branch import Branch
+from agentenv.env import ForkMode, StepResult
+from agentenv.errors import AgentEnvError, EngineError
+from agentenv.plan import RolloutPlan
+from agentenv.renderer import Renderer, ToolSchemas
+from agentenv.tree import Node, TrajectoryTree
+from agentenv.types import Chunk, Completion, Info, Limit, Limits, Message, SamplingParams, ToolCall
 
+FOREVER_S = 1e12
+LONG, SHORT = "long", "short"  # stand for observations that are gone, by what they left room for
+COUNTS = ("num_started", "num_roots", "num_retries")
+BY_ACTION = (Limit.TURN_TOKENS, Limit.RESPONSE_TOKENS)
 
-class Waiting:
-    """A rollout that is not delivered, and when it began and ended, on the loop's clock."""
-
-    __slots__ = ("began_s", "ended_s", "pace", "rollout")
-
-    def __init__(self, rollout: asyncio.Task[TrajectoryTree], pace: Pace | None) -> None:
-        """`pace`: where the time that the rollout takes is recorded, if it is a measure."""
-        self.rollout = rollout
-        self.pace = pace
-        self.began_s = rollout.get_loop().time()
-        self.ended_s: float | None = None
-        rollout.add_done_callback(self._ends)
-
-    def _ends(self, rollout: asyncio.Task[TrajectoryTree]) -> None:
-        self.ended_s = rollout.get_loop().time()
-        if self.pace is not None and not rollout.cancelled():
-            self.pace.tree_ended(self.ended_s - self.began_s)
-
-    def age_s(self) -> float:
-        """Seconds since it ended; 0 before the loop has come round to that."""
-        return 0.0 if self.ended_s is None else self.rollout.get_loop().time() - self.ended_s
+Place = tuple[str, int]  # of a node: its branch, and the turns that lead to it
+Told = Sequence[Sequence[float]]
 
 
-class Flow:
-    """What of the time between feeder and learner was waiting, since it was taken last."""
+class Difference(NamedTuple):
+    """What was computed otherwise than recorded; `node` is an index of the recorded tree, None for
+    what is of the whole tree."""
 
-    def __init__(self) -> None:
-        self._ages_s: list[float] = []
-        self._blocked_s = self._early_s = 0.0
+    node: int | None
+    branch: str
+    what: str
+    recorded: Any
+    computed: Any
 
-    def selected(self, age_s: float) -> None:
-        """A tree was taken so long after it was whole."""
-        self._ages_s.append(age_s)
-
-    def blocked(self, seconds: float) -> None:
-        """So long no tree could begin, as all slots were held."""
-        self._blocked_s += seconds
-
-    def early(self, seconds: float) -> None:
-        """For this time the next tree was not needed yet."""
-        self._early_s += seconds
-
-    def take(self) -> dict[str, float]:
-        """The figures as metrics, flow/NAME; they begin anew."""
-        ages_s = self._ages_s
-        figures = {
-            "flow/producer_blocked_s": self._blocked_s,
-            "flow/producer_early_s": self._early_s,
-        }
-        self._ages_s, self._blocked_s, self._early_s = [], 0.0, 0.0
-        if ages_s:
-            figures["flow/age_s"] = sum(ages_s) / len(ages_s)
-            figures["flow/age_max_s"] = max(ages_s)
-        return figures
+    def __str__(self) -> str:
+        place = "" if self.node is None else f"node {self.node} (branch {self.branch}): "
+        return f"{place}{self.what}: recorded {self.recorded}, computed {self.computed}"
 
 
-class ReplayQueue:
-    """Slots and trees between the feeder and the learner. One consumer."""
+class _DiffersError(Exception):
+    """The tree cannot grow on as it was recorded."""
 
-    def __init__(
-        self, groups_per_step: int, max_staleness: int, *, just_in_time: bool = True
-    ) -> None:
-        """`just_in_time`: a tree starts when the learner is expected to need it; otherwise as soon
-        as a slot is free. With `max_staleness` 0 both are the same."""
-        self.groups_per_step = groups_per_step
-        self.max_staleness = max_staleness
-        self.capacity = groups_per_step * (max_staleness + 1)
-        self.num_reserved = 0
-        self.flow = Flow()
-        self._pace = Pace() if just_in_time and max_staleness else None
-        self._num_taken = 0  # by the get() that runs
-        self._kept: deque[bool] = deque([True], maxlen=4 * groups_per_step)  # which trees were
-        self._rollouts: deque[Waiting] = deque()
-        self._freed = asyncio.Event()
-        self._changed = asyncio.Event()  # the learner has asked for trees, or has taken them
-        self._arrived = asyncio.Event()
-        self._closed = False
+    def __init__(self, found: Difference) -> None:
+        super().__init__(str(found))
+        self.found = found
 
-    async def reserve(self, *, at_once: bool = False) -> float:
-        """Wait until one more rollout may start without becoming too stale, and, unless `at_once`,
-        until the learner is expected to need it. Returns the seconds of the latter."""
-        now = asyncio.get_running_loop().time
-        if self.num_reserved >= self.capacity:
-            began_s = now()
-            while self.num_reserved >= self.capacity:
-                self._freed.clear()
-                await self._freed.wait()
-            self.flow.blocked(now() - began_s)
-        began_s = now()
-        while not at_once and (left_s := self._next_is_early_s(now())):
-            self._changed.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(left_s, LOOK_S)):
-                    await self._changed.wait()
-        early_s = now() - began_s
-        self.flow.early(early_s)
-        self.num_reserved += 1
-        return early_s
 
-    def _next_is_early_s(self, now_s: float) -> float:
-        """The seconds after which the next tree should start."""
-        if self._pace is None:
-            return 0.0
-        share, count = sum(self._kept) / len(self._kept), len(self._rollouts)
-        spread = math.sqrt(count * share * (1 - share))  # where trees are replaced; else 0
-        num_before = max(0.0, self._num_taken + count * share - spread)
-        growing = (one for one in self._rollouts if one.ended_s is None)
-        oldest = next(growing, None)
-        oldest_s = 0.0 if oldest is None else now_s - oldest.began_s
-        return self._pace.early_s(now_s, int(num_before // self.groups_per_step), oldest_s)
+def cannot_grow_again(tree: TrajectoryTree) -> str:
+    """Why a tree cannot be grown again from its record; empty if it can."""
+    complete = {event for event in tree.events if event >= 0}
+    asked = {~event for event in tree.events if event < 0}
+    if len(complete) < len(tree.nodes) or len(asked) < sum(
+        node.num_forks is not None for node in tree.nodes
+    ):
+        return "the order in which it grew is not recorded"
+    if any(node.limit is Limit.SECONDS for node in tree.nodes):
+        return "its time ran out, and the clock is not recorded"
+    with_next = {(node.branch, node.parent) for node in tree.nodes if node.action_ids}
+    for index in asked:
+        if (tree.nodes[index].branch, index) not in with_next:
+            return "a turn failed in whose midst it forked"
+    return ""
 
-    def put(self, rollout: asyncio.Task[TrajectoryTree], *, is_new: bool = True) -> None:
-        """Add a rollout that holds a slot, right after it was started. One that is not new goes on
-        with what an earlier process began: the time it takes is no measure."""
-        self._rollouts.append(Waiting(rollout, self._pace if is_new else None))
-        self._arrived.set()
 
-    def finish(self) -> None:
-        """No more rollouts will come; get() then returns what is left, at the end nothing."""
-        self._closed = True
-        self._arrived.set()
-
-    async def get(
-        self, keep: Callable[[TrajectoryTree], bool] = lambda tree: True
-    ) -> list[TrajectoryTree]:
-        """The trees of the next step, in start order.
-
-        Trees that `keep` refuses give their slot back at once and are replaced by later ones.
-        Cancelling get() loses no tree, nor does what `keep` raises: those already taken go back to
-        the front.
-        """
-        now = asyncio.get_running_loop().time
-        if self._pace is not None:
-            self._pace.learner_asks(now())
-            self._changed.set()
-        taken: list[Waiting] = []
-        try:
-            while len(taken) < self.groups_per_step:
-                if not self._rollouts:
-                    if self._closed:
-                        break
-                    self._arrived.clear()
-                    await self._arrived.wait()
-                    continue
-                await asyncio.wait({self._rollouts[0].rollout})
-                one = self._rollouts[0]
-                is_kept = keep(one.rollout.result())  # may raise
-                self._rollouts.popleft()
-                self._kept.append(is_kept)
-                if is_kept:
-                    taken.append(one)
-                    self._num_taken = len(taken)
-                else:
-                    self.flow.selected(one.age_s())
-                    self.release(1)
-        except BaseException:
-            self._rollouts.extendleft(reversed(taken))
+async def differences(
+    recorded: TrajectoryTree, plan: RolloutPlan, limits: Limits, seed: str, told: Told = ()
+) -> list[Difference]:
+    """Grow the tree again and compare. `seed` is that of the actor; `told` has the first entropies
+    of each node where those of the node are not the engine's any more."""
+    record = _Record(recorded, told)
+    endless = replace(
+        limits,
+        max_seconds=FOREVER_S,
+        max_tree_seconds=FOREVER_S,
+        env_timeout_s=FOREVER_S,
+        outage_s=0.0,
+        max_turn_retries=0,
+        max_failed_share=1.0,
+        strict=False,
+    )
+    actor = Actor(
+        _Engine(record),
+        _Renderer(record, limits),
+        lambda task: _Env(record),
+        endless,
+        SamplingParams(max_tokens=1),
+        seed,
+        record.guide,
+    )
+    try:
+        tree = await actor.rollout(recorded.task, _Plan(plan, record), index=recorded.index)
+    except BaseExceptionGroup as group:
+        differs, others = group.split(_DiffersError)
+        if differs is None or others is not None:
             raise
-        finally:
-            self._num_taken = 0
-        if self._pace is not None:
-            self._pace.learner_takes(now())
-            self._changed.set()
-        for one in taken:  # together they are a step
-            self.flow.selected(one.age_s())
-        return [one.rollout.result() for one in taken]
+        one: BaseException = differs
+        while isinstance(one, BaseExceptionGroup):
+            one = one.exceptions[0]
+        assert isinstance(one, _DiffersError)
+        return [one.found]
+    return list(_compared(recorded, tree))
 
-    def release(self, count: int) -> None:
-        """Give back the slots of trees whose weights are live, or that will not be trained."""
-        assert 0 <= count <= self.num_reserved
-        self.num_reserved -= count
-        self._freed.set()
 
-    def drain(self) -> list[asyncio.Task[TrajectoryTree]]:
-        """Take out every rollout that was not delivered, for the caller to cancel."""
-        rollouts = [one.rollout for one in self._rollouts]
-        self._rollouts.clear()
-        self.release(len(rollouts))
-        return rollouts
+def _compared(recorded: TrajectoryTree, tree: TrajectoryTree) -> list[Difference]:
+    found = []
+    ours = _places(tree)
+    for place, node in _places(recorded).items():
+        other = ours.pop(place, None)
+        if other is None:
+            found.append(Difference(node.index, place[0], "node", "there", "missing"))
+            continue
+        for what in ("num_forks", "end", "limit", "error", "reward"):
+            before, now = getattr(node, what), getattr(other, what)
+            if before != now:
+                found.append(Difference(node.index, place[0], what, before, now))
+    for name, _ in ours:
+        found.append(Difference(None, name, f"branch {name}", "missing", "there"))
+    for what in COUNTS:
+        before, now = getattr(recorded, what), getattr(tree, what)
+        if before != now:
+            found.append(Difference(None, "", what, before, now))
+    return found
+
+
+def _depths(tree: TrajectoryTree) -> list[int]:
+    depths: list[int] = []
+    for node in tree.nodes:
+        depths.append(0 if node.parent is None else depths[node.parent] + 1)
+    return depths
+
+
+def _places(tree: TrajectoryTree) -> dict[Place, Node]:
+    return {
+        (node.branch, depth): node for node, depth in zip(tree.nodes, _depths(tree), strict=True)
+    }
+
+
+class _Record:
+    """The recorded tree, and how far the one that grows again has come."""
+
+    def __init__(self, tree: TrajectoryTree, told: Told) -> None:
+        self.tree = tree
+        self.told = told
+        self.places = _places(tree)
+        self.when = {event: number for number, event in enumerate(tree.events)}
+        self.rollout: Rollout
+        self.branch: Branch  # that samples next
+
+    def lost(self, branch: str, depth: int) -> Node | None:
+        """The node of this place, if a turn behind it was lost with its process."""
+        node = self.places.get((branch, depth))
+        return node if node is not None and node.index in self.tree.lost else None
+
+    def guide(self, rollout: Rollout) -> Guide:
+        self.rollout = rollout
+        return _Guide(rollout, self)
+
+    def entropies(self, node: Node) -> list[float]:
+        """As the engine told them."""
+        first = list(self.told[node.index]) if len(self.told) else []
+        return first + list(node.entropies[len(first) :])
+
+    def error(self, node: Node) -> AgentEnvError:
+        """What ended the branch of a failed node."""
+        name, _, text = (node.error or "").partition(": ")
+        kind = getattr(errors, name, None)
+        if not (isinstance(kind, type) and issubclass(kind, AgentEnvError)):
+            kind = type(name, (AgentEnvError,), {})
+        error: AgentEnvError = kind(text)
+        if isinstance(error, EngineError):
+            error.is_final = True
+        return error
+
+    async def until(self, event: int) -> None:
+        """Wait until all that came before the event has happened."""
+        number, grown = self.when[event], self.rollout.tree.events
+        for _ in range(2 * len(self.when) + 100):
+            if len(grown) >= number:
+                return
+            await asyncio.sleep(1.0)
+        awaited = self.tree.events[len(grown)]
+        node = self.tree.nodes[max(awaited, ~awaited)]
+        what = "end of the turn" if awaited >= 0 else "question to the plan"
+        raise _DiffersError(Difference(node.index, node.branch, what, "there", "missing"))
+
+
+class _Plan:
+    """The plan; what it answered in a turn that was lost is as recorded, since nobody knows those
+    tokens any more."""
+
+    def __init__(self, plan: RolloutPlan, record: _Record) -> None:
+        self._plan, self._record = plan, record
+        self.group_size, self.fork_window = plan.group_size, plan.fork_window
+        self.on_start, self.on_leaf_end = plan.on_start, plan.on_leaf_end
+
+    def on_fork_point(
+        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
+    ) -> int:
+        kept = self._record.lost(node.branch, len(tree.path(node)) - 1)
+        if kept is not None:
+            return kept.num_forks or 0
+        return self._plan.on_fork_point(tree, node, entropies, rng)
+
+
+class _Engine:
+    """Says what was recorded, in its order."""
+
+    def __init__(self, record: _Record) -> None:
+        self._record = record
 
     @property
-    def num_waiting(self) -> int:
-        """Rollouts put and not yet delivered, finished or not."""
-        return len(self._rollouts)
+    def policy_version(self) -> int:
+        return self._record.tree.policy_version
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session: str,
+        on_tokens: Callable[[Chunk], None] | None = None,
+        stream_interval: int = 1,
+        order: tuple[int, int] = (0, 0),
+    ) -> Completion:
+        """The turn that is recorded at this place, or the error that it failed with.
+
+        Raises _DiffersError where the tree goes on and its record does not.
+        """
+        record, branch = self._record, self._record.branch
+        node = record.places.get((branch.name, branch.num_turns + 1))
+        if node is None:
+            place = record.places.get((branch.cursor.branch, branch.num_turns))
+            index = None if place is None else place.index
+            raise _DiffersError(
+                Difference(index, branch.name, f"branch {branch.name}", "ends", "goes on")
+            )
+        assert node.parent is not None
+        above, size = record.tree.nodes[node.parent], len(node.action_ids)
+        entropies = record.entropies(node)
+        if ~above.index in record.when and above.branch == branch.name:
+            await record.until(~above.index)
+        if not size:
+            await record.until(node.index)
+            raise record.error(node)
+        if on_tokens is not None and size >= stream_interval:
+            on_tokens(
+                Chunk(
+                    list(node.action_ids[:stream_interval]),
+                    list(node.logprobs[:stream_interval]),
+                    entropies[:stream_interval],
+                )
+            )
+        is_cut = size >= sampling.max_tokens and node.limit in BY_ACTION
+        return Completion(
+            list(node.action_ids),
+            list(node.logprobs),
+            entropies,
+            "length" if is_cut else "stop",
+            node.version_spans,
+            str(node.index),  # for the renderer to know it by
+        )
+
+    async def load_weights(self, source: Path, policy_version: int) -> None:
+        raise AssertionError
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    async def close(self) -> None:
+        pass
+
+
+class _Renderer(Renderer):
+    """Gives the ids that were recorded. Of the text of an action it knows the calls that were
+    made."""
+
+    tokenizer: Any = None
+
+    def __init__(self, record: _Record, limits: Limits) -> None:
+        self._tree = record.tree
+        self._limits = limits
+
+    def prompt(self, messages: Sequence[Message], tools: ToolSchemas) -> list[int]:
+        return list(self._tree.root.observation_ids)
+
+    def stop(self, tools: ToolSchemas) -> tuple[str, ...]:
+        return ()
+
+    def check_tools(self, tools: ToolSchemas) -> None:
+        pass
+
+    def parse(
+        self, completion: Completion, tools: ToolSchemas, prefix_ids: Sequence[int] = ()
+    ) -> Message:
+        node = self._tree.nodes[int(completion.stop or 0)]
+        count = len(node.info.get("tool_calls", ()))
+        if node.limit is Limit.TOOL_CALLS:
+            count = self._limits.max_tool_calls + 1
+        return Message("assistant", "", tuple(ToolCall("", {}) for _ in range(count)))
+
+    async def prepare(
+        self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
+    ) -> None:
+        pass
+
+    def observation(
+        self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
+    ) -> list[int]:
+        (message,) = messages
+        if message.content in (LONG, SHORT):
+            return [0] * (self._limits.max_response_tokens if message.content == LONG else 0)
+        return list(self._tree.nodes[int(message.content)].observation_ids)
+
+    def encode(self, text: str) -> list[int]:
+        raise AssertionError
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        raise AssertionError
+
+    def neutralise(self, text: str, tools: ToolSchemas) -> str:
+        raise AssertionError
+
+
+class _Guide(Guide):
+    """Answers in place of envs."""
+
+    def __init__(self, rollout: Rollout, record: _Record) -> None:
+        super().__init__(rollout)
+        self._record = record
+
+    def sampling(self, branch: Branch) -> SamplingParams:
+        self._record.branch = branch  # the engine is asked next
+        lost = self._record.lost(branch.name, branch.num_turns)
+        if lost is not None and lost.num_forks is None:  # there was no room when it was asked again
+            branch.was_asked = True
+        return super().sampling(branch)
+
+    async def step(self, branch: Branch, action: Message) -> StepResult:
+        record = self._record
+        node = record.places[branch.name, branch.num_turns]
+        if node.limit in (Limit.TURN_TOKENS, Limit.TOOL_CALLS):
+            raise _DiffersError(Difference(node.index, node.branch, "limit", node.limit, None))
+        if node.limit in (Limit.RESPONSE_TOKENS, Limit.TURNS):  # behind an observation
+            text = LONG if node.limit is Limit.RESPONSE_TOKENS else SHORT
+            return [Message("tool", text)], 0.0, False, False, {}
+        await record.until(node.index)
+        if node.end == "failed":
+            raise record.error(node)
+        answer = [] if node.end else [Message("tool", str(node.index))]
+        is_cut = node.end == "truncated"
+        return answer, node.reward, node.end == "terminated", is_cut, dict(node.info)
+
+    async def finish(
+        self, branch: Branch, limit: Limit, action: Message | None
+    ) -> tuple[float, Info]:
+        record = self._record
+        assert branch.pending is not None
+        depth = branch.num_turns + (not branch.pending.action_ids)
+        node = record.places[branch.name, depth]
+        await record.until(node.index)
+        if node.end == "failed":
+            raise record.error(node)
+        return node.reward, dict(node.info)
+
+
+class _Env:
+    """Holds a place: the guide answers."""
+
+    def __init__(self, record: _Record) -> None:
+        self._record = record
 
     @property
-    def num_ready(self) -> int:
-        """Rollouts that have ended and wait to be delivered."""
-        return sum(one.rollout.done() for one in self._rollouts)
+    def fork_mode(self) -> ForkMode:
+        """What it was is not recorded; where the plan was never asked, it may have been none."""
+        return "pure" if min(self._record.tree.events) < 0 else "none"
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[list[Message], Info]:
+        return [], {}
+
+    async def step(self, action: Message) -> StepResult:
+        raise AssertionError
+
+    async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
+        raise AssertionError
+
+    async def fork(self) -> Self:
+        return type(self)(self._record)
+
+    async def close(self) -> None:
+        pass

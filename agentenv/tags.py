@@ -22,8 +22,8 @@ from typing import Any, Literal
 from agentenv.call_blocks import THOUGHT_CLOSE, THOUGHT_OPEN
 from agentenv.call_syntax import malformed, schema_types
 from agentenv.errors import ConfigError, ForeignError
-from agentenv.foreign import decode
 from agentenv.types import Message, ToolCall
+from agentenv.untrusted import decode
 
 TAGS = ("think", "result", "answer")
 ToolSchema = Mapping[str, Any]

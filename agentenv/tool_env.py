@@ -49,7 +49,6 @@ from agentenv.errors import (
     OutageError,
     ToolError,
 )
-from agentenv.foreign import printable
 from agentenv.http_errors import meaning
 from agentenv.prompt import Instruction
 from agentenv.tools import (
@@ -72,6 +71,7 @@ from agentenv.types import (
     ToolCall,
     ToolResult,
 )
+from agentenv.untrusted import printable
 
 FIRST_DELAY_S = 0.1  # before the first retry of a call; doubles with each, up to MAX_DELAY_S
 MAX_DELAY_S = 10.0

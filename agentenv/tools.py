@@ -43,8 +43,8 @@ from agentenv.config import substituted
 from agentenv.crashes import guarded, loaded
 from agentenv.env import ForkMode, shared
 from agentenv.errors import AgentEnvError, ConfigError, ForeignError, ToolError
-from agentenv.foreign import convert
 from agentenv.types import ToolResult
+from agentenv.untrusted import convert
 
 RELEASE_TIMEOUT_S = 10.0
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import msgspec
 from msgspec import Struct, field
 
-from agentenv.foreign import packed
 from agentenv.types import Info, Limit, Task, VersionSpan
+from agentenv.untrusted import packed
 
 End = Literal["terminated", "truncated", "failed"]
 CANCELLED = "cancelled"  # the kind of failure of what a person has given up

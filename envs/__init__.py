@@ -6,8 +6,8 @@ the same ones are registered for a bare checkout.
 
 from agentenv.env import register
 
-register("agentenv/Quickstart-v0", "envs.quickstart:QuickstartEnv")
-register("agentenv/CodeInterpreter-v0", "envs.code_interpreter:CodeInterpreterEnv")
-register("agentenv/WebSearch-v0", "envs.web_search:WebSearchEnv")
-register("agentenv/QAGrader-v0", "envs.qa_grader:QAGraderEnv")
-register("agentenv/DeepSearch-v0", "envs.deep_search:DeepSearchEnv")
+register("agentenv/Quickstart-v0", "agentenv.envs.quickstart:QuickstartEnv")
+register("agentenv/CodeInterpreter-v0", "agentenv.envs.code_interpreter:CodeInterpreterEnv")
+register("agentenv/WebSearch-v0", "agentenv.envs.web_search:WebSearchEnv")
+register("agentenv/QAGrader-v0", "agentenv.envs.qa_grader:QAGraderEnv")
+register("agentenv/DeepSearch-v0", "agentenv.envs.deep_search:DeepSearchEnv")

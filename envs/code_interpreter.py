@@ -17,12 +17,12 @@ from msgspec import Meta, Struct, field
 
 from agentenv.config import ESSENTIAL, PATH, build_config
 from agentenv.env import ForkMode, shared
+from agentenv.envs.grading.reward import GraderConfig, make_grader
+from agentenv.envs.sandbox import InterpreterSession, RemoteSandbox, Sandbox, SandboxLimits
 from agentenv.errors import ConfigError, ToolError
 from agentenv.tool_env import Prompt, ToolEnv
 from agentenv.tools import argument_schema, read_arguments
 from agentenv.types import Task, ToolResult
-from envs.grading.reward import GraderConfig, make_grader
-from envs.sandbox import InterpreterSession, RemoteSandbox, Sandbox, SandboxLimits
 
 NO_OUTPUT = "(no output)"
 REPLAY_ALLOWANCE = 4.0  # the call that follows a fork runs the earlier cells again first

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from agentenv.errors import ConfigError
-from agentenv.prompt import preset
-from agentenv.tool_env import Prompt
-from agentenv.tools import ToolLimits
-from agentenv.types import Task
-from envs.code_interpreter import (
+from agentenv.envs.code_interpreter import (
     REPLAY_ALLOWANCE,
     START_ALLOWANCE_S,
     PythonConfig,
@@ -18,9 +13,14 @@ from envs.code_interpreter import (
     python_config,
     shared_sandbox,
 )
-from envs.grading.reward import GraderConfig
-from envs.search.service import SearchConfig
-from envs.web_search import WebSearchEnv
+from agentenv.envs.grading.reward import GraderConfig
+from agentenv.envs.search.service import SearchConfig
+from agentenv.envs.web_search import WebSearchEnv
+from agentenv.errors import ConfigError
+from agentenv.prompt import preset
+from agentenv.tool_env import Prompt
+from agentenv.tools import ToolLimits
+from agentenv.types import Task
 
 
 class DeepSearchEnv(WebSearchEnv):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentenv.errors import ForeignError
-from agentenv.foreign import decode
+from agentenv.untrusted import decode
 
 
 def text_of(result: Any) -> str:

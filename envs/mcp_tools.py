@@ -1,7 +1,7 @@
 """Tools of MCP servers as tools of an environment; needs the extra `mcp`.
 
     [[env.tools]]
-    name = "envs.mcp_tools:MCPTools"
+    name = "agentenv.envs.mcp_tools:MCPTools"
     kwargs = { command = ["python", "my_server.py"] }
     # kwargs = { url = "https://host/mcp", headers = { Authorization = "Bearer ${MY_TOKEN}" } }
 
@@ -25,11 +25,11 @@ from typing import Any, TextIO, cast
 from urllib.parse import urlsplit
 
 from agentenv.env import ForkMode, shared
+from agentenv.envs.mcp_content import text_of
 from agentenv.errors import ConfigError, InfraError, ToolError
 from agentenv.guard import guarded
 from agentenv.tools import StatelessTool
 from agentenv.types import ToolResult
-from envs.mcp_content import text_of
 
 PING_S = 5.0
 START_TIMEOUT_S = 30.0

@@ -1,7 +1,7 @@
 r"""The environment `agentenv/QAGrader-v0`, which is a grader only.
 
 Only what the policy wrote is graded: a page that says \boxed{Paris} earns nothing. The graders are
-in `envs.grading`; the `GraderConfig` there lists the keys.
+in `agentenv.envs.grading`; the `GraderConfig` there lists the keys.
 """
 
 from __future__ import annotations
@@ -9,9 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from agentenv.envs.grading.reward import (
+    AnswerReward,
+    ExactMatch,
+    GraderConfig,
+    ToolReward,
+    make_grader,
+)
 from agentenv.tool_env import Prompt, ToolEnv
 from agentenv.types import Task
-from envs.grading.reward import AnswerReward, ExactMatch, GraderConfig, ToolReward, make_grader
 
 # graders for environments of one's own are imported from here
 __all__ = [

@@ -10,11 +10,11 @@ from math import prod
 from random import Random
 from typing import Any
 
+from agentenv.envs.code_interpreter import PythonConfig, PythonTool, shared_sandbox
+from agentenv.envs.grading.reward import GraderConfig, make_grader
+from agentenv.envs.web_search import SearchTool
 from agentenv.tool_env import ToolEnv
 from agentenv.types import Task
-from envs.code_interpreter import PythonConfig, PythonTool, shared_sandbox
-from envs.grading.reward import GraderConfig, make_grader
-from envs.web_search import SearchTool
 
 
 class QuickstartEnv(ToolEnv):

@@ -12,14 +12,10 @@ from msgspec.structs import replace
 
 from agentenv.config import build_config
 from agentenv.env import shared
-from agentenv.offload import in_thread
-from agentenv.tool_env import Prompt, ToolEnv
-from agentenv.tools import StatelessTool, argument_schema, read_arguments
-from agentenv.types import Info, Message, Task, ToolResult
-from envs.grading.reward import GraderConfig, make_grader
-from envs.search.bm25 import MAX_ON_LOOP, BM25Index
-from envs.search.corpus import read_corpus
-from envs.search.service import (
+from agentenv.envs.grading.reward import GraderConfig, make_grader
+from agentenv.envs.search.bm25 import MAX_ON_LOOP, BM25Index
+from agentenv.envs.search.corpus import read_corpus
+from agentenv.envs.search.service import (
     Mode,
     OpenPageTool,
     SearchConfig,
@@ -27,6 +23,10 @@ from envs.search.service import (
     shared_service,
     tell_tools,
 )
+from agentenv.offload import in_thread
+from agentenv.tool_env import Prompt, ToolEnv
+from agentenv.tools import StatelessTool, argument_schema, read_arguments
+from agentenv.types import Info, Message, Task, ToolResult
 
 NO_RESULTS = "No results."
 
@@ -38,7 +38,7 @@ class SearchTool(StatelessTool):
 
     The policy reads the texts of the `top_k` best passages, a line each and cut to
     `max_chars_per_result`, or "No results.". For large corpora and everything else there is
-    `envs.search.service.SearchPagesTool`: this one builds its index when it is made.
+    `agentenv.envs.search.service.SearchPagesTool`: this one builds its index when it is made.
     """
 
     name = "search"

@@ -11,18 +11,18 @@ from typing import Any, TypeVar
 import msgspec
 
 from agentenv.config import load_config, to_plain
-from launchers.help import Parser, add_key_help
-from launchers.monitors import MonitorConfig
-from launchers.planning.machine import add_dry_run, check_arguments
-from launchers.rundir import LATEST, LOG_FILE, RunDirectory
-from launchers.terminal import (
+from agentenv.pipelines.config.help import Parser, add_key_help
+from agentenv.pipelines.config.verl_keys import refuse_verl_keys
+from agentenv.pipelines.monitors.monitors import MonitorConfig
+from agentenv.pipelines.run.rundir import LATEST, LOG_FILE, RunDirectory
+from agentenv.pipelines.run.terminal import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     View,
     run_until_done,
     to_its_end,
 )
-from launchers.verl_keys import refuse_verl_keys
+from agentenv.pipelines.setup.machine import add_dry_run, check_arguments
 
 T = TypeVar("T", bound=msgspec.Struct)
 Work = Callable[[Any, RunDirectory, View, str], Coroutine[Any, Any, None]]
@@ -102,7 +102,7 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
     if arguments.dry_run:
         for line in left_out:
             view.say(line)
-        from launchers.planning.dry_run import dry_run  # slow to load
+        from agentenv.pipelines.planning.dry_run import dry_run  # slow to load
 
         return dry_run(config, arguments, view, folder)
     monitor = getattr(config, "monitor", MonitorConfig())
@@ -129,7 +129,7 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
 
 
 def _looked_at(folder: Path, view: View) -> AbstractContextManager[None]:
-    from launchers.viewing.beside import viewed  # loads a server
+    from agentenv.pipelines.viewing.sidecar import viewed  # loads a server
 
     # the address holds a token, which belongs into no log
     return viewed(folder, lambda text: view.console.print(text, soft_wrap=True, markup=False))

@@ -16,12 +16,12 @@ from pathlib import Path
 import msgspec
 
 from agentenv.errors import ConfigError, ForeignError
-from agentenv.foreign import decode
-from launchers import steering as ask
-from launchers.arguments import Parser
-from launchers.steering import Reply, Request, UnreachableError
-from launchers.tables import Table
-from launchers.terminal import EXIT_FAILED, View, to_its_end
+from agentenv.pipelines.run import control as ask
+from agentenv.pipelines.run.arguments import Parser
+from agentenv.pipelines.run.control import Reply, Request, UnreachableError
+from agentenv.pipelines.run.tables import Table
+from agentenv.pipelines.run.terminal import EXIT_FAILED, View, to_its_end
+from agentenv.untrusted import decode
 
 EPILOG = """commands:
   status                  phase, step, trees, queue, engine, who waits longest (the default)

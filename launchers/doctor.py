@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.markup import escape
 
-from launchers.arguments import Parser
-from launchers.terminal import EXIT_FAILED, View, run_until_done, to_its_end
+from agentenv.pipelines.run.arguments import Parser
+from agentenv.pipelines.run.terminal import EXIT_FAILED, View, run_until_done, to_its_end
 
 if TYPE_CHECKING:
-    from launchers.diagnosis.verdicts import Verdict
+    from agentenv.pipelines.diagnosis.results import Verdict
 
 EPILOG = """exit codes: 0 every check passed or was skipped, 1 one failed, 2 bad arguments
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 nothing failed, 1 something did, 2 bad arguments, 130 stopped."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["audit"]:
-        from launchers.diagnosis.audit import main as audit
+        from agentenv.pipelines.diagnosis.audit import main as audit
 
         return audit(given[1:])
     arguments = make_parser().parse_intermixed_args(given)
@@ -61,8 +61,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 async def _run(arguments: argparse.Namespace, view: View) -> int:
-    from launchers.diagnosis.examination import examine  # slow to load
-    from launchers.diagnosis.verdicts import tell
+    from agentenv.pipelines.diagnosis.checks import examine  # slow to load
+    from agentenv.pipelines.diagnosis.results import tell
 
     verdicts: list[Verdict] = []
     async for verdict in examine(

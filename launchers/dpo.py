@@ -19,19 +19,19 @@ from functools import partial
 from typing import Any
 
 from agentenv.errors import ConfigError
-from launchers.command import Work, make_parser, parse, run_command
-from launchers.config import TrainConfig
-from launchers.rundir import RunDirectory
-from launchers.supervised.config import DPOLoopConfig, DPORunConfig
-from launchers.supervised.run import (
+from agentenv.launchers.command import Work, make_parser, parse, run_command
+from agentenv.learners.batch import EncodedTree
+from agentenv.learners.learner import Learner, Metrics
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.config.supervised import DPOLoopConfig, DPORunConfig
+from agentenv.pipelines.run.rundir import RunDirectory
+from agentenv.pipelines.run.terminal import View
+from agentenv.pipelines.supervised.run import (
     SupervisedAssembly,
     preference_figures,
     train_supervised,
     with_reference_scores,
 )
-from launchers.terminal import View
-from learners.batch import EncodedTree
-from learners.learner import Learner, Metrics
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +75,9 @@ def self_critic(num_rounds: int) -> Work:
     def work(
         config: TrainConfig, run: RunDirectory, view: View, resume: str
     ) -> Coroutine[Any, Any, None]:
-        from launchers.rl.training import Training  # slow to load: mistakes are told before
+        from agentenv.pipelines.rl.training import (
+            Training,  # slow to load: mistakes are told before
+        )
 
         return Training(config, run, view, resume=resume).run_rounds(num_rounds)
 
@@ -117,7 +119,7 @@ class Preference:
         return await self.learner.prefer([self.pairs[row] for row in rows], self.beta, lr_scale)
 
     async def measure(self) -> Metrics:
-        """See `learners.dpo.preference_metrics`."""
+        """See `agentenv.learners.dpo.preference_metrics`."""
         if not self.held_out:
             return {}
         found = await preference_figures(self.learner, self.held_out, self.beta)

@@ -23,11 +23,13 @@ from msgspec.structs import replace
 from agentenv import hub
 from agentenv.config import blaming, to_plain
 from agentenv.errors import ConfigError
-from launchers.evaluation.config import EvaluateConfig, resolve_sets
-from launchers.evaluation.report import write_report
-from launchers.evaluation.run import run_evaluation
-from launchers.evaluation.store import Saved, identity
-from launchers.evaluation.subject import (
+from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
+from agentenv.pipelines.config.help import Parser
+from agentenv.pipelines.evaluation.live import SET, Asked, ask_one
+from agentenv.pipelines.evaluation.report import write_report
+from agentenv.pipelines.evaluation.run import run_evaluation
+from agentenv.pipelines.evaluation.store import Saved, identity
+from agentenv.pipelines.evaluation.subject import (
     LAST,
     START,
     Subject,
@@ -36,11 +38,9 @@ from launchers.evaluation.subject import (
     given_keys,
     weights_digest,
 )
-from launchers.evaluation.watched import SET, Asked, ask_one
-from launchers.help import Parser
-from launchers.planning.machine import add_dry_run, check_arguments
-from launchers.rundir import BEST
-from launchers.terminal import View, run_until_done, to_its_end
+from agentenv.pipelines.run.rundir import BEST
+from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
+from agentenv.pipelines.setup.machine import add_dry_run, check_arguments
 
 STORED = ("compare", "regrade", "report")  # commands over stored evaluations
 FOLDER = "evals"
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     dry run), 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in STORED:
-        found = importlib.import_module(f"launchers.evaluation.{argv[0]}")
+        found = importlib.import_module(f"agentenv.pipelines.evaluation.{argv[0]}")
         code: int = found.main(argv[1:])
         return code
     arguments = _parse(argv)
@@ -84,7 +84,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     config = _configuration(arguments, subject, view)
     config = _chosen(config, names, arguments.n)
     if arguments.dry_run:
-        from launchers.planning.dry_run import dry_run  # slow to load
+        from agentenv.pipelines.planning.dry_run import dry_run  # slow to load
 
         return dry_run(config, arguments, view, subject.run, str(subject.model or ""))
     if arguments.question:

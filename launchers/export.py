@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launchers.arguments import Parser
-from launchers.rundir import BEST, find_checkpoint
-from launchers.terminal import View, to_its_end
+from agentenv.pipelines.run.arguments import Parser
+from agentenv.pipelines.run.rundir import BEST, find_checkpoint
+from agentenv.pipelines.run.terminal import View, to_its_end
 
 TRANSCRIPTS = "transcripts"
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == [TRANSCRIPTS]:
-        from launchers.exports import command  # slow to load, as --help need not be
+        from agentenv.pipelines.exports import command  # slow to load, as --help need not be
 
         return command.main(argv[1:])
     arguments = _parse(argv)
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         checkpoint = find_checkpoint(arguments.checkpoint, best=arguments.best)
-        from learners.export import export  # slow to load: mistakes are told before
+        from agentenv.learners.export import export  # slow to load: mistakes are told before
 
         export(
             checkpoint,

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from agentenv.disk import replace_folder
 from agentenv.errors import ConfigError
-from launchers.help import Parser
-from launchers.terminal import View, to_its_end
+from agentenv.pipelines.config.help import Parser
+from agentenv.pipelines.run.terminal import View, to_its_end
 
 SUFFIX = ".txt"  # of the templates, so that nothing takes them for code
 NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -88,7 +88,7 @@ def next_commands(name: str, parent: Path) -> Iterator[str]:
     """What to type after it, from the folder that the environment lies in."""
     if parent.resolve() != Path.cwd():
         yield f"cd {shlex.quote(str(parent))}"
-    train = f"python -m launchers.train {name}/train.toml"
+    train = f"python -m agentenv.launchers.train {name}/train.toml"
     told = {
         f"python -m pytest {name}": "the test of the environment",
         f"{train} --dry-run": "tries everything, starts nothing",
@@ -99,7 +99,7 @@ def next_commands(name: str, parent: Path) -> Iterator[str]:
 
 
 def _templates() -> list[Traversable]:
-    folder = resources.files("launchers") / "templates" / "env"
+    folder = resources.files("agentenv.launchers") / "templates" / "env"
     return sorted((one for one in folder.iterdir() if one.name.endswith(SUFFIX)), key=str)
 
 

@@ -36,21 +36,21 @@ from agentenv.archive import (
 from agentenv.config import apply_overrides, build_config, resolver, upgrade
 from agentenv.errors import ConfigError, DataError
 from agentenv.journal import finished_trees
+from agentenv.learners.algorithm import Algorithm
+from agentenv.learners.batch import ActionTokens, encoded_nodes
+from agentenv.learners.credit import CreditedTree, TreeCredit
+from agentenv.learners.deepspeed_learner import encode_groups, in_order
+from agentenv.learners.partition import minibatches
 from agentenv.model_files import vocab_size
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.run.arguments import Parser
+from agentenv.pipelines.run.rundir import CONFIG_FILE, JOURNAL, find_checkpoint
+from agentenv.pipelines.run.terminal import EXIT_FAILED, View, to_its_end
+from agentenv.pipelines.setup.assembly import TRAINING, actor_seed
 from agentenv.plan import RolloutPlan
-from agentenv.regrow import Difference, cannot_grow_again, differences
+from agentenv.replay import Difference, cannot_grow_again, differences
 from agentenv.tree import TrajectoryTree
 from agentenv.virtual_clock import run_virtual
-from launchers.arguments import Parser
-from launchers.assembly import TRAINING, actor_seed
-from launchers.config import TrainConfig
-from launchers.rundir import CONFIG_FILE, JOURNAL, find_checkpoint
-from launchers.terminal import EXIT_FAILED, View, to_its_end
-from learners.algorithm import Algorithm
-from learners.batch import ActionTokens, encoded_nodes
-from learners.credit import CreditedTree, TreeCredit
-from learners.dealing import minibatches
-from learners.deepspeed_learner import encode_groups, in_order
 
 TOLERANCE = {"rel_tol": 1e-4, "abs_tol": 1e-6}  # of a loss, which float32 sums in another order
 
@@ -159,7 +159,7 @@ def untaken(
     """How many finished trees none of the steps took, as the journal has them; their differences,
     and what could not be compared. Raises DataError if there is nothing at all, or if `tree`, which
     is asked for, is nowhere."""
-    from launchers.rl.training import rollout_settings
+    from agentenv.pipelines.rl.training import rollout_settings
 
     taken = {one for step in steps for one in _taken(step)}
     last = max(taken, default=-1)
@@ -213,7 +213,7 @@ class Replay:
 
     def __init__(self, step: Step, config: TrainConfig) -> None:
         """Raises ConfigError if the step was made under another configuration."""
-        from launchers.rl.training import rollout_settings
+        from agentenv.pipelines.rl.training import rollout_settings
 
         if (settings := rollout_settings(config)) != step.header.settings:
             raise ConfigError(
@@ -229,7 +229,7 @@ class Replay:
         self, entries: Sequence[Entry], *, with_loss: bool = True
     ) -> tuple[list[str], list[str]]:
         """Differences, and what could not be compared."""
-        from launchers.rl.training import credits_of_update
+        from agentenv.pipelines.rl.training import credits_of_update
 
         found: list[str] = []
         notes: list[str] = []
@@ -291,7 +291,7 @@ class Replay:
         """Of a mini-batch, from the log-probs that the learner found."""
         import torch
 
-        from learners.minibatch import prepare
+        from agentenv.learners.minibatch import prepare
 
         groups = in_order(groups)
         version, config = self.step.header.policy_version, self.config.learner

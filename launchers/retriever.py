@@ -29,14 +29,14 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from agentenv.config import apply_overrides, build_config, load_config
+from agentenv.envs.search.bm25 import BM25Config
+from agentenv.envs.search.cache import ResultCache
+from agentenv.envs.search.corpus import Backend, Hit, Query, joined_contents
+from agentenv.envs.search.service import AnyBackend, SearchConfig, build_backend
 from agentenv.errors import AgentEnvError, ForeignError, InfraError, ToolError
-from agentenv.foreign import decode
-from envs.search.bm25 import BM25Config
-from envs.search.cache import ResultCache
-from envs.search.corpus import Backend, Hit, Query, joined_contents
-from envs.search.service import AnyBackend, SearchConfig, build_backend
-from launchers.arguments import check_arguments
-from launchers.help import key_table
+from agentenv.pipelines.config.help import key_table
+from agentenv.pipelines.run.arguments import check_arguments
+from agentenv.untrusted import decode
 
 MAX_BODY_BYTES = 4_000_000
 MAX_QUERY_CHARS = 10_000

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from launchers.command import make_parser, parse, run_command
-from launchers.config import ServeConfig
-from launchers.rundir import RunDirectory
-from launchers.serving.roles import start_servers
-from launchers.serving.servers import ServerFactory
-from launchers.terminal import View
+from agentenv.launchers.command import make_parser, parse, run_command
+from agentenv.pipelines.config.rl import ServeConfig
+from agentenv.pipelines.run.rundir import RunDirectory
+from agentenv.pipelines.run.terminal import View
+from agentenv.pipelines.serving.roles import start_servers
+from agentenv.pipelines.serving.servers import ServerFactory
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,16 +17,16 @@ from functools import partial
 
 import numpy as np
 
-from launchers.command import make_parser, parse, run_command
-from launchers.supervised.config import SFTLoopConfig, SFTRunConfig
-from launchers.supervised.encoding import Example
-from launchers.supervised.run import (
+from agentenv.launchers.command import make_parser, parse, run_command
+from agentenv.learners.learner import Learner, Metrics
+from agentenv.pipelines.config.supervised import SFTLoopConfig, SFTRunConfig
+from agentenv.pipelines.supervised.encoding import Example
+from agentenv.pipelines.supervised.run import (
     SupervisedAssembly,
     fill_rows,
     score_all,
     train_supervised,
 )
-from learners.learner import Learner, Metrics
 
 
 def main(argv: Sequence[str] | None = None) -> int:

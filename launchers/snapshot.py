@@ -15,11 +15,11 @@ from typing import Any
 
 from msgspec import Struct
 
+from agentenv.envs.search.snapshot import MISSED, Snapshot
 from agentenv.errors import DataError, ForeignError
-from agentenv.foreign import decode
-from envs.search.snapshot import MISSED, Snapshot
-from launchers.arguments import Parser
-from launchers.terminal import EXIT_MISSING, View, to_its_end
+from agentenv.pipelines.run.arguments import Parser
+from agentenv.pipelines.run.terminal import EXIT_MISSING, View, to_its_end
+from agentenv.untrusted import decode
 
 
 class _Call(Struct):

@@ -24,24 +24,24 @@ from agentenv.config import blaming
 from agentenv.engines.chat import ChatEngine
 from agentenv.engines.openai import TokensEngine
 from agentenv.errors import ConfigError
-from agentenv.types import Message
-from launchers.assembly import Questions
-from launchers.checks import refuse
-from launchers.data import try_env
-from launchers.evaluation.run import saved_of
-from launchers.evaluation.store import Store
-from launchers.evaluation.subject import (
+from agentenv.pipelines.config.help import Parser
+from agentenv.pipelines.config.synthesis import SynthesisConfig, SynthesisPlan, make_plan, set_name
+from agentenv.pipelines.evaluation.run import saved_of
+from agentenv.pipelines.evaluation.store import Store
+from agentenv.pipelines.evaluation.subject import (
     EvaluationAssembly,
     Subject,
     add_arguments,
     find_subject,
     given_keys,
 )
-from launchers.help import Parser
-from launchers.planning.machine import add_dry_run, check_arguments
-from launchers.rundir import LOG_FILE
-from launchers.synthesis.config import SynthesisConfig, SynthesisPlan, make_plan, set_name
-from launchers.synthesis.output import (
+from agentenv.pipelines.run.rundir import LOG_FILE
+from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
+from agentenv.pipelines.setup.assembly import Questions
+from agentenv.pipelines.setup.checks import refuse
+from agentenv.pipelines.setup.data import try_env
+from agentenv.pipelines.setup.machine import add_dry_run, check_arguments
+from agentenv.pipelines.synthesis.output import (
     TRAJECTORIES,
     claim,
     class_table,
@@ -52,9 +52,14 @@ from launchers.synthesis.output import (
     summarise,
     write_data,
 )
-from launchers.synthesis.sampling import Dropped, SynthesisSampling, read_questions, tool_names
-from launchers.synthesis.sorting import Sorted, sort_question
-from launchers.terminal import View, run_until_done, to_its_end
+from agentenv.pipelines.synthesis.sampling import (
+    Dropped,
+    SynthesisSampling,
+    read_questions,
+    tool_names,
+)
+from agentenv.pipelines.synthesis.sorting import Sorted, sort_question
+from agentenv.types import Message
 
 FOLDER = "synthesis"
 
@@ -76,7 +81,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     subject = find_subject(arguments.subject, model=arguments.model, tokenizer=arguments.tokenizer)
     plan = _plan(arguments, subject, view)
     if arguments.dry_run:
-        from launchers.planning.dry_run import dry_run  # slow to load
+        from agentenv.pipelines.planning.dry_run import dry_run  # slow to load
 
         return dry_run(plan.evaluation, arguments, view, subject.run, str(subject.model or ""))
     out = arguments.out or Path(FOLDER) / f"{subject.name}-{'-'.join(plan.sets)}".replace("/", "-")

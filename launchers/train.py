@@ -11,10 +11,10 @@ import sys
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from launchers.command import make_parser, parse, run_command
-from launchers.config import TrainConfig
-from launchers.rundir import RunDirectory
-from launchers.terminal import View
+from agentenv.launchers.command import make_parser, parse, run_command
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.run.rundir import RunDirectory
+from agentenv.pipelines.run.terminal import View
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,8 +34,8 @@ def reinforce(
     config: TrainConfig, run: RunDirectory, view: View, resume: str
 ) -> Coroutine[Any, Any, None]:
     """The run of the configuration."""
-    from launchers.rl.steered import run_steered, with_settings  # slow to load
-    from launchers.rl.training import Training  # mistakes are told before
+    from agentenv.pipelines.rl.control import run_steered, with_settings  # slow to load
+    from agentenv.pipelines.rl.training import Training  # mistakes are told before
 
     if resume:
         config = with_settings(config, run, view)

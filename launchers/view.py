@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launchers.arguments import Parser
+from agentenv.pipelines.run.arguments import Parser
 
 if __name__ == "__main__":  # run by its path: the repository root is what holds the packages
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -49,18 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.max_mb <= 0:
         parser.error(f"--max-mb {arguments.max_mb:g}: expected more than 0")
 
-    from launchers.terminal import View, to_its_end  # --help is told before
+    from agentenv.pipelines.run.terminal import View, to_its_end  # --help is told before
 
     view = View()
 
     def work() -> int:
-        from launchers.terminal import run_until_done
-        from launchers.viewing.api import serve
-        from launchers.viewing.folder import Folder
+        from agentenv.pipelines.run.terminal import run_until_done
+        from agentenv.pipelines.viewing.api import serve
+        from agentenv.pipelines.viewing.folder import Folder
 
         folder = Folder(arguments.run, arguments.others, is_awaited=arguments.awaited)
         if arguments.export is not None:
-            from launchers.viewing.export import export
+            from agentenv.pipelines.viewing.export import export
 
             for line in export(folder, arguments.export, arguments.max_mb):
                 view.say(line)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
+from agentenv.learners.arpo import ARPO, ARPOPlan, clip_probability
 from agentenv.plan import RolloutPlan
 from agentenv.tree import Node, TrajectoryTree
-from learners.arpo import ARPO, ARPOPlan, clip_probability
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from learners.losses import LossBatch
+    from agentenv.learners.losses import LossBatch
 
 
 class AEPO(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aepo"):
@@ -88,7 +88,7 @@ class AEPO(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aep
         return AEPOPlan(self, vocab_size)
 
     def token_loss(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        from learners.losses import entropy_balanced_loss
+        from agentenv.learners.losses import entropy_balanced_loss
 
         if not self.entropy_balanced_clipping:
             return super().token_loss(ratio, advantages)
@@ -97,7 +97,7 @@ class AEPO(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aep
         )
 
     def advantage_scale(self, batch: LossBatch, entropies: Tensor) -> Tensor | float:
-        from learners.losses import entropy_multiplier
+        from agentenv.learners.losses import entropy_multiplier
 
         if self.entropy_advantage == 0:
             return 1.0

@@ -18,10 +18,7 @@ from numpy.typing import NDArray
 
 from agentenv.config import ESSENTIAL
 from agentenv.errors import ConfigError
-from agentenv.plan import Independent, RolloutPlan
-from agentenv.tree import Trajectory, TrajectoryTree
-from agentenv.types import Limit
-from learners.credit import (
+from agentenv.learners.credit import (
     Floats,
     Sharing,
     TreeCredit,
@@ -30,11 +27,14 @@ from learners.credit import (
     soft_length_penalty,
     tree_credit,
 )
+from agentenv.plan import Independent, RolloutPlan
+from agentenv.tree import Trajectory, TrajectoryTree
+from agentenv.types import Limit
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from learners.losses import LossBatch
+    from agentenv.learners.losses import LossBatch
 
 
 Aggregation = Literal[
@@ -103,7 +103,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     rho is detached; importance_cap = "none" leaves the weight out, as the released code and plain
     PPO do. The tree form is l(r, adv_pos) + l(r, adv_neg), which equals the sum over the
-    flat trajectories; how tokens become a mean is `aggregation`, see `learners.minibatch`.
+    flat trajectories; how tokens become a mean is `aggregation`, see `agentenv.learners.minibatch`.
     Options, off by default: kl_loss * KL(policy || reference) and -entropy_bonus * H join the
     loss, kl_reward * (log-ratio to the reference) leaves the return; without either KL no
     reference model is built. The learner subtracts kl_reward's part, so that a group of equal
@@ -290,19 +290,19 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         logprobs, entropies: [tokens] of the current weights, with gradient.
         Metrics of the micro-batches add up, except those ending in _max, which take the maximum.
         """
-        from learners.losses import objective
+        from agentenv.learners.losses import objective
 
         return objective(self, batch, logprobs, entropies)
 
     def ratio(self, logprobs: Tensor, proximal: Tensor) -> Tensor:
         """current / proximal per token, with gradient."""
-        from learners.losses import ratio_of
+        from agentenv.learners.losses import ratio_of
 
         return ratio_of(logprobs, proximal)
 
     def token_loss(self, ratio: Tensor, advantages: Tensor) -> Tensor:
         """Loss per token, before weights: PPO's clip."""
-        from learners.losses import ppo_loss
+        from agentenv.learners.losses import ppo_loss
 
         return ppo_loss(ratio, advantages, self.clip_low, self.clip_high, self.negative_bound)
 
@@ -325,7 +325,7 @@ class Grouped(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Group-normalised advantages, as in GRPO, and the switch to the released code.
 
     compat = "reference" is what the released code of ARPO does, in a class of its own:
-    `reference.algorithms` builds it from these keys.
+    `agentenv.reference.algorithms` builds it from these keys.
     """
 
     normalize_by_std: NormalizeByStd = True

@@ -32,10 +32,10 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from agentenv.config import ESSENTIAL
+from agentenv.learners.algorithm import Grouped
+from agentenv.learners.credit import Sharing
 from agentenv.plan import RolloutPlan
 from agentenv.tree import Node, TrajectoryTree
-from learners.algorithm import Grouped
-from learners.credit import Sharing
 
 Criterion = Literal["paper", "relative"]
 
@@ -46,7 +46,7 @@ class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
     Rollout, eq. 3 and section 3.1: see `ARPOPlan`; forks and refills share a budget of group_size
     trajectories. Credit, section 3.2: the advantages of GRPO over all leaves; a token shared by d
     leaves counts d times, with their own advantages (soft) or d times with the mean (hard), as
-    `learners.credit` computes it. Loss: that of GRPO, `Algorithm.token_loss`.
+    `agentenv.learners.credit` computes it. Loss: that of GRPO, `Algorithm.token_loss`.
 
     Differs from the paper: sampling a fork is the default, its text forks iff P > tau
     (fork_rule = "threshold"); entropies are means over the window; the loss is a token-mean

@@ -34,7 +34,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from agentenv.errors import ConfigError
-from learners.context import Share
+from agentenv.learners.context import Share
 
 # Blocked. Runs of equal `end` are the segments between forks. A segment, its first child, that
 # one's first child and so on lie side by side and are one path, a chain. So all visible pairs are

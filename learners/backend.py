@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from agentenv.errors import ConfigError, LearnerError
-from learners.batch import MicroBatch, encode_sequence, pack
-from learners.context import join_team
-from learners.deepspeed_settings import deepspeed_settings
-from learners.learner import LearnerConfig, OptimizerConfig
-from learners.policy import Policy, tensors
+from agentenv.learners.batch import MicroBatch, encode_sequence, pack
+from agentenv.learners.context import join_team
+from agentenv.learners.deepspeed_settings import deepspeed_settings
+from agentenv.learners.learner import LearnerConfig, OptimizerConfig
+from agentenv.learners.policy import Policy, tensors
 
 REDUCE_ELEMENTS = 500_000_000  # of one bucket, as in DeepSpeed's default
 

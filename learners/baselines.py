@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec import field
 
 from agentenv.errors import ConfigError
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Limit
-from learners.algorithm import (
+from agentenv.learners.algorithm import (
     TRUNCATED,
     AggregationKey,
     Algorithm,
@@ -25,7 +23,7 @@ from learners.algorithm import (
     NormalizeByStd,
     TruncatedKey,
 )
-from learners.credit import (
+from agentenv.learners.credit import (
     Floats,
     TreeCredit,
     Truncated,
@@ -33,6 +31,8 @@ from learners.credit import (
     leave_one_out,
     normalize_over_batch,
 )
+from agentenv.tree import TrajectoryTree
+from agentenv.types import Limit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -196,6 +196,6 @@ class CISPO(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
         return group_advantages(returns, norm_by_std=self.normalize_by_std)
 
     def token_loss(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        from learners.losses import cispo_loss
+        from agentenv.learners.losses import cispo_loss
 
         return cispo_loss(ratio, advantages, self.clip_low, self.clip_high)

@@ -25,8 +25,8 @@ from msgspec import Struct
 from numpy.typing import ArrayLike, NDArray
 
 from agentenv.errors import DataError
+from agentenv.learners.credit import Floats, Sharing, TreeCredit
 from agentenv.tree import Node, TrajectoryTree
-from learners.credit import Floats, Sharing, TreeCredit
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -58,7 +58,7 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
 
     pred (-1 at the first), depth and end of each token follow from the nodes, as int32.
 
-    Several ranks may have a part each of a tree (`learners.dealing`). A part has all nodes, those
+    Several ranks may have a part each of a tree (`learners.partition`). A part has all nodes, those
     without tokens that lead to none of its leaves, and trains only some of its tokens.
 
     is_counted: a group without a signal, whose tokens have no gradient: it is in the denominators
@@ -318,7 +318,7 @@ class ActionTokens:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Trees and parts of trees side by side; see `learners.batch` for pred, depth and end.
+    """Trees and parts of trees side by side; see `agentenv.learners.batch` for pred, depth and end.
 
     token_ids, position_ids, end: int64 [length], end counted in this micro-batch.
     source: int64 [tokens], place of each trained token's predecessor; targets: int64 [tokens],
@@ -547,7 +547,7 @@ class LeafMap:
     ) -> tuple[Floats, Floats, Floats]:
         """adv_pos, adv_neg and weight per token, each leaf counting `weights` times.
 
-        With weights 1 these are the sums of `learners.credit.tree_credit`.
+        With weights 1 these are the sums of `agentenv.learners.credit.tree_credit`.
         """
         weight = self.to_tokens(weights)
         if sharing == "hard":

@@ -1,4 +1,4 @@
-"""Weights from rank 0 to engine servers: the trainer's side of `agentenv.engines.weights`.
+"""Weights from rank 0 to engine servers: the trainer's side of `agentenv.engines.remote.weights`.
 
     all ranks   gather a bucket (ZeRO stage 3) --> rank 0 merges adapters, packs, broadcasts it
 
@@ -38,10 +38,10 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from agentenv.engines.weights import Address, Bucket, Group, Wire
-from learners.backend import RankBackend
-from learners.export import BUCKET_BYTES, Entry, buckets, entries, gathered
-from learners.ranks import OpenGroup
+from agentenv.engines.remote.weights import Address, Bucket, Group, Wire
+from agentenv.learners.backend import RankBackend
+from agentenv.learners.export import BUCKET_BYTES, Entry, buckets, entries, gathered
+from agentenv.learners.ranks import OpenGroup
 
 POLL_S = 0.0005  # between two looks at a bucket that is on its way
 JOIN_POLL_S = 0.02

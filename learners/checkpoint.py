@@ -33,11 +33,11 @@ from torch import Tensor
 
 from agentenv.disk import finished_folder, replace_folder, sync, write_whole
 from agentenv.errors import DataError, LearnerError
-from learners.learner import SAVED_FILE, Saved, read_saved
-from learners.tensor_file import Place, write_tensors
+from agentenv.learners.learner import SAVED_FILE, Saved, read_saved
+from agentenv.learners.tensor_file import Place, write_tensors
 
 if TYPE_CHECKING:
-    from learners.backend import RankBackend
+    from agentenv.learners.backend import RankBackend
 
 MASTER = "master"  # float32 weights
 REFERENCE = "reference"  # weights of the reference policy; other kinds are the optimizer's names

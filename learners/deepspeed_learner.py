@@ -15,19 +15,15 @@ from msgspec.structs import replace
 
 from agentenv.deadline import uncancelled
 from agentenv.disk import DIR_KEY, explain, write_whole
-from agentenv.engines.weights import Address, Group, Manifest, TransferError, Wire
+from agentenv.engines.remote.weights import Address, Group, Manifest, TransferError, Wire
 from agentenv.errors import ConfigError, EngineError, LearnerError
-from agentenv.model_files import read_model_config
-from agentenv.offload import in_thread
-from agentenv.tree import TrajectoryTree
-from learners import ranks as wire
-from learners.algorithm import Algorithm
-from learners.batch import EncodedTree, computed, encode
-from learners.credit import CreditedTree
-from learners.dealing import deal, deal_parts, idle_share, minibatches
-from learners.deepspeed_settings import deepspeed_settings
-from learners.entropies import Share, give_back
-from learners.learner import (
+from agentenv.learners import ranks as wire
+from agentenv.learners.algorithm import Algorithm
+from agentenv.learners.batch import EncodedTree, computed, encode
+from agentenv.learners.credit import CreditedTree
+from agentenv.learners.deepspeed_settings import deepspeed_settings
+from agentenv.learners.entropies import Share, give_back
+from agentenv.learners.learner import (
     Agreement,
     LearnerConfig,
     Metrics,
@@ -36,8 +32,12 @@ from learners.learner import (
     check_heads,
     optimizer_of,
 )
-from learners.lora import check_installed
-from learners.ranks import RankGroup, RankPlaces
+from agentenv.learners.lora import check_installed
+from agentenv.learners.partition import deal, deal_parts, idle_share, minibatches
+from agentenv.learners.ranks import RankGroup, RankPlaces
+from agentenv.model_files import read_model_config
+from agentenv.offload import in_thread
+from agentenv.tree import TrajectoryTree
 
 MAX_SAVED = 20  # skipped steps of a run
 
@@ -48,7 +48,7 @@ class Evidence:
     """Keeps an optimizer step that was skipped since it was not finite.
 
     Writes DIR/skipped-00001.json (the step's figures and its trees) and skipped-00001.msgpack
-    (the trees as the ranks got them: a list of `learners.batch.EncodedTree`).
+    (the trees as the ranks got them: a list of `agentenv.learners.batch.EncodedTree`).
     """
 
     def __init__(self, directory: Path) -> None:
@@ -343,7 +343,7 @@ def _shares(
 def _check(config: LearnerConfig, algorithm: Algorithm, model_dir: Path) -> None:
     if getattr(algorithm, "compat", "none") == "reference" and not algorithm.is_released:
         raise ConfigError(
-            'algorithm.compat = "reference": train with `reference.algorithms.released`'
+            'algorithm.compat = "reference": train with `agentenv.reference.algorithms.released`'
         )
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{model_dir}: not a Hugging Face model directory (no config.json)")
@@ -363,14 +363,15 @@ def _absolute(path: Path) -> str:
     return os.path.abspath(path)
 
 
-# The controller's handle on the trainer's side of a broadcast; see `agentenv.engines.weights`.
+# The controller's handle on the trainer's side of a broadcast; see
+# `agentenv.engines.remote.weights`.
 
 SLACK_S = 60.0  # the ranks end by themselves before they are ended
 
 
 class LearnerSender:
     """A Sender. `publish` comes first, once an update; directories go below `folder`. `port` and
-    `interface` are those of the group; see `learners.ranks.OpenGroup`."""
+    `interface` are those of the group; see `agentenv.learners.ranks.OpenGroup`."""
 
     def __init__(
         self,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.errors import ConfigError, ForeignError
-from agentenv.foreign import decode_loose
-from learners.learner import LearnerConfig
+from agentenv.learners.learner import LearnerConfig
+from agentenv.untrusted import decode_loose
 
 Settings = dict[str, Any]
 

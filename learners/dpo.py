@@ -24,14 +24,14 @@ from msgspec.structs import replace
 from numpy.typing import ArrayLike, NDArray
 
 from agentenv.errors import DataError
-from learners.batch import ActionTokens, EncodedTree, Longs, MicroBatch, from_arrays
-from learners.credit import Floats
-from learners.learner import Metrics
+from agentenv.learners.batch import ActionTokens, EncodedTree, Longs, MicroBatch, from_arrays
+from agentenv.learners.credit import Floats
+from agentenv.learners.learner import Metrics
 
 if TYPE_CHECKING:  # torch is slow to load, and who reads pairs does not need it
     from torch import Tensor
 
-    from learners.trainer import Trainer
+    from agentenv.learners.trainer import Trainer
 
 Bools = NDArray[np.bool_]
 Answer = tuple[ArrayLike, ArrayLike]  # token ids from the prompt on, mask of the policy's tokens
@@ -155,7 +155,7 @@ def prefer(trainer: Trainer, pairs: Sequence[EncodedTree], beta: float, lr_scale
     larger than a micro-batch and so cut, its margin is computed before, and the loss is replaced by
     its tangent there, whose gradient is the same.
     """
-    from learners.trainer import times
+    from agentenv.learners.trainer import times
 
     start = time.perf_counter(), time.process_time()
     backend, tokens = trainer.backend, PairTokens.of(pairs)

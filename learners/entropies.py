@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from agentenv.learners.batch import EncodedTree, encoded_nodes
+from agentenv.learners.credit import CreditedTree, Floats, TreeCredit
 from agentenv.tree import Node, Scored, TrajectoryTree
-from learners.batch import EncodedTree, encoded_nodes
-from learners.credit import CreditedTree, Floats, TreeCredit
 
 if TYPE_CHECKING:
     Places = NDArray[np.int64]

@@ -35,15 +35,8 @@ from torch import Tensor, dtype
 
 from agentenv.disk import removing, sync, write_whole
 from agentenv.errors import DataError
-from agentenv.model_files import (
-    GENERATION,
-    WEIGHTS_SUFFIXES,
-    load_tokenizer,
-    read_model_config,
-    read_object,
-)
-from learners.checkpoint import MASTER, Checkpoint
-from learners.lora import (
+from agentenv.learners.checkpoint import MASTER, Checkpoint
+from agentenv.learners.lora import (
     ADAPTER,
     ADAPTER_FOLDER,
     factors,
@@ -52,10 +45,17 @@ from learners.lora import (
     plain_name,
     write_adapter,
 )
-from learners.tensor_file import DTYPES, Place, write_tensors
+from agentenv.learners.tensor_file import DTYPES, Place, write_tensors
+from agentenv.model_files import (
+    GENERATION,
+    WEIGHTS_SUFFIXES,
+    load_tokenizer,
+    read_model_config,
+    read_object,
+)
 
 if TYPE_CHECKING:
-    from learners.backend import RankBackend
+    from agentenv.learners.backend import RankBackend
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -17,9 +17,9 @@ from msgspec.structs import force_setattr, replace
 from agentenv.config import ESSENTIAL, PATH
 from agentenv.disk import finished_folder
 from agentenv.errors import ConfigError, DataError
-from learners.batch import EncodedTree
-from learners.credit import CreditedTree
-from learners.lora import LoRAConfig
+from agentenv.learners.batch import EncodedTree
+from agentenv.learners.credit import CreditedTree
+from agentenv.learners.lora import LoRAConfig
 
 # Keys that another configuration has with another default.
 Optimizer = Annotated[
@@ -466,7 +466,7 @@ SAVED_FILE = "learner.json"
 
 class Saved(Struct, kw_only=True):
     """What a checkpoint is of. `base_model`: directory of the frozen weights, with `lora`.
-    `reference_updates`: see `learners.trainer.Reference`."""
+    `reference_updates`: see `agentenv.learners.trainer.Reference`."""
 
     num_ranks: int
     zero_stage: int

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learners.credit import Floats
+from agentenv.learners.credit import Floats
 
 if TYPE_CHECKING:
-    from learners.algorithm import Algorithm, KLKind
+    from agentenv.learners.algorithm import Algorithm, KLKind
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentenv.errors import DataError
-from learners.algorithm import Aggregation, Algorithm, Band
-from learners.batch import ActionTokens, EncodedTree, Gather, LeafMap, computed
-from learners.credit import Floats
-from learners.learner import Metrics
-from learners.losses import MAX_LOG_RATIO, LossBatch, sequence_terms
+from agentenv.learners.algorithm import Aggregation, Algorithm, Band
+from agentenv.learners.batch import ActionTokens, EncodedTree, Gather, LeafMap, computed
+from agentenv.learners.credit import Floats
+from agentenv.learners.learner import Metrics
+from agentenv.learners.losses import MAX_LOG_RATIO, LossBatch, sequence_terms
 
 WIDE = (0.5, 2.0)  # the band whose outside is reported when no mask is set
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentenv.errors import ConfigError
-from learners.batch import EncodedTree, from_arrays, pack
-from learners.policy import Policy, recurrent_kinds, tensors
+from agentenv.learners.batch import EncodedTree, from_arrays, pack
+from agentenv.learners.policy import Policy, recurrent_kinds, tensors
 
 TOLERANCE = 1e-3  # nats, in float32
 VOCABULARY = 64

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from agentenv.errors import ConfigError
-from learners.attention import NO_MASK, TreeLayout, use_tree_attention
-from learners.batch import MicroBatch
-from learners.context import Share, Team, padded
+from agentenv.learners.attention import NO_MASK, TreeLayout, use_tree_attention
+from agentenv.learners.batch import MicroBatch
+from agentenv.learners.context import Share, Team, padded
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of one [tokens, vocabulary] tensor
 # Of a float32 copy of some of the weight's rows; on a GPU, which needs none, of their gradient.

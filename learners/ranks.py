@@ -33,14 +33,14 @@ import psutil
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-import learners
+from agentenv.crashes import PACKAGES
 from agentenv.deadline import uncancelled
-from agentenv.engines.weights import Address, Bucket, Group, Wire
+from agentenv.engines.remote.weights import Address, Bucket, Group, Wire
 from agentenv.errors import SHOWN, ConfigError, LearnerError
+from agentenv.learners.algorithm import Algorithm
+from agentenv.learners.batch import EncodedTree
+from agentenv.learners.learner import Agreement, LearnerConfig, OptimizerConfig, Score
 from agentenv.offload import in_thread, kill, start_process
-from learners.algorithm import Algorithm
-from learners.batch import EncodedTree
-from learners.learner import Agreement, LearnerConfig, OptimizerConfig, Score
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Imitate(Message):
 
 
 class Prefer(Message):
-    """One optimizer step of DPO on pairs (`learners.dpo`)."""
+    """One optimizer step of DPO on pairs (`agentenv.learners.dpo`)."""
 
     pairs: list[EncodedTree]
     beta: float
@@ -210,7 +210,8 @@ class Done(Message):
     """Answer to every command; only the fields that it has to fill are filled.
 
     steps: metrics of the optimizer steps that were skipped, with "minibatch" and "epoch".
-    entropies, proximal, logprobs: of an update, by mini-batch and tree; see learners.entropies.
+    entropies, proximal, logprobs: of an update, by mini-batch and tree; see
+    agentenv.learners.entropies.
     problem: what went wrong in a broadcast, which is no failure of the rank.
     """
 
@@ -288,7 +289,6 @@ def unpack_command(body: bytes) -> Command:
 CLOSE_TIMEOUT_S = 5.0
 HELLO_S = 30.0  # for who connects to say who it is
 LOG_TAIL_BYTES = 2000
-PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(learners.__file__)))
 CHOSEN_ELSEWHERE = ("MASTER_ADDR", "MASTER_PORT")  # of another job that this one was started in
 
 
@@ -383,7 +383,7 @@ async def spawn(
         return await start_process(
             sys.executable,
             "-m",
-            "learners.worker",
+            "agentenv.learners.worker",
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -403,7 +403,7 @@ def environment(
     backend: str = "",
 ) -> dict[str, str]:
     """All environment variables of a rank on this machine."""
-    path = os.pathsep.join(filter(None, [PACKAGES, os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
     found = {k: v for k, v in os.environ.items() if k not in CHOSEN_ELSEWHERE}
     found |= {
         ADDRESS_VARIABLE: address,

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from agentenv.learners.credit import CreditedTree
 from agentenv.metrics import Metrics
 from agentenv.tree import TrajectoryTree
-from learners.credit import CreditedTree
 
 
 def step_score(

@@ -16,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from learners.algorithm import Algorithm
-from learners.backend import RankBackend
-from learners.batch import ActionTokens, EncodedTree, MicroBatch, computed, pack
-from learners.checkpoint import REFERENCE, Checkpoint, Held, changing, held
-from learners.credit import Floats
-from learners.entropies import split_by_tree
-from learners.learner import Agreement, LearnerConfig, Metrics, Score
-from learners.minibatch import (
+from agentenv.learners.algorithm import Algorithm
+from agentenv.learners.backend import RankBackend
+from agentenv.learners.batch import ActionTokens, EncodedTree, MicroBatch, computed, pack
+from agentenv.learners.checkpoint import REFERENCE, Checkpoint, Held, changing, held
+from agentenv.learners.credit import Floats
+from agentenv.learners.entropies import split_by_tree
+from agentenv.learners.learner import Agreement, LearnerConfig, Metrics, Score
+from agentenv.learners.minibatch import (
     MiniBatch,
     behaviour_ratios,
     means,

@@ -1,6 +1,6 @@
 """One learner rank: a process that obeys the controller over a socket.
 
-    python -m learners.worker
+    python -m agentenv.learners.worker
 
 The controller's address and a secret token come in environment variables (`learners.ranks`), the
 place among the ranks in those of torchrun, the DeepSpeed launcher or Slurm (`find_place`).
@@ -37,20 +37,26 @@ from transformers.utils import logging as transformers_logging
 
 from agentenv.disk import DIR_KEY, explain
 from agentenv.errors import AgentEnvError, ConfigError, LearnerError
-from learners import checkpoint
-from learners import ranks as wire
-from learners.backend import Aside, DeepSpeedBackend, HostMemory, TorchBackend, device_of_rank
-from learners.batch import EncodedTree
-from learners.broadcast import Broadcaster
-from learners.checkpoint import restore
-from learners.dpo import prefer
-from learners.export import write_adapter_only, write_model
-from learners.learner import Saved
-from learners.lora import add_adapters
-from learners.model_check import check_model
-from learners.policy import Policy, use_liger
-from learners.tensor_file import stored_dtype
-from learners.trainer import Trainer
+from agentenv.learners import checkpoint
+from agentenv.learners import ranks as wire
+from agentenv.learners.backend import (
+    Aside,
+    DeepSpeedBackend,
+    HostMemory,
+    TorchBackend,
+    device_of_rank,
+)
+from agentenv.learners.batch import EncodedTree
+from agentenv.learners.broadcast import Broadcaster
+from agentenv.learners.checkpoint import restore
+from agentenv.learners.dpo import prefer
+from agentenv.learners.export import write_adapter_only, write_model
+from agentenv.learners.learner import Saved
+from agentenv.learners.lora import add_adapters
+from agentenv.learners.model_check import check_model
+from agentenv.learners.policy import Policy, use_liger
+from agentenv.learners.tensor_file import stored_dtype
+from agentenv.learners.trainer import Trainer
 
 RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 NUM_RANKS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")

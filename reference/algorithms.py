@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from agentenv.errors import ConfigError
+from agentenv.learners.aepo import AEPO
+from agentenv.learners.algorithm import Algorithm, Grouped
+from agentenv.learners.arpo import ARPO
+from agentenv.learners.baselines import GRPO
+from agentenv.learners.credit import EPSILON, Floats
 from agentenv.plan import RolloutPlan
-from learners.aepo import AEPO
-from learners.algorithm import Algorithm, Grouped
-from learners.arpo import ARPO
-from learners.baselines import GRPO
-from learners.credit import EPSILON, Floats
-from reference.rollout import ReleasedAEPOPlan, ReleasedARPOPlan
+from agentenv.reference.rollout import ReleasedAEPOPlan, ReleasedARPOPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from learners.losses import LossBatch
+    from agentenv.learners.losses import LossBatch
 
 
 def group_advantages(
@@ -114,7 +114,7 @@ class ReleasedAEPO(
         return super().learns_from_equal_groups or self.entropy_advantage > 0
 
     def advantage_scale(self, batch: LossBatch, entropies: Tensor) -> Tensor | float:
-        from learners.losses import entropy_statistics
+        from agentenv.learners.losses import entropy_statistics
 
         if self.entropy_advantage == 0 or batch.weight.sum() < 2:  # the released code gives nan
             return 1.0

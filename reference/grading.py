@@ -12,10 +12,10 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentenv.envs.grading.verdict import Verdict
+from agentenv.envs.grading.words import token_f1
 from agentenv.tool_env import Grade
 from agentenv.types import Message, Task
-from envs.grading.verdict import Verdict
-from envs.grading.words import token_f1
 
 Output = dict[str, Any]
 

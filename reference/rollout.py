@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from random import Random
 from statistics import fmean
 
+from agentenv.learners.aepo import AEPO, is_probe, penalty_factor, probing, sigmoid
+from agentenv.learners.arpo import ARPO, clip_probability
 from agentenv.tree import Node, TrajectoryTree
-from learners.aepo import AEPO, is_probe, penalty_factor, probing, sigmoid
-from learners.arpo import ARPO, clip_probability
 
 WINDOW = 20
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from learners import losses
-from reference import grading
-from reference.algorithms import ReleasedGRPO, entropy_multiplier, group_advantages
+from agentenv.learners import losses
+from agentenv.reference import grading
+from agentenv.reference.algorithms import ReleasedGRPO, entropy_multiplier, group_advantages
 from tests.support import released_losses, rollout_checks
 
 RTOL, ATOL = 1e-9, 1e-8

@@ -26,9 +26,9 @@ from scipy.stats import binomtest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agentenv.env import close_shared
-from envs.grading.layers import Layered
-from envs.grading.math import shared_math
-from reference.grading import reference_f1
+from agentenv.envs.grading.layers import Layered
+from agentenv.envs.grading.math import shared_math
+from agentenv.reference.grading import reference_f1
 
 NUM_SLOWEST = 10
 PLAIN_LIMIT_S = 4.0

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "docs" / "long-run.md"
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "7200")
 FUZZ = "tests/test_foreign_fuzz.py"
-KILLED = ("tests/learners/test_checkpoint.py", "tests/launchers/test_kills.py")
+KILLED = ("tests/learners/test_checkpoint.py", "tests/pipelines/test_kills.py")
 PARTS = {
     "properties": (
         "Property tests with 2,000 examples each, 50 in `make test`",
@@ -34,17 +34,17 @@ PARTS = {
     ),
     "chaos": (
         "Ten fault storms of at least five minutes, on servers that recite",
-        ["launchers/bench.py", "chaos", "--times", "10"],
+        ["benchmarks/bench.py", "chaos", "--times", "10"],
     ),
     "chaos-long": (
         "A fault storm of at least 20 minutes, on two vLLM servers on the CPU",
-        ["launchers/bench.py", "chaos", "--long"],
+        ["benchmarks/bench.py", "chaos", "--long"],
     ),
     "nodes": (
         "Nodes of a Ray cluster killed in mid-run, ten times each: of workers, and of engines",
-        [*PYTEST, "-rP", "--show-capture", "no", "--repeats", "10", "tests/launchers/test_ray.py"],
+        [*PYTEST, "-rP", "--show-capture", "no", "--repeats", "10", "tests/pipelines/test_ray.py"],
     ),
-    "soak": ("What the processes of a run hold after 30 minutes", ["launchers/bench.py", "soak"]),
+    "soak": ("What the processes of a run hold after 30 minutes", ["benchmarks/bench.py", "soak"]),
     "attacks": (
         "Attacks on every rung of the sandbox",
         ["tests/check_sandbox.py"],
@@ -54,18 +54,18 @@ PARTS = {
         "Simulations of two runs, by the times of a third, against the runs themselves",
         ["-m", "tests.simulated"],
     ),
-    "experiments": (
-        "Each command of experiments/, small, from a fresh clone",
+    "benchmarks/experiments": (
+        "Each command of benchmarks/experiments/, small, from a fresh clone",
         [*PYTEST, "tests/study.py"],
     ),
     "embedded": (
         "Tokens per CPU second of the embedded engine and of transformers",
-        ["tests/bench/bench_embedded.py", "--requests", "128"],
+        ["benchmarks/parts/bench_embedded.py", "--requests", "128"],
     ),
-    "sandbox": ("Calls of the sandbox", ["tests/bench/bench_sandbox.py", "--sessions", "200"]),
+    "sandbox": ("Calls of the sandbox", ["benchmarks/parts/bench_sandbox.py", "--sessions", "200"]),
     "search": (
         "Embedded search, traffic and cache",
-        ["tests/bench/bench_search.py", "--passages", "20000", "--queries", "500"],
+        ["benchmarks/parts/bench_search.py", "--passages", "20000", "--queries", "500"],
     ),
 }
 NUM_LINES = 40  # of a part's output

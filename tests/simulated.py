@@ -20,7 +20,9 @@ import time
 from pathlib import Path
 
 from agentenv.config import load_config
-from launchers.benches.simulation import (
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.run.timings import Trace, read_trace
+from benchmarks.parts.simulation import (
     Figures,
     ServiceModel,
     Variant,
@@ -29,8 +31,6 @@ from launchers.benches.simulation import (
     simulate,
     together,
 )
-from launchers.config import TrainConfig
-from launchers.timings import Trace, read_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_STEPS = 16

@@ -4,7 +4,9 @@
 
     files, lines of code        by folder; lines without blank ones, comments and docstrings
     docstrings, described keys  shares that should not fall
-    circles, arrows up          between files, between folders; imports against the packages' order
+    circles, arrows up          between folders, imports for types counted; between files, without
+                                those; imports against the packages' order
+    longest                     file in lines, class in lines of code
     walks                       files of which a function ran, in runs of the real commands:
         update      the training loop of a shrunk quick start, two updates (controller only)
         turn        from the actor to one turn of a vLLM server and back (without the env's files)
@@ -34,12 +36,13 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
-PACKAGES = ("agentenv", "envs", "learners", "launchers", "reference")
+PACKAGES = ("agentenv", "envs", "learners", "launchers", "pipelines", "reference")
 MAY_IMPORT = {
     "agentenv": {"agentenv"},
     "envs": {"envs", "agentenv"},
     "learners": {"learners", "agentenv"},
     "reference": {"reference", "learners", "envs", "agentenv"},
+    "pipelines": {"pipelines", "reference", "learners", "envs", "agentenv"},
     "launchers": set(PACKAGES),
 }
 SKIPPED = {
@@ -55,14 +58,14 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # Where a walk begins: a file (regular expression) and functions, of this code or an older one.
 ENTRIES = {
     "turn": (r"agentenv/(actor|growth|branch)\.py", ("_generate", "generate")),
-    "weights": (r"launchers/rl/\w+\.py", ("publish",)),
+    "weights": (r"(?:launchers|pipelines)/rl/\w+\.py", ("publish",)),
     "gradient": (
-        r"launchers/rl/\w+\.py|learners/(deepspeed_learner|trainer)\.py",
+        r"(?:launchers|pipelines)/rl/\w+\.py|learners/(deepspeed_learner|trainer)\.py",
         ("settle", "update"),
     ),
 }
 NOT_A_TURN = r"envs/.*|agentenv/(tool\w*|env|open_envs|renderer)\.py"
-WINDOW = (r"launchers/rl/training\.py", ("_run_rl", "_reinforce", "reinforce"))
+WINDOW = (r"(?:launchers|pipelines)/rl/training\.py", ("_run_rl", "_reinforce", "reinforce"))
 RUN = [
     "queue.groups_per_step=4",
     "learner.groups_per_minibatch=4",
@@ -98,6 +101,9 @@ def told(figures: dict[str, Any]) -> Iterator[str]:
     with_docstring, functions = figures["docstrings"]
     yield f"functions with a docstring {with_docstring / functions:.3f} of {functions:,}"
     yield f"keys with a description {figures['described']}"
+    for kind in ("file", "class"):
+        lines, name = figures[f"longest_{kind}"]
+        yield f"longest {kind} {lines} lines, {name}"
     for kind in ("file", "folder"):
         circles = figures[f"{kind}_circles"]
         yield f"{kind} circles {len(circles)}" + "".join(f"\n  {' '.join(one)}" for one in circles)
@@ -112,6 +118,8 @@ def told(figures: dict[str, Any]) -> Iterator[str]:
 def measured(repo: Path) -> dict[str, Any]:
     paths = [path for package in PACKAGES for path in sorted((repo / package).rglob("*.py"))]
     folders: dict[str, list[int]] = {}
+    files: dict[str, int] = {}
+    classes: dict[str, int] = {}
     docstrings, functions, described = 0, 0, 0
     for path in paths:
         text = path.read_text(encoding="utf-8")
@@ -119,7 +127,10 @@ def measured(repo: Path) -> dict[str, Any]:
         of_folder = folders.setdefault(str(path.parent.relative_to(repo)), [0, 0])
         of_folder[0] += 1
         of_folder[1] += lines_of_code(text, tree)
+        files[str(path.relative_to(repo))] = text.count("\n")
         for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = lines_of_code(ast.unparse(node), ast.parse(ast.unparse(node)))
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 functions += 1
                 docstrings += ast.get_docstring(node) is not None
@@ -127,8 +138,9 @@ def measured(repo: Path) -> dict[str, Any]:
                 described += 1
     modules = {module_name(path, repo): path for path in paths}
     arrows = {name: imports(path, set(modules)) for name, path in modules.items()}
+    typed = {name: imports(path, set(modules), types=True) for name, path in modules.items()}
     between: dict[str, set[str]] = {}
-    for name, found in arrows.items():
+    for name, found in typed.items():
         for other in found:
             ends = [str(modules[one].parent.relative_to(repo)) for one in (name, other)]
             if ends[0] != ends[1]:
@@ -139,6 +151,8 @@ def measured(repo: Path) -> dict[str, Any]:
         "folders": folders,
         "docstrings": [docstrings, functions],
         "described": described,
+        "longest_file": max((lines, name) for name, lines in files.items()),
+        "longest_class": max((lines, name) for name, lines in classes.items()),
         "file_circles": circles(arrows),
         "folder_circles": circles(between),
         "arrows_up": [
@@ -163,13 +177,19 @@ def lines_of_code(text: str, tree: ast.Module) -> int:
     return len(lines)
 
 
+def folder_name(module: str) -> str:
+    """A module by its folder: `agentenv.envs.qa_grader` lies in `envs/`."""
+    _, _, inner = module.partition("agentenv.")
+    return inner if inner.partition(".")[0] in PACKAGES else module
+
+
 def module_name(path: Path, repo: Path) -> str:
     name = ".".join(path.relative_to(repo).with_suffix("").parts)
     return name.removesuffix(".__init__")
 
 
-def imports(path: Path, modules: set[str]) -> set[str]:
-    """The modules that a file imports, inside functions too; not those for the types alone."""
+def imports(path: Path, modules: set[str], *, types: bool = False) -> set[str]:
+    """The modules that a file imports, inside functions too; those for `types` alone if asked."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     own = {
         child
@@ -179,13 +199,14 @@ def imports(path: Path, modules: set[str]) -> set[str]:
     }
     found: set[str] = set()
     for node in ast.walk(tree):
-        if node in own:
+        if node in own and not types:
             continue
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names} & modules
+            found |= {folder_name(alias.name) for alias in node.names} & modules
         elif isinstance(node, ast.ImportFrom) and node.module:
-            inner = {f"{node.module}.{alias.name}" for alias in node.names} & modules
-            found |= inner or ({node.module} & modules)
+            module = folder_name(node.module)
+            inner = {folder_name(f"{module}.{alias.name}") for alias in node.names} & modules
+            found |= inner or ({module} & modules)
     return found
 
 
@@ -271,7 +292,7 @@ def traced(repo: Path, command: list[str], place: Path) -> dict[str, set[str]]:
 def trace() -> None:
     """Called at the start of each process of a traced command."""
     if not any(
-        re.search(r"launchers/(train|evaluate)\.py|learners\.", one) for one in sys.orig_argv
+        re.search(r"launchers/(train|evaluate)\.py|learners\.worker", one) for one in sys.orig_argv
     ):
         return
     import atexit
@@ -280,7 +301,7 @@ def trace() -> None:
 
     is_rank = "learners." in " ".join(sys.orig_argv)  # it leaves without its last functions
     repo, _, place = os.environ["AGENTENV_TRACE"].partition(":")
-    prefixes = tuple(f"{repo}/{package}/" for package in PACKAGES)
+    prefixes = tuple(f"{repo}/{place}{one}/" for place in ("", "agentenv/") for one in PACKAGES)
     active: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("walks", default=())
     whole: Counter[str] = Counter()
     walked: dict[str, set[str]] = {name: set() for name in ENTRIES}
@@ -293,6 +314,9 @@ def trace() -> None:
         if not path.startswith(prefixes) or code.co_name == "<module>" or not code.co_flags & 2:
             return None
         name = path[len(repo) + 1 :]
+        linked = name.removeprefix("agentenv/")  # as `envs` and others are
+        if linked.partition("/")[0] in PACKAGES:
+            name = linked
         begins = tuple(
             walk
             for walk, (pattern, functions) in ENTRIES.items()

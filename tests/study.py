@@ -1,5 +1,5 @@
-"""Each command of experiments/, small, from a fresh clone of the last commit: two updates, eight
-questions. Minutes long, so that `make long` runs it: `pytest tests/study.py`."""
+"""Each command of benchmarks/experiments/, small, from a fresh clone of the last commit: two
+updates, eight questions. Minutes long, so that `make long` runs it: `pytest tests/study.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(clone: Path, script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return subprocess.run(
-        [sys.executable, f"experiments/{script}.py", *map(str, arguments)],
+        [sys.executable, f"benchmarks/experiments/{script}.py", *map(str, arguments)],
         cwd=clone,
         env=environment,
         capture_output=True,

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from agentenv.actor import Actor
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.errors import DataError, EngineDeadError, EngineError
+from agentenv.learners.aepo import AEPO
+from agentenv.learners.arpo import ARPO
 from agentenv.plan import Independent, RolloutPlan
+from agentenv.reference.algorithms import ReleasedAEPO, ReleasedARPO
 from agentenv.renderer import TagRenderer
 from agentenv.tree import Trajectory, TrajectoryTree
 from agentenv.types import Chunk, Completion, Limit, Limits, SamplingParams, Task
-from learners.aepo import AEPO
-from learners.arpo import ARPO
-from reference.algorithms import ReleasedAEPO, ReleasedARPO
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.support.virtual_clock import run_virtual
 

@@ -24,10 +24,10 @@ from agentenv.archive import (
     steps_of,
 )
 from agentenv.errors import ConfigError, DataError
+from agentenv.learners.arpo import ARPO
+from agentenv.learners.credit import TreeCredit
 from agentenv.tree import Scored, TrajectoryTree, to_frame
 from agentenv.types import VersionSpan
-from learners.arpo import ARPO
-from learners.credit import TreeCredit
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import AlwaysFork
 from tests.test_journal import TASK, make_actor

@@ -9,11 +9,11 @@ import pytest
 
 from agentenv.assist.helpers import DebuggerConfig, HelperModel, corrected_code, debugged
 from agentenv.env import close_shared
+from agentenv.envs.code_interpreter import CodeInterpreterEnv
 from agentenv.errors import ConfigError, EnvError, InfraError, ToolError
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Message, Task, ToolCall, ToolResult
-from envs.code_interpreter import CodeInterpreterEnv
 from tests.support.openai_endpoint import Answer, Json, ScriptedEndpoint, reply
 
 TASK = Task("t", "toy", "What is the secret of the question?", ("the secret answer",))

@@ -11,8 +11,8 @@ import pytest
 
 from agentenv.errors import ConfigError
 from agentenv.evaluate import evaluate
+from agentenv.learners.arpo import ARPO
 from agentenv.types import Limit, Limits
-from learners.arpo import ARPO
 from tests.support.assisted import ANSWER, TASK, Rollout, Turns, look, search_env
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 

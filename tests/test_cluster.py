@@ -25,7 +25,7 @@ from agentenv.cluster.link import (
     linked,
 )
 from agentenv.cluster.messages import BEAT_S, read_asked
-from agentenv.cluster.suspects import NUM_LOSSES, NUM_TRIALS
+from agentenv.cluster.poison_pill import NUM_LOSSES, NUM_TRIALS
 from agentenv.cluster.worker import RolloutWorker
 from agentenv.cluster.workers import Left, RolloutWorkers
 from agentenv.deadline import WorkClock, waiting, working

@@ -21,8 +21,8 @@ from agentenv.config import (
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.errors import ConfigError
 from agentenv.old_keys import DROPPED, Dropped
-from launchers.config import TrainConfig
-from launchers.help import describe
+from agentenv.pipelines.config.help import describe
+from agentenv.pipelines.config.rl import TrainConfig
 
 
 class Fast(
@@ -160,7 +160,10 @@ def test_keys_are_left_out_for_a_class_of_the_users_own_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the README has it, on a file that is made for another algorithm."""
-    lines = "from learners.algorithm import Grouped\nclass Median(Grouped, frozen=True): pass\n"
+    lines = (
+        "from agentenv.learners.algorithm import Grouped\n"
+        "class Median(Grouped, frozen=True): pass\n"
+    )
     (tmp_path / "of_a_user.py").write_text(lines, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     told: list[str] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.data.dataset import TaskStream, load_tasks
+from agentenv.dataset import TaskStream, load_tasks
 from agentenv.errors import DataError
 from agentenv.metrics import rollout_metrics
 from agentenv.tree import TrajectoryTree

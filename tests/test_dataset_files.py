@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from agentenv.data.dataset import load_tasks
-from agentenv.data.rows import RowsConfig
+from agentenv.dataset import load_tasks
 from agentenv.errors import ConfigError, DataError
+from agentenv.rows import RowsConfig
 from tests.support.parquet import arpo_rows, write_arrow, write_parquet
 
 Row = dict[str, Any]

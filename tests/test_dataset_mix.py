@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv.data.dataset import TaskMix, TaskStream, load_mix
-from agentenv.data.rows import ColumnsConfig, MixPart, RowsConfig
+from agentenv.dataset import TaskMix, TaskStream, load_mix
 from agentenv.errors import ConfigError
+from agentenv.rows import ColumnsConfig, MixPart, RowsConfig
 from agentenv.types import Task
 
 

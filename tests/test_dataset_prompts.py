@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from agentenv.data.dataset import BATCH, PromptFitter
-from agentenv.data.rows import Overlong
+from agentenv.dataset import BATCH, PromptFitter
 from agentenv.env import Env
 from agentenv.errors import ConfigError, DataError, EnvError
 from agentenv.renderer import TagRenderer
+from agentenv.rows import Overlong
 from agentenv.types import Info, Limits, Message, Task
 from tests.support.toy import CharTokenizer
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from agentenv.data.dataset import load_tasks
-from agentenv.data.rows import ColumnsConfig, RowsConfig
+from agentenv.dataset import load_tasks
 from agentenv.errors import ConfigError, DataError
+from agentenv.rows import ColumnsConfig, RowsConfig
 from agentenv.types import Task
 from tests.support.parquet import SYSTEM, arpo_rows, tool_star_rows, write_parquet
 

@@ -11,9 +11,9 @@ import pytest
 
 from agentenv import StatelessTool, Task, ToolEnv, ToolResult, demonstrate, texts_of, write_rows
 from agentenv.env import ForkMode, close_shared, shared
+from agentenv.envs.grading.reward import ExactMatch
 from agentenv.errors import ConfigError, DataError
 from agentenv.testing import check_tool_env
-from envs.grading.reward import ExactMatch
 
 NONE: dict[str, Any] = {"type": "object", "properties": {}}
 THING: dict[str, Any] = {"type": "object", "properties": {"thing": {"type": "string"}}}

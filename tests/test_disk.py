@@ -24,8 +24,8 @@ from agentenv.disk import (
     replace_folder,
     write_whole,
 )
-from launchers.rundir import RunDirectory
-from learners.tensor_file import write_tensors
+from agentenv.learners.tensor_file import write_tensors
+from agentenv.pipelines.run.rundir import RunDirectory
 
 ROOT = Path(__file__).parents[1]
 

@@ -20,9 +20,9 @@ from agentenv.archive import Archive, ArchiveConfig
 from agentenv.disk import append_whole, make_folder, write_whole
 from agentenv.errors import ConfigError
 from agentenv.journal import Began, Journal, JournalConfig
-from launchers.rundir import Checkpoints, RunDirectory, save_state
-from launchers.steering import Change, write_change
-from learners.tensor_file import write_tensors
+from agentenv.learners.tensor_file import write_tensors
+from agentenv.pipelines.run.control import Change, write_change
+from agentenv.pipelines.run.rundir import Checkpoints, RunDirectory, save_state
 from tests.test_archive import header, kept
 
 

@@ -25,12 +25,13 @@ import pytest
 
 from agentenv.config import build_config, load_config
 from agentenv.errors import ConfigError
-from launchers import command, terminal
-from launchers.config import ServeConfig, TrainConfig
-from launchers.evaluation.config import EvaluateConfig
-from launchers.help import describe
-from launchers.supervised.config import DPORunConfig, SFTRunConfig
-from launchers.synthesis.config import SynthesisConfig
+from agentenv.launchers import command
+from agentenv.pipelines.config.evaluation import EvaluateConfig
+from agentenv.pipelines.config.help import describe
+from agentenv.pipelines.config.rl import ServeConfig, TrainConfig
+from agentenv.pipelines.config.supervised import DPORunConfig, SFTRunConfig
+from agentenv.pipelines.config.synthesis import SynthesisConfig
+from agentenv.pipelines.run import terminal
 from tests.support.warehouse import ROOT
 
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from agentenv import encoder
 from agentenv.encoder import Encoder, EncoderLostError, decoder, encode_beside
+from agentenv.envs.quickstart_setup import build_tokenizer
+from agentenv.pipelines.run.terminal import is_shown
 from agentenv.renderer import MAX_CHARS_A_TOKEN, TagRenderer
 from agentenv.types import Message
-from launchers.quickstart import build_tokenizer
-from launchers.terminal import is_shown
 
 TOOL = {"name": "search", "description": "", "parameters": {"properties": {"query": {}}}}
 TEXTS = [

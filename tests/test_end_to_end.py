@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from agentenv.config import load_config
-from launchers.config import TrainConfig
-from launchers.rl.training import Training
-from launchers.rundir import RunDirectory
-from launchers.terminal import View
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.rl.training import Training
+from agentenv.pipelines.run.rundir import RunDirectory
+from agentenv.pipelines.run.terminal import View
 
 CONFIG = Path(__file__).parent / "support" / "small_quickstart.toml"
 

@@ -47,7 +47,9 @@ def python(site: Path, code: str) -> str:
 
 
 def test_an_installed_package_is_listed_without_being_imported(installed: Path) -> None:
-    code = "import agentenv\nprint('acme/Dice-v0' in agentenv.envs(), 'acme_envs' in sys.modules)"
+    code = (
+        "import agentenv\nprint('acme/Dice-v0' in agentenv.env_ids(), 'acme_envs' in sys.modules)"
+    )
     assert python(installed, code) == "True False"
 
 
@@ -144,7 +146,7 @@ def test_wrong_outside_parts_are_refused(installed: Path, tmp_path: Path) -> Non
         ("algorithm.name=acme_envs.parts:Mean", "algorithm.name: algorithm"),
         (
             "algorithm.name=acme_envs.parts:Shelf",
-            "is not derived from learners.algorithm",
+            "is not derived from agentenv.learners.algorithm",
         ),
         ("algorithm.name=acme-mean", "did you mean 'acme-median'?"),
         ("algorithm.scale=-1", "algorithm.scale: Expected `float` > 0"),
@@ -152,7 +154,7 @@ def test_wrong_outside_parts_are_refused(installed: Path, tmp_path: Path) -> Non
     )
     code = f"""
 import sys
-from launchers import train
+from agentenv.launchers import train
 for override in {[override for override, _ in refused]}:
     code = train.main([{str(EXAMPLE / "office.toml")!r}, "--dry-run", override])
     print("ended with", code, file=sys.stderr)
@@ -165,5 +167,5 @@ for override in {[override for override, _ in refused]}:
 
 
 def test_an_outside_benchmark(installed: Path) -> None:
-    code = "from launchers.evaluation.benchmarks import benchmark\n"
+    code = "from agentenv.pipelines.config.benchmarks import benchmark\n"
     assert python(installed, code + "print(benchmark('acme-riddles').title)") == "Riddles of Acme"

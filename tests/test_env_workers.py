@@ -21,12 +21,12 @@ from agentenv.config import to_plain
 from agentenv.deadline import WorkClock, doing, waiting, working
 from agentenv.env import Env, EnvWrapper, StepResult, forget_shared, shared
 from agentenv.errors import CrashError, EnvError, WorkerError
+from agentenv.pipelines.config.rl import EnvConfig
+from agentenv.pipelines.setup.env_workers import Asked, EnvSetup
+from agentenv.pipelines.workers import env_worker
 from agentenv.prompt import PromptConfig
 from agentenv.testing import check_tool_env
 from agentenv.types import Limit, Limits, Message, Task
-from launchers.config import EnvConfig
-from launchers.workers import env_worker
-from launchers.workers.envs import Asked, EnvSetup
 from tests.support.counting_tools import ANSWER, call
 from tests.support.counting_tools import TASK as COUNTED
 from tests.support.toy import CountingEnv

@@ -14,8 +14,8 @@ import pytest
 
 from agentenv import Task, demonstrate
 from agentenv.env import close_shared
+from agentenv.launchers import train
 from agentenv.testing import check_tool_env
-from launchers import train
 from tests.support.warehouse import ROOT
 
 ENVS = {"shop": "ShopEnv", "text_game": "TextGameEnv", "mcp_maths": "MathsEnv"}

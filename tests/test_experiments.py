@@ -14,13 +14,15 @@ import pytest
 
 from agentenv.config import build_config
 from agentenv.errors import DataError
+from agentenv.learners.aepo import AEPO
+from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
-from experiments import algorithms, slow, tables
-from experiments.algorithms import against_best, seeds_of
-from experiments.chain import demonstration
-from experiments.forks import fork_points
-from experiments.runs import (
+from benchmarks.experiments import algorithms, slow, tables
+from benchmarks.experiments.algorithms import against_best, seeds_of
+from benchmarks.experiments.chain import demonstration
+from benchmarks.experiments.forks import fork_points
+from benchmarks.experiments.runs import (
     ARMS,
     NO_PARTS,
     arm_config,
@@ -30,8 +32,17 @@ from experiments.runs import (
     to_toml,
     train,
 )
-from experiments.signals import auc, auc_within, interval, level, lift, rise, spearman, worth
-from experiments.stats import (
+from benchmarks.experiments.signals import (
+    auc,
+    auc_within,
+    interval,
+    level,
+    lift,
+    rise,
+    spearman,
+    worth,
+)
+from benchmarks.experiments.stats import (
     Curve,
     calls_to,
     difference_at,
@@ -39,9 +50,7 @@ from experiments.stats import (
     ratio_of_calls,
     success_at,
 )
-from experiments.tables import BEGIN, END, README_ROW, publish
-from launchers.config import TrainConfig
-from learners.aepo import AEPO
+from benchmarks.experiments.tables import BEGIN, END, README_ROW, publish
 
 CALLS = np.array([0.0, 100.0, 300.0])
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sources import PACKAGES
+
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("agentenv", "envs", "learners", "launchers")
 CANCELLATIONS = ("BaseException", "CancelledError")
 INNER = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 

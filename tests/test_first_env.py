@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from agentenv import Task, ToolEnv
+from agentenv.launchers import evaluate, new, train
 from agentenv.testing import check_tool_env
-from launchers import evaluate, new, train
 from tests.support.warehouse import ROOT
 
 TEXT = (ROOT / "docs" / "first-env.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ import pytest
 from msgspec import Struct
 
 from agentenv.errors import AgentEnvError, ForeignError
-from agentenv.foreign import (
+from agentenv.untrusted import (
     MAX_DEPTH,
     convert,
     decode,
@@ -21,6 +21,7 @@ from agentenv.foreign import (
     decode_text,
     printable,
 )
+from tests.support.sources import PACKAGES, sources
 
 ROOT = Path(__file__).resolve().parents[1]
 DECODERS = re.compile(
@@ -37,46 +38,46 @@ OURS = {
     "agentenv/encoder.py": "a process of ours",
     "agentenv/cluster/env_messages.py": "a process of ours",
     "agentenv/cluster/messages.py": "a process of ours",
-    "agentenv/engines/remote.py": "a client of ours in another process",
+    "agentenv/engines/remote/weight_sync.py": "a client of ours in another process",
     "agentenv/journal.py": "a run directory",
-    "agentenv/kinds.py": "configuration",
-    "agentenv/foreign.py": "the one place",
+    "agentenv/registry.py": "configuration",
+    "agentenv/untrusted.py": "the one place",
     "agentenv/tree.py": "a process of ours",
     "envs/grading/custom.py": "in a worker, a payload of ours",
     "envs/sandbox/cells.py": "in a session, a request of the host",
     "envs/sandbox/zygote.py": "in the zygote, a request of the host",
-    "envs/workers.py": "in a worker, a job of the host",
-    "launchers/benches/everything.py": "figures of ours",
-    "launchers/benches/lag.py": "figures of ours",
-    "launchers/benches/staleness.py": "a run directory",
-    "launchers/benches/transport.py": "trees of ours, and a file of the package",
-    "launchers/exports/command.py": "a run directory",
-    "launchers/exports/conversations.py": "rows and questions of ours",
-    "launchers/benches/layouts.py": "a file of the package",
-    "launchers/cluster.py": "a process of ours",
-    "launchers/data.py": "configuration",
-    "launchers/evaluation/store.py": "a result directory of ours",
-    "launchers/evaluation/subject.py": "a run directory",
-    "launchers/benches/load.py": "figures of ours",
-    "launchers/monitors.py": "a run directory",
-    "launchers/benches/overhead.py": "figures and frames of ours",
-    "launchers/benches/peers/contest.py": "figures of ours",
-    "launchers/benches/peers/drivers/art_gather.py": "a call of ours, where agentenv is not",
-    "launchers/benches/peers/work.py": "a task of ours, where agentenv is not",
-    "launchers/benches/recital.py": "requests of ours",
+    "envs/common/workers.py": "in a worker, a job of the host",
+    "benchmarks/parts/everything.py": "figures of ours",
+    "benchmarks/parts/lag.py": "figures of ours",
+    "benchmarks/parts/staleness.py": "a run directory",
+    "benchmarks/parts/transport.py": "trees of ours, and a file of the package",
+    "pipelines/exports/command.py": "a run directory",
+    "pipelines/records/conversations.py": "rows and questions of ours",
+    "benchmarks/parts/layouts.py": "a file of the package",
+    "pipelines/config/cluster.py": "a process of ours",
+    "pipelines/setup/data.py": "configuration",
+    "pipelines/evaluation/store.py": "a result directory of ours",
+    "pipelines/evaluation/subject.py": "a run directory",
+    "benchmarks/parts/load.py": "figures of ours",
+    "pipelines/monitors/monitors.py": "a run directory",
+    "benchmarks/parts/overhead.py": "figures and frames of ours",
+    "benchmarks/peers/contest.py": "figures of ours",
+    "benchmarks/peers/drivers/art_gather.py": "a call of ours, where agentenv is not",
+    "benchmarks/peers/work.py": "a task of ours, where agentenv is not",
+    "benchmarks/parts/mock_server.py": "requests of ours",
     "launchers/replay.py": "a run directory",
-    "launchers/rl/evaluations.py": "what was encoded before",
-    "launchers/rl/recorder.py": "a process of ours",
-    "launchers/rl/report.py": "a run directory",
-    "launchers/rundir.py": "a run directory",
-    "launchers/benches/scaling.py": "figures of ours",
-    "launchers/serving/roles.py": "configuration",
-    "launchers/supervised/run.py": "a run directory",
-    "launchers/synthesis/output.py": "a result directory of ours",
-    "launchers/workers/engines.py": "a process of ours",
-    "launchers/workers/envs.py": "a process of ours",
-    "launchers/workers/processes.py": "a process of ours",
-    "launchers/workers/ray_places.py": "a process of ours",
+    "pipelines/rl/evaluations.py": "what was encoded before",
+    "pipelines/rl/recorder.py": "a process of ours",
+    "pipelines/rl/report.py": "a run directory",
+    "pipelines/run/rundir.py": "a run directory",
+    "benchmarks/parts/scaling.py": "figures of ours",
+    "pipelines/serving/roles.py": "configuration",
+    "pipelines/supervised/run.py": "a run directory",
+    "pipelines/synthesis/output.py": "a result directory of ours",
+    "pipelines/cluster/engines.py": "a process of ours",
+    "pipelines/setup/env_workers.py": "a process of ours",
+    "pipelines/cluster/processes.py": "a process of ours",
+    "pipelines/cluster/ray_places.py": "a process of ours",
     "learners/checkpoint.py": "a checkpoint of ours",
     "learners/learner.py": "a checkpoint of ours",
     "learners/lora.py": "a checkpoint of ours",
@@ -94,7 +95,7 @@ class Flat(Struct):
 
 
 def decoding(path: Path) -> list[int]:
-    """Lines of a file that decode without agentenv.foreign."""
+    """Lines of a file that decode without agentenv.untrusted."""
     text = path.read_text(encoding="utf-8")
     if not DECODERS.search(text) and not IMPORTS.search(text):
         return []  # most need not be parsed
@@ -108,13 +109,13 @@ def decoding(path: Path) -> list[int]:
 
 def test_nothing_foreign_is_decoded_elsewhere() -> None:
     found = {}
-    for package in ("agentenv", "envs", "launchers", "learners"):
-        for path in sorted((ROOT / package).rglob("*.py")):
+    for package in PACKAGES:
+        for path in sources(package):
             name = str(path.relative_to(ROOT))
             if lines := decoding(path):
                 found[name] = lines
     strange = {name: lines for name, lines in found.items() if name not in OURS}
-    assert not strange, f"use agentenv.foreign, or say in OURS who wrote it: {strange}"
+    assert not strange, f"use agentenv.untrusted, or say in OURS who wrote it: {strange}"
     assert found.keys() == OURS.keys()
 
 

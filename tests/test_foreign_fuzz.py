@@ -26,12 +26,32 @@ from hypothesis import strategies as st
 
 from agentenv.call_syntax import PARSERS
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces, native_call
-from agentenv.engines.client import HttpClient
 from agentenv.engines.openai import OpenAIConfig
-from agentenv.engines.server import ForeignWeightsError, Request
+from agentenv.engines.remote.client import HttpClient
+from agentenv.engines.remote.server import ForeignWeightsError, Request
 from agentenv.engines.sglang import SGLangAnswer
 from agentenv.engines.vllm import VLLMAnswer
 from agentenv.env import close_shared
+from agentenv.envs.common.workers import _frame, _Worker
+from agentenv.envs.grading.judge import Judge, JudgeConfig
+from agentenv.envs.mcp_tools import MCPTools
+from agentenv.envs.sandbox.channel import Channel
+from agentenv.envs.sandbox.remote import MARK, RemoteSandbox
+from agentenv.envs.sandbox.sandbox import Sandbox
+from agentenv.envs.search.cache import ResultCache
+from agentenv.envs.search.corpus import Hit, Query
+from agentenv.envs.search.pages import FetchConfig, PageReader, PagesConfig
+from agentenv.envs.search.providers import (
+    PROVIDERS,
+    ProviderName,
+    WebBackend,
+    WebConfig,
+    batch_hits,
+    provider_hits,
+    retrieved_hits,
+)
+from agentenv.envs.search.summary import Summarizer, SummarizerConfig
+from agentenv.envs.search.upstream import Reply, TrafficConfig
 from agentenv.errors import (
     ConfigError,
     EngineError,
@@ -41,31 +61,11 @@ from agentenv.errors import (
     InfraError,
     ToolError,
 )
-from agentenv.foreign import decode
+from agentenv.launchers.retriever import Retriever, RetrieverConfig
 from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import tool
 from agentenv.types import Message, SamplingParams, Task, ToolCall, VersionSpan
-from envs.grading.judge import Judge, JudgeConfig
-from envs.mcp_tools import MCPTools
-from envs.sandbox.channel import Channel
-from envs.sandbox.remote import MARK, RemoteSandbox
-from envs.sandbox.sandbox import Sandbox
-from envs.search.cache import ResultCache
-from envs.search.corpus import Hit, Query
-from envs.search.pages import FetchConfig, PageReader, PagesConfig
-from envs.search.providers import (
-    PROVIDERS,
-    ProviderName,
-    WebBackend,
-    WebConfig,
-    batch_hits,
-    provider_hits,
-    retrieved_hits,
-)
-from envs.search.summary import Summarizer, SummarizerConfig
-from envs.search.upstream import Reply, TrafficConfig
-from envs.workers import _frame, _Worker
-from launchers.retriever import Retriever, RetrieverConfig
+from agentenv.untrusted import decode
 from tests.support.hostile import (
     PAGE,
     RawServer,
@@ -104,10 +104,13 @@ def _told() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("envs.search.pages.FIRST_DELAY_S", "envs.search.upstream.FIRST_DELAY_S"):
+    for name in (
+        "agentenv.envs.search.pages.FIRST_DELAY_S",
+        "agentenv.envs.search.upstream.FIRST_DELAY_S",
+    ):
         monkeypatch.setattr(name, 0.0)
-    monkeypatch.setattr("envs.search.upstream.MAX_DELAY_S", 0.002)
-    monkeypatch.setattr("agentenv.engines.endpoint.FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr("agentenv.envs.search.upstream.MAX_DELAY_S", 0.002)
+    monkeypatch.setattr("agentenv.engines.remote.endpoint.FIRST_DELAY_S", 0.0)
 
 
 def ended(target: str, call: Callable[[], Any], *allowed: type[Exception]) -> Any:

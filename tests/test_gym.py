@@ -141,7 +141,9 @@ def test_an_id_that_gymnasium_does_not_take_stays_ours() -> None:
 
 @pytest.mark.slow
 def test_gymnasium_is_imported_only_where_it_is_used() -> None:
-    code = "import agentenv, envs, launchers.config, sys; print('gymnasium' in sys.modules)"
+    code = (
+        "import agentenv.envs, agentenv.pipelines.config.rl, sys; print('gymnasium' in sys.modules)"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

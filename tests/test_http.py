@@ -17,13 +17,13 @@ from aiohttp.test_utils import TestServer
 
 from agentenv import Message, Task, ToolEnv, demonstrate, tool
 from agentenv.env import close_shared
+from agentenv.envs.grading.reward import ExactMatch
 from agentenv.errors import ConfigError, CrashError, InfraError, OutageError, ToolError
 from agentenv.http import HttpClient
 from agentenv.http_errors import meaning, status_error
 from agentenv.testing import check_tool_env
 from agentenv.tools import FunctionTool
 from agentenv.types import ToolCall
-from envs.grading.reward import ExactMatch
 from tests.support.warehouse import ROOT
 
 TASK = Task("t", "e", "q", ("7",))
@@ -155,7 +155,7 @@ from agentenv import Task, ToolEnv, demonstrate, tool
 from agentenv.env import close_shared, shared_apart
 from agentenv.http import HttpClient
 from agentenv.testing import check_tool_env
-from envs.grading.reward import ExactMatch
+from agentenv.envs.grading.reward import ExactMatch
 import examples.http_api.server as api
 
 server = api.Server(); server.start()

@@ -7,56 +7,68 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("agentenv", "envs", "learners", "reference", "launchers")
-FORBIDDEN = {
-    "agentenv": {"envs", "learners", "reference", "launchers"},
-    "envs": {"learners", "reference", "launchers"},
-    "learners": {"envs", "reference", "launchers"},
-    "reference": {"launchers"},
-    "launchers": set(),
-}
-ALGORITHMS = (
-    "learners.arpo, learners.aepo, learners.baselines, learners.credit, reference.algorithms"
+from tests.structure import measured
+from tests.support.sources import PACKAGES, ROOT, sources
+
+ALGORITHMS = ", ".join(
+    f"agentenv.{name}"
+    for name in (
+        *("learners.arpo", "learners.aepo", "learners.baselines", "learners.credit"),
+        "reference.algorithms",
+    )
 )
-COMMANDS = (  # whose --help comes at once, and which tell mistakes before they load more
-    "launchers.bench, launchers.dpo, launchers.evaluate, launchers.export, launchers.replay, "
-    "launchers.retriever, launchers.serve, launchers.sft, launchers.snapshot, "
-    "launchers.synthesize, launchers.train"
+COMMANDS = ", ".join(  # whose --help comes at once, and which report mistakes before they load more
+    f"agentenv.launchers.{name}"
+    for name in (
+        *("dpo", "evaluate", "export", "replay", "retriever", "serve", "sft"),
+        *("snapshot", "synthesize", "train"),
+    )
 )
 HEAVY = {"torch", "deepspeed", "vllm", "sglang", "transformers"}
 
 
-def sources(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+@pytest.fixture(scope="module")
+def structure() -> dict[str, Any]:
+    return measured(ROOT)
 
 
-def imports(tree: ast.Module) -> set[str]:
-    """Top-level packages imported anywhere in a module."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module.partition(".")[0])
-    return names
+def test_imports_follow_the_order_of_the_packages(structure: dict[str, Any]) -> None:
+    assert structure["arrows_up"] == []
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_import_arrows(package: str) -> None:
-    for path in sources(package):
-        text = path.read_text()
-        if not any(name in text for name in FORBIDDEN[package]):
-            continue  # most need not be parsed
-        wrong = imports(ast.parse(text)) & FORBIDDEN[package]
-        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+def test_no_circle_of_folders_or_files(structure: dict[str, Any]) -> None:
+    assert structure["folder_circles"] == []
+    assert structure["file_circles"] == []
+
+
+def test_a_circle_through_a_link_or_for_types_alone_is_found(tmp_path: Path) -> None:
+    for name, text in {
+        "envs/search/hit.py": "from agentenv.envs.grading import verdict",
+        "envs/grading/verdict.py": (
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
+            "    from agentenv.envs.search.hit import Hit"
+        ),
+        "agentenv/types.py": "from agentenv.envs.search.hit import Hit",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    found = measured(tmp_path)
+    assert found["folder_circles"] == [["envs/grading", "envs/search"]]
+    assert found["arrows_up"] == ["agentenv.types -> envs.search.hit"]
 
 
 @pytest.mark.parametrize(
-    "modules", ["agentenv, envs", "launchers.config, launchers.rl.training", ALGORITHMS, COMMANDS]
+    "modules",
+    [
+        "agentenv, agentenv.envs",
+        "agentenv.pipelines.config.rl, agentenv.pipelines.rl.training",
+        ALGORITHMS,
+        COMMANDS,
+    ],
 )
 def test_importing_loads_nothing_heavy(modules: str) -> None:
     code = f"import {modules}, sys; print(*sorted({HEAVY} & set(sys.modules)))"
@@ -66,11 +78,11 @@ def test_importing_loads_nothing_heavy(modules: str) -> None:
     assert result.stdout.strip() == ""
 
 
-@pytest.mark.parametrize("command", ["bench", "export", "retriever", "snapshot"])
+@pytest.mark.parametrize("command", ["export", "retriever", "snapshot"])
 def test_the_help_of_a_command_without_keys_does_not_wait_for_them(command: str) -> None:
     code = (
-        f"import launchers.{command}, sys; "
-        "print('launchers.config' in sys.modules, 'launchers.rl.training' in sys.modules)"
+        f"import agentenv.launchers.{command}, sys; print(*("
+        "f'agentenv.pipelines.{name}' in sys.modules for name in ('config.rl', 'rl.training')))"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True

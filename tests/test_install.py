@@ -24,7 +24,7 @@ task = Task("t", my_env.PROMPT, "How many bolts are there?", ("1240",))
 actions = [Message("assistant", "", (ToolCall("stock", {"item": "bolts"}),))]
 actions += [Message("assistant", "1240")]
 asyncio.run(check_tool_env(lambda task: agentenv.make("me/Warehouse-v0", task), task, actions))
-print(*sorted(agentenv.envs()))
+print(*sorted(agentenv.env_ids()))
 print("loaded", *sorted(set(sys.argv[1:]) & set(sys.modules)))
 """
 

@@ -28,11 +28,11 @@ from agentenv.journal import (
     Started,
     Trained,
 )
+from agentenv.learners.aepo import AEPO
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.renderer import TagRenderer
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, SamplingParams, Task
-from learners.aepo import AEPO
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import AlwaysFork

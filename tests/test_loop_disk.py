@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("agentenv", "envs", "learners", "launchers")
-BENCHES = ("launchers/benches", "launchers/bench.py")
+BENCHES = ("benchmarks/parts", "benchmarks/bench.py")
 
 OURS = {"write_whole", "append_whole", "make_folder", "replace_folder", "own_folder", "sync"}
 SYSTEM = {"fsync", "fdatasync", "rmtree", "copytree", "copyfile", "copy2", "listdir", "scandir"}
@@ -33,34 +33,34 @@ ASKED = "a command that does nothing else, and that somebody watches"
 OWN = "the machine's own temporary folder"
 NO_DISK = "no disk: a port, a place of processes, /proc"
 FILES = {
-    "launchers/diagnosis/": ASKED,
-    "launchers/evaluation/compare.py": ASKED,
-    "launchers/evaluation/regrade.py": ASKED,
-    "launchers/evaluation/report.py": ASKED,
+    "pipelines/diagnosis/": ASKED,
+    "pipelines/evaluation/compare.py": ASKED,
+    "pipelines/evaluation/regrade.py": ASKED,
+    "pipelines/evaluation/report.py": ASKED,
     "launchers/synthesize.py": ASKED,
-    "launchers/assembly.py": BEFORE,
-    "launchers/checks.py": BEFORE,
-    "launchers/rl/parts.py": BEFORE,
+    "pipelines/setup/assembly.py": BEFORE,
+    "pipelines/setup/checks.py": BEFORE,
+    "pipelines/rl/parts.py": BEFORE,
 }
 ALLOWED = {
-    "agentenv/engines/client.py _send: _lacks_descriptors": NO_DISK,
+    "agentenv/engines/remote/client.py _send: _lacks_descriptors": NO_DISK,
     "agentenv/engines/pool/broadcast.py _form: sender.open": NO_DISK,
     "agentenv/engines/pool/engine.py start: read_eos_ids": BEFORE,
     "envs/sandbox/process.py launch: own_folder": OWN,
     "envs/sandbox/process.py launch: settings_of": OWN,
     "envs/sandbox/self_test.py find_escape: tempfile.NamedTemporaryFile": OWN,
-    "launchers/evaluation/run.py run_evaluation: saved_of": BEFORE,
-    "launchers/evaluation/scores.py score: benchmark_of": "the tables of benchmarks, read once",
-    "launchers/evaluation/subject.py contexts: self.config.engine.max_context": BEFORE,
-    "launchers/rl/far.py open_ray: found.open": NO_DISK,
-    "launchers/rl/steered.py run_steered: last_values": BEFORE,
-    "launchers/rl/training.py _announce: self.recorder.archive.forget_after": BEFORE,
-    "launchers/rl/training.py _announce: self.run.forget_metrics_after": BEFORE,
-    "launchers/rl/training.py run_rounds: self.run.forget_metrics_after": BEFORE,
-    "launchers/serving/servers.py start: self._specs": BEFORE,
-    "launchers/supervised/run.py encoder: load_instruction": BEFORE,
-    "launchers/supervised/run.py train_supervised: run.checkpoints.to_resume": BEFORE,
-    "launchers/workers/rollout_worker.py make_engine: read_eos_ids": BEFORE,
+    "pipelines/evaluation/run.py run_evaluation: saved_of": BEFORE,
+    "pipelines/evaluation/scores.py score: benchmark_of": "the tables of benchmarks, read once",
+    "pipelines/evaluation/subject.py contexts: self.config.engine.max_context": BEFORE,
+    "pipelines/rl/ray_resources.py open_ray: found.open": NO_DISK,
+    "pipelines/rl/control.py run_steered: last_values": BEFORE,
+    "pipelines/rl/training.py _announce: self.recorder.archive.forget_after": BEFORE,
+    "pipelines/rl/training.py _announce: self.run.forget_metrics_after": BEFORE,
+    "pipelines/rl/training.py run_rounds: self.run.forget_metrics_after": BEFORE,
+    "pipelines/serving/servers.py start: self._specs": BEFORE,
+    "pipelines/supervised/run.py encoder: load_instruction": BEFORE,
+    "pipelines/supervised/run.py train_supervised: run.checkpoints.to_resume": BEFORE,
+    "pipelines/workers/rollout_worker.py make_engine: read_eos_ids": BEFORE,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

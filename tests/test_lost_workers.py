@@ -12,15 +12,15 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from agentenv.cluster.leases import _Wait
 from agentenv.cluster.link import Link, StreamLink, linked
 from agentenv.cluster.messages import Alive, Ended, Figures, Say, pack
+from agentenv.cluster.slots import _Wait
 from agentenv.cluster.workers import Left, RolloutWorkers
 from agentenv.errors import TooManyFailuresError
 from agentenv.failures import Failure
+from agentenv.pipelines.cluster.places import Here
+from agentenv.pipelines.cluster.processes import Kind, WorkerProcesses
 from agentenv.types import Limits
-from launchers.workers.places import Here
-from launchers.workers.processes import Kind, WorkerProcesses
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import make_actor

@@ -14,6 +14,7 @@ import pytest
 from agentenv.metrics import LoopLag
 from agentenv.offload import Inline, check_outside, in_thread, replaced, start_process, start_thread
 from agentenv.virtual_clock import DeadlockError, run_virtual
+from tests.support.sources import PACKAGES, sources
 
 ROOT = Path(__file__).parent.parent
 SEAM = "agentenv/offload.py"
@@ -31,8 +32,8 @@ CLOCKS = {
 
 def uses(names: set[str]) -> Iterator[str]:
     """FILE: NAME of all calls, also where the function is only named."""
-    for package in ("agentenv", "envs", "learners", "launchers"):
-        for path in (ROOT / package).rglob("*.py"):
+    for package in PACKAGES:
+        for path in sources(package):
             text = path.read_text(encoding="utf-8")
             if not any(name in text for name in names):
                 continue  # most need not be parsed
@@ -50,9 +51,9 @@ def uses(names: set[str]) -> Iterator[str]:
 
 # Programs of their own, which no run waits for under a virtual clock.
 PROGRAMS = (
-    *("launchers/bench.py", "launchers/benches/", "launchers/serving/"),
-    "launchers/workers/ray_driver.py",
-    *("launchers/planning/machine.py", "learners/worker.py", "learners/trainer.py"),
+    *("benchmarks/bench.py", "benchmarks/parts/", "pipelines/serving/"),
+    "pipelines/workers/ray_driver.py",
+    *("pipelines/setup/machine.py", "learners/worker.py", "learners/trainer.py"),
     "agentenv/guard.py",
     *("learners/broadcast.py", "learners/dpo.py"),  # of a rank, as the two before
     *("envs/sandbox/zygote.py", "envs/sandbox/nurse.py", "envs/sandbox/confine.py"),
@@ -64,26 +65,26 @@ ALLOWED = {
     "envs/search/corpus.py: ThreadPoolExecutor": "the same",
     "envs/sandbox/process.py: run_in_executor": "reaps, and begins although the loop may end",
     "envs/sandbox/process.py: subprocess.Popen": "the zygote dies with the thread that starts it",
-    "envs/workers.py: subprocess.Popen": "the fork server, which threads start too",
-    "envs/workers.py: threading.Thread": "reaps the fork server",
-    "envs/workers.py: os.fork": "inside the fork server",
+    "envs/common/workers.py: subprocess.Popen": "the fork server, which threads start too",
+    "envs/common/workers.py: threading.Thread": "reaps the fork server",
+    "envs/common/workers.py: os.fork": "inside the fork server",
     # nothing on the loop waits for these
-    "launchers/event_loop.py: threading.Thread": "the watchdog looks at the loop from outside",
-    "launchers/event_loop.py: time.monotonic": "the same",
-    "launchers/monitors.py: threading.Thread": "monitors are handed rows and asked for nothing",
+    "pipelines/run/event_loop.py: threading.Thread": "the watchdog looks at the loop from outside",
+    "pipelines/run/event_loop.py: time.monotonic": "the same",
+    "pipelines/monitors/monitors.py: threading.Thread": "they are handed rows, asked for nothing",
     "agentenv/gym.py: threading.Thread": "the loop of callers that have none",
     "agentenv/gym.py: new_event_loop": "the same",
-    "launchers/viewing/beside.py: subprocess.Popen": "the viewer, which ends with the run",
+    "pipelines/viewing/sidecar.py: subprocess.Popen": "the viewer, which ends with the run",
     # the clock of others
     "envs/sandbox/births.py: time.monotonic": "inside the zygote",
-    "launchers/waits.py: time.time": "when a wait began, for people",
-    "launchers/rl/steered.py: time.time": "the same",
-    "launchers/steering.py: time.time": "the age of a file",
-    "launchers/otel.py: time.time_ns": "of spans, which others read",
-    "launchers/terminal.py: time.monotonic": "when a line was shown last, for people",
-    "launchers/diagnosis/verdicts.py: time.monotonic": "how long a check took, for people",
+    "pipelines/run/waits.py: time.time": "when a wait began, for people",
+    "pipelines/rl/control.py: time.time": "the same",
+    "pipelines/run/control.py: time.time": "the age of a file",
+    "pipelines/monitors/otel.py: time.time_ns": "of spans, which others read",
+    "pipelines/run/terminal.py: time.monotonic": "when a line was shown last, for people",
+    "pipelines/diagnosis/results.py: time.monotonic": "how long a check took, for people",
     # none is started
-    "launchers/terminal.py: ThreadPoolExecutor": "in place of one with a thread that hangs",
+    "pipelines/run/terminal.py: ThreadPoolExecutor": "in place of one with a thread that hangs",
 }
 
 
@@ -106,7 +107,9 @@ def test_what_would_go_past_it_is_seen(tmp_path: Path, text: str, monkeypatch: A
 @pytest.mark.parametrize("path", sorted({use.partition(":")[0] for use in ALLOWED}))
 def test_what_cannot_go_through_the_seam_asks_it_first(path: str) -> None:
     asks = "check_outside(" in (ROOT / path).read_text(encoding="utf-8")
-    assert asks == (path in {"envs/search/corpus.py", "envs/sandbox/process.py", "envs/workers.py"})
+    assert asks == (
+        path in {"envs/search/corpus.py", "envs/sandbox/process.py", "envs/common/workers.py"}
+    )
 
 
 def test_a_virtual_clock_runs_functions_at_once_and_nothing_else() -> None:

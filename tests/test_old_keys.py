@@ -12,10 +12,10 @@ from msgspec import inspect as mi
 from agentenv.config import build_config, changes, load_config, struct_types, to_plain, type_info
 from agentenv.errors import ConfigError
 from agentenv.old_keys import DROPPED
-from launchers.config import TrainConfig
-from launchers.evaluation.config import EvaluateConfig
-from launchers.supervised.config import DPORunConfig, SFTRunConfig
-from launchers.synthesis.config import SynthesisConfig
+from agentenv.pipelines.config.evaluation import EvaluateConfig
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.config.supervised import DPORunConfig, SFTRunConfig
+from agentenv.pipelines.config.synthesis import SynthesisConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 # config.json of runs of three published configurations, as commit 3420bb4 resolved them.

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from agentenv import Message, Task, ToolEnv, demonstrate, register, tool
+from agentenv.envs.grading.reward import ExactMatch
 from agentenv.errors import ConfigError, CrashError, DataError
 from agentenv.outcomes import check_finish, check_observation, check_reset, check_step
+from agentenv.pipelines.setup.data import try_turn
+from agentenv.pipelines.supervised.data import load_demonstrations
 from agentenv.plan import Independent
 from agentenv.renderer import TagRenderer
 from agentenv.testing import check_tool_env
 from agentenv.types import Limits
-from envs.grading.reward import ExactMatch
-from launchers.data import try_turn
-from launchers.supervised.data import load_demonstrations
 from tests.support.toy import CharTokenizer
 from tests.test_actor import make_actor, rollout
 

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from agentenv.pace import Pace
-from agentenv.replay import ReplayQueue
+from agentenv.queue import ReplayQueue
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 from agentenv.virtual_clock import run_virtual

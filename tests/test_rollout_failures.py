@@ -14,13 +14,13 @@ from agentenv.actor import Actor
 from agentenv.deadline import admitted, waiting
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.errors import ConfigError, EngineError, EnvError, InfraError, ToolError
+from agentenv.learners.aepo import AEPO, AEPOPlan, is_probe
+from agentenv.learners.arpo import ARPO, ARPOPlan
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import StatelessTool, Tool, tool
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Completion, Limit, Limits, Message, Task, ToolResult
-from learners.aepo import AEPO, AEPOPlan, is_probe
-from learners.arpo import ARPO, ARPOPlan
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, AlwaysFork, make_actor, rollout

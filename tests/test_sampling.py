@@ -8,9 +8,9 @@ import pytest
 
 from agentenv.config import override_kinds
 from agentenv.errors import ConfigError
+from agentenv.pipelines.config.rl import Sampling, TrainConfig
 from agentenv.plan import Independent
 from agentenv.types import Completion, SamplingParams
-from launchers.config import Sampling, TrainConfig
 from tests.test_actor import make_actor, rollout
 
 

@@ -11,11 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 from agentenv.actor import HELD, TURN, Actor
+from agentenv.learners.credit import tree_credit
 from agentenv.metrics import failure_kind
 from agentenv.plan import Independent
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limit, Limits, Task
-from learners.credit import tree_credit
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, make_actor

@@ -14,12 +14,12 @@ from agentenv.config import build_config
 from agentenv.deadline import WorkClock, working
 from agentenv.env import close_shared, register
 from agentenv.errors import ConfigError, EnvError, InfraError
+from agentenv.pipelines.config.rl import EnvConfig, TrainConfig
+from agentenv.pipelines.setup.data import EnvMaker
 from agentenv.prompt import PromptConfig
 from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import StatelessTool, ToolConfig, ToolLimits, load_tools, tool
 from agentenv.types import Limits, Message, Task, ToolCall, ToolResult
-from launchers.config import EnvConfig, TrainConfig
-from launchers.data import EnvMaker
 from tests.support.virtual_clock import run_virtual
 
 TASK = Task("t", "test/Tools-v0", "how many?", ("2",))

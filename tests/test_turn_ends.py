@@ -17,14 +17,14 @@ from agentenv.engines.embedded.weights import read_architecture
 from agentenv.engines.openai import OpenAIConfig, TokensEngine, _sglang_body
 from agentenv.engines.pool.turn import Turn
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
+from agentenv.envs.quickstart_setup import build_model
 from agentenv.errors import DataError
 from agentenv.model_files import check_turn_end, load_tokenizer, read_eos_ids, template_end
+from agentenv.pipelines.supervised.dialogues import Conversation
+from agentenv.pipelines.supervised.encoding import ChatEncoder
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagRenderer
 from agentenv.types import Limits, Message, SamplingParams
-from launchers.quickstart import build_model
-from launchers.supervised.dialogues import Conversation
-from launchers.supervised.encoding import ChatEncoder
 from tests.support.trl_templates import TEMPLATES, ends_of, longest, tokenizer_of
 
 TURN_END, TEXT_END, OTHER = "<|turn_end|>", "<|text_end|>", "<|other|>"

@@ -44,5 +44,5 @@ def test_it_is_built_from_its_source(tmp_path: Path) -> None:
     run("node", "build.mjs", str(tmp_path / "out"))
     found = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert found == {path.name: path.read_bytes() for path in BUILT.iterdir()}, (
-        "launchers/viewing/static is not what viewer/ builds; run: make viewer"
+        "pipelines/viewing/static is not what viewer/ builds; run: make viewer"
     )

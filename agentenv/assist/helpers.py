@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from agentenv.engines.endpoint import ChatModel, ChatModelConfig, Said, fenced, shortened
+from agentenv.engines.remote.endpoint import ChatModel, ChatModelConfig, Said, fenced, shortened
 from agentenv.env import Env
 from agentenv.errors import ConfigError, EngineError, InfraError, ToolError
 from agentenv.tool_env import ToolEnv

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from agentenv.actor import Actor, Guide, Rollout
 from agentenv.assist.helpers import Assist, Counts, HelperModel, add, count_calls, debugged
 from agentenv.branch import Branch
-from agentenv.engines.endpoint import Said
+from agentenv.engines.remote.endpoint import Said
 from agentenv.env import Env, StepResult
 from agentenv.errors import ConfigError, EnvError, InfraError
 from agentenv.plan import Independent

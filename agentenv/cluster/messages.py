@@ -42,8 +42,8 @@ from agentenv import errors
 from agentenv.actor import BranchNow
 from agentenv.errors import AgentEnvError
 from agentenv.failures import Failure
-from agentenv.foreign import packed
 from agentenv.types import Chunk, Completion, Limits, SamplingParams, Task
+from agentenv.untrusted import packed
 
 BEAT_S = 1.0
 

@@ -26,7 +26,6 @@ import msgspec
 
 from agentenv.actor import Actor, BranchNow
 from agentenv.cluster.engine import Turns
-from agentenv.cluster.leases import Leases
 from agentenv.cluster.link import Link
 from agentenv.cluster.messages import (
     BEAT_S,
@@ -54,7 +53,8 @@ from agentenv.cluster.messages import (
     raised,
     read_answer,
 )
-from agentenv.cluster.suspects import NUM_LOSSES, NUM_TRIALS, Suspects
+from agentenv.cluster.poison_pill import NUM_LOSSES, NUM_TRIALS, Suspects
+from agentenv.cluster.slots import Leases
 from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.errors import TooManyFailuresError, WorkerError

@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from agentenv.engines.client import MalformedReplyError
-from agentenv.engines.endpoint import (
+from agentenv.engines.openai import EndpointEngine, OpenAIConfig, unmeasured
+from agentenv.engines.remote.client import MalformedReplyError
+from agentenv.engines.remote.endpoint import (
     CHAT_PATH,
     ChatCall,
     ChatChoice,
@@ -27,9 +28,7 @@ from agentenv.engines.endpoint import (
     Json,
     read_chat,
 )
-from agentenv.engines.openai import EndpointEngine, OpenAIConfig, unmeasured
 from agentenv.errors import EngineError, ForeignError
-from agentenv.foreign import decode
 from agentenv.outcomes import check_observation
 from agentenv.renderer import (
     RESULT_CLOSE,
@@ -47,6 +46,7 @@ from agentenv.types import (
     SamplingParams,
     ToolCall,
 )
+from agentenv.untrusted import decode
 
 FILL = 0
 BYTES_PER_TOKEN = 4

@@ -16,8 +16,8 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta
 
 from agentenv.engine import EngineConfig, EngineStart
-from agentenv.engines.client import check_request
 from agentenv.engines.pool.turn import extend_spans
+from agentenv.engines.remote.client import check_request
 from agentenv.errors import ConfigError, EngineDeadError
 from agentenv.model_files import num_positions, read_eos_ids, read_model_config
 from agentenv.offload import in_thread
@@ -41,7 +41,7 @@ class ScriptedConfig(
     script: Annotated[
         str,
         Meta(description="'module:function' called with (prompt text, Random), returns the turn"),
-    ] = "envs.quickstart:scripted_turn"
+    ] = "agentenv.envs.quickstart:scripted_turn"
     max_model_len: Annotated[int, Meta(ge=1, description="tokens of prompt and turn")] = 4096
     tokens_per_s: Annotated[
         float, Meta(ge=0, description="sampling speed of one request; 0 is at once")

@@ -20,7 +20,8 @@ from uuid import uuid4
 
 from msgspec import Struct
 
-from agentenv.engines.client import (
+from agentenv.engines.pool.engine import PooledEngineConfig
+from agentenv.engines.remote.client import (
     Count,
     HttpClient,
     Logprob,
@@ -28,8 +29,16 @@ from agentenv.engines.client import (
     RefusedError,
     check_request,
 )
-from agentenv.engines.pool.engine import PooledEngineConfig
-from agentenv.engines.remote import (
+from agentenv.engines.remote.server import (
+    BusyError,
+    NoDescriptorError,
+    PartEnd,
+    Request,
+    ServerInfo,
+    ServerLoad,
+    ServerLostError,
+)
+from agentenv.engines.remote.weight_sync import (
     HEALTH_S,
     QUANTIZED,
     SPECULATIVE,
@@ -43,20 +52,11 @@ from agentenv.engines.remote import (
     top_k_entropies,
     vocabulary,
 )
-from agentenv.engines.server import (
-    BusyError,
-    NoDescriptorError,
-    PartEnd,
-    Request,
-    ServerInfo,
-    ServerLoad,
-    ServerLostError,
-)
-from agentenv.engines.weights import Bucket, Group, Layout, Manifest, find_layout
+from agentenv.engines.remote.weights import Bucket, Group, Layout, Manifest, find_layout
 from agentenv.errors import ConfigError, EngineError, ForeignError
-from agentenv.foreign import decode
 from agentenv.offload import in_thread
 from agentenv.types import Chunk, SamplingParams, VersionSpan
+from agentenv.untrusted import decode
 
 logger = logging.getLogger(__name__)
 

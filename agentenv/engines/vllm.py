@@ -19,7 +19,8 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from msgspec import Meta, Struct
 
-from agentenv.engines.client import (
+from agentenv.engines.pool.engine import PooledEngineConfig
+from agentenv.engines.remote.client import (
     Count,
     FailedError,
     HttpClient,
@@ -29,8 +30,18 @@ from agentenv.engines.client import (
     all_of,
     check_request,
 )
-from agentenv.engines.pool.engine import PooledEngineConfig
-from agentenv.engines.remote import (
+from agentenv.engines.remote.server import (
+    BrokenOffError,
+    BusyError,
+    ForeignWeightsError,
+    NoDescriptorError,
+    PartEnd,
+    Request,
+    ServerInfo,
+    ServerLoad,
+    ServerLostError,
+)
+from agentenv.engines.remote.weight_sync import (
     QUANTIZED,
     SPECULATIVE,
     Answer,
@@ -43,18 +54,7 @@ from agentenv.engines.remote import (
     top_k_entropies,
     vocabulary,
 )
-from agentenv.engines.server import (
-    BrokenOffError,
-    BusyError,
-    ForeignWeightsError,
-    NoDescriptorError,
-    PartEnd,
-    Request,
-    ServerInfo,
-    ServerLoad,
-    ServerLostError,
-)
-from agentenv.engines.weights import (
+from agentenv.engines.remote.weights import (
     Bucket,
     Group,
     Layout,
@@ -64,9 +64,9 @@ from agentenv.engines.weights import (
     is_adapter,
 )
 from agentenv.errors import ConfigError, EngineError, ForeignError
-from agentenv.foreign import decode
 from agentenv.offload import in_thread
 from agentenv.types import Chunk, SamplingParams, VersionSpan
+from agentenv.untrusted import decode
 
 TRIED = "0.32"  # version of vLLM that this client was tested with
 

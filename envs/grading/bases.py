@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from envs.grading.words import tokens
+from agentenv.envs.grading.words import tokens
 
 _BASE = re.compile(r"([0-9A-Z]+)\s*_\s*\{?\s*(\w+)\s*\}?")
 

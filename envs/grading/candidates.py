@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
-from envs.grading import choice, dates
-from envs.grading.lists import without_name
-from envs.grading.names import STATES, without_class
-from envs.grading.parts import BETWEEN, Whole
-from envs.grading.phrases import (
+from agentenv.envs.grading import choice, dates
+from agentenv.envs.grading.lists import without_name
+from agentenv.envs.grading.names import STATES, without_class
+from agentenv.envs.grading.parts import BETWEEN, Whole
+from agentenv.envs.grading.phrases import (
     ARTICLE,
     ASIDES,
     EDGE,
@@ -37,16 +37,16 @@ from envs.grading.phrases import (
     is_role,
     value_of,
 )
-from envs.grading.quantities import Quantity, quantity, same_quantity
-from envs.grading.sentences import announcement, has_verb, is_hedged
-from envs.grading.separators import (
+from agentenv.envs.grading.quantities import Quantity, quantity, same_quantity
+from agentenv.envs.grading.sentences import announcement, has_verb, is_hedged
+from agentenv.envs.grading.separators import (
     LEVELS,
     Joint,
 )
-from envs.grading.special import special, truth
-from envs.grading.spelling import clean
-from envs.grading.units import unit_of
-from envs.grading.words import has_cjk, is_wordy, tokens
+from agentenv.envs.grading.special import special, truth
+from agentenv.envs.grading.spelling import clean
+from agentenv.envs.grading.units import unit_of
+from agentenv.envs.grading.words import has_cjk, is_wordy, tokens
 
 MAX_NAME_WORDS = 12
 MAX_PHRASE_WORDS = 4

@@ -22,12 +22,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from agentenv.data.rows import GOLD_KEY, literal, look_up
+from agentenv.envs.common.workers import JobDiedError, JobRaisedError, JobStoppedError, WorkerPool
+from agentenv.envs.grading.verdict import GraderDownError
 from agentenv.errors import ConfigError, GraderError, InfraError
+from agentenv.rows import GOLD_KEY, literal, look_up
 from agentenv.tool_env import Grade
 from agentenv.types import SYSTEM_KEY, Message, Task
-from envs.grading.verdict import GraderDownError
-from envs.workers import JobDiedError, JobRaisedError, JobStoppedError, WorkerPool
 
 SolutionStr = Literal["response", "sequence"]
 
@@ -62,7 +62,7 @@ class CustomGrader:
         self.timeout_s = timeout_s
         self.success_at = success_at
         self._pool = WorkerPool(
-            "envs.grading.custom:CustomFunction",
+            "agentenv.envs.grading.custom:CustomFunction",
             name="custom",
             arguments={"path": self.path, "name": name, "solution_str": solution_str},
             max_jobs=num_workers,

@@ -6,8 +6,8 @@ import importlib
 import re
 from datetime import datetime
 
-from envs.grading.han import han_as_digits
-from envs.grading.numbers import words_as_digits
+from agentenv.envs.grading.han import han_as_digits
+from agentenv.envs.grading.numbers import words_as_digits
 
 MAX_CHARS = 60
 MONTH = (

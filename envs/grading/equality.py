@@ -18,8 +18,8 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from envs.grading.numbers import long_decimals, rounds_to
-from envs.grading.reading import Reader, readable
+from agentenv.envs.grading.numbers import long_decimals, rounds_to
+from agentenv.envs.grading.reading import Reader, readable
 
 MAX_DIGITS = 400  # working precision at which a difference that still vanishes is zero
 NUM_POINTS = 4

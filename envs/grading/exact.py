@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from agentenv.envs.grading.layers import ONE_ANSWER, names_several
+from agentenv.envs.grading.numbers import as_number
+from agentenv.envs.grading.spelling import MAX_ANSWER_CHARS, words_of
+from agentenv.envs.grading.verdict import Verdict, shown
+from agentenv.envs.grading.words import f1
 from agentenv.offload import in_thread
-from envs.grading.layers import ONE_ANSWER, names_several
-from envs.grading.numbers import as_number
-from envs.grading.spelling import MAX_ANSWER_CHARS, words_of
-from envs.grading.verdict import Verdict, shown
-from envs.grading.words import f1
 
 
 class Exact:

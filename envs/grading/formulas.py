@@ -10,9 +10,9 @@ import re
 from fractions import Fraction
 from itertools import pairwise
 
-from envs.grading.numbers import as_number, words_as_digits
-from envs.grading.quantities import quantity
-from envs.grading.units import Unit
+from agentenv.envs.grading.numbers import as_number, words_as_digits
+from agentenv.envs.grading.quantities import quantity
+from agentenv.envs.grading.units import Unit
 
 MAX_CHARS = 400
 MAX_TERMS = 30

@@ -8,7 +8,7 @@ import tomllib
 from fractions import Fraction
 from pathlib import Path
 
-from envs.grading.spelling import unify
+from agentenv.envs.grading.spelling import unify
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 _FORMAL = str.maketrans(_TABLES["formal"])

@@ -24,12 +24,18 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from agentenv.config import ESSENTIAL, PATH
-from agentenv.engines.client import MalformedReplyError, RefusedError
-from agentenv.engines.endpoint import ChatModel, ChatModelConfig, fenced, read_said, shortened
+from agentenv.engines.remote.client import MalformedReplyError, RefusedError
+from agentenv.engines.remote.endpoint import (
+    ChatModel,
+    ChatModelConfig,
+    fenced,
+    read_said,
+    shortened,
+)
+from agentenv.envs.grading.verdict import GraderDownError, Matcher, Verdict, shown
+from agentenv.envs.search.cache import ResultCache
 from agentenv.errors import ConfigError, EngineDeadError, EngineError, GraderError, InfraError
-from agentenv.foreign import decode_text
-from envs.grading.verdict import GraderDownError, Matcher, Verdict, shown
-from envs.search.cache import ResultCache
+from agentenv.untrusted import decode_text
 
 
 class JudgeConfig(ChatModelConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -265,7 +271,7 @@ def _verdict(reply: str) -> bool | None:
 
 # The released prompt, which is not ours to ship.
 
-RELEASED = "reference.grading"  # loaded for compat, never imported
+RELEASED = "agentenv.reference.grading"  # loaded for compat, never imported
 FIELDS = ("question", "labeled_answer", "pred_answer")
 _FIELD = re.compile(rf"\{{({'|'.join(FIELDS)})\}}")
 

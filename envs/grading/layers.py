@@ -14,24 +14,24 @@ from functools import lru_cache
 
 from msgspec import Struct
 
+from agentenv.envs.grading import choice, dates, spans, units
+from agentenv.envs.grading.bases import in_base
+from agentenv.envs.grading.candidates import Gold
+from agentenv.envs.grading.formulas import formulas
+from agentenv.envs.grading.lists import same_answers, without_name
+from agentenv.envs.grading.math import LIMIT_S, shared_math
+from agentenv.envs.grading.names import same_words, without_class
+from agentenv.envs.grading.numbers import is_rounded, same_plain
+from agentenv.envs.grading.parts import Same
+from agentenv.envs.grading.phrases import OPENING, amount_of
+from agentenv.envs.grading.quantities import same_quantity
+from agentenv.envs.grading.sentences import has_verb, is_denied, is_hedged, same_statement, says
+from agentenv.envs.grading.separators import last_correction
+from agentenv.envs.grading.special import special, truth, truth_of
+from agentenv.envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed
+from agentenv.envs.grading.verdict import Verdict, final_answer, shown
+from agentenv.envs.grading.words import f1, glued, is_wordy, same_signs, tokens
 from agentenv.offload import in_thread
-from envs.grading import choice, dates, spans, units
-from envs.grading.bases import in_base
-from envs.grading.candidates import Gold
-from envs.grading.formulas import formulas
-from envs.grading.lists import same_answers, without_name
-from envs.grading.math import LIMIT_S, shared_math
-from envs.grading.names import same_words, without_class
-from envs.grading.numbers import is_rounded, same_plain
-from envs.grading.parts import Same
-from envs.grading.phrases import OPENING, amount_of
-from envs.grading.quantities import same_quantity
-from envs.grading.sentences import has_verb, is_denied, is_hedged, same_statement, says
-from envs.grading.separators import last_correction
-from envs.grading.special import special, truth, truth_of
-from envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed
-from envs.grading.verdict import Verdict, final_answer, shown
-from envs.grading.words import f1, glued, is_wordy, same_signs, tokens
 
 QUICK_CHARS = 300
 ONE_ANSWER = "one answer"  # the layer of an answer that names several candidates

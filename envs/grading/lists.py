@@ -8,8 +8,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from envs.grading.spelling import clean, squashed
-from envs.grading.words import is_wordy, tokens
+from agentenv.envs.grading.spelling import clean, squashed
+from agentenv.envs.grading.words import is_wordy, tokens
 
 MAX_ELEMENTS = 40
 

@@ -9,11 +9,11 @@ import json
 import re
 
 from agentenv.env import shared
+from agentenv.envs.common.workers import JobError, JobStoppedError, WorkerPool
+from agentenv.envs.grading.verdict import GraderDownError
+from agentenv.envs.search.cache import ResultCache
 from agentenv.errors import ConfigError, InfraError
-from agentenv.foreign import decode
-from envs.grading.verdict import GraderDownError
-from envs.search.cache import ResultCache
-from envs.workers import JobError, JobStoppedError, WorkerPool
+from agentenv.untrusted import decode
 
 # Expressions that are not worth evaluating: they would run for ever or fill the memory.
 
@@ -97,7 +97,10 @@ class MathEquivalence:
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self.limit_s = limit_s
         self._pool = WorkerPool(
-            "envs.grading.equality:Equality", name="math", memory_bytes=MEMORY_BYTES, environment={}
+            "agentenv.envs.grading.equality:Equality",
+            name="math",
+            memory_bytes=MEMORY_BYTES,
+            environment={},
         )
         self._cache = ResultCache(max_memory_entries=MAX_CACHED)
 

@@ -6,9 +6,9 @@ import re
 import tomllib
 from pathlib import Path
 
-from envs.grading.han import han_core
-from envs.grading.places import placed
-from envs.grading.words import ROMAN_LETTERS, glued, singular, tokens, transliterated
+from agentenv.envs.grading.han import han_core
+from agentenv.envs.grading.places import placed
+from agentenv.envs.grading.words import ROMAN_LETTERS, glued, singular, tokens, transliterated
 
 MAX_CHARS = 400  # no name is longer
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))

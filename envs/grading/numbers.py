@@ -7,7 +7,7 @@ import tomllib
 from fractions import Fraction
 from pathlib import Path
 
-from envs.grading.han import in_han
+from agentenv.envs.grading.han import in_han
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 CARDINALS: dict[str, int] = _TABLES["cardinals"]

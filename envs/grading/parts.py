@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Literal, Self
 
-from envs.grading import choice, dates
-from envs.grading.lists import several, without_name
-from envs.grading.phrases import (
+from agentenv.envs.grading import choice, dates
+from agentenv.envs.grading.lists import several, without_name
+from agentenv.envs.grading.phrases import (
     EDGE,
     Part,
     amount_of,
@@ -23,8 +23,8 @@ from envs.grading.phrases import (
     value_of,
     without_lead,
 )
-from envs.grading.sentences import has_verb, is_hedged
-from envs.grading.separators import (
+from agentenv.envs.grading.sentences import has_verb, is_hedged
+from agentenv.envs.grading.separators import (
     EQUALS,
     LEVELS,
     OF_A_CLAUSE,
@@ -36,9 +36,9 @@ from envs.grading.separators import (
     lines,
     named_again,
 )
-from envs.grading.special import special, truth
-from envs.grading.spelling import clean
-from envs.grading.words import is_wordy
+from agentenv.envs.grading.special import special, truth
+from agentenv.envs.grading.spelling import clean
+from agentenv.envs.grading.words import is_wordy
 
 Kind = Literal[
     "choice", "truth", "special", "date", "time", "span", "number", "list", "words", "math"

@@ -14,15 +14,15 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from envs.grading import spans
-from envs.grading.names import STATES, is_titled
-from envs.grading.numbers import leading_number, words_as_digits
-from envs.grading.quantities import Quantity, quantity
-from envs.grading.separators import Cut, Joint, lines, sentences
-from envs.grading.special import truth
-from envs.grading.spelling import clean
-from envs.grading.units import unit_of
-from envs.grading.words import has_cjk, is_wordy
+from agentenv.envs.grading import spans
+from agentenv.envs.grading.names import STATES, is_titled
+from agentenv.envs.grading.numbers import leading_number, words_as_digits
+from agentenv.envs.grading.quantities import Quantity, quantity
+from agentenv.envs.grading.separators import Cut, Joint, lines, sentences
+from agentenv.envs.grading.special import truth
+from agentenv.envs.grading.spelling import clean
+from agentenv.envs.grading.units import unit_of
+from agentenv.envs.grading.words import has_cjk, is_wordy
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 LABELS, ASIDES, HEADS, _NOTES = (

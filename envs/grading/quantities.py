@@ -8,9 +8,9 @@ from fractions import Fraction
 
 from msgspec import Struct
 
-from envs.grading.han import counted, is_list
-from envs.grading.numbers import leading_number, letter_scale
-from envs.grading.units import Dimension, Unit, unit_of
+from agentenv.envs.grading.han import counted, is_list
+from agentenv.envs.grading.numbers import leading_number, letter_scale
+from agentenv.envs.grading.units import Dimension, Unit, unit_of
 
 MAX_CHARS = 200  # no number with its unit is longer
 MIN_NEAR = 100  # an approximation is off by one part in so many at most

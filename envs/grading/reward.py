@@ -18,19 +18,19 @@ from msgspec.structs import replace
 from agentenv.config import ESSENTIAL, PATH, build_config
 from agentenv.crashes import at_start
 from agentenv.env import shared
+from agentenv.envs.grading.combined import Combined, Weighted
+from agentenv.envs.grading.custom import STOPPED, CustomGrader, SolutionStr
+from agentenv.envs.grading.exact import Exact, TokenF1
+from agentenv.envs.grading.judge import JudgeConfig
+from agentenv.envs.grading.layers import Layered
+from agentenv.envs.grading.verdict import Matcher, check_format, final_answer
 from agentenv.errors import ConfigError, CrashError, GraderError
-from agentenv.kinds import Kind
+from agentenv.registry import Kind
 from agentenv.tool_env import Grade, Grader, graded, start_grader
 from agentenv.types import Message, Task
-from envs.grading.combined import Combined, Weighted
-from envs.grading.custom import STOPPED, CustomGrader, SolutionStr
-from envs.grading.exact import Exact, TokenF1
-from envs.grading.judge import JudgeConfig
-from envs.grading.layers import Layered
-from envs.grading.verdict import Matcher, check_format, final_answer
 
 TOOL_BONUS = 0.1
-RELEASED_REWARD = "reference.grading:ReleasedReward"  # loaded for compat, never imported
+RELEASED_REWARD = "agentenv.reference.grading:ReleasedReward"  # loaded for compat, never imported
 BONUS_TOOLS = ("search", "python")
 
 
@@ -130,7 +130,7 @@ def _keys_of(found: Any) -> type[GraderPart] | None:
     except (TypeError, ValueError, NameError) as error:
         raise ConfigError(
             f"what the constructor of {found.__name__} takes cannot be keys: {error}; derive it "
-            "from envs.grading.reward.GraderPart"
+            "from agentenv.envs.grading.reward.GraderPart"
         ) from error
     names = [name for name, _, _ in fields]
 
@@ -387,7 +387,7 @@ def _layered(config: GraderConfig) -> Matcher:
 
 
 def _judge(config: GraderConfig) -> Matcher:
-    from envs.grading.judge import Judge  # brings an HTTP client, which only a judge needs
+    from agentenv.envs.grading.judge import Judge  # brings an HTTP client, which only a judge needs
 
     assert config.judge is not None, "the configuration was checked"
     first = Layered(math=config.math, ordered=True)  # of another order the judge decides

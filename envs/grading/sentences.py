@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from envs.grading import dates
-from envs.grading.numbers import words_as_digits
-from envs.grading.words import is_numeral, same_signs, singular, tokens
+from agentenv.envs.grading import dates
+from agentenv.envs.grading.numbers import words_as_digits
+from agentenv.envs.grading.words import is_numeral, same_signs, singular, tokens
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 MAX_WORDS = 60

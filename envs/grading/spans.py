@@ -9,9 +9,9 @@ from fractions import Fraction
 
 from msgspec.structs import replace
 
-from envs.grading import dates
-from envs.grading.numbers import leading_number, words_as_digits
-from envs.grading.quantities import Quantity, quantity, same_quantity
+from agentenv.envs.grading import dates
+from agentenv.envs.grading.numbers import leading_number, words_as_digits
+from agentenv.envs.grading.quantities import Quantity, quantity, same_quantity
 
 MAX_CHARS = 120
 

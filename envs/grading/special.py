@@ -6,7 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from envs.grading.words import tokens
+from agentenv.envs.grading.words import tokens
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 _TRUTH = {word: says == "yes" for says, words in _TABLES.items() for word in words}

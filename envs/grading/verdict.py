@@ -8,8 +8,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from agentenv.envs.grading.separators import last_correction
 from agentenv.errors import GraderError, InfraError
-from envs.grading.separators import last_correction
 
 MAX_BOX_CHARS = 20_000  # a box that is still open after so many characters counts as open
 

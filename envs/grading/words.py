@@ -8,9 +8,9 @@ import unicodedata
 from collections import Counter
 from pathlib import Path
 
-from envs.grading.numbers import words_as_digits
-from envs.grading.signs import NAMED_A, SIGNS, is_sign, named_a, signed
-from envs.grading.spelling import unify, words_of
+from agentenv.envs.grading.numbers import words_as_digits
+from agentenv.envs.grading.signs import NAMED_A, SIGNS, is_sign, named_a, signed
+from agentenv.envs.grading.spelling import unify, words_of
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 _SHORT: dict[str, str] = _TABLES["short"]

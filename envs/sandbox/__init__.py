@@ -1,8 +1,8 @@
 """A warm Python sandbox: sessions cost milliseconds, calls a fraction of one."""
 
-from envs.sandbox.process import Rung, SandboxLimits
-from envs.sandbox.remote import RemoteSandbox
-from envs.sandbox.sandbox import InterpreterSession, RunResult, Sandbox, SandboxSession
+from agentenv.envs.sandbox.process import Rung, SandboxLimits
+from agentenv.envs.sandbox.remote import RemoteSandbox
+from agentenv.envs.sandbox.sandbox import InterpreterSession, RunResult, Sandbox, SandboxSession
 
 __all__ = [
     "InterpreterSession",

@@ -28,8 +28,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from envs.sandbox import seccomp
-    from envs.sandbox.nurse import Nurse
+    from agentenv.envs.sandbox import seccomp
+    from agentenv.envs.sandbox.nurse import Nurse
 else:  # inside, these files are all there is
     import seccomp
 

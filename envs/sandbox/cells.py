@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from envs.sandbox import determinism
+    from agentenv.envs.sandbox import determinism
 else:  # inside, these files are all there is
     import determinism
 

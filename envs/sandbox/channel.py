@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from agentenv.errors import ForeignError, InfraError
-from agentenv.foreign import decode
+from agentenv.untrusted import decode
 
 MAX_FRAME_BYTES = 1 << 20
 HEADER_BYTES = 4

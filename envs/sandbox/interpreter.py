@@ -11,8 +11,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from agentenv.errors import ConfigError, ForeignError
-from agentenv.foreign import decode
 from agentenv.offload import in_thread, kill, start_process
+from agentenv.untrusted import decode
 
 PROBE_TIMEOUT_S = 30.0
 _PROBE = (

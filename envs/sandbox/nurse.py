@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from envs.sandbox import confine
+    from agentenv.envs.sandbox import confine
 else:  # inside, these files are all there is
     import confine
 

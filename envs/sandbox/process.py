@@ -19,18 +19,18 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agentenv.disk import own_folder
-from agentenv.errors import ConfigError, ForeignError, InfraError
-from agentenv.foreign import decode
-from agentenv.offload import check_outside, in_thread
-from envs.sandbox import confine
-from envs.sandbox.channel import (
+from agentenv.envs.sandbox import confine
+from agentenv.envs.sandbox.channel import (
     Channel,
     ChannelClosedError,
     ForkRefusedError,
     SessionProcess,
     kill,
 )
-from envs.sandbox.interpreter import Interpreter, find_interpreter
+from agentenv.envs.sandbox.interpreter import Interpreter, find_interpreter
+from agentenv.errors import ConfigError, ForeignError, InfraError
+from agentenv.offload import check_outside, in_thread
+from agentenv.untrusted import decode
 
 logger = logging.getLogger(__name__)
 

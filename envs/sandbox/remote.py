@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta, Struct
 
+from agentenv.envs.sandbox.process import SandboxLimits
+from agentenv.envs.sandbox.sandbox import CODE_TOO_LONG, MAX_CODE_CHARS, RunResult, SandboxCounters
 from agentenv.errors import ConfigError, EnvError, ForeignError, InfraError
-from agentenv.foreign import decode
 from agentenv.offload import in_thread
-from envs.sandbox.process import SandboxLimits
-from envs.sandbox.sandbox import CODE_TOO_LONG, MAX_CODE_CHARS, RunResult, SandboxCounters
+from agentenv.untrusted import decode
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession

@@ -11,9 +11,8 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from agentenv.deadline import admitted, waiting
-from agentenv.errors import ConfigError, EnvError, InfraError
-from envs.sandbox.channel import CellAnswer, ChannelClosedError, SessionProcess
-from envs.sandbox.process import (
+from agentenv.envs.sandbox.channel import CellAnswer, ChannelClosedError, SessionProcess
+from agentenv.envs.sandbox.process import (
     NAMESPACES_ADVICE,
     MissingModuleError,
     Rung,
@@ -21,7 +20,8 @@ from envs.sandbox.process import (
     SandboxSetup,
     ZygoteProcess,
 )
-from envs.sandbox.self_test import find_escape
+from agentenv.envs.sandbox.self_test import find_escape
+from agentenv.errors import ConfigError, EnvError, InfraError
 
 MAX_CODE_CHARS = 100_000
 DIGEST_TIMEOUT_S = 30.0

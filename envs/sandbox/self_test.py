@@ -8,10 +8,10 @@ import socket
 import tempfile
 from pathlib import Path
 
+from agentenv.envs.sandbox.channel import ChannelClosedError
+from agentenv.envs.sandbox.preload import ONE_THREAD
+from agentenv.envs.sandbox.process import ZygoteProcess
 from agentenv.errors import InfraError
-from envs.sandbox.channel import ChannelClosedError
-from envs.sandbox.preload import ONE_THREAD
-from envs.sandbox.process import ZygoteProcess
 
 TIMEOUT_S = 10.0
 

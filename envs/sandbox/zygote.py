@@ -37,9 +37,9 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from envs.sandbox import cells, confine, determinism, preload, seccomp
-    from envs.sandbox.births import Births, end
-    from envs.sandbox.nurse import Nurse
+    from agentenv.envs.sandbox import cells, confine, determinism, preload, seccomp
+    from agentenv.envs.sandbox.births import Births, end
+    from agentenv.envs.sandbox.nurse import Nurse
 else:  # inside, these files are all there is
     import cells
     import confine

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Meta
 
 from agentenv.config import PATH
-from envs.search.corpus import (
+from agentenv.envs.search.corpus import (
     CORPUS_SCHEME,
     BackendConfig,
     Hit,

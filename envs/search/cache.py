@@ -22,11 +22,11 @@ from typing import TypeVar
 import msgspec
 
 from agentenv.env import summed_stats
+from agentenv.envs.search.corpus import Backend, Hit, Query
+from agentenv.envs.search.upstream import SingleFlight
 from agentenv.errors import ConfigError, DataError, ForeignError
-from agentenv.foreign import decode, decode_text
 from agentenv.offload import in_thread
-from envs.search.corpus import Backend, Hit, Query
-from envs.search.upstream import SingleFlight
+from agentenv.untrusted import decode, decode_text
 
 T = TypeVar("T")
 

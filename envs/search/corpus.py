@@ -18,8 +18,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from msgspec import Struct
 
 from agentenv.errors import ConfigError, DataError, ForeignError
-from agentenv.foreign import convert, decode
 from agentenv.offload import check_outside
+from agentenv.untrusted import convert, decode
 
 _MARKETS = (  # by script, kana first: Japanese holds Chinese characters too
     ("ja-JP", re.compile("[\u3040-\u30ff]")),

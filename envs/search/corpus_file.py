@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from agentenv.envs.search.corpus import Passage, read_passage
 from agentenv.errors import DataError
-from envs.search.corpus import Passage, read_passage
 
 
 class CorpusFile:

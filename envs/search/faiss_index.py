@@ -10,8 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agentenv.config import PATH
-from agentenv.errors import ConfigError, DataError, InfraError
-from envs.search.corpus import (
+from agentenv.envs.search.corpus import (
     CORPUS_SCHEME,
     BackendConfig,
     Hit,
@@ -19,7 +18,8 @@ from envs.search.corpus import (
     Query,
     needed,
 )
-from envs.search.corpus_file import CorpusFile
+from agentenv.envs.search.corpus_file import CorpusFile
+from agentenv.errors import ConfigError, DataError, InfraError
 
 MAX_BATCH = 64  # queries that are encoded together
 MAX_TOKENS = 256  # of a query

@@ -7,10 +7,10 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
+from agentenv.envs.common.workers import JobError, JobStoppedError, WorkerPool
+from agentenv.envs.search.corpus import wanted
+from agentenv.envs.search.upstream import Reply
 from agentenv.errors import ToolError
-from envs.search.corpus import wanted
-from envs.search.upstream import Reply
-from envs.workers import JobError, JobStoppedError, WorkerPool
 
 MEMORY_BYTES = 2_000_000_000
 NUM_WORKERS = 2  # processes that extract text
@@ -105,7 +105,7 @@ class TextExtractor:
     """Extracts at most NUM_WORKERS pages at once, each in `limit_s` seconds of CPU time."""
 
     def __init__(
-        self, limit_s: float = 5.0, handler: str = "envs.search.page_text:PageText"
+        self, limit_s: float = 5.0, handler: str = "agentenv.envs.search.page_text:PageText"
     ) -> None:
         self.limit_s = limit_s
         self._pool = WorkerPool(

@@ -25,12 +25,12 @@ from yarl import URL
 from agentenv.backoff import backoff_s
 from agentenv.deadline import admitted, waiting
 from agentenv.env import summed_stats
+from agentenv.envs.search.cache import ResultCache
+from agentenv.envs.search.corpus import words
+from agentenv.envs.search.page_text import TextExtractor
+from agentenv.envs.search.upstream import HttpRequest, Reply, TrafficConfig, Upstream
 from agentenv.errors import ConfigError, InfraError, ToolError
-from agentenv.foreign import decode_text, printable
-from envs.search.cache import ResultCache
-from envs.search.corpus import words
-from envs.search.page_text import TextExtractor
-from envs.search.upstream import HttpRequest, Reply, TrafficConfig, Upstream
+from agentenv.untrusted import decode_text, printable
 
 # Which network addresses a page may come from: public ones, and networks that are named.
 

@@ -16,10 +16,10 @@ from urllib.parse import urlencode
 from msgspec import Meta, Struct
 
 from agentenv.config import ESSENTIAL
+from agentenv.envs.search.corpus import BackendConfig, Hit, Query, split_contents
+from agentenv.envs.search.upstream import HttpRequest, Reply, TrafficConfig, Upstream
 from agentenv.errors import ConfigError, ForeignError, InfraError, ToolError
-from agentenv.foreign import convert, decode
-from envs.search.corpus import BackendConfig, Hit, Query, split_contents
-from envs.search.upstream import HttpRequest, Reply, TrafficConfig, Upstream
+from agentenv.untrusted import convert, decode
 
 ProviderName = Literal["brightdata", "serper", "serpapi", "tavily", "brave", "searxng"]
 

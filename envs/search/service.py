@@ -16,14 +16,9 @@ from msgspec import Meta, Struct, field
 
 from agentenv.config import ESSENTIAL, PATH
 from agentenv.env import ForkMode, shared, summed_stats
-from agentenv.errors import ConfigError, InfraError, ToolError
-from agentenv.kinds import Kind
-from agentenv.offload import in_thread
-from agentenv.tools import argument_schema, read_arguments
-from agentenv.types import Info, Message, ToolResult
-from envs.search.bm25 import BM25Config
-from envs.search.cache import CachedBackend, ResultCache
-from envs.search.corpus import (
+from agentenv.envs.search.bm25 import BM25Config
+from agentenv.envs.search.cache import CachedBackend, ResultCache
+from agentenv.envs.search.corpus import (
     CORPUS_SCHEME,
     Backend,
     BackendConfig,
@@ -32,12 +27,17 @@ from envs.search.corpus import (
     joined_contents,
     market_of,
 )
-from envs.search.faiss_index import FaissConfig
-from envs.search.pages import PageReader, PagesConfig, passages, window
-from envs.search.providers import RemoteSearchConfig, WebConfig
-from envs.search.snapshot import Nobody, OnMiss, Snapshot, SnapshotMode
-from envs.search.summary import Summarizer, SummarizerConfig
-from envs.search.tantivy_index import TantivyConfig
+from agentenv.envs.search.faiss_index import FaissConfig
+from agentenv.envs.search.pages import PageReader, PagesConfig, passages, window
+from agentenv.envs.search.providers import RemoteSearchConfig, WebConfig
+from agentenv.envs.search.snapshot import Nobody, OnMiss, Snapshot, SnapshotMode
+from agentenv.envs.search.summary import Summarizer, SummarizerConfig
+from agentenv.envs.search.tantivy_index import TantivyConfig
+from agentenv.errors import ConfigError, InfraError, ToolError
+from agentenv.offload import in_thread
+from agentenv.registry import Kind
+from agentenv.tools import argument_schema, read_arguments
+from agentenv.types import Info, Message, ToolResult
 
 Mode = Literal["snippets", "pages", "summaries"]
 Repeated = Literal["search", "tell"]

@@ -20,10 +20,10 @@ from typing import BinaryIO, Literal, NamedTuple
 import msgspec
 from msgspec import Struct
 
+from agentenv.envs.search.corpus import Hit, Query
 from agentenv.errors import ConfigError, DataError, ForeignError, InfraError, ToolError
-from agentenv.foreign import decode, printable
 from agentenv.offload import in_thread
-from envs.search.corpus import Hit, Query
+from agentenv.untrusted import decode, printable
 
 FORMAT = 1
 LOCK_S, LOOK_S = 30.0, 0.01  # how long the file's lock is waited for, and between two tries

@@ -11,12 +11,18 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from agentenv.engines.client import RefusedError
-from agentenv.engines.endpoint import CHAT_PATH, ChatModel, ChatModelConfig, fenced, read_said
+from agentenv.engines.remote.client import RefusedError
+from agentenv.engines.remote.endpoint import (
+    CHAT_PATH,
+    ChatModel,
+    ChatModelConfig,
+    fenced,
+    read_said,
+)
+from agentenv.envs.search.cache import ResultCache
+from agentenv.envs.search.upstream import HttpRequest
 from agentenv.errors import ConfigError, EngineError, InfraError
-from agentenv.foreign import decode_text
-from envs.search.cache import ResultCache
-from envs.search.upstream import HttpRequest
+from agentenv.untrusted import decode_text
 
 MARK = "**Final Information**"
 _TOOL_STEP = re.compile("</?(?:search|python|result|open_page)>")

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from agentenv.config import PATH
-from agentenv.errors import ConfigError, DataError
-from envs.search.corpus import (
+from agentenv.envs.search.corpus import (
     CORPUS_SCHEME,
     WORDS_VERSION,
     BackendConfig,
@@ -22,6 +21,7 @@ from envs.search.corpus import (
     needed,
     words,
 )
+from agentenv.errors import ConfigError, DataError
 
 NUM_THREADS = 2
 DONE = "agentenv_complete"  # a file that says the index was built to its end

@@ -23,8 +23,8 @@ from agentenv import (
     register,
 )
 from agentenv.env import ForkMode
+from agentenv.envs.grading.verdict import final_answer
 from agentenv.tools import argument_schema, read_arguments
-from envs.grading.verdict import final_answer
 
 
 class Item(Struct, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from learners.lora import LoRAConfig, add_adapters, is_adapter, write_adapter
+from agentenv.learners.lora import LoRAConfig, add_adapters, is_adapter, write_adapter
 
 # Neither of the layers that write to the hidden state: there the end of a turn is kept (world.py).
 LORA = LoRAConfig(r=4, alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "gate_proj"])

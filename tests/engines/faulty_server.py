@@ -14,8 +14,7 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from agentenv.engine import Engine
-from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.engines.server import (
+from agentenv.engines.remote.server import (
     BrokenConnectionError,
     BusyError,
     ForeignWeightsError,
@@ -26,6 +25,7 @@ from agentenv.engines.server import (
     ServerLoad,
     ServerLostError,
 )
+from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams
 

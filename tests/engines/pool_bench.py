@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import pytest
 
-from agentenv.cluster.leases import LeasedEngine, Leases
 from agentenv.cluster.link import Link, linked
 from agentenv.cluster.messages import Drop, Grow, Heard, Leave, Quit, Seek, read_answer, read_asked
+from agentenv.cluster.slots import LeasedEngine, Leases
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.server_config import PoolConfig
+from agentenv.server_config import PoolConfig
 from agentenv.types import Completion, SamplingParams
 from tests.engines.faulty_server import (
     EOS,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.engines.client import HttpClient
+from agentenv.engines.remote.client import HttpClient
 from agentenv.engines.sglang import SGLangServer
 from agentenv.engines.vllm import VLLMServer
-from learners.learner import LearnerConfig
-from learners.lora import LoRAConfig
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.lora import LoRAConfig
 from tests.engines.broadcast_checks import (
     Absent,
     Breaking,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.endpoint import (
+from agentenv.engines.remote.endpoint import (
     ChatModel,
     ChatModelConfig,
     MalformedReplyError,
@@ -22,7 +22,7 @@ from tests.support.openai_endpoint import ScriptedEndpoint, reply
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentenv.engines.endpoint.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("agentenv.engines.remote.endpoint.FIRST_DELAY_S", 0.01)
 
 
 def model_at(url: str, **keys: Any) -> ChatModel:

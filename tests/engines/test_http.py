@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.client import FailedError, HttpClient, RefusedError
-from agentenv.engines.remote import top_k_entropies
-from agentenv.engines.server import (
+from agentenv.engines.remote.client import FailedError, HttpClient, RefusedError
+from agentenv.engines.remote.server import (
     BrokenConnectionError,
     BusyError,
     NoDescriptorError,
     ServerLostError,
 )
+from agentenv.engines.remote.weight_sync import top_k_entropies
 from agentenv.errors import ConfigError, EngineError
-from launchers.terminal import is_shown
+from agentenv.pipelines.run.terminal import is_shown
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

@@ -10,7 +10,7 @@ from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.vllm import VLLMServer
 from agentenv.ports import hold_port, port_of
 from agentenv.types import SamplingParams
-from launchers.benches.recital import RecitingServer
+from benchmarks.parts.mock_server import RecitingServer
 
 VOCABULARY = 64
 WEIGHTS = 2**36  # bytes: 40 s of SHA-256 on a core that is good at it

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from agentenv.engines.pool.seat import Voice
+from agentenv.engines.pool.slot import Voice
 from agentenv.engines.scripted import ScriptedEngine
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, VersionSpan

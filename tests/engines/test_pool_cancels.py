@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from agentenv.cluster.leases import LeasedEngine
+from agentenv.cluster.slots import LeasedEngine
 from agentenv.deadline import Deadline, WorkClock, working
-from agentenv.engines.pool.member import Member
+from agentenv.engines.pool.server_state import Member
 from agentenv.errors import EngineError
 from tests.engines.pool_bench import Bench, bench, write_folder
 from tests.support.virtual_clock import run_virtual

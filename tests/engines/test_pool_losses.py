@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from agentenv.deadline import Deadline, WorkClock, working
-from agentenv.engines.server import BusyError, PartEnd, Request, ServerLostError
+from agentenv.engines.remote.server import BusyError, PartEnd, Request, ServerLostError
 from agentenv.errors import EngineDeadError, EngineError
+from agentenv.pipelines.run.terminal import is_shown
 from agentenv.types import Chunk, Completion, VersionSpan
-from launchers.terminal import is_shown
 from tests.engines.faulty_server import FaultyServer
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
 from tests.support.virtual_clock import run_virtual

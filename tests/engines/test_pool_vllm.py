@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.server_config import Served, ServersConfig
 from agentenv.engines.vllm import VLLMServer
+from agentenv.pipelines.serving.servers import ServerFactory
+from agentenv.server_config import Served, ServersConfig
 from agentenv.types import Chunk, SamplingParams, VersionSpan
-from launchers.serving.servers import ServerFactory
 from tests.engines import contract
 from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, check_sampled
 from tests.engines.server_process import FORKING

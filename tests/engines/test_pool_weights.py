@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.server import Request, ServerLostError
-from agentenv.engines.server_config import PoolConfig
+from agentenv.engines.remote.server import Request, ServerLostError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
+from agentenv.pipelines.run.terminal import is_shown
+from agentenv.server_config import PoolConfig
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
-from launchers.terminal import is_shown
 from tests.engines.faulty_server import EOS, FaultyServer, reciter
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
 from tests.support.virtual_clock import run_virtual

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.client import HttpClient
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.server import ServerLostError
+from agentenv.engines.remote.client import HttpClient
+from agentenv.engines.remote.server import ServerLostError
 from agentenv.engines.vllm import NEEDED, VLLMServer, probe
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import Chunk, SamplingParams, VersionSpan

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentenv.engines.client import HttpClient
 from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.remote.client import HttpClient
 from agentenv.engines.vllm import VLLMServer
 from agentenv.errors import EngineError
 from agentenv.types import Completion, SamplingParams

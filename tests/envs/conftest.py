@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from agentenv.env import close_shared
-from envs.sandbox import Sandbox, SandboxLimits, SandboxSession
+from agentenv.envs.sandbox import Sandbox, SandboxLimits, SandboxSession
 from tests.envs.search_server import serving
 from tests.envs.search_site import Web
 from tests.support.sandboxes import (
@@ -20,9 +20,9 @@ from tests.support.sandboxes import (
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Services and pages are asked again at once."""
-    monkeypatch.setattr("envs.search.pages.FIRST_DELAY_S", 0.0)
-    monkeypatch.setattr("envs.search.upstream.FIRST_DELAY_S", 0.0)
-    monkeypatch.setattr("envs.search.upstream.MAX_DELAY_S", 0.002)
+    monkeypatch.setattr("agentenv.envs.search.pages.FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr("agentenv.envs.search.upstream.FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr("agentenv.envs.search.upstream.MAX_DELAY_S", 0.002)
 
 
 @pytest.fixture

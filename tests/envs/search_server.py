@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.test_utils import TestServer
 
-from envs.search.upstream import HttpRequest, Reply, TrafficConfig, Upstream
+from agentenv.envs.search.upstream import HttpRequest, Reply, TrafficConfig, Upstream
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from aiohttp import web
 
-from envs.search.service import Episode, SearchConfig, SearchService
-from envs.web_search import search_config
+from agentenv.envs.search.service import Episode, SearchConfig, SearchService
+from agentenv.envs.web_search import search_config
 
 FILLER = "Nothing of interest stands in this sentence. " * 200
 SNIPPET = "Lima was founded in 1535 by Francisco Pizarro"

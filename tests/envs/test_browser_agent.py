@@ -10,10 +10,10 @@ from aiohttp import web
 
 from agentenv.assist.helpers import count_calls
 from agentenv.env import close_shared
+from agentenv.envs.search.service import Episode, SearchConfig, SearchService
+from agentenv.envs.web_search import WebSearchEnv, search_config
 from agentenv.errors import ConfigError, EnvError
 from agentenv.types import Message, Task, ToolCall
-from envs.search.service import Episode, SearchConfig, SearchService
-from envs.web_search import WebSearchEnv, search_config
 from tests.envs.search_server import serving
 
 SNIPPET = "Lima was founded in 1535 by Francisco Pizarro"

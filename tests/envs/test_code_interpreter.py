@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 import agentenv.env
-import envs  # noqa: F401 - registers
+import agentenv.envs
 from agentenv.env import close_shared, shared_stats
+from agentenv.envs.code_interpreter import python_tool, shared_sandbox
+from agentenv.envs.sandbox import RemoteSandbox, Sandbox
 from agentenv.errors import ConfigError, EnvError
 from agentenv.types import Message, Task, ToolCall
-from envs.code_interpreter import python_tool, shared_sandbox
-from envs.sandbox import RemoteSandbox, Sandbox
 
 ENV_ID = "agentenv/CodeInterpreter-v0"
 TASK = Task("t", ENV_ID, "How much is 57 times 4837?", ("275709",))

@@ -87,7 +87,7 @@ async def _shared() -> AsyncIterator[None]:
 
 
 def ours() -> list[str]:
-    return [env_id for env_id in agentenv.env.envs() if env_id.startswith("agentenv/")]
+    return [env_id for env_id in agentenv.env.env_ids() if env_id.startswith("agentenv/")]
 
 
 @pytest.mark.slow

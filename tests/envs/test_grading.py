@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from agentenv.env import close_shared
+from agentenv.envs.grading.layers import Layered, compare
+from agentenv.envs.grading.math import risk_of
+from agentenv.envs.grading.reward import ToolReward, check_grader, grader_config, make_grader
+from agentenv.envs.grading.words import f1
 from agentenv.errors import ConfigError
+from agentenv.reference.grading import ReleasedReward
 from agentenv.types import Message, Task, ToolCall
-from envs.grading.layers import Layered, compare
-from envs.grading.math import risk_of
-from envs.grading.reward import ToolReward, check_grader, grader_config, make_grader
-from envs.grading.words import f1
-from reference.grading import ReleasedReward
 from tests import check_fixtures
 from tests import check_grader as pairs
 from tests.support.rollout_checks import rollback

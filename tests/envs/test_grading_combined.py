@@ -12,10 +12,10 @@ import pytest
 from agentenv import Grade, Message, Task
 from agentenv.config import build_config
 from agentenv.env import close_shared
+from agentenv.envs.grading.combined import Combined, Weighted
+from agentenv.envs.grading.reward import ExactMatch, GraderConfig, GraderPart, make_grader
 from agentenv.errors import ConfigError, CrashError
 from agentenv.tool_env import graded
-from envs.grading.combined import Combined, Weighted
-from envs.grading.reward import ExactMatch, GraderConfig, GraderPart, make_grader
 
 TASK = Task("t", "e", "Capital of Peru?", ("Lima",))
 RIGHT, WRONG = "<think>.</think><answer>\\boxed{Lima}</answer>", "<answer>Quito</answer>"

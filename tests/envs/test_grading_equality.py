@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from envs.grading.layers import _compare
-from envs.grading.numbers import same_plain
-from envs.grading.spelling import clean
+from agentenv.envs.grading.layers import _compare
+from agentenv.envs.grading.numbers import same_plain
+from agentenv.envs.grading.spelling import clean
 from tests.support.grading import is_right
 
 pytest.importorskip("math_verify")

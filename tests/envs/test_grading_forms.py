@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from envs.grading.layers import Layered, compare
+from agentenv.envs.grading.layers import Layered, compare
 
 FORMS = Path(__file__).parent.parent / "fixtures" / "answer_forms.txt"
 MAX_CHARS = 2000

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.server import ServerLostError
+from agentenv.engines.remote.server import ServerLostError
 from agentenv.env import close_shared
+from agentenv.envs.grading.judge import Judge, JudgeConfig
+from agentenv.envs.grading.reward import AnswerReward, check_grader, make_grader
 from agentenv.errors import ConfigError, GraderError, InfraError
 from agentenv.plan import Independent
 from agentenv.tool_env import ToolEnv
 from agentenv.types import Limit, Message, Task
-from envs.grading.judge import Judge, JudgeConfig
-from envs.grading.reward import AnswerReward, check_grader, make_grader
 from tests.support.judge_server import Cut, JudgeServer, judge_of, judge_server
 from tests.test_actor import make_actor, rollout
 
@@ -146,7 +146,7 @@ async def test_a_busy_server_is_left_alone_for_as_long_as_it_asks(
 
     server.replies, server.reply_headers = [429, 503, "CORRECT"], {"Retry-After": "7"}
     judge = judge_of(server, num_retries=2)
-    monkeypatch.setattr("agentenv.engines.endpoint.asyncio.sleep", sleep)
+    monkeypatch.setattr("agentenv.engines.remote.endpoint.asyncio.sleep", sleep)
     assert (await judge.verdict("q", "a", ["g"])).right
     waits = [seconds for seconds in slept if seconds]
     assert len(waits) == 2

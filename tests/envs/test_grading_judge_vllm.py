@@ -14,14 +14,14 @@ import pytest
 
 from agentenv.config import build_config
 from agentenv.env import close_shared
+from agentenv.envs.grading.reward import GraderConfig, check_grader, make_grader
+from agentenv.envs.quickstart_setup import build_model
 from agentenv.errors import GraderError
+from agentenv.pipelines.config.evaluation import EvaluateConfig
+from agentenv.pipelines.serving.roles import start_roles
+from agentenv.pipelines.serving.servers import ServerFactory
 from agentenv.tool_env import Grade, Grader
 from agentenv.types import Message, Task
-from envs.grading.reward import GraderConfig, check_grader, make_grader
-from launchers.evaluation.config import EvaluateConfig
-from launchers.quickstart import build_model
-from launchers.serving.roles import start_roles
-from launchers.serving.servers import ServerFactory
 from tests.engines.server_process import FORKING
 from tests.engines.vllm_server import forking_python, require_vllm
 

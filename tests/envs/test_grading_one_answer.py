@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from agentenv.envs.grading import choice, dates
+from agentenv.envs.grading.exact import TokenF1
+from agentenv.envs.grading.layers import Layered, compare
+from agentenv.envs.grading.lists import several
+from agentenv.envs.grading.parts import kind_of
+from agentenv.envs.grading.phrases import is_named, is_nationality, rank_of
+from agentenv.envs.grading.reward import make_grader
+from agentenv.envs.grading.spelling import clean
+from agentenv.envs.grading.words import has_cjk
 from agentenv.types import Message, Task
-from envs.grading import choice, dates
-from envs.grading.exact import TokenF1
-from envs.grading.layers import Layered, compare
-from envs.grading.lists import several
-from envs.grading.parts import kind_of
-from envs.grading.phrases import is_named, is_nationality, rank_of
-from envs.grading.reward import make_grader
-from envs.grading.spelling import clean
-from envs.grading.words import has_cjk
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 GOOD = FIXTURES / "one_answer.txt"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs.grading.layers import compare
-from envs.grading.units import load
+from agentenv.envs.grading.layers import compare
+from agentenv.envs.grading.units import load
 from tests import check_grader as pairs
 from tests.support.grading import is_right
 

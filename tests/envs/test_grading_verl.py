@@ -17,11 +17,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from agentenv.data.dataset import load_tasks
+from agentenv.dataset import load_tasks
 from agentenv.env import close_shared
+from agentenv.envs.grading.custom import CustomFunction, verl_arguments
+from agentenv.envs.grading.reward import check_grader, make_grader
 from agentenv.types import Message, Task
-from envs.grading.custom import CustomFunction, verl_arguments
-from envs.grading.reward import check_grader, make_grader
 
 Row = dict[str, Any]
 
@@ -298,7 +298,7 @@ def test_what_a_function_gets_of_other_rows(tmp_path: Path, row: Row, truth: Any
 
 @pytest.mark.parametrize("name", ["extra_info", "reward_model", "metadata"])
 def test_an_object_of_which_columns_are_used_stays_whole(tmp_path: Path, name: str) -> None:
-    from agentenv.data.rows import ColumnsConfig, RowsConfig
+    from agentenv.rows import ColumnsConfig, RowsConfig
 
     held = {"question": "q", "answer": "a", "kind": "k", "more": [1, None]}
     (tmp_path / "rows.jsonl").write_text(json.dumps({name: held}))

@@ -18,11 +18,11 @@ import psutil
 import pytest
 
 from agentenv.env import close_shared
+from agentenv.envs.mcp_tools import MCPTools
 from agentenv.errors import ConfigError, EnvError
 from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import ToolConfig, ToolLimits, load_tools
 from agentenv.types import Message, Task, ToolCall
-from envs.mcp_tools import MCPTools
 from tests.support.small_server import until
 from tests.support.warehouse import ROOT
 
@@ -97,7 +97,7 @@ async def test_streamable_http_and_a_choice_of_tools() -> None:
     try:
         await _listening(port)
         entry = ToolConfig(
-            name="envs.mcp_tools:MCPTools",
+            name="agentenv.envs.mcp_tools:MCPTools",
             kwargs={"url": f"http://127.0.0.1:{port}/mcp", "only": ["add"], "fork_mode": "pure"},
             max_calls=1,
         )
@@ -149,7 +149,7 @@ time.sleep(600)
 """
 CONTROLLER = """
 import asyncio, sys
-from envs.mcp_tools import MCPTools
+from agentenv.envs.mcp_tools import MCPTools
 asyncio.run(MCPTools([sys.executable, "-c", sys.argv[1], sys.argv[2]]).load())
 """
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 import agentenv.env
-import envs  # noqa: F401, which registers the env
+import agentenv.envs
 from agentenv.env import close_shared
+from agentenv.envs.grading.exact import same_answer
+from agentenv.envs.grading.numbers import as_number
+from agentenv.envs.grading.reward import ExactMatch, ToolReward
+from agentenv.envs.grading.verdict import check_format, last_boxed
 from agentenv.errors import ConfigError
 from agentenv.tool_env import Grade, Grader
 from agentenv.types import Message, Task
-from envs.grading.exact import same_answer
-from envs.grading.numbers import as_number
-from envs.grading.reward import ExactMatch, ToolReward
-from envs.grading.verdict import check_format, last_boxed
 
 THINK = "<think>hm</think>"
 BOTH = {"search": 1, "python": 2}

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from agentenv.envs.code_interpreter import NO_OUTPUT, PythonTool
+from agentenv.envs.sandbox import Sandbox, SandboxSession
+from agentenv.envs.sandbox.sandbox import VARIABLES_LOST
 from agentenv.errors import EnvError, InfraError, ToolError
-from envs.code_interpreter import NO_OUTPUT, PythonTool
-from envs.sandbox import Sandbox, SandboxSession
-from envs.sandbox.sandbox import VARIABLES_LOST
 from tests.support.sandboxes import (
     RESIDENTS,
     children,

@@ -10,10 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from agentenv.envs.sandbox.process import Rung
 from agentenv.errors import ConfigError
-from envs.sandbox.process import Rung
-from launchers.diagnosis import escapes
-from launchers.diagnosis.escapes import MARK, RUNGS, attack_all, host_secrets, known_attacks
+from agentenv.pipelines.diagnosis import escapes
+from agentenv.pipelines.diagnosis.escapes import (
+    MARK,
+    RUNGS,
+    attack_all,
+    host_secrets,
+    known_attacks,
+)
 from tests.check_sandbox import read_attacks
 from tests.support.sandboxes import children
 

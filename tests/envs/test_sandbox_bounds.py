@@ -9,9 +9,9 @@ import time
 import psutil
 import pytest
 
+from agentenv.envs.sandbox import Sandbox, SandboxLimits, SandboxSession
+from agentenv.envs.sandbox.sandbox import VARIABLES_LOST
 from agentenv.errors import InfraError
-from envs.sandbox import Sandbox, SandboxLimits, SandboxSession
-from envs.sandbox.sandbox import VARIABLES_LOST
 from tests.support.sandboxes import RESIDENTS, children, said, until, until_processes, zygote_of
 
 FRAME = """

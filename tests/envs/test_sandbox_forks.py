@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from agentenv.envs.sandbox import Sandbox, SandboxSession
+from agentenv.envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
+from agentenv.envs.sandbox.process import HUGE_PAGES, Rung, environment
 from agentenv.errors import EnvError
-from envs.sandbox import Sandbox, SandboxSession
-from envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
-from envs.sandbox.process import HUGE_PAGES, Rung, environment
-from launchers.diagnosis.escapes import RUNGS
+from agentenv.pipelines.diagnosis.escapes import RUNGS
 from tests.support.sandboxes import process_of, said, until, zygote_of
 
 CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]
@@ -318,7 +318,7 @@ async def test_a_session_that_forks_otherwise_than_asked_is_replayed(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever it does with the one clone that it is granted."""
-    monkeypatch.setattr("envs.sandbox.sandbox.FORK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("agentenv.envs.sandbox.sandbox.FORK_TIMEOUT_S", 0.5)
     parent = sandbox.session(1)
     await parent.run("x = 5", 10)
     for answer in ("lambda flags: -1", "lambda flags: 1 << 20", "lambda flags: os._exit(1)"):

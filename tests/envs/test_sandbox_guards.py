@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from agentenv.envs.sandbox import Sandbox
+from agentenv.envs.sandbox import process as sandbox_process
+from agentenv.envs.sandbox.channel import SessionProcess
+from agentenv.envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
 from agentenv.errors import ConfigError
-from envs.sandbox import Sandbox
-from envs.sandbox import process as sandbox_process
-from envs.sandbox.channel import SessionProcess
-from envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
-from launchers.diagnosis.escapes import RUNGS
+from agentenv.pipelines.diagnosis.escapes import RUNGS
 from tests.envs.test_sandbox_bounds import FRAME
 from tests.envs.test_sandbox_forks import CLONE
 from tests.support.sandboxes import process_of, said

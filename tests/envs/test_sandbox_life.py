@@ -11,10 +11,10 @@ import time
 import psutil
 import pytest
 
+from agentenv.envs.sandbox import Sandbox
+from agentenv.envs.sandbox import process as zygote_process
+from agentenv.envs.sandbox.sandbox import SandboxSession
 from agentenv.errors import EnvError, InfraError
-from envs.sandbox import Sandbox
-from envs.sandbox import process as zygote_process
-from envs.sandbox.sandbox import SandboxSession
 from tests.support.sandboxes import (
     RESIDENTS,
     said,
@@ -125,7 +125,7 @@ async def test_nothing_outlives_a_killed_host() -> None:
     code = """
 import asyncio
 import psutil
-from envs.sandbox import Sandbox
+from agentenv.envs.sandbox import Sandbox
 
 async def main():
     session = Sandbox(preload=()).session(1)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from agentenv.envs.sandbox import RemoteSandbox
 from agentenv.errors import ConfigError, EnvError, InfraError
-from envs.sandbox import RemoteSandbox
 
 
 class Service:

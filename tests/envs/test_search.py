@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from agentenv.env import close_shared
+from agentenv.envs.search.corpus import words
+from agentenv.envs.web_search import SearchTool
 from agentenv.errors import DataError, ToolError
-from envs.search.corpus import words
-from envs.web_search import SearchTool
 
 ROWS = [
     {"id": "lima", "title": "Lima", "text": "Lima is the capital of Peru."},

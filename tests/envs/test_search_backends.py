@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from agentenv.envs.search import corpus as extras
+from agentenv.envs.search.bm25 import BM25Backend, BM25Index
+from agentenv.envs.search.corpus import SHIPPED_CORPUS, Hit, Passage, Query, market_of, read_corpus
+from agentenv.envs.search.tantivy_index import TantivyBackend
 from agentenv.errors import ConfigError, DataError
-from envs.search import corpus as extras
-from envs.search.bm25 import BM25Backend, BM25Index
-from envs.search.corpus import SHIPPED_CORPUS, Hit, Passage, Query, market_of, read_corpus
-from envs.search.tantivy_index import TantivyBackend
 
 XQUAD_QUESTION = "How many points did the Panthers defense surrender?"
 

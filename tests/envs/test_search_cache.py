@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from agentenv.envs.search.cache import CachedBackend, ResultCache, hits_of_arpo
+from agentenv.envs.search.corpus import Hit, Query
+from agentenv.envs.search.providers import HttpBackend
+from agentenv.envs.web_search import search_config
 from agentenv.errors import ConfigError, DataError, InfraError
-from envs.search.cache import CachedBackend, ResultCache, hits_of_arpo
-from envs.search.corpus import Hit, Query
-from envs.search.providers import HttpBackend
-from envs.web_search import search_config
 
 # cache
 
@@ -193,7 +193,7 @@ async def test_no_results_is_an_answer_too_but_not_for_ever(
     assert await cached.search(Query("x")) == await cached.search(Query("x")) == []
     assert backend.num_calls == 1
     await cached.cache.close()
-    monkeypatch.setattr("envs.search.cache.EMPTY_MAX_AGE_S", 0.3)
+    monkeypatch.setattr("agentenv.envs.search.cache.EMPTY_MAX_AGE_S", 0.3)
     await asyncio.sleep(1)  # the file is written later
     again = CachedBackend("test", backend, ResultCache(tmp_path / "c.db"))
     assert not again.knows(Query("x"))

@@ -9,9 +9,9 @@ from random import Random
 
 import pytest
 
+from agentenv.envs.search.corpus import Passage
+from agentenv.envs.search.corpus_file import CorpusFile
 from agentenv.errors import DataError
-from envs.search.corpus import Passage
-from envs.search.corpus_file import CorpusFile
 
 MAX_BYTES = 100  # of memory a passage; 21 million are the recipe
 
@@ -48,7 +48,7 @@ def test_passages_are_found_by_place_and_by_id(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_does_not_depend_on_the_length_of_passages(tmp_path: Path) -> None:
-    """tests/bench/bench_search.py --corpus 1000000 measures a million."""
+    """benchmarks/parts/bench_search.py --corpus 1000000 measures a million."""
     number, rng = 20_000, Random(0)
     path = tmp_path / "corpus.jsonl"
     with path.open("w") as file:

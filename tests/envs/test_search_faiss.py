@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from agentenv.envs.search.corpus import Query
+from agentenv.envs.search.faiss_index import Encoder, FaissBackend, FaissConfig
 from agentenv.errors import ConfigError, DataError, InfraError
-from envs.search.corpus import Query
-from envs.search.faiss_index import Encoder, FaissBackend, FaissConfig
 from tests.support.dense import TEXTS, make, save_encoder
 
 faiss: Any = pytest.importorskip("faiss")

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 from aiohttp.abc import AbstractResolver
 
+from agentenv.envs.search.pages import AddressRule, FetchConfig, PageFetcher, RefusedAddress
 from agentenv.errors import ConfigError, InfraError, ToolError
-from envs.search.pages import AddressRule, FetchConfig, PageFetcher, RefusedAddress
 from tests.envs.search_server import Handler, Names, Scripted, serving
 
 PAGE = """<html><head><title>Lima</title><script>track()</script></head><body>
@@ -194,7 +194,7 @@ async def test_redirects_are_followed_but_not_for_ever() -> None:
 
 
 async def test_a_page_without_an_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("envs.search.pages.MAX_BYTES", 200_000)
+    monkeypatch.setattr("agentenv.envs.search.pages.MAX_BYTES", 200_000)
 
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/html"})
@@ -256,8 +256,8 @@ async def test_what_our_own_machine_lacks_is_no_fact() -> None:
 async def test_pages_that_are_asked_again_leave_their_places_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("envs.search.pages.MAX_CONCURRENCY", 1)
-    monkeypatch.setattr("envs.search.pages.FIRST_DELAY_S", 60.0)
+    monkeypatch.setattr("agentenv.envs.search.pages.MAX_CONCURRENCY", 1)
+    monkeypatch.setattr("agentenv.envs.search.pages.FIRST_DELAY_S", 60.0)
     asked = asyncio.Event()
 
     async def busy(request: web.Request) -> web.Response:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from agentenv.config import to_plain
+from agentenv.envs.search.service import PRESETS, REPEATED, Episode, SearchConfig, SearchService
+from agentenv.envs.search.summary import truncated_reasoning
+from agentenv.envs.web_search import search_config
 from agentenv.errors import ConfigError
-from envs.search.service import PRESETS, REPEATED, Episode, SearchConfig, SearchService
-from envs.search.summary import truncated_reasoning
-from envs.web_search import search_config
 from tests.envs.search_site import SNIPPET, Web, search
 
 

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import web
 
+from agentenv.envs.search.cache import ResultCache
+from agentenv.envs.search.page_text import TextExtractor, page_text
+from agentenv.envs.search.pages import FetchConfig, PageReader, PagesConfig, passages, window
+from agentenv.envs.search.upstream import Reply, TrafficConfig
 from agentenv.errors import ConfigError, ToolError
-from envs.search.cache import ResultCache
-from envs.search.page_text import TextExtractor, page_text
-from envs.search.pages import FetchConfig, PageReader, PagesConfig, passages, window
-from envs.search.upstream import Reply, TrafficConfig
 from tests.envs.search_server import Names, serving
 
 PAGE = """<html><head><title>Lima</title><script>track()</script></head><body>

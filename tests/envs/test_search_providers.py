@@ -12,9 +12,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from aiohttp import web
 
-from agentenv.errors import ConfigError, InfraError, ToolError
-from envs.search.corpus import Hit, Query
-from envs.search.providers import (
+from agentenv.envs.search.corpus import Hit, Query
+from agentenv.envs.search.providers import (
     PROVIDERS,
     ProviderName,
     RemoteBackend,
@@ -24,7 +23,8 @@ from envs.search.providers import (
     provider_hits,
     retrieved_hits,
 )
-from envs.search.upstream import Reply, TrafficConfig
+from agentenv.envs.search.upstream import Reply, TrafficConfig
+from agentenv.errors import ConfigError, InfraError, ToolError
 from tests.envs.search_server import serving
 
 QUICK = TrafficConfig(rate_per_s=0, num_retries=1)

@@ -15,13 +15,13 @@ from typing import Any, NoReturn
 import pytest
 from aiohttp import web
 
+from agentenv.envs.search.corpus import Hit, Query
+from agentenv.envs.search.service import Episode, SearchConfig, SearchService
+from agentenv.envs.search.snapshot import Snapshot
+from agentenv.envs.web_search import WebSearchEnv, search_config
 from agentenv.errors import AgentEnvError, DataError, EnvError, InfraError, ToolError
+from agentenv.launchers.snapshot import main
 from agentenv.types import Message, Task, ToolCall
-from envs.search.corpus import Hit, Query
-from envs.search.service import Episode, SearchConfig, SearchService
-from envs.search.snapshot import Snapshot
-from envs.web_search import WebSearchEnv, search_config
-from launchers.snapshot import main
 from tests.envs.search_server import serving
 from tests.envs.search_site import SNIPPET, Web
 

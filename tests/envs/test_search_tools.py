@@ -9,10 +9,10 @@ from aiohttp import web
 
 import agentenv.env
 from agentenv.env import close_shared
+from agentenv.envs.search.service import Episode, OpenPageTool, SearchPagesTool, shared_service
+from agentenv.envs.web_search import WebSearchEnv
 from agentenv.errors import EnvError, ToolError
 from agentenv.types import Message, Task, ToolCall
-from envs.search.service import Episode, OpenPageTool, SearchPagesTool, shared_service
-from envs.web_search import WebSearchEnv
 from tests.envs.search_server import serving
 from tests.envs.search_site import SNIPPET, Web
 

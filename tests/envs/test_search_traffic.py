@@ -7,11 +7,10 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from agentenv.errors import ConfigError, InfraError
-from envs.search.cache import CachedBackend, ResultCache
-from envs.search.corpus import Query
-from envs.search.providers import WebBackend, WebConfig
-from envs.search.upstream import (
+from agentenv.envs.search.cache import CachedBackend, ResultCache
+from agentenv.envs.search.corpus import Query
+from agentenv.envs.search.providers import WebBackend, WebConfig
+from agentenv.envs.search.upstream import (
     HttpRequest,
     Reply,
     SingleFlight,
@@ -20,6 +19,7 @@ from envs.search.upstream import (
     Upstream,
     retry_after_s,
 )
+from agentenv.errors import ConfigError, InfraError
 from tests.envs.search_server import QUICK, Scripted, send, serving
 from tests.support.virtual_clock import run_virtual
 
@@ -239,7 +239,7 @@ async def asked(service: Service, count: int) -> list[str]:
 
 @pytest.fixture
 def _two_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("envs.search.upstream.MAX_FAILURES", 2)
+    monkeypatch.setattr("agentenv.envs.search.upstream.MAX_FAILURES", 2)
 
 
 @pytest.mark.usefixtures("_two_failures")
@@ -289,8 +289,8 @@ def test_when_the_probe_is_given_up_the_next_call_is_it() -> None:
 
 
 def test_who_waits_to_try_again_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("envs.search.upstream.FIRST_DELAY_S", 20.0)
-    monkeypatch.setattr("envs.search.upstream.MAX_DELAY_S", 30.0)
+    monkeypatch.setattr("agentenv.envs.search.upstream.FIRST_DELAY_S", 20.0)
+    monkeypatch.setattr("agentenv.envs.search.upstream.MAX_DELAY_S", 30.0)
 
     async def run() -> None:
         service = Service(up_at=1.5, config=TrafficConfig(max_concurrency=1, num_retries=1))

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
-from envs.sandbox import confine, seccomp
-from envs.sandbox.seccomp import ALLOW, AUDIT_ARCH, ERRNO, KILL_PROCESS, Instruction
+from agentenv.envs.sandbox import confine, seccomp
+from agentenv.envs.sandbox.seccomp import ALLOW, AUDIT_ARCH, ERRNO, KILL_PROCESS, Instruction
 
 OWN_PID = 77
 

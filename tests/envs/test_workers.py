@@ -14,12 +14,19 @@ from typing import Any
 import psutil
 import pytest
 
+from agentenv.envs.common import workers
+from agentenv.envs.common.workers import (
+    JobDiedError,
+    JobRaisedError,
+    JobStoppedError,
+    Used,
+    WorkerPool,
+    _frame,
+)
+from agentenv.envs.grading.layers import Layered
+from agentenv.envs.grading.math import MathEquivalence
 from agentenv.errors import ConfigError, InfraError
-from agentenv.foreign import decode
-from envs import workers
-from envs.grading.layers import Layered
-from envs.grading.math import MathEquivalence
-from envs.workers import JobDiedError, JobRaisedError, JobStoppedError, Used, WorkerPool, _frame
+from agentenv.untrusted import decode
 from tests.support.warehouse import ROOT
 
 HANDLER = "tests.support.jobs:work"
@@ -47,7 +54,10 @@ def _workers_of(pid: int) -> list[psutil.Process]:
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         try:
-            if "envs.workers" in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                "agentenv.envs.common.workers" in process.cmdline()
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process)
         except psutil.NoSuchProcess:
             continue
@@ -179,7 +189,7 @@ async def test_a_start_on_a_machine_without_a_free_core_is_waited_for(
 
 HOST = f"""
 import asyncio
-from envs.workers import WorkerPool
+from agentenv.envs.common.workers import WorkerPool
 
 async def main():
     pool = WorkerPool({HANDLER!r}, name="jobs", max_jobs=2)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from agentenv.engines.vllm import VLLMServer
-from learners.learner import LearnerConfig
+from agentenv.learners.learner import LearnerConfig
 from tests.engines.broadcast_checks import Breaking, bench, check_failure, check_updates
 from tests.engines.reference import MAX_LENGTH, VOCAB
 from tests.engines.server_process import ServerProcess

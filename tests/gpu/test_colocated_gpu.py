@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
+from agentenv.learners.backend import Aside, TorchBackend
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.policy import Policy
+from agentenv.learners.trainer import Trainer
 from agentenv.types import SamplingParams
-from learners.backend import Aside, TorchBackend
-from learners.learner import LearnerConfig
-from learners.policy import Policy
-from learners.trainer import Trainer
 from tests.engines.small_models import make, prompt
 from tests.gpu.place import DEVICE, HAS_GPU, allocated_bytes
 from tests.learners.ranks import ALGORITHM, save_tiny_model, train, uneven_trees, weights_of

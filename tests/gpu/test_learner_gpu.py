@@ -16,14 +16,14 @@ from typing import Any, Literal, TypeVar
 import pytest
 from transformers import AutoModelForCausalLM
 
+from agentenv.learners.arpo import ARPO
+from agentenv.learners.credit import tree_credit
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.learner import LearnerConfig
+from agentenv.pipelines.setup.machine import GIB
+from agentenv.pipelines.setup.memory import find_shape, learner_memory
 from agentenv.tree import TrajectoryTree
-from launchers.benches.layouts import WARM_UP, grow, load_shapes
-from launchers.planning.machine import GIB
-from launchers.planning.memory import find_shape, learner_memory
-from learners.arpo import ARPO
-from learners.credit import tree_credit
-from learners.deepspeed_learner import DeepSpeedLearner
-from learners.learner import LearnerConfig
+from benchmarks.parts.layouts import WARM_UP, grow, load_shapes
 from tests.gpu.place import HAS_GPU
 from tests.gpu.test_tree_gpu import random_policy
 

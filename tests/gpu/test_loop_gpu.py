@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launchers import train
+from agentenv.launchers import train
 from tests.gpu.place import DEVICE
 from tests.support.warehouse import ROOT
 

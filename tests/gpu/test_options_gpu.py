@@ -15,10 +15,10 @@ from torch._inductor import config as inductor
 from transformers.models.qwen3 import modeling_qwen3
 
 from agentenv.errors import ConfigError
-from learners.baselines import GRPO
-from learners.batch import EncodedTree, encode, pack
-from learners.deepspeed_learner import DeepSpeedLearner
-from learners.policy import Policy, tensors, use_liger
+from agentenv.learners.baselines import GRPO
+from agentenv.learners.batch import EncodedTree, encode, pack
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.policy import Policy, tensors, use_liger
 from tests.gpu.place import DEVICE, HAS_GPU, restored
 from tests.learners.ranks import (
     ALGORITHM,

@@ -19,8 +19,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from launchers.benches import tree_row
-from launchers.benches.layouts import (
+from agentenv.learners.attention import TreeLayout
+from agentenv.learners.baselines import GRPO
+from agentenv.learners.batch import encode, pack
+from agentenv.learners.policy import LogprobHead, Policy, tensors, use_liger
+from benchmarks.parts import tree_row
+from benchmarks.parts.layouts import (
     LAYOUTS,
     TREE_ROW,
     VOCABULARY,
@@ -29,10 +33,6 @@ from launchers.benches.layouts import (
     load_shapes,
     make_step,
 )
-from learners.attention import TreeLayout
-from learners.baselines import GRPO
-from learners.batch import encode, pack
-from learners.policy import LogprobHead, Policy, tensors, use_liger
 from tests.gpu.place import DEVICE, HAS_GPU, synchronize
 from tests.learners.trees import MODELS, random_tree, tiny_model
 

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentenv.learners import losses
+from agentenv.learners.algorithm import Algorithm
+from agentenv.learners.batch import ActionTokens, encode
+from agentenv.learners.credit import group_advantages, leave_one_out
+from agentenv.learners.minibatch import MiniBatch, prepare
 from agentenv.tree import TrajectoryTree
-from learners import losses
-from learners.algorithm import Algorithm
-from learners.batch import ActionTokens, encode
-from learners.credit import group_advantages, leave_one_out
-from learners.minibatch import MiniBatch, prepare
 from tests.learners.trees import credits_of, random_tree
 from tests.support.released_losses import gspo_loss
 

@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from agentenv.learners.algorithm import Algorithm
+from agentenv.learners.arpo import ARPO
+from agentenv.learners.backend import TorchBackend
+from agentenv.learners.batch import EncodedTree, encode
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.policy import Policy
+from agentenv.learners.trainer import Trainer
 from agentenv.tree import TrajectoryTree
-from learners.algorithm import Algorithm
-from learners.arpo import ARPO
-from learners.backend import TorchBackend
-from learners.batch import EncodedTree, encode
-from learners.learner import LearnerConfig
-from learners.policy import Policy
-from learners.trainer import Trainer
 from tests.learners.trees import credited, random_tree, tiny_model
 
 OF_THE_RANKS = {"cpu_s", "wall_s", "num_computed_tokens"}  # metrics that depend on their number

@@ -21,21 +21,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from launchers.rl.state import RunState
-from launchers.rundir import Checkpoints, find_checkpoint, load_state, save_state
-from learners import checkpoint, export
-from learners.backend import (
+from agentenv.learners import checkpoint, export
+from agentenv.learners.backend import (
     DeepSpeedBackend,
     RankBackend,
     TorchBackend,
     empty_batch,
     prepare_deepspeed,
 )
-from learners.checkpoint import changing, fragments, held, moments
-from learners.export import Weights
-from learners.learner import Saved
-from learners.policy import Policy
-from learners.worker import PR_SET_PDEATHSIG
+from agentenv.learners.checkpoint import changing, fragments, held, moments
+from agentenv.learners.export import Weights
+from agentenv.learners.learner import Saved
+from agentenv.learners.policy import Policy
+from agentenv.learners.worker import PR_SET_PDEATHSIG
+from agentenv.pipelines.rl.state import RunState
+from agentenv.pipelines.run.rundir import Checkpoints, find_checkpoint, load_state, save_state
 from tests.learners.ranks import two_ranks
 from tests.learners.trees import tiny_model
 

@@ -8,14 +8,14 @@ import pytest
 
 from agentenv.config import load_config
 from agentenv.errors import ConfigError
-from agentenv.kinds import decode_part
+from agentenv.learners.aepo import AEPOPlan
+from agentenv.learners.arpo import ARPOPlan
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.ranks import Init
+from agentenv.pipelines.config.rl import AnyAlgorithm, TrainConfig
 from agentenv.plan import Independent
+from agentenv.registry import decode_part
 from agentenv.types import Limit
-from launchers.config import AnyAlgorithm, TrainConfig
-from learners.aepo import AEPOPlan
-from learners.arpo import ARPOPlan
-from learners.learner import LearnerConfig
-from learners.ranks import Init
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from agentenv.errors import ConfigError
-from learners import attention as attention_blocked
-from learners.attention import (
+from agentenv.learners import attention as attention_blocked
+from agentenv.learners.attention import (
     NO_MASK,
     BlockPlan,
     TreeLayout,
@@ -153,7 +153,7 @@ def test_flex_attention_uses_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward, not compiled: the only part of FlexAttention that runs on a CPU in a test."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    monkeypatch.setattr("learners.attention._compiled", lambda: flex_attention)
+    monkeypatch.setattr("agentenv.learners.attention._compiled", lambda: flex_attention)
     end = random_end(5, 200)
     query, key = torch.randn(1, 4, len(end), 16), torch.randn(1, 2, len(end), 16)
     found = flex_tree_attention(query, key, key, block_mask(torch.from_numpy(end)), 0.25)

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentenv.errors import DataError
+from agentenv.learners.aepo import AEPO
+from agentenv.learners.algorithm import Algorithm
+from agentenv.learners.baselines import GRPO
+from agentenv.learners.batch import EncodedTree, encode, encode_sequence, pack
 from agentenv.types import VersionSpan
-from learners.aepo import AEPO
-from learners.algorithm import Algorithm
-from learners.baselines import GRPO
-from learners.batch import EncodedTree, encode, encode_sequence, pack
 from tests.learners.trees import flat_loss, random_tree, tiny_model, tree_loss
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -99,7 +99,7 @@ def test_encoding_survives_the_wire_and_refuses_nonsense() -> None:
 
 def test_configuration_and_encoding_load_no_torch() -> None:
     code = (
-        "import sys, json; import learners.ranks, learners.deepspeed_learner;"
+        "import sys, json; import agentenv.learners.ranks, agentenv.learners.deepspeed_learner;"
         "print(json.dumps([m for m in ('torch', 'deepspeed') if m in sys.modules]))"
     )
     output = subprocess.run(

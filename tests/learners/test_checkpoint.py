@@ -10,12 +10,12 @@ import torch
 
 from agentenv.disk import finished_folder
 from agentenv.errors import ConfigError, DataError, LearnerError
-from launchers.rundir import Checkpoints
-from learners import ranks as wire
-from learners.checkpoint import Checkpoint, restore, save
-from learners.learner import SAVED_FILE, Saved
-from learners.trainer import Trainer
-from learners.worker import Rank
+from agentenv.learners import ranks as wire
+from agentenv.learners.checkpoint import Checkpoint, restore, save
+from agentenv.learners.learner import SAVED_FILE, Saved
+from agentenv.learners.trainer import Trainer
+from agentenv.learners.worker import Rank
+from agentenv.pipelines.run.rundir import Checkpoints
 from tests.learners.ranks import (
     ALGORITHM,
     encoded,
@@ -168,7 +168,7 @@ def test_which_checkpoint_is_resumed(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from launchers.rundir import Checkpoints
+from agentenv.pipelines.run.rundir import Checkpoints
 
 rename = Path.rename
 def killing(path, target):

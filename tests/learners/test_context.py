@@ -19,20 +19,20 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Lfm2Config
 
 from agentenv.errors import ConfigError
+from agentenv.learners.algorithm import Algorithm
+from agentenv.learners.arpo import ARPO
+from agentenv.learners.batch import EncodedTree, encode, encode_sequence, pack
+from agentenv.learners.checkpoint import Checkpoint, restore
+from agentenv.learners.context import Share, Team, check_heads, padded
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.dpo import prefer, with_reference
+from agentenv.learners.learner import LearnerConfig, Metrics
+from agentenv.learners.lora import LoRAConfig, add_adapters
+from agentenv.learners.model_check import check_model
+from agentenv.learners.partition import deal, deal_parts
+from agentenv.learners.trainer import Trainer
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task, VersionSpan
-from learners.algorithm import Algorithm
-from learners.arpo import ARPO
-from learners.batch import EncodedTree, encode, encode_sequence, pack
-from learners.checkpoint import Checkpoint, restore
-from learners.context import Share, Team, check_heads, padded
-from learners.dealing import deal, deal_parts
-from learners.deepspeed_learner import DeepSpeedLearner
-from learners.dpo import prefer, with_reference
-from learners.learner import LearnerConfig, Metrics
-from learners.lora import LoRAConfig, add_adapters
-from learners.model_check import check_model
-from learners.trainer import Trainer
 from tests.learners.flat import grown
 from tests.learners.ranks import ALGORITHM as RANKS_ALGORITHM
 from tests.learners.ranks import (

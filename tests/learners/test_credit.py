@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentenv.learners.algorithm import TRUNCATED
+from agentenv.learners.arpo import ARPO
+from agentenv.learners.credit import group_advantages, tree_credit
 from agentenv.types import Limit
-from learners.algorithm import TRUNCATED
-from learners.arpo import ARPO
-from learners.credit import group_advantages, tree_credit
 from tests.learners.trees import random_tree, truncate
 
 trees = st.builds(

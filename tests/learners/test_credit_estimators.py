@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentenv.learners import minibatch
+from agentenv.learners.algorithm import Band
+from agentenv.learners.baselines import DAPO, GRPO, ReinforcePP
+from agentenv.learners.batch import LeafMap, encode
+from agentenv.learners.credit import leave_one_out, soft_length_penalty
+from agentenv.learners.minibatch import coefficients, denominator
 from agentenv.types import Limit
-from learners import minibatch
-from learners.algorithm import Band
-from learners.baselines import DAPO, GRPO, ReinforcePP
-from learners.batch import LeafMap, encode
-from learners.credit import leave_one_out, soft_length_penalty
-from learners.minibatch import coefficients, denominator
 from tests.learners.flat import grown
 from tests.learners.trees import credits_of, truncate
 

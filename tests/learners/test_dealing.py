@@ -13,17 +13,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentenv.learners.algorithm import Algorithm, Band
+from agentenv.learners.arpo import ARPO
+from agentenv.learners.baselines import GRPO, GSPO, DrGRPO
+from agentenv.learners.batch import ActionTokens, EncodedTree, LeafMap, encode, from_arrays, pack
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.minibatch import prepare
+from agentenv.learners.partition import Paths, cost, deal, deal_parts, idle_share, load, part, share
+from agentenv.learners.trainer import Trainer
 from agentenv.tree import TrajectoryTree
 from agentenv.types import VersionSpan
-from learners.algorithm import Algorithm, Band
-from learners.arpo import ARPO
-from learners.baselines import GRPO, GSPO, DrGRPO
-from learners.batch import ActionTokens, EncodedTree, LeafMap, encode, from_arrays, pack
-from learners.dealing import Paths, cost, deal, deal_parts, idle_share, load, part, share
-from learners.deepspeed_learner import DeepSpeedLearner
-from learners.learner import LearnerConfig
-from learners.minibatch import prepare
-from learners.trainer import Trainer
 from tests.learners.flat import figures, grown, tree_form
 from tests.learners.ranks import (
     OF_THE_RANKS,

@@ -14,11 +14,11 @@ from random import Random
 import pytest
 
 from agentenv.errors import ConfigError, LearnerError
+from agentenv.learners import ranks as wire
+from agentenv.learners.batch import encode_sequence
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.worker import Place, failure, find_place
 from agentenv.ports import held_ports
-from learners import ranks as wire
-from learners.batch import encode_sequence
-from learners.deepspeed_learner import DeepSpeedLearner
-from learners.worker import Place, failure, find_place
 from tests.learners.ranks import (
     ALGORITHM,
     assert_gone,
@@ -136,9 +136,9 @@ async def test_ranks_of_a_launcher_connect_to_the_controller(
     }
     async with controller(model_dir, tmp_path, monkeypatch) as update:
         with Command(
-            *("-m", *options[launcher], "learners.worker"),
+            *("-m", *options[launcher], "agentenv.learners.worker"),
             log=tmp_path / "launcher.log",
-            modules=("learners.worker", "deepspeed.launcher.launch"),
+            modules=("agentenv.learners.worker", "deepspeed.launcher.launch"),
         ) as process:
             await update()
             said = await asyncio.to_thread(process.said)
@@ -158,7 +158,9 @@ async def test_tasks_of_slurm_connect_to_the_controller(
                     own.setenv("SLURM_PROCID", rank)
                     own.setenv("SLURM_NTASKS", "2")
                     own.setenv("SLURM_LOCALID", rank)
-                    task = Command("-m", "learners.worker", log=tmp_path / f"task-{rank}.log")
+                    task = Command(
+                        "-m", "agentenv.learners.worker", log=tmp_path / f"task-{rank}.log"
+                    )
                     tasks.append(stack.enter_context(task))
             await update()
             for task in tasks:

@@ -8,12 +8,12 @@ import pytest
 
 from agentenv.config import load_config
 from agentenv.errors import ConfigError
-from launchers import train
-from launchers.config import SFTConfig, TrainConfig
-from launchers.supervised.config import DPORunConfig, SFTRunConfig
-from learners.deepspeed_settings import deepspeed_settings
-from learners.learner import LearnerConfig
-from learners.lora import LoRAConfig
+from agentenv.launchers import train
+from agentenv.learners.deepspeed_settings import deepspeed_settings
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.lora import LoRAConfig
+from agentenv.pipelines.config.rl import SFTConfig, TrainConfig
+from agentenv.pipelines.config.supervised import DPORunConfig, SFTRunConfig
 
 
 def with_file(tmp_path: Path, content: object, **keys: Any) -> LearnerConfig:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from agentenv.errors import DataError
-from learners.backend import TorchBackend
-from learners.baselines import GRPO
-from learners.batch import EncodedTree, encode_sequence, pack
-from learners.dpo import (
+from agentenv.learners.backend import TorchBackend
+from agentenv.learners.baselines import GRPO
+from agentenv.learners.batch import EncodedTree, encode_sequence, pack
+from agentenv.learners.dpo import (
     PairTokens,
     encode_pair,
     prefer,
@@ -20,10 +20,10 @@ from learners.dpo import (
     preference_sums,
     with_reference,
 )
-from learners.learner import LearnerConfig
-from learners.lora import LoRAConfig, add_adapters
-from learners.policy import Policy
-from learners.trainer import Trainer
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.lora import LoRAConfig, add_adapters
+from agentenv.learners.policy import Policy
+from agentenv.learners.trainer import Trainer
 from tests.learners.trees import VOCABULARY, tiny_model
 
 BETA = 0.3

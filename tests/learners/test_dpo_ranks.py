@@ -8,9 +8,9 @@ from random import Random
 import pytest
 import torch
 
-from learners.batch import EncodedTree
-from learners.deepspeed_learner import DeepSpeedLearner
-from learners.dpo import encode_pair, prefer, with_reference
+from agentenv.learners.batch import EncodedTree
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.dpo import encode_pair, prefer, with_reference
 from tests.learners.ranks import (
     ALGORITHM,
     largest_difference,

@@ -11,16 +11,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from agentenv.learners.algorithm import Algorithm
+from agentenv.learners.arpo import ARPO
+from agentenv.learners.baselines import GRPO
+from agentenv.learners.batch import ActionTokens, EncodedTree, encode
+from agentenv.learners.credit import CreditedTree
+from agentenv.learners.entropies import forget_entropies, give_back, split_by_tree
+from agentenv.learners.learner import Agreement
+from agentenv.learners.partition import deal_parts
 from agentenv.metrics import entropy_profile, rollout_metrics
 from agentenv.tree import TrajectoryTree
-from learners.algorithm import Algorithm
-from learners.arpo import ARPO
-from learners.baselines import GRPO
-from learners.batch import ActionTokens, EncodedTree, encode
-from learners.credit import CreditedTree
-from learners.dealing import deal_parts
-from learners.entropies import forget_entropies, give_back, split_by_tree
-from learners.learner import Agreement
 from tests.learners.test_trainer_options import trainer
 from tests.learners.trees import credited, random_tree
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from agentenv.learners.aepo import AEPO
+from agentenv.learners.algorithm import Algorithm
+from agentenv.learners.arpo import ARPO
+from agentenv.learners.baselines import GRPO, GSPO, ReinforcePP
+from agentenv.learners.credit import are_equal
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner, encode_groups, in_order
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.partition import deal_parts, minibatches
+from agentenv.reference.algorithms import released
 from agentenv.tree import TrajectoryTree
-from learners.aepo import AEPO
-from learners.algorithm import Algorithm
-from learners.arpo import ARPO
-from learners.baselines import GRPO, GSPO, ReinforcePP
-from learners.credit import are_equal
-from learners.dealing import deal_parts, minibatches
-from learners.deepspeed_learner import DeepSpeedLearner, encode_groups, in_order
-from learners.learner import LearnerConfig
-from reference.algorithms import released
 from tests.learners.oracle import VERSION, grow
 from tests.learners.ranks import (
     OF_THE_RANKS,

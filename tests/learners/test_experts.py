@@ -17,15 +17,15 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from agentenv.errors import ConfigError
-from learners import ranks as wire
-from learners.baselines import GRPO
-from learners.batch import encode_sequence, pack
-from learners.deepspeed_learner import DeepSpeedLearner
-from learners.export import Weights, buckets, entries
-from learners.export import export as export_offline
-from learners.lora import LoRAConfig
-from learners.policy import Policy, tensors
-from learners.worker import Rank
+from agentenv.learners import ranks as wire
+from agentenv.learners.baselines import GRPO
+from agentenv.learners.batch import encode_sequence, pack
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.export import Weights, buckets, entries
+from agentenv.learners.export import export as export_offline
+from agentenv.learners.lora import LoRAConfig
+from agentenv.learners.policy import Policy, tensors
+from agentenv.learners.worker import Rank
 from tests.learners.ranks import (
     ALGORITHM,
     encoded,

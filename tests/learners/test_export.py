@@ -12,14 +12,14 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentenv.errors import DataError
-from launchers import export as command
-from learners import export
-from learners.backend import TorchBackend
-from learners.checkpoint import save
-from learners.export import Weights
-from learners.export import export as export_offline
-from learners.learner import Saved
-from learners.policy import Policy
+from agentenv.launchers import export as command
+from agentenv.learners import export
+from agentenv.learners.backend import TorchBackend
+from agentenv.learners.checkpoint import save
+from agentenv.learners.export import Weights
+from agentenv.learners.export import export as export_offline
+from agentenv.learners.learner import Saved
+from agentenv.learners.policy import Policy
 from tests.learners.ranks import plain_torch, save_tiny_model, train, two_ranks, uneven_trees
 from tests.learners.trees import tiny_model
 

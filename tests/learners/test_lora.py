@@ -19,14 +19,20 @@ from transformers import (
 )
 
 from agentenv.errors import ConfigError
-from learners import ranks as wire
-from learners.checkpoint import Checkpoint
-from learners.deepspeed_learner import DeepSpeedLearner
-from learners.export import Entry, entries
-from learners.export import export as export_offline
-from learners.learner import LearnerConfig
-from learners.lora import LoRAConfig, add_adapters, check_adapters, frozen_model, is_adapter
-from learners.worker import Rank
+from agentenv.learners import ranks as wire
+from agentenv.learners.checkpoint import Checkpoint
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.export import Entry, entries
+from agentenv.learners.export import export as export_offline
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.lora import (
+    LoRAConfig,
+    add_adapters,
+    check_adapters,
+    frozen_model,
+    is_adapter,
+)
+from agentenv.learners.worker import Rank
 from tests.learners.ranks import (
     ALGORITHM,
     encoded,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from learners import losses
-from learners.baselines import GRPO
+from agentenv.learners import losses
+from agentenv.learners.baselines import GRPO
 from tests import check_fixtures
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"

@@ -10,7 +10,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from agentenv.errors import ConfigError
-from learners.model_check import TOLERANCE, check_model, distance, small
+from agentenv.learners.model_check import TOLERANCE, check_model, distance, small
 
 MLA_AND_EXPERTS = ("deepseek_v2", "deepseek_v3")
 LONG = {"original_max_position_embeddings": 4096, "max_position_embeddings": 131_072}

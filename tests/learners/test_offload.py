@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from agentenv.errors import LearnerError
-from learners.backend import Aside, HostMemory, TorchBackend, held_tensors
-from learners.deepspeed_learner import DeepSpeedLearner
-from learners.lora import LoRAConfig
-from learners.policy import Policy
+from agentenv.learners.backend import Aside, HostMemory, TorchBackend, held_tensors
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.lora import LoRAConfig
+from agentenv.learners.policy import Policy
 from tests.learners.ranks import (
     ALGORITHM,
     plain_torch,

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from agentenv.errors import ConfigError
-from learners.backend import (
+from agentenv.learners.backend import (
     InFloat32,
     MuonAdamW,
     build_optimizer,
     scale_learning_rates,
     set_hyperparameters,
 )
-from learners.learner import OptimizerConfig, ScheduleConfig, lr_factor
+from agentenv.learners.learner import OptimizerConfig, ScheduleConfig, lr_factor
 from tests.learners.trees import VOCABULARY, tiny_model
 
 CONFIG = OptimizerConfig(

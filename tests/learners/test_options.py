@@ -10,9 +10,9 @@ import torch
 from torch._inductor import config as inductor
 
 from agentenv.errors import ConfigError
-from learners.model_check import check_model
-from learners.policy import compile_parts, use_liger
-from learners.ranks import environment
+from agentenv.learners.model_check import check_model
+from agentenv.learners.policy import compile_parts, use_liger
+from agentenv.learners.ranks import environment
 from tests.learners.trees import tiny_model
 
 

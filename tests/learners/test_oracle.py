@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentenv.learners.aepo import AEPO
+from agentenv.learners.algorithm import Algorithm, Band
+from agentenv.learners.arpo import ARPO
+from agentenv.learners.backend import TorchBackend
+from agentenv.learners.baselines import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforcePP
+from agentenv.learners.batch import EncodedTree
+from agentenv.learners.deepspeed_learner import encode_groups, in_order
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.policy import Policy
+from agentenv.learners.trainer import Trainer
+from agentenv.pipelines.rl.training import credits_of_update
 from agentenv.tree import TrajectoryTree
-from launchers.rl.training import credits_of_update
-from learners.aepo import AEPO
-from learners.algorithm import Algorithm, Band
-from learners.arpo import ARPO
-from learners.backend import TorchBackend
-from learners.baselines import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforcePP
-from learners.batch import EncodedTree
-from learners.deepspeed_learner import encode_groups, in_order
-from learners.learner import LearnerConfig
-from learners.policy import Policy
-from learners.trainer import Trainer
 from tests.learners.oracle import VERSION, Oracle, grow
 from tests.learners.trees import VOCABULARY, tiny_model
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from agentenv.errors import ConfigError
-from learners.batch import encode_sequence, pack
-from learners.policy import LogprobHead, Policy, tensors
+from agentenv.learners.batch import encode_sequence, pack
+from agentenv.learners.policy import LogprobHead, Policy, tensors
 from tests.learners.trees import tiny_model
 
 CPU = torch.device("cpu")

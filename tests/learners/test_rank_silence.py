@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from learners import ranks as wire
-from learners.learner import LearnerConfig
-from learners.ranks import RankGroup
+from agentenv.learners import ranks as wire
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.ranks import RankGroup
 from tests.support.virtual_clock import run_virtual
 
 COMMAND = wire.Abort

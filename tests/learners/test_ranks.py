@@ -15,12 +15,12 @@ import torch
 from msgspec.structs import replace
 
 from agentenv.errors import ConfigError, LearnerError
-from learners.batch import EncodedTree, encode_sequence
-from learners.checkpoint import Checkpoint, restore, save
-from learners.dealing import deal_parts
-from learners.deepspeed_learner import DeepSpeedLearner
-from learners.learner import LearnerConfig, OptimizerConfig
-from learners.trainer import Trainer
+from agentenv.learners.batch import EncodedTree, encode_sequence
+from agentenv.learners.checkpoint import Checkpoint, restore, save
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.learner import LearnerConfig, OptimizerConfig
+from agentenv.learners.partition import deal_parts
+from agentenv.learners.trainer import Trainer
 from tests.learners.ranks import (
     ALGORITHM,
     OF_THE_RANKS,

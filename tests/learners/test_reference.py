@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from learners import ranks as wire
-from learners.arpo import ARPO
-from learners.checkpoint import REFERENCE, Checkpoint, restore
-from learners.deepspeed_learner import DeepSpeedLearner
-from learners.lora import LoRAConfig, is_adapter
-from learners.trainer import Trainer
-from learners.worker import Rank
+from agentenv.learners import ranks as wire
+from agentenv.learners.arpo import ARPO
+from agentenv.learners.checkpoint import REFERENCE, Checkpoint, restore
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.lora import LoRAConfig, is_adapter
+from agentenv.learners.trainer import Trainer
+from agentenv.learners.worker import Rank
 from tests.learners.ranks import (
     OF_THE_RANKS,
     encoded,

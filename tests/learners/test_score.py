@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from agentenv.learners.credit import CreditedTree, TreeCredit
+from agentenv.learners.score import step_score
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task, VersionSpan
-from learners.credit import CreditedTree, TreeCredit
-from learners.score import step_score
 
 TASK = Task("t", "toy", "q", ("a",))
 

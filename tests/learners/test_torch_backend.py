@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from learners.backend import moved_weights
-from learners.deepspeed_learner import DeepSpeedLearner
-from learners.learner import LearnerConfig
-from learners.policy import Policy
-from learners.tensor_file import stored_dtype
+from agentenv.learners.backend import moved_weights
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.policy import Policy
+from agentenv.learners.tensor_file import stored_dtype
 from tests.learners.ranks import (
     ALGORITHM,
     largest_difference,

@@ -7,15 +7,15 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from learners.aepo import AEPO
-from learners.algorithm import Algorithm, Band
-from learners.arpo import ARPO
-from learners.backend import TorchBackend
-from learners.baselines import GRPO, GSPO
-from learners.batch import ActionTokens, EncodedTree, encode, encode_sequence
-from learners.learner import Agreement, LearnerConfig
-from learners.policy import Policy
-from learners.trainer import Trainer
+from agentenv.learners.aepo import AEPO
+from agentenv.learners.algorithm import Algorithm, Band
+from agentenv.learners.arpo import ARPO
+from agentenv.learners.backend import TorchBackend
+from agentenv.learners.baselines import GRPO, GSPO
+from agentenv.learners.batch import ActionTokens, EncodedTree, encode, encode_sequence
+from agentenv.learners.learner import Agreement, LearnerConfig
+from agentenv.learners.policy import Policy
+from agentenv.learners.trainer import Trainer
 from tests.learners.flat import grown
 from tests.learners.trees import tiny_model
 

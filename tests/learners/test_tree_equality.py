@@ -17,13 +17,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from agentenv.learners import attention as attention_blocked
+from agentenv.learners.aepo import AEPO
+from agentenv.learners.algorithm import Algorithm
+from agentenv.learners.baselines import GRPO
+from agentenv.learners.batch import ActionTokens, EncodedTree, encode, pack
+from agentenv.learners.policy import Policy, tensors
 from agentenv.tree import TrajectoryTree
-from learners import attention as attention_blocked
-from learners.aepo import AEPO
-from learners.algorithm import Algorithm
-from learners.baselines import GRPO
-from learners.batch import ActionTokens, EncodedTree, encode, pack
-from learners.policy import Policy, tensors
 from tests.learners.trees import MODELS, flat_loss, random_tree, tiny_model, tree_loss
 
 ALGORITHMS: dict[str, Algorithm] = {

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from learners.algorithm import Algorithm
-from learners.backend import TorchBackend, scale_learning_rates
-from learners.batch import Gather
-from learners.context import Team
-from learners.learner import LearnerConfig
-from learners.policy import Policy
-from learners.trainer import Trainer
+from agentenv.learners.algorithm import Algorithm
+from agentenv.learners.backend import TorchBackend, scale_learning_rates
+from agentenv.learners.batch import Gather
+from agentenv.learners.context import Team
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.policy import Policy
+from agentenv.learners.trainer import Trainer
 
 T = TypeVar("T")
 

@@ -30,13 +30,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from agentenv.learners.algorithm import Algorithm
+from agentenv.learners.batch import ActionTokens, EncodedTree, pack
+from agentenv.learners.credit import CreditedTree, TreeCredit, group_advantages
+from agentenv.learners.losses import LossBatch, entropy_statistics
+from agentenv.learners.policy import Policy, tensors
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Limit, Task, VersionSpan
-from learners.algorithm import Algorithm
-from learners.batch import ActionTokens, EncodedTree, pack
-from learners.credit import CreditedTree, TreeCredit, group_advantages
-from learners.losses import LossBatch, entropy_statistics
-from learners.policy import Policy, tensors
 
 VOCABULARY = 61
 MODELS = {

@@ -12,16 +12,16 @@ import torch
 
 from agentenv.config import build_config, load_config, to_plain
 from agentenv.errors import ConfigError
-from launchers.config import TrainConfig
-from learners import losses
-from learners.aepo import AEPO
-from learners.arpo import ARPO
-from learners.baselines import GRPO
-from learners.learner import LearnerConfig
-from learners.losses import LossBatch
-from learners.ranks import Init
-from reference.algorithms import ReleasedAEPO, ReleasedARPO, group_advantages, released
-from reference.rollout import ReleasedARPOPlan
+from agentenv.learners import losses
+from agentenv.learners.aepo import AEPO
+from agentenv.learners.arpo import ARPO
+from agentenv.learners.baselines import GRPO
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.losses import LossBatch
+from agentenv.learners.ranks import Init
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.reference.algorithms import ReleasedAEPO, ReleasedARPO, group_advantages, released
+from agentenv.reference.rollout import ReleasedARPOPlan
 from tests.learners.flat import figures, grown, tree_form
 from tests.support.released_losses import gspo_loss
 

@@ -9,17 +9,17 @@ from random import Random
 
 import pytest
 
-from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Task
-from learners.aepo import AEPO, AEPOPlan, num_roots_of
-from learners.arpo import ARPO, ARPOPlan
-from reference.algorithms import ReleasedAEPO, ReleasedARPO
-from reference.rollout import (
+from agentenv.learners.aepo import AEPO, AEPOPlan, num_roots_of
+from agentenv.learners.arpo import ARPO, ARPOPlan
+from agentenv.reference.algorithms import ReleasedAEPO, ReleasedARPO
+from agentenv.reference.rollout import (
     ReleasedAEPOPlan,
     ReleasedARPOPlan,
     initial_rollouts,
     segment_entropy,
 )
+from agentenv.tree import Node, TrajectoryTree
+from agentenv.types import Task
 from tests.support.reference_loop import (
     Recorded,
     ReferenceLoop,

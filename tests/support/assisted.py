@@ -11,6 +11,7 @@ from agentenv.assist import Assist, AssistConfig, assist_actor
 from agentenv.config import build_config
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.env import Env
+from agentenv.envs.grading.reward import make_grader
 from agentenv.errors import ToolError
 from agentenv.plan import Independent
 from agentenv.renderer import TagRenderer
@@ -18,7 +19,6 @@ from agentenv.tool_env import ToolEnv
 from agentenv.tools import tool
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Completion, Limits, SamplingParams, Task
-from envs.grading.reward import make_grader
 from tests.support.toy import CharTokenizer
 
 TASK = Task("t", "toy", "How much is it?", ("2",))

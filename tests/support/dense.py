@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from envs.search.faiss_index import Encoder, FaissConfig
+from agentenv.envs.search.faiss_index import Encoder, FaissConfig
 
 TEXTS = ["lima is in peru", "oslo is in norway", "rome is in italy"]
 WORDS = sorted({word for text in TEXTS for word in text.split()})

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from learners import ranks
+from agentenv.learners import ranks
 from tests.support.nursery import POLL_S, PYTHON, Forked, Nursery, nursery
 
 MODULES = (
@@ -19,13 +19,13 @@ MODULES = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
-    "learners.worker",
-    "launchers.train",
-    "launchers.evaluate",
-    "launchers.rl.training",
-    "launchers.workers.env_worker",
-    "launchers.workers.rollout_worker",
-    "launchers.evaluation.report",
+    "agentenv.learners.worker",
+    "agentenv.launchers.train",
+    "agentenv.launchers.evaluate",
+    "agentenv.pipelines.rl.training",
+    "agentenv.pipelines.workers.env_worker",
+    "agentenv.pipelines.workers.rollout_worker",
+    "agentenv.pipelines.evaluation.report",
     "tests.support.undrawn:leave_out",
 )
 
@@ -47,12 +47,12 @@ async def spawn(
     allocator: str = "",
     backend: str = "",
 ) -> Rank:
-    """In place of that of `learners.ranks`."""
+    """In place of that of `agentenv.learners.ranks`."""
     chosen = (rank, num_ranks, num_threads, address, token, gpus, allocator, backend)
     with ranks.open_log(log_path) as log:
         return Rank(
             project().fork(
-                ["-m", "learners.worker"],
+                ["-m", "agentenv.learners.worker"],
                 environment=ranks.environment(*chosen),
                 folder=Path.cwd(),
                 output=log.fileno(),
@@ -81,7 +81,7 @@ class Worker(Rank):
 async def start_worker(
     *command: str, stdout: BinaryIO, env: Mapping[str, str], **others: object
 ) -> Worker:
-    """In place of `start_process` in launchers/workers/places.py."""
+    """In place of `start_process` in pipelines/cluster/places.py."""
     guard, grace_s, module = command[3], command[4], command[-1]
     end, life = os.pipe()
     with os.fdopen(end) as stdin:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from envs.grading import units
-from envs.grading.equality import Equality
-from envs.grading.layers import compare, expressions
-from envs.grading.math import risk_of
+from agentenv.envs.grading import units
+from agentenv.envs.grading.equality import Equality
+from agentenv.envs.grading.layers import compare, expressions
+from agentenv.envs.grading.math import risk_of
 
 
 @lru_cache(maxsize=1)

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from envs.grading.judge import Judge, JudgeConfig
+from agentenv.envs.grading.judge import Judge, JudgeConfig
 
 
 class Cut:

@@ -43,14 +43,14 @@ from msgspec import Struct
 from agentenv import journal
 from agentenv.engines.scripted import ScriptedEngine
 from agentenv.engines.vllm import VLLMServer
+from agentenv.envs.sandbox.channel import SessionProcess
+from agentenv.envs.sandbox.process import ZygoteProcess
 from agentenv.frames import framed
-from envs.sandbox.channel import SessionProcess
-from envs.sandbox.process import ZygoteProcess
-from launchers import train
-from launchers.rl.publishing import DirectoryPublisher
-from launchers.rl.recorder import Recorder
-from learners import ranks as wire
-from learners import worker
+from agentenv.launchers import train
+from agentenv.learners import ranks as wire
+from agentenv.learners import worker
+from agentenv.pipelines.rl.publishing import DirectoryPublisher
+from agentenv.pipelines.rl.recorder import Recorder
 from tests.support.rank_here import rank_here
 
 Role = str  # controller, rank

@@ -4,7 +4,7 @@ A rank, a command and an engine server import for 4 to 20 CPU seconds before the
 start over a hundred. Here each is a fork; what it then does, and how it ends, is the same.
 
     nursery, one process --- minder of each: waits for it and tells how it ended --- the process
-                         --- guard of launchers/serving, where it is a server ---
+                         --- guard of pipelines/serving, where it is a server ---
 
 What a test cannot start itself, since a launcher does, gets a program that stands in for Python:
 

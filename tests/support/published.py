@@ -9,9 +9,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from envs.quickstart import demonstration, make_world
-from launchers import sft
-from launchers.quickstart import build_model
+from agentenv.envs.quickstart import demonstration, make_world
+from agentenv.envs.quickstart_setup import build_model
+from agentenv.launchers import sft
 from tests.support.rank_here import rank_here
 
 SYSTEM = "What is of user"  # words of the small tokenizer; published rows bring a system prompt too

@@ -23,10 +23,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.errors import LearnerError
-from learners import ranks as wire
-from learners.learner import LearnerConfig
-from learners.ranks import RankGroup, RankPlaces
-from learners.worker import Rank, failure
+from agentenv.learners import ranks as wire
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.ranks import RankGroup, RankPlaces
+from agentenv.learners.worker import Rank, failure
 
 
 class RankHere(RankGroup):
@@ -90,7 +90,7 @@ def rank_here() -> Iterator[None]:
     """Learners that start meanwhile have their rank here where they can."""
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("learners.deepspeed_learner.RankGroup", ranks)
+        patch.setattr("agentenv.learners.deepspeed_learner.RankGroup", ranks)
         yield
     torch.set_num_threads(threads)
     torch.set_rng_state(state)

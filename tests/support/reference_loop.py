@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from agentenv.reference.algorithms import ReleasedAEPO, ReleasedARPO
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
-from reference.algorithms import ReleasedAEPO, ReleasedARPO
 
 
 class Recorded(Random):

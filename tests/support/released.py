@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as arrow
 from pyarrow import parquet
 
-from launchers.evaluation.benchmarks import BENCHMARKS
-from launchers.planning.memory import KNOWN
-from launchers.quickstart import build_model
-from tests.launchers.benchmark_files import encrypted
+from agentenv.envs.quickstart_setup import build_model
+from agentenv.pipelines.config.benchmarks import BENCHMARKS
+from agentenv.pipelines.setup.memory import KNOWN
+from tests.pipelines.benchmark_files import encrypted
 
 Row = dict[str, Any]
 

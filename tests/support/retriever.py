@@ -9,13 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import launchers.retriever
+import agentenv.launchers.retriever
 
 
 @contextmanager
 def retriever(*overrides: str) -> Iterator[str]:
     """The address of a server that is started with these keys; it ends well when it is told to."""
-    command = [sys.executable, str(Path(launchers.retriever.__file__)), "port=0", *overrides]
+    command = [
+        sys.executable,
+        str(Path(agentenv.launchers.retriever.__file__)),
+        "port=0",
+        *overrides,
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:

@@ -1,14 +1,14 @@
-"""Fixtures of the released rollout against `reference.rollout`."""
+"""Fixtures of the released rollout against `agentenv.reference.rollout`."""
 
 from __future__ import annotations
 
 from statistics import fmean
 from typing import Any
 
-from learners.aepo import penalty_factor, sigmoid
-from learners.arpo import clip_probability
-from reference import rollout as plan
-from reference.algorithms import ReleasedAEPO, ReleasedARPO
+from agentenv.learners.aepo import penalty_factor, sigmoid
+from agentenv.learners.arpo import clip_probability
+from agentenv.reference import rollout as plan
+from agentenv.reference.algorithms import ReleasedAEPO, ReleasedARPO
 from tests.support.reference_loop import ReferenceLoop, response_mask, truncated_entropy
 
 Case = dict[str, Any]

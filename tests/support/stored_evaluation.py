@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from envs.grading.spelling import clean
-from envs.grading.words import is_wordy
-from launchers.evaluation.config import resolve_sets
-from launchers.evaluation.row import EvalRow
-from launchers.evaluation.store import CONFIG_FILE, ROWS_FILE, Saved
+from agentenv.envs.grading.spelling import clean
+from agentenv.envs.grading.words import is_wordy
+from agentenv.pipelines.config.evaluation import resolve_sets
+from agentenv.pipelines.evaluation.store import CONFIG_FILE, ROWS_FILE, Saved
+from agentenv.pipelines.records.row import EvalRow
 
 PAIRS = Path(__file__).parent.parent / "fixtures" / "answer_pairs.json"
 QUICK = {"kind": "layered", "math": False}  # a grader without math-verify

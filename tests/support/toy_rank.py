@@ -19,11 +19,11 @@ import msgspec
 import pytest
 
 from agentenv.errors import LearnerError
-from learners import ranks as wire
-from learners.checkpoint import shard_name
-from learners.learner import SAVED_FILE, LearnerConfig, Saved, Score
-from learners.ranks import RankGroup
-from learners.tensor_file import write_tensors
+from agentenv.learners import ranks as wire
+from agentenv.learners.checkpoint import shard_name
+from agentenv.learners.learner import SAVED_FILE, LearnerConfig, Saved, Score
+from agentenv.learners.ranks import RankGroup
+from agentenv.learners.tensor_file import write_tensors
 
 COUNT = "count.json"  # in a checkpoint's folder, and in that of the learner's state
 STEP_S = 0.02  # of any command
@@ -139,6 +139,6 @@ class ToyRank(RankGroup):
 def toy_ranks() -> Iterator[type[ToyRank]]:
     """Learners that start meanwhile have such a rank."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("learners.deepspeed_learner.RankGroup", ToyRank)
+        patch.setattr("agentenv.learners.deepspeed_learner.RankGroup", ToyRank)
         yield ToyRank
     assert not ToyRank.alive

@@ -20,15 +20,15 @@ from agentenv.actor import Actor
 from agentenv.config import load_config
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.errors import EngineError, EnvError, GraderError, InfraError
+from agentenv.learners.batch import EncodedTree
+from agentenv.learners.credit import CreditedTree
+from agentenv.learners.learner import Metrics, Score
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.rl.parts import Parts
+from agentenv.pipelines.rl.publishing import DirectoryPublisher, ParityProbe
+from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.renderer import TagRenderer
 from agentenv.types import Completion, Info, Limit, Message, SamplingParams, Task
-from launchers.config import TrainConfig
-from launchers.rl.parts import Parts
-from launchers.rl.publishing import DirectoryPublisher, ParityProbe
-from launchers.rundir import RunDirectory
-from learners.batch import EncodedTree
-from learners.credit import CreditedTree
-from learners.learner import Metrics, Score
 from tests.support.toy import TOOL, CharTokenizer
 
 WEIGHTS = "weights.json"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 PICTURES = (
-    "launchers.rl.report._plot",
-    "launchers.rl.recorder.write_plots",
-    "launchers.evaluation.report.plots_of",
+    "agentenv.pipelines.rl.report._plot",
+    "agentenv.pipelines.rl.recorder.write_plots",
+    "agentenv.pipelines.evaluation.report.plots_of",
 )
 
 

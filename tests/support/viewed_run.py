@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from agentenv.archive import ARCHIVE, Archive, ArchiveConfig, Credit, KeptTree, StepHeader
+from agentenv.pipelines.records.row import EvalRow
 from agentenv.tree import Node, Scored, TrajectoryTree
 from agentenv.types import Limit, Task, VersionSpan
-from launchers.evaluation.row import EvalRow
 
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
 RESULT = "</pre></div><iframe src=javascript:parent.hacked=1></iframe> héllo ✓"

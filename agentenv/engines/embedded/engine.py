@@ -25,11 +25,11 @@ import numpy as np
 import torch
 
 from agentenv.deadline import Wait
-from agentenv.engines.client import check_request
 from agentenv.engines.embedded.cache import SlotCache
 from agentenv.engines.embedded.scheduler import Event, Request, Scheduler
 from agentenv.engines.embedded.weights import Weights, read_architecture
-from agentenv.engines.stop_strings import StopStrings
+from agentenv.engines.remote.client import check_request
+from agentenv.engines.remote.stop_strings import StopStrings
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.offload import in_thread, start_thread
 from agentenv.types import Chunk, Completion, SamplingParams

@@ -22,7 +22,7 @@ from torch import Tensor
 from agentenv.engines.embedded.cache import IntArray, SlotCache
 from agentenv.engines.embedded.model import Batch, DecodeGroup, DecoderModel, Prefill, Sampler
 from agentenv.engines.embedded.weights import Architecture, Weights
-from agentenv.engines.stop_strings import StopMatcher, StopStrings
+from agentenv.engines.remote.stop_strings import StopMatcher, StopStrings
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 

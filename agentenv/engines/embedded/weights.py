@@ -16,7 +16,7 @@ from msgspec import Struct
 from safetensors import SafetensorError, deserialize
 from torch import Tensor
 
-from agentenv.engines.weights import Layout, check_layout, read_json, weight_files
+from agentenv.engines.remote.weights import Layout, check_layout, read_json, weight_files
 from agentenv.errors import EngineError
 from agentenv.model_files import read_eos_ids
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentenv.deadline import uncancelled
-from agentenv.engines.pool.member import Member, Target
-from agentenv.engines.weights import Group, Sender, TransferError
+from agentenv.engines.pool.server_state import Member, Target
+from agentenv.engines.remote.weights import Group, Sender, TransferError
 from agentenv.errors import EngineError
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ generate() --> a place on a server --> Turn
     +-- server full: the same part, before all others who wait for a place
 
 It gets places from `Seats`: in the controller's process those of the pool's own fleet, in a rollout
-worker those that the controller gives (agentenv/cluster/leases.py).
+worker those that the controller gives (agentenv/cluster/slots.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Generic, Literal
 
 from agentenv.deadline import doing, doubting, uncancelled, waiting
-from agentenv.engines.pool.seat import Hearing, S, Seats, Voice
+from agentenv.engines.pool.slot import Hearing, S, Seats, Voice
 from agentenv.engines.pool.turn import EntropyKind, Turn
-from agentenv.engines.server import (
+from agentenv.engines.remote.server import (
     BrokenConnectionError,
     BrokenOffError,
     BusyError,
@@ -33,9 +33,9 @@ from agentenv.engines.server import (
     ServerLostError,
     SilentError,
 )
-from agentenv.engines.server_config import PoolConfig
-from agentenv.engines.stop_strings import StopStrings
+from agentenv.engines.remote.stop_strings import StopStrings
 from agentenv.errors import EngineError
+from agentenv.server_config import PoolConfig
 from agentenv.types import Chunk, Completion, SamplingParams
 
 NO_DESCRIPTOR_S = 0.25  # between two tries of a request that finds no file descriptor

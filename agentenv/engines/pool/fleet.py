@@ -17,16 +17,16 @@ from heapq import heappop, heappush
 from agentenv.deadline import uncancelled
 from agentenv.engines.pool.broadcast import Broadcast
 from agentenv.engines.pool.limit import FULL
-from agentenv.engines.pool.member import Member, State, Target, WeightProbe
-from agentenv.engines.server import (
+from agentenv.engines.pool.server_state import Member, State, Target, WeightProbe
+from agentenv.engines.remote.server import (
     BrokenOffError,
     BusyError,
     ForeignWeightsError,
     Server,
     ServerLostError,
 )
-from agentenv.engines.server_config import PoolConfig
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
+from agentenv.server_config import PoolConfig
 
 logger = logging.getLogger(__name__)
 

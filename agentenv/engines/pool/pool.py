@@ -20,14 +20,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from agentenv.engines.pool.account import told
 from agentenv.engines.pool.client import PoolClient
 from agentenv.engines.pool.fleet import Fleet
-from agentenv.engines.pool.member import Member, Target
-from agentenv.engines.server import Request, Server, sampled
-from agentenv.engines.server_config import PoolConfig
-from agentenv.engines.weights import Sender
+from agentenv.engines.pool.server_state import Member, Target
+from agentenv.engines.pool.stats import told
+from agentenv.engines.remote.server import Request, Server, sampled
+from agentenv.engines.remote.weights import Sender
 from agentenv.errors import ConfigError, EngineError
+from agentenv.server_config import PoolConfig
 from agentenv.types import Chunk, Completion, SamplingParams
 
 # By feature: the key that asks for it, and what a server lacks that has not got it.

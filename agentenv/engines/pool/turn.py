@@ -12,8 +12,8 @@ from typing import Literal
 from msgspec.structs import replace
 
 from agentenv.deadline import end
-from agentenv.engines.server import PartEnd, Request, ServerLostError
-from agentenv.engines.stop_strings import StopMatcher
+from agentenv.engines.remote.server import PartEnd, Request, ServerLostError
+from agentenv.engines.remote.stop_strings import StopMatcher
 from agentenv.errors import EngineError
 from agentenv.tree import packed_ids
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan

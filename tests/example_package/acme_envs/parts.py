@@ -13,12 +13,12 @@ from msgspec import Meta
 from agentenv import Grade, Message, Task, tool
 from agentenv.engine import Engine, EngineStart
 from agentenv.engines.embedded import EmbeddedConfig
-from envs.grading.reward import GraderPart
-from envs.search.corpus import BackendConfig, Hit, Query
-from envs.web_search import WebSearchEnv
-from launchers.monitors import Axis, MonitorPart
-from learners.algorithm import Grouped
-from learners.credit import Floats
+from agentenv.envs.grading.reward import GraderPart
+from agentenv.envs.search.corpus import BackendConfig, Hit, Query
+from agentenv.envs.web_search import WebSearchEnv
+from agentenv.learners.algorithm import Grouped
+from agentenv.learners.credit import Floats
+from agentenv.pipelines.monitors.monitors import Axis, MonitorPart
 
 
 class OfficeEnv(WebSearchEnv):

@@ -1,1 +1,0 @@
-"""Data: files into rows, rows into tasks, tasks in order."""

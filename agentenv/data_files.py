@@ -1,0 +1,279 @@
+"""Files into raw rows: JSONL, JSON, CSV, parquet, and folders of the `datasets` library.
+
+A row is what the file holds, not yet understood: a dict, or the text of what is wrong with it.
+Rows are counted from 1; in JSONL the number is that of the line.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import importlib
+import re
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from itertools import islice, starmap
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from agentenv.disk import undecodable
+from agentenv.errors import ConfigError, DataError, ForeignError
+from agentenv.untrusted import decode_loose
+
+Row = dict[str, Any]
+ARROW = (".parquet", ".arrow")
+TABLES = (".csv", ".tsv")  # whose fields are texts
+SUFFIXES = (".jsonl", ".json", *TABLES, *ARROW)
+SPLIT = re.compile(r"(train|test|validation|valid|val|dev)(?=[-_.0-9])")
+ROWS_PER_BATCH = 1024
+
+
+class RawRow(NamedTuple):
+    """Row `number` of `path`; `problem` says why there is no `row`."""
+
+    path: Path
+    number: int
+    row: Row
+    problem: str = ""
+
+
+def find_files(paths: Iterable[str | Path]) -> list[Path]:
+    """The data files that files, folders and patterns name, in order, each once.
+
+    A folder stands for its own data files, sorted, or for the one split that `datasets` saved in
+    it. Raises DataError for what names no file, or for a folder that mixes splits.
+    """
+    found: dict[Path, None] = {}
+    for path in map(str, paths):
+        if Path(path).is_dir():
+            files = _files_of(Path(path))
+        elif Path(path).exists() or not glob.has_magic(path):
+            files = [Path(path)]
+        else:
+            files = [Path(name) for name in sorted(glob.glob(path, recursive=True))]
+            if not files:
+                raise DataError(f"{path}: there is no such dataset file; the pattern matches none")
+        for file in files:
+            if shown := undecodable(str(file)):
+                raise DataError(f"{shown}: the name of this file is no UTF-8; rename it")
+        found |= dict.fromkeys(files)
+    if not found:
+        raise DataError("no dataset file is named; expected a file, a folder or a pattern")
+    return list(found)
+
+
+def read_rows(path: Path, ends: int = 0) -> Iterator[RawRow]:
+    """The rows of one file, or the first and the last `ends` of them. Raises DataError for a file
+    that cannot be read at all, and ConfigError where pyarrow is needed and not installed."""
+    if not path.exists():
+        raise DataError(f"{path}: there is no such dataset file")
+    readers = {
+        ".jsonl": _read_jsonl,
+        ".json": _read_json,
+        ".csv": _read_csv,
+        ".tsv": _read_csv,
+        ".parquet": _read_arrow,
+        ".arrow": _read_arrow,
+    }
+    reader = readers.get(path.suffix.lower())
+    if reader is None or not path.is_file():
+        raise DataError(
+            f"{path}: cannot be told what it is; expected a file that ends in "
+            f"{', '.join(SUFFIXES)}, or a folder of them"
+        )
+    try:
+        if ends and reader in (_read_jsonl, _read_arrow):  # which need not parse what lies between
+            yield from reader(path, ends)
+        else:
+            yield from of_both_ends(reader(path), ends)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+T = TypeVar("T")
+
+
+def plain(value: Any) -> Any:
+    """The value with arrays and numbers of numpy, as pandas gives them, as lists and numbers."""
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {key: plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def of_both_ends(items: Iterable[T], size: int) -> Iterator[T]:
+    """The first and the last `size` items, each once; 0: all."""
+    rest = iter(items)
+    if not size:
+        yield from rest
+        return
+    yield from islice(rest, size)
+    yield from deque(rest, maxlen=size)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    saved, splits = _saved(folder / "state.json"), _saved(folder / "dataset_dict.json")
+    if saved is not None:
+        return [folder / str(file.get("filename")) for file in saved.get("_data_files", ())]
+    if splits is not None:
+        names = [str(name) for name in splits.get("splits", ())]
+        if len(names) != 1:
+            raise DataError(f"{folder}: holds the splits {names}; name one, as {folder}/SPLIT")
+        return _files_of(folder / names[0])
+    files = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+    if not files:
+        raise DataError(
+            f"{folder}: holds no dataset file; expected files that end in {', '.join(SUFFIXES)}, "
+            "or what the datasets library saves"
+        )
+    found = {match[1] for file in files if (match := SPLIT.match(file.name))}
+    if len(found) > 1:
+        raise DataError(
+            f"{folder}: its files belong to several splits {sorted(found)}; name one by a pattern, "
+            f"as {folder}/{min(found)}*"
+        )
+    return files
+
+
+def _saved(path: Path) -> Row | None:
+    """A JSON file that the datasets library wrote, if it is there."""
+    if not path.is_file():
+        return None
+    try:
+        value = decode_loose(path.read_bytes())
+    except (OSError, ForeignError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    return value if isinstance(value, dict) else None
+
+
+def _read_jsonl(path: Path, ends: int = 0) -> Iterator[RawRow]:
+    with path.open("rb") as file:  # lines end at \n only: a text may hold other line separators
+        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+        for number, line in of_both_ends(lines, ends):
+            try:
+                row = decode_loose(line)
+            except ForeignError as error:
+                reason = re.sub(r"(?: at)?: line \d+ (column \d+).*", r" at \1", str(error))
+                is_list = number == 1 and line.lstrip().startswith(b"[")
+                hint = "; a file that holds one JSON list is named .json" if is_list else ""
+                yield RawRow(path, number, {}, f"not valid JSON: {reason}{hint}")
+                continue
+            yield _checked(path, number, row)
+
+
+def _read_json(path: Path) -> Iterator[RawRow]:
+    """A list of rows, SQuAD's {"data": [{"paragraphs": ..}]}, or JSONL under another name."""
+    try:
+        whole = decode_loose(path.read_bytes())
+    except ForeignError as error:
+        if not str(error).startswith("Extra data"):
+            raise DataError(f"{path}: not valid JSON: {error}") from error
+        yield from _read_jsonl(path)
+        return
+    if isinstance(whole, dict) and isinstance(whole.get("data"), list):
+        whole = whole["data"]
+        if all(isinstance(article, dict) and "paragraphs" in article for article in whole):
+            yield from _read_squad(path, whole)
+            return
+    if not isinstance(whole, list):
+        raise DataError(
+            f"{path}: expected a list of rows, or SQuAD's object with the key 'data', got "
+            f"{type(whole).__name__}"
+        )
+    for number, row in enumerate(whole, 1):
+        yield _checked(path, number, row)
+
+
+def _read_squad(path: Path, articles: list[Row]) -> Iterator[RawRow]:
+    number = 0
+    try:
+        for article in articles:
+            for paragraph in article["paragraphs"]:
+                for question in paragraph["qas"]:
+                    number += 1
+                    about = {"context": paragraph["context"]}
+                    if "title" in article:
+                        about["title"] = article["title"]
+                    yield _checked(path, number, {**question, **about})
+    except (KeyError, TypeError) as error:
+        raise DataError(
+            f"{path}: after question {number}: expected SQuAD's data, paragraphs, qas and "
+            f"context; found a mistake at {error}"
+        ) from error
+
+
+def _read_csv(path: Path) -> Iterator[RawRow]:
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    csv.field_size_limit(sys.maxsize)  # of the process: Python's own ends at 131,072 characters
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, delimiter=delimiter, restkey="", strict=True)
+        names = reader.fieldnames or []
+        if len(set(names)) < len(names) or "" in names:
+            raise DataError(
+                f"{path}: expected a first line that names each column once, got {list(names)}"
+            )
+        number = 0
+        while True:
+            number += 1
+            try:
+                row = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                raise DataError(f"{path}, row {number}: not valid CSV: {error}") from error
+            if "" in row or None in row.values():
+                problem = f"expected {len(names)} fields as in the first line, got another number"
+                yield RawRow(path, number, {}, problem)
+            else:
+                nulls: Row = {name: text or None for name, text in row.items()}
+                yield RawRow(path, number, nulls)
+
+
+def _read_arrow(path: Path, ends: int = 0) -> Iterator[RawRow]:
+    if not ends:
+        rows = (row for batch in _batches(path) for row in batch.to_pylist())
+        yield from starmap(partial(_checked, path), enumerate(rows, 1))
+        return
+    places = ((batch, place) for batch in _batches(path) for place in range(batch.num_rows))
+    for number, (batch, place) in of_both_ends(enumerate(places, 1), ends):
+        yield _checked(path, number, batch.slice(place, 1).to_pylist()[0])
+
+
+def _batches(path: Path) -> Iterator[Any]:
+    """The record batches of a file."""
+    try:
+        arrow = importlib.import_module("pyarrow")
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: reading it needs pyarrow, which cannot be imported ({error}); install it "
+            "with: pip install 'agentenv[data]'"
+        ) from error
+    try:
+        if path.suffix.lower() == ".parquet":
+            with parquet.ParquetFile(path) as file:
+                yield from file.iter_batches(batch_size=ROWS_PER_BATCH)
+            return
+        with arrow.memory_map(str(path)) as source:
+            yield from _arrow_batches(arrow, source)
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
+
+
+def _arrow_batches(arrow: Any, source: Any) -> Iterator[Any]:
+    """Batches of an Arrow stream, the form in which `datasets` saves, or of an Arrow file."""
+    try:
+        yield from arrow.ipc.open_stream(source)
+    except arrow.ArrowInvalid:
+        source.seek(0)
+        file = arrow.ipc.open_file(source)
+        yield from map(file.get_batch, range(file.num_record_batches))
+
+
+def _checked(path: Path, number: int, row: Any) -> RawRow:
+    if isinstance(row, dict):
+        return RawRow(path, number, row)
+    return RawRow(path, number, {}, f"expected a JSON object, got {type(row).__name__}")

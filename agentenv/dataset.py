@@ -1,0 +1,411 @@
+"""Datasets: rows into tasks, in an order that a seed fixes and a position resumes.
+
+Files are read by `agentenv/data_files.py`, rows understood by `agentenv/rows.py`. A
+`PromptFitter` finds prompts that are too long before a run starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
+from math import gcd, lcm
+from pathlib import Path
+from random import Random
+from typing import NamedTuple, overload
+
+from msgspec.structs import replace
+
+from agentenv.crashes import guarded
+from agentenv.data_files import RawRow, Row, find_files, read_rows
+from agentenv.env import Env
+from agentenv.errors import AgentEnvError, ConfigError, CrashError, DataError, EnvError, InfraError
+from agentenv.offload import in_thread
+from agentenv.renderer import CUT_MARKER, Renderer, ToolSchemas
+from agentenv.rows import MixPart, Overlong, RowReader, RowsConfig
+from agentenv.types import Limits, Message, Task
+
+MAX_LISTED = 50  # bad rows that are named one by one
+MAX_PERIOD = 10_000  # questions after which the order of a mix's parts repeats
+
+Paths = str | Path | Sequence[str | Path]
+Adapt = Callable[[Row], Row | None]
+logger = logging.getLogger(__name__)
+
+
+def load_tasks(
+    paths: Paths,
+    env_id: str,
+    config: RowsConfig | None = None,
+    *,
+    max_samples: int = 0,
+    ends: int = 0,
+    say: Callable[[str], None] = logger.warning,
+    adapt: Adapt | None = None,
+) -> list[Task]:
+    """Tasks of the rows of a file, a folder, a pattern, or a list of them, in order.
+
+    `env_id` is the environment of rows that choose none, `max_samples` takes the first n (0:
+    all), `ends` reads only so many rows of each end of a file (0: all). `say` is told of rows that
+    `config.skip_bad_rows` leaves out. `adapt` makes of a row one of a known schema, or None to
+    leave it out. Raises DataError with file, row, key and what was expected, or for no rows at
+    all, and ConfigError for an environment of `config.env_by` that no row chooses.
+    """
+    reader = RowReader(config or RowsConfig(), env_id, keep_golds=adapt is None)
+    tasks = _read(reader, _listed(paths), max_samples, say, adapt, ends)
+    if not (max_samples or ends):
+        _check_env_by([reader])
+    return tasks
+
+
+def load_mix(
+    parts: Sequence[MixPart],
+    env_id: str,
+    config: RowsConfig,
+    resolve: Callable[[str], Path] = Path,
+    *,
+    ends: int = 0,
+    say: Callable[[str], None] = logger.warning,
+) -> TaskMix:
+    """The parts of a weighted mix, each loaded like `load_tasks`; `resolve` makes its paths."""
+    readers, loaded = [], []
+    for part in parts:
+        own = RowsConfig(
+            columns=part.columns or config.columns,
+            env_by=config.env_by,
+            skip_bad_rows=config.skip_bad_rows,
+            compat=config.compat,
+        )
+        reader = RowReader(own, part.env_id or env_id)
+        paths = [resolve(str(path)) for path in _listed(part.path)]
+        loaded.append(_read(reader, paths, part.max_samples, say, ends=ends))
+        readers.append(reader)
+    if not (ends or any(part.max_samples for part in parts)):
+        _check_env_by(readers)
+    return TaskMix(loaded, [part.weight for part in parts])
+
+
+class TaskMix(Sequence[Task]):
+    """Tasks in parts of given weights, and as a sequence all of them, part after part.
+
+    `pattern` is one period of part numbers: at every place each part was drawn as often as its
+    weight says, to within one task. Weights are counted to one in 10,000.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Task]], weights: Sequence[float]) -> None:
+        self.parts = [list(part) for part in parts]
+        self.weights = list(weights)
+        self.pattern = _interleave(_whole(self.weights))
+        self._tasks = [task for part in self.parts for task in part]
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        return self._tasks[index]
+
+
+class TaskStream:
+    """Endless epochs over `tasks`; each epoch in an order of its own, fixed by the seed.
+
+    The parts of a `TaskMix` have epochs of their own and take turns by weight. `position` counts
+    tasks handed out; a stream made with the position of another one continues it exactly.
+    """
+
+    def __init__(self, tasks: Sequence[Task], seed: int, position: int = 0) -> None:
+        self.tasks = tasks
+        self.seed = seed
+        self.position = position
+        mix = tasks if isinstance(tasks, TaskMix) else None
+        self._pattern = mix.pattern if mix else [0]
+        parts: Sequence[Sequence[Task]] = mix.parts if mix else [tasks]
+        keys = [str(seed), *(f"{seed}/part/{number}" for number in range(1, len(parts)))]
+        self._parts = [_Part(part, key) for part, key in zip(parts, keys, strict=True)]
+
+    def __iter__(self) -> Iterator[tuple[int, Task]]:
+        """Yields (position of the task, task)."""
+        periods, place = divmod(self.position, len(self._pattern))
+        for number, part in enumerate(self._parts):
+            whole, begun = self._pattern.count(number), self._pattern[:place].count(number)
+            part.drawn = periods * whole + begun
+        while True:
+            number = self._pattern[self.position % len(self._pattern)]
+            position = self.position
+            self.position += 1
+            yield position, self._parts[number].next()
+
+
+class _Part:
+    """The tasks of one part of a stream in epochs; `drawn` counts those handed out."""
+
+    def __init__(self, tasks: Sequence[Task], key: str) -> None:
+        self.tasks = tasks
+        self.key = key
+        self.drawn = 0
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def next(self) -> Task:
+        epoch, place = divmod(self.drawn, len(self.tasks))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(len(self.tasks)))
+            Random(f"{self.key}/epoch/{epoch}").shuffle(self._order)
+        self.drawn += 1
+        return self.tasks[self._order[place]]
+
+
+def _listed(paths: Paths) -> list[str | Path]:
+    return [paths] if isinstance(paths, str | Path) else list(paths)
+
+
+def _read(
+    reader: RowReader,
+    paths: Iterable[str | Path],
+    max_samples: int,
+    say: Callable[[str], None],
+    adapt: Adapt | None = None,
+    ends: int = 0,
+) -> list[Task]:
+    files = find_files(paths)
+    tasks: list[Task] = []
+    bad: list[str] = []
+    for read in (raw for path in files for raw in read_rows(path, ends)):
+        raw = read if adapt is None else _adapted(read, adapt)
+        if raw is None:
+            continue
+        try:
+            tasks.append(reader.task(raw))
+        except DataError as error:
+            if not reader.config.skip_bad_rows:
+                raise
+            bad.append(str(error))
+        if max_samples and len(tasks) == max_samples:
+            break
+    names = ", ".join(map(str, files[:3])) + (" and others" if len(files) > 3 else "")
+    if not tasks:
+        why = f"; all {len(bad)} rows are bad, the first: {bad[0]}" if bad else ""
+        raise DataError(f"{names}: the dataset is empty; expected a question in each row{why}")
+    for path, found in reader.doubts.items():
+        for what, (number, first) in found.items():
+            say(f"{path}: {number} {what}; the first: {first}")
+    if bad:
+        more = f"\n  and {len(bad) - MAX_LISTED} more" if len(bad) > MAX_LISTED else ""
+        listed = "".join(f"\n  {text}" for text in bad[:MAX_LISTED])
+        say(f"{names}: {len(bad)} bad rows are left out, {len(tasks)} are used:{listed}{more}")
+    return tasks
+
+
+def _adapted(raw: RawRow, adapt: Adapt) -> RawRow | None:
+    if raw.problem:
+        return raw
+    try:
+        row = adapt(raw.row)
+    except DataError as error:
+        return raw._replace(problem=str(error))
+    return None if row is None else raw._replace(row=row)
+
+
+def _check_env_by(readers: Sequence[RowReader]) -> None:
+    """Refuse a key of env_by that chooses nothing, since a misspelt one would go unnoticed."""
+    used = {value for reader in readers for value in reader.env_by_used}
+    seen = {value for reader in readers for value in reader.env_by_seen}
+    for value in readers[0].config.env_by:
+        if value not in used:
+            raise ConfigError(
+                f"env_by: no row is sent to an environment by {value!r}; values of data_source "
+                f"and ability in the rows: {sorted(seen)[:20]}"
+            )
+
+
+def _whole(weights: Sequence[float]) -> list[int]:
+    """Weights as whole numbers whose sum, the period of the mix, is at most about 10,000."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = lcm(*(share.denominator for share in exact))
+    whole = [int(share * scale) for share in exact]
+    whole = [number // gcd(*whole) for number in whole]
+    if sum(whole) > MAX_PERIOD:
+        total = sum(whole)
+        whole = [max(1, round(number * MAX_PERIOD / total)) for number in whole]
+    return whole
+
+
+def _interleave(weights: Sequence[int]) -> list[int]:
+    """One period of part numbers: each place goes to the part furthest behind its share."""
+    total = sum(weights)
+    behind = [0] * len(weights)
+    pattern = []
+    for _ in range(total):
+        behind = [debt + weight for debt, weight in zip(behind, weights, strict=True)]
+        number = max(range(len(weights)), key=behind.__getitem__)
+        behind[number] -= total
+        pattern.append(number)
+    return pattern
+
+
+CUT_KEY = "num_cut_chars"  # of Task.metadata: characters that were taken out of the question
+BATCH = 256
+MAX_LISTED_PROMPTS = 10
+
+
+class _Prompt(NamedTuple):
+    messages: list[Message]
+    tools: ToolSchemas
+
+
+class PromptFitter:
+    """Renders the prompts of tasks and refuses, leaves out or cuts those that are longer than
+    limits.max_prompt_tokens.
+
+    A prompt is not rendered when its last message has fewer bytes than the limit leaves beside
+    a rendered prompt that is otherwise equal, since a token stands for a byte at least. The actor
+    looks at the length again. `key` is the one that chooses `mode`, for the messages.
+    """
+
+    def __init__(
+        self,
+        make_env: Callable[[Task], Env],
+        renderer: Renderer,
+        limits: Limits,
+        mode: Overlong,
+        key: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self.make_env = make_env
+        self.renderer = renderer
+        self.limits = limits
+        self.mode = mode
+        self.key = key
+        self.say = say
+        self._rendered: dict[str, int] = {}  # tokens of a prompt, by what it shares with others
+        self._not_begun: dict[str, str] = {}  # why an environment did not begin, by its task
+
+    async def fit(self, tasks: Sequence[Task]) -> list[Task]:
+        """The tasks whose prompts fit, in order. Raises DataError for the first that does not, or
+        when none is left, and ConfigError for an environment that cannot be made."""
+        kept: list[Task] = []
+        overlong: list[str] = []
+        for start in range(0, len(tasks), BATCH):
+            batch = tasks[start : start + BATCH]
+            prompts = await asyncio.gather(*map(self._prompt, batch))
+            lengths = await in_thread(self._lengths, prompts)
+            for task, length in zip(batch, lengths, strict=True):
+                if length <= self.limits.max_prompt_tokens:
+                    kept.append(task)
+                    continue
+                overlong.append(f"{task.id} ({length} tokens)")
+                if self.mode == "cut":
+                    kept.append(await self._cut(task))
+        self._report_not_begun(len(tasks))
+        if overlong:
+            self._report(overlong, len(tasks))
+        if not kept:
+            raise DataError(f"{self.key} = 'skip' left none of {len(tasks)} questions")
+        return kept
+
+    def _report_not_begun(self, num_tasks: int) -> None:
+        """What would fail when it is rolled out, if it fails again."""
+        if self._not_begun:
+            task_id, problem = next(iter(self._not_begun.items()))
+            self.say(
+                f"{len(self._not_begun)} of {num_tasks} environments did not begin when they were "
+                "tried, and their rollouts fail if they do so again; the first of them is that of "
+                f"task {task_id}: {problem}"
+            )
+
+    def _report(self, overlong: list[str], num_tasks: int) -> None:
+        limit = f"limits.max_prompt_tokens = {self.limits.max_prompt_tokens}"
+        listed = ", ".join(overlong[:MAX_LISTED_PROMPTS]) + (
+            ", .." if len(overlong) > MAX_LISTED_PROMPTS else ""
+        )
+        found = f"{len(overlong)} of {num_tasks} prompts are longer than {limit}: {listed}"
+        if self.mode == "error":
+            raise DataError(f"{found}; raise the limit, or set {self.key} to 'skip' or 'cut'")
+        done = "are left out" if self.mode == "skip" else "are cut in the middle of the question"
+        self.say(f"{self.key}: {found}; they {done}")
+
+    async def _prompt(self, task: Task) -> _Prompt | AgentEnvError | None:
+        """The prompt of a task; None if its env could not be made or reset, which is told, and
+        the rollout's business. Other errors are returned, so that all envs of a batch are
+        closed."""
+
+        async def made() -> Env:
+            return self.make_env(task)
+
+        try:
+            env = await guarded(made(), "making the environment")
+        except CrashError as error:
+            self._not_begun[task.id] = str(error)
+            return None
+        except ConfigError as error:
+            return ConfigError(f"task {task.id}: {error}")
+        found: _Prompt | AgentEnvError | None = None
+        try:
+            async with asyncio.timeout(self.limits.env_timeout_s):
+                messages, info = await guarded(env.reset(seed=0), "the environment's reset")
+            found = _Prompt(messages, info.get("tools", ()))
+        except TimeoutError:
+            self._not_begun[task.id] = "its reset took more than limits.env_timeout_s"
+        except (EnvError, InfraError) as error:
+            self._not_begun[task.id] = str(error)
+        except AgentEnvError as error:
+            found = error
+        try:
+            async with asyncio.timeout(self.limits.env_timeout_s):
+                await env.close()
+        except TimeoutError:
+            return EnvError(
+                f"task {task.id}: its environment did not close in limits.env_timeout_s"
+            )
+        return found
+
+    def _lengths(self, prompts: Sequence[_Prompt | AgentEnvError | None]) -> list[int]:
+        """Tokens of each prompt, or 0 where the prompt certainly fits."""
+        lengths = []
+        for prompt in prompts:
+            if isinstance(prompt, AgentEnvError):
+                raise prompt
+            lengths.append(0 if prompt is None else self._length(prompt))
+        return lengths
+
+    def _length(self, prompt: _Prompt) -> int:
+        messages, tools = prompt
+        shared = repr((messages[:-1], messages[-1].role, tools))
+        size = len(messages[-1].content.encode(errors="replace"))
+        beside = self._rendered.get(shared)
+        if beside is not None and beside + size <= self.limits.max_prompt_tokens:
+            return 0
+        length = len(self.renderer.prompt(messages, tools))
+        self._rendered[shared] = min(length, beside or length)
+        return length
+
+    async def _cut(self, task: Task) -> Task:
+        """The task with as much of its question's head and tail as fits."""
+        fits, low, high = None, 0, len(task.question) - 1
+        while low <= high:
+            middle = (low + high) // 2
+            candidate = _shortened(task, middle)
+            prompt = await self._prompt(candidate)
+            (length,) = await in_thread(self._lengths, [prompt])
+            if length <= self.limits.max_prompt_tokens:
+                fits, low = candidate, middle + 1
+            else:
+                high = middle - 1
+        if fits is None:
+            raise DataError(
+                f"task {task.id}: its prompt is longer than limits.max_prompt_tokens = "
+                f"{self.limits.max_prompt_tokens} even without the question; raise the limit"
+            )
+        return fits
+
+
+def _shortened(task: Task, num_chars: int) -> Task:
+    """The task with that many characters of its question, half of them from the end."""
+    text, tail = task.question, num_chars // 2
+    question = text[: num_chars - tail] + CUT_MARKER + text[len(text) - tail :]
+    metadata = {**task.metadata, CUT_KEY: len(text) - num_chars}
+    return replace(task, question=question, metadata=metadata)

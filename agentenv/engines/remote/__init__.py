@@ -1,0 +1,1 @@
+"""Engines behind HTTP: requests, streams, stop strings, weights."""

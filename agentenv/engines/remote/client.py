@@ -1,0 +1,454 @@
+"""HTTP to one engine server: calls with deadlines, streams of events, errors one can read.
+
+no connection, deadline passed, 5xx -> ServerLostError: the request may be sent again
+connection broken off               -> BrokenConnectionError: nothing is known of the server
+429, 503 with Retry-After           -> BusyError: the server is well, and full
+every other status but 2xx          -> RefusedError, an EngineError with the server's reason
+
+Only GET is sent twice, when a kept connection turns out to be closed. Where this process has no
+file descriptor left, a call waits for one. A stream raises NoDescriptorError then, and where only
+those are left that are spared for the rest of the process, which has files to open and to save.
+That is no fault of a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from math import isfinite
+from typing import Annotated, Any, TypeVar
+
+import aiohttp
+import msgspec
+from msgspec import Meta, Struct
+from yarl import URL
+
+from agentenv.engines.remote.server import (
+    BrokenConnectionError,
+    BusyError,
+    NoDescriptorError,
+    ServerLostError,
+)
+from agentenv.errors import SHOWN, ConfigError, EngineError, ForeignError
+from agentenv.http_errors import retry_after_s
+from agentenv.types import SamplingParams
+from agentenv.untrusted import decode
+
+# uvicorn closes an idle connection after 5 s; one that we reuse at that moment would be lost
+KEEP_ALIVE_S = 3.0
+CONNECT_S = 10.0
+END_S = 0.25  # for the end of an answer that is whole, else its connection is not kept
+MAX_REASON = 500  # characters of a server's own words in our messages
+DONE = b"[DONE]"
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+NO_DESCRIPTOR_S = 0.25  # between two tries of a request that finds no file descriptor
+SPARED = 64  # file descriptors that no stream takes, of few a sixth: pages, checkpoints, processes
+WARN_S = 60.0  # between two warnings of that
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Logprob = Annotated[float, Meta(le=1.0)]  # with some room for rounding
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]  # which a float holds
+
+
+class RefusedError(EngineError):
+    """The server answered and refused; `status` is the HTTP status, `reason` its own words."""
+
+    is_final = True
+
+    def __init__(self, text: str, status: int, reason: str) -> None:
+        super().__init__(text)
+        self.status, self.reason = status, reason
+
+
+class FailedError(ServerLostError):
+    """The server answered 5xx or 408: it is broken, or it could not do this."""
+
+    kind = "failed"
+
+    def __init__(self, text: str, status: int, reason: str) -> None:
+        super().__init__(text)
+        self.status, self.reason = status, reason
+
+
+class _Schema(Struct):
+    paths: dict[str, dict[str, msgspec.Raw]]
+
+
+class MalformedReplyError(EngineError):
+    """A reply with status 200 that is not what was asked for."""
+
+
+def base_url(url: str, key: str = "engine URL") -> URL:
+    """The URL of a server, parsed. Raises ConfigError, which names the `key` that it is from."""
+    base = URL(url.rstrip("/"))
+    if base.scheme not in ("http", "https") or not base.host:
+        raise ConfigError(f"{key}: {url!r}: expected http://HOST:PORT or https://HOST")
+    return base
+
+
+async def why_unreachable(url: str, key: str) -> str:
+    """Why nothing can be connected to at this URL of `key`; empty: something can. Raises
+    ConfigError."""
+    base = base_url(url, key)
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(base.host, base.port)
+    except TimeoutError:
+        return f"no connection within {CONNECT_S:g} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    writer.close()
+    return ""
+
+
+class HttpClient:
+    """Calls to one base URL. `name` is the URL without credentials.
+
+    Deadlines in seconds: `call_s` of a short call, `wait_s` of a stream without an event and of a
+    call that takes long. Requests wait while weights are loaded, so both are one.
+
+    `fresh_posts`: each POST but a stream has a connection of its own, so that none finds a kept
+    one closed; for calls that are few and change the server.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str = "",
+        call_s: float = 30.0,
+        wait_s: float = 600.0,
+        fresh_posts: bool = False,
+    ) -> None:
+        self._base = base_url(url)
+        self.name = str(self._base.with_user(None).with_query(None)).rstrip("/")
+        self.wait_s, self._call_s = wait_s, call_s
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._fresh_posts = fresh_posts
+        self._warned_at = -WARN_S
+        self._session: aiohttp.ClientSession | None = None
+        self._fresh: aiohttp.ClientSession | None = None  # a connection for each request
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        json: Any = None,
+        params: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        *,
+        fresh: bool = False,
+    ) -> bytes:
+        """The body of a 2xx answer. `json` is sent as JSON unless it is None. `fresh`: on a
+        connection of its own."""
+        limit = aiohttp.ClientTimeout(total=timeout_s or self._call_s, sock_connect=CONNECT_S)
+        fresh = fresh or (self._fresh_posts and method == "POST")
+        async with self._request(method, path, json, limit, params, fresh=fresh) as response:
+            return await response.read()
+
+    async def call_json(
+        self,
+        method: str,
+        path: str,
+        json: Any = None,
+        params: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Like `call`, decoded; None for an empty body. MalformedReplyError if it is no JSON."""
+        body = await self.call(method, path, json, params, timeout_s)
+        try:
+            return decode(body) if body else None
+        except ForeignError as error:
+            raise MalformedReplyError(
+                f"{self.name}{path} answered no JSON: {_shorten(body)!r}; is this an engine?"
+            ) from error
+
+    async def call_as(
+        self,
+        kind: type[T],
+        method: str,
+        path: str,
+        json: Any = None,
+        params: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        *,
+        fresh: bool = False,
+    ) -> T:
+        """Like `call`, decoded as `kind`. MalformedReplyError if it is something else."""
+        body = await self.call(method, path, json, params, timeout_s, fresh=fresh)
+        try:
+            return decode(body, kind)
+        except ForeignError as error:
+            raise MalformedReplyError(
+                f"{self.name}{path} answered something else than an engine that is known "
+                f"({error}): {_shorten(body)!r}"
+            ) from error
+
+    @asynccontextmanager
+    async def stream(
+        self, path: str, json: Any, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """POST that is answered by server-sent events: the data of each, without the last
+        `[DONE]`. Leaving the context before the end drops the connection.
+
+        The iterator raises BrokenConnectionError if the stream breaks off before `[DONE]`. Raises
+        NoDescriptorError where nothing was sent.
+        """
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self.wait_s)
+        sending = self._request("POST", path, json, limit, headers=headers, streams=True)
+        async with sending as response:
+            yield self._events(response, path)
+
+    async def routes(self) -> frozenset[str]:
+        """What it serves by its own /openapi.json, as "POST /path". ConfigError if it hides it."""
+        try:
+            schema = await self.call_as(_Schema, "GET", "/openapi.json")
+        except RefusedError as error:
+            raise ConfigError(
+                f"{self.name} answers {error.status} to GET /openapi.json, where its routes are "
+                "read: it is no engine, or it was started with --disable-fastapi-docs"
+            ) from error
+        except MalformedReplyError as error:
+            raise ConfigError(f"{error}; expected the routes of an engine") from error
+        return frozenset(
+            f"{verb.upper()} {path}" for path, verbs in schema.paths.items() for verb in verbs
+        )
+
+    async def close(self) -> None:
+        """Drop all connections. Idempotent; a later call opens new ones."""
+        sessions, self._session, self._fresh = (self._session, self._fresh), None, None
+        for session in sessions:
+            if session is not None:
+                await session.close()
+
+    @asynccontextmanager
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        json: Any,
+        limit: aiohttp.ClientTimeout,
+        params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        fresh: bool = False,
+        streams: bool = False,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        kind = {} if json is None else {"Content-Type": "application/json"}
+        request: dict[str, Any] = {
+            "url": self._base.with_path(self._base.path.rstrip("/") + path),
+            "params": params,
+            "data": None if json is None else msgspec.json.encode(json),
+            "headers": {**kind, **self._headers, **(headers or {})},
+            "timeout": limit,
+            "allow_redirects": False,
+        }
+        try:
+            sending = self._send(method, request, fresh=fresh, streams=streams)
+            async with await sending as response:
+                if not 200 <= response.status < 300:
+                    wanted_s = retry_after_s(response.headers)
+                    self._refuse(path, response.status, _reason(await response.read()), wanted_s)
+                yield response
+        except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
+            kind_of = "no answer in time" if isinstance(error, TimeoutError) else "connection lost"
+            text = f" ({type(error).__name__}: {error})".replace(": )", ")")
+            lost = BrokenConnectionError if _is_broken(error) else ServerLostError
+            raise lost(f"{self.name}{path}: {kind_of}{text}") from error
+
+    async def _send(
+        self, method: str, request: dict[str, Any], *, fresh: bool, streams: bool
+    ) -> aiohttp.ClientResponse:
+        """On a kept connection unless `fresh`; a GET on a new one if the kept one was closed."""
+        while True:
+            try:
+                return await self._open(fresh=fresh).request(method, **request)
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                if isinstance(error, aiohttp.ClientConnectorError):
+                    if error.errno not in NO_DESCRIPTOR and not _lacks_descriptors():
+                        raise
+                    if streams or fresh:
+                        self._warn_descriptors()
+                    if streams:
+                        raise NoDescriptorError(f"no file descriptor for {self.name}") from error
+                    if fresh:
+                        await asyncio.sleep(NO_DESCRIPTOR_S)
+                    fresh = True  # which may have those that are spared
+                elif fresh or method != "GET":
+                    raise
+                else:
+                    fresh = True
+
+    def _open(self, *, fresh: bool) -> aiohttp.ClientSession:
+        if fresh:
+            if self._fresh is None:
+                connector = aiohttp.TCPConnector(limit=0, force_close=True)
+                self._fresh = aiohttp.ClientSession(connector=connector)
+            return self._fresh
+        if self._session is None:
+            connector = aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=_socket
+            )
+            # A cookie of a router would take all sessions to one server.
+            jar = aiohttp.DummyCookieJar()
+            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=jar)
+        return self._session
+
+    def _warn_descriptors(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._warned_at >= WARN_S:
+            self._warned_at = now
+            logger.warning(
+                "requests to %s wait for file descriptors, of which this process has no more; "
+                "raise the hard limit (ulimit -Hn), or lower engine.pool.max_concurrency",
+                self.name,
+                extra=SHOWN,
+            )
+
+    def _refuse(self, path: str, status: int, reason: str, retry_after_s: float | None) -> None:
+        text = f"{self.name}{path} answered {status}: {reason or 'no reason given'}"
+        if status == 429 or (status == 503 and retry_after_s is not None):
+            raise BusyError(text, retry_after_s or 0.0)
+        if status >= 500 or status == 408:
+            raise FailedError(text, status, reason)
+        if status == 401:
+            text += "; check the API key of this server"
+        raise RefusedError(text, status, reason)
+
+    async def _events(self, response: aiohttp.ClientResponse, path: str) -> AsyncIterator[bytes]:
+        # Not readline: a line with the log-probs of a whole vocabulary exceeds its limit.
+        rest = b""
+        while piece := await response.content.readany():
+            *lines, rest = (rest + piece).split(b"\n") if rest else piece.split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    data = line[5:].strip()
+                    if data == DONE:
+                        await _read_end(response)
+                        return
+                    yield data
+        raise BrokenConnectionError(f"{self.name}{path}: the stream ended before it was complete")
+
+
+async def _read_end(response: aiohttp.ClientResponse) -> None:
+    """The end of the body, mostly in a packet of its own: only behind it the connection is kept."""
+    if response.content.at_eof():
+        return
+    with suppress(aiohttp.ClientError, OSError):  # the answer is whole
+        async with asyncio.timeout(END_S):
+            while await response.content.readany():
+                pass
+
+
+def _is_broken(error: Exception) -> bool:
+    """Whether a connection that was there has gone, which proxies do to servers that are well."""
+    if isinstance(error, aiohttp.ClientConnectorError | TimeoutError):
+        return False
+    return isinstance(
+        error,
+        aiohttp.ServerDisconnectedError
+        | aiohttp.ClientPayloadError
+        | aiohttp.ClientOSError
+        | ConnectionError,
+    )
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """One that leaves the descriptors that are spared: the lowest that is free is always given, so
+    those above stay free. Raises OSError."""
+    family, kind, protocol = address[:3]
+    opened = socket.socket(family, kind, protocol)
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most > 0 and opened.fileno() >= most - min(SPARED, most // 6):  # -1: there is no limit
+        opened.close()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return opened
+
+
+def _lacks_descriptors() -> bool:
+    """Whether this process can open nothing more."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return error.errno in NO_DESCRIPTOR
+    return False
+
+
+async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Wait until all have answered, whether they failed or not; then raise the first error."""
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    answers = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return answers
+
+
+def _reason(body: bytes) -> str:
+    """What an error body says: {"error": {"message"}}, {"message"}, {"detail"}, or its text."""
+    try:
+        found = decode(body)
+    except ForeignError:
+        return _shorten(body)
+    for key in ("error", "message", "detail"):
+        if isinstance(found, dict) and found.get(key):
+            found = found[key]
+    return found[:MAX_REASON] if isinstance(found, str) else _shorten(msgspec.json.encode(found))
+
+
+def _shorten(body: bytes) -> str:
+    return body[: 4 * MAX_REASON].decode(errors="replace")[:MAX_REASON]
+
+
+# Refuses what a server would clamp, cut short, silently change or die of.
+
+MIN_TEMPERATURE = 1e-2  # vLLM raises smaller ones to it; 0 is greedy
+
+
+def check_request(
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    vocab_size: int,
+    max_model_len: int,
+    min_temperature: float = MIN_TEMPERATURE,
+) -> None:
+    """Raises EngineError, which names what is wrong, unless an engine takes it as it is meant."""
+    if not len(prompt):
+        raise EngineError("the prompt is empty; it needs at least one token id")
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= vocab_size:
+        raise EngineError(
+            f"the prompt has token ids from {low} to {high}, the vocabulary those from 0 to "
+            f"{vocab_size - 1}; do tokenizer and served model belong together?"
+        )
+    if sampling.max_tokens < 1:
+        raise EngineError(f"max_tokens must be at least 1, found {sampling.max_tokens}")
+    if len(prompt) + sampling.max_tokens > max_model_len:
+        raise EngineError(
+            f"{len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} exceed "
+            f"max_model_len {max_model_len} of the engine"
+        )
+    temperature, penalty = sampling.temperature, sampling.repetition_penalty
+    if temperature != 0 and not min_temperature <= temperature < float("inf"):
+        raise EngineError(
+            f"temperature must be 0 (greedy) or at least {min_temperature}, found {temperature}"
+        )
+    if not 0 < sampling.top_p <= 1:
+        raise EngineError(f"top_p must be above 0 and at most 1, found {sampling.top_p}")
+    if sampling.top_k != -1 and sampling.top_k < 1:
+        raise EngineError(f"top_k must be -1 (off) or at least 1, found {sampling.top_k}")
+    if not 0 <= sampling.min_p <= 1:
+        raise EngineError(f"min_p must be from 0 to 1, found {sampling.min_p}")
+    if not (isfinite(penalty) and penalty > 0):
+        raise EngineError(f"repetition_penalty must be above 0, found {penalty}")
+    if not all(sampling.stop):
+        raise EngineError("a stop string is empty")

@@ -1,0 +1,369 @@
+"""An OpenAI-compatible endpoint: requests with retries, chat replies, a model that is asked.
+
+408, 429, 5xx, a lost connection, no reply in time, a reply that is none   sent again
+any other status                                                           RefusedError at once
+
+Whatever an endpoint sends is decoded here; what cannot be decoded is a MalformedReplyError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct, field
+from yarl import URL
+
+from agentenv.backoff import backoff_s
+from agentenv.call_blocks import after_thoughts
+from agentenv.deadline import admitted, waiting
+from agentenv.engines.remote.client import (
+    Count,
+    HttpClient,
+    MalformedReplyError,
+    RefusedError,
+)
+from agentenv.engines.remote.server import BusyError
+from agentenv.errors import ConfigError, EngineDeadError, EngineError, ForeignError
+from agentenv.untrusted import convert, decode
+
+FIRST_DELAY_S = 0.5
+MAX_DELAY_S = 60.0  # also where a server asks for more
+CONTINUES = ("vllm", "sglang")  # owners of models, by /models, that know our extensions
+CHAT_PATH = "/chat/completions"
+GAP = "\n...\n"
+
+T = TypeVar("T")
+Json = dict[str, Any]
+
+
+class Endpoint:
+    """`send` asks. `start` finds the model where none is named, and what the endpoint tells of the
+    model: `owner` is who serves it, `served_from` its directory or hub name, `max_model_len` in
+    tokens; empty and 0 if it does not say. `table` is the one of the configuration that messages
+    name; an empty `api_key_env` means no key."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        table: str,
+        api_key_env: str,
+        timeout_s: float,
+        num_retries: int,
+        max_concurrency: int,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"{table}.url: expected http(s)://HOST of an OpenAI-compatible endpoint, "
+                f"got {url!r}"
+            )
+        base = URL(url.rstrip("/"))
+        api = base if base.path.strip("/") else base / "v1"
+        key = os.environ.get(api_key_env, "") if api_key_env else ""
+        if api_key_env and not key:
+            raise ConfigError(f"{table}.api_key_env: {api_key_env} is not set")
+        self.model = model
+        self.owner = self.served_from = ""
+        self.max_model_len = 0
+        self.api, self.root = (  # `root` has the routes beside the standard
+            HttpClient(one, api_key=key, call_s=timeout_s, wait_s=timeout_s)
+            for one in (str(api), str(api).removesuffix("/v1"))
+        )
+        self.num_retries = num_retries
+        self.counts = {"requests": 0.0, "retries": 0.0, "sampled_tokens": 0.0, "prompt_tokens": 0.0}
+        self._table = table
+        self._slots = asyncio.Semaphore(max_concurrency)
+        self._place = f"a place at {self.api.name}"
+        self._closed = False
+
+    async def start(self) -> None:
+        """Raises ConfigError if the endpoint is not there, or does not have the model."""
+        try:
+            found = await self.api.call_as(_Models, "GET", "/models", timeout_s=30.0)
+            models = {one.id: one for one in found.data}
+        except RefusedError as error:
+            if error.status in (401, 403) or not self.model:
+                raise ConfigError(f"{self._table}: {error}") from error
+            models = {}  # some endpoints list nothing
+        except EngineError as error:
+            raise ConfigError(
+                f"{self._table}.url: {self.api.name} does not list its models ({error}); expected "
+                "an OpenAI-compatible endpoint"
+            ) from error
+        if not self.model:
+            if len(models) != 1:
+                raise ConfigError(
+                    f"{self._table}.model: {self.api.name} has {sorted(models)}; give one"
+                    + (" with --model" if self._table == "engine" else "")
+                )
+            (self.model,) = models
+        if models and self.model not in models:
+            raise ConfigError(
+                f"{self._table}.model: {self.api.name} has no {self.model!r}; it has "
+                f"{sorted(models)[:20]}"
+            )
+        own = models.get(self.model, _Model(self.model))
+        self.owner, self.served_from = own.owned_by or "", own.root or ""
+        self.max_model_len = own.max_model_len or 0
+
+    @property
+    def known(self) -> bool:
+        """Whether the server is one that knows our extensions of the standard."""
+        return self.owner in CONTINUES
+
+    async def send(self, path: str, body: Json, read: Callable[[Any], T], key: str) -> T:
+        """POST until `read` makes something of the reply; it raises MalformedReplyError.
+        Paths below the standard's begin with /chat or /completions, others are at the root. The
+        spread of the waits is drawn from `key`.
+
+        Raises RefusedError, or what the last attempt failed of.
+        """
+        problem: EngineError | None = None
+        for attempt in range(self.num_retries + 1):
+            if attempt:
+                self.counts["retries"] += 1
+                wanted_s = problem.retry_after_s if isinstance(problem, BusyError) else 0.0
+                delay_s = backoff_s(
+                    attempt - 1, key, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S, at_least_s=wanted_s
+                )
+                with waiting(f"a break before {self.api.name} is asked again"):
+                    await asyncio.sleep(delay_s)
+            self._check_open()
+            try:
+                async with admitted(self._slots, self._place):
+                    self.counts["requests"] += 1
+                    return read(await self._client(path).call_json("POST", path, body))
+            except RefusedError:
+                raise
+            except EngineError as error:  # lost, 5xx, 429, no JSON, malformed
+                problem = error
+        assert problem is not None
+        problem.is_final = True
+        raise problem
+
+    async def events(self, path: str, body: Json, kind: type[T]) -> AsyncIterator[T]:
+        """The same as a stream of events, asked once."""
+        self._check_open()
+        async with admitted(self._slots, self._place):
+            self.counts["requests"] += 1
+            async with self._client(path).stream(path, {**body, "stream": True}) as events:
+                async for event in events:
+                    try:
+                        yield decode(event, kind)
+                    except ForeignError as error:
+                        raise MalformedReplyError(
+                            f"a malformed event ({error}): {event[:200]!r}"
+                        ) from error
+
+    async def close(self) -> None:
+        """Idempotent; what comes later raises EngineDeadError."""
+        self._closed = True
+        await self.api.close()
+        await self.root.close()
+
+    def _client(self, path: str) -> HttpClient:
+        return self.api if path.startswith(("/chat", "/completions")) else self.root
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDeadError(f"the connection to {self.api.name} is closed")
+
+
+# Replies, as far as we read them.
+
+MAX_TOKENS = 1 << 20  # of a turn, by its server's own count
+MAX_CALLS = 1000  # of a turn
+
+
+class _Model(Struct):
+    id: str
+    owned_by: str | None = None
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(Struct):
+    data: list[_Model]
+
+
+class ChatFunction(Struct):
+    """What a tool call calls, in the model's own words: they are checked when it is called.
+    `arguments` are JSON as a text, or as it is."""
+
+    name: Any = None
+    arguments: Any = None
+
+
+class ChatCall(Struct):
+    """A tool call; in a stream the part of one, whose place `index` tells."""
+
+    id: str | None = None
+    function: ChatFunction | None = None
+    index: Annotated[int, Meta(ge=0, lt=MAX_CALLS)] | None = None
+
+
+class ChatMessage(Struct):
+    """What the model said; `reasoning_content` and `reasoning` are two names of its thoughts."""
+
+    content: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ChatCall] | None = None
+
+
+class ChatChoice(Struct):
+    """`stop_reason` (vLLM) and `matched_stop` (SGLang) are what ended a turn, where they tell."""
+
+    message: ChatMessage
+    finish_reason: str | None = None
+    stop_reason: Any = None
+    matched_stop: Any = None
+
+
+class ChatUsage(Struct):
+    """In tokens."""
+
+    prompt_tokens: Count | None = None
+    completion_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+
+
+class ChatReply(Struct):
+    """A reply to /chat/completions."""
+
+    choices: Annotated[list[ChatChoice], Meta(min_length=1)]
+    usage: ChatUsage | None = None
+
+
+class ChatDelta(Struct):
+    """A choice of an event of such a reply as a stream: what is new."""
+
+    delta: ChatMessage | None = None
+    finish_reason: str | None = None
+    stop_reason: Any = None
+    matched_stop: Any = None
+
+
+class ChatEvent(Struct):
+    """An event."""
+
+    choices: list[ChatDelta] | None = None
+    usage: ChatUsage | None = None
+
+
+class Said(Struct, frozen=True):
+    """A reply of a model: its text with and without thoughts; `whole` unless it was cut off;
+    `num_tokens` of request and reply together, 0 where the server does not say."""
+
+    raw: str
+    text: str
+    whole: bool
+    num_tokens: int
+
+
+def read_chat(reply: Any) -> ChatReply:
+    """A reply, as bytes or decoded, in our types. Raises MalformedReplyError."""
+    try:
+        return decode(reply, ChatReply) if isinstance(reply, bytes) else convert(reply, ChatReply)
+    except ForeignError as error:
+        shown = reply if isinstance(reply, bytes) else msgspec.json.encode(reply)
+        text = shown[:200].decode(errors="replace")
+        raise MalformedReplyError(f"no chat completion ({error}): {text}") from error
+
+
+def read_said(reply: Any) -> Said:
+    """What the model said. Raises MalformedReplyError."""
+    found = read_chat(reply)
+    choice, usage = found.choices[0], found.usage or ChatUsage()
+    raw = choice.message.content or ""
+    num_tokens = (usage.prompt_tokens or 0) + (usage.completion_tokens or 0)
+    return Said(raw, after_thoughts(raw).strip(), choice.finish_reason != "length", num_tokens)
+
+
+def fenced(text: str, *, name: str = "DATA", digest_of: str = "") -> str:
+    """Text for a model to read that others wrote, between marks that the text cannot hold: they
+    are drawn from the text, or from `digest_of`, which must tell all of it."""
+    digest = hashlib.sha256((digest_of or text).encode(errors="replace")).hexdigest()
+    mark = f"{name}-{digest[:16]}"
+    return f"[{mark}]\n{text}\n[/{mark}]"
+
+
+def shortened(text: str, max_chars: int, gap: str = GAP) -> str:
+    """Head and tail of a text that is longer than `max_chars`."""
+    half = max_chars // 2
+    return text if len(text) <= max_chars else text[:half] + gap + text[-half:]
+
+
+class ChatModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model behind an OpenAI-compatible server, and how it is asked."""
+
+    url: Annotated[
+        str, Meta(description='base URL, e.g. "http://HOST:8000/v1" or "{role:summarizer}/v1"')
+    ]
+    model: Annotated[str, Meta(description="its name at that server")]
+    api_key_env: Annotated[
+        str, Meta(description="environment variable that holds the key; empty: no key; not logged")
+    ] = ""
+    max_tokens: Annotated[int, Meta(ge=1, description="of a reply, thoughts included")] = 4096
+    timeout_s: Annotated[float, Meta(gt=0, description="limit of one request, seconds")] = 120.0
+    num_retries: Annotated[
+        int, Meta(ge=0, description="after 429, 5xx, lost connections, malformed replies")
+    ] = 5
+    max_concurrency: Annotated[int, Meta(ge=1, description="requests in flight")] = 64
+    extra_body: Annotated[
+        dict[str, Any], Meta(description="more keys of each request, e.g. chat_template_kwargs")
+    ] = field(default_factory=dict)
+
+
+class ChatModel:
+    """A model behind an endpoint, asked one question at a time: judge, summarizer, helpers.
+
+    `table` is the one of the configuration that `config` comes from, `settings` are further keys
+    of each request. `start` of its `endpoint` is needed only where no model is named.
+    """
+
+    def __init__(self, config: ChatModelConfig, table: str, **settings: Any) -> None:
+        self.name = table.rpartition(".")[2]
+        self.endpoint = Endpoint(
+            config.url,
+            config.model,
+            table=table,
+            api_key_env=config.api_key_env,
+            timeout_s=config.timeout_s,
+            num_retries=config.num_retries,
+            max_concurrency=config.max_concurrency,
+        )
+        self._settings = {**settings, "max_tokens": config.max_tokens, **config.extra_body}
+
+    async def ask(self, system: str, user: str) -> Said:
+        """Raises EngineError when the endpoint refuses, or all attempts failed."""
+        return read_said(await self.reply(self.body(system, user)))
+
+    def body(self, system: str, user: str) -> Json:
+        """A request with one question, and what the model is told about itself, if anything."""
+        told = [{"role": "system", "content": system}] if system else []
+        messages = [*told, {"role": "user", "content": user}]
+        return {"model": self.endpoint.model, "messages": messages, **self._settings}
+
+    async def reply(self, body: Json) -> Json:
+        """The reply to such a request, which `read_said` can read. Raises EngineError."""
+        return await self.endpoint.send(CHAT_PATH, body, _readable, str(body["messages"]))
+
+    def stats(self) -> dict[str, float]:
+        """Requests that were sent, and those of them that were not the first try."""
+        counts = self.endpoint.counts
+        return {
+            f"{self.name}/num_requests": counts["requests"],
+            f"{self.name}/num_retries": counts["retries"],
+        }
+
+
+def _readable(reply: Any) -> Json:
+    read_said(reply)
+    return dict(reply)

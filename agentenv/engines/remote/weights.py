@@ -1,0 +1,322 @@
+"""Weights for engines: what a broadcast says, and whether weights fit the model that is served.
+
+    learner's rank 0 --join, send--+                        rank 0 sends, all others receive; a
+                                   |  group of world_size   bucket is one tensor of bytes, in which
+    server 1  --join, receive------+  ranks                 weights stand one after the other
+    server 2  --join, receive------+
+
+The controller (pool/broadcast.py) only tells both sides what comes; no weight passes through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from msgspec import Struct
+
+from agentenv.errors import EngineError, ForeignError
+from agentenv.untrusted import decode
+
+
+class TransferError(EngineError):
+    """The sender's side of a broadcast failed or was called off; the learner itself goes on."""
+
+
+# How a group is made: "torch", a torch.distributed group over a store, as SGLang makes its own;
+# "nccl", a bare NCCL communicator from a unique id, as vLLM makes its own.
+Wire = Literal["torch", "nccl"]
+
+
+class Address(Struct, frozen=True):
+    """Where the sender waits for the others: a store's host and port and the torch backend that the
+    group will have, or NCCL's unique id (128 bytes as base64)."""
+
+    host: str = ""
+    port: int = 0
+    backend: str = "nccl"
+    unique_id: str = ""
+
+
+class Group(Struct, frozen=True):
+    """Who takes part. The sender has rank 0. `name` is never used twice; `timeout_s` is the
+    deadline of joining, and of one bucket."""
+
+    name: str
+    address: Address
+    world_size: int
+    timeout_s: float
+
+
+class Bucket(Struct, frozen=True):
+    """Tensors that are broadcast as one, in this order: names as in a Hugging Face directory,
+    dtypes as torch names them (float32), shapes. All have one dtype, so that each begins where
+    its numbers may stand."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+class Manifest(Struct, frozen=True):
+    """All that one update sends, in this order."""
+
+    buckets: list[Bucket]
+
+
+class Sender(Protocol):
+    """The trainer's side. All methods but `abort` raise TransferError where the transfer fails,
+    and LearnerError where the learner does; what they run is ended early by `abort`."""
+
+    async def manifest(self) -> Manifest:
+        """What `send` will send."""
+        ...
+
+    async def open(self, kind: Wire) -> Address:
+        """Open a place to meet at; leaves the group that there was."""
+        ...
+
+    async def join(self, group: Group) -> None:
+        """Returns when all ranks have joined."""
+        ...
+
+    async def send(self) -> None:
+        """Broadcast the weights of the version that was published last."""
+        ...
+
+    async def leave(self) -> None:
+        """End the group. Idempotent."""
+        ...
+
+    async def abort(self) -> None:
+        """Break off what runs, so that no receiver goes on waiting. Returns at once."""
+        ...
+
+    async def write(self) -> Path:
+        """The same weights as a Hugging Face directory, written once. EngineError when the
+        learner has gone on to other weights meanwhile."""
+        ...
+
+
+class Receiver(Protocol):
+    """One server's side. Errors are those of Server.load_weights."""
+
+    @property
+    def wire(self) -> Wire:
+        """How its group is made."""
+        ...
+
+    async def num_ranks(self) -> int:
+        """How many ranks it takes in a group: its workers."""
+        ...
+
+    async def join(self, group: Group, first_rank: int) -> None:
+        """Returns when all ranks of the group have joined. Its workers serve nothing until
+        then."""
+        ...
+
+    async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
+        """Take new weights while the sender sends; see Server.load_weights.
+
+        ServerLostError: it may have some of them, and must load all from a directory before it
+        serves again.
+        """
+        ...
+
+    async def leave(self, group: Group) -> None:
+        """End its part of the group; a server that is gone or busy has none."""
+        ...
+
+
+# Whether a Hugging Face directory fits the model that a server runs, before the server sees it.
+#
+# A server that starts to load a directory that does not fit may be left with half of it, so names,
+# shapes and sizes are read here first, from the headers of the safetensors files alone (format:
+# 8 bytes of header length, a JSON header, the data).
+
+INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+HEAD = "lm_head.weight"
+# What no shape shows, and what a server does not read again when it loads weights.
+SAME = (
+    "architectures",
+    "model_type",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_parameters",
+    "rope_scaling",
+    "tie_word_embeddings",
+)
+
+
+class Layout(Struct, frozen=True):
+    """Absolute path, parameter names with their shapes, config.json ({} if there is none)."""
+
+    directory: Path
+    shapes: dict[str, tuple[int, ...]]
+    config: dict[str, Any]
+
+    @property
+    def tied(self) -> bool:
+        """Whether embeddings and output head are one parameter."""
+        return bool(self.config.get("tie_word_embeddings", False))
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether layers choose among experts."""
+        return any(".experts." in name for name in self.shapes)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the embeddings, None if config.json does not tell."""
+        size = self.config.get("text_config", self.config).get("vocab_size")
+        return size if isinstance(size, int) else None
+
+
+def read_layout(directory: Path) -> Layout:
+    """Read the headers. Raises EngineError if a file is missing, cut off or not safetensors."""
+    if not directory.is_dir():
+        raise EngineError(f"weights in {directory}: there is no such directory")
+    table = _read_index(directory)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in weight_files(directory):
+        shapes.update(read_header(path))
+    if missing := sorted(table.keys() - shapes.keys()):
+        raise EngineError(f"{directory / INDEX}: lists {missing[0]}, which is in none of its files")
+    config = directory / CONFIG
+    return Layout(directory.absolute(), shapes, read_json(config) if config.is_file() else {})
+
+
+def find_layout(places: Iterable[Path]) -> Layout | None:
+    """Of the first directory that is on this machine and holds a model."""
+    for place in places:
+        with suppress(EngineError):  # a name on a hub, another machine, or another format
+            return read_layout(place)
+    return None
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model. Raises EngineError for an index that cannot be read."""
+    names = sorted(set(_read_index(directory).values()))
+    return [directory / name for name in names or [SINGLE]]
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    """File names by parameter; empty for a model in a single file."""
+    index = directory / INDEX
+    if not index.is_file():
+        return {}
+    table = read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise EngineError(f"{index}: has no weight_map")
+    return table
+
+
+def check_manifest(manifest: Manifest, served: Layout | None) -> None:
+    """Raises EngineError unless the broadcast has the served parameters, as check_layout; some
+    engines pass over what they do not know."""
+    if served is None:
+        return
+    shapes = {
+        name: tuple(shape)
+        for bucket in manifest.buckets
+        for name, shape in zip(bucket.names, bucket.shapes, strict=True)
+    }
+    place = Path("a broadcast")
+    check_layout(place, Layout(place, shapes, {}), served)
+
+
+def check_layout(directory: Path, found: Layout, served: Layout) -> None:
+    """Raises EngineError unless `found`, read from the directory, has the served parameters."""
+    ignored = {HEAD} if served.tied else set()
+    missing = sorted(served.shapes.keys() - found.shapes.keys() - ignored)
+    unknown = sorted(found.shapes.keys() - served.shapes.keys() - ignored)
+    if missing or unknown:
+        raise EngineError(
+            f"weights in {directory} are of another model than the served one: "
+            f"missing {missing[:3]}, unknown {unknown[:3]}"
+        )
+    for name, shape in served.shapes.items():
+        if found.shapes.get(name, shape) != shape:
+            raise EngineError(
+                f"weights in {directory}: {name} is {found.shapes[name]}, the served model has "
+                f"{shape}"
+            )
+    for key in SAME:
+        if key in found.config and key in served.config and found.config[key] != served.config[key]:
+            raise EngineError(
+                f"{directory / CONFIG}: {key} is {found.config[key]!r}, the served model has "
+                f"{served.config[key]!r}"
+            )
+
+
+def read_header(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by name. Raises EngineError for a file that is cut off or not safetensors."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = decode(file.read(min(size, MAX_HEADER)))
+        data_size = path.stat().st_size - 8 - size
+        shapes: dict[str, tuple[int, ...]] = {}
+        end = 0
+        for name, entry in header.items():
+            if name != "__metadata__":
+                shapes[name] = tuple(entry["shape"])
+                start, stop = entry["data_offsets"]
+                end = max(end, stop)
+                width = BYTES.get(entry["dtype"])
+                if width is not None and stop - start != width * prod(shapes[name]):
+                    raise EngineError(f"{path}: the sizes of {name} contradict each other")
+    except (OSError, ForeignError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise EngineError(f"{path}: cannot be read as safetensors: {error}") from error
+    if end != data_size:
+        raise EngineError(f"{path}: {data_size} bytes of data, its header says {end}; incomplete?")
+    return shapes
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises EngineError."""
+    try:
+        found = decode(path.read_bytes())
+    except (OSError, ForeignError) as error:
+        raise EngineError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise EngineError(f"{path}: expected a JSON object")
+    return found
+
+
+# LoRA adapters as peft writes them, checked before a server sees them.
+
+ADAPTER_FILES, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a directory holds an adapter, not a whole model."""
+    return (directory / ADAPTER_FILES).is_file()
+
+
+def check_adapter(directory: Path, served: Layout | None) -> None:
+    """Raises EngineError unless each of its matrices belongs to a weight of the served model;
+    engines pass over what they do not know. A: [r, in], B: [out, r], the weight [out, in]."""
+    shapes = read_header(directory / WEIGHTS)
+    layers = {name.removesuffix(A).removesuffix(B) for name in shapes}
+    if not layers:
+        raise EngineError(f"{directory / WEIGHTS} is empty")
+    for layer in sorted(layers):
+        a, b = shapes.get(layer + A), shapes.get(layer + B)
+        name = f"{layer.removeprefix(PREFIX)}.weight"
+        if a is None or b is None or a[0] != b[1]:
+            raise EngineError(f"{directory / WEIGHTS}: {layer} has no pair of matrices")
+        if served is not None and served.shapes.get(name) != (b[0], a[1]):
+            raise EngineError(
+                f"{directory / WEIGHTS} adapts {name} of shape {(b[0], a[1])}, the served model "
+                f"has {served.shapes.get(name, 'no such weight')}"
+            )

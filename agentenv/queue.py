@@ -1,0 +1,219 @@
+"""The replay queue: a bounded FIFO of running rollouts with an exact bound on staleness.
+
+    feeder   reserve() --slot--> start the rollout, put() its asyncio task, in start order
+    learner  get() the next step's trees, update, publish, then release() their slots
+
+A slot is held from before the rollout starts until weights trained on it are live. There are
+    capacity = groups_per_step * (max_staleness + 1)
+slots, and trees are delivered in start order. A tree that starts while policy version v is live
+has at most capacity - 1 others before it, so it is trained at version v + max_staleness at the
+latest. Delivery in completion order would break the bound and starve long, hard tasks: the price
+of start order is that the learner may wait for one slow tree, hence the deadlines of the actor.
+
+Within the bound a tree starts just in time: when the learner is expected to need it (`pace.py`), so
+that trees are no staler than the learner's share of the work makes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from agentenv.pace import Pace
+from agentenv.tree import TrajectoryTree
+
+LOOK_S = 1.0  # a tree that takes longer than any before brings the next start forward by then
+
+
+class Waiting:
+    """A rollout that is not delivered, and when it began and ended, on the loop's clock."""
+
+    __slots__ = ("began_s", "ended_s", "pace", "rollout")
+
+    def __init__(self, rollout: asyncio.Task[TrajectoryTree], pace: Pace | None) -> None:
+        """`pace`: where the time that the rollout takes is recorded, if it is a measure."""
+        self.rollout = rollout
+        self.pace = pace
+        self.began_s = rollout.get_loop().time()
+        self.ended_s: float | None = None
+        rollout.add_done_callback(self._ends)
+
+    def _ends(self, rollout: asyncio.Task[TrajectoryTree]) -> None:
+        self.ended_s = rollout.get_loop().time()
+        if self.pace is not None and not rollout.cancelled():
+            self.pace.tree_ended(self.ended_s - self.began_s)
+
+    def age_s(self) -> float:
+        """Seconds since it ended; 0 before the loop has come round to that."""
+        return 0.0 if self.ended_s is None else self.rollout.get_loop().time() - self.ended_s
+
+
+class Flow:
+    """What of the time between feeder and learner was waiting, since it was taken last."""
+
+    def __init__(self) -> None:
+        self._ages_s: list[float] = []
+        self._blocked_s = self._early_s = 0.0
+
+    def selected(self, age_s: float) -> None:
+        """A tree was taken so long after it was whole."""
+        self._ages_s.append(age_s)
+
+    def blocked(self, seconds: float) -> None:
+        """So long no tree could begin, as all slots were held."""
+        self._blocked_s += seconds
+
+    def early(self, seconds: float) -> None:
+        """For this time the next tree was not needed yet."""
+        self._early_s += seconds
+
+    def take(self) -> dict[str, float]:
+        """The figures as metrics, flow/NAME; they begin anew."""
+        ages_s = self._ages_s
+        figures = {
+            "flow/producer_blocked_s": self._blocked_s,
+            "flow/producer_early_s": self._early_s,
+        }
+        self._ages_s, self._blocked_s, self._early_s = [], 0.0, 0.0
+        if ages_s:
+            figures["flow/age_s"] = sum(ages_s) / len(ages_s)
+            figures["flow/age_max_s"] = max(ages_s)
+        return figures
+
+
+class ReplayQueue:
+    """Slots and trees between the feeder and the learner. One consumer."""
+
+    def __init__(
+        self, groups_per_step: int, max_staleness: int, *, just_in_time: bool = True
+    ) -> None:
+        """`just_in_time`: a tree starts when the learner is expected to need it; otherwise as soon
+        as a slot is free. With `max_staleness` 0 both are the same."""
+        self.groups_per_step = groups_per_step
+        self.max_staleness = max_staleness
+        self.capacity = groups_per_step * (max_staleness + 1)
+        self.num_reserved = 0
+        self.flow = Flow()
+        self._pace = Pace() if just_in_time and max_staleness else None
+        self._num_taken = 0  # by the get() that runs
+        self._kept: deque[bool] = deque([True], maxlen=4 * groups_per_step)  # which trees were
+        self._rollouts: deque[Waiting] = deque()
+        self._freed = asyncio.Event()
+        self._changed = asyncio.Event()  # the learner has asked for trees, or has taken them
+        self._arrived = asyncio.Event()
+        self._closed = False
+
+    async def reserve(self, *, at_once: bool = False) -> float:
+        """Wait until one more rollout may start without becoming too stale, and, unless `at_once`,
+        until the learner is expected to need it. Returns the seconds of the latter."""
+        now = asyncio.get_running_loop().time
+        if self.num_reserved >= self.capacity:
+            began_s = now()
+            while self.num_reserved >= self.capacity:
+                self._freed.clear()
+                await self._freed.wait()
+            self.flow.blocked(now() - began_s)
+        began_s = now()
+        while not at_once and (left_s := self._next_is_early_s(now())):
+            self._changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, LOOK_S)):
+                    await self._changed.wait()
+        early_s = now() - began_s
+        self.flow.early(early_s)
+        self.num_reserved += 1
+        return early_s
+
+    def _next_is_early_s(self, now_s: float) -> float:
+        """The seconds after which the next tree should start."""
+        if self._pace is None:
+            return 0.0
+        share, count = sum(self._kept) / len(self._kept), len(self._rollouts)
+        spread = math.sqrt(count * share * (1 - share))  # where trees are replaced; else 0
+        num_before = max(0.0, self._num_taken + count * share - spread)
+        growing = (one for one in self._rollouts if one.ended_s is None)
+        oldest = next(growing, None)
+        oldest_s = 0.0 if oldest is None else now_s - oldest.began_s
+        return self._pace.early_s(now_s, int(num_before // self.groups_per_step), oldest_s)
+
+    def put(self, rollout: asyncio.Task[TrajectoryTree], *, is_new: bool = True) -> None:
+        """Add a rollout that holds a slot, right after it was started. One that is not new goes on
+        with what an earlier process began: the time it takes is no measure."""
+        self._rollouts.append(Waiting(rollout, self._pace if is_new else None))
+        self._arrived.set()
+
+    def finish(self) -> None:
+        """No more rollouts will come; get() then returns what is left, at the end nothing."""
+        self._closed = True
+        self._arrived.set()
+
+    async def get(
+        self, keep: Callable[[TrajectoryTree], bool] = lambda tree: True
+    ) -> list[TrajectoryTree]:
+        """The trees of the next step, in start order.
+
+        Trees that `keep` refuses give their slot back at once and are replaced by later ones.
+        Cancelling get() loses no tree, nor does what `keep` raises: those already taken go back to
+        the front.
+        """
+        now = asyncio.get_running_loop().time
+        if self._pace is not None:
+            self._pace.learner_asks(now())
+            self._changed.set()
+        taken: list[Waiting] = []
+        try:
+            while len(taken) < self.groups_per_step:
+                if not self._rollouts:
+                    if self._closed:
+                        break
+                    self._arrived.clear()
+                    await self._arrived.wait()
+                    continue
+                await asyncio.wait({self._rollouts[0].rollout})
+                one = self._rollouts[0]
+                is_kept = keep(one.rollout.result())  # may raise
+                self._rollouts.popleft()
+                self._kept.append(is_kept)
+                if is_kept:
+                    taken.append(one)
+                    self._num_taken = len(taken)
+                else:
+                    self.flow.selected(one.age_s())
+                    self.release(1)
+        except BaseException:
+            self._rollouts.extendleft(reversed(taken))
+            raise
+        finally:
+            self._num_taken = 0
+        if self._pace is not None:
+            self._pace.learner_takes(now())
+            self._changed.set()
+        for one in taken:  # together they are a step
+            self.flow.selected(one.age_s())
+        return [one.rollout.result() for one in taken]
+
+    def release(self, count: int) -> None:
+        """Give back the slots of trees whose weights are live, or that will not be trained."""
+        assert 0 <= count <= self.num_reserved
+        self.num_reserved -= count
+        self._freed.set()
+
+    def drain(self) -> list[asyncio.Task[TrajectoryTree]]:
+        """Take out every rollout that was not delivered, for the caller to cancel."""
+        rollouts = [one.rollout for one in self._rollouts]
+        self._rollouts.clear()
+        self.release(len(rollouts))
+        return rollouts
+
+    @property
+    def num_waiting(self) -> int:
+        """Rollouts put and not yet delivered, finished or not."""
+        return len(self._rollouts)
+
+    @property
+    def num_ready(self) -> int:
+        """Rollouts that have ended and wait to be delivered."""
+        return sum(one.rollout.done() for one in self._rollouts)

@@ -1,0 +1,1 @@
+"""Benches, their peers and experiments, on which the documentation rests; not installed."""

@@ -1,0 +1,179 @@
+"""Does entropy after a tool result say where a fork is worth something?
+
+    python benchmarks/experiments/forks.py --out FILE.json [RUN ...]
+                                [--steps 0 3 6 12] [--questions 100] [--siblings 8]
+
+With RUNs, arms of algorithms.py or any others whose checkpoints are kept, fork points are
+added to the file; without, what it holds is told. For each checkpoint and question ROOTS
+trajectories are grown from scratch; at each tool result of PROBES of them `siblings` more are
+started from the same point, which do not fork. Each fork point then has two figures that do not
+depend on each other:
+
+    signal   from the entropies of the trajectory's own next turn, as a plan sees them
+    worth    from the siblings alone: the variance of their returns, and whether they differ in
+             success at all. A group whose returns are all equal teaches nothing.
+
+For each signal: AUC for "the siblings differ" (0.5 is a coin toss), Spearman's correlation with
+the variance, and lift: the mean variance at the half of the fork points with the higher signal
+over the mean variance at all, which is what choosing by the signal instead of by lot would gain
+(1 is nothing). `within` is the AUC among fork points of the same kind of question and the same
+number of calls before, with its 95 % interval by bootstrap over questions. Dividing by ln V or V
+changes none of them; what it does to the fork probability is `shift`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from statistics import fmean, pvariance
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from agentenv.actor import Actor
+from agentenv.config import build_config
+from agentenv.engines.embedded.engine import EmbeddedEngine
+from agentenv.env import close_shared
+from agentenv.model_files import load_tokenizer, vocab_size
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.run.rundir import CONFIG_FILE
+from agentenv.pipelines.setup.assembly import make_renderer
+from agentenv.pipelines.setup.data import EnvMaker, load_set, tables_of
+from agentenv.tree import Node, Trajectory, TrajectoryTree
+
+ROOTS = 8
+PROBES = ("0", "1", "2", "3")  # branches whose tool results are looked at
+
+
+@dataclass(frozen=True)
+class ProbePlan:
+    """Forks `siblings` times at each tool result of the first from-scratch trajectories."""
+
+    siblings: int
+    group_size: int = 10_000
+    fork_window: int = 1
+
+    def on_start(self, tree: TrajectoryTree) -> int:
+        return ROOTS
+
+    def on_fork_point(
+        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
+    ) -> int:
+        return self.siblings if node.branch in PROBES else 0
+
+    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
+        return 0
+
+
+def fork_points(tree: TrajectoryTree) -> list[dict[str, Any]]:
+    """One row per tool result of a probe: the entropies (nats) of the turn that followed and of
+    the first turn, and the returns and successes of the siblings that started there; `order` is
+    that in which the turns that followed ended."""
+    done = list(tree.trajectories())
+    roots = [t for t in done if "+" not in t.leaf.branch]
+    rows: list[dict[str, Any]] = []
+    for name in PROBES:
+        probe = [node for node in tree.nodes[1:] if node.branch == name]
+        others = [t.reward for t in roots if t.leaf.branch != name]
+        for depth, (node, following) in enumerate(pairwise(probe), 1):
+            siblings = [t for t in done if _starts_at(t, node)]
+            calls = node.info.get("tool_calls", ())
+            if not siblings or not following.entropies or not calls:
+                continue
+            rows.append(
+                {
+                    "question": tree.task.id,
+                    "kind": tree.task.kind,
+                    "tool": calls[-1]["name"],
+                    "depth": depth,
+                    "result_tokens": len(node.observation_ids),
+                    "order": following.index,
+                    "first": probe[0].entropies.tolist(),
+                    "after": following.entropies.tolist(),
+                    "returns": [t.reward for t in siblings],
+                    "right": [bool(t.success) for t in siblings],
+                    "root_variance": pvariance(others) if len(others) > 1 else 0.0,
+                    "calls": fmean(t.num_tool_calls - depth for t in siblings),
+                    "root_calls": fmean(t.num_tool_calls for t in roots),
+                }
+            )
+    return rows
+
+
+def _starts_at(trajectory: Trajectory, node: Node) -> bool:
+    """True if this is a sibling that was forked at `node`."""
+    own = [one for one in trajectory.path if one.branch == trajectory.leaf.branch]
+    return "+" in trajectory.leaf.branch and own[0].parent == node.index
+
+
+async def grow(run: Path, step: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Fork points of the run's policy after `step` updates, on its training questions."""
+    raw = json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))
+    config = build_config(TrainConfig, raw, str(run))
+    model = run / "checkpoints" / f"step-{step:06d}"
+
+    def resolve(text: str) -> Path:
+        return Path(text.replace("{run}", str(run)))
+
+    async with AsyncExitStack() as stack:
+        tokenizer = load_tokenizer(model)
+        renderer = make_renderer(config.renderer, config.prompt, tokenizer, model)
+        stack.push_async_callback(close_shared)
+        make_env = EnvMaker(config.env, tables_of(config), resolve, config.limits, config.prompt)
+        tasks = await load_set(
+            config.data.train, config.env.id, config.data, resolve, print, "data", 0
+        )
+        tasks = Random(f"forks {config.run.seed}").sample(tasks, options.questions)
+        engine = EmbeddedEngine(config.engine, model)
+        stack.push_async_callback(engine.close)
+        sampling = config.sampling.train.params()
+        actor = Actor(engine, renderer, make_env, config.limits, sampling, seed=f"forks {step}")
+        plan = ProbePlan(options.siblings)
+        slots = asyncio.Semaphore(8)
+
+        async def one(index: int) -> TrajectoryTree:
+            async with slots:
+                return await actor.rollout(tasks[index], plan, index=index)
+
+        async with asyncio.TaskGroup() as group:
+            growing = [group.create_task(one(index)) for index in range(len(tasks))]
+    rows = [row for tree in growing for row in fork_points(tree.result())]
+    origin = {"run": str(run), "step": step, "vocab_size": vocab_size(model)}
+    return [row | origin for row in rows]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN")
+    parser.add_argument("--out", type=Path, required=True, help="rows of all fork points")
+    parser.add_argument("--steps", type=int, nargs="+", default=[0, 3, 6, 12])
+    parser.add_argument("--questions", type=int, default=100)
+    parser.add_argument("--siblings", type=int, default=8)
+    options = parser.parse_args(argv)
+    rows = json.loads(options.out.read_text()) if options.out.exists() else []
+    known = {(row["run"], row["step"]) for row in rows}
+    for run in options.runs:
+        for step in options.steps:
+            if (str(run), step) in known:
+                continue
+            rows += asyncio.run(grow(run, step, options))
+            options.out.write_text(json.dumps(rows) + "\n", encoding="utf-8")
+            print(f"{run} step {step}: {len(rows)} fork points so far", flush=True)
+    if not options.runs:
+        from benchmarks.experiments.signals import show
+
+        show(rows)
+
+
+if __name__ == "__main__":
+    main()

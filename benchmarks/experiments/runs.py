@@ -1,0 +1,175 @@
+"""Arms of `algorithms.py`: which they are, and the runs of the quick start they are made of.
+
+One cold start a seed, FOLDER/seed-N/start, is shared by all arms of that seed, FOLDER/seed-N/ARM:
+same weights, same training questions in the same order, same held-out questions, same seeds of
+sampling. A finished run is kept, one that was cut off is begun anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import launchers
+from agentenv.errors import DataError
+from agentenv.pipelines.evaluation.store import read_rows
+from agentenv.pipelines.rl.recorder import EVALUATIONS
+from agentenv.pipelines.rl.report import PHASES
+
+Raw = dict[str, Any]
+
+CODE = Path(launchers.__file__).resolve().parents[1]
+
+CONFIG = CODE / "configs" / "quickstart.toml"
+START = "start"
+SET = "heldout"
+CHECKPOINT_EVERY = 3  # updates; forks.py looks at them
+
+NO_PARTS = {
+    "budget_split": False,
+    "branch_penalty": 0.0,
+    "entropy_balanced_clipping": False,
+    "entropy_advantage": 0.0,
+}
+GROUP_SIZE = 8  # of the arms that fork, and of "grpo"
+_FORKING = {"group_size": GROUP_SIZE, "entropy_window": 4}
+_NONE = {"name": "aepo", **_FORKING, **NO_PARTS}
+ARMS: dict[str, Raw] = {
+    "grpo": {"name": "grpo", "group_size": GROUP_SIZE},
+    # Smaller groups make fewer calls an update: the best of these arms is the baseline.
+    **{f"grpo-{size}": {"name": "grpo", "group_size": size} for size in (6, 5, 4)},
+    "arpo": {"name": "arpo", **_FORKING},
+    "aepo": {"name": "aepo", **_FORKING},
+    # ARPO with one part of AEPO
+    "arpo+split": _NONE | {"budget_split": True},
+    "arpo+penalty": _NONE | {"branch_penalty": 0.1},
+    "arpo+clipping": _NONE | {"entropy_balanced_clipping": True},
+    "arpo+advantage": _NONE | {"entropy_advantage": 0.2},
+    # ARPO with another decision where to fork
+    "arpo-coin": {"name": "arpo", **_FORKING, "entropy_weight": 0.0},
+    "arpo-relative": {
+        "name": "arpo",
+        "group_size": GROUP_SIZE,
+        "entropy_window": 20,
+        "entropy_weight": 0.5,
+        "fork_criterion": "relative",
+    },
+}
+
+
+def quickstart(config: Path = CONFIG) -> Raw:
+    """The configuration that all runs are made from."""
+    return tomllib.loads(config.read_text(encoding="utf-8"))
+
+
+def start_config(raw: Raw, seed: int, num_questions: int) -> Raw:
+    """The cold start of a seed and nothing after it."""
+    raw = copy.deepcopy(raw)
+    raw["run"]["seed"] = seed
+    raw["train"] = {"num_steps": 0}
+    raw["eval"] = {"sets": {SET: _eval_set("{run}", num_questions, 0)}}
+    raw.pop("checkpoint", None)
+    return raw
+
+
+def num_updates(arm: str, of_eight: int) -> int:
+    """Updates of an arm, so that each samples as many trajectories as `of_eight` updates of groups
+    of 8: an arm of small groups must not end before it has made as many tool calls."""
+    return math.ceil(of_eight * GROUP_SIZE / int(ARMS[arm]["group_size"]))
+
+
+def arm_config(raw: Raw, arm: str, start: Path, seed: int, num_steps: int, questions: int) -> Raw:
+    """Reinforcement learning from the weights and data of `start`, evaluated at every update."""
+    raw = json.loads(json.dumps(raw).replace("{run}/data", f"{start}/data"))
+    raw["run"] = {"seed": seed}
+    raw["model"] = {"path": str(start)}
+    raw["algorithm"] = dict(ARMS[arm])
+    raw["train"] = {"num_steps": num_steps}
+    raw["learner"].pop("schedule", None)  # which ends with the quick start's own number of updates
+    raw["eval"] = {"sets": {SET: _eval_set(str(start), questions, 1)}}
+    raw["checkpoint"] = {"every": CHECKPOINT_EVERY, "keep_last": 2 + num_steps // CHECKPOINT_EVERY}
+    del raw["sft"]
+    return raw
+
+
+def _eval_set(run: str, num_questions: int, every: int) -> Raw:
+    return {"path": f"{run}/data/{SET}.jsonl", "max_tasks": num_questions, "every": every}
+
+
+def train(folder: Path, name: str, raw: Raw) -> bool:
+    """Run FOLDER/NAME to its end, one thread a process and at low priority; True if it is done.
+    What it says goes to FOLDER/NAME.log. Raises DataError where a run of other settings is done."""
+    run, config = folder / name, folder / f"{name}.toml"
+    if (run / "summary.json").is_file():
+        if config.read_text(encoding="utf-8") != to_toml(raw):
+            raise DataError(
+                f"{run} is done with other settings than these ({config}); give the same ones, "
+                "or another folder"
+            )
+        return True
+    shutil.rmtree(run, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    config.write_text(to_toml(raw), encoding="utf-8")
+    command = [sys.executable, str(CODE / "launchers" / "train.py"), str(config.resolve())]
+    command += [f"run.dir={folder.resolve()}", f"run.name={name}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CODE)}
+    with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
+        done = subprocess.run(
+            ["nice", "-n", "10", *command],
+            cwd=CODE,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    return done.returncode == 0
+
+
+def to_toml(raw: Mapping[str, Any]) -> str:
+    """TOML with one line a key of the second level and lists of tables written inline."""
+    lines = []
+    for table, values in raw.items():
+        lines.append(f"[{table}]")
+        lines += [f"{_key(key)} = {_value(value)}" for key, value in values.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(key)} = {_value(v)}" for key, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return json.dumps(value)  # texts, numbers and truth values are written alike
+
+
+def _key(key: str) -> str:
+    return json.dumps(key)
+
+
+def read_arm(run: Path) -> Raw:
+    """What an arm came to: by evaluation the updates done, the tool calls made for them so far,
+    each shared one once, and for each question, in order, whether it was answered right."""
+    calls, by_step = 0, {0: 0}
+    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if "rollout/tool_calls" in row:
+            calls += row["rollout/tool_calls"]
+            by_step[row["step"]] = calls
+    points = []
+    for step, made in sorted(by_step.items()):
+        folder = run / EVALUATIONS / (f"step-{step:06d}" if step else PHASES[0])
+        bits = "".join("1" if row.success else "0" for row in read_rows(folder))
+        if not bits:
+            raise DataError(f"{folder}: there is no evaluation after update {step}")
+        points.append({"step": step, "calls": made, "right": bits})
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    return {"points": points, "forks": summary["forks_total"], "cpu_s": summary["cpu_s"]}

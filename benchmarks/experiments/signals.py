@@ -1,0 +1,199 @@
+"""Signals at fork points against what forks there are worth; see forks.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import fmean, pvariance
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import mannwhitneyu, rankdata, spearmanr
+
+from agentenv.learners.arpo import relative_rise
+
+Row = dict[str, Any]
+Floats = NDArray[np.float64]
+WINDOWS = (1, 2, 5, 10, 20, 50)
+BETA = 0.2  # the published weight
+RISE_SCALE, PRIOR_COUNT, MAX_SCORE = 0.02, 2.0, 3.0  # of zscore: a spread taken as seen twice
+
+
+def level(row: Row, window: int) -> float:
+    """Mean entropy of the first tokens after the result, nats."""
+    return fmean(row["after"][:window])
+
+
+def rise(row: Row, window: int) -> float:
+    """The paper's signal: the level over that of the first turn."""
+    return level(row, window) - fmean(row["first"][:window])
+
+
+def relative(row: Row, window: int) -> float:
+    """The criterion "relative"."""
+    return relative_rise(level(row, window), fmean(row["first"][:window]))
+
+
+def signals(rows: Sequence[Row]) -> dict[str, Floats]:
+    """By name, one figure a fork point."""
+    found: dict[str, Floats] = {}
+    for window in WINDOWS:
+        found[f"rise {window}"] = np.array([rise(row, window) for row in rows])
+        found[f"level {window}"] = np.array([level(row, window) for row in rows])
+        found[f"relative {window}"] = np.array([relative(row, window) for row in rows])
+        found[f"zscore {window}"] = np.array(zscores(rows, window))
+    for window in (5, 20):
+        places = [row["tool"] for row in rows]
+        found[f"rise {window}, by tool"] = _standardised(found[f"rise {window}"], places)
+    return found
+
+
+def zscores(rows: Sequence[Row], window: int) -> list[float]:
+    """Each rise against the mean m and the spread s of those before it on the same tree, within
+    +-3; 0 for the first. s^2 = (2 RISE_SCALE^2 + sum (r - m)^2) / (n + 2)."""
+    seen: dict[tuple[str, int, str], list[float]] = {}
+    found = [0.0] * len(rows)
+    for index in sorted(range(len(rows)), key=lambda i: int(rows[i]["order"])):
+        row = rows[index]
+        before = seen.setdefault((row["run"], row["step"], row["question"]), [])
+        change = rise(row, window) / math.log(row["vocab_size"])
+        if before:
+            mean = fmean(before)
+            squares = math.fsum((value - mean) ** 2 for value in before)
+            spread = PRIOR_COUNT * RISE_SCALE**2 + squares
+            scale = math.sqrt(spread / (len(before) + PRIOR_COUNT))
+            found[index] = min(MAX_SCORE, max(-MAX_SCORE, (change - mean) / scale))
+        before.append(change)
+    return found
+
+
+def _standardised(values: Floats, groups: Sequence[str]) -> Floats:
+    """(value - mean) / spread within its group."""
+    names, result = np.array(groups), np.empty_like(values)
+    for name in set(groups):
+        chosen = names == name
+        spread = values[chosen].std()
+        result[chosen] = (values[chosen] - values[chosen].mean()) / (spread or 1.0)
+    return result
+
+
+def worth(rows: Sequence[Row]) -> tuple[Floats, Floats]:
+    """Variance of the siblings' returns, and 1.0 where they differ in success."""
+    variance = np.array([pvariance(row["returns"]) for row in rows])
+    differ = np.array([0.0 < fmean(row["right"]) < 1.0 for row in rows], float)
+    return variance, differ
+
+
+def auc(signal: Floats, positive: Floats) -> float:
+    """Probability that a positive one has the higher signal, ties half; nan without both."""
+    above, below = signal[positive > 0], signal[positive == 0]
+    if not len(above) or not len(below):
+        return math.nan
+    return (
+        float(mannwhitneyu(above, below, method="asymptotic").statistic) / len(above) / len(below)
+    )
+
+
+def auc_within(signal: Floats, positive: Floats, strata: Sequence[object]) -> float:
+    """AUC over the pairs whose two points are of the same stratum; nan without any."""
+    of = np.asarray(strata)
+    total = pairs = 0.0
+    for stratum in np.unique(of):
+        mine = of == stratum
+        num = positive[mine].sum() * (1.0 - positive[mine]).sum()
+        if num:
+            total += num * auc(signal[mine], positive[mine])
+            pairs += num
+    return total / pairs if pairs else math.nan
+
+
+def spearman(one: Floats, other: Floats) -> float:
+    """Correlation of ranks; nan if one is constant."""
+    if not np.ptp(one) or not np.ptp(other):
+        return math.nan
+    return float(spearmanr(one, other).statistic)
+
+
+def lift(signal: Floats, variance: Floats) -> float:
+    """Mean variance at the half with the higher signal over that at all; ties share."""
+    if not variance.any():
+        return math.nan
+    place = rankdata(signal) - (len(signal) + 1) / 2
+    chosen = np.where(place > 0, 1.0, np.where(place < 0, 0.0, 0.5))
+    return float((chosen * variance).sum() / chosen.sum() / variance.mean())
+
+
+def interval(
+    rows: Sequence[Row], figure: Callable[[NDArray[np.int64]], float], num_draws: int = 500
+) -> tuple[float, float]:
+    """95 % interval of a figure of row indices, by drawing questions with replacement; nan where
+    every draw gives the same, as with very few questions."""
+    by_question: dict[tuple[str, str], list[int]] = {}
+    for index, row in enumerate(rows):
+        by_question.setdefault((row["run"], row["question"]), []).append(index)
+    groups = [np.array(indices) for indices in by_question.values()]
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(num_draws):
+        drawn = rng.integers(len(groups), size=len(groups))
+        found.append(figure(np.concatenate([groups[index] for index in drawn])))
+    known = [value for value in found if not math.isnan(value)]
+    if not known or min(known) == max(known):
+        return math.nan, math.nan
+    low, high = np.quantile(known, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def table(rows: Sequence[Row], num_draws: int = 200) -> list[dict[str, Any]]:
+    """One row a signal. `within` is the AUC among fork points of one kind of question and depth,
+    which leaves out what the place in the task says alone; `shift` is how far one standard
+    deviation of the signal moves the fork probability at the published weight."""
+    variance, differ = worth(rows)
+    places = [f"{row['kind']} {row['depth']}" for row in rows]
+    strata = np.unique(places, return_inverse=True)[1]
+    unit = math.log(rows[0]["vocab_size"])
+    result = []
+    for name, signal in signals(rows).items():
+        low, high = interval(
+            rows, lambda i, s=signal: auc_within(s[i], differ[i], strata[i]), num_draws
+        )
+        has_scale = name.startswith(("zscore", "relative")) or name.endswith("by tool")
+        result.append(
+            {
+                "signal": name,
+                "auc": auc(signal, differ),
+                "within": (auc_within(signal, differ, strata), low, high),
+                "spearman": spearman(signal, variance),
+                "lift": lift(signal, variance),
+                "shift": BETA * float(signal.std()) / (1.0 if has_scale else unit),
+            }
+        )
+    return result
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the table of each step, over all runs, and what forks are worth by depth."""
+    for step in sorted({row["step"] for row in rows}):
+        chosen = [row for row in rows if row["step"] == step]
+        print(f"\nafter {step} updates, {len({row['run'] for row in chosen})} runs")
+        for depth in (None, *sorted({row["depth"] for row in chosen})):
+            part = [row for row in chosen if depth in (None, row["depth"])]
+            print(f"  {'all results' if depth is None else f'result {depth}'}: {_value(part)}")
+        for line in table(chosen):
+            within = "{:.2f} [{:.2f}, {:.2f}]".format(*line["within"])
+            print(
+                f"  {line['signal']:<16} AUC {line['auc']:.2f}  within {within}  Spearman "
+                f"{line['spearman']:+.2f}  lift {line['lift']:.2f}  shift {line['shift']:.4f}"
+            )
+
+
+def _value(rows: Sequence[Row]) -> str:
+    variance, differ = worth(rows)
+    from_root = fmean(row["root_variance"] for row in rows)
+    calls, root_calls = (fmean(row[key] for row in rows) for key in ("calls", "root_calls"))
+    return (
+        f"{len(rows)} fork points, siblings differ at {differ.mean():.0%}; variance of returns "
+        f"{variance.mean():.3f} for {calls:.2f} calls a sibling, from scratch {from_root:.3f} for "
+        f"{root_calls:.2f}"
+    )

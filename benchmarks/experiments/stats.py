@@ -1,0 +1,109 @@
+"""Statistics of `algorithms.py`: learning curves over tool calls, paired by seed, with intervals
+over seeds.
+
+A curve is held-out success at every evaluation against the tool calls of training so far,
+joined by straight lines. `calls_to` is where it first meets a level; a curve that never does
+counts with all its calls, which is less than it would need: such cases are counted and shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentenv.pipelines.evaluation import intervals
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """`calls` [E] so far at each of E evaluations; `right` [E, Q] of 0 and 1 for Q questions."""
+
+    calls: Floats
+    right: Floats
+
+    @classmethod
+    def of(cls, points: Sequence[Mapping[str, Any]]) -> Curve:
+        calls = np.array([point["calls"] for point in points], float)
+        return cls(calls, np.array([[int(bit) for bit in p["right"]] for p in points], float))
+
+    def success(self) -> Floats:
+        """[E], the share of questions answered right."""
+        found: Floats = self.right.mean(1)
+        return found
+
+
+def calls_to(calls: Floats, success: Floats, level: float) -> tuple[float, bool]:
+    """Tool calls at the first crossing of `level`, and whether there was one."""
+    above = np.flatnonzero(success >= level)
+    if not len(above):
+        return float(calls[-1]), False
+    last = above[0]
+    if last == 0:
+        return float(calls[0]), True
+    rise = success[last] - success[last - 1]
+    share = (level - success[last - 1]) / rise
+    return float(calls[last - 1] + share * (calls[last] - calls[last - 1])), True
+
+
+def success_at(calls: Floats, success: Floats, budget: float) -> float:
+    """Success after `budget` calls; beyond the last evaluation its value."""
+    return float(np.interp(budget, calls, success))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure with its 95 % interval over seeds, None where the seeds say nothing of it: one
+    alone, or all with the same ratio. `num_missed` of `num_seeds` seeds had an arm that never met
+    the level."""
+
+    value: float
+    low: float | None
+    high: float | None
+    num_seeds: int
+    num_missed: int = 0
+
+    def __str__(self) -> str:
+        spread = "" if self.low is None else f" [{self.low:.2f}, {self.high:.2f}]"
+        return f"{self.value:.2f}{spread}"
+
+
+Pairs = Sequence[tuple[Curve, Curve]]  # by seed: the arm and what it is compared with
+
+
+def ratio_of_calls(pairs: Pairs, level: float) -> Estimate:
+    """Calls of the first needed for `level` over those of the second: geometric mean over seeds
+    of the ratio, with the interval of Student's t of its logarithm."""
+    found = [[calls_to(curve.calls, curve.success(), level) for curve in pair] for pair in pairs]
+    logs = [log(max(one, 1.0) / max(other, 1.0)) for (one, _), (other, _) in found]
+    missed = sum(not all(met for _, met in pair) for pair in found)
+    spread = intervals.ratio(logs)
+    low, high = (None, None) if spread is None else map(float, np.exp(spread))
+    return Estimate(exp(fmean(logs)), low, high, len(pairs), missed)
+
+
+def difference_at(pairs: Pairs, budget: float) -> Estimate:
+    """Success of the first minus that of the second after equally many calls, mean over seeds."""
+    at = [[success_at(curve.calls, curve.success(), budget) for curve in pair] for pair in pairs]
+    return _difference([(other, one) for one, other in at], pairs)
+
+
+def gain(curves: Sequence[Curve]) -> Estimate:
+    """Success at the last evaluation minus that at the first, mean over seeds."""
+    ends = [(float(curve.success()[0]), float(curve.success()[-1])) for curve in curves]
+    return _difference(ends, [(curve, curve) for curve in curves])
+
+
+def _difference(shares: Sequence[tuple[float, float]], pairs: Pairs) -> Estimate:
+    """Mean over seeds of second - first; a seed is what is drawn at random, its held-out questions
+    are its samples."""
+    first, second = np.array(shares).T
+    low, high = intervals.difference(first, second, [one.right.shape[1] for one, _ in pairs])
+    return Estimate(float((second - first).mean()), float(low), float(high), len(pairs))

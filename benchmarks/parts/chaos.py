@@ -1,0 +1,681 @@
+"""A fault storm: a run whose tools, engine servers, learner and controller fail, beside a calm one.
+
+    benchmarks/bench.py chaos [--json -] [--long] [--times N] [--seconds S] [--short]
+
+    tools        5 % of the calls raise what nobody expects, 1 % hang
+    servers      one is killed every 20 s and is back 2 s later
+    learner      its rank is killed twice
+    controller   killed twice; twice SIGTERM in a row once; once its disk is full, which here means
+                 that no file of its processes grows any more
+
+A calm run goes first and says which trees there are to train. The storm trains as many steps, by
+the command that a user types again with --resume whenever it has ended. Both are looked at from
+outside, through their journals: `lost` are trees of the calm run that no step of the surviving line
+of weights took, and finished ones that were rolled out again; `duplicated` are those that it took
+more than once. `goodput` is trees trained a second, from the first start to the last step, with all
+restarts. A tree of which a tool breaks a branch takes half as long again: the learner, which is
+real, sets the pace where rollouts have that to spare, as here. Servers recite
+(recital.py). `--long` has two vLLM servers on the CPU instead, which the run starts, one
+of them killed every 150 s, and a policy that has learned to call the tool. `--times` is how many
+storms follow the calm run; figures are then their sums, and the least goodput.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol
+
+import psutil
+from msgspec import Struct
+
+from agentenv.env import register
+from agentenv.envs.quickstart_setup import build_model
+from agentenv.errors import AgentEnvError
+from agentenv.frames import SUFFIX
+from agentenv.guard import GUARD
+from agentenv.journal import Began, Finished, Frame, Leased, Trained, read_frames
+from agentenv.ports import held_ports
+from agentenv.tool_env import Grade, ToolEnv
+from agentenv.tools import StatelessTool
+from agentenv.types import Task, ToolResult
+from benchmarks.parts.mock_server import SCHEMA, TOKEN_S
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CONFIG = "chaos.toml"
+TOOL_S = 0.2
+HANG_S = 3600.0
+MIN_SHARE = 0.7  # of the calm goodput
+MAX_STALENESS = 8  # with less the learner waits for trees of which tools broke branches
+POLL_S = 0.1
+VLLM = "vllm.entrypoints"
+END_S = 180.0  # in which a command ends after what ends it
+
+
+class Size(Struct, frozen=True):
+    """`calm_s` is how long the calm run lasts, `kill_s` the time between two kills of servers."""
+
+    calm_s: float = 300.0
+    kill_s: float = 20.0
+    down_s: float = 2.0
+    num_servers: int = 3
+    long: bool = False
+    prompts: int = 4
+    group_size: int = 8
+    token_s: float = 0.005  # so that the learner is what trains no faster
+    checkpoint_s: float = 5.0
+
+
+LONG = Size(calm_s=1200.0, kill_s=150.0, num_servers=2, long=True, checkpoint_s=60.0)
+SHORT = Size(
+    calm_s=6.0,
+    kill_s=5.0,
+    down_s=0.5,
+    num_servers=2,
+    prompts=2,
+    group_size=4,
+    token_s=0.002,
+    checkpoint_s=2.0,
+)
+
+
+class Figures(Struct):
+    """`ended` counts what ended the command, by its name; `killed` the servers."""
+
+    lost: int
+    duplicated: int
+    goodput: float
+    calm_goodput: float
+    trees: int
+    calm_s: float
+    storm_s: float
+    killed: int
+    ended: dict[str, int]
+    wrong: list[str]
+
+    @property
+    def share(self) -> float:
+        return self.goodput / self.calm_goodput if self.calm_goodput else 0.0
+
+
+def together(storms: Sequence[Figures]) -> Figures:
+    """Sums, and the least goodput."""
+    ended = sum((Counter(one.ended) for one in storms), Counter[str]())
+    return Figures(
+        lost=sum(one.lost for one in storms),
+        duplicated=sum(one.duplicated for one in storms),
+        goodput=min(one.goodput for one in storms),
+        calm_goodput=storms[0].calm_goodput,
+        trees=sum(one.trees for one in storms),
+        calm_s=storms[0].calm_s,
+        storm_s=round(sum(one.storm_s for one in storms), 1),
+        killed=sum(one.killed for one in storms),
+        ended=dict(ended),
+        wrong=[line for one in storms for line in one.wrong],
+    )
+
+
+# What is trained on: one tool that fails, and a grader that finds no two answers alike, so that
+# every tree is trained.
+
+
+class Unreliable(StatelessTool):
+    """Answers a query with what depends on nothing else, unless it fails."""
+
+    name = "search"
+    description = "Search."
+    schema = SCHEMA
+
+    def __init__(self, exceptions: float, hangs: float) -> None:
+        self._exceptions, self._hangs = exceptions, hangs
+        self._rng = Random(os.urandom(8))
+
+    async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
+        luck = self._rng.random()
+        await asyncio.sleep(TOOL_S * (0.5 + self._rng.random()))
+        if luck < self._exceptions:
+            raise RuntimeError("the index is torn")
+        if luck < self._exceptions + self._hangs:
+            await asyncio.sleep(HANG_S)
+        return ToolResult(f"the founder of {arguments['query']} was born in the year 1862")
+
+
+class Luck:
+    async def grade(self, task: Task, written: Any, calls: Any) -> Grade:
+        found = _luck.random()
+        return Grade(found, found > 0.5)
+
+
+_luck = Random(os.urandom(8))
+
+
+class ChaosEnv(ToolEnv):
+    def __init__(self, task: Task, *, exceptions: float = 0.0, hangs: float = 0.0) -> None:
+        tool = Unreliable(exceptions, hangs)
+        super().__init__(task, tools=[tool], grader=Luck(), tool_timeout_s=2.0)
+
+
+register("bench/Chaos-v0", "benchmarks.parts.chaos:ChaosEnv")
+
+
+# What is seen from outside.
+
+
+class Witness:
+    """What the processes of a run did, by the frames of their journals in order."""
+
+    def __init__(self) -> None:
+        self.tasks: dict[int, str] = {}
+        self.again: set[int] = set()  # finished, and rolled out again
+        self.last_step_s = 0.0  # when a step was trained last, of time.monotonic
+        self.num_steps = 0  # of the process that runs, or ran last
+        self._finished: set[int] = set()
+        self._taken: dict[int, list[int]] = {}  # by step
+        self._is_new = True
+
+    def begin(self) -> None:
+        """Another process of the run begins."""
+        self._is_new, self.num_steps = True, 0
+
+    def add(self, frame: Frame) -> None:
+        match frame:
+            case Began():
+                self.tasks[frame.tree] = frame.task_id
+                if frame.tree in self._finished:
+                    self.again.add(frame.tree)
+            case Finished():
+                self._finished.add(frame.tree)
+            case Leased():
+                if self._is_new:  # what others did from this step on is done again
+                    self._taken = {s: t for s, t in self._taken.items() if s < frame.step}
+                    self._is_new = False
+                self._taken.setdefault(frame.step, []).extend(frame.trees)
+            case Trained():
+                self.last_step_s, self.num_steps = time.monotonic(), self.num_steps + 1
+
+    def line(self) -> list[int]:
+        """The trees that the learner took, in its order, in the line of weights that survives."""
+        return [tree for step in sorted(self._taken) for tree in self._taken[step]]
+
+    def lost(self, wanted: Sequence[int]) -> list[int]:
+        return sorted(set(wanted) - set(self.line())) + sorted(self.again)
+
+    def duplicated(self) -> list[int]:
+        return sorted(tree for tree, count in Counter(self.line()).items() if count > 1)
+
+    @property
+    def step(self) -> int:
+        """Steps that the surviving line has taken."""
+        return len(self._taken)
+
+
+class Reader:
+    """Reads whole frames of a journal as they are written, in the order of its files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._read: dict[Path, int] = {}  # bytes
+
+    def read(self) -> Iterator[Frame]:
+        for path in sorted(self.folder.glob(f"*{SUFFIX}")):
+            begin = self._read.get(path, 0)
+            try:
+                with path.open("rb") as file:
+                    file.seek(begin)
+                    data = file.read()
+            except FileNotFoundError:  # no checkpoint wants it any more
+                continue
+            for end, frame in read_frames(data):
+                self._read[path] = begin + end
+                yield frame
+
+
+# The processes of a run.
+
+
+class Process(Protocol):
+    """What is used of a `subprocess.Popen`."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+    def kill(self) -> None: ...
+    def send_signal(self, number: int) -> None: ...
+
+
+def start_training(arguments: Sequence[str], output: int) -> Process:
+    """`launchers/train.py` with these arguments, which says what it says to a descriptor."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "launchers" / "train.py"), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+    )
+
+
+class Run:
+    """A run of the workspace, in one process after the other."""
+
+    def __init__(self, folder: Path, name: str, *overrides: str) -> None:
+        self.path = folder / "runs" / name
+        self.witness = Witness()
+        self.began_s = 0.0  # of time.monotonic
+        self.ended: Counter[str] = Counter()
+        self.said: deque[str] = deque(maxlen=60)
+        self._arguments = [str(folder / CONFIG), f"run.name={name}", *overrides]
+        self._reader = Reader(self.path / "journal")
+
+    @contextmanager
+    def process(self) -> Iterator[Process]:
+        """The command, as a user types it."""
+        arguments = list(self._arguments)
+        if (self.path / "config.json").is_file():
+            arguments.append("--resume")
+        self.began_s = self.began_s or time.monotonic()
+        self.witness.begin()
+        said, output = os.pipe()  # a file would be full, too, when the disk is
+        try:
+            process = start_training(arguments, output)
+        finally:
+            os.close(output)
+        listening = threading.Thread(target=self._listen, args=(said,))
+        listening.start()
+        try:
+            yield process
+        finally:
+            end_tree(process)
+            listening.join()
+            self.look()
+
+    def _listen(self, said: int) -> None:
+        with open(said, encoding="utf-8", errors="replace") as lines:
+            self.said.extend(lines)
+
+    def look(self) -> None:
+        """Take note of what was written since."""
+        for frame in self._reader.read():
+            self.witness.add(frame)
+
+    def watch(self, process: Process, condition: Callable[[], bool], limit_s: float | None) -> bool:
+        """Look until the condition holds or the process has ended; whether it holds."""
+        end = None if limit_s is None else time.monotonic() + limit_s
+        while not condition():
+            if process.poll() is not None:
+                return False
+            if end is not None and time.monotonic() > end:
+                raise AgentEnvError(f"{self.path.name} did not end; it said:\n{self.tail()}")
+            time.sleep(POLL_S)
+            self.look()
+        return True
+
+    def end(self, process: Process) -> int:
+        """Wait for its end; the exit status."""
+        self.watch(process, lambda: process.poll() is not None, END_S)
+        return process.wait()
+
+    def tail(self) -> str:
+        return "".join(self.said)
+
+    def goodput(self) -> float:
+        seconds = self.witness.last_step_s - self.began_s
+        return len(set(self.witness.line())) / seconds if seconds > 0 else 0.0
+
+
+def end_tree(process: Process) -> None:
+    """Kill what is left of a process and of those below it."""
+    with suppress(psutil.NoSuchProcess):
+        for one in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+    process.kill()
+    process.wait()
+
+
+def below(process: Process, word: str, but: str = "\0") -> list[psutil.Process]:
+    """The processes below it that have a word in their command line, and not another."""
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for one in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                line = " ".join(one.cmdline())
+                if word in line and but not in line:
+                    found.append(one)
+    return found
+
+
+class Servers:
+    """Reciting servers in processes of their own, or those that the run starts; from `storm` on one
+    is killed every `kill_s`."""
+
+    def __init__(self, size: Size, folder: Path) -> None:
+        self.size, self.num_killed = size, 0
+        self.ports: Sequence[int] = ()
+        self.run: tuple[Process, Witness] | None = None  # whose servers are killed
+        self._model = folder / "model"
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._spares: dict[int, subprocess.Popen[bytes]] = {}  # have imported what they need
+        self._stop = threading.Event()
+        self._storming: threading.Thread | None = None
+        self._held = ExitStack()
+
+    def __enter__(self) -> Servers:
+        if not self.size.long:
+            self.ports = self._held.enter_context(held_ports(self.size.num_servers))
+        for port in self.ports:
+            self._prepare(port)
+        for port in self.ports:
+            self._start(port)
+        for port in self.ports:
+            self._until_open(port)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._storming is not None:
+            self._storming.join()
+        for process in (*self._processes.values(), *self._spares.values()):
+            process.kill()
+            process.communicate()
+        self._held.close()
+
+    def _prepare(self, port: int) -> None:
+        scale = self.size.token_s / TOKEN_S
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.parts.mock_server",
+            str(port),
+            str(self._model),
+        ]
+        self._spares[port] = subprocess.Popen(
+            [*command, str(scale)], cwd=ROOT, stdin=subprocess.PIPE
+        )
+
+    def _start(self, port: int) -> None:
+        process = self._processes[port] = self._spares.pop(port)
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        self._prepare(port)
+
+    def pids(self) -> dict[str, int]:
+        """The processes, by the URL of each."""
+        return {f"http://127.0.0.1:{port}": one.pid for port, one in self._processes.items()}
+
+    def revive(self) -> int:
+        """Start those again that were killed, without waiting for them; how many they are."""
+        dead = [port for port, one in self._processes.items() if one.poll() is not None]
+        for port in dead:
+            self._processes[port].communicate()
+            self._start(port)
+        return len(dead)
+
+    def storm(self) -> None:
+        self._storming = threading.Thread(target=self._storm)
+        self._storming.start()
+
+    def _storm(self) -> None:
+        number = 0
+        while not self._stop.wait(self.size.kill_s):
+            self.num_killed += self._kill(number)
+            number += 1
+
+    def _kill(self, number: int) -> bool:
+        if not self.ports:
+            return self._kill_started(number)
+        port = self.ports[number % len(self.ports)]
+        self._processes[port].kill()
+        self._processes[port].communicate()
+        self._stop.wait(self.size.down_s)
+        self._start(port)
+        self._until_open(port)
+        return True
+
+    def _kill_started(self, number: int) -> bool:
+        """One that the run started, unless the run has trained nothing since it was started
+        itself: its servers take longer to start than others do to come back."""
+        process, witness = self.run or (None, None)
+        found = below(process, VLLM, but=GUARD.name) if process else []
+        if not found or not witness or not witness.num_steps:
+            return False
+        with suppress(psutil.NoSuchProcess):
+            found[number % len(found)].kill()
+        return True
+
+    def _until_open(self, port: int) -> None:
+        while not self._stop.wait(POLL_S):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                return
+
+
+# What happens to the run.
+
+
+def kill_controller(process: Process) -> None:
+    process.kill()
+
+
+def kill_learner(process: Process) -> None:
+    for one in below(process, "agentenv.learners.worker"):
+        one.kill()
+
+
+def signal_twice(process: Process) -> None:
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+
+
+def fill_disk(process: Process) -> None:
+    """No file of the run's processes grows any more, as on a full disk."""
+    for one in (psutil.Process(process.pid), *below(process, "agentenv.learners.worker")):
+        with suppress(psutil.NoSuchProcess):
+            one.rlimit(psutil.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+
+
+EVENTS: tuple[tuple[str, Callable[[Process], None]], ...] = (
+    ("controller killed", kill_controller),
+    ("learner killed", kill_learner),
+    ("SIGTERM twice", signal_twice),
+    ("disk full", fill_disk),
+    ("controller killed", kill_controller),
+    ("learner killed", kill_learner),
+)
+
+
+def run(
+    size: Size, say: Callable[[str], None] = lambda text: None, num_storms: int = 1
+) -> list[Figures]:
+    """The calm run, then the storms. Raises AgentEnvError for one that does not go on."""
+    with tempfile.TemporaryDirectory(prefix="agentenv-chaos-") as name, ExitStack() as stack:
+        folder = Path(name)
+        make_model(folder)
+        servers = stack.enter_context(Servers(size, folder))
+        write_workspace(folder, size, servers.ports)
+        calm = run_calm(Run(folder, "calm"), size)
+        num_steps = calm.witness.step
+        say(f"calm: {num_steps} steps, {calm.goodput():.2f} trees a second")
+        servers.storm()
+        found = []
+        for number in range(1, num_storms + 1):
+            storm = Run(
+                folder,
+                f"storm-{number}",
+                f"train.num_steps={num_steps}",
+                "env.kwargs.exceptions=0.05",
+                "env.kwargs.hangs=0.01",
+            )
+            num_killed = servers.num_killed
+            run_storm(storm, servers, num_steps, say)
+            found.append(figures_of(calm, storm, servers.num_killed - num_killed))
+            say(f"storm {number} of {num_storms}: {found[-1]}")
+        return found
+
+
+def run_calm(calm: Run, size: Size) -> Run:
+    """For `calm_s` seconds, from its start."""
+    with calm.process() as process:
+        end = time.monotonic() + size.calm_s
+
+        def is_over() -> bool:
+            return time.monotonic() > end and calm.witness.num_steps > len(EVENTS)
+
+        if calm.watch(process, is_over, None):
+            process.send_signal(signal.SIGTERM)
+        if calm.end(process) != 130:
+            raise AgentEnvError(f"the calm run failed; it said:\n{calm.tail()}")
+    return calm
+
+
+def run_storm(storm: Run, servers: Servers, num_steps: int, say: Callable[[str], None]) -> None:
+    """To its last step; the events come when the steps between them are done, once the process that
+    is there has trained a step."""
+    events = deque(enumerate(EVENTS, 1))
+    witness = storm.witness
+    while True:
+        with storm.process() as process:
+            servers.run = process, witness
+            what = "by itself"
+            if events:
+                number, (what, act) = events[0]
+
+                def is_due(due: int = num_steps * number // (len(EVENTS) + 1)) -> bool:
+                    return witness.step >= due and witness.num_steps > 0
+
+                if storm.watch(process, is_due, None):
+                    act(process)
+                    events.popleft()
+                else:
+                    what = "by itself"
+                code = storm.end(process)
+            else:
+                storm.watch(process, lambda: False, None)
+                code = process.wait()
+        say(f"{what}, after step {witness.step} of {num_steps}: exit status {code}")
+        if code == 0:
+            break
+        if what == "by itself":
+            say("".join(list(storm.said)[-3:]).rstrip())
+        storm.ended[what] += 1
+        if storm.ended["by itself"] > len(EVENTS):
+            raise AgentEnvError(f"the storm does not go on; it said:\n{storm.tail()}")
+    if events:
+        raise AgentEnvError(f"the storm was over before {events[0][1][0]!r}")
+
+
+def figures_of(calm: Run, storm: Run, num_killed: int) -> Figures:
+    wanted = calm.witness.line()
+    ours, theirs = storm.witness.tasks, calm.witness.tasks
+    others = [tree for tree in wanted if ours.get(tree) != theirs[tree]]
+    extra = sorted(set(storm.witness.line()) - set(wanted))
+    lost, duplicated = storm.witness.lost(wanted), storm.witness.duplicated()
+    wrong = [f"lost: {lost}"] if lost else []
+    wrong += [f"duplicated: {duplicated}"] if duplicated else []
+    wrong += [f"trees of other tasks: {others}"] if others else []
+    wrong += [f"trees that the calm run has not: {extra}"] if extra else []
+    wrong += [f"the calm run itself: {again}"] if (again := calm.witness.duplicated()) else []
+    return Figures(
+        lost=len(lost),
+        duplicated=len(duplicated),
+        goodput=round(storm.goodput(), 3),
+        calm_goodput=round(calm.goodput(), 3),
+        trees=len(wanted),
+        calm_s=round(calm.witness.last_step_s - calm.began_s, 1),
+        storm_s=round(storm.witness.last_step_s - storm.began_s, 1),
+        killed=num_killed,
+        ended=dict(storm.ended),
+        wrong=wrong,
+    )
+
+
+def make_model(folder: Path) -> None:
+    with redirect_stdout(sys.stderr):  # where DeepSpeed, which it loads, says what it found
+        build_model(folder / "model", seed=0)
+
+
+def write_workspace(folder: Path, size: Size, ports: Sequence[int]) -> None:
+    """Questions and configuration."""
+    rows = [{"question": f"Which one is it? ({n})", "answer": "it"} for n in range(512)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    turns = [
+        {"action": "<search>it</search>", "result": "the founder of it was born in the year 1862"}
+    ]
+    turns += [{"action": "<answer>it</answer>"}]
+    shown = [{"question": row["question"], "turns": turns} for row in rows[:64]]
+    (folder / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shown))
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    engine, more = f"urls = {json.dumps(urls)}", ""
+    if size.long:
+        engine = ""
+        more = f'''
+[engine.servers]
+num_servers = {size.num_servers}
+max_num_seqs = 16
+max_restarts = 1000
+device = "cpu"
+[sft]
+data = "{folder}/sft.jsonl"
+gate = "{folder}/sft.jsonl"
+[[sft.stages]]
+num_steps = 150
+'''
+    (folder / CONFIG).write_text(f"""
+[run]
+dir = "{folder}/runs"
+[model]
+path = "{folder}/model"
+[env]
+id = "bench/Chaos-v0"
+module = "benchmarks.parts.chaos"
+kwargs = {{ exceptions = 0.0, hangs = 0.0 }}
+[data]
+train = "{folder}/train.jsonl"
+[limits]
+max_prompt_tokens = 256
+max_response_tokens = 760
+max_turn_tokens = 64
+max_tool_result_tokens = 60
+max_failed_share = 0.5
+max_failures = 64
+[algorithm]
+name = "arpo"
+group_size = {size.group_size}
+entropy_window = 10
+[queue]
+groups_per_step = {size.prompts}
+max_staleness = {MAX_STALENESS}
+[learner]
+groups_per_minibatch = {size.prompts}
+learning_rate = 1e-6
+[engine]
+name = "vllm"
+max_model_len = 1024
+{engine}
+[engine.pool]
+first_token_s = 30
+silence_s = 10
+{more}
+[checkpoint]
+minutes = {size.checkpoint_s / 60}
+[train]
+num_steps = 1000000
+max_logprob_gap = 1e9
+""")

@@ -1,0 +1,433 @@
+"""What training trees as trees is worth: tree against flat layouts of the same trajectories.
+
+    tree     every shared token once, attention in blocks between forks
+    dense    the same tokens, attention under one dense mask (--dense)
+    varlen   every trajectory by itself, side by side without padding
+    padded   every trajectory by itself, in rows of equal length
+    TreeRow  TRL's trie of trajectories, where TRL 1.16 is installed (tree_row.py)
+
+All compute the same loss and, with it, the same gradients. Printed are CPU seconds and peak memory
+of a step, beside what counting tokens, attention pairs and FLOPs lets one expect: `counted` is the
+ratio, varlen over tree, of floating point operations, what a machine would reach on which every
+operation costs the same. `computed` are the tokens of all micro-batches over those of the trees:
+trees that are cut repeat the paths to their pieces.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from rich.table import Table
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from agentenv.errors import ConfigError
+from agentenv.learners.attention import TreeLayout, visible_pairs
+from agentenv.learners.batch import (
+    ActionTokens,
+    EncodedTree,
+    Longs,
+    MicroBatch,
+    encode,
+    encode_sequence,
+    from_arrays,
+    pack,
+)
+from agentenv.learners.credit import tree_credit
+from agentenv.learners.partition import PAIR_COST, deal, deal_parts, idle_share
+from agentenv.learners.policy import Policy, tensors
+from agentenv.pipelines.run.tables import bare_table
+from agentenv.pipelines.setup.idle import NARROW, WIDE, Shape, simulated
+from agentenv.tree import TrajectoryTree
+from agentenv.types import Task, VersionSpan
+from benchmarks.parts import tree_row
+
+LAYOUTS = ("tree", "varlen", "padded")
+FLAT = ("varlen", "padded")
+TREE_ROW = "TreeRow"
+SPEED, MEMORY = ("best flat", "FLOPs", "share"), ("tokens", "pairs", "computed")  # columns behind
+MAX_TOKENS = 8192  # of a micro-batch, in every layout
+VOCABULARY = 4096
+Nodes = list[list[int]]  # of a tree: [parent, tokens of the policy, tokens of prompt or tool]
+
+
+def make_model() -> Policy:
+    """A small Qwen3 of three million parameters outside embedding and head."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+    )
+    return Policy(Qwen3ForCausalLM(config).eval())
+
+
+def make_step(layout: str, trees: list[Nodes], policy: Policy) -> Callable[[], float]:
+    """A function that runs forward and backward over all trees and returns the loss."""
+    if layout == TREE_ROW:
+        groups = [_sequences(grow(nodes, index)) for index, nodes in enumerate(trees)]
+        return tree_row.make_step(tree_row.pack(groups, MAX_TOKENS), policy)
+    device = next(policy.parameters()).device
+    encoded = encode_all(layout, trees)
+    weight = ActionTokens.of(encoded).weight
+    batches: Sequence[MicroBatch | PaddedBatch]
+    batches = pad(encoded) if layout == "padded" else pack(encoded, MAX_TOKENS)
+
+    def step() -> float:
+        policy.zero_grad()
+        total = 0.0
+        for batch in batches:
+            if isinstance(batch, MicroBatch):
+                token_ids, positions, plan, source, targets = tensors(batch, device)
+                if layout == "dense":
+                    plan = TreeLayout(batch.end, device, "dense")
+                logprobs = policy(token_ids, positions, plan, source, targets)[0]
+            else:
+                logprobs = padded_logprobs(policy, batch)
+            loss = -(torch.from_numpy(weight[batch.index]).to(logprobs) * logprobs).sum()
+            loss.backward()
+            total += float(loss.detach())
+        return total
+
+    return step
+
+
+def encode_all(layout: str, trees: list[Nodes]) -> list[EncodedTree]:
+    """Trees as trees, or every trajectory as a sequence."""
+    grown = [grow(nodes, index) for index, nodes in enumerate(trees)]
+    if layout in FLAT:
+        return [one for tree in grown for one in _sequences(tree)]
+    return [
+        encode(tree, credit, 0) for tree in grown if (credit := tree_credit(tree, group_size=1))
+    ]
+
+
+def _sequences(tree: TrajectoryTree) -> list[EncodedTree]:
+    return [encode_sequence(path.token_ids, path.loss_mask) for path in tree.trajectories()]
+
+
+def grow(nodes: Nodes, index: int) -> TrajectoryTree:
+    """A tree of that shape with random tokens."""
+    rng = Random(index)
+
+    def ids(count: int) -> list[int]:
+        return [rng.randrange(VOCABULARY) for _ in range(count)]
+
+    tree = TrajectoryTree(task=Task(f"t{index}", "bench", "?", ("",)), index=index)
+    inner = {node[0] for node in nodes}
+    for number, (parent, num_actions, num_observed) in enumerate(nodes):
+        node = tree.add(
+            tree.nodes[parent] if parent >= 0 else None,
+            action_ids=ids(num_actions),
+            logprobs=[-1.0] * num_actions,
+            entropies=[1.0] * num_actions,
+            version_spans=[VersionSpan(0, 0, num_actions)],
+            observation_ids=ids(num_observed),
+        )
+        if number not in inner:
+            node.end, node.reward = "terminated", float(number % 2)
+    return tree
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """Rows of trajectories, token_ids int64 [rows, length]; the rest as in MicroBatch."""
+
+    token_ids: Longs
+    source: Longs
+    targets: Longs
+    index: Longs
+
+
+def pad(sequences: Sequence[EncodedTree]) -> list[PaddedBatch]:
+    """Rows of similar length, at most MAX_TOKENS padded tokens together."""
+    order = sorted(range(len(sequences)), key=lambda i: sequences[i].num_tokens)
+    first = np.cumsum([0, *(sequence.num_action_tokens for sequence in sequences)])
+    groups: list[list[int]] = [[]]
+    for i in order:
+        if groups[-1] and (len(groups[-1]) + 1) * sequences[i].num_tokens > MAX_TOKENS:
+            groups.append([])
+        groups[-1].append(i)
+    batches = []
+    for group in groups:
+        length = sequences[group[-1]].num_tokens
+        token_ids = np.zeros((len(group), length), np.int64)
+        source, targets, index = [], [], []
+        for row, i in enumerate(group):
+            ids, places = sequences[i].ints("token_ids"), np.flatnonzero(sequences[i].actions())
+            token_ids[row, : len(ids)] = ids
+            source.append(row * length + places - 1)
+            targets.append(ids[places].astype(np.int64))
+            index.append(np.arange(first[i], first[i + 1]))
+        batches.append(PaddedBatch(token_ids, *map(np.concatenate, (source, targets, index))))
+    return batches
+
+
+def padded_logprobs(policy: Policy, batch: PaddedBatch) -> Tensor:
+    """As a plain training loop computes them, causal attention over all rows at once."""
+    device = next(policy.parameters()).device
+    token_ids, source, targets = (
+        torch.from_numpy(array).to(device)
+        for array in (batch.token_ids, batch.source, batch.targets)
+    )
+    hidden = policy.model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+    chosen = hidden.flatten(0, 1).index_select(0, source)
+    logprobs: Tensor = policy.model.lm_head(chosen, targets)[0]
+    return logprobs
+
+
+def count(layout: str, trees: list[Nodes], policy: Policy) -> tuple[float, float, float]:
+    """Tokens, visible pairs, and floating point operations of forward and backward.
+
+    6 a weight and token (the head only for predicted tokens), and 14 a pair, head channel and
+    layer: 2 products forward and 5 backward, where the scores are computed again.
+    """
+    config, batches = policy.model.config, pack(encode_all(layout, trees), MAX_TOKENS)
+    num_tokens = sum(len(batch.token_ids) for batch in batches)
+    pairs = sum(visible_pairs(batch.end) for batch in batches)
+    predicted = sum(len(batch.targets) for batch in batches)
+    head = policy.model.lm_head.weight.numel()
+    ends = head if config.tie_word_embeddings else 2 * head  # to look up a row costs nothing
+    weights = sum(parameter.numel() for parameter in policy.parameters()) - ends
+    channels = config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    flops = 6.0 * (weights * num_tokens + head * predicted) + 14.0 * channels * pairs
+    return float(num_tokens), float(pairs), flops
+
+
+def peak_mb(layout: str, trees: list[Nodes]) -> float:
+    """Peak memory of one step, above what the process holds with the model loaded."""
+    torch.set_num_threads(1)
+    policy = make_model()
+    step = make_step(layout, trees, policy)
+    with suppress(OSError):  # where it cannot be reset, the peak so far stays in it
+        Path("/proc/self/clear_refs").write_text("5")
+    before = _peak_bytes()
+    step()
+    return (_peak_bytes() - before) / 1e6
+
+
+def _peak_bytes() -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return float(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+
+SHAPES = Path(__file__).with_name("shapes.json")
+WARM_UP = [[[-1, 0, 64], [0, 64, 0], [0, 64, 0]]]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one shape: medians of CPU seconds and peak memory by layout, counted ratios, and tokens
+    of the tree layout's micro-batches over those of the trees."""
+
+    cpu_s: dict[str, float]
+    peak_mb: dict[str, float]
+    tokens: float
+    pairs: float
+    flops: float
+    computed: float
+
+    @property
+    def flat_best_over_tree(self) -> float:
+        return min(self.cpu_s[name] for name in FLAT) / self.cpu_s["tree"]
+
+
+def run(
+    names: Sequence[str] | None, repeats: int, dense: bool, say: Callable[[str], None]
+) -> tuple[dict[str, float], list[Table]]:
+    """The figures of shapes as {SHAPE.figure: value}, and as tables."""
+    shapes = load_shapes()
+    unknown = sorted(set(names or ()) - set(shapes))
+    if unknown or repeats < 1:
+        raise ConfigError(f"--shapes: unknown {unknown}; known: {sorted(shapes)}; --repeats >= 1")
+    found: dict[str, Figures] = {}
+    for name in names or shapes:
+        say(f"{name}: {shapes[name]['source']}")
+        layouts = [*LAYOUTS, *["dense"] * dense, *[TREE_ROW] * tree_row.is_installed()]
+        found[name] = measure(shapes[name]["trees"], layouts, repeats)
+    return flattened(found), list(tables(found))
+
+
+def load_shapes() -> dict[str, Any]:
+    """Recorded shapes, and one prefix with 16 leaves."""
+    leaves = [[0, 128 + 8 * (i * 7 % 17), 0] for i in range(16)]
+    prefix = [[[-1, 0, 2048], *leaves]]
+    shapes: dict[str, Any] = msgspec.json.decode(SHAPES.read_bytes())
+    source = "one prefix of 2,048 tokens and 16 leaves of 128 to 256"
+    return {"prefix2048x16": {"source": source, "trees": prefix}} | shapes
+
+
+def measure(trees: list[Nodes], layouts: Sequence[str], repeats: int) -> Figures:
+    """Interleaved, so that a busy moment of the machine hits all layouts alike."""
+    torch.set_num_threads(1)
+    model = make_model()
+    make_step("tree", WARM_UP, model)()
+    steps = {name: make_step(name, trees, model) for name in layouts}
+    seconds: dict[str, list[float]] = {name: [] for name in layouts}
+    losses = {}
+    for _ in range(repeats):
+        for name, step in steps.items():
+            start = time.process_time()
+            losses[name] = step()
+            seconds[name].append(time.process_time() - start)
+    for name, loss in losses.items():
+        if abs(loss - losses["varlen"]) > 1e-4 * abs(losses["varlen"]):
+            raise ArithmeticError(f"layouts differ: {name} {losses}")
+    counts = {name: count(name, trees, model) for name in ("tree", "varlen")}
+    tokens, pairs, flops = np.divide(counts["varlen"], counts["tree"]).tolist()
+    computed = counts["tree"][0] / sum(sum(node[1:]) for tree in trees for node in tree)
+    return Figures(
+        {name: median(values) for name, values in seconds.items()},
+        {name: in_own_process(name, trees) for name in layouts},
+        tokens,
+        pairs,
+        flops,
+        computed,
+    )
+
+
+def in_own_process(layout: str, trees: list[Nodes]) -> float:
+    """Peak memory is that of a process, so each layout gets one."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(peak_mb, layout, trees).result()
+
+
+def tables(found: dict[str, Figures]) -> tuple[Table, Table]:
+    """One row a shape: speed beside what was counted, and memory."""
+    layouts = list(next(iter(found.values())).cpu_s)
+    speed = bare_table(
+        "CPU seconds; ratios are flat over tree, share is measured over counted FLOPs"
+    )
+    memory = bare_table("peak memory of a step beyond the model, MB; ratios as above")
+    for table, columns in ((speed, SPEED), (memory, MEMORY)):
+        table.add_column("shape")
+        for name in (*layouts, *columns):
+            table.add_column(name, justify="right")
+    for name, one in found.items():
+        ratio = one.flat_best_over_tree
+        seconds = (*one.cpu_s.values(), ratio, one.flops, ratio / one.flops)
+        speed.add_row(name, *(f"{figure:.2f}" for figure in seconds))
+        megabytes = (f"{figure:.0f}" for figure in one.peak_mb.values())
+        counted = (f"{figure:.2f}" for figure in (one.tokens, one.pairs, one.computed))
+        memory.add_row(name, *megabytes, *counted)
+    return speed, memory
+
+
+def flattened(found: dict[str, Figures]) -> dict[str, float]:
+    """{SHAPE.figure: value} of all shapes."""
+    figures: dict[str, float] = {}
+    for name, one in found.items():
+        figures |= {
+            f"{name}.flat_best_over_tree": one.flat_best_over_tree,
+            f"{name}.counted": one.flops,
+            f"{name}.counted_tokens": one.tokens,
+            f"{name}.counted_pairs": one.pairs,
+            f"{name}.computed_over_unique": one.computed,
+        }
+        for layout in one.cpu_s:
+            figures[f"{name}.{layout}_cpu_s"] = one.cpu_s[layout]
+            figures[f"{name}.{layout}_peak_mb"] = one.peak_mb[layout]
+    return {name: round(value, 4) for name, value in figures.items()}
+
+
+# Dealing: how long ranks wait for each other.
+
+# ranks, groups, ranks that compute a micro-batch together
+CASES = [(4, 16, 1), (4, 8, 1), (8, 16, 1), (8, 8, 1), (16, 16, 1), (64, 16, 1), (64, 64, 1)]
+CASES += [(8, 8, 2), (64, 16, 4)]
+SPREADS = {"narrow": NARROW, "wide": WIDE}
+BUDGET = 24_000  # tokens of a micro-batch on each rank
+
+
+def run_deal() -> tuple[dict[str, float], list[Table]]:
+    """Whole trees against trees and parts of trees, on 64 simulated ARPO trees of 40,000 tokens
+    with 16 leaves of 8 roots: the figures as {SPREAD.RANKSxGROUPS.figure: value}, with RANKS/N
+    where N of them compute a micro-batch together; and as tables."""
+    figures: dict[str, float] = {}
+    shown = list[Table]()
+    for name, spread in SPREADS.items():
+        shapes = simulated(16, 8, spread, tree_tokens=40_000)
+        trees = [encode_shape(shape) for shape in shapes]
+        largest = max(sum(shape.sizes) for shape in shapes)
+        table = bare_table(
+            f"{name} spread, largest tree {largest:,} tokens; idle and empty passes in %"
+        )
+        columns = ("ranks", "team", "groups", "idle: whole", "parts", "empty: whole", "parts")
+        for column in (*columns, "computed", "load"):
+            table.add_column(column, justify="right")
+        for num_ranks, groups, team in CASES:
+            case = try_dealing(trees, num_ranks, groups, team)
+            percent = (f"{100 * case[key]:.1f}" for key in list(case)[:4])
+            ratios = (f"{case[key]:.2f}" for key in ("computed_over_unique", "largest_load"))
+            table.add_row(str(num_ranks), str(team), str(groups), *percent, *ratios)
+            ranks = f"{num_ranks}/{team}" if team > 1 else f"{num_ranks}"
+            figures |= {f"{name}.{ranks}x{groups}.{key}": v for key, v in case.items()}
+        shown.append(table)
+    return {name: round(value, 4) for name, value in figures.items()}, shown
+
+
+def try_dealing(
+    trees: Sequence[EncodedTree], num_ranks: int, groups: int, team: int = 1
+) -> dict[str, float]:
+    """idle_share of ranks with whole trees and with parts; empty passes at ZeRO 3, where all run as
+    many as the one with most; tokens computed with parts over those of the trees; largest load with
+    parts over that with whole trees. Counted on the micro-batches that the ranks, or teams of them,
+    would run."""
+    num_teams, budget = num_ranks // team, BUDGET * team
+    loads: dict[str, list[list[float]]] = {"whole": [], "parts": []}
+    passes: dict[str, list[list[float]]] = {"whole": [], "parts": []}
+    computed = 0
+    for first in range(0, len(trees), groups):
+        step = trees[first : first + groups]
+        dealt = {
+            "whole": [[step[i] for i in hand] for hand in deal(step, num_teams)],
+            "parts": deal_parts(step, num_teams, budget)[0],
+        }
+        for name, shares in dealt.items():
+            packed = [pack(own, budget) for own in shares]
+            loads[name].append([sum(map(_cost, batches)) for batches in packed])
+            passes[name].append([float(len(batches)) for batches in packed])
+        computed += sum(len(batch.token_ids) for batches in packed for batch in batches)
+    most = {name: sum(map(max, steps)) for name, steps in loads.items()}
+    return {
+        "idle_whole": idle_share(loads["whole"]),
+        "idle_parts": idle_share(loads["parts"]),
+        "empty_passes_whole": idle_share(passes["whole"]),
+        "empty_passes_parts": idle_share(passes["parts"]),
+        "computed_over_unique": computed / sum(tree.num_tokens for tree in trees),
+        "largest_load": most["parts"] / most["whole"],
+    }
+
+
+def _cost(batch: MicroBatch) -> float:
+    return len(batch.token_ids) + PAIR_COST * visible_pairs(batch.end)
+
+
+def encode_shape(shape: Shape) -> EncodedTree:
+    """All but the prompt is trained."""
+    starts = np.cumsum([0, *shape.sizes])
+    action = np.arange(starts[-1]) >= shape.sizes[0]
+    ids, weight = np.zeros(len(action)), np.ones(len(shape.sizes))
+    return from_arrays(ids, action, starts[:-1], shape.parents, weight=weight)

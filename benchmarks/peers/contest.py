@@ -1,0 +1,344 @@
+"""What our controller costs an env step, beside peers that are given the same work.
+
+    python benchmarks/bench.py peers [--json FILE] [--only NAME ...] [--sizes N ...] [--rounds N]
+
+    work        that of `overhead`: 4 calls of one tool with results of about 300 tokens, an answer;
+                turns of 40 tokens by an engine that waits, N rollouts at a time
+    floor       a bare asyncio loop that waits as often and as long, in the process of each peer
+    ours        the controller's whole process: `Training` with ARPO, queue, journal, metrics,
+                trajectories, what the learner is sent
+    a peer      its own code of a rollout (drivers/), in an environment of its own
+                (environments.py), with engine, tool and, where it has one, trainer made up
+
+Rounds are interleaved (all contestants once, then again), as machines drift; ratios are of figures
+of the same round. A peer that does not install or does not run stands in the table with the last
+line of what it said. docs/peers.md says what each figure includes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from agentenv.errors import AgentEnvError, ConfigError
+from benchmarks.parts import overhead
+from benchmarks.parts.mock_server import NUM_CALLS, TURN_TOKENS
+from benchmarks.peers.environments import (
+    REQUIREMENTS,
+    PeerError,
+    installed,
+    interpreter,
+    last_line,
+)
+
+HERE = Path(__file__).resolve().parent
+OURS, LOCK_STEP = "ours", "lock-step"
+# Rollouts at a time -> prompts a step, and steps, of our run. Waits are in proportion to rollouts,
+# as in `overhead`, so that as much happens a second.
+SIZES = {100: (3, 16), 1000: (31, 4)}
+RUN_S = 400.0  # of one contestant in one round, of ours at one size, after which it is given up
+FAILURES = (AgentEnvError, OSError, subprocess.SubprocessError)  # of one contestant, not of all
+NUM_QUESTIONS = 124
+JSON_CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "it"}}\n</tool_call>'
+ANSWER, END = "<answer>it</answer>", "<|im_end|>"
+# What the form of calls of today's chat models needs as tokens, so that a call fits into a turn.
+JSON_TOKENS = (
+    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
+    *("name", "arguments", "query", "description", "parameters", "properties", "required"),
+)
+
+
+class Peer(Struct, frozen=True, kw_only=True):
+    """One contestant; without a driver it is only installed, with no package it is of ours."""
+
+    driver: Path | None = None
+    package: str = ""  # whose version is told
+    requirements: Path | None = None
+    versions: tuple[str, ...] = ("3.11", "3.12", "3.13")  # of Python
+
+
+def _peer(name: str, package: str, driver: str = "", **others: Any) -> Peer:
+    return Peer(
+        driver=HERE / "drivers" / driver if driver else None,
+        package=package,
+        requirements=REQUIREMENTS / f"{name}.txt",
+        **others,
+    )
+
+
+PEERS: dict[str, Peer] = {
+    OURS: Peer(),
+    LOCK_STEP: Peer(driver=HERE / "drivers" / "lock_step.py"),
+    "verifiers": _peer("verifiers", "verifiers", "verifiers_env.py"),
+    "trl": _peer("trl", "trl", "trl_loop.py"),
+    "skyrl-gym": _peer("skyrl-gym", "skyrl-gym", "skyrl_env.py"),
+    "skyrl": _peer("skyrl", "skyrl", "skyrl_generator.py", versions=("3.12", "3.13")),
+    "gymnasium": _peer("gymnasium", "gymnasium", "gymnasium_vector.py"),
+    "art": _peer("art", "openpipe-art", "art_gather.py", versions=("3.12", "3.13")),
+    "areal": _peer("areal", "areal", versions=("3.11", "3.12")),
+    "prime-rl": _peer("prime-rl", "prime-rl", versions=("3.12",)),
+}
+
+
+class Sample(Struct, frozen=True):
+    """Of one contestant at one size in one round; microseconds of CPU an env step."""
+
+    cpu_us: float  # of the process that runs the rollouts
+    children_us: float  # of the processes below it
+    floor_us: float
+    steps_per_s: float | None = None  # as many as the engine allows, or fewer
+    floor_steps_per_s: float | None = None
+
+
+class Figures(Struct, frozen=True):
+    """Medians of rounds; the least and the most beside them. Ratios are medians of those of each
+    round: of `cpu_us` to the floor, and of what is above the floor to ours."""
+
+    cpu_us: float
+    cpu_us_min: float
+    cpu_us_max: float
+    floor_us: float
+    above_floor_us: float
+    children_us: float
+    times_floor: float
+    times_ours: float | None
+    speed: float | None  # env steps a second, as a part of those of the bare loop
+
+
+class Found(Struct):
+    """Of one contestant."""
+
+    version: str = ""
+    error: str = ""
+    sizes: dict[str, Figures] = {}
+    rounds: dict[str, list[Sample]] = {}
+
+
+class Report(Struct):
+    """Of one run of the bench."""
+
+    date: str
+    python: str
+    machine: str
+    num_rounds: int
+    peers: dict[str, Found]
+
+
+def run(
+    names: Sequence[str],
+    sizes: Sequence[int],
+    num_rounds: int,
+    folder: Path,
+    limit_s: float,
+    say: Callable[[str], None],
+    peers: Mapping[str, Peer] = PEERS,
+    keep: Callable[[Report], None] = lambda report: None,
+) -> Report:
+    """The figures by contestant. What is to be installed is so before the first round, each within
+    `limit_s` seconds. `keep` is given what is there after each round. Raises ConfigError."""
+    check(names, sizes, num_rounds, peers)
+    found = {name: Found() for name in names}
+    pythons: dict[str, Path] = {}
+    for name in names:
+        try:
+            pythons[name] = _python(name, peers[name], folder, limit_s, say)
+            found[name].version = _version(peers[name], pythons[name])
+        except FAILURES as error:
+            found[name].error = _reason(error)
+            say(f"{name}: {found[name].error}")
+    with tempfile.TemporaryDirectory(prefix="agentenv-") as place:
+        task = write_task(Path(place), sizes)
+        for number in range(num_rounds):
+            for name in names:
+                one = found[name]
+                if one.error:
+                    continue
+                say(f"round {number + 1} of {num_rounds}: {name}")
+                try:
+                    samples = _measured(name, peers[name], pythons[name], task, sizes)
+                except FAILURES as error:
+                    one.error = _reason(error)
+                    say(f"{name}: {one.error}")
+                    continue
+                for size, sample in samples.items():
+                    one.rounds.setdefault(size, []).append(sample)
+            keep(report := _report(found, number + 1))
+    return report
+
+
+def _reason(error: Exception) -> str:
+    """Of a failure, in one line."""
+    return str(error) if isinstance(error, PeerError) else last_line(str(error))
+
+
+def _report(found: dict[str, Found], num_rounds: int) -> Report:
+    ours = found[OURS].rounds if OURS in found else {}
+    for one in found.values():
+        one.sizes = {
+            size: figures(samples, ours.get(size, ())) for size, samples in one.rounds.items()
+        }
+    machine = f"{os.cpu_count()} cores, {platform.machine()}"
+    return Report(time.strftime("%Y-%m-%d"), platform.python_version(), machine, num_rounds, found)
+
+
+def check(
+    names: Sequence[str], sizes: Sequence[int], num_rounds: int, peers: Mapping[str, Peer]
+) -> None:
+    """Raises ConfigError for what there is not."""
+    expected: tuple[tuple[str, Sequence[Any], Collection[Any]], ...] = (
+        ("--only", names, peers),
+        ("--sizes", sizes, SIZES),
+    )
+    for option, asked, known in expected:
+        for one in asked:
+            if one not in known:
+                raise ConfigError(
+                    f"{option} {one}: there is none; expected of {', '.join(map(str, known))}"
+                )
+    if num_rounds < 1:
+        raise ConfigError(f"--rounds {num_rounds}: expected at least 1")
+
+
+def _python(
+    name: str, peer: Peer, folder: Path, limit_s: float, say: Callable[[str], None]
+) -> Path:
+    if peer.requirements is None:
+        return Path(sys.executable)
+    say(f"{name}: its environment, in {folder}")
+    python = interpreter(name, peer.requirements, peer.versions, folder, limit_s)
+    if peer.driver is None:
+        raise PeerError("it installs, but nothing here drives it")
+    return python
+
+
+def _version(peer: Peer, python: Path) -> str:
+    return installed(python, peer.package) if peer.package else "this repository"
+
+
+def _measured(
+    name: str, peer: Peer, python: Path, task: Path, sizes: Sequence[int]
+) -> dict[str, Sample]:
+    """One round of one contestant. Raises what FAILURES are."""
+    if name == OURS:
+        return {str(size): _ours(*SIZES[size]) for size in sizes}
+    assert peer.driver is not None
+    return drive(python, peer.driver, task)
+
+
+def _ours(prompts: int, num_steps: int) -> Sample:
+    with tempfile.TemporaryDirectory(prefix="agentenv-") as folder:
+        options = [str(prompts), "0", str(num_steps), overhead.ENV]
+        told = overhead.measured("benchmarks.parts.overhead", options, Path(folder), RUN_S)
+    one = msgspec.json.decode(told, type=overhead.Figures)
+    below = one.all_processes_us - one.cpu_us_per_env_step
+    return Sample(one.cpu_us_per_env_step, round(below, 1), one.floor_us)
+
+
+def drive(python: Path, driver: Path, task: Path, limit_s: float = RUN_S) -> dict[str, Sample]:
+    """What the driver measures, by size, run by that interpreter. Raises PeerError."""
+    target = task.with_name("figures.json")
+    target.unlink(missing_ok=True)
+    root = str(HERE.parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    if python == Path(sys.executable):
+        env["PYTHONPATH"] = path
+    else:
+        env.pop("PYTHONPATH", None)
+    command = [python, HERE / "work.py", driver, task, target]
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise PeerError(f"it did not end within {limit_s:g} s") from None
+    if done.returncode or not target.is_file():
+        raise PeerError(last_line(done.stderr))
+    return read_samples(target.read_bytes())
+
+
+def read_samples(text: bytes) -> dict[str, Sample]:
+    """What a driver wrote. Raises PeerError for anything else."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Sample])
+    except msgspec.DecodeError as error:
+        raise PeerError(f"its driver wrote no figures: {error}") from None
+
+
+def figures(samples: Sequence[Sample], ours: Sequence[Sample]) -> Figures:
+    """Of the rounds of one contestant at one size."""
+    costs = [one.cpu_us for one in samples]
+    ratios = [
+        (one.cpu_us - one.floor_us) / (other.cpu_us - other.floor_us)
+        for one, other in zip(samples, ours, strict=False)
+    ]
+    parts = [
+        one.steps_per_s / one.floor_steps_per_s
+        for one in samples
+        if one.steps_per_s and one.floor_steps_per_s
+    ]
+    return Figures(
+        cpu_us=round(median(costs), 1),
+        cpu_us_min=min(costs),
+        cpu_us_max=max(costs),
+        floor_us=round(median(one.floor_us for one in samples), 1),
+        above_floor_us=round(median(one.cpu_us - one.floor_us for one in samples), 1),
+        children_us=round(median(one.children_us for one in samples), 1),
+        times_floor=round(median(one.cpu_us / one.floor_us for one in samples), 2),
+        times_ours=round(median(ratios), 2) if ratios else None,
+        speed=round(median(parts), 2) if parts else None,
+    )
+
+
+def write_task(folder: Path, sizes: Sequence[int]) -> Path:
+    """What drivers are given, as JSON, and the tokenizer beside it."""
+    from agentenv.envs.quickstart_setup import build_tokenizer
+
+    tokenizer: Any = build_tokenizer()
+    tokenizer.add_tokens(list(JSON_TOKENS))
+    tokenizer.model_max_length = 4096
+    tokenizer.save_pretrained(folder / "tokenizer")
+    (filler,) = tokenizer.encode("and", add_special_tokens=False)[:1]
+
+    def form(call: str, answer: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, text in (("call", call), ("answer", answer)):
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            found[name] = [filler] * (TURN_TOKENS - len(ids)) + ids
+            found[f"{name}_text"] = tokenizer.decode(found[name], skip_special_tokens=True)
+        return found
+
+    rng = Random(0)
+    task = {
+        "tokenizer": str(folder / "tokenizer"),
+        "num_calls": NUM_CALLS,
+        "group_size": overhead.GROUP_SIZE,
+        "turn_s": overhead.TURN_S,
+        "tool_s": overhead.TOOL_S,
+        "first_part": overhead.FIRST_PART,
+        "min_steps": 1000,
+        "texts": overhead.LookUp().texts,
+        "questions": [f"Which one is it? ({number})" for number in range(NUM_QUESTIONS)],
+        "logprobs": [[-rng.random() for _ in range(TURN_TOKENS)] for _ in range(64)],
+        "forms": {
+            "tags": form("<search>it</search>", ANSWER),
+            "json": form(JSON_CALL + END, ANSWER + END),
+        },
+        "sizes": [
+            {"at_once": size, "scale": SIZES[size][0] / overhead.SIZES[10000]} for size in sizes
+        ],
+    }
+    path = folder / "task.json"
+    path.write_text(json.dumps(task), encoding="utf-8")
+    return path

@@ -1,0 +1,1 @@
+"""Parts that tools and graders share: worker processes and the cache of results."""

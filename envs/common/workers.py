@@ -1,0 +1,474 @@
+"""Worker pools: jobs that may hang, crash or fill the memory run in processes that can be killed.
+
+    WorkerPool --- control socket ---> fork server: imports the handler once, forks on request
+        \\------- a socket each -----> workers: one job at a time, many one after the other
+
+A job is bounded in what it uses (CPU time, time asleep, memory), never in how long it waits for a
+place or, on a busy machine, for a core. So what comes out depends on the job and not on the load.
+A worker over a bound is killed by SIGKILL; its successor is a fork and costs milliseconds.
+
+The fork server is a process of its own (`python -m agentenv.envs.common.workers`), so the host may
+hold threads, torch and a GPU; host and fork server take everything below them along when they die.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import importlib
+import inspect
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypedDict, cast
+
+import msgspec
+
+from agentenv.deadline import admitted
+from agentenv.errors import ConfigError, ForeignError, InfraError
+from agentenv.offload import check_outside
+from agentenv.untrusted import decode, packable
+
+START_TIMEOUT_S = 120.0  # of CPU time, and asleep, to import a handler from a cold disk
+MAX_ASLEEP_S = 60.0  # of a job that only computes: it waits for the disk at most
+MAX_ANSWER_BYTES = 1 << 26
+CHECK_EVERY_S = 0.05  # at least, once a job is near its limits
+NICE = 1  # below the host, so that its event loop comes first
+_PR_SET_PDEATHSIG = 1
+
+
+class JobError(Exception):
+    """A job gave no result, through its own fault; the text says which."""
+
+
+class JobStoppedError(JobError):
+    """The job was killed at its limit."""
+
+
+class JobDiedError(JobError):
+    """The process of the job ended, twice: a crash, an exit, or no memory left."""
+
+
+class JobRaisedError(JobError):
+    """The handler raised."""
+
+
+class WorkerPool:
+    """Runs `handler` ("module:function", or a class made with `arguments`) in worker processes.
+
+    Payloads and results are of the types of MessagePack. At most `max_jobs` run at once (None: as
+    many as there are cores, and as half of the memory holds), the others queue. `memory_bytes`
+    bounds the address space of a worker, `max_asleep_s` the time of a job in which it does not
+    compute; `environment` is all that a worker sees of this process's (None: the whole). `name` is
+    that of the metrics.
+    """
+
+    def __init__(
+        self,
+        handler: str,
+        *,
+        name: str,
+        arguments: dict[str, Any] | None = None,
+        max_jobs: int | None = None,
+        memory_bytes: int | None = None,
+        max_asleep_s: float = MAX_ASLEEP_S,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.handler = handler
+        self.name = name
+        self.max_asleep_s = max_asleep_s
+        self._setup = {
+            "handler": handler,
+            "arguments": arguments or {},
+            "memory_bytes": memory_bytes,
+        }
+        self._environment = dict(os.environ) if environment is None else environment
+        self._places = asyncio.Semaphore(max_jobs or _most_jobs(memory_bytes))
+        self._starting = asyncio.Lock()
+        self._server: _ForkServer | None = None
+        self._num_closed = 0
+        self._num_jobs = self._num_killed = 0
+
+    async def start(self) -> None:
+        """Start the fork server if there is none. ConfigError: the handler cannot be loaded;
+        InfraError: there is no process to be had."""
+        async with self._starting:
+            if self._server is not None and self._server.alive():
+                return
+            self._drop_server()
+            server = _ForkServer(self._environment)
+            loading = asyncio.ensure_future(server.load(self._setup))
+            try:
+                if await _over_a_bound(loading, server.used, START_TIMEOUT_S, START_TIMEOUT_S):
+                    raise InfraError(f"{self.handler} took over {START_TIMEOUT_S:g} s to load")
+                if problem := loading.result():
+                    raise ConfigError(f"{self.handler} cannot be loaded: {problem}")
+                self._server = server
+            finally:
+                if self._server is not server:
+                    loading.cancel()  # and then it has to let go of the server's socket
+                    asyncio.get_running_loop().call_soon(server.close)
+
+    async def run(self, payload: Any, limit_s: float) -> Any:
+        """The handler's result, after at most `limit_s` seconds of CPU time.
+
+        Raises JobError, and InfraError where no process can be had. A job whose worker dies or
+        runs out of memory is tried once more in a fresh one: others may have used up what it
+        lacked.
+        """
+        async with admitted(self._places, f"a place for {self.handler}"):
+            num_closed = self._num_closed
+            self._num_jobs += 1
+            for last in (False, True):
+                server, worker = await self._worker(fresh=last)
+                outcome = await self._try(server, worker, payload, limit_s)
+                if "result" in outcome:
+                    return outcome["result"]
+                if "stopped" in outcome:
+                    self._num_killed += 1
+                    raise JobStoppedError(outcome["stopped"])
+                if "error" in outcome and (last or not outcome["error"].startswith("MemoryError")):
+                    raise JobRaisedError(outcome["error"])
+                if self._num_closed > num_closed:
+                    raise InfraError(f"the workers of {self.handler} were closed")
+                if last and not server.alive():
+                    raise InfraError(f"the fork server of {self.handler} died")
+            self._num_killed += 1
+            raise JobDiedError("the worker process died")
+
+    def stats(self) -> dict[str, float]:
+        """Jobs so far, and those that were killed or whose process died."""
+        return {
+            f"{self.name}/num_jobs": self._num_jobs,
+            f"{self.name}/num_killed": self._num_killed,
+        }
+
+    def close(self) -> None:
+        """Kill the processes; idempotent, and the next job starts others."""
+        self._num_closed += 1
+        self._drop_server()
+
+    def _drop_server(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    async def _worker(self, *, fresh: bool) -> tuple[_ForkServer, _Worker]:
+        """A worker and its fork server, which is replaced once if it dies meanwhile."""
+        for last in (False, True):
+            await self.start()
+            server = self._server
+            assert server is not None
+            try:
+                return server, await server.worker(fresh=fresh)
+            except _ServerDiedError:
+                if server is self._server:
+                    self._drop_server()
+                if last:
+                    raise
+        raise AssertionError
+
+    async def _try(
+        self, server: _ForkServer, worker: _Worker, payload: Any, limit_s: float
+    ) -> dict[str, Any]:
+        """What a worker answers; {"stopped": why} when it used too much, {} when it died. Only a
+        worker that gave a result takes another job."""
+        job = asyncio.ensure_future(worker.ask({"payload": payload}))
+        healthy = False
+        try:
+            bound_s = await _over_a_bound(job, worker.used, limit_s, self.max_asleep_s)
+            if bound_s:
+                return {"stopped": f"stopped after {bound_s:g} s"}
+            healthy = "result" in job.result() and server is self._server
+            if healthy:
+                server.idle.append(worker)
+            return job.result()
+        finally:
+            if not healthy:
+                job.cancel()
+                asyncio.get_running_loop().call_soon(
+                    worker.kill
+                )  # when the loop has let go of its socket
+
+
+async def _over_a_bound(
+    job: asyncio.Future[Any], used: Callable[[], Used], limit_s: float, max_asleep_s: float
+) -> float:
+    """Wait until a job is done, then 0.0; or the bound, in seconds of CPU time or asleep, that its
+    process has reached before. What it waits for a core counts as neither."""
+    loop = asyncio.get_running_loop()
+    start, before = loop.time(), used()
+    left_s = min(limit_s, max_asleep_s)
+    while not (await asyncio.wait({job}, timeout=max(left_s, CHECK_EVERY_S)))[0]:
+        now = used()
+        cpu_s = now.cpu_s - before.cpu_s
+        asleep_s = loop.time() - start - cpu_s - (now.delay_s - before.delay_s)
+        if cpu_s >= limit_s:
+            return limit_s
+        if asleep_s >= max_asleep_s and not now.is_runnable:
+            return max_asleep_s
+        left_s = min(limit_s - cpu_s, max_asleep_s - asleep_s)
+    return 0.0
+
+
+class _ServerDiedError(InfraError):
+    """A fork server died before it answered; another one may."""
+
+
+class _ForkServer:
+    """The host's end of a fork server, and the workers of it that have nothing to do."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        check_outside("a worker process")
+        self._control, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        with inner:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "agentenv.envs.common.workers"],
+                    stdin=inner.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env={**environment, "PYTHONPATH": path},
+                )
+            except OSError as error:
+                self._control.close()
+                raise InfraError(f"no process for workers: {error}") from error
+        self._control.setblocking(False)
+        self.idle: list[_Worker] = []
+
+    async def load(self, setup: dict[str, Any]) -> str:
+        """Have the handler imported; "" or why that cannot be."""
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):  # it died: then there is no answer either
+            await loop.sock_sendall(self._control, msgspec.msgpack.encode(setup))
+            answer = await loop.sock_recv(self._control, 1 << 16)
+            if answer:
+                return answer.decode("utf-8", "replace").removeprefix("ready")
+        raise InfraError(f"the worker process of {setup['handler']} died at its start")
+
+    async def worker(self, *, fresh: bool) -> _Worker:
+        """A worker that waits for a job; a newly forked one if none is idle, or if `fresh`."""
+        if self.idle and not fresh:
+            return self.idle.pop()
+        ours, theirs = socket.socketpair()
+        worker = _Worker(ours)
+        hello: dict[str, Any] = {}
+        try:
+            with theirs:
+                socket.send_fds(self._control, [b"fork"], [theirs.fileno()])
+            async with asyncio.timeout(START_TIMEOUT_S):
+                hello = await worker.receive()
+            if not hello:
+                raise _ServerDiedError("no worker process: the fork server died")
+            worker.pid = hello["pid"]
+            worker.handle = os.pidfd_open(worker.pid)
+            return worker
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise _ServerDiedError(f"no worker process: {error!r}") from error
+        except (OSError, TimeoutError, KeyError) as error:
+            raise InfraError(f"no worker process: {hello.get('failed') or error!r}") from error
+        finally:
+            if worker.handle < 0:
+                worker.kill()
+
+    def used(self) -> Used:
+        """What the process has used so far."""
+        return _used(self._process.pid)
+
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Kill the process, and with it its workers."""
+        self._process.kill()
+        self._control.close()
+        while self.idle:
+            self.idle.pop().kill()
+        threading.Thread(target=self._process.wait, daemon=True).start()  # reaps, never blocks
+
+
+class Used(NamedTuple):
+    """Seconds of CPU time, and of waiting for a core: the present wait, of a process that is
+    runnable, is not in it yet."""
+
+    cpu_s: float
+    delay_s: float
+    is_runnable: bool
+
+
+def _used(pid: int) -> Used:
+    """What a process has used so far; nothing, and asleep, where the kernel does not say."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:  # first: what follows is then up to date
+            state = file.read().rpartition(")")[2].split()[0]
+        with open(f"/proc/{pid}/schedstat") as file:
+            cpu_ns, delay_ns, _ = file.read().split()
+    except (OSError, ValueError, IndexError):
+        return Used(0.0, 0.0, False)
+    return Used(int(cpu_ns) * 1e-9, int(delay_ns) * 1e-9, state == "R")
+
+
+class _Said(TypedDict, total=False):
+    """What a worker may say."""
+
+    pid: int
+    failed: str
+    result: Any
+    error: str
+
+
+class _Worker:
+    """The host's end of one worker: a stream of frames, and a handle that outlives the pid."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self.pid = 0
+        self.handle = -1
+
+    async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a message; {} when the worker is gone."""
+        with contextlib.suppress(OSError):
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(self._socket, _frame(message))
+        return await self.receive()
+
+    async def receive(self) -> dict[str, Any]:
+        """One frame; {} when the worker is gone or says what none of ours would."""
+        try:
+            (size,) = struct.unpack("!I", await self._read(4))
+            data = await self._read(size) if size <= MAX_ANSWER_BYTES else b""
+            return cast(dict[str, Any], decode(data, _Said, packed=True))
+        except (OSError, EOFError, ForeignError):
+            return {}
+
+    def used(self) -> Used:
+        """What the process has used so far."""
+        return _used(self.pid)
+
+    def kill(self) -> None:
+        """Kill the process; idempotent."""
+        self._socket.close()
+        if self.handle >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.handle, signal.SIGKILL)
+            os.close(self.handle)
+            self.handle = -1
+
+    async def _read(self, size: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        data = bytearray()
+        while len(data) < size:
+            piece = await loop.sock_recv(self._socket, min(size - len(data), 1 << 20))
+            if not piece:
+                raise EOFError
+            data += piece
+        return bytes(data)
+
+
+# Inside the fork server and its workers.
+
+Handler = Callable[[Any], Any]
+
+
+def main() -> None:
+    """The fork server: load the handler, then fork a worker for each socket that comes."""
+    _die_with_parent()
+    for number in (signal.SIGINT, signal.SIGHUP):  # for the host, which then closes
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers leave nothing to be waited for
+    control = socket.socket(fileno=os.dup(0))
+    setup = msgspec.msgpack.decode(control.recv(1 << 16), type=dict[str, Any])
+    try:
+        module, _, name = setup["handler"].partition(":")
+        handler = getattr(importlib.import_module(module), name)
+        if inspect.isclass(handler):
+            handler = handler(**setup["arguments"])
+    except Exception as error:  # a process boundary: the host reports it
+        control.send(f"{type(error).__name__}: {error}"[:2000].encode("utf-8", "replace"))
+        return
+    gc.collect()
+    gc.freeze()  # so that the collector of a worker leaves the shared pages alone
+    control.send(b"ready")
+    while True:
+        packet, fds, _, _ = socket.recv_fds(control, 16, 1)
+        if not packet:
+            return
+        with socket.socket(fileno=fds[0]) as sock:
+            try:
+                pid = os.fork()
+            except OSError as error:
+                sock.sendall(_frame({"failed": str(error)}))
+                continue
+            if pid == 0:
+                try:
+                    control.close()
+                    _serve(handler, sock, setup["memory_bytes"])
+                finally:  # whatever happened, never go on as a second fork server
+                    os._exit(0)
+
+
+def _serve(handler: Handler, sock: socket.socket, memory_bytes: int | None) -> None:
+    """The life of a worker: job after job, until the host closes its end."""
+    _die_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a handler may start programs
+    os.nice(NICE)
+    if memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sock.sendall(_frame({"pid": os.getpid()}))
+    while True:
+        (size,) = struct.unpack("!I", _received(sock, 4))
+        payload = msgspec.msgpack.decode(_received(sock, size))["payload"]
+        try:
+            answer = _frame({"result": handler(payload)})
+        except Exception as error:  # a process boundary: the host gets it as text
+            answer = _frame({"error": f"{type(error).__name__}: {error}"[:2000]})
+        sock.sendall(answer)
+
+
+def _frame(message: dict[str, Any]) -> bytes:
+    """Length and MessagePack; values that MessagePack does not know become text."""
+    try:
+        data = msgspec.msgpack.encode(message, enc_hook=str)
+    except (UnicodeEncodeError, OverflowError):
+        data = msgspec.msgpack.encode(packable(message), enc_hook=str)
+    return struct.pack("!I", len(data)) + data
+
+
+def _received(sock: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = sock.recv(size - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return bytes(data)
+
+
+def _most_jobs(memory_bytes: int | None) -> int:
+    """As many as there are cores, as long as they fit into half of this machine's memory if each
+    takes all that it may."""
+    num_cores = len(os.sched_getaffinity(0))
+    if memory_bytes is None:
+        return num_cores
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(num_cores, memory // 2 // memory_bytes))
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The work of the commands: training, evaluation, fine-tuning, viewing, exports, checks."""

@@ -1,0 +1,1 @@
+"""Where the processes of a run live: this machine, Ray, Slurm, Kubernetes."""

@@ -1,0 +1,353 @@
+"""Where the rollouts of a run grow: in the controller's process, or in rollout workers; where those
+run, and what a worker is told.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+from agentenv.engine import EngineConfig
+from agentenv.errors import ConfigError
+from agentenv.pipelines.cluster.processes import TOKEN_VARIABLE, Kind
+from agentenv.server_config import LaunchConfig, RoleConfig
+
+FOLDER = "workers"  # of their logs, in the run's directory
+
+
+class LocalCluster(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="local"
+):
+    """Rollouts grow in the controller's process."""
+
+
+class SpreadCluster(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="-"
+):
+    """Rollouts grow in rollout workers. Evaluations, and an engine that is no server, stay in the
+    controller's process. Limits on how much a tool does at a time hold for each worker."""
+
+    workers: Annotated[int, Meta(ge=1, description="rollout workers")] = 2
+    silence_s: Annotated[
+        float,
+        Meta(
+            ge=5,
+            description="a worker that says nothing for so long hangs: it is killed and started "
+            "again, and its trees go on elsewhere",
+        ),
+    ] = 60.0
+    start_timeout_s: Annotated[
+        float, Meta(gt=0, description="deadline for a worker to come up")
+    ] = 300.0
+    max_restarts: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="times in a row that a worker which died is started again though no tree "
+            "ended or came further there",
+        ),
+    ] = 5
+
+    def processes(self) -> Kind:
+        """The workers as processes."""
+        return Kind(
+            "agentenv.pipelines.workers.rollout_worker",
+            "worker",
+            "rollout worker",
+            self.workers,
+            self.start_timeout_s,
+            self.max_restarts,
+            "cluster",
+        )
+
+
+class ProcessesCluster(SpreadCluster, frozen=True, kw_only=True, tag="processes"):
+    """Rollout workers are processes of this machine."""
+
+
+class WideCluster(SpreadCluster, frozen=True, kw_only=True, tag="-wide"):
+    """Rollout workers on many machines, which come and go."""
+
+    min_workers: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="workers that have to be there for the run to begin; others join when "
+            "there is room for them; 0: all",
+        ),
+    ] = 0
+    max_outage_s: Annotated[
+        float, Meta(gt=0, description="the run ends when no worker was there for so long")
+    ] = 600.0
+    host: Annotated[
+        str,
+        Meta(
+            description="address at which workers find the controller, of this machine; empty: "
+            "looked up"
+        ),
+    ] = ""
+    port: Annotated[int, Meta(ge=0, le=65535, description="its port; 0: any that is free")] = 0
+    cpus_per_worker: Annotated[
+        int, Meta(ge=1, description="cores of a worker: its loop, and its tools")
+    ] = 1
+
+    def __post_init__(self) -> None:
+        if self.min_workers > self.workers:
+            raise ConfigError(
+                f"cluster.min_workers = {self.min_workers} is above cluster.workers = "
+                f"{self.workers}, the most that there are"
+            )
+
+    @property
+    def least(self) -> int:
+        """Workers that the run begins with."""
+        return self.min_workers or self.workers
+
+    @property
+    def is_far(self) -> bool:
+        """Whether there may be workers on other machines."""
+        return True
+
+    def lines(self, config: Any) -> Iterator[str]:
+        """For people: what runs where; `config` is that of the run."""
+        raise NotImplementedError
+
+    def processes(self) -> Kind:
+        return (
+            super()
+            .processes()
+            ._replace(min_num=self.least, max_outage_s=self.max_outage_s, port=self.port)
+        )
+
+
+class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
+    """Rollout workers are placed by Ray (`pip install 'agentenv[ray]'`)."""
+
+    address: Annotated[
+        str,
+        Meta(
+            description="of the Ray cluster, HOST:6379, or auto: that of this machine; empty: one "
+            "of this machine alone is started for the run"
+        ),
+    ] = ""
+    engines: Annotated[bool, Meta(description="Ray places the servers of [engine.servers] too")] = (
+        False
+    )
+    learner: Annotated[bool, Meta(description="Ray places the ranks of the learner too")] = False
+    cpus_per_engine: Annotated[int, Meta(ge=1, description="cores of an engine server")] = 1
+    cpus_per_rank: Annotated[int, Meta(ge=1, description="cores of a rank of the learner")] = 1
+    gpus_per_rank: Annotated[
+        int, Meta(ge=0, le=1, description="GPUs of a rank of the learner; 0: it runs on the CPU")
+    ] = 1
+    wait_for_nodes_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="how long nodes may still join, as of a cluster that grows on demand, for "
+            "what the run begins with to fit",
+        ),
+    ] = 0.0
+    python: Annotated[
+        str, Meta(description="interpreter on the nodes; empty: the path of this one")
+    ] = ""
+    env: Annotated[
+        list[str],
+        Meta(description="environment variables that processes on nodes get, as SERPER_API_KEY"),
+    ] = field(default_factory=list)
+    object_store_mb: Annotated[
+        int, Meta(ge=80, description="memory of Ray's for objects, where it is started for the run")
+    ] = 80
+
+    @property
+    def is_far(self) -> bool:
+        return bool(self.address)
+
+    def of_worker(self) -> dict[str, float]:
+        """What a rollout worker takes of a node."""
+        return {"CPU": float(self.cpus_per_worker)}
+
+    def of_engine(self, launched: LaunchConfig) -> dict[str, float]:
+        """An engine server."""
+        each = launched.tensor_parallel_size * launched.data_parallel_size
+        gpus = 0 if launched.device == "cpu" else each
+        return {"CPU": float(self.cpus_per_engine), "GPU": float(gpus)}
+
+    def of_rank(self) -> dict[str, float]:
+        """A rank of the learner."""
+        return {"CPU": float(self.cpus_per_rank), "GPU": float(self.gpus_per_rank)}
+
+    def processes(self) -> Kind:
+        return (
+            super()
+            .processes()
+            ._replace(env=self.env, resources=self.of_worker(), python=self.python)
+        )
+
+    def lines(self, config: Any) -> Iterator[str]:
+        yield f"Ray cluster {self.address or 'of this machine, started for the run'}:"
+        launched: LaunchConfig | None = config.engine.launched
+        if self.learner:
+            yield _bundles("rank", config.learner.num_ranks, self.of_rank())
+        if self.engines and launched is not None:
+            yield _bundles("engine", launched.count, self.of_engine(launched))
+        some = f"; the run begins with {self.least}" if self.least < self.workers else ""
+        yield _bundles("worker", self.workers, self.of_worker()) + some
+
+
+def _bundles(name: str, num: int, each: dict[str, float]) -> str:
+    names = f"{name}-0" if num == 1 else f"{name}-0 to {name}-{num - 1}"
+    much = ", ".join(f"{count:g} {what}" for what, count in each.items() if count)
+    return f"  {names}: a placement group each with {much}, on the node that has the fewest of ours"
+
+
+class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
+    """Rollout workers are started by somebody else, wherever they reach the controller
+    (docs/clusters.md): `python -m agentenv.pipelines.workers.rollout_worker`."""
+
+    def where(self) -> str:
+        """The address to listen on."""
+        return self.host or "0.0.0.0"
+
+    def token(self) -> str:
+        """What workers say to be let in. Raises ConfigError where there is none."""
+        found = os.environ.get(TOKEN_VARIABLE, "")
+        if len(found) < MIN_TOKEN:
+            raise ConfigError(
+                f"cluster.kind = {self.__struct_config__.tag}: set {TOKEN_VARIABLE} to a secret of "
+                f"at least {MIN_TOKEN} characters (openssl rand -hex 16), the same for this "
+                "process and for the workers"
+            )
+        return found
+
+    def lines(self, config: Any) -> Iterator[str]:
+        some = f"{self.least} to " if self.least < self.workers else ""
+        yield (
+            f"{some}{self.workers} rollout workers, started by somebody else, connect to port "
+            f"{self.port or '(any, which the run tells)'} of the controller"
+        )
+
+
+MIN_TOKEN = 16
+
+
+class SlurmCluster(ExternalCluster, frozen=True, kw_only=True, tag="slurm"):
+    """One job of Slurm: the controller with its engine and learner on the first node, rollout
+    workers on all. --dry-run prints the script for sbatch."""
+
+    port: Annotated[int, Meta(ge=1, le=65535, description="port of the controller")] = 29700
+    nodes: Annotated[int, Meta(ge=1, description="nodes of the job")] = 2
+    gpus: Annotated[int, Meta(ge=0, description="GPUs of each node; 0: none")] = 0
+    time: Annotated[str, Meta(description="limit of the job as sbatch has it, 1-12:00:00")] = (
+        "24:00:00"
+    )
+    script: Annotated[str, Meta(description="file that --dry-run writes; empty: it is printed")] = (
+        ""
+    )
+    options: Annotated[
+        list[str], Meta(description="more options of sbatch, as --partition=long")
+    ] = field(default_factory=list)
+    setup: Annotated[
+        list[str], Meta(description="commands before all others, as 'module load cuda'")
+    ] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(r"[0-9:-]+", self.time, "cluster.time", "a time of Slurm's, as 24:00:00")
+        for one in self.options:
+            _check(r"--?[A-Za-z][^\n]*", one, "cluster.options", "an option, as --partition=long")
+
+
+class KubernetesCluster(ExternalCluster, frozen=True, kw_only=True, tag="kubernetes"):
+    """Jobs of Kubernetes: one of the controller with its engine and learner, one of rollout
+    workers. --dry-run prints the manifests for kubectl apply."""
+
+    port: Annotated[int, Meta(ge=1, le=65535, description="port of the controller")] = 29700
+    script: Annotated[str, Meta(description="file that --dry-run writes; empty: it is printed")] = (
+        ""
+    )
+    image: Annotated[str, Meta(description="image with the project in its working directory")] = ""
+    namespace: Annotated[str, Meta(description="of all objects")] = "default"
+    claim: Annotated[
+        str,
+        Meta(
+            description="PersistentVolumeClaim (ReadWriteMany) with configuration, model, data and "
+            "runs, seen at `mount`"
+        ),
+    ] = ""
+    mount: Annotated[str, Meta(description="where the claim is seen")] = "/shared"
+    gpus: Annotated[int, Meta(ge=0, description="GPUs of the controller; 0: none")] = 0
+    memory: Annotated[str, Meta(description="of the controller and of each worker")] = "8Gi"
+    cpus: Annotated[int, Meta(ge=1, description="of the controller")] = 4
+    secret: Annotated[
+        str,
+        Meta(description="Secret whose keys are environment variables of all; empty: none"),
+    ] = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = (self.namespace, self.claim, self.secret)
+        for key, name in zip(("namespace", "claim", "secret"), names, strict=True):
+            if name:
+                _check(NAME, name, f"cluster.{key}", "a name of Kubernetes, as my-claim")
+        _check(r"[0-9]+(\.[0-9]+)?([KMGT]i?)?", self.memory, "cluster.memory", "a size, as 8Gi")
+
+
+NAME = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+
+
+def _check(pattern: str, text: str, key: str, what: str) -> None:
+    if not re.fullmatch(pattern, text):
+        raise ConfigError(f"{key} = {text!r}: expected {what}")
+
+
+ClusterConfig = (
+    LocalCluster
+    | ProcessesCluster
+    | RayCluster
+    | ExternalCluster
+    | SlurmCluster
+    | KubernetesCluster
+)
+
+
+def check_reachable(
+    cluster: LocalCluster | SpreadCluster, engine: EngineConfig, roles: Mapping[str, RoleConfig]
+) -> None:
+    """Raises ConfigError for servers of this machine that workers on other machines cannot ask."""
+    if not isinstance(cluster, WideCluster) or not cluster.is_far:
+        return
+    started: dict[str, LaunchConfig] = {
+        f"roles.{name}": role for name, role in roles.items() if not role.url
+    }
+    if engine.launched is not None and not getattr(cluster, "engines", False):
+        started["engine.servers"] = engine.launched
+    for key, launched in started.items():
+        if launched.host in ("127.0.0.1", "localhost", "::1"):
+            raise ConfigError(
+                f"{key}.host = {launched.host}: rollout workers on other machines ask this server "
+                f"themselves; set {key}.host = 0.0.0.0, which opens it to the networks of this "
+                "machine, or an address of this machine that they reach"
+            )
+
+
+class Setup(Struct, array_like=True, frozen=True):
+    """What a worker is built from: the plain configuration of the run, the run's folder, model
+    directory, URLs of roles; whether it asks the engine's servers itself; then what names frames of
+    the journal."""
+
+    config: dict[str, Any]
+    folder: str
+    model: str
+    urls: dict[str, str]
+    vocab_size: int
+    is_leased: bool
+    settings: str
+    incarnation: int
+
+
+read_setup = msgspec.msgpack.Decoder(Setup).decode

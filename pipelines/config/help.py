@@ -1,0 +1,389 @@
+"""Every key of a configuration, with type, default and meaning, for people."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import NODEFAULT, Struct
+from msgspec import inspect as mi
+from msgspec.structs import fields
+
+from agentenv.config import kind_at, marks_of, part_kind, struct_types, type_info, unwrap
+from agentenv.errors import ConfigError
+from agentenv.pipelines.run import arguments
+
+REQUIRED = "required"
+TABLE = "table"
+HEADING = "configuration keys (in the file, or on the command line as key.sub=value):"
+
+
+class Key(NamedTuple):
+    """One key. In its dotted name NAME and [n] stand for the entries of a table or list. `kinds`
+    are those kinds of the part in `table` that have the key; none: all of them, or there are no
+    kinds."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+    essential: bool = False
+    table: str = ""
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def shown(self) -> str:
+        """algorithm[arpo|aepo].beam_size"""
+        if not self.kinds:
+            return self.name
+        return f"{self.table}[{'|'.join(self.kinds)}]{self.name.removeprefix(self.table)}"
+
+
+def describe(config_type: type[msgspec.Struct], *, once: bool = False) -> list[Key]:
+    """All keys, in the order of the structs. Kinds of a part that have the same key share one
+    entry. With `once`, a table that stands in several places is described at the shortest of
+    them, and is one key in the others."""
+    info = type_info(config_type)
+    homes = _homes(info, "") if once else {}
+    of_key: dict[Key, list[str]] = {}
+    of_table: dict[str, set[str]] = {}
+    for key in _describe(info, Place(), homes):
+        of_key.setdefault(key._replace(kinds=()), []).extend(key.kinds)
+        of_table.setdefault(key.table, set()).update(key.kinds)
+    return [
+        key if set(kinds) == of_table[key.table] else key._replace(kinds=tuple(kinds))
+        for key, kinds in of_key.items()
+    ]
+
+
+class Place(NamedTuple):
+    """Where keys stand: below `path`, in one kind of the part in `table` if they are of kinds."""
+
+    path: str = ""
+    table: str = ""
+    kinds: tuple[str, ...] = ()
+
+
+Tables = tuple[type, ...]
+
+
+def _describe(kind: mi.Type, place: Place, homes: dict[Tables, str]) -> Iterator[Key]:
+    """The keys of a table, each kind for itself."""
+    for struct, field, name, inner in _fields(kind, place.path):
+        own = place
+        if struct.tag is not None and not place.kinds:
+            own = Place(place.path, place.path, (str(struct.tag),))
+        structs, is_essential = struct_types(inner), bool(marks_of(field.type).get("essential"))
+        meaning, where = _told(field.type), (own.table, own.kinds)
+        if not structs:
+            default = _default(field)
+            yield Key(name, _type_name(field.type), default, meaning, is_essential, *where)
+            continue
+        home = homes.get(_tables(structs), name)
+        if home != name:
+            yield Key(name, TABLE, "", f"the keys of {home}", False, *where)
+            continue
+        if len(structs) > 1:
+            kinds = " | ".join(repr(struct.tag) for struct in structs)
+            chosen = getattr(field.default, "__struct_config__", None)
+            tag = REQUIRED if chosen is None else str(chosen.tag)
+            told = meaning or f"which {field.encode_name}"
+            yield Key(f"{name}.{structs[0].tag_field}", kinds, tag, told, is_essential, *where)
+        yield from _describe(inner, own._replace(path=name), homes)
+
+
+def _fields(kind: mi.Type, path: str) -> Iterator[tuple[mi.StructType, mi.Field, str, mi.Type]]:
+    """The fields of a table with their structs and keys, and what a field that is a table or a
+    list holds."""
+    for struct in struct_types(kind):
+        for field in struct.fields:
+            inner, suffix = _element(field.type)
+            name = field.encode_name + (suffix if struct_types(inner) else "")
+            yield struct, field, f"{path}.{name}" if path else name, inner
+
+
+def _tables(structs: Sequence[mi.StructType]) -> Tables:
+    return tuple(struct.cls for struct in structs)
+
+
+def _homes(kind: mi.Type, path: str) -> dict[Tables, str]:
+    """The shortest key of every table that is a part of `kind`; the first of equally short ones."""
+    found: dict[Tables, str] = {}
+    for _, _, key, inner in _fields(kind, path):
+        if structs := struct_types(inner):
+            for tables, home in {_tables(structs): key, **_homes(inner, key)}.items():
+                if tables not in found or home.count(".") < found[tables].count("."):
+                    found[tables] = home
+    return found
+
+
+def _told(kind: mi.Type) -> str:
+    meta = kind.extra_json_schema if isinstance(kind, mi.Metadata) else None
+    return str((meta or {}).get("description", ""))
+
+
+def _element(kind: mi.Type) -> tuple[mi.Type, str]:
+    """What a table or list holds, and how its keys are written; other types are themselves."""
+    bare = unwrap(kind)
+    if isinstance(bare, mi.DictType):
+        return bare.value_type, ".NAME"
+    if isinstance(bare, mi.ListType):
+        return bare.item_type, "[n]"
+    return kind, ""
+
+
+def _type_name(kind: mi.Type) -> str:
+    if part_kind(kind) is not None:
+        return "table"
+    kind = unwrap(kind)
+    if isinstance(kind, mi.UnionType):
+        return " | ".join(_type_name(part) for part in kind.types)
+    if isinstance(kind, mi.LiteralType):
+        return " | ".join(map(repr, kind.values))
+    if isinstance(kind, mi.EnumType):
+        return " | ".join(repr(str(member.value)) for member in kind.cls)
+    if isinstance(kind, mi.DictType):
+        return f"{{{_type_name(kind.key_type)}: {_type_name(kind.value_type)}}}"
+    if isinstance(kind, mi.ListType | mi.VarTupleType):
+        return f"[{_type_name(kind.item_type)}]"
+    return type(kind).__name__.removesuffix("Type").lower()
+
+
+def _default(field: mi.Field) -> str:
+    if field.default is not msgspec.NODEFAULT:
+        return str(msgspec.to_builtins(field.default))
+    if field.default_factory is not msgspec.NODEFAULT:
+        return str(msgspec.to_builtins(field.default_factory()))
+    return REQUIRED
+
+
+# The configuration keys as --help and --help-keys show them.
+
+
+class Parser(arguments.Parser):
+    """Of a command with a configuration, whose tables and essential keys end its --help. They are
+    looked up then only: that takes as long as the rest of reading a command."""
+
+    config_type: type[msgspec.Struct] | None = None
+    given: Sequence[str] = ()  # the arguments
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
+    def format_help(self) -> str:
+        if self.config_type is not None:
+            self.epilog = overview(self.config_type)
+        return super().format_help()
+
+
+class HelpKeys(argparse.Action):
+    """--help-keys [PREFIX]: print the keys of a table and end."""
+
+    def __init__(self, *args: Any, config_type: type[msgspec.Struct], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.config_type = config_type
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        prefix = str(values or "")
+        try:
+            given = parser.given if isinstance(parser, Parser) else []
+            for table, name in _named(" ".join([prefix, *given])):
+                parts = kind_at(self.config_type, table)
+                if parts is not None:
+                    parts.find(name)
+        except ConfigError as error:
+            parser.error(f"--help-keys: {error}")
+        keys = describe(self.config_type, once=not prefix)
+        found = select(keys, prefix)
+        if not found:
+            tables = sorted({key.name.partition(".")[0] for key in keys})
+            kinds = [f"{key.name.rpartition('.')[0]}.{kind}" for key in keys for kind in key.kinds]
+            known = [*tables, *kinds, *(key.name for key in keys)]
+            near = difflib.get_close_matches(prefix, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"tables: {', '.join(tables)}"
+            parser.error(f"--help-keys: no key begins with {prefix!r}; {hint}")
+        sys.stdout.write(key_list(found) + "\n")
+        parser.exit()
+
+
+def _named(text: str) -> list[tuple[str, str]]:
+    """Tables of a command line, with the class of the user's own that each shall be."""
+    found = re.findall(r"(?:^|\s)([\w.]+)\.name=([\w.]+:\w+)", text)
+    return found + re.findall(r"^(\w+(?:\.own)?)\.([\w.]+:\w+)", text)
+
+
+def add_key_help(parser: Parser, config_type: type[msgspec.Struct]) -> None:
+    """Tables and essential keys at the end of --help, and --help-keys for all of them."""
+    parser.config_type = config_type
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--help-keys",
+        nargs="?",
+        action=HelpKeys,
+        config_type=config_type,
+        metavar="PREFIX",
+        help="show every configuration key, or those of a table or kind (algorithm, "
+        "algorithm.arpo, learner.lora): type, default, meaning",
+    )
+
+
+def key_table(config_type: type[msgspec.Struct]) -> str:
+    """Every key, for a small configuration whose --help shows all of it."""
+    return f"{HEADING}\n\n{key_list(describe(config_type))}"
+
+
+def overview(config_type: type[msgspec.Struct]) -> str:
+    """A line for each table of the configuration, and one for each of its essential keys."""
+    info = type_info(config_type)
+    assert isinstance(info, mi.StructType)
+    keys = essential_keys(config_type)
+    lines = ["tables and essential keys, given in the file or as table.key=value:"]
+    for field in info.fields:
+        lines.append(_line(f"  {field.encode_name} ", 14, "", _meaning(field)))
+        for entry in keys:
+            if re.match(rf"{field.encode_name}\b", entry.name):
+                default = "" if entry.default in ("", REQUIRED) else entry.default
+                lines.append(_line(f"    {entry.name} ", 43, default, entry.meaning))
+    return "\n".join(lines)
+
+
+def essential_keys(config_type: type[msgspec.Struct]) -> list[Key]:
+    """What most users set. A key that stands in several tables comes once, by its shortest name."""
+    found: dict[tuple[str, str], Key] = {}
+    for entry in describe(config_type, once=True):
+        same = (entry.name.rpartition(".")[2], entry.meaning)
+        held = found.get(same)
+        if entry.essential and (held is None or _depth(entry) < _depth(held)):
+            found[same] = entry
+    return list(found.values())
+
+
+def _depth(entry: Key) -> int:
+    return entry.name.count(".")
+
+
+def _line(start: str, width: int, default: str, meaning: str) -> str:
+    told = f"{meaning} ({default})" if default and meaning else meaning or default
+    room = max(20, _columns() - width)
+    return start.ljust(width) + textwrap.shorten(told, room, placeholder="...")
+
+
+def select(keys: Sequence[Key], prefix: str) -> list[Key]:
+    """Those of a table, of table.kind or table[kind], or of a single key; without any, those whose
+    names begin so."""
+    plain = prefix.strip().replace("[", ".").replace("]", "").rstrip(".")
+    if not plain:
+        return list(keys)
+    found = [key for key in keys if key.name == plain or key.name.startswith(f"{plain}.")]
+    if found:
+        return found
+    table, _, kind = plain.rpartition(".")
+    of_table = [key for key in keys if table and key.name.startswith(f"{table}.")]
+    has_kind = any(kind in key.kinds for key in of_table)
+    found = [key for key in of_table if kind in key.kinds or (has_kind and not key.kinds)]
+    return found or [key for key in keys if key.name.startswith(plain)]
+
+
+def key_list(keys: Sequence[Key]) -> str:
+    """Type, default and meaning of each."""
+    lines = []
+    for entry in keys:
+        default = entry.default
+        told = default if default == REQUIRED else f"default {default!r}"
+        is_table = entry.type == TABLE
+        lines.append(f"{entry.shown}  ({TABLE if is_table else f'{entry.type}, {told}'})")
+        lines += textwrap.wrap(
+            entry.meaning, _columns(), initial_indent=" " * 4, subsequent_indent=" " * 4
+        )
+    return "\n".join(lines)
+
+
+def _meaning(field: mi.Field) -> str:
+    if text := _told(field.type):
+        return text
+    structs = struct_types(field.type)
+    if len(structs) > 1:
+        return "one of " + ", ".join(str(struct.tag) for struct in structs)
+    return next(_first_line(structs), "")
+
+
+def _first_line(structs: Sequence[mi.StructType]) -> Iterator[str]:
+    for struct in structs:
+        text = " ".join((struct.cls.__doc__ or "").split("\n\n")[0].split())
+        yield text.partition(". ")[0].rstrip(".")
+
+
+def _columns() -> int:
+    return max(60, min(100, shutil.get_terminal_size().columns))
+
+
+# The values of a configuration, and which of them are not the defaults.
+
+
+class Value(NamedTuple):
+    """One key with its value as TOML would have it; `chosen`: it is not the default."""
+
+    key: str
+    text: str
+    chosen: bool
+
+
+def values_of(config: Struct) -> Iterator[Value]:
+    """Every value, in the order of the structs. A table that is not there is one value."""
+    return _of_struct(config, None, "")
+
+
+def shown(value: Any) -> str:
+    """As TOML has it; none as an empty text of its own."""
+    if value is None:
+        return "none"
+    if isinstance(value, dict):
+        inner = ", ".join(f"{name} = {shown(item)}" for name, item in value.items())
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(shown, value))}]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _of_struct(config: Struct, base: Struct | None, path: str) -> Iterator[Value]:
+    """`base` is the default for all of it, if there is one of the same kind."""
+    tag = config.__struct_config__.tag
+    if tag is not None:
+        field = f"{path}.{config.__struct_config__.tag_field}"
+        yield Value(field, shown(tag), chosen=base is None)
+    for part in fields(type(config)):
+        key = f"{path}.{part.encode_name}" if path else part.encode_name
+        default = part.default
+        if base is not None:
+            default = getattr(base, part.name)
+        elif default is NODEFAULT and part.default_factory is not NODEFAULT:
+            default = part.default_factory()
+        yield from _of_value(key, getattr(config, part.name), default)
+
+
+def _of_value(key: str, value: Any, default: Any) -> Iterator[Value]:
+    if isinstance(value, Struct):
+        yield from _of_struct(value, default if type(default) is type(value) else None, key)
+    elif isinstance(value, dict) and value and all(isinstance(v, Struct) for v in value.values()):
+        for name, item in value.items():
+            yield from _of_value(f"{key}.{name}", item, NODEFAULT)
+    elif isinstance(value, list) and value and all(isinstance(v, Struct) for v in value):
+        for number, item in enumerate(value):
+            yield from _of_value(f"{key}[{number}]", item, NODEFAULT)
+    else:
+        yield Value(key, shown(msgspec.to_builtins(value)), chosen=value != default)

@@ -1,0 +1,653 @@
+"""The keys of a training run: the tables that belong to `launchers/train.py` itself.
+
+They stand in the order of the README's picture: data, environment, actors, engine, algorithm,
+queue, learner; then the phases of a run, and what is kept of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+from msgspec.structs import force_setattr, replace
+
+from agentenv.archive import ArchiveConfig
+from agentenv.config import ESSENTIAL, ROWS
+from agentenv.engine import EngineConfig
+from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.scripted import ScriptedConfig
+from agentenv.engines.sglang import SGLangConfig
+from agentenv.engines.vllm import VLLMConfig
+from agentenv.envs.code_interpreter import PythonConfig
+from agentenv.envs.grading.reward import GraderConfig
+from agentenv.envs.search.service import SearchConfig
+from agentenv.errors import ConfigError
+from agentenv.journal import JournalConfig
+from agentenv.learners.aepo import AEPO
+from agentenv.learners.algorithm import Algorithm
+from agentenv.learners.arpo import ARPO
+from agentenv.learners.baselines import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforcePP
+from agentenv.learners.learner import LearnerConfig, LearningRate, OptimizerConfig, WeightDecay
+from agentenv.native import NativeConfig
+from agentenv.pipelines.config.cluster import ClusterConfig, LocalCluster, check_reachable
+from agentenv.pipelines.monitors.monitors import RolloutMonitorConfig
+from agentenv.pipelines.run.saver import SavingConfig
+from agentenv.prompt import PromptConfig
+from agentenv.registry import Kind
+from agentenv.renderer import TagsConfig
+from agentenv.rows import MixPart, RowsConfig
+from agentenv.server_config import ROLES, RoleConfig
+from agentenv.tools import ToolConfig
+from agentenv.types import Limits, SamplingParams
+
+# What configurations choose by name; one of ours more is one more word here.
+ALGORITHMS = Kind(
+    "algorithm",
+    "agentenv.algorithms",
+    Algorithm,
+    [GRPO, DrGRPO, DAPO, RLOO, ReinforcePP, GSPO, CISPO, ARPO, AEPO],
+)
+ENGINES = Kind(
+    "engine",
+    "agentenv.engines",
+    EngineConfig,
+    [EmbeddedConfig, ScriptedConfig, VLLMConfig, SGLangConfig],
+)
+
+if TYPE_CHECKING:
+    AnyAlgorithm = Algorithm
+    AnyEngine = EngineConfig
+else:
+    AnyAlgorithm = ALGORITHMS.key
+    AnyEngine = ENGINES.key
+
+
+# What a run starts with. `{run}` in a path stands for the run's directory.
+
+
+class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the run writes, and the seed of everything random in it."""
+
+    dir: Annotated[str, Meta(description="folder that holds the runs", extra=ESSENTIAL)] = "runs"
+    name: Annotated[
+        str,
+        Meta(
+            description="folder of this run; empty: name of the configuration file", extra=ESSENTIAL
+        ),
+    ] = ""
+    seed: Annotated[
+        int, Meta(ge=0, description="seed of data, model, sampling and forks", extra=ESSENTIAL)
+    ] = 0
+    setup: Annotated[
+        str,
+        Meta(
+            description="'module:function', called with (run directory, seed) to make the model "
+            "and data that other keys name as {run}/...; a text it returns is shown; empty: all of "
+            "it exists already"
+        ),
+    ] = ""
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The policy to start from."""
+
+    path: Annotated[
+        str, Meta(description="Hugging Face directory with model and tokenizer", extra=ESSENTIAL)
+    ]
+
+
+class DataConfig(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The training questions: `train`, or a weighted `mix`."""
+
+    train: Annotated[
+        str | list[str],
+        Meta(
+            description="training rows (question, answer, ...): a JSONL, JSON, CSV or parquet "
+            "file, a folder, a pattern, or a list of them, shuffled together",
+            extra=ESSENTIAL | ROWS,
+        ),
+    ] = ""
+    mix: Annotated[
+        list[MixPart],
+        Meta(description="files that take turns by weight, [[data.mix]], in place of data.train"),
+    ] = field(default_factory=list)
+    max_samples: Annotated[int, Meta(ge=0, description="first n rows of data.train; 0: all")] = 0
+
+    def __post_init__(self) -> None:
+        if bool(self.train) == bool(self.mix):
+            raise ConfigError("data: give exactly one of data.train and [[data.mix]]")
+        if self.mix and self.max_samples:
+            raise ConfigError("data.max_samples: belongs to data.train; give it to the mix's parts")
+
+
+# Environments, by row if need be, and their interpreter, search and grader.
+
+# tables of a run and of a variant, passed to environments that take such a keyword
+PythonTable = Annotated[PythonConfig | None, Meta(description="the Python interpreter")]
+SearchTable = Annotated[SearchConfig | None, Meta(description="search and pages")]
+GraderTable = Annotated[GraderConfig | None, Meta(description="how answers are graded")]
+TABLES = ("python", "search", "grader")
+
+_Id = Annotated[str, Meta(description="registered environment id", extra=ESSENTIAL)]
+_Kwargs = Annotated[
+    dict[str, Any], Meta(description="keyword arguments of the environment's class")
+]
+_Tools = Annotated[
+    list[ToolConfig],
+    Meta(description="all tools of an episode, [[env.tools]]; empty: those of the environment"),
+]
+
+
+class EnvVariant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An environment under a name that rows can choose. Its tables take the place of the run's."""
+
+    id: _Id
+    kwargs: _Kwargs = field(default_factory=dict)
+    tools: _Tools = field(default_factory=list)
+    python: PythonTable = None
+    search: SearchTable = None
+    grader: GraderTable = None
+
+
+class EnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The environment of rows that name none themselves. `kwargs` and `tools` are only its own;
+    a row that names another id meets that environment as it is registered."""
+
+    id: _Id
+    module: Annotated[
+        str,
+        Meta(
+            description="module to import first, which registers environments of your own",
+            extra=ESSENTIAL,
+        ),
+    ] = "agentenv.envs"
+    kwargs: _Kwargs = field(default_factory=dict)
+    tools: _Tools = field(default_factory=list)
+    variants: Annotated[
+        dict[str, EnvVariant],
+        Meta(description="[env.variants.NAME]: a NAME for rows' env_id, data.env_by, data.mix"),
+    ] = field(default_factory=dict)
+    workers: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="processes in which environments live, for those that compute; 0: they are "
+            "in the process whose rollouts meet them",
+        ),
+    ] = 0
+    held_s: Annotated[
+        float,
+        Meta(
+            ge=5,
+            description="such a process, held up by an environment for so long, is killed and "
+            "started again",
+        ),
+    ] = 300.0
+
+
+WHERE = ("workers", "held_s")  # keys of it that say where environments are, not what they are
+
+
+# How the policy is sampled, and what lies between actors and learner.
+
+
+class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are sampled."""
+
+    temperature: Annotated[float, Meta(ge=0, description="0 is greedy; training has 1")] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1, description="1 is off")] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, description="-1 is off")] = -1
+    min_p: Annotated[
+        float,
+        Meta(ge=0, le=1, description="least share of the likeliest token's probability; 0 is off"),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, Meta(gt=0, description="on tokens of prompt and output; 1 is off")
+    ] = 1.0
+    stop: Annotated[
+        list[str],
+        Meta(description="strings that end a turn, beside those of the renderer; they stay in it"),
+    ] = field(default_factory=list)
+    seed: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="seed of every token that is sampled; none: the seed of the run"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.top_k == 0:
+            raise ConfigError("sampling: top_k is -1 (off) or at least 1")
+        if not all(self.stop):
+            raise ConfigError("sampling: a string of stop is empty")
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=1,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=tuple(self.stop),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )
+
+
+# What makes the distribution that is sampled from another one than that of the policy.
+OFF = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling of training and of evaluation, kept apart."""
+
+    train: Sampling = Sampling()
+    eval: Sampling = Sampling()
+
+    def __post_init__(self) -> None:
+        """The engines tell log-probs of the distribution that they sampled from, but the learner
+        computes those of the whole policy: with any of these, the ratio of the two would be off
+        from the start, and for a token outside a truncation there would be none."""
+        for name, off in OFF.items():
+            value = getattr(self.train, name)
+            if value != off:
+                raise ConfigError(
+                    f"sampling.train: training samples from the policy itself; {name} = {value} "
+                    f"samples from another distribution than the one whose log-probabilities the "
+                    f"learner computes, and nothing corrects for that: leave it at {off}, or set "
+                    f"sampling.eval.{name}"
+                )
+
+
+class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Between actors and learner."""
+
+    groups_per_step: Annotated[
+        int, Meta(ge=1, description="prompts (trees) that one update consumes", extra=ESSENTIAL)
+    ] = 16
+    max_staleness: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="bound on policy versions between starting and training a tree",
+            extra=ESSENTIAL,
+        ),
+    ] = 1
+    just_in_time: Annotated[
+        bool,
+        Meta(
+            description="start a tree when the learner is expected to need it, so that finished "
+            "trees do not grow stale while they wait; false: as soon as max_staleness allows"
+        ),
+    ] = True
+    equal_groups: Annotated[
+        Literal["count", "drop"] | None,
+        Meta(
+            description="groups whose returns are all equal: count them in the means over a "
+            "mini-batch and in the number of optimizer steps, as the papers and verl do, or drop "
+            "them; default count, with refill they are replaced"
+        ),
+    ] = None
+    refill: Annotated[
+        bool,
+        Meta(description="replace trees whose returns are all equal by later ones (DAPO)"),
+    ] = False
+    max_rollouts: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="trees that grow at a time; 0: as many as max_staleness allows, which is "
+            "groups_per_step x (max_staleness + 1)",
+        ),
+    ] = 0
+
+
+class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The split of a machine's GPUs; numbers count the visible ones from 0. Those of the engine's
+    servers are engine.servers.gpus."""
+
+    colocated: Annotated[
+        bool,
+        Meta(
+            description="engine and learner have the same GPUs in turn: all serve, sleep, all "
+            "train, wake with the new weights; rollouts wait with their tokens meanwhile",
+            extra=ESSENTIAL,
+        ),
+    ] = False
+    learner_gpus: Annotated[
+        list[int],
+        Meta(
+            description="one a rank of the learner; empty: the first ones, when servers are "
+            "started for the run beside it"
+        ),
+    ] = field(default_factory=list)
+    weights_dir: Annotated[
+        str,
+        Meta(
+            description="folder through which new weights pass from the learner to the engine, "
+            "two copies of the model at most; empty: /dev/shm, or the run's folder where that has "
+            "no room for them"
+        ),
+    ] = ""
+
+
+# The phases of a run: cold start, updates, the self-critic between them, evaluations.
+
+
+class SFTStage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One stage of the cold start."""
+
+    rows: Annotated[
+        str, Meta(description="use the rows whose key 'stage' has this value; empty: all")
+    ] = ""
+    num_steps: Annotated[int, Meta(ge=1, description="optimizer steps, at most")]
+    until_gate: Annotated[
+        bool, Meta(description="end the stage as soon as every kind of question passes the gate")
+    ] = False
+    batch_size: Annotated[int, Meta(ge=1, description="demonstrations a step")] = 8
+    lr_scale: Annotated[
+        tuple[float, float], Meta(description="factor on both rates, from first to last step")
+    ] = (1.0, 1.0)
+
+
+class ColdStartOptimizer(OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The optimizer of a cold start, with the rate of `launchers/sft.py`."""
+
+    learning_rate: LearningRate = 7e-6
+    weight_decay: WeightDecay = 0.0
+
+
+class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The cold start: imitate demonstrations, stage by stage."""
+
+    data: Annotated[str, Meta(description="JSONL file of demonstrations", extra=ESSENTIAL | ROWS)]
+    gate: Annotated[
+        str,
+        Meta(description="JSONL file of clean demonstrations that measure the skill", extra=ROWS),
+    ]
+    stages: Annotated[list[SFTStage], Meta(description="stages in order, [[sft.stages]]")]
+    gate_every: Annotated[int, Meta(ge=1, description="steps between two measurements")] = 25
+    gate_threshold: Annotated[
+        float,
+        Meta(ge=0, le=1, description="teacher-forced exact match that every kind must reach"),
+    ] = 0.9
+    warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up")] = 20
+    optimizer: Annotated[ColdStartOptimizer, Meta(description="optimizer of the cold start")] = (
+        ColdStartOptimizer()
+    )
+
+
+class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long to train: `num_steps` or `num_epochs`, one of them."""
+
+    num_steps: Annotated[
+        Annotated[int, Meta(ge=0)] | None, Meta(description="updates", extra=ESSENTIAL)
+    ] = None
+    num_epochs: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="passes over the training questions", extra=ESSENTIAL),
+    ] = None
+
+    max_logprob_gap: Annotated[
+        float,
+        Meta(gt=0, description="warn when engine and learner differ more, nats at the worst token"),
+    ] = 0.01
+    stop_logprob_gap: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="end the run when they differ by more on average, nats: then one of them "
+            "computes another model; a wider max_logprob_gap allows it",
+        ),
+    ] = 0.1
+
+    max_untrained_steps: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="end the run after so many steps in a row in which no tree had a signal, "
+            "since all failed, were masked or had equal returns (also counted ones); 0: never",
+        ),
+    ] = 10
+
+    def __post_init__(self) -> None:
+        if (self.num_steps is None) == (self.num_epochs is None):
+            raise ConfigError("train: give exactly one of train.num_steps and train.num_epochs")
+
+    def count_steps(self, num_tasks: int, groups_per_step: int) -> int:
+        """Updates of a run; from `num_epochs`, the last incomplete one is dropped."""
+        if self.num_steps is not None:
+            return self.num_steps
+        assert self.num_epochs is not None
+        num_steps = int(self.num_epochs * num_tasks) // groups_per_step
+        if num_steps < 1:
+            raise ConfigError(
+                f"train.num_epochs = {self.num_epochs} of {num_tasks} questions are less than "
+                f"one step of queue.groups_per_step = {groups_per_step}"
+            )
+        return num_steps
+
+
+class SelfCriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every so many updates the policy answers training questions several times; answers that the
+    reward finds right are preferred to the others (pipelines/rl/self_critic.py)."""
+
+    every: Annotated[int, Meta(ge=1, description="updates between two rounds")] = 20
+    num_questions: Annotated[
+        int, Meta(ge=1, description="training questions of a round, drawn at random")
+    ] = 32
+    num_samples: Annotated[int, Meta(ge=2, description="answers a question")] = 8
+    threshold: Annotated[
+        float, Meta(description="answers with at least this reward are chosen, others rejected")
+    ] = 1.0
+    beta: Annotated[
+        float, Meta(gt=0, description="weight of staying near the policy before the round")
+    ] = 0.1
+    batch_size: Annotated[int, Meta(ge=1, description="pairs an optimizer step")] = 16
+    num_epochs: Annotated[int, Meta(ge=1, description="passes over the pairs of a round")] = 1
+    optimizer: Annotated[
+        OptimizerConfig,
+        Meta(description="optimizer of a round, new for each; that of the updates keeps its state"),
+    ] = OptimizerConfig(optimizer="adamw", learning_rate=5e-6, weight_decay=0.0)
+
+
+class EvalSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One named evaluation set."""
+
+    path: Annotated[
+        str | list[str],
+        Meta(
+            description="file, folder or pattern of questions, or a list of them",
+            extra=ESSENTIAL | ROWS,
+        ),
+    ]
+    every: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="steps between evaluations; 0: only around the phases",
+            extra=ESSENTIAL,
+        ),
+    ] = 0
+    phases: Annotated[
+        bool, Meta(description="evaluate before the cold start, after it, and at the end")
+    ] = True
+    max_tasks: Annotated[int, Meta(ge=0, description="first n questions; 0: all")] = 0
+    num_samples: Annotated[
+        int, Meta(ge=1, description="trajectories a question", extra=ESSENTIAL)
+    ] = 1
+
+
+class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Evaluation during the run."""
+
+    sets: Annotated[
+        dict[str, EvalSet],
+        Meta(
+            description="evaluation sets by name, [eval.sets.NAME]; the summary reports the first"
+        ),
+    ] = field(default_factory=dict)
+    concurrency: Annotated[int, Meta(ge=1, description="questions in flight")] = 256
+    timeout_s: Annotated[
+        float,
+        Meta(gt=0, description="deadline of one evaluation; a longer one is a gap in the curve"),
+    ] = 7200.0
+    engine: Annotated[
+        AnyEngine | None,
+        Meta(
+            description="an engine of its own, on which evaluations of single steps overlap the "
+            "training; none: the policy's engine, and updates wait for them"
+        ),
+    ] = None
+
+
+# What is kept of a run.
+
+
+class CheckpointConfig(SavingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Checkpoints of a training run."""
+
+    best_metric: Annotated[
+        str,
+        Meta(description="evaluation metric SET/success or SET/reward whose best one is kept"),
+    ] = ""
+
+
+class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is written beside the metrics."""
+
+    trajectories: Annotated[
+        bool, Meta(description="write every trajectory of each training step as JSONL")
+    ] = True
+    max_trajectory_mb: Annotated[
+        float, Meta(gt=0, description="stop writing trajectories beyond this size, with a notice")
+    ] = 500.0
+    timings: Annotated[
+        bool,
+        Meta(
+            description="write timings.jsonl: how long each turn, tool and update took, from which "
+            "`benchmarks/bench.py simulate` tells what other settings would give"
+        ),
+    ] = False
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="what of the parts' own messages goes into run.log, and what is graver"),
+    ] = "warning"
+
+
+class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything `launchers/train.py` reads."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig
+    env: EnvConfig
+    python: PythonTable = None
+    search: SearchTable = None
+    grader: GraderTable = None
+    prompt: PromptConfig = PromptConfig()
+    renderer: Annotated[TagsConfig | NativeConfig, Meta(extra=ESSENTIAL)] = TagsConfig()
+    limits: Limits = Limits()
+    sampling: SamplingConfig = SamplingConfig()
+    engine: Annotated[AnyEngine, Meta(extra=ESSENTIAL)] = EmbeddedConfig()
+    roles: Annotated[
+        dict[str, RoleConfig],
+        Meta(description="models beside the policy by name, [roles.judge]"),
+    ] = field(default_factory=dict)
+    algorithm: Annotated[AnyAlgorithm, Meta(extra=ESSENTIAL)]
+    queue: QueueConfig = QueueConfig()
+    cluster: Annotated[
+        ClusterConfig, Meta(description="where rollouts grow, by its kind (docs/clusters.md)")
+    ] = LocalCluster()
+    learner: LearnerConfig = LearnerConfig()
+    resources: ResourcesConfig = ResourcesConfig()
+    sft: SFTConfig | None = None
+    train: TrainingConfig
+    self_critic: Annotated[
+        SelfCriticConfig | None, Meta(description="DPO on own answers between updates")
+    ] = None
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    journal: JournalConfig = JournalConfig()
+    archive: ArchiveConfig = ArchiveConfig()
+    log: LogConfig = LogConfig()
+    monitor: RolloutMonitorConfig = RolloutMonitorConfig()
+
+    def __post_init__(self) -> None:
+        if getattr(self.algorithm, "compat", "none") == "reference":
+            from agentenv.reference.algorithms import released
+
+            force_setattr(self, "algorithm", released(self.algorithm))
+        check_reachable(self.cluster, self.engine, self.roles)
+        if self.refills and self.queue.equal_groups == "count":
+            key = "queue.refill" if self.queue.refill else f"algorithm.name = {self.algorithm_name}"
+            raise ConfigError(
+                f'queue.equal_groups = "count": {key} replaces groups of equal returns by later '
+                "ones, so that none is left to count; leave one of them out"
+            )
+        given = (("sft", self.sft), ("self_critic", self.self_critic))
+        parts = {key: part.optimizer for key, part in given if part is not None}
+        muon = any(one.optimizer == "muon_adamw" for one in parts.values())
+        if muon and self.learner.zero_stage == "auto":
+            force_setattr(self, "learner", replace(self.learner, zero_stage=0))
+        for key, optimizer in parts.items():
+            self.learner.check_optimizer(optimizer, f"{key}.optimizer.optimizer")
+
+    @property
+    def algorithm_name(self) -> str:
+        return str(self.algorithm.__struct_config__.tag)
+
+    @property
+    def refills(self) -> bool:
+        """Whether groups of equal returns are replaced by later ones."""
+        return self.queue.refill or self.algorithm.refills
+
+    @property
+    def counts_equal_groups(self) -> bool:
+        """Whether groups of equal returns are in the means over a mini-batch."""
+        return not self.refills and self.queue.equal_groups != "drop"
+
+    @property
+    def size_of_update(self) -> str:
+        """Prompts, trajectories and optimizer steps of an update, in words."""
+        groups, size = self.queue.groups_per_step, self.algorithm.group_size
+        steps = groups // self.learner.groups_per_minibatch * self.learner.num_epochs_per_batch
+        at_most = "" if self.refills or self.counts_equal_groups else "up to "
+        return (
+            f"{groups} prompts x {size} = {groups * size} trajectories in {at_most}{steps} "
+            "optimizer steps"
+        )
+
+    @property
+    def dropped_terms(self) -> str:
+        """A warning if terms of the loss leave out what they are defined over; else empty."""
+        terms = {
+            "algorithm.kl_loss": self.algorithm.kl_loss,
+            "algorithm.kl_reward": self.algorithm.kl_reward,
+            "algorithm.entropy_bonus": self.algorithm.entropy_bonus,
+            "algorithm.entropy_advantage": getattr(self.algorithm, "entropy_advantage", 0),
+        }
+        names = [name for name, value in terms.items() if value]
+        if self.refills or self.counts_equal_groups or not names:
+            return ""
+        return (
+            f'queue.equal_groups = "drop" leaves groups of equal returns out of '
+            f'{" and ".join(names)} too, unlike the papers; "count" does not'
+        )
+
+
+class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `launchers/serve.py` reads."""
+
+    run: Annotated[RunConfig, Meta(description="where the logs go; the seed is not read")] = (
+        RunConfig()
+    )
+    roles: Annotated[
+        dict[str, RoleConfig], Meta(description="the models by name, [roles.judge], ...")
+    ]
+
+    def __post_init__(self) -> None:
+        for name, role in self.roles.items():
+            if name not in ROLES:
+                raise ConfigError(f"roles.{name}: unknown role; known: {', '.join(ROLES)}")
+            if role.url:
+                raise ConfigError(f"roles.{name}.url: it runs already; give its model to start one")
+        if not self.roles:
+            raise ConfigError("roles: there is none to start")

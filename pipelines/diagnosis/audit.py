@@ -1,0 +1,423 @@
+"""The audit of a run's rewards: `launchers/doctor.py audit RUN`.
+
+    graded again      the archived trajectories, by the grader of the configuration: equal rewards
+    changed golds     what was right must be wrong, once the gold is another
+    second guess      what was right must be wrong, once it names another answer beside it
+    jumps of reward   steps whose rewards are far from those before, with trajectories behind it
+
+A reward that jumps from one step to the next is a policy that has found something: the task, or a
+hole in its grader. Which of them, the samples show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from statistics import fmean, variance
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from agentenv.archive import ARCHIVE, Entry, KeptTree, Step, readable_steps
+from agentenv.config import build_config, resolver, upgrade
+from agentenv.crashes import guarded
+from agentenv.env import close_shared
+from agentenv.envs.grading.custom import ground_truth
+from agentenv.envs.grading.numbers import as_number
+from agentenv.envs.grading.verdict import final_answer
+from agentenv.errors import ConfigError, CrashError, DataError, ForeignError, GraderError
+from agentenv.model_files import load_tokenizer, read_eos_ids
+from agentenv.offload import in_thread
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.diagnosis.guesses import Guess, guess_twice, remedy
+from agentenv.pipelines.diagnosis.results import Verdict, tell
+from agentenv.pipelines.evaluation.run import segments_of
+from agentenv.pipelines.records.row import EvalRow, calls_that_ran, written
+from agentenv.pipelines.records.trajectories import readable, trajectory_rows
+from agentenv.pipelines.run.arguments import Parser
+from agentenv.pipelines.run.rundir import find_checkpoint
+from agentenv.pipelines.run.terminal import EXIT_FAILED, View, run_until_done, to_its_end
+from agentenv.pipelines.setup.data import EnvMaker, tables_of
+from agentenv.renderer import TextCodec
+from agentenv.rows import GOLD_KEY
+from agentenv.tool_env import Grade, Grader, graded, start_grader
+from agentenv.tree import Trajectory
+from agentenv.types import Task
+from agentenv.untrusted import decode
+
+logger = logging.getLogger(__name__)
+
+NUM_BEFORE = 4  # steps that one is compared with
+LEAST_BEFORE = 2
+FAR = 5.0  # standard errors, beyond which a difference is a jump
+LEAST_SHARE = 0.15  # of the range of rewards, which a jump has at least
+NUM_GUESSED = 10  # right trajectories that are given a second guess
+NUM_SHOWN = 2  # samples of a jump, and examples of what is wrong
+MAX_TEXT = 1500
+TOLERANCE = 1e-6
+
+
+class Graded(NamedTuple):
+    """A trajectory that was graded again."""
+
+    step: int
+    tree: int
+    branch: str
+    task: Task
+    was_right: bool
+    reward: float
+    again: Grade | None
+    problem: str
+    row: EvalRow
+
+
+class Jump(NamedTuple):
+    """A step whose mean reward is `z` standard errors from that of the steps before."""
+
+    step: int
+    before: float
+    mean: float
+    z: float
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 nothing failed, 1 something did, 2 bad arguments."""
+    parser = Parser(
+        prog="launchers/doctor.py audit",
+        description="Grade the archived trajectories of a training run again, against their golds "
+        "and against changed ones, and look for jumps of reward.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="its folder, with trees/")
+    parser.add_argument(
+        "--max-trees", type=int, default=100, metavar="N", help="trees to grade (default: 100)"
+    )
+    parser.add_argument("--json", action="store_true", help="the verdicts as JSON")
+    arguments = parser.parse_args(argv)
+    if arguments.max_trees < 1:
+        parser.error("--max-trees is at least 1")
+    view = View()
+    return to_its_end(
+        lambda: run_until_done(_run(arguments, view), view), view, writing="the audit"
+    )
+
+
+async def _run(arguments: argparse.Namespace, view: View) -> int:
+    verdicts, samples = await audit(arguments.run, arguments.max_trees)
+    if arguments.json:
+        found = {"verdicts": verdicts, "samples": samples}
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
+    else:
+        for verdict in verdicts:
+            tell(verdict, view)
+        for text in samples:
+            view.console.print("")
+            view.console.print(text, markup=False, soft_wrap=True)
+    return EXIT_FAILED if any(one.state == "failed" for one in verdicts) else 0
+
+
+async def audit(run: Path, max_trees: int) -> tuple[list[Verdict], list[str]]:
+    """Verdicts, and the texts of trajectories behind them. Raises DataError for what is no run."""
+    config, steps = read_config(run), readable_steps(run / ARCHIVE, logger.warning)
+    if not any(step.entries for step in steps):
+        raise DataError(
+            f"{run / ARCHIVE} holds no trees; archive.max_gb = 0 keeps none, and runs of older "
+            "versions have none"
+        )
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(close_shared)
+        regrader = await Regrader.of(config, run)
+        again = [
+            one
+            for step, entry in spread(steps, max_trees)
+            for one in await regrader.grade(step, entry)
+        ]
+        verdicts = [
+            regrade_verdict(again),
+            await regrader.changed_golds(again),
+            await regrader.second_guess(again),
+        ]
+    jumps = list(find_jumps(steps))
+    verdicts.append(jump_verdict(jumps, steps))
+    samples = [text for jump in jumps for text in samples_of(jump, steps, regrader.codec)]
+    return verdicts, samples
+
+
+def read_config(run: Path) -> TrainConfig:
+    """The configuration that the run began with. Raises DataError."""
+    path = run / "config.json"
+    try:
+        plain = decode(path.read_bytes())
+    except (OSError, ForeignError) as error:
+        raise DataError(f"{path} cannot be read: {error}; expected the folder of a run") from error
+    return build_config(TrainConfig, upgrade(TrainConfig, plain), str(path))
+
+
+def spread(steps: Sequence[Step], max_trees: int) -> Iterator[tuple[Step, Entry]]:
+    """So many trees of all steps, evenly."""
+    every = [(step, entry) for step in steps for entry in step.entries]
+    number = min(max_trees, len(every))
+    for place in range(number):
+        yield every[place * len(every) // number]
+
+
+class Regrader:
+    """Grades archived trajectories by the graders of a configuration."""
+
+    def __init__(self, maker: EnvMaker, codec: TextCodec) -> None:
+        self.codec = codec
+        self._maker = maker
+        self._graders: dict[str, Grader] = {}  # by the environment
+
+    @classmethod
+    async def of(cls, config: TrainConfig, run: Path) -> Regrader:
+        """Of the run in this folder."""
+        if config.roles:
+            raise ConfigError(
+                "roles: the graders of this run ask models that it has started; start them with "
+                "launchers/serve.py and give their URLs, or audit without a judge"
+            )
+        resolve = resolver(run)
+        model = find_checkpoint(run)
+        tokenizer = await in_thread(load_tokenizer, model, False)
+        codec = TextCodec(tokenizer, read_eos_ids(model, tokenizer))
+        maker = EnvMaker(config.env, tables_of(config), resolve, config.limits, config.prompt)
+        return cls(maker, codec)
+
+    async def grader(self, task: Task) -> Grader:
+        """Started. Raises ConfigError where there is none."""
+        if task.env_id not in self._graders:
+            grader: Grader | None = getattr(self._maker(task), "grader", None)
+            if grader is None:
+                raise ConfigError(
+                    f"{task.env_id} has no attribute grader, so that its rewards cannot be graded "
+                    "again"
+                )
+            await guarded(start_grader(grader), "the start of the grader")
+            self._graders[task.env_id] = grader
+        return self._graders[task.env_id]
+
+    async def grade(self, step: Step, entry: Entry) -> list[Graded]:
+        """Every trajectory of a tree that did not fail."""
+        kept = await in_thread(step.tree, entry)
+        return [
+            await self._grade(step.header.step, kept, path) for path in kept.tree.trajectories()
+        ]
+
+    async def _grade(self, step: int, kept: KeptTree, path: Trajectory) -> Graded:
+        task = kept.tree.task
+        calls = [call for node in path.path for call in node.info.get("tool_calls", ())]
+        row = EvalRow(
+            dataset="train",
+            task=task.id,
+            sample=0,
+            segments=segments_of(path.path, self.codec),
+            tool_calls=calls,
+            limit=None if path.leaf.limit is None else str(path.leaf.limit),
+        )
+        again, problem = await self.verdict(task, row)
+        leaf = path.leaf
+        return Graded(
+            step, kept.tree.index, leaf.branch, task, path.success, path.reward, again, problem, row
+        )
+
+    async def verdict(self, task: Task, row: EvalRow) -> tuple[Grade | None, str]:
+        """The grade of a row against the answers of `task`, or what was wrong."""
+        try:
+            grader = await self.grader(task)
+            return await graded(grader, task, written(row), calls_that_ran(row)), ""
+        except (GraderError, CrashError) as error:
+            return None, str(error)
+
+    async def second_guess(self, again: Sequence[Graded]) -> Verdict:
+        """What was right is wrong beside another answer, whichever comes first."""
+        name = "second guess"
+        right = [one for one in again if one.again is not None and one.again.success]
+        golds = list(dict.fromkeys(one.task.answers[0] for one in again if one.task.answers))
+        asked: list[Guess] = []
+        paid = []
+        for one in right[:NUM_GUESSED]:
+            guesses = await self._guesses(one, golds)
+            asked += guesses
+            place = f"tree {one.tree}, branch {one.branch}"
+            paid += [f"{place}: {guess.text!r}" for guess in guesses if guess.is_paid]
+        if not asked:
+            return Verdict(
+                name,
+                "skipped",
+                "no right trajectory has an answer beside which another one, wrong by itself, "
+                "could be put",
+            )
+        if paid:
+            return Verdict(
+                name,
+                "failed",
+                f"{len(paid)} of {len(asked)} answers that name a second candidate beside the "
+                f"right one are graded right ({', '.join(paid[:NUM_SHOWN])})",
+                remedy(asked),
+            )
+        return Verdict(
+            name, "passed", f"{len(asked)} answers with a second candidate are graded wrong"
+        )
+
+    async def _guesses(self, one: Graded, golds: Sequence[str]) -> list[Guess]:
+        """Its last message with two candidates where its answer was."""
+        grader, messages = await self.grader(one.task), written(one.row)
+        text = messages[-1].content if messages else ""
+        answer = final_answer(text)
+        place = text.rfind(answer) if answer else -1
+        if place < 0 or not one.task.answers:
+            return []
+
+        async def is_right(said: str) -> bool:
+            content = f"{text[:place]}{said}{text[place + len(answer) :]}"
+            hedged = [*messages[:-1], replace(messages[-1], content=content)]
+            try:
+                return (await graded(grader, one.task, hedged, calls_that_ran(one.row))).success
+            except (GraderError, CrashError):
+                return False  # an answer that the grader cannot read is not paid
+
+        candidates = (mutated(one.task.answers[0], golds, one.task.answers), *golds)
+        return await guess_twice(is_right, answer, one.task.answers, candidates)
+
+    async def changed_golds(self, again: Sequence[Graded]) -> Verdict:
+        """What was right is wrong against another gold."""
+        name = "changed golds"
+        right = [one for one in again if one.again is not None and one.again.success]
+        if not right:
+            return Verdict(name, "skipped", "no trajectory is right")
+        tasks = list({one.task.id: one.task for one in again if one.task.answers}.values())
+        num_asked, still = 0, []
+        for one in right:
+            task = with_another_gold(one.task, tasks)
+            if task is None:
+                continue
+            num_asked += 1
+            grade, _ = await self.verdict(task, one.row)
+            if grade is not None and grade.success:
+                still.append(f"tree {one.tree}, branch {one.branch}: {task.answers[0]!r}")
+        if not num_asked:
+            return Verdict(name, "skipped", "no right trajectory has a gold that could be changed")
+        if still:
+            shown = ", ".join(still[:NUM_SHOWN])
+            return Verdict(
+                name,
+                "failed",
+                f"{len(still)} of {num_asked} right trajectories are right against another gold "
+                f"too ({shown})",
+                "the grader rewards what does not depend on the gold: choose a stricter one",
+            )
+        return Verdict(name, "passed", f"{num_asked} right trajectories are wrong against others")
+
+
+def with_another_gold(task: Task, tasks: Sequence[Task]) -> Task | None:
+    """The task with a gold that is wrong. One whose row has a ground truth of its own, which a
+    grader may read, has that of another task; None where there is no other one."""
+    if not task.answers:
+        return None
+    golds = [one.answers[0] for one in tasks]
+    changed = replace(task, answers=(mutated(task.answers[0], golds, task.answers),))
+    if ground_truth(changed) == changed.answers[0]:
+        return changed
+    for other in tasks:
+        truth = ground_truth(other)
+        if truth != ground_truth(task) and other.answers != task.answers:
+            metadata = {**task.metadata, GOLD_KEY: truth}
+            metadata.pop("reward_model", None)
+            if "reward_model" in other.metadata:
+                metadata["reward_model"] = other.metadata["reward_model"]
+            return replace(task, answers=other.answers, metadata=metadata)
+    return None
+
+
+def mutated(gold: str, golds: Sequence[str], right: Sequence[str]) -> str:
+    """Another gold: of a number the next one, else one of `golds` that is not `right`, else its
+    denial."""
+    number = as_number(gold)
+    if number is not None:
+        return f"{float(number + 1):g}" if abs(number) < 1e6 else str(int(number) + 1)
+    known = {one.strip().lower() for one in right}
+    return next((one for one in golds if one.strip().lower() not in known), f"not {gold}")
+
+
+def regrade_verdict(again: Sequence[Graded]) -> Verdict:
+    """Whether the rewards are the same."""
+    name = "graded again"
+    if not again:
+        return Verdict(name, "skipped", "no trajectory was graded")
+    wrong = []
+    for one in again:
+        place = f"step {one.step}, tree {one.tree}, branch {one.branch}"
+        if one.again is None:
+            wrong.append(f"{place}: {one.problem}")
+        elif abs(one.again.reward - one.reward) > TOLERANCE and one.row.limit is None:
+            wrong.append(f"{place}: {one.reward:g} then, {one.again.reward:g} now")
+    if wrong:
+        return Verdict(
+            name,
+            "failed",
+            f"{len(wrong)} of {len(again)} rewards differ ({', '.join(wrong[:NUM_SHOWN])})",
+            "the grader, its keys or what it asks have changed since, or it does not give equal "
+            "answers equal rewards",
+        )
+    return Verdict(name, "passed", f"{len(again)} trajectories have the rewards that they had")
+
+
+# Jumps.
+
+
+def find_jumps(steps: Sequence[Step]) -> Iterator[Jump]:
+    """Steps whose rewards are far from those of the steps before; trees count once, and how far
+    they are from each other within a step is what is expected between steps."""
+    means = [[fmean(one.rewards) for one in step.entries if one.rewards] for step in steps]
+    every = [value for one in means for value in one]
+    span = max(every, default=0.0) - min(every, default=0.0)
+    spread_within = [variance(one) for one in means if len(one) > 1]
+    deviation = math.sqrt(fmean(spread_within)) if spread_within else 0.0
+    for place, now in enumerate(means):
+        before = [value for one in means[max(0, place - NUM_BEFORE) : place] for value in one]
+        if place < LEAST_BEFORE or len(now) < 2 or len(before) < 2:
+            continue
+        apart = fmean(now) - fmean(before)
+        error = deviation * math.sqrt(1 / len(now) + 1 / len(before))
+        error = max(error, 0.02 * span, 1e-9)
+        if abs(apart) > FAR * error and abs(apart) > LEAST_SHARE * span:
+            yield Jump(steps[place].header.step, fmean(before), fmean(now), apart / error)
+
+
+def jump_verdict(jumps: Sequence[Jump], steps: Sequence[Step]) -> Verdict:
+    name = "jumps of reward"
+    if len(steps) <= LEAST_BEFORE:
+        return Verdict(name, "skipped", f"{len(steps)} steps are too few")
+    if not jumps:
+        return Verdict(name, "passed", f"{len(steps)} steps, none far from those before it")
+    told = ", ".join(f"step {one.step}: {one.before:.3g} -> {one.mean:.3g}" for one in jumps)
+    return Verdict(
+        name,
+        "failed",
+        told,
+        "read the samples below: has the policy found the task, or a hole in its grader? The rest "
+        "is in trajectories/",
+    )
+
+
+def samples_of(jump: Jump, steps: Sequence[Step], codec: TextCodec) -> Iterator[str]:
+    """Trajectories behind a jump: the best of one upwards, the worst of one downwards."""
+    (step,) = [one for one in steps if one.header.step == jump.step]
+    up = jump.mean > jump.before
+    entries = sorted(
+        (one for one in step.entries if one.rewards),
+        key=lambda one: fmean(one.rewards),
+        reverse=up,
+    )
+    for entry in entries[:NUM_SHOWN]:
+        rows: list[dict[str, Any]] = list(trajectory_rows(step.tree(entry).tree, codec.decode))
+        row = (max if up else min)(rows, key=lambda one: one["reward"])
+        parts = ", ".join(f"{name} {value:g}" for name, value in row["parts"].items())
+        head = f"=== step {jump.step}, tree {entry.tree}: reward {row['reward']:g} ({parts})"
+        yield f"{head}\n{readable(row)[:MAX_TEXT]}"

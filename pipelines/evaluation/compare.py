@@ -1,0 +1,365 @@
+"""Compares two evaluations question by question: `launchers/evaluate.py compare A B`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import ArrayLike
+
+from agentenv.disk import write_whole
+from agentenv.env import close_shared
+from agentenv.errors import DataError
+from agentenv.pipelines.evaluation import intervals
+from agentenv.pipelines.evaluation.figures import (
+    MAX_GROUPS,
+    SCORES,
+    Floats,
+    QuestionRows,
+    independent_samples,
+    is_share,
+    mcnemar,
+    questions_of,
+    ratios,
+    sign_flip,
+)
+from agentenv.pipelines.evaluation.scores import make_scorer, score_rows, stored_rows
+from agentenv.pipelines.run.arguments import Parser
+from agentenv.pipelines.run.tables import Table, lines_of, markdown, number, short
+from agentenv.pipelines.run.terminal import View, to_its_end
+
+# What differs between two evaluations of the same questions, and whether it is chance.
+
+
+class QuestionPair(Struct, frozen=True):
+    """One question in both evaluations."""
+
+    first: QuestionRows
+    second: QuestionRows
+
+    @property
+    def dataset(self) -> str:
+        return self.first.rows[0].dataset
+
+    @property
+    def kind(self) -> str:
+        return self.first.rows[0].kind
+
+    @property
+    def change(self) -> float:
+        """Share of right samples in the second, minus that in the first."""
+        return success(self.second) - success(self.first)
+
+
+class Pairing(Struct, kw_only=True):
+    """The questions that can be compared, how many are in one evaluation only, and those of which
+    all samples failed in one of the two."""
+
+    pairs: list[QuestionPair]
+    only_first: int
+    only_second: int
+    lost: list[QuestionPair]
+
+    @property
+    def failed(self) -> int:
+        """How many are lost."""
+        return len(self.lost)
+
+
+class Difference(Struct, kw_only=True):
+    """A mean over the shared questions in both, second minus first with its 95 % interval, and the
+    two-sided p-value of a paired test. No interval where the figure is no share and differs by
+    the same for all questions."""
+
+    name: str
+    num_questions: int
+    first: float
+    second: float
+    difference: float
+    low: float | None
+    high: float | None
+    p: float
+    test: Literal["McNemar", "sign flip"]
+
+
+def pair_up(first: Sequence[QuestionRows], second: Sequence[QuestionRows]) -> Pairing:
+    """Pair questions by dataset and task. Raises DataError when nothing is shared, or when two of
+    the same name ask something else."""
+    others = {(one.rows[0].dataset, one.rows[0].task): one for one in second}
+    pairs: list[QuestionPair] = []
+    lost: list[QuestionPair] = []
+    for question in first:
+        row = question.rows[0]
+        other = others.get((row.dataset, row.task))
+        if other is None:
+            continue
+        if other.rows[0].question != row.question:
+            raise DataError(
+                f"{row.dataset}, question {row.task} is not the same in both: "
+                f"{row.question[:80]!r} and {other.rows[0].question[:80]!r}"
+            )
+        can_compare = question.done and other.done
+        (pairs if can_compare else lost).append(QuestionPair(question, other))
+    shared = len(pairs) + len(lost)
+    if not pairs:
+        why = (
+            f"all {shared} shared questions failed in one of them"
+            if shared
+            else (f"none is shared: the first has {_names(first)}, the second {_names(second)}")
+        )
+        raise DataError(f"there is no question to compare: {why}")
+    only_first, only_second = len(first) - shared, len(second) - shared
+    return Pairing(pairs=pairs, only_first=only_first, only_second=only_second, lost=lost)
+
+
+def _names(questions: Sequence[QuestionRows]) -> str:
+    names = sorted({question.rows[0].dataset for question in questions})
+    return ", ".join(names[:8]) or "no questions"
+
+
+def success(question: QuestionRows) -> float:
+    """Share of right samples."""
+    return ratios(question, ())["success"][0]
+
+
+def groups_of(pairs: Sequence[QuestionPair]) -> list[tuple[str, list[QuestionPair]]]:
+    """The pairs of each dataset and of each kind of question, as reports have them, and all of
+    them last."""
+    datasets: dict[str, list[QuestionPair]] = {}
+    kinds: dict[str, list[QuestionPair]] = {}
+    for pair in pairs:
+        datasets.setdefault(pair.dataset, []).append(pair)
+        kinds.setdefault(pair.kind, []).append(pair)
+    groups = list(datasets.items()) if len(datasets) > 1 else []
+    if 1 < len(kinds) <= MAX_GROUPS and list(kinds.values()) != list(datasets.values()):
+        groups += sorted(kinds.items())
+    return [*groups, ("all", list(pairs))]
+
+
+def by_group(pairing: Pairing) -> list[tuple[str, Difference]]:
+    """The difference in success of each group."""
+    return [(name, _in_success(own)) for name, own in groups_of(pairing.pairs)]
+
+
+class Failed(Struct, frozen=True):
+    """Of the samples of some questions in one evaluation: how many failed, of how many, and the
+    mean success over questions if the failed ones were wrong."""
+
+    num_failed: int
+    num_samples: int
+    success_if_wrong: float
+
+
+def failed_of(questions: Sequence[QuestionRows]) -> Failed:
+    """What `success`, which is of the others alone, leaves out."""
+    num_samples = sum(len(one.rows) for one in questions)
+    least = [sum(row.success for row in one.done) / len(one.rows) for one in questions]
+    num_done = sum(len(one.done) for one in questions)
+    return Failed(num_samples - num_done, num_samples, float(np.mean(least)))
+
+
+def _in_success(pairs: Sequence[QuestionPair]) -> Difference:
+    single = all(len(pair.first.done) == len(pair.second.done) == 1 for pair in pairs)
+    first, second = (
+        [success(pair.first) for pair in pairs],
+        [success(pair.second) for pair in pairs],
+    )
+    return difference("success", first, second, _samples(pairs), single=single)
+
+
+def _samples(pairs: Sequence[QuestionPair]) -> Floats:
+    """Samples of each question, in the evaluation that has fewer."""
+    return np.array([min(len(one.first.done), len(one.second.done)) for one in pairs], float)
+
+
+def other_differences(pairing: Pairing) -> list[Difference]:
+    """Scores, pass@k where there are several samples, and cost, of the questions that have them
+    in both evaluations."""
+    pairs = pairing.pairs
+    k = min(len(question.done) for pair in pairs for question in (pair.first, pair.second))
+    values = [(ratios(pair.first, (k,)), ratios(pair.second, (k,))) for pair in pairs]
+    names = [*SCORES, f"pass@{k}", "tool_calls", "action_tokens", "tool_tokens", "seconds"]
+    samples, found = _samples(pairs), []
+    for name in names:
+        both = [(one[name], other[name]) for one, other in values]
+        known = np.array([bool(has and too) for (_, has), (_, too) in both])
+        if known.any() and name != "pass@1":
+            first, second = np.array([[one[0], other[0]] for one, other in both])[known].T
+            found.append(difference(name, first, second, samples[known]))
+    return found
+
+
+def difference(
+    name: str, first: ArrayLike, second: ArrayLike, samples: Floats, *, single: bool = False
+) -> Difference:
+    """The difference of one figure of the same questions, of so many samples each. Single samples
+    of success are tested by McNemar's exact test, all else by drawing the signs of the
+    differences."""
+    one, other = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    change = other - one
+    found: Floats | None
+    if is_share(name):
+        found = intervals.difference(one, other, independent_samples(name, samples))
+    else:
+        found = intervals.ratio(change)
+    worse, better = int((change < 0).sum()), int((change > 0).sum())
+    return Difference(
+        name=name.replace("_", " "),
+        num_questions=len(change),
+        first=float(one.mean()),
+        second=float(other.mean()),
+        difference=float(change.mean()),
+        low=None if found is None else float(found[0]),
+        high=None if found is None else float(found[1]),
+        p=mcnemar(worse, better) if single else sign_flip(change.tolist()),
+        test="McNemar" if single else "sign flip",
+    )
+
+
+def changed(pairing: Pairing) -> list[QuestionPair]:
+    """The questions whose share of right samples changed, the worst losses first."""
+    return sorted((pair for pair in pairing.pairs if pair.change), key=lambda pair: pair.change)
+
+
+MAX_LISTED = 30
+MAX_CELL = 70
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
+    parser = Parser(
+        prog="launchers/evaluate.py compare",
+        description="Compare two stored evaluations on the questions that both asked, in pairs.",
+    )
+    parser.add_argument("first", type=Path, metavar="A")
+    parser.add_argument("second", type=Path, metavar="B")
+    parser.add_argument("--out", type=Path, help="Markdown file with all questions that changed")
+    arguments = parser.parse_args(argv)
+    view = View()
+    return to_its_end(
+        lambda: asyncio.run(_run(arguments, view)), view, writing="writing the comparison"
+    )
+
+
+async def _run(arguments: argparse.Namespace, view: View) -> None:
+    """Score the rows of both by one scorer, and print what differs."""
+    folders: tuple[Path, Path] = (arguments.first, arguments.second)
+    scorer = make_scorer(view.say)
+    sides: list[list[QuestionRows]] = []
+    try:
+        for folder in folders:
+            async with stored_rows(folder, scorer) as rows:
+                await score_rows(rows, scorer)
+            sides.append(questions_of(rows))
+        pairing = pair_up(*sides)
+    finally:
+        await close_shared()
+    tables, left = tables_of(pairing, MAX_LISTED)
+    say = paired_line(pairing)
+    view.say(f"A = {folders[0]}, B = {folders[1]}")
+    for table in tables:
+        view.show(table)
+    if left:
+        hint = "" if arguments.out else "; --out FILE lists all"
+        view.say(f"and {left} questions more that changed{hint}")
+    view.say(say)
+    if arguments.out is not None:
+        tables, _ = tables_of(pairing, len(pairing.pairs))
+        head = f"# {markdown(str(folders[0]))} (A) against {markdown(str(folders[1]))} (B)"
+        text = f"{head}\n\n{markdown(say)}\n\n{lines_of(tables)}"
+        write_whole(arguments.out, text.encode("utf-8", "replace"))
+        view.say(f"written to {arguments.out}")
+
+
+def paired_line(pairing: Pairing) -> str:
+    """What is compared, and what is not."""
+    missing = [
+        f"{count} {what}"
+        for count, what in (
+            (pairing.only_first, "only in A"),
+            (pairing.only_second, "only in B"),
+            (pairing.failed, "failed in one of them"),
+        )
+        if count
+    ]
+    rest = f"; left out: {', '.join(missing)}" if missing else "; none is left out"
+    return f"{len(pairing.pairs)} questions are in both{rest}"
+
+
+def tables_of(pairing: Pairing, max_listed: int) -> tuple[list[Table], int]:
+    """Success, the other figures, the questions that changed; and how many of those are left."""
+    success = [_row(name, one) for name, one in by_group(pairing)]
+    other = [_row(one.name, one) for one in other_differences(pairing)]
+    columns = ["questions", "n", "A", "B", "B - A [95 %]", "p", "test"]
+    note = "95 % intervals are over questions; p-values are two-sided and paired."
+    tables = [
+        Table(title="Success", columns=columns, rows=success, note=note),
+        *([failed] if (failed := _failed_table(pairing)) else []),
+        Table(title="Scores and cost", columns=["figure", *columns[1:]], rows=other),
+    ]
+    pairs = changed(pairing)
+    shown = [*pairs[: max_listed - max_listed // 2], *pairs[-(max_listed // 2) :]]
+    shown = pairs if len(pairs) <= max_listed else shown
+    if pairs:
+        lost = sum(pair.change < 0 for pair in pairs)
+        tables.append(
+            Table(
+                title=f"Changed: {lost} worse and {len(pairs) - lost} better in B",
+                columns=["question", "", "A", "B", "A answered", "B answered", "expected"],
+                rows=[_changed_row(pair) for pair in shown],
+                left=[0, 1, 4, 5, 6],
+            )
+        )
+    return tables, len(pairs) - len(shown)
+
+
+def _row(name: str, one: Difference) -> list[str]:
+    p = "< 0.001" if one.p < 0.001 else f"{one.p:.3f}"
+    interval = f"{one.difference:+.3f}"
+    if one.low is not None:
+        interval += f" [{one.low:+.3f}, {one.high:+.3f}]"
+    values = [number(one.first), number(one.second), interval, p, one.test]
+    return [name, str(one.num_questions), *values]
+
+
+def _failed_table(pairing: Pairing) -> Table | None:
+    """What the success of both leaves out, of all shared questions; None: nothing failed."""
+    rows, has_failed = [], False
+    for name, pairs in groups_of([*pairing.pairs, *pairing.lost]):
+        sides = [failed_of([one.first for one in pairs]), failed_of([one.second for one in pairs])]
+        has_failed = has_failed or any(one.num_failed for one in sides)
+        shares = [
+            f"{one.num_failed} of {one.num_samples} ({one.num_failed / one.num_samples:.1%})"
+            for one in sides
+        ]
+        rows.append([name, *shares, *(number(one.success_if_wrong) for one in sides)])
+    if not has_failed:
+        return None
+    return Table(
+        title="Failed trajectories, and success if all of them were wrong",
+        columns=["questions", "A failed", "B failed", "A, at least", "B, at least"],
+        rows=rows,
+    )
+
+
+def _changed_row(pair: QuestionPair) -> list[str]:
+    row = pair.first.rows[0]
+    return [
+        f"{row.dataset}/{row.task}",
+        short(row.question, MAX_CELL),
+        _right(pair.first),
+        _right(pair.second),
+        short(pair.first.done[0].prediction, MAX_CELL),
+        short(pair.second.done[0].prediction, MAX_CELL),
+        short(" | ".join(row.answers), MAX_CELL),
+    ]
+
+
+def _right(question: QuestionRows) -> str:
+    done = question.done
+    return f"{sum(row.success for row in done)}/{len(done)}"

@@ -1,0 +1,549 @@
+"""The figures of an evaluation: what its rows say, over all questions and by group."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from statistics import fmean
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from agentenv.pipelines.config.benchmarks import groups as benchmark_groups
+from agentenv.pipelines.evaluation import intervals
+from agentenv.pipelines.evaluation.scores import CONCURRENCY, Scorer, Votes, count_votes, score_rows
+from agentenv.pipelines.records.row import EvalRow
+
+# What an evaluation reports: estimates with intervals, spreads, tool use, agreement.
+
+
+class Estimate(Struct, kw_only=True):
+    """A mean over questions with its 95 % interval (intervals.py). None where no question has the
+    figure; low and high, too, where it is no share and the same for all questions."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+    num_questions: int
+
+
+class Spread(Struct, kw_only=True):
+    """A figure of single trajectories."""
+
+    mean: float
+    median: float
+    p95: float
+    total: float
+
+
+class ToolUse(Struct, kw_only=True):
+    """Calls of one tool; an error is one that the policy read as such."""
+
+    calls: int
+    errors: int
+
+
+class Agreement(Struct, kw_only=True):
+    """Judge against rules, over the trajectories that both graded; `num_unparsed` more were asked
+    about, and the judge's reply was no verdict. Without any that both graded, `share` is 0."""
+
+    both_right: int
+    only_judge: int
+    only_rules: int
+    both_wrong: int
+    share: float
+    kappa: float | None
+    num_unparsed: int = 0
+
+
+class Figures(Struct, kw_only=True):
+    """The figures of one group of questions. Failed trajectories are in none of them but
+    `num_failed`, `failures` and `success_if_failed_wrong`.
+
+    `estimates` holds success (of the environment's grader), reward, the scores, tool_calls (a
+    trajectory), tool_productivity (right ones / tool calls), tool_efficiency (right ones among
+    those that used a tool), action_tokens, tool_tokens, seconds. `pass_at` and `majority_at` are
+    by k, over the questions with at least k samples that ended.
+    """
+
+    num_questions: int
+    num_trajectories: int
+    num_failed: int
+    failures: dict[str, int]
+    estimates: dict[str, Estimate]
+    success_if_failed_wrong: float
+    pass_at: dict[int, Estimate]
+    majority_at: dict[int, Estimate]
+    arpo_tool_productivity: float  # success * calls / (calls + 0.1) * 100, calls a trajectory
+    spreads: dict[str, Spread]
+    truncations: dict[str, int]
+    tools: dict[str, ToolUse]
+    agreement: Agreement | None
+    assist: dict[str, float] = {}  # totals of EvalRow.assist
+
+
+class Summary(Struct, kw_only=True):
+    """The content of summary.json. `groups` are figures by field and value: dataset, kind, and what
+    a benchmark is split by, e.g. groups["gaia level"]["1"]. `average` is the plain mean of the
+    datasets' success, as the papers average their tables.
+    """
+
+    name: str
+    compat: str
+    num_samples: int
+    policy_versions: list[int]
+    average: float | None
+    overall: Figures
+    groups: dict[str, dict[str, Figures]]
+
+
+# Statistics of an evaluation: pass@k, maj@k, paired tests.
+
+NUM_FLIPS = 20_000
+MAX_EXACT_FLIPS = 14  # differences; up to 2 ** 14 sign patterns are all counted
+MAX_DRAWN = 5_000  # of more questions, blocks are drawn
+_CHUNK = 1_000_000  # drawn signs at a time
+
+Floats = NDArray[np.float64]
+Estimates = dict[str, Estimate]
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Chance that k of the samples, drawn without replacement, hold a right one, without bias:
+    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1)."""
+    _check_k(num_samples, k)
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+@lru_cache(maxsize=100_000)
+def majority_at_k(
+    num_right: int, wrong: tuple[int, ...], num_blank: int, ks: tuple[int, ...]
+) -> tuple[float, ...]:
+    """Chance that a vote among k of the samples, drawn without replacement, elects the right
+    answer, for each of `ks`; the exact mean over all subsets.
+
+    `wrong` counts the samples of each wrong answer. The `num_blank` samples without an answer do
+    not vote. Of answers with equally many votes one is drawn at random; a vote that nobody casts
+    elects none.
+    """
+    total = num_right + sum(wrong) + num_blank
+    for k in ks:
+        _check_k(total, k)
+    chances = [Fraction(0)] * len(ks)
+    for votes in range(1, min(num_right, max(ks, default=0)) + 1):
+        ways = _ways_below(wrong, num_blank, votes, max(ks) - votes)
+        for place, k in enumerate(ks):
+            if k < votes:
+                continue
+            shared = sum(
+                (Fraction(count, 1 + ties) for ties, count in ways[k - votes].items()),
+                Fraction(0),
+            )
+            chances[place] += math.comb(num_right, votes) * shared
+    return tuple(float(chance / math.comb(total, k)) for chance, k in zip(chances, ks, strict=True))
+
+
+def _ways_below(
+    wrong: tuple[int, ...], num_blank: int, votes: int, room: int
+) -> list[dict[int, int]]:
+    """[drawn][ties]: ways to draw so many samples with no wrong answer above `votes`, and as many
+    of them at `votes`."""
+    ways: list[dict[int, int]] = [{} for _ in range(room + 1)]
+    for blank in range(min(num_blank, room) + 1):
+        ways[blank][0] = math.comb(num_blank, blank)
+    for count in wrong:
+        longer: list[dict[int, int]] = [{} for _ in range(room + 1)]
+        for drawn, by_ties in enumerate(ways):
+            for more in range(min(count, votes, room - drawn) + 1):
+                choices, tie = math.comb(count, more), more == votes
+                into = longer[drawn + more]
+                for ties, number in by_ties.items():
+                    into[ties + tie] = into.get(ties + tie, 0) + number * choices
+        ways = longer
+    return ways
+
+
+def _check_k(num_samples: int, k: int) -> None:
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k = {k} of {num_samples} samples")
+
+
+def in_blocks(values: Floats, seed: int) -> Floats:
+    """At most MAX_DRAWN rows from [question, figure]: of more, the sums of as many blocks, each of
+    equally many questions (or one more) that are put together at random: blocks of independent
+    questions are independent."""
+    if len(values) <= MAX_DRAWN:
+        return values
+    order = np.random.default_rng(seed).permutation(len(values))
+    edges = np.arange(MAX_DRAWN) * len(values) // MAX_DRAWN
+    return np.asarray(np.add.reduceat(values[order], edges, axis=0))
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Two-sided exact p-value of McNemar's test (1947): of the questions that only one of two got
+    right, half would be expected of each."""
+    from scipy.stats import binomtest  # takes a second, and few commands test anything
+
+    total = only_first + only_second
+    return float(binomtest(only_first, total).pvalue) if total else 1.0
+
+
+def sign_flip(differences: Sequence[float], *, seed: int = 0) -> float:
+    """Two-sided p-value of the paired permutation test (Fisher 1935): how often the mean is as far
+    from 0 when the sign of each difference is drawn at random. Exact for few differences; of more
+    than MAX_DRAWN, blocks are drawn."""
+    given = np.array([value for value in differences if value], dtype=np.float64)
+    values = in_blocks(given[:, None], seed)[:, 0]
+    if not len(values):
+        return 1.0
+    # Of 1,000 differences 2 s; scipy's permutation_test takes 7 s, and a comparison has a dozen.
+    found = abs(values.sum()) * (1 - 1e-9)  # sums in another order differ by rounding
+    if len(values) <= MAX_EXACT_FLIPS:
+        patterns = np.arange(2 ** len(values))[:, None] >> np.arange(len(values)) & 1
+        return float(np.mean(np.abs((2 * patterns - 1) @ values) >= found))
+    rng = np.random.default_rng(seed)
+    num_as_far = 0
+    step = max(1, _CHUNK // len(values))
+    for start in range(0, NUM_FLIPS, step):
+        size = (min(step, NUM_FLIPS - start), len(values))
+        flips = 2 * rng.integers(0, 2, size=size) - 1
+        num_as_far += int(np.sum(np.abs(flips @ values) >= found))
+    return (1 + num_as_far) / (1 + NUM_FLIPS)
+
+
+def cohen_kappa(both: int, only_first: int, only_second: int, neither: int) -> float | None:
+    """Agreement of two raters beyond chance (Cohen 1960); None where chance alone agrees fully,
+    and without cases."""
+    total = both + only_first + only_second + neither
+    if not total:
+        return None
+    first, second = (both + only_first) / total, (both + only_second) / total
+    chance = first * second + (1 - first) * (1 - second)
+    return None if chance == 1 else ((both + neither) / total - chance) / (1 - chance)
+
+
+SCORES = ("em", "f1", "contains", "math", "rule", "judge")
+CALLS_OFFSET = 0.1  # of ARPO's tool productivity
+_NONE = (0.0, 0.0)
+
+
+class QuestionRows(Struct, kw_only=True):
+    """All samples of one question; `votes` where there are several that ended."""
+
+    rows: list[EvalRow]
+    votes: Votes | None = None
+
+    @property
+    def done(self) -> list[EvalRow]:
+        """Those that did not fail."""
+        return [row for row in self.rows if row.end != "failed"]
+
+
+def questions_of(rows: Iterable[EvalRow]) -> list[QuestionRows]:
+    """Rows by question, in their order; samples in the order of their numbers."""
+    found: dict[tuple[str, str], QuestionRows] = {}
+    for row in rows:
+        found.setdefault((row.dataset, row.task), QuestionRows(rows=[])).rows.append(row)
+    for question in found.values():
+        question.rows.sort(key=lambda row: row.sample)
+    return list(found.values())
+
+
+def default_ks(questions: Iterable[QuestionRows]) -> tuple[int, ...]:
+    """1, 2, 4, ... and the largest number of samples that a question has."""
+    most = max((len(question.rows) for question in questions), default=1)
+    powers = [2**power for power in range(most.bit_length()) if 2**power < most]
+    return (*powers, most)
+
+
+def figures_of(
+    questions: Sequence[QuestionRows],
+    ks: Sequence[int],
+    *,
+    table: Floats | None = None,
+) -> Figures:
+    """The figures of these questions. `table` has what `table_of` would give, if it is known."""
+    rows = [row for question in questions for row in question.rows]
+    done = [row for row in rows if row.end != "failed"]
+    estimates = _estimates(table_of(questions, ks) if table is None else table, questions, ks)
+    pass_at = {k: estimates.pop(f"pass@{k}") for k in ks}
+    majority_at = {k: estimates.pop(f"maj@{k}") for k in ks}
+    success, calls = estimates["success"], estimates["tool_calls"].value or 0.0
+    by_question = [
+        sum(row.success for row in question.done) / len(question.rows) for question in questions
+    ]
+    failed = [row for row in rows if row.end == "failed"]
+    truncated = [row.limit or "unknown" for row in done if row.end == "truncated"]
+    return Figures(
+        num_questions=len(questions),
+        num_trajectories=len(done),
+        num_failed=len(failed),
+        failures=_counted(row.failure_kind for row in failed),
+        estimates={name: one for name, one in estimates.items() if one.num_questions},
+        success_if_failed_wrong=float(np.mean(by_question)) if by_question else 0.0,
+        pass_at={k: one for k, one in pass_at.items() if one.num_questions},
+        majority_at={k: one for k, one in majority_at.items() if one.num_questions},
+        arpo_tool_productivity=(success.value or 0.0) * calls / (calls + CALLS_OFFSET) * 100,
+        spreads={
+            "tool_calls": _spread([len(row.tool_calls) for row in done]),
+            "turns": _spread([row.num_turns for row in done]),
+            "prompt_tokens": _spread([row.prompt_tokens for row in done]),
+            "action_tokens": _spread([row.action_tokens for row in done]),
+            "tool_tokens": _spread([row.tool_tokens for row in done]),
+            "seconds": _spread([row.seconds for row in done]),
+        },
+        truncations=_counted(truncated),
+        tools=_tools(done),
+        agreement=agreement_of(done),
+        assist=_total(row.assist for row in done),
+    )
+
+
+def agreement_of(rows: Iterable[EvalRow]) -> Agreement | None:
+    """Of the rows whose grade holds both verdicts; None where no judge was asked."""
+    asked = [row.parts for row in rows if {"judge", "judge_unparsed"} & row.parts.keys()]
+    both = [
+        (parts["judge"] >= 1, parts["rule"] >= 1)
+        for parts in asked
+        if "judge" in parts and "rule" in parts
+    ]
+    num_unparsed = sum(parts.get("judge_unparsed", 0) > 0 for parts in asked)
+    if not both and not num_unparsed:
+        return None
+    counts = Counter(both)
+    cells = [counts[True, True], counts[True, False], counts[False, True], counts[False, False]]
+    return Agreement(
+        both_right=cells[0],
+        only_judge=cells[1],
+        only_rules=cells[2],
+        both_wrong=cells[3],
+        share=(cells[0] + cells[3]) / max(1, len(both)),
+        kappa=cohen_kappa(*cells) if both else None,
+        num_unparsed=num_unparsed,
+    )
+
+
+def table_of(questions: Sequence[QuestionRows], ks: Sequence[int]) -> Floats:
+    """Every ratio of every question: [question, figure, numerator and denominator]."""
+    values = [list(ratios(question, ks).values()) for question in questions]
+    return np.array(values, dtype=np.float64).reshape(
+        len(questions), len(ratios(QuestionRows(rows=[]), ks)), 2
+    )
+
+
+def _estimates(table: Floats, questions: Sequence[QuestionRows], ks: Sequence[int]) -> Estimates:
+    """Every ratio of the figures with its interval."""
+    counts = np.array([len(question.done) for question in questions], dtype=np.float64)
+    names = ratios(QuestionRows(rows=[]), ks)
+    return {
+        name: estimate(name, table[:, place, 0], table[:, place, 1], counts)
+        for place, name in enumerate(names)
+    }
+
+
+def estimate(name: str, above: Floats, below: Floats, counts: Floats) -> Estimate:
+    """sum(above) / sum(below) over questions with its interval; those with 0 and 0 lack the
+    figure. `counts` are their samples."""
+    known = (below > 0) | (above > 0)
+    above, below, counts = above[known], below[known], counts[known]
+    if not below.any():
+        return Estimate(value=None, low=None, high=None, num_questions=0)
+    if is_share(name):
+        samples = below if name == "tool_efficiency" else independent_samples(name, counts)
+        found: Floats | None = intervals.share(above / below, samples, below)
+    else:
+        found = intervals.ratio(above, below)
+    low, high = (None, None) if found is None else (float(found[0]), float(found[1]))
+    value, num_questions = float(above.sum() / below.sum()), int((below > 0).sum())
+    return Estimate(value=value, low=low, high=high, num_questions=num_questions)
+
+
+def is_share(name: str) -> bool:
+    """Whether a figure is a mean of values in [0, 1]."""
+    return name in (*SCORES, "success", "tool_efficiency") or "@" in name
+
+
+def independent_samples(name: str, counts: Floats) -> Floats:
+    """Of how many independent samples a question's value is the mean: of n samples pass@k and
+    maj@k have n / k."""
+    _, _, k = name.partition("@")
+    return np.maximum(1.0, counts / int(k or 1))
+
+
+def ratios(question: QuestionRows, ks: Sequence[int]) -> dict[str, tuple[float, float]]:
+    """Numerator and denominator of each figure of a question; (0, 0) where it does not have the
+    figure. The denominator is 1 for a mean over samples, pass@k and maj@k."""
+    done = question.done
+    with_tools = [row for row in done if row.tool_calls]
+    found = {
+        "success": _mean([row.success for row in done]),
+        "reward": _mean([row.reward for row in done]),
+        **{
+            name: _mean([row.scores[name] for row in done if name in row.scores]) for name in SCORES
+        },
+        "tool_calls": _mean([len(row.tool_calls) for row in done]),
+        "tool_productivity": (
+            float(sum(row.success for row in done)),
+            float(sum(len(row.tool_calls) for row in done)),
+        ),
+        "tool_efficiency": (float(sum(row.success for row in with_tools)), float(len(with_tools))),
+        "action_tokens": _mean([row.action_tokens for row in done]),
+        "tool_tokens": _mean([row.tool_tokens for row in done]),
+        "seconds": _mean([row.seconds for row in done]),
+    }
+    num_right = sum(row.success for row in done)
+    within = tuple(k for k in ks if k <= len(done))
+    votes = question.votes
+    if votes is None and len(done) == 1:  # nothing to vote about
+        votes = Votes(num_right, (1,) * (1 - num_right), 0)
+    majority = dict(zip(within, majority_at_k(*votes, within), strict=True)) if votes else {}
+    for k in ks:
+        found[f"pass@{k}"] = (pass_at_k(len(done), num_right, k), 1.0) if k in within else _NONE
+        found[f"maj@{k}"] = (majority[k], 1.0) if k in majority else _NONE
+    return found
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    return (sum(values) / len(values), 1.0) if values else _NONE
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    if not values:
+        return Spread(mean=0.0, median=0.0, p95=0.0, total=0.0)
+    found = np.array(values, dtype=np.float64)
+    return Spread(
+        mean=float(found.mean()),
+        median=float(np.median(found)),
+        p95=float(np.percentile(found, 95)),
+        total=float(found.sum()),
+    )
+
+
+def _tools(rows: Iterable[EvalRow]) -> dict[str, ToolUse]:
+    calls = Counter(call["name"] for row in rows for call in row.tool_calls)
+    errors = Counter(
+        call["name"] for row in rows for call in row.tool_calls if not call.get("ok", True)
+    )
+    return {name: ToolUse(calls=calls[name], errors=errors[name]) for name in sorted(calls)}
+
+
+def _total(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for one in counts:
+        total.update(one)
+    return dict(sorted(total.items()))
+
+
+def _counted(names: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(names).most_common())
+
+
+# From the rows of an evaluation to its summary: scores, votes, figures by group.
+
+FALLBACK_FIELDS = ("level", "type", "category")  # of metadata, without a known benchmark
+MAX_GROUPS = 40  # values of a fallback field; with more it is no group but a number or a name
+
+
+async def summarise(
+    name: str,
+    rows: Sequence[EvalRow],
+    scorer: Scorer,
+    *,
+    ks: Sequence[int] = (),
+    again: bool = False,
+) -> tuple[Summary, list[QuestionRows]]:
+    """The summary of an evaluation, and its questions. `ks` are those of pass@k and maj@k, by
+    default powers of two; `again` computes scores that the rows have already."""
+    await score_rows(rows, scorer, again=again)
+    questions = questions_of(rows)
+    await _vote(questions, scorer)
+    return summary_of(name, questions, ks, compat=scorer.compat), questions
+
+
+def summary_of(
+    name: str,
+    questions: Sequence[QuestionRows],
+    ks: Sequence[int] = (),
+    *,
+    compat: str = "",
+) -> Summary:
+    """The same of questions whose rows have scores, and votes, as far as they are known."""
+    ks = tuple(sorted(set(ks))) or default_ks(questions)
+    by_group = _by_group(questions)
+    table = table_of(questions, ks)
+    places = {id(question): place for place, question in enumerate(questions)}
+
+    def of(own: Sequence[QuestionRows]) -> Figures:
+        return figures_of(own, ks, table=table[[places[id(one)] for one in own]])
+
+    groups = {
+        field: {value: of(own) for value, own in values.items()}
+        for field, values in by_group.items()
+    }
+    rows = [row for question in questions for row in question.rows]
+    versions = [version for row in rows for version in row.policy_versions]
+    return Summary(
+        name=name,
+        compat=compat,
+        num_samples=max((len(question.rows) for question in questions), default=0),
+        policy_versions=[min(versions), max(versions)] if versions else [],
+        average=_average(groups),
+        overall=of(questions),
+        groups=groups,
+    )
+
+
+async def _vote(questions: Sequence[QuestionRows], scorer: Scorer) -> None:
+    slots = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(question: QuestionRows) -> None:
+        async with slots:
+            question.votes = await count_votes(question.done, scorer)
+
+    async with asyncio.TaskGroup() as group:
+        for question in questions:
+            if len(question.done) > 1:
+                group.create_task(one(question))
+
+
+def _groups_of(row: EvalRow) -> Iterator[tuple[str, str]]:
+    """(field, value) of a question; fields of a dataset bear its name."""
+    yield "dataset", row.dataset
+    yield "kind", row.kind
+    own = benchmark_groups(row.metadata)
+    if not own:
+        metadata = {key.lower(): value for key, value in row.metadata.items()}
+        own = [
+            (name, str(metadata[name]))
+            for name in FALLBACK_FIELDS
+            if isinstance(metadata.get(name), str | int)
+        ]
+    for name, value in own:
+        yield f"{row.dataset} {name}", value
+
+
+def _by_group(questions: Sequence[QuestionRows]) -> dict[str, dict[str, list[QuestionRows]]]:
+    """Questions by name and value; of kinds, only if they are not the datasets over again."""
+    found: dict[str, dict[str, list[QuestionRows]]] = {}
+    for question in questions:
+        for name, value in _groups_of(question.rows[0]):
+            found.setdefault(name, {}).setdefault(value, []).append(question)
+    pairs = {(question.rows[0].dataset, question.rows[0].kind) for question in questions}
+    if len(pairs) == len(found.get("dataset", {})) == len(found.get("kind", {})):
+        found.pop("kind", None)
+    return {
+        name: dict(sorted(values.items()))
+        for name, values in found.items()
+        if name == "dataset" or 1 < len(values) <= MAX_GROUPS
+    }
+
+
+def _average(groups: dict[str, dict[str, Figures]]) -> float | None:
+    estimates = [one.estimates.get("success") for one in groups.get("dataset", {}).values()]
+    values = [one.value for one in estimates if one is not None and one.value is not None]
+    return fmean(values) if values else None

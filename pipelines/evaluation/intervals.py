@@ -1,0 +1,130 @@
+"""95 % intervals over the questions of an evaluation.
+
+share        of a mean of values in [0, 1]: success, scores, pass@k, maj@k
+difference   of the difference of two such means over the same questions
+ratio        of a mean without bounds, or a ratio of sums: reward, tokens, calls
+
+A question is what is drawn at random; its samples are not independent of each other. `share` is
+the interval of Clopper and Pearson (1934) for an effective number of questions n, as Korn and
+Graubard (1998, Survey Methodology 24) form it for samples in clusters: n = Q / r for Q questions,
+where r is the variance of a question's mean over p (1 - p), at most 1. It differs in three things,
+which the coverage in tests/pipelines/test_intervals.py rests on:
+
+- r is drawn towards 1, the more the fewer samples are of the rarer kind and the clearer it is that
+  questions differ: a rare question that is never solved is easily missing among Q.
+- The correction by Student's t for estimating r is made as far as questions are seen to differ.
+- As n grows the interval goes over from that of Clopper and Pearson, which covers 0.95 or more at
+  every p, to that of Jeffreys (Brown, Cai and DasGupta 2001), which does so on average.
+
+Where all samples agree, nothing says how alike the samples of a question are: n is Q.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import betaincinv, chdtr, stdtrit
+
+Floats = NDArray[np.float64]
+
+TAIL = 0.025  # on each side
+AGREEING_TAIL = 0.04  # on the one side that an interval of all 0 or all 1 has
+RARE, MAX_RARE = 0.0035, 62  # pseudo-samples a question that speak for r = 1, of so many at most
+DIFFERING = 0.07  # pseudo-variance that speaks for r = 1 where questions are seen to differ
+CERTAINTY = 18  # power of the chance that alike questions would differ less
+JEFFREYS = 6.85  # n at which the interval is half-way, over 4
+_FRACTIONS = 16  # of so many samples at most each value counts that is no share of its samples
+_TINY = 1e-9
+
+
+def share(values: ArrayLike, samples: ArrayLike = 1.0, weights: ArrayLike | None = None) -> Floats:
+    """Interval [..., 2] of the weighted mean of `values` [..., question] in [0, 1]; (0, 1) without
+    questions. `samples` (broadcast to values, at least 1) is how many independent samples a value
+    is the mean of; `weights` are 1, or the numbers of samples for a share of all samples. It always
+    holds the mean, and never has width 0."""
+    values = np.asarray(values, dtype=np.float64)
+    size = values.shape[-1]
+    if not size:
+        return np.broadcast_to(np.array([0.0, 1.0]), (*values.shape[:-1], 2)).copy()
+    weight = np.ones_like(values) if weights is None else np.asarray(weights, dtype=np.float64)
+    weight = weight / weight.mean(-1, keepdims=True)
+    samples = np.broadcast_to(np.asarray(samples, dtype=np.float64), values.shape)
+    p = np.clip((weight * values).mean(-1), 0.0, 1.0)
+    return _beta(p, _effective(values, weight, samples, p))
+
+
+def _beta(p: Floats, n: Floats) -> Floats:
+    """Interval [..., 2] of a share p of n."""
+    tilt = np.clip(0.5 - JEFFREYS / n, 0.0, 0.5)
+    right, wrong = n * p, n * (1 - p)
+    some, all_but = np.maximum(right, _TINY), np.maximum(wrong, _TINY)
+    low = betaincinv(some + tilt, wrong + 1 - tilt, TAIL)
+    high = betaincinv(right + 1 - tilt, all_but + tilt, 1 - TAIL)
+    low = np.where(p > 1 - _TINY, AGREEING_TAIL ** (1 / n), np.where(p < _TINY, 0.0, low))
+    high = np.where(p < _TINY, 1 - AGREEING_TAIL ** (1 / n), np.where(p > 1 - _TINY, 1.0, high))
+    return np.asarray(np.stack([np.minimum(low, p), np.maximum(high, p)], -1))
+
+
+def _effective(values: Floats, weight: Floats, samples: Floats, p: Floats) -> Floats:
+    """The effective number of questions [...]."""
+    size = values.shape[-1]
+    alike = (weight**2).mean(-1)  # r, were all samples of a question the same
+    independent = (weight**2 / samples).mean(-1)  # r, were they independent
+    agree = (p < _TINY) | (p > 1 - _TINY)
+    if size == 1:
+        return np.asarray(1 / alike)
+    spread = np.where(agree, 1.0, p * (1 - p))
+    errors = (weight * (values - p[..., None])) ** 2
+    seen = np.where(agree, alike, errors.sum(-1) / (size - 1) / spread)
+    counts = values * samples
+    is_binary = (np.abs(counts - np.rint(counts)) < 1e-6).all(-1)
+    least = np.where(is_binary, independent, independent / _FRACTIONS)
+    chance = chdtr(size - 1, (size - 1) * seen / independent) ** CERTAINTY
+    differ = np.where(is_binary, np.where(independent < alike, chance, 0.0), 1.0)
+    pseudo = RARE * min(size, MAX_RARE) * independent + DIFFERING * differ
+    drawn = (seen * size * spread + alike * pseudo) / (size * spread + pseudo)
+    r = np.clip(np.maximum(seen, drawn), least, alike)
+    inflation = (stdtrit(size - 1, 1 - TAIL) / stdtrit(np.inf, 1 - TAIL)) ** 2
+    return np.asarray(np.where(agree, size / alike, size / r / (1 + differ * (inflation - 1))))
+
+
+def difference(first: ArrayLike, second: ArrayLike, samples: ArrayLike = 1.0) -> Floats:
+    """Interval [..., 2] of the mean of second - first, both [..., question] in [0, 1] and in pairs;
+    `samples` as for `share`, of the one that has fewer. Questions that gained and questions that
+    lost have an interval each, which are put together as by Newcombe (1998, Statistics in Medicine
+    17, p. 2635) with the correlation of gains and losses. Never of width 0."""
+    change = np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)
+    gains, losses = np.maximum(change, 0.0), np.maximum(-change, 0.0)
+    gain, loss = gains.mean(-1), losses.mean(-1)
+    weight, counts = np.ones_like(gains), np.broadcast_to(np.asarray(samples, float), gains.shape)
+    of_gain = _effective(gains, weight, counts, gain)
+    of_loss = _effective(losses, weight, counts, loss)
+    of_gain = np.where(gain > 0, of_gain, of_loss)  # what no question shows, the other side does
+    of_loss = np.where(loss > 0, of_loss, of_gain)
+    gain_low, gain_high = np.moveaxis(_beta(gain, of_gain), -1, 0)
+    loss_low, loss_high = np.moveaxis(_beta(loss, of_loss), -1, 0)
+    scale = gains.std(-1) * losses.std(-1)
+    correlation = -gain * loss / np.where(scale > 0, scale, 1.0)  # no question does both
+
+    def apart(one: Floats, other: Floats) -> Floats:
+        return np.asarray(np.sqrt(one**2 + other**2 - 2 * correlation * one * other))
+
+    low = gain - loss - apart(gain - gain_low, loss_high - loss)
+    high = gain - loss + apart(gain_high - gain, loss - loss_low)
+    return np.asarray(np.clip(np.stack([low, high], -1), -1.0, 1.0))
+
+
+def ratio(above: ArrayLike, below: ArrayLike = 1.0) -> Floats | None:
+    """Student's interval [2] of sum(above) / sum(below) over questions, linearised; of a mean where
+    `below` is 1. None of fewer than two questions, and where the ratio is the same in all: nothing
+    then says how far others would lie from it."""
+    above = np.asarray(above, dtype=np.float64)
+    below = np.broadcast_to(np.asarray(below, dtype=np.float64), above.shape)
+    if len(above) < 2:
+        return None
+    middle = above.sum() / below.sum()
+    error = (above - middle * below).std(ddof=1) / below.mean() / np.sqrt(len(above))
+    if error <= _TINY * abs(middle):
+        return None
+    half = stdtrit(len(above) - 1, 1 - TAIL) * error
+    return np.array([middle - half, middle + half], dtype=np.float64)

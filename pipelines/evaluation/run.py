@@ -1,0 +1,291 @@
+"""Runs an evaluation into its directory: what is stored is not asked again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from agentenv.actor import Actor
+from agentenv.assist.helpers import count_calls
+from agentenv.config import to_plain
+from agentenv.engine import Engine
+from agentenv.engines.chat import ChatEngine, ChatRenderer
+from agentenv.engines.openai import TokensEngine
+from agentenv.env import shared_stats
+from agentenv.envs.grading.verdict import final_answer
+from agentenv.errors import EngineError, EnvError, TooManyFailuresError
+from agentenv.evaluate import Answer, Question, ask
+from agentenv.failures import FailureLog
+from agentenv.metrics import Throughput
+from agentenv.offload import in_thread, look_again
+from agentenv.pipelines.config.evaluation import EvaluateConfig
+from agentenv.pipelines.evaluation.store import Saved, Store
+from agentenv.pipelines.evaluation.subject import EvaluationAssembly, Subject, weights_digest
+from agentenv.pipelines.records.row import FAILED, EvalRow, Wanted
+from agentenv.pipelines.run.event_loop import rolling_out
+from agentenv.pipelines.run.rundir import LOG_FILE
+from agentenv.pipelines.run.terminal import View
+from agentenv.pipelines.run.waits import watched
+from agentenv.pipelines.setup.assembly import Questions
+from agentenv.pipelines.setup.checks import refuse
+from agentenv.redact import Redactor
+from agentenv.renderer import Renderer, TextCodec
+from agentenv.tree import Node, Trajectory
+
+# What a person sees while an evaluation goes on.
+
+INTERVAL_S = 1.0
+
+
+class Progress:
+    """Trajectories done, success so far, tokens a second and failures, which `look` shows."""
+
+    def __init__(
+        self, look: Callable[[int, str], None], engine: Engine, stored: Iterable[EvalRow] = ()
+    ) -> None:
+        self.num_done = self.num_right = self.num_failed = 0
+        self._look, self._engine = look, engine
+        self._throughput, self._rate = Throughput(), 0.0
+        for row in stored:
+            self.num_done += 1
+            self.num_right += row.success
+        self._ticking = asyncio.create_task(self._tick())
+
+    def add(self, row: EvalRow) -> None:
+        """One more trajectory ended."""
+        if row.end == FAILED:
+            self.num_failed += 1
+        else:
+            self.num_done += 1
+            self.num_right += row.success
+        self._show()
+
+    def close(self) -> None:
+        """Show nothing more."""
+        self._ticking.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            self._rate = self._throughput.rate(self._engine.stats())
+            self._show()
+            await look_again(INTERVAL_S)
+
+    def _show(self) -> None:
+        success = self.num_right / self.num_done if self.num_done else 0.0
+        failed = f"  {self.num_failed} failed" if self.num_failed else ""
+        note = f"success {success:.3f}  {self._rate:.0f} tok/s{failed}"
+        self._look(self.num_done + self.num_failed, note)
+
+
+MAX_FAILED = 32  # trajectories; if all the first ones failed, the others are not asked
+
+# From a tree with one leaf to the row that is stored of it.
+
+
+def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
+    """The row; of a failed trajectory too, as far as it came."""
+    question, tree = answer.question, answer.tree
+    task, renderer = question.task, question.actor.renderer
+    (leaf,) = tree.leaves()
+    trajectory = Trajectory(tree.history(leaf))
+    segments = segments_of(trajectory.path, renderer)
+    said = [segment["policy"] for segment in segments if "policy" in segment]
+    failed = leaf.end == "failed"
+    prompt_tokens, tool_tokens = _counts(trajectory, renderer)
+    calls = [call for node in trajectory.path for call in node.info.get("tool_calls", ())]
+    assist: dict[str, float] = leaf.info.get("assist") or {}
+    if not assist:  # the browser agent belongs to the env, whoever the actor is
+        count_calls(assist, calls)
+    versions = [span.version for node in trajectory.path for span in node.version_spans]
+    return EvalRow(
+        dataset=dataset,
+        task=task.id,
+        sample=question.sample,
+        kind=task.kind,
+        env_id=task.env_id,
+        question=task.question,
+        answers=list(task.answers),
+        metadata=task.metadata,
+        seed=seed,
+        segments=segments,
+        prediction=final_answer(said[-1]) if said and not failed else "",
+        tool_calls=calls,
+        num_turns=sum(bool(node.action_ids) for node in trajectory.path),
+        num_retries=answer.num_retries,
+        prompt_tokens=prompt_tokens,
+        action_tokens=trajectory.num_action_tokens,
+        tool_tokens=tool_tokens,
+        seconds=round(answer.seconds, 4),
+        end=str(leaf.end),
+        limit=str(leaf.limit) if leaf.limit is not None else None,
+        error=leaf.error,
+        reward=0.0 if failed else trajectory.reward,
+        success=trajectory.success and not failed,
+        reason=str(leaf.info.get("reason", "")),
+        parts=dict(leaf.info.get("parts", {})),
+        assist=assist,
+        abandoned=[
+            renderer.decode(node.action_ids) + renderer.decode(node.observation_ids)
+            for node in tree.nodes
+            if "abandoned" in node.info
+        ],
+        policy_versions=[min(versions), max(versions)] if versions else [],
+    )
+
+
+def segments_of(path: list[Node], renderer: Renderer | TextCodec) -> list[dict[str, str]]:
+    """The text in order with who wrote it; an end-of-sequence token apart."""
+    segments: list[dict[str, str]] = []
+    eos_ids: Any = getattr(renderer, "eos_ids", ())
+    for node in path:
+        ids = node.action_ids
+        if ids:
+            ended = ids[-1] in eos_ids
+            segment = {"policy": renderer.decode(ids[:-1] if ended else ids)}
+            segments.append({**segment, "eos": renderer.decode(ids[-1:])} if ended else segment)
+        if node.observation_ids:
+            segments.append({"env": renderer.decode(node.observation_ids)})
+    return segments
+
+
+def _counts(trajectory: Trajectory, renderer: Renderer) -> tuple[int, int]:
+    """Tokens of the prompt and of what the env wrote after it; where pieces of text stand for
+    tokens, as the endpoint counted them, if it did."""
+    turns = trajectory.turns
+    prompt = len(trajectory.path[0].observation_ids)
+    tools = sum(len(node.observation_ids) for node in turns if node.parent is not None)
+    asked = [node for node in turns if node.action_ids]
+    one_context = all(node.parent is not None for node in turns)
+    if isinstance(renderer, ChatRenderer) and asked and one_context:
+        before = [renderer.num_prompt_tokens(node.action_ids) for node in asked]
+        if all(before):
+            sampled = sum(len(node.action_ids) for node in asked[:-1])
+            return before[0], max(0, before[-1] - before[0] - sampled)
+    return prompt, tools
+
+
+class Outcome(NamedTuple):
+    """How many trajectories failed, and the error of too large a share of them."""
+
+    num_failed: int = 0
+    problem: TooManyFailuresError | None = None
+
+
+async def run_evaluation(
+    config: EvaluateConfig, subject: Subject, out: Path, view: View
+) -> Outcome:
+    """Ask what `out` does not hold yet."""
+    async with AsyncExitStack() as stack:
+        assembly = EvaluationAssembly(config, subject, stack, view.say)
+        await refuse(assembly)
+        sets = await assembly.questions()
+        store = Store(out, saved_of(config, subject, await assembly.endpoint()))
+        stack.callback(store.close)
+        view.log_to(out / LOG_FILE)
+        wanted = [one for name, questions in sets.items() for one in _wanted(name, questions)]
+        missing = store.missing(wanted)
+        if len(missing) < len(wanted):
+            view.say(f"{out} holds {len(wanted) - len(missing)} of {len(wanted)} trajectories")
+        if not missing:
+            return Outcome()
+        engine = await assembly.engine()
+        actors = {name: await assembly.actor(name, engine) for name in sets}
+        stack.callback(share_failures(actors.values(), config).report)
+        stored = [row for row in store.rows.values() if row.end != FAILED]
+        view.begin("evaluation", len(missing) + len(stored), len(stored))
+        stack.callback(view.end)
+        progress = Progress(view.advance, engine, stored)
+        stack.callback(progress.close)
+
+        def make_row(name: str, answer: Answer) -> EvalRow:
+            return row_of(name, answer, assembly.seed(name))
+
+        with rolling_out(), watched(actors.values, view):
+            await ask_into(
+                store, missing, actors, make_row, progress.add, concurrency=config.concurrency
+            )
+        counted = [f"{name} {value:g}" for name, value in shared_stats().items() if value]
+        if counted:
+            view.say(f"environments: {', '.join(counted)}")
+        problem = None
+        try:
+            for actor in actors.values():
+                actor.failures.check_share()
+        except TooManyFailuresError as error:
+            problem = error
+        return Outcome(progress.num_failed, problem)
+
+
+def share_failures(actors: Iterable[Actor], config: EvaluateConfig) -> FailureLog:
+    """One log of the failures of all sets, which redacts the secrets of the configuration."""
+    log = FailureLog(Redactor(to_plain(config)))
+    for actor in actors:
+        actor.failures.log = log
+    return log
+
+
+def broken(errors: Iterable[str]) -> type[EngineError | EnvError]:
+    """Which error it is that every trajectory has failed, each of one of these: EngineError where
+    all of them are the engine's."""
+    return EngineError if all(one.startswith("Engine") for one in errors) else EnvError
+
+
+async def ask_into(
+    store: Store,
+    missing: Sequence[Wanted],
+    actors: Mapping[str, Actor],
+    make_row: Callable[[str, Answer], EvalRow],
+    on_row: Callable[[EvalRow], None] = lambda row: None,
+    *,
+    concurrency: int,
+) -> None:
+    """Ask what `store` lacks, each set by its actor, and store each row as its trajectory ends.
+    `make_row` makes it of the set's name and the answer, `on_row` sees it. Raises `broken` when the
+    first MAX_FAILED that end, or all, have failed: something is broken, not unlucky."""
+    names = {id(actor): name for name, actor in actors.items()}
+    errors: list[str] = []
+    hopeless = min(MAX_FAILED, len(missing))  # 0: one has not failed
+    if any(row.end != FAILED for row in store.rows.values()):
+        hopeless = 0
+
+    async def keep(answer: Answer) -> None:
+        nonlocal hopeless
+        row = make_row(names[id(answer.question.actor)], answer)
+        await in_thread(store.add, row)
+        on_row(row)
+        if row.end != FAILED:
+            hopeless = 0
+        if not hopeless:
+            return
+        errors.append(row.error or "")
+        if len(errors) == hopeless:
+            last = answer.question.actor.failures.log.redactor.text(row.error or "")
+            raise broken(errors)(
+                f"all of the first {hopeless} trajectories failed, so that no others are asked; "
+                f"the last: {last}; the same command asks them again"
+            )
+
+    asked = (Question(actors[one.dataset], one.task, one.sample) for one in missing)
+    await ask(asked, keep, concurrency=concurrency)
+
+
+def _wanted(name: str, one: Questions) -> Iterator[Wanted]:
+    for task in one.tasks:
+        for sample in range(one.config.num_samples):
+            yield Wanted(name, task, sample)
+
+
+def saved_of(
+    config: EvaluateConfig, subject: Subject, endpoint: ChatEngine | TokensEngine | None
+) -> Saved:
+    """What is stored of an evaluation beside its rows."""
+    told: dict[str, Any] = {"name": subject.name}
+    if subject.model is not None:
+        told |= {"path": str(subject.model), "weights": weights_digest(subject.model)}
+    if endpoint is not None:
+        found = endpoint.endpoint
+        told |= {"name": found.model, "model": found.model, "root": found.served_from}
+    return Saved(subject=told, run=str(subject.run.absolute()), config=to_plain(config))

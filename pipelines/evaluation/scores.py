@@ -1,0 +1,231 @@
+"""Scores of stored trajectories: em, f1, contains, rule, math, judge, each in [0, 1].
+
+em        equal to a gold after normalising (numbers as numbers)
+f1        SQuAD token F1
+contains  the words of a gold stand in the prediction, in a row (`acc` of the published code)
+rule      what the layered grader says: text, numbers, units, dates, lists, words, math-verify
+math      the same, of questions of mathematics only
+judge     right by the rules or by an LLM judge, where one graded
+
+Of several golds the best counts. `compat = "reference"` has em, f1, contains and math as the
+published evaluation of ARPO and Tool-Star computes them, still with the best gold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from agentenv.envs.grading.exact import same_answer
+from agentenv.envs.grading.layers import Layered, compare
+from agentenv.envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed, words_of
+from agentenv.envs.grading.words import f1, has_cjk, is_wordy
+from agentenv.offload import in_thread
+from agentenv.pipelines.config.benchmarks import benchmark_of
+from agentenv.pipelines.evaluation.store import keep_filled, load_rows, num_filled
+from agentenv.pipelines.records.row import EvalRow, prediction, whole_text, written
+
+Compat = Literal["", "reference"]
+
+CONCURRENCY = 64  # rows
+
+
+class Scorer:
+    """Computes the scores of rows. `math` false leaves math-verify out: expressions that differ as
+    text then count as different."""
+
+    def __init__(self, *, compat: Compat = "", math: bool = True) -> None:
+        self.compat = compat
+        self._math = math
+        self.layered = {ordered: Layered(math=math, ordered=ordered) for ordered in (False, True)}
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether the scores are those that evaluations keep."""
+        return not self.compat and self._math
+
+    async def score(self, row: EvalRow) -> dict[str, float]:
+        """All scores of a row that did not fail. Raises GraderError when math-verify cannot run."""
+        if self.compat:
+            return _reference_scores(row)
+        answer = row.prediction or prediction(written(row))
+        scores = text_scores(answer, row.answers)
+        known = benchmark_of(row.metadata)
+        ordered = known is not None and known.ordered
+        rule = float(await self.equal(answer, row.answers, row.question, ordered=ordered))
+        scores["rule"] = rule
+        if is_math(row):
+            scores["math"] = rule
+        return scores
+
+    async def equal(
+        self, answer: str, golds: Sequence[str], question: str = "", *, ordered: bool = False
+    ) -> bool:
+        """Whether the layered grader holds the answer for right."""
+        return (await self.layered[ordered].verdict(question, answer, golds)).right
+
+
+async def score_rows(rows: Sequence[EvalRow], scorer: Scorer, *, again: bool = False) -> None:
+    """Fill in `scores` of the rows that did not fail and have none yet, or of all with `again`."""
+    slots = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(row: EvalRow) -> None:
+        async with slots:
+            row.scores = await scorer.score(row)
+
+    async with asyncio.TaskGroup() as group:
+        for row in rows:
+            if row.end != "failed" and (again or "em" not in row.scores):
+                group.create_task(one(row))
+    _add_judged(rows)
+
+
+def make_scorer(say: Callable[[str], None], compat: Compat = "") -> Scorer:
+    """With math-verify, if it is there."""
+    math = importlib.util.find_spec("math_verify") is not None
+    if not math:
+        say('no math-verify (pip install "agentenv[math]"): expressions are compared as text')
+    return Scorer(compat=compat, math=math)
+
+
+@asynccontextmanager
+async def stored_rows(folder: Path, scorer: Scorer) -> AsyncIterator[list[EvalRow]]:
+    """The rows of an evaluation. Usual scores and comparisons that are filled into them are
+    stored at the end, so that no answer is scored twice. Raises DataError without any row."""
+    rows = await in_thread(load_rows, folder)
+    before = num_filled(rows)
+    yield rows
+    if scorer.is_usual and num_filled(rows) > before:
+        await in_thread(keep_filled, folder, rows)
+
+
+def _add_judged(rows: Sequence[EvalRow]) -> None:
+    """Where a judge graded, its score is the grade: right by the rules, or else by the judge."""
+    judged = {row.dataset for row in rows if {"judge", "judge_unparsed"} & row.parts.keys()}
+    for row in rows:
+        if row.dataset in judged and row.end != "failed":
+            row.scores["judge"] = float(row.success)
+
+
+def text_scores(answer: str, golds: Sequence[str]) -> dict[str, float]:
+    """em, f1 and contains, the best over the golds; 0 for an answer that is too long. An exact
+    match, which reads 72 and 72.0 as one number, has all of the others."""
+    if len(answer) > MAX_ANSWER_CHARS:
+        return {"em": 0.0, "f1": 0.0, "contains": 0.0}
+    if any(same_answer(answer, gold) for gold in golds):
+        return {"em": 1.0, "f1": 1.0, "contains": 1.0}
+    return {
+        "em": 0.0,
+        "f1": max((f1(answer, gold) for gold in golds), default=0.0),
+        "contains": float(any(contains(answer, gold) for gold in golds)),
+    }
+
+
+def contains(answer: str, gold: str) -> bool:
+    """Whether the words of the gold stand in the answer in a row; Chinese, Japanese and Korean
+    text by characters."""
+    found, wanted = words_of(answer), words_of(gold)
+    if not wanted:
+        return answer.strip() == gold.strip()
+    return wanted in found if has_cjk(gold) else f" {wanted} " in f" {found} "
+
+
+def is_math(row: EvalRow) -> bool:
+    """Whether the question is mathematics: by its benchmark, else by golds that are no words."""
+    known = benchmark_of(row.metadata)
+    if known is not None:
+        return known.kind == "math"
+    return bool(row.answers) and not any(is_wordy(clean(gold)) for gold in row.answers)
+
+
+def _reference_scores(row: EvalRow) -> dict[str, float]:
+    from agentenv.reference.grading import reference_extract, reference_metrics
+
+    found = reference_extract(whole_text(row)) if row.segments else row.prediction
+    task = "math" if is_math(row) else "qa"
+    best: dict[str, float] = {}
+    for gold in row.answers:
+        for key, value in reference_metrics(task, found, gold).items():
+            best[key] = max(best.get(key, 0.0), value)
+    scores = {"em": best.get("em", 0.0), "f1": best.get("f1", 0.0)}
+    scores["contains"], scores["rule"] = best.get("acc", 0.0), best.get("math_equal", 0.0)
+    return {**scores, "math": scores["rule"]} if task == "math" else scores
+
+
+# The vote behind maj@k: which samples of a question give the same answer.
+
+MAX_EXPRESSIONS = 4  # of the most frequent answers, which math-verify compares the others with
+
+
+class Votes(NamedTuple):
+    """Samples of one question that ended: how many are right, how many give each wrong answer, in
+    falling order, and how many give none."""
+
+    num_right: int
+    wrong: tuple[int, ...]
+    num_blank: int
+
+
+async def count_votes(rows: Sequence[EvalRow], scorer: Scorer) -> Votes:
+    """Count the answers of one question. What the grader found right is one answer, since it
+    equals a gold; wrong ones are the same if the layered grader says so. An expression is compared
+    with the few most frequent ones only, which decide a vote.
+
+    Rows keep in `same_as` what was found, and are not compared again as long as no sample is
+    added.
+    """
+    num_right = sum(row.success for row in rows)
+    given = [row for row in rows if not row.success and row.prediction.strip()]
+    if any(row.same_as is None for row in given):
+        clusters = await _clusters(given, scorer)
+    else:
+        clusters = list(Counter(row.same_as for row in given).values())
+    return Votes(
+        num_right, tuple(sorted(clusters, reverse=True)), len(rows) - num_right - len(given)
+    )
+
+
+async def _clusters(rows: Sequence[EvalRow], scorer: Scorer) -> list[int]:
+    """How many rows give each of the answers, which the rows keep."""
+    by_text: dict[str, list[EvalRow]] = {}
+    for row in rows:
+        by_text.setdefault(_form(row.prediction), []).append(row)
+    clusters: list[tuple[str, list[EvalRow]]] = []
+    for text, own in sorted(by_text.items(), key=lambda item: -len(item[1])):
+        place = await _place(text, [known for known, _ in clusters], scorer)
+        if place is None:
+            clusters.append((text, list(own)))
+        else:
+            clusters[place][1].extend(own)
+    for _, members in clusters:
+        lowest = min(row.sample for row in members)
+        for row in members:
+            row.same_as = lowest
+    return [len(members) for _, members in clusters]
+
+
+async def _place(text: str, known: Sequence[str], scorer: Scorer) -> int | None:
+    """The place of the known answer that is the same."""
+    open_places = []
+    for place, other in enumerate(known):
+        same, _ = compare(text, other)
+        if same:
+            return place
+        if same is None:
+            open_places.append(place)
+        await asyncio.sleep(0)  # others may want to go on: comparing takes up to a millisecond
+    for place in open_places[:MAX_EXPRESSIONS]:
+        if await scorer.equal(text, [known[place]]):
+            return place
+    return None
+
+
+def _form(text: str) -> str:
+    """One text for answers that differ in writing only."""
+    text = text[:MAX_ANSWER_CHARS]
+    return squashed(clean(text)).casefold() if len(text) < 200 else text

@@ -1,0 +1,320 @@
+"""The directory of an evaluation, which any moment may cut off and the same command takes up.
+
+DIR/config.json    what was asked of whom; another evaluation is refused
+DIR/rows.jsonl     one EvalRow a line, written as each trajectory ends
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import Any, BinaryIO
+
+import msgspec
+from msgspec import Struct
+
+from agentenv.config import Tree, changes, upgrade
+from agentenv.disk import PARTIAL, append_whole, explain, write_whole
+from agentenv.errors import ConfigError, DataError
+from agentenv.pipelines.config.evaluation import EvaluateConfig
+from agentenv.pipelines.config.rl import WHERE
+from agentenv.pipelines.records.row import FAILED, EvalRow, Key, Wanted
+from agentenv.pipelines.run.rundir import Holder
+
+# Who writes in the directory of an evaluation: one command at a time.
+
+LOCK_FILE = ".lock"
+
+
+def lock(folder: Path) -> BinaryIO:
+    """The lock of the directory, held until it is closed, as by a `with`; the file names who has
+    it. Raises ConfigError if another command does, which nobody knows where the file system has no
+    locks."""
+    try:
+        held = (folder / LOCK_FILE).open("a+b", buffering=0)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {explain(error, '--out')}") from error
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with held:
+            who = _holder(held)
+        raise ConfigError(
+            f"{folder}: {who} is writing this evaluation; wait for its end, or stop it"
+        ) from None
+    except OSError:  # there are no locks
+        pass
+    with suppress(OSError):  # a full disk, on which a name is missed least
+        held.truncate(0)
+        held.write(msgspec.json.encode(Holder.me()))
+    return held
+
+
+def _holder(file: BinaryIO) -> str:
+    file.seek(0)
+    try:
+        return str(msgspec.json.decode(file.read(), type=Holder))
+    except msgspec.DecodeError:  # it has only just taken the lock
+        return "another command"
+
+
+CONFIG_FILE, ROWS_FILE = "config.json", "rows.jsonl"
+
+# What changes no answer: how fast it goes, how many are asked, where the same questions are.
+_FREE = {"concurrency", "num_samples", "roles", "engine"}
+_FREE_OF_SET = {"path", "max_tasks", "num_samples"}
+_FREE_LIMITS = {
+    "engine_timeout_s",
+    "max_crashed_share",
+    "max_failed_share",
+    "strict",
+    "env_timeout_s",
+    "max_failures",
+    "max_turn_retries",
+    "max_tree_seconds",
+    "outage_s",
+}
+_SINCE_RENDERER = {"tools_in_prompt": "several"}  # as evaluations before that key were asked
+_FREE_HELPER = {"url", "api_key_env", "timeout_s", "num_retries", "max_concurrency"}
+_ENGINE_KEYS = ("name", "model", "dtype", "tokenizer", "script", "continuation", "extra_body")
+
+
+class Saved(Struct, kw_only=True):
+    """config.json. `subject` names who was asked and tells its weights; `run` is the directory
+    that {run} stands for in `config`, the plain EvaluateConfig with all tables of all sets."""
+
+    subject: dict[str, Any]
+    run: str
+    config: dict[str, Any]
+
+
+class Store:
+    """Opens or creates the directory, and holds it: one command at a time writes there.
+
+    Raises ConfigError for a directory that belongs to another evaluation or to something else,
+    DataError for rows that cannot be read.
+    """
+
+    def __init__(self, path: Path, saved: Saved) -> None:
+        self.path = path
+        self.rows: dict[Key, EvalRow] = {}
+        self._one_at_a_time = Lock()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {explain(error, '--out')}") from error
+        self._lock = lock(path)
+        try:
+            self._claim(saved)
+            self._cut_torn_line()
+            self.rows = {row.key: row for row in read_rows(path)}
+            (path / ROWS_FILE).touch()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def add(self, row: EvalRow) -> None:
+        """Write a row at once, in any thread: after that, nothing but the machine's own end takes
+        it away."""
+        line = msgspec.json.encode(row, enc_hook=str) + b"\n"
+        with self._one_at_a_time:
+            append_whole(self.path / ROWS_FILE, line)
+            self.rows[row.key] = row
+
+    def missing(self, wanted: Iterable[Wanted]) -> list[Wanted]:
+        """What is still to be asked; failed ones are asked again. Raises ConfigError if a stored
+        row of the same name is about another question."""
+        found = []
+        for one in wanted:
+            row = self.rows.get(one.key)
+            if row is not None and row.question != one.task.question:
+                raise ConfigError(
+                    f"{self.path}: sets.{one.dataset}: question {one.task.id} is not the one that "
+                    "was asked: the file has changed; choose another --out"
+                )
+            if row is None or row.end == FAILED:
+                found.append(one)
+        return found
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._lock.close()
+
+    def _claim(self, saved: Saved) -> None:
+        found = {entry.name for entry in self.path.iterdir()} - {LOCK_FILE}
+        if CONFIG_FILE not in found:
+            if found - {CONFIG_FILE + PARTIAL}:
+                raise ConfigError(
+                    f"{self.path} is not empty and no evaluation: it holds "
+                    f"{sorted(found)[0]!r}; choose another --out"
+                )
+        else:
+            before = load_saved(self.path)
+            saved = msgspec.json.decode(msgspec.json.encode(saved), type=Saved)  # tuples are lists
+            _refuse_changes(self.path, before, saved)
+            sets = {**before.config.get("sets", {}), **saved.config["sets"]}
+            saved = Saved(
+                subject=saved.subject, run=saved.run, config={**saved.config, "sets": sets}
+            )
+        save(self.path, saved)
+
+    def _cut_torn_line(self) -> None:
+        """A line without its end was being written when the command was killed."""
+        path = self.path / ROWS_FILE
+        if not path.is_file() or not path.stat().st_size:
+            return
+        with path.open("rb+") as file, mmap.mmap(file.fileno(), 0) as text:
+            end = text.rfind(b"\n") + 1
+            if end < len(text):
+                file.truncate(end)
+
+
+def replace_rows(folder: Path, rows: Sequence[EvalRow], keep_as: str = "") -> None:
+    """Put these rows in the place of the old ones, which are kept in the file `keep_as` if it is
+    named; whenever this is cut off, rows.jsonl is whole. The caller holds the directory."""
+    encoder = msgspec.json.Encoder(enc_hook=str)
+    if keep_as:
+        with (folder / ROWS_FILE).open("rb") as old:
+            write_whole(folder / keep_as, old)
+    lines = (encoder.encode(row) + b"\n" for row in rows)
+    write_whole(folder / ROWS_FILE, lines, durable=True)
+
+
+def read_rows(folder: Path) -> list[EvalRow]:
+    """The rows of an evaluation, the last one of each key, in the order of the keys: figures must
+    not depend on which trajectory ended first. A torn last line is left out. Raises DataError
+    with file and line."""
+    path = folder / ROWS_FILE
+    rows: dict[Key, EvalRow] = {}
+    try:
+        for number, row in enumerate(_lines(path), 1):
+            try:
+                one = msgspec.json.decode(row, type=EvalRow)
+            except msgspec.DecodeError as error:
+                raise DataError(
+                    f"{path}, line {number}: no row of an evaluation: {error}"
+                ) from None
+            rows[one.key] = one
+    except FileNotFoundError:
+        return []
+    return [rows[key] for key in sorted(rows)]
+
+
+def load_rows(folder: Path) -> list[EvalRow]:
+    """`read_rows` of an evaluation that has some. Raises DataError for anything else."""
+    load_saved(folder)  # which says what is wrong with the folder
+    rows = read_rows(folder)
+    if not rows:
+        raise DataError(f"{folder} holds no rows of an evaluation")
+    return rows
+
+
+def save(folder: Path, saved: Saved) -> None:
+    """Write config.json."""
+    text = msgspec.json.format(msgspec.json.encode(saved), indent=2) + b"\n"
+    write_whole(folder / CONFIG_FILE, text)
+
+
+def load_saved(folder: Path) -> Saved:
+    """config.json of an evaluation. Raises DataError."""
+    path = folder / CONFIG_FILE
+    try:
+        saved = msgspec.json.decode(path.read_bytes(), type=Saved)
+        upgrade(EvaluateConfig, saved.config)
+        return saved
+    except (OSError, msgspec.DecodeError) as error:
+        within = [*folder.glob(f"*/{ROWS_FILE}"), *folder.glob(f"eval/*/{ROWS_FILE}")]
+        within.sort(key=lambda rows: rows.stat().st_mtime)
+        hint = f"; there is one in {within[-1].parent}" if within else ""
+        trained = (folder / "checkpoints").is_dir()
+        why = "it is the folder of a training run" if trained else f"{path.name}: {_reason(error)}"
+        raise DataError(f"{folder} holds no evaluation: {why}{hint}") from error
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
+
+
+def identity(saved: Saved) -> Tree:
+    """What two evaluations must have in common for their rows to be of one."""
+    config = saved.config
+    tree: Tree = {key: value for key, value in config.items() if key not in _FREE}
+    tree["engine"] = {key: config["engine"].get(key) for key in _ENGINE_KEYS}
+    tree["roles"] = {name: role.get("model") for name, role in config.get("roles", {}).items()}
+    tree["limits"] = _without(config["limits"], _FREE_LIMITS)
+    tree["env"] = _without(config.get("env") or {}, WHERE)
+    tree["renderer"] = {**_SINCE_RENDERER, **(config.get("renderer") or {})}
+    helpers = config.get("assist") or {}
+    tree["assist"] = {name: _without(one or {}, _FREE_HELPER) for name, one in helpers.items()}
+    tree["sets"] = {
+        name: {
+            **_without(one, _FREE_OF_SET),
+            "limits": _without(one["limits"] or {}, _FREE_LIMITS),
+            "env": _without(one.get("env") or {}, WHERE),
+        }
+        for name, one in config["sets"].items()
+    }
+    subject = {key: value for key, value in saved.subject.items() if key not in ("name", "path")}
+    return {"subject": subject, **tree}
+
+
+def _refuse_changes(path: Path, before: Saved, now: Saved) -> None:
+    old, new = identity(before), identity(now)
+    shared = old["sets"].keys() & new["sets"].keys()
+    for tree in (old, new):
+        tree["sets"] = {name: tree["sets"][name] for name in shared}
+        if shared:  # each set has its own, which count
+            for name in ("env", "python", "search", "grader", "prompt", "limits", "sampling"):
+                tree.pop(name, None)
+    found = list(changes(old, new))
+    if found:
+        listed = "\n  ".join(found[:10]) + (f"\n  and {len(found) - 10} more" if found[10:] else "")
+        raise ConfigError(
+            f"{path} holds an evaluation with another configuration:\n  {listed}\n"
+            "choose another --out, or remove the directory; a changed grader alone is "
+            "`evaluate.py regrade DIR grader.key=value`"
+        )
+
+
+def _without(tree: Tree, keys: Iterable[str]) -> Tree:
+    return {key: value for key, value in tree.items() if key not in keys}
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield line
+
+
+# What the first report fills into stored rows, so that no answer is scored twice.
+
+
+def num_filled(rows: Sequence[EvalRow]) -> int:
+    """Rows with scores, and rows whose answer was compared with those of other samples."""
+    return sum(("em" in row.scores) + (row.same_as is not None) for row in rows)
+
+
+def keep_filled(folder: Path, rows: Sequence[EvalRow]) -> None:
+    """Store scores and comparisons of these rows. Rows that another command has changed since are
+    left alone. Nothing is stored, and computed again next time, while one writes there or where
+    nothing can be written."""
+    known = {row.key: row for row in rows}
+    try:
+        with lock(folder):
+            now = read_rows(folder)
+            for row in now:
+                one = known.get(row.key)
+                if one is not None and _graded(one) == _graded(row):
+                    row.scores, row.same_as = one.scores, one.same_as
+            replace_rows(folder, now)
+    except ConfigError:
+        return
+
+
+def _graded(row: EvalRow) -> tuple[str, str, bool]:
+    return row.end, row.prediction, row.success

@@ -1,0 +1,458 @@
+"""Who is evaluated: a run, a checkpoint, a model directory, or an endpoint that somebody runs; and
+the parts of asking that subject sets of questions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import msgspec
+from msgspec.structs import replace
+
+from agentenv.actor import Actor
+from agentenv.assist import Assist, assist_actor
+from agentenv.config import (
+    Tree,
+    keys_in,
+    leave_out_old_kinds,
+    override_kinds,
+    read_toml,
+    resolver,
+)
+from agentenv.engine import Engine, EngineStart
+from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces
+from agentenv.engines.openai import OpenAIConfig, TokensEngine
+from agentenv.errors import ConfigError, DataError
+from agentenv.hub import find, place_of
+from agentenv.model_files import read_eos_ids
+from agentenv.native import NativeConfig
+from agentenv.offload import in_thread
+from agentenv.pipelines.config.benchmarks import load_benchmark
+from agentenv.pipelines.config.cluster import FOLDER
+from agentenv.pipelines.config.evaluation import EvaluateConfig, QuestionSet, merged
+from agentenv.pipelines.config.help import Parser, add_key_help
+from agentenv.pipelines.config.rl import TABLES
+from agentenv.pipelines.config.verl_keys import refuse_verl_keys
+from agentenv.pipelines.run.rundir import BEST, CONFIG_FILE, find_checkpoint
+from agentenv.pipelines.serving.roles import fill_roles
+from agentenv.pipelines.serving.servers import ServerFactory
+from agentenv.pipelines.setup.assembly import AskingAssembly, Questions, SetConfig, once
+from agentenv.pipelines.setup.data import Say, load_set, said
+from agentenv.prompt import PromptConfig
+from agentenv.renderer import Renderer
+from agentenv.rows import RowsConfig
+from agentenv.types import Task
+
+LAST, START = "last", "start"  # of a run, beside BEST
+SAMPLE_BYTES = 1 << 20  # of both ends of a file of weights; training changes all of them
+
+
+class Subject(NamedTuple):
+    """`raw` is the configuration that comes with it, `run` what {run} stands for; `model` is the
+    directory of model and tokenizer, None for an endpoint."""
+
+    name: str
+    raw: Tree
+    run: Path
+    model: Path | None
+
+
+def find_subject(
+    text: str,
+    *,
+    sets: Sequence[str] = (),
+    checkpoint: str = LAST,
+    model: str = "",
+    tokenizer: str = "",
+) -> Subject:
+    """`sets` are those of a run's evaluation sets that are asked, by default the one it reports;
+    `checkpoint` is its last or best one, or the model that it began with; `model` and `tokenizer`
+    belong to an endpoint. Raises ConfigError, and DataError for a run that lacks it."""
+    if text.startswith(("http://", "https://")):
+        engine = {"name": "openai", "url": text, "model": model, "tokenizer": tokenizer}
+        return Subject(model or text.partition("://")[2], {"engine": engine}, Path(), None)
+    if model or tokenizer:
+        raise ConfigError(f"--model and --tokenizer belong to a URL; {text} is none")
+    path = place_of(text) or Path(text)
+    for run in (path, *list(path.absolute().parents)[:2]):
+        if (run / CONFIG_FILE).is_file() and (run / "checkpoints").is_dir():
+            break
+    else:
+        if (path / "checkpoints").is_dir():
+            raise DataError(f"{path}: the run in it has not begun; is its start still under way?")
+        return Subject(Path(text).absolute().name, {}, path, path)
+    raw, name = of_run(run, sets), run.absolute().name
+    if path == run / "checkpoints":
+        path = run
+    if path != run and raw:
+        return Subject(f"{name}-{path.name}", raw, run, path)
+    if checkpoint == START:
+        began = _saved(run)["model"]["path"]
+        return Subject(f"{name}-{START}", raw, run, find(began, "model") or resolver(run)(began))
+    try:
+        found = find_checkpoint(path, best=checkpoint == BEST)
+    except DataError as error:
+        raise DataError(
+            f"{error}; go on with the run (--resume) until it has saved one, or evaluate the model "
+            f"that it began with: --checkpoint {START}"
+        ) from error
+    return Subject(f"{name}-{found.name}", raw, run, found)
+
+
+def _saved(run: Path) -> Tree:
+    return msgspec.json.decode((run / CONFIG_FILE).read_bytes(), type=dict[str, Any])
+
+
+def of_run(run: Path, names: Sequence[str] = ()) -> Tree:
+    """The configuration of an evaluation from that of a run; empty for one of launchers/sft.py
+    or dpo.py."""
+    saved = _saved(run)
+    if "eval" not in saved:
+        return {}
+    sets = saved["eval"]["sets"]
+    for name in names:
+        if name not in sets:
+            raise ConfigError(f"--set {name}: {run} has the evaluation sets {sorted(sets)}")
+    chosen = names or [saved["eval"].get("report") or next(iter(sets), "")]  # earlier runs chose
+    return evaluation_of(saved, [name for name in chosen if name in sets])
+
+
+def evaluation_of(saved: Tree, names: Sequence[str], more_keys: Collection[str] = ()) -> Tree:
+    """The keys of an evaluation of the sets `names` from those of a run. Of a set it has how rows
+    are read, and `more_keys`."""
+    sets = saved["eval"]["sets"]
+    keys = {"path", *RowsConfig.__struct_fields__, *more_keys}
+    return {
+        "env": saved["env"],
+        **{name: saved[name] for name in TABLES if saved.get(name) is not None},
+        "sets": {
+            name: {key: value for key, value in sets[name].items() if key in keys} for name in names
+        },
+        "prompt": saved.get("prompt", {}),
+        "renderer": saved.get("renderer", {"name": "tags"}),
+        "limits": saved["limits"],
+        "sampling": saved["sampling"]["eval"],
+        "engine": saved["engine"],
+        "roles": saved.get("roles", {}),
+        "seed": saved["run"]["seed"],
+    }
+
+
+def weights_digest(model: Path) -> str:
+    """Tells the weights of two directories apart, wherever they lie, without reading all."""
+    digest = hashlib.sha256()
+    try:
+        for path in sorted(model.glob("*.safetensors")):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(SAMPLE_BYTES))
+                file.seek(max(0, size - SAMPLE_BYTES))
+                digest.update(file.read(SAMPLE_BYTES))
+    except OSError as error:
+        raise DataError(f"{model}: cannot be read: {error}") from error
+    return digest.hexdigest()[:16]
+
+
+class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
+    """Builds the parts of one evaluation of `subject`. The tasks are `given`, or read from the
+    files of the sets. Where the subject is an endpoint of chat messages there is no model."""
+
+    def __init__(
+        self,
+        config: EvaluateConfig,
+        subject: Subject,
+        stack: AsyncExitStack,
+        say: Say,
+        given: Mapping[str, Sequence[Task]] | None = None,
+    ) -> None:
+        super().__init__(
+            config,
+            subject.run,
+            stack,
+            say,
+            sets={name: as_asked(name, one) for name, one in config.sets.items()},
+        )
+        self.servers = ServerFactory(lambda: self._log_folder, stack, say)
+        self.subject = subject
+        self.has_weights = config.engine.has_weights
+        self._given = given or {}
+
+    @cached_property
+    def _log_folder(self) -> Path:
+        """A temporary folder: the subject may be a model directory, where nothing is written."""
+        return _make_log_folder(self.stack)
+
+    @cached_property
+    def logs(self) -> Path:
+        """The folder for logs of the processes that environments live in."""
+        return self._log_folder / FOLDER
+
+    @once
+    async def model(self) -> Path | None:
+        """The directory of model, or at least tokenizer."""
+        engine = self.config.engine
+        if not isinstance(engine, OpenAIConfig):
+            if self.subject.model is None:
+                raise ConfigError("engine.name: the engine of a URL is 'openai'")
+            return self.subject.model
+        if self.subject.model is not None:
+            raise ConfigError("engine.name = 'openai': give the endpoint's URL as what to evaluate")
+        return Path(engine.tokenizer) if engine.tokenizer else None
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """What stands for tokens where messages go to an endpoint."""
+        return Pieces()
+
+    @once
+    async def endpoint(self) -> ChatEngine | TokensEngine | None:
+        """The endpoint that is evaluated, which has answered once; None: we serve the model."""
+        engine = self.config.engine
+        if not isinstance(engine, OpenAIConfig):
+            return None
+        native = isinstance(self.config.renderer, NativeConfig)
+        model = await self.model()
+        endpoint: ChatEngine | TokensEngine
+        if model is None:
+            endpoint = ChatEngine(engine, self.pieces, native=native)
+        else:
+            eos_ids = await in_thread(read_eos_ids, model, await self.tokenizer())
+            endpoint = TokensEngine(engine, eos_ids)
+        self.stack.push_async_callback(endpoint.close)
+        await endpoint.start()
+        return endpoint
+
+    async def contexts(self) -> Sequence[int]:
+        endpoint = await self.endpoint()
+        if endpoint is not None:
+            length = endpoint.max_model_len
+            return [length] if length else []
+        model = await self.model()
+        assert model is not None
+        return [self.config.engine.max_context(model)]
+
+    async def renderer(self, prompt: PromptConfig) -> Renderer:
+        if await self.model() is not None:
+            return await super().renderer(prompt)
+        if not prompt.apply_chat_template or prompt.chat_template_kwargs:
+            raise ConfigError(
+                "prompt: an endpoint of chat messages applies its own template; leave out "
+                "apply_chat_template and chat_template_kwargs (engine.extra_body = "
+                "{chat_template_kwargs = ...} reaches vLLM and SGLang), or give --tokenizer"
+            )
+        renderer = self.config.renderer
+        if isinstance(renderer, NativeConfig):
+            return ChatRenderer(self.pieces, native=True)
+        shown = renderer.tools_in_prompt
+        return ChatRenderer(self.pieces, native=False, tools_in_prompt=shown)
+
+    async def read_rows(self, one: SetConfig) -> Sequence[Task]:
+        name, rows = one.key.removeprefix("sets."), cast(QuestionSet, one.rows)
+        if name in self._given:
+            return self._given[name]
+        env_id, say = one.env.id, said(self.say, one.key)
+        if rows.benchmark:
+            paths = [
+                self.resolve(path)
+                for path in ([rows.path] if isinstance(rows.path, str) else rows.path)
+                if path  # without any, load_benchmark says where to get it
+            ]
+            tasks = await in_thread(
+                load_benchmark, rows.benchmark, paths, rows.max_tasks, env_id=env_id, rows=rows,
+                ends=self.ends, say=say,
+            )  # fmt: skip
+        else:
+            tasks = await load_set(
+                rows.path, env_id, rows, self.resolve, self.say, one.key, rows.max_tasks or 0,
+                self.ends,
+            )  # fmt: skip
+        return with_own_names(tasks, say)
+
+    @once
+    async def helpers(self) -> Assist | None:
+        """The helpers of [assist], where the environments of all sets are such that they can
+        help. Raises ConfigError where an env cannot go back, or none has the tool that the
+        debugger is for."""
+        config = fill_roles(self.config, await self.urls()).assist
+        if config is None:
+            return None
+        assist = Assist(config)
+        self.stack.push_async_callback(assist.close)
+        await assist.start()
+        fits = False
+        for name, one in (await self.questions()).items():
+            env = one.make_env(one.tasks[0])
+            fits |= assist.fits(env)
+            mode = env.fork_mode
+            await env.close()
+            if config.backtracer is not None and mode == "none":
+                raise ConfigError(
+                    f"assist.backtracer: the environment of sets.{name} cannot be forked, so no "
+                    "turn can be taken again; take the table out"
+                )
+        if config.debugger is not None and not fits:
+            raise ConfigError(
+                f"assist.debugger: no set's environment has a tool {config.debugger.tool!r}; name "
+                "the one that runs code with assist.debugger.tool, or take the table out"
+            )
+        return assist
+
+    @once
+    async def engine(self) -> Engine:
+        """Started; weights are loaded where they are ours."""
+        endpoint = await self.endpoint()
+        if endpoint is not None:
+            return endpoint
+        model = await self.model()
+        assert model is not None
+        limits = max(
+            (one.limits for one in self.sets.values()),
+            key=lambda limits: limits.max_prompt_tokens + limits.max_response_tokens,
+        )
+        return await self.config.engine.start(
+            EngineStart(
+                model=model,
+                tokenizer=await self.tokenizer(),
+                policy_version=0,
+                limits=limits,
+                stack=self.stack,
+                servers=self.servers,
+                seed=self.config.seed,
+            )
+        )
+
+    async def actor(self, name: str, engine: Engine) -> Actor:
+        """The actor of a set. Its seed does not depend on what else is asked."""
+        questions: Questions = (await self.questions())[name]
+        own, assist = questions.config, await self.helpers()
+        sampling, seed = own.sampling.params(), f"{self.seed(name)}/eval/{name}"
+        make_env = await self.make_env(name)
+        actor = Actor(engine, questions.renderer, make_env, own.limits, sampling, seed)
+        if assist is not None:
+            assist_actor(actor, assist)
+        return actor
+
+    def seed(self, name: str) -> int:
+        """The seed of sampling of a set."""
+        own = self.sets[name].sampling.seed
+        return self.config.seed if own is None else own
+
+
+def as_asked(name: str, one: QuestionSet) -> SetConfig:
+    """A set that `resolve_sets` has filled up, nothing left open."""
+    assert one.env is not None
+    return SetConfig(
+        f"sets.{name}",
+        one,
+        one.env,
+        one.prompt,
+        one.limits,
+        one.sampling,
+        one.num_samples,
+        one.python,
+        one.search,
+        one.grader,
+    )
+
+
+def with_own_names(tasks: Sequence[Task], say: Say) -> list[Task]:
+    """The tasks; a name that returns gets a number, since rows are kept by name."""
+    seen: Counter[str] = Counter()
+    named = []
+    for task in tasks:
+        seen[task.id] += 1
+        again = seen[task.id] > 1
+        named.append(replace(task, id=f"{task.id}#{seen[task.id]}") if again else task)
+    twice = sum(count - 1 for count in seen.values())
+    if twice:
+        say(f"{twice} questions have the name of an earlier one; they are told apart by a number")
+    return named
+
+
+def _make_log_folder(stack: AsyncExitStack) -> Path:
+    """For the logs of servers and of environments' processes, named when one of them fails."""
+    logs = Path(tempfile.mkdtemp(prefix="agentenv-evaluate-"))
+    stack.push(partial(_remove_unless_failed, logs))
+    return logs
+
+
+def _remove_unless_failed(logs: Path, failed: type[BaseException] | None, *_: object) -> None:
+    """The servers' logs stay when they may say why."""
+    if failed is None:
+        shutil.rmtree(logs, ignore_errors=True)
+
+
+# The arguments that commands which ask a policy have in common, and the configuration in them.
+
+
+def add_arguments(parser: Parser, config_type: type[msgspec.Struct], out: str) -> None:
+    """SUBJECT [key.sub=value ...] and the options of both; `out` is the help of --out."""
+    parser.add_argument(
+        "subject", metavar="SUBJECT", help="run, checkpoint, model directory, or http(s)://HOST"
+    )
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of its settings")
+    parser.add_argument("--env", default="", help="environment id; of a run: its own")
+    parser.add_argument("--n", type=int, default=0, help="first n questions of each set; 0: all")
+    parser.add_argument("--model", default="", help="of an endpoint: the model's name there")
+    parser.add_argument(
+        "--tokenizer", default="", metavar="DIR",
+        help="of a vLLM or SGLang server: its tokenizer, so that token ids go in and out"
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="DIR", help=out)
+    add_key_help(parser, config_type)
+
+
+def given_keys(
+    arguments: argparse.Namespace,
+    subject: Subject,
+    config_type: type[msgspec.Struct],
+    say: Say,
+) -> tuple[Tree, str]:
+    """The keys of the subject, over them those of the file, over both the command line; and what
+    messages call them. Raises ConfigError."""
+    raw, source = of_env(subject.raw, arguments.env, say), str(arguments.subject)
+    if arguments.config is not None:
+        source = str(arguments.config)
+        given = read_toml(arguments.config)
+        asks = given.get("sets") or given.get("data")
+        before = {k: v for k, v in raw.items() if k != "sets" or not asks}
+        raw = merged(before, given)
+        leave_out_old_kinds(config_type, raw, before, set(keys_in(given)), say)
+        if subject.model is None:
+            raw["engine"] = merged(_of_endpoint(raw), subject.raw["engine"])
+    if any(text.startswith("data=") for text in arguments.overrides):
+        raw = {key: value for key, value in raw.items() if key != "sets"}
+    if arguments.env:
+        raw = merged(raw, {"env": {"id": arguments.env}})
+    override_kinds(config_type, raw, arguments.overrides, say)
+    refuse_verl_keys(raw, source)
+    return raw, source
+
+
+def of_env(raw: Tree, env_id: str, say: Say) -> Tree:
+    """The keys of a run, without those that mean nothing to another environment than its own;
+    `say` is told which."""
+    env = raw.get("env", {})
+    left = [key for key in ("kwargs", "tools") if env.get(key)]
+    if not left or env_id in ("", env["id"]):
+        return raw
+    told = " and ".join(f"env.{key}" for key in left)
+    say(f"{told} of the run left out: they are of {env['id']}, not of {env_id}")
+    return {**raw, "env": {key: value for key, value in env.items() if key not in left}}
+
+
+def _of_endpoint(raw: Tree) -> Tree:
+    """The file's keys of an endpoint; those of another engine mean nothing to it."""
+    engine = raw.get("engine") or {}
+    return engine if engine.get("name") == "openai" else {}

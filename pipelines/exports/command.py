@@ -1,0 +1,263 @@
+"""`python launchers/export.py transcripts SOURCE OUT --format inspect|atif`.
+
+What agents did, in the formats of others.
+
+SOURCE is a run, of which the archived trees are taken, or the directory of an evaluation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from agentenv.archive import ARCHIVE, Step, read_step, steps_of
+from agentenv.disk import naming
+from agentenv.errors import ConfigError, DataError
+from agentenv.pipelines.evaluation.store import CONFIG_FILE as EVALUATION_FILE
+from agentenv.pipelines.evaluation.store import ROWS_FILE, load_rows, load_saved
+from agentenv.pipelines.exports import atif
+from agentenv.pipelines.records.conversations import Decode, Question, of_row, of_tree, redacted
+from agentenv.pipelines.run.arguments import Parser
+from agentenv.pipelines.run.rundir import CONFIG_FILE, find_checkpoint
+from agentenv.pipelines.run.terminal import View, to_its_end
+from agentenv.redact import Redactor
+
+logger = logging.getLogger(__name__)
+
+COMMAND = "transcripts"
+EVALUATIONS = "eval"  # folder of a run
+TOKENIZER = "tokenizer.json"
+
+
+class Part(NamedTuple):
+    """What becomes one log: a step, or a set of an evaluation."""
+
+    name: str
+    questions: list[Question]
+    at: datetime
+    facts: dict[str, Any]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
+    arguments = _parse(argv)
+    view = View()
+    return to_its_end(lambda: export(arguments, view), view, writing=str(arguments.out))
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog=f"launchers/export.py {COMMAND}",
+        description="Write the trees that a run kept, or the rows of an evaluation, as logs of "
+        "Inspect or as ATIF. Secrets are left out.",
+    )
+    parser.add_argument(
+        "source", type=Path, metavar="SOURCE", help="a run, or the directory of an evaluation"
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory, empty or new")
+    parser.add_argument("--format", choices=("inspect", "atif"), required=True)
+    parser.add_argument("--step", type=int, metavar="N", help="of a run: only this step, from 1")
+    parser.add_argument("--tree", type=int, metavar="I", help="of a run: only this tree")
+    parser.add_argument(
+        "--per",
+        choices=("tree", "trajectory"),
+        default="tree",
+        help="of inspect: a sample is a tree with its forks as branches, or one trajectory",
+    )
+    parser.add_argument(
+        "--tokens", action="store_true", help="of a run: with token ids and their log-probs"
+    )
+    return parser.parse_args(argv)
+
+
+def export(arguments: argparse.Namespace, view: View) -> None:
+    """All that was asked for. Raises ConfigError, DataError."""
+    source, out = arguments.source, arguments.out
+    if arguments.format == "inspect" and importlib.util.find_spec("inspect_ai") is None:
+        raise ConfigError(
+            "--format inspect needs the package inspect_ai: pip install 'agentenv[inspect]'"
+        )
+    is_evaluation = (source / ROWS_FILE).is_file()
+    model, parts = (_of_evaluation if is_evaluation else _of_run)(arguments)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is not empty; choose another directory")
+    num_logs = num_trajectories = 0
+    asked: set[tuple[str, str, str]] = set()  # in each step of a run many are the same
+    for part in parts:
+        with naming(out):
+            out.mkdir(parents=True, exist_ok=True)
+            if arguments.format == "inspect":
+                _write_inspect(part, out, model, per_tree=arguments.per == "tree")
+            else:
+                _write_atif(part, out, model)
+        num_logs += 1
+        of = part.name if is_evaluation else ""
+        asked |= {(of, one.task, one.question) for one in part.questions}
+        num_trajectories += sum(len(one.branches) for one in part.questions)
+    questions = "1 question" if len(asked) == 1 else f"{len(asked)} questions"
+    told = f"{num_trajectories} trajectories of {questions} written to {out}"
+    if arguments.format == "inspect":
+        told += f", logs: {num_logs}; look at them by `inspect view --log-dir {out}`"
+    view.say(told)
+
+
+def _write_inspect(part: Part, out: Path, model: str, *, per_tree: bool) -> None:
+    from agentenv.pipelines.exports import inspect_log  # slow to load, and an extra
+
+    questions = part.questions if per_tree else inspect_log.by_trajectory(part.questions)
+    inspect_log.write_log(
+        out / f"{part.name}.eval",
+        questions,
+        task=part.name,
+        model=model,
+        at=part.at,
+        metadata=part.facts,
+    )
+
+
+def _write_atif(part: Part, out: Path, model: str) -> None:
+    folder = out / part.name
+    folder.mkdir()
+    for question in part.questions:
+        place = f"{part.facts['run']}/{part.name}/{question.id}"
+        for branch in question.branches:
+            document = atif.trajectory(
+                question, branch, session=place, model=model, source=part.facts
+            )
+            text = json.dumps(document, ensure_ascii=False, allow_nan=False)
+            name = f"{question.id}-{branch.name}.json".replace("/", "_")
+            (folder / name).write_text(text + "\n", encoding="utf-8")
+
+
+def _of_run(arguments: argparse.Namespace) -> tuple[str, Iterator[Part]]:
+    run = arguments.source
+    settings = _settings(run)
+    steps = steps_of(run / ARCHIVE)
+    if not steps:
+        raise DataError(
+            f"{run / ARCHIVE} holds no trees: the run has finished no step yet, or archive.max_gb "
+            "is 0" + _evaluations(run)
+        )
+    if arguments.step is not None and arguments.step not in steps:
+        raise DataError(
+            f"{run / ARCHIVE} holds no step {arguments.step}; there are {min(steps)} to "
+            f"{max(steps)}"
+        )
+    chosen = [path for step, path in steps.items() if arguments.step in (None, step)]
+    decode = _decoder(run, settings)
+    redactor = Redactor(settings)
+    model = f"agentenv/{run.resolve().name}"
+
+    def parts() -> Iterator[Part]:
+        num_found = 0
+        for path in chosen:
+            try:
+                step = read_step(path)
+            except DataError as error:
+                if arguments.step is not None:
+                    raise
+                logger.warning("%s; it is left out", error)
+                continue
+            found = list(_questions(step, arguments, decode, redactor))
+            num_found += len(found)
+            if found or arguments.tree is None:
+                yield _step_part(run, path, step, found)
+        if arguments.tree is not None and not num_found:
+            raise DataError(f"{run / ARCHIVE}: there is no tree {arguments.tree} in these steps")
+
+    return model, parts()
+
+
+def _step_part(run: Path, path: Path, step: Step, questions: list[Question]) -> Part:
+    header = step.header
+    return Part(
+        f"step-{header.step:06d}",
+        questions,
+        datetime.fromtimestamp(path.stat().st_mtime, UTC),
+        {
+            "run": run.resolve().name,
+            "step": header.step,
+            "policy_version": header.policy_version,
+            "incarnation": header.incarnation,
+        },
+    )
+
+
+def _questions(
+    step: Step, arguments: argparse.Namespace, decode: Decode, redactor: Redactor
+) -> Iterator[Question]:
+    for entry in step.entries:
+        if arguments.tree in (None, entry.tree):
+            kept = step.tree(entry)
+            yield redacted(of_tree(kept, decode, with_tokens=arguments.tokens), redactor)
+
+
+def _of_evaluation(arguments: argparse.Namespace) -> tuple[str, Iterator[Part]]:
+    folder = arguments.source
+    for name in ("step", "tree", "tokens"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--{name} is of the trees of a run; {folder} is an evaluation")
+    saved = load_saved(folder)
+    rows = load_rows(folder)
+    redactor = Redactor(saved.config)
+    at = datetime.fromtimestamp((folder / ROWS_FILE).stat().st_mtime, UTC)
+    subject = str(saved.subject.get("name") or "policy")
+    facts = {"run": subject, "evaluation": folder.resolve().name}
+
+    def parts() -> Iterator[Part]:
+        for name in dict.fromkeys(row.dataset for row in rows):
+            of_set = [redacted(of_row(row), redactor) for row in rows if row.dataset == name]
+            # a question is asked once or more often: each time is an epoch of the same sample
+            questions = [msgspec.structs.replace(one, id=one.task) for one in of_set]
+            if arguments.format == "atif":
+                questions = of_set
+            yield Part(name, questions, at, {**facts, "set": name})
+
+    return f"agentenv/{Path(subject).name}", parts()
+
+
+def _settings(run: Path) -> dict[str, Any]:
+    path = run / CONFIG_FILE
+    try:
+        found = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise DataError(
+            f"{run} is neither the folder of a run nor of an evaluation: {CONFIG_FILE} cannot be "
+            f"read: {getattr(error, 'strerror', None) or error}" + _evaluations(run)
+        ) from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is no configuration of a run")
+    return found
+
+
+def _evaluations(run: Path) -> str:
+    within = sorted({path.parent.name for path in (run / EVALUATIONS).glob(f"*/{EVALUATION_FILE}")})
+    return f"; evaluations are in {run / EVALUATIONS}: {', '.join(within)}" if within else ""
+
+
+def _decoder(run: Path, settings: dict[str, Any]) -> Decode:
+    """By the tokenizer of the last checkpoint, or of the model that the run began with."""
+    from tokenizers import Tokenizer
+
+    from agentenv.encoder import fast_decoder
+
+    model = str(settings.get("model", {}).get("path", "")).replace("{run}", str(run))
+    try:
+        folders = [find_checkpoint(run)]
+    except DataError:
+        folders = []
+    for folder in (*folders, Path(model)):
+        if (folder / TOKENIZER).is_file():
+            return fast_decoder(Tokenizer.from_file(str(folder / TOKENIZER)))
+    raise DataError(
+        f"{run}: there is no {TOKENIZER} in a checkpoint of the run nor in {model or 'its model'}; "
+        "put that of the model there"
+    )

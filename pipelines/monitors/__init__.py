@@ -1,0 +1,1 @@
+"""Monitors: where the metrics of a run go beside its own files."""

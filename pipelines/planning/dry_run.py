@@ -1,0 +1,362 @@
+"""--dry-run: print what a run would be, read what is here of its data, and refuse what would not
+work. Nothing is started."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from agentenv import hub
+from agentenv.config import RUN, paths_of, resolver
+from agentenv.engine import EngineConfig
+from agentenv.engines.openai import OpenAIConfig
+from agentenv.envs.search.providers import PROVIDERS, WebConfig
+from agentenv.envs.search.service import SearchConfig
+from agentenv.errors import AgentEnvError, ConfigError
+from agentenv.pipelines.config.benchmarks import benchmark
+from agentenv.pipelines.config.cluster import WideCluster
+from agentenv.pipelines.config.evaluation import EvaluateConfig
+from agentenv.pipelines.config.help import values_of
+from agentenv.pipelines.config.rl import ServeConfig, TrainConfig
+from agentenv.pipelines.config.supervised import SupervisedRunConfig
+from agentenv.pipelines.planning.jobs import job_of
+from agentenv.pipelines.planning.plan import AnyRun, Plan, Process, make_plan, wanted_by
+from agentenv.pipelines.run.rundir import find_checkpoint
+from agentenv.pipelines.run.terminal import EXIT_MISSING, View
+from agentenv.pipelines.serving.server_commands import find_python
+from agentenv.pipelines.setup.assembly import Assembly
+from agentenv.pipelines.setup.checks import hub_keys, refuse
+from agentenv.pipelines.setup.idle import expected_idle
+from agentenv.pipelines.setup.machine import GIB, find_machine
+from agentenv.pipelines.supervised.dialogues import registered_files
+from agentenv.server_config import LaunchConfig, RoleConfig
+
+# What a configuration reads and is not there: files, folders, keys, environments of engines.
+
+Resolve = Callable[[str], Path]
+
+
+class Absent(NamedTuple):
+    """A path of the configuration that is not here, and its key."""
+
+    key: str
+    path: str
+
+
+def missing_files(config: AnyRun, resolve: Resolve) -> Iterator[Absent]:
+    """The paths of a configuration that are not here, but for those that its set-up makes. Raises
+    DataError for names that a registry of datasets lacks."""
+    made = isinstance(config, TrainConfig | SupervisedRunConfig) and bool(config.run.setup)
+    registry = config.data.dataset_info if isinstance(config, SupervisedRunConfig) else ""
+    for key, path, _ in paths_of(config):
+        if made and RUN in path:
+            continue
+        if registry and key.startswith("data.") and key != "data.dataset_info":
+            if resolve(registry).exists():  # the path is a name in it
+                files = registered_files(resolve(registry), [path])
+                yield from (Absent(key, str(file)) for file in files if not file.exists())
+        elif not _is_there(resolve(path).expanduser()):
+            yield Absent(key, path)
+    yield from _missing_templates(config, resolve)
+
+
+def _missing_templates(config: AnyRun, resolve: Resolve) -> Iterator[Absent]:
+    """Prompts that are files; another name is that of a preset."""
+    if isinstance(config, ServeConfig):
+        return
+    sets = config.sets.values() if isinstance(config, EvaluateConfig) else ()
+    for template in dict.fromkeys(one.prompt.template for one in (config, *sets)):
+        if Path(template).suffix and not _is_there(resolve(template).expanduser()):
+            yield Absent("prompt.template", template)
+
+
+def _is_there(path: Path) -> bool:
+    if path.exists():
+        return True
+    return any(mark in path.name for mark in "*?[") and any(path.parent.glob(path.name))
+
+
+def _to_fetch(config: AnyRun, absent: Absent) -> str:
+    """The line of a missing path; of a benchmark's file with where it is published."""
+    line = f"{absent.key} = {absent.path}"
+    name = absent.key.split(".")[1] if absent.key.startswith("sets.") else ""
+    if isinstance(config, EvaluateConfig) and name in config.sets and "path" in absent.key:
+        known = config.sets[name].benchmark
+        return f"{line}: {benchmark(known).how_to_get}" if known else line
+    return line
+
+
+def _not_cached(config: AnyRun) -> Iterator[str]:
+    """What is named by an id of the hub and not in its cache; what is there, is found from now
+    on."""
+    for key, text, kind in hub_keys(config):
+        if hub.find(text, kind) is None and hub.hub_id(text) is not None:
+            yield f"{key} = {text}: no such path; the run looks for this {kind} on the hub"
+
+
+def _missing_parts(config: AnyRun) -> Iterator[str]:
+    """Keys and environments of engines."""
+    if isinstance(config, TrainConfig | EvaluateConfig):
+        yield from _missing_keys(config.search)
+        yield from _missing_engines(config.engine, config.roles)
+
+
+def _missing_keys(search: SearchConfig | None) -> Iterator[str]:
+    if isinstance(search, SearchConfig) and isinstance(search.backend, WebConfig):
+        variable = PROVIDERS[search.backend.provider].key_variable
+        if variable and not os.environ.get(variable):
+            yield f"the environment variable {variable} ({search.backend.provider})"
+
+
+def _missing_engines(engine: EngineConfig, roles: Mapping[str, RoleConfig]) -> Iterator[str]:
+    wanted: list[tuple[str, LaunchConfig, str]] = []
+    if engine.launched is not None:
+        wanted.append((engine.kind, engine.launched, "engine.servers"))
+    for role_name, role in roles.items():
+        if not role.url:
+            wanted.append((role.engine, role, f"roles.{role_name}"))
+    for name, servers, key in wanted:
+        try:
+            find_python(name, servers, key)
+        except ConfigError as error:
+            yield str(error)
+
+
+# A dry run in print.
+
+
+def show_values(config: AnyRun, view: View, *, defaults: bool) -> None:
+    """What differs from the defaults, and below it, if asked for, all the rest."""
+    values = list(values_of(config))
+    view.say("configuration, what is not the default:")
+    for value in values:
+        if value.chosen:
+            view.say(f"  {value.key} = {value.text}")
+    rest = [value for value in values if not value.chosen]
+    if not defaults:
+        view.say(f"  {len(rest)} more keys have their defaults, which --defaults shows")
+        return
+    view.say("\nconfiguration, the defaults:")
+    for value in rest:
+        view.say(f"  {value.key} = {value.text}")
+
+
+def show_sizes(config: AnyRun, view: View) -> None:
+    """What an update, a step or an evaluation takes."""
+    view.say("\nsizes:")
+    for line in _sizes(config):
+        view.say(f"  {line}")
+
+
+def _sizes(config: AnyRun) -> Iterator[str]:
+    if isinstance(config, TrainConfig):
+        groups, size = config.queue.groups_per_step, config.algorithm.group_size
+        yield (
+            f"an update takes {config.size_of_update}; at most {config.queue.max_staleness} "
+            "versions old"
+        )
+        if config.dropped_terms:
+            yield config.dropped_terms
+        if config.learner.num_ranks > 1:
+            idle = expected_idle(config.learner, config.algorithm, config.limits)
+            yield (
+                f"{config.learner.num_ranks} learner ranks are expected to wait {idle:.1%} of "
+                "their time for the one with the most (simulated trees, docs/learner.md)"
+            )
+        most = groups * (config.queue.max_staleness + 1)
+        yield f"up to {most} prompts = {most * size} trajectories are under way at a time"
+        passes = f"{config.train.num_epochs} passes over the questions"
+        yield passes if config.train.num_steps is None else f"{config.train.num_steps} updates"
+        if config.self_critic is not None:
+            asked, answers = config.self_critic.num_questions, config.self_critic.num_samples
+            yield f"a round of the self-critic takes {asked} questions x {answers} answers"
+    elif isinstance(config, SupervisedRunConfig):
+        loop = config.loop
+        length = f"{loop.num_steps} steps" if loop.num_steps else f"{loop.num_epochs or 3} passes"
+        yield (
+            f"a step takes {loop.batch_size} rows x {loop.gradient_accumulation} = "
+            f"{loop.rows_per_step} rows; {length}"
+        )
+    for name, one in config.sets.items() if isinstance(config, EvaluateConfig) else ():
+        number = f"at most {one.max_tasks} questions" if one.max_tasks else "all questions"
+        if one.max_tasks is None and one.benchmark:
+            number = "the benchmark's number of questions"
+        yield f"{name}: {number} of {one.path}, {one.num_samples} times each"
+
+
+def show_plan(plan: Plan, view: View) -> None:
+    """Processes with their GPUs and memory, each GPU, and what is missing."""
+    view.say("")
+    table = Table(title=f"processes on {plan.machine.told}", title_justify="left", box=SIMPLE)
+    for name in ("process", "number", "GPUs"):
+        table.add_column(name)
+    for name in ("GiB on each", "main memory, GiB"):
+        table.add_column(name, justify="right")
+    for process in plan.processes:
+        table.add_row(*_row(process))
+    view.show(table)
+    for process in plan.processes:
+        for line in _details(process):
+            view.say(line)
+    alike: dict[float, list[str]] = {}
+    for gpu, needed in plan.gpu_bytes.items():
+        alike.setdefault(needed, []).append(gpu)
+    for needed, gpus in alike.items():
+        view.say(f"GPU {span(gpus)}: {needed / GIB:.1f} of {plan.machine.gpu_bytes / GIB:.1f} GiB")
+    for line in plan.made:
+        view.say(line)
+    if plan.missing:
+        view.say("\nmissing here:")
+        for line in dict.fromkeys(plan.missing):
+            view.say(f"  {line}")
+
+
+def span(gpus: Sequence[str]) -> str:
+    """0-3, 6"""
+    numbers = sorted(map(int, gpus))
+    parts = []
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        parts.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else f"{members[0]}")
+    return ", ".join(parts)
+
+
+def _row(process: Process) -> tuple[str, ...]:
+    on_gpu, main = process.memory.gpu_bytes, process.main_bytes
+    return (
+        process.name,
+        str(process.count or "runs already"),
+        span(process.gpus),
+        f"{on_gpu / GIB:.1f}" if process.gpus else "",
+        f"{main / GIB:.1f}" if main else "",
+    )
+
+
+def _details(process: Process) -> list[str]:
+    what = ", ".join(filter(None, (process.model, process.note)))
+    lines = [f"{process.name}: {what}"]
+    memory = process.memory
+    for sizes, place in ((memory.gpu, "GiB"), (memory.host, "GiB in main memory")):
+        parts = [f"{name} {size / GIB:.1f}" for name, size in sizes.items() if size > 0.05 * GIB]
+        if parts:
+            lines.append(f"    {' + '.join(parts)} {place}")
+    return lines
+
+
+NOT_ALL = "what is known of it fits, but not every model's size is known"
+
+
+def dry_run(
+    config: AnyRun, arguments: argparse.Namespace, view: View, run: Path, model: str = ""
+) -> int:
+    """Print everything about a run of `config` in the folder `run`, which need not be there.
+    Returns the exit code: 0, or `EXIT_MISSING` where something is not here.
+
+    `model` is the policy's path where the configuration does not hold it, as in an evaluation.
+    Raises ConfigError at the end for what cannot work.
+    """
+    machine = find_machine(arguments.gpus, arguments.gpu_memory)
+    resolve = resolver(run)
+
+    asyncio.run(refuse(Assembly(config, run, AsyncExitStack(), view.say), "configuration"))
+    to_fetch = [*_not_cached(config)]
+    plan = make_plan(wanted_by(config, model), machine, resolve)
+    plan.missing += to_fetch
+    absent = [*missing_files(config, resolve)]
+    plan.missing += (_to_fetch(config, one) for one in absent)
+    plan.missing += _missing_parts(config)
+    show_values(config, view, defaults=arguments.defaults)
+    show_sizes(config, view)
+    if not isinstance(config, ServeConfig):
+        place = _model_of(config, model, resolve, plan)
+        try:
+            keys = {one.key for one in absent}
+            _read(config, run, place, keys, view, is_elsewhere=arguments.gpus is not None)
+        except (AgentEnvError, OSError) as error:
+            plan.problems.append(str(error))
+    show_plan(plan, view)
+    if plan.problems:
+        raise ConfigError("; ".join(dict.fromkeys(plan.problems)))
+    if isinstance(config, TrainConfig):
+        show_cluster(config, arguments, view, run)
+    fits = "it fits" if plan.is_whole else NOT_ALL
+    view.say(f"dry run: nothing was started; by this estimate {fits}")
+    if not plan.missing:
+        return 0
+    view.say(
+        f"what is missing is listed above (exit code {EXIT_MISSING}); docs/data.md says what files "
+        "are read, docs/reproduce.md where those of the papers are"
+    )
+    return EXIT_MISSING
+
+
+def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View, run: Path) -> None:
+    """Which machines the processes are on, and what starts them there."""
+    if not isinstance(config.cluster, WideCluster):
+        return
+    for line in config.cluster.lines(config):
+        view.say(line)
+    script = getattr(config.cluster, "script", "")
+    job = job_of(config, arguments.config, arguments.overrides, run)
+    if script:
+        try:
+            Path(script).write_text(job, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"cluster.script = {script}: {error.strerror}; name a file that can be written"
+            ) from error
+        view.say(f"written to {script}")
+    elif job:
+        view.say(f"\n{job}")
+
+
+def _model_of(config: AnyRun, path: str, resolve: Resolve, plan: Plan) -> Path | None:
+    """The directory of the policy's tokenizer, if it is here; what is missing in it is noted."""
+    if isinstance(config, TrainConfig | SupervisedRunConfig):
+        path = config.model.path
+    elif isinstance(config, EvaluateConfig) and isinstance(config.engine, OpenAIConfig):
+        path = config.engine.tokenizer
+    place = resolve(path) if path else None
+    if place is None or not place.is_dir():
+        return None
+    place = find_checkpoint(place)
+    names = ("config.json", "tokenizer.json")
+    lacks = [name for name in names if not (place / name).is_file()]
+    if not any(place.glob("*.safetensors")) and not isinstance(config, EvaluateConfig):
+        lacks.append("*.safetensors")
+    if lacks:
+        plan.missing.append(f"model.path = {path}: {', '.join(lacks)}")
+    return None if {*names} & {*lacks} else place
+
+
+def _read(
+    config: AnyRun,
+    run: Path,
+    model: Path | None,
+    absent: Collection[str],
+    view: View,
+    *,
+    is_elsewhere: bool,
+) -> None:
+    from agentenv.pipelines.planning.reading import read_what_is_here  # slow to load
+
+    assert not isinstance(config, ServeConfig)
+    found: list[str] = []
+    try:
+        asyncio.run(
+            read_what_is_here(config, run, model, absent, found.append, is_elsewhere=is_elsewhere)
+        )
+    finally:
+        if found:
+            view.say("\ndata that is here:")
+        for text in found:
+            view.say(f"  {text}")

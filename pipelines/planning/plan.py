@@ -1,0 +1,492 @@
+"""The processes of a run, their GPUs, and what each GPU has to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from agentenv.config import RUN
+from agentenv.engine import EngineConfig, LocalModel
+from agentenv.errors import AgentEnvError, ConfigError
+from agentenv.learners.learner import LearnerConfig, check_heads
+from agentenv.pipelines.config.cluster import WideCluster
+from agentenv.pipelines.config.evaluation import EvaluateConfig
+from agentenv.pipelines.config.rl import ResourcesConfig, ServeConfig, TrainConfig
+from agentenv.pipelines.config.supervised import SupervisedRunConfig
+from agentenv.pipelines.run.rundir import find_checkpoint
+from agentenv.pipelines.run.saver import SavingConfig
+from agentenv.pipelines.serving.gpus import GpuPlan, learner_gpus
+from agentenv.pipelines.setup.machine import GIB, Machine
+from agentenv.pipelines.setup.memory import (
+    KNOWN,
+    RESERVE_BYTES,
+    SERVER_BYTES,
+    Memory,
+    ModelShape,
+    bytes_of,
+    checkpoint_bytes,
+    embedded_memory,
+    find_shape,
+    learner_memory,
+    model_states,
+    server_memory,
+)
+from agentenv.pipelines.setup.passage import passing_bytes
+from agentenv.server_config import LaunchConfig, RoleConfig
+from agentenv.types import Limits
+
+# What a plan is made of: a machine, processes on it, and what does not fit.
+
+
+class Process(Struct, frozen=True):
+    """One line of the plan: what is started `count` times, on which GPUs, and its memory."""
+
+    name: str
+    count: int
+    gpus: list[str] = field(default_factory=list)
+    model: str = ""
+    memory: Memory = Memory()
+    note: str = ""
+
+    @property
+    def main_bytes(self) -> float:
+        """Main memory of all of them; without GPUs, all of it is there."""
+        on_gpu = 0.0 if self.gpus else self.memory.gpu_bytes
+        return self.count * (self.memory.host_bytes + on_gpu)
+
+
+class Plan(Struct):
+    """Processes, and why they cannot run; `missing` is what is not here yet, `made` what the run
+    makes itself."""
+
+    machine: Machine
+    processes: list[Process] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    made: list[str] = field(default_factory=list)
+    serving: dict[str, float] = field(default_factory=dict)  # bytes by GPU, while rollouts run
+    training: dict[str, float] = field(default_factory=dict)  # and while the learner trains
+
+    @property
+    def gpu_bytes(self) -> dict[str, float]:
+        """The most that each GPU has to hold; both phases are one unless engine and learner are
+        colocated."""
+        return {gpu: max(self.serving[gpu], self.training[gpu]) for gpu in self.serving}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the memory of every process with a model is estimated."""
+        return all(p.memory.gpu or p.memory.host for p in self.processes if p.model)
+
+    def add(self, process: Process, *, serving: float, training: float) -> None:
+        """With so many bytes on every GPU of the process in each phase."""
+        self.processes.append(process)
+        for gpu in process.gpus:
+            self.serving[gpu] = self.serving.get(gpu, 0.0) + serving
+            self.training[gpu] = self.training.get(gpu, 0.0) + training
+
+
+def check_memory(plan: Plan) -> None:
+    """Note as problems where a GPU or the main memory is too small."""
+    size = plan.machine.gpu_bytes
+    for gpu, needed in sorted(plan.gpu_bytes.items()):
+        if needed <= size:
+            continue
+        names = [process.name for process in plan.processes if gpu in process.gpus]
+        advice = "lower learner.max_tokens_per_microbatch, raise learner.num_ranks, "
+        advice += "learner.zero_stage or learner.context_parallel, set "
+        advice += "learner.activation_checkpointing or learner.offload"
+        plan.problems.append(
+            f"GPU {gpu} needs {needed / GIB:.1f} of {size / GIB:.0f} GiB ({' and '.join(names)})"
+            + (f"; {advice}" if "learner rank" in names else "")
+        )
+        break  # the others are alike
+    needed = sum(process.main_bytes for process in plan.processes)
+    if plan.machine.main_bytes and needed > plan.machine.main_bytes:
+        plan.problems.append(
+            f"main memory: {needed / GIB:.1f} of {plan.machine.main_bytes / GIB:.1f} GiB are "
+            "needed" + ("" if plan.machine.num_gpus else "; --gpus N plans for a machine with GPUs")
+        )
+
+
+Resolve = Callable[[str], Path]
+NO_SHAPE = (
+    f"not here, and no estimate of its memory: the path names no known model ({', '.join(KNOWN)})"
+)
+
+
+AnyRun = TrainConfig | SupervisedRunConfig | EvaluateConfig | ServeConfig
+
+
+HERE = "on this machine"
+
+
+class Wanted(Struct, frozen=True, kw_only=True):
+    """What a command asks of a machine. `path`: of the policy's model, "" where an endpoint has
+    it; `setup` makes that model if it is not here; `path_tokens`: most tokens of prompt and
+    response, 0 where nothing is rolled out, and `num_paths` of them under way at a time at most;
+    `row_tokens`: of a row that is learned from;
+    `num_workers`: processes beside the controller in which rollouts grow; `num_env_workers`: those
+    in which environments live, of each process in which rollouts grow."""
+
+    path: str
+    setup: str = ""
+    path_tokens: int = 0
+    num_paths: int = 0
+    row_tokens: int = 0
+    num_workers: int = 0
+    num_env_workers: int = 0
+    workers_on: str = HERE
+    learner: LearnerConfig | None = None
+    has_reference: bool = False
+    finish_s: float = 0.0  # for the last checkpoint of a run that is interrupted
+    num_checkpoints: int = 0  # on the disk at a time, at most
+    files: dict[str, float] = field(default_factory=dict)  # bytes at most, by what bounds them
+    engine: EngineConfig | None = None
+    eval_engine: EngineConfig | None = None
+    resources: ResourcesConfig = ResourcesConfig()
+    roles: dict[str, RoleConfig] = field(default_factory=dict)
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """What a rank has of the largest micro-batch: the learner's budget, or its part of a path
+        where that is longer."""
+        longest = max(self.path_tokens, self.row_tokens)
+        if self.learner is None:
+            return longest
+        part = -(-longest // self.learner.context_parallel)
+        return max(self.learner.max_tokens_per_microbatch, part)
+
+
+def wanted_by(config: AnyRun, model: str = "") -> Wanted:
+    """What a configuration asks for; `model`: the path of the policy of an evaluation."""
+    if isinstance(config, TrainConfig):
+        saving = config.checkpoint
+        return Wanted(
+            path=config.model.path,
+            setup=config.run.setup,
+            path_tokens=_longest([config.limits]),
+            num_paths=config.queue.groups_per_step
+            * (config.queue.max_staleness + 1)
+            * config.algorithm.group_size,
+            num_workers=getattr(config.cluster, "workers", 0),
+            num_env_workers=config.env.workers,
+            workers_on=(
+                "on nodes of the cluster" if isinstance(config.cluster, WideCluster) else HERE
+            ),
+            learner=config.learner,
+            has_reference=config.algorithm.needs_reference,
+            finish_s=saving.finish_s,
+            num_checkpoints=_num_checkpoints(
+                saving, bool(saving.best_metric), config.sft is not None
+            ),
+            files=_files(config),
+            engine=config.engine,
+            eval_engine=config.eval.engine,
+            resources=config.resources,
+            roles=config.roles,
+        )
+    if isinstance(config, EvaluateConfig):
+        own = [one.limits for one in config.sets.values()]
+        envs = [one.env or config.env for one in config.sets.values()] or [config.env]
+        return Wanted(
+            num_env_workers=max(0 if env is None else env.workers for env in envs),
+            path=model,
+            path_tokens=_longest([config.limits, *own]),
+            num_paths=config.concurrency,
+            engine=config.engine,
+            roles=config.roles,
+        )
+    if isinstance(config, ServeConfig):
+        return Wanted(path="", roles=config.roles)
+    return Wanted(
+        path=config.model.path,
+        setup=config.run.setup,
+        row_tokens=config.data.max_length,
+        learner=config.learner,
+        finish_s=config.checkpoint.finish_s,
+        num_checkpoints=_num_checkpoints(config.checkpoint, config.checkpoint.keep_best),
+    )
+
+
+def _num_checkpoints(config: SavingConfig, *others: object) -> int:
+    """The last ones, those that others are kept for (the best, the one behind a cold start), and
+    one that is being written."""
+    return config.keep_last + sum(map(bool, others)) + 1
+
+
+def _files(config: TrainConfig) -> dict[str, float]:
+    log = config.log.max_trajectory_mb * 1e6 * config.log.trajectories
+    return {"archive.max_gb": config.archive.max_gb * 1e9, "log.max_trajectory_mb": log}
+
+
+def _longest(limits: list[Limits]) -> int:
+    return max(one.max_prompt_tokens + one.max_response_tokens for one in limits)
+
+
+def make_plan(wanted: Wanted, machine: Machine, resolve: Resolve) -> Plan:
+    """The plan of what a configuration asks for. Raises ConfigError for GPUs that are missing or
+    claimed twice."""
+    planner = _Planner(wanted, machine, resolve)
+    planner.add_all()
+    check_memory(planner.plan)
+    return planner.plan
+
+
+class _Planner:
+    def __init__(self, wanted: Wanted, machine: Machine, resolve: Resolve) -> None:
+        if wanted.learner is not None:
+            learner = wanted.learner.resolved(on_gpu=machine.num_gpus > 0)
+            wanted = replace(wanted, learner=learner)
+        self.wanted = wanted
+        self.machine = machine
+        self.resolve = resolve
+        self.plan = Plan(machine)
+        self.gpus = GpuPlan([str(number) for number in range(machine.num_gpus)])
+        self.place: Path | None = None  # of the policy's model, where it is here
+        self.shape = self._policy_shape() if wanted.path else None
+        self.engine = wanted.engine
+        self.colocated = wanted.resources.colocated
+
+    def add_all(self) -> None:
+        """In the order in which a run divides its GPUs."""
+        wanted = self.wanted
+        if wanted.path or wanted.path_tokens:
+            self._add_controller()
+        ranks: list[str] = []
+        if wanted.learner is not None:
+            if self.engine is not None:
+                ranks = learner_gpus(wanted.resources, self.engine, wanted.learner, self.gpus)
+            self._add_learner(wanted.learner, ranks)
+        for name, role in wanted.roles.items():
+            self._add_role(name, role)
+        self._add_engine()
+
+    # models
+
+    def _policy_shape(self) -> ModelShape | None:
+        place = self.resolve(self.wanted.path)
+        if RUN in self.wanted.path and self.wanted.setup and not place.is_dir():
+            made = f"made by {self.wanted.setup} at the start"
+            self.plan.made.append(f"model.path = {self.wanted.path}: {made}")
+            return None
+        if place.is_dir():
+            try:
+                place = find_checkpoint(place)
+            except AgentEnvError as error:
+                self.plan.missing.append(f"model.path = {self.wanted.path}: {error}")
+                return None
+            self.place = place if (place / "config.json").is_file() else None
+        return self._shape(place, "model.path")
+
+    def _shape(self, path: Path, key: str, quantization: str = "") -> ModelShape | None:
+        """What is not here, or of an unknown size, is told as missing."""
+        shape = find_shape(path, quantization)
+        if not path.is_dir():
+            why = shape.source if shape is not None else NO_SHAPE
+            self.plan.missing.append(f"{key} = {path}: {why}")
+        return shape
+
+    # processes
+
+    def _add_controller(self) -> None:
+        """With the weights that pass through its shared memory, an update's and the one before."""
+        host: dict[str, float] = {}
+        engine = self.engine
+        if self.wanted.learner is not None and not self.wanted.resources.weights_dir:
+            copies = passing_bytes(self.shape, self.wanted.learner, engine)
+            if copies:
+                host["weights on their way (/dev/shm)"] = copies
+        memory = Memory({}, host)
+        work = "rollouts, tools, graders"
+        num_workers, num_envs = self.wanted.num_workers, self.wanted.num_env_workers
+        if num_envs:
+            work = "rollouts"
+        own = "queue, journal, evaluations" if num_workers else work
+        self.plan.processes.append(Process("controller", 1, memory=memory, note=own))
+        if num_workers:
+            note = f"{work}; {self.wanted.workers_on}"
+            self.plan.processes.append(Process("rollout worker", num_workers, note=note))
+        if num_envs:  # also of the controller, whose evaluations need them
+            number = num_envs * (1 + num_workers)
+            where = self.wanted.workers_on if num_workers else HERE
+            note = f"tools, graders; {where}"
+            self.plan.processes.append(Process("environments", number, note=note))
+
+    def _add_learner(self, learner: LearnerConfig, ranks: list[str]) -> None:
+        """The ranks of the learner, and the files that it writes."""
+        reference, tokens = self.wanted.has_reference, self.wanted.microbatch_tokens
+        memory = Memory()
+        if self.shape is not None:
+            check_heads(self.shape.heads, learner.context_parallel)
+            memory = learner_memory(self.shape, learner, tokens, has_reference=reference)
+            size = checkpoint_bytes(self.shape, learner, has_reference=reference)
+            self.plan.made.append(saving_line(size, self.wanted.finish_s))
+            self.plan.made.append(disk_line(size, self.wanted.num_checkpoints, self.wanted.files))
+            if self.colocated:
+                asleep = model_states(self.shape, learner).gpu_bytes
+                memory = Memory(memory.gpu, memory.host | {"what sleeps": asleep})
+        if self.machine.num_gpus and learner.launch == "local" and not ranks:
+            if learner.num_ranks > self.machine.num_gpus:
+                raise ConfigError(
+                    f"learner.num_ranks: {learner.num_ranks} ranks need a GPU each; there are "
+                    f"{self.machine.num_gpus}"
+                )
+            ranks = [str(number) for number in range(learner.num_ranks)]
+        note = f"ZeRO {learner.zero_stage}, {learner.dtype}, {tokens} tokens at once"
+        if learner.context_parallel > 1:
+            note += f", paths over {learner.context_parallel} ranks"
+        note += "; started elsewhere" if learner.launch == "external" else ""
+        process = Process(
+            "learner rank", learner.num_ranks, ranks, self.wanted.path, memory, note=note
+        )
+        serving = min(RESERVE_BYTES, memory.gpu_bytes) if self.colocated else memory.gpu_bytes
+        self.plan.add(process, serving=serving, training=memory.gpu_bytes)
+
+    def _add_engine(self) -> None:
+        """The processes of an engine, wherever it runs."""
+        engine = self.engine
+        self._check_contexts()
+        if engine is None:
+            return
+        if engine.runs_elsewhere:
+            self.plan.processes.append(Process("policy server", 0, note="runs already"))
+            return
+        local, servers = engine.local_model, engine.launched
+        if local is None and servers is None:
+            return
+        needed = self.wanted.path_tokens
+        of_model = self.shape.context if self.shape is not None else 0
+        context = min(filter(None, (engine.max_model_len, of_model)), default=0)
+        if context and needed > context:
+            self.plan.problems.append(
+                f"limits: max_prompt_tokens + max_response_tokens = {needed} exceed the context "
+                f"of {context} tokens"
+            )
+        if local is not None:
+            self._add_local(local, needed)
+        if servers is not None:
+            room = context or needed
+            self._add_server(
+                "policy server",
+                "engine.servers",
+                servers,
+                self.shape,
+                room,
+                self.wanted.path,
+                policy=True,
+            )
+
+    def _check_contexts(self) -> None:
+        """Whether the model, if it is here, holds what its engines are asked for."""
+        engines = {"engine": self.engine, "eval.engine": self.wanted.eval_engine}
+        for key, engine in engines.items():
+            if self.place is None or engine is None or not engine.has_weights:
+                continue
+            try:
+                engine.max_context(self.place, key)
+            except AgentEnvError as error:
+                self.plan.problems.append(str(error))
+
+    def _add_local(self, local: LocalModel, num_tokens: int) -> None:
+        on_gpu = self.machine.num_gpus > 0 and local.device != "cpu"
+        memory = Memory()
+        if self.shape is not None:
+            size = bytes_of(local.dtype)
+            memory = embedded_memory(self.shape, size, local.num_sequences, num_tokens)
+        note = "in the controller; its cache grows as it is used"
+        place = ["0"] if on_gpu else []
+        process = Process("embedded engine", 1, place, self.wanted.path, memory, note=note)
+        cache = memory.gpu.get("engine cache", 0.0) if self.colocated else 0.0
+        self.plan.add(process, serving=memory.gpu_bytes, training=memory.gpu_bytes - cache)
+
+    def _add_role(self, name: str, role: RoleConfig) -> None:
+        if role.url:
+            note = f"runs already at {role.url}"
+            self.plan.processes.append(Process(f"{name} server", 0, note=note))
+            return
+        key = f"roles.{name}"
+        shape = self._shape(self.resolve(role.model), f"{key}.model", role.quantization)
+        context = role.max_model_len or (shape.context if shape is not None else 0)
+        self._add_server(f"{name} server", key, role, shape, context, role.model)
+
+    def _add_server(
+        self, name: str, key: str, config: LaunchConfig, shape: ModelShape | None, context: int,
+        path: str, *, policy: bool = False,
+    ) -> None:  # fmt: skip
+        """The processes of an engine of its own servers, with what each holds."""
+        number = config.count
+        b, size = bytes_of(config.dtype), self.machine.gpu_bytes
+        if not self.machine.num_gpus or config.device == "cpu":
+            weights = 0.0 if shape is None else shape.served_bytes(b)
+            host = Memory({}, {"weights": weights, "cache": config.kv_cache_gb * GIB})
+            self.plan.processes.append(Process(name, number, [], path, host, note="on the CPU"))
+            return
+        sleeps = policy and self.colocated
+        each = config.tensor_parallel_size * config.data_parallel_size
+        taken = self.gpus.assign(f"{key}.gpus", config.gpus, each * number, borrows=sleeps)
+        budget = config.gpu_memory_share * size
+        awake = SERVER_BYTES if sleeps else budget  # in a phase in which it may sleep
+        if shape is None:
+            process = Process(name, number, taken, path)
+            self.plan.add(process, serving=budget, training=awake)
+            return
+        memory, tokens = server_memory(shape, config, size)
+        weights = memory.gpu["weights"]
+        if sleeps:
+            memory = Memory(memory.gpu, {"what sleeps": weights * each})
+        note = f"tensor parallel {config.tensor_parallel_size}, "
+        if config.data_parallel_size > 1:
+            note += f"data parallel {config.data_parallel_size}, "
+        note += f"{config.gpu_memory_share:g} of each GPU; keys and values of {tokens} tokens"
+        if tokens < context:
+            self.plan.problems.append(
+                f"{key}: {config.gpu_memory_share:g} of a GPU with {size / GIB:.0f} GiB are "
+                f"{budget / GIB:.1f} GiB; weights of {weights / GIB:.1f} GiB leave room for "
+                f"{tokens} tokens, one request may need {context}; raise "
+                "gpu_memory_share or tensor_parallel_size, or lower max_model_len"
+            )
+        process = Process(name, number, taken, path, memory, note)
+        self.plan.add(process, serving=budget, training=awake)
+        if policy and self.wanted.num_paths:
+            room = tokens * number * config.data_parallel_size
+            self.plan.made.append(in_flight(self.wanted.num_paths, self.wanted.path_tokens, room))
+
+
+SAVED_PER_S = 1e9  # bytes a second: a plain NVMe disk, or a network file system of a cluster
+
+
+def saving_line(size: float, finish_s: float) -> str:
+    """How long a checkpoint takes, for people, and whether a run that ends waits for it."""
+    needed_s = size / SAVED_PER_S
+    line = f"a checkpoint has {size / GIB:.1f} GiB: about {needed_s:.0f} s at 1 GB a second"
+    if needed_s <= finish_s:
+        return line
+    return (
+        f"{line}, more than checkpoint.finish_s = {finish_s:g}: a run that is interrupted would "
+        f"not save its last steps on such a disk; set it to {2 * needed_s:.0f} or more"
+    )
+
+
+def disk_line(checkpoint: float, num_checkpoints: int, files: dict[str, float]) -> str:
+    """What a run has on the disk at most, for people, in its checkpoints and in what a key bounds;
+    a journal is small beside them."""
+    sizes = {f"{num_checkpoints} checkpoints": num_checkpoints * checkpoint, **files}
+    parts = [f"{size / GIB:.1f} GiB ({name})" for name, size in sizes.items() if size]
+    return f"on the disk: up to {sum(sizes.values()) / GIB:.1f} GiB = {' + '.join(parts)}"
+
+
+def in_flight(num_paths: int, path_tokens: int, room: int) -> str:
+    """What may be under way against what the caches of all servers hold."""
+    most = num_paths * path_tokens
+    line = (
+        f"under way: up to {num_paths} trajectories of at most {path_tokens} tokens, "
+        f"{most / 1e6:.1f} million without what they share; the servers' caches hold "
+        f"{room / 1e6:.1f} million ({room / most:.0%})"
+    )
+    if room < most / 2:
+        line += "; beyond that new trees wait for old ones, and prefixes are computed again"
+    return line

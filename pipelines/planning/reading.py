@@ -1,0 +1,248 @@
+"""What a dry run reads: both ends of every data file that is here, a prompt and a gold of each set.
+
+The checks are those of the run itself, as far as what they need is here. Nothing is started: the
+servers of roles have no address, the set-up is not run, and search has the shipped sample of
+Wikipedia, since nothing is searched for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from agentenv.env import close_shared
+from agentenv.envs.grading.reward import (
+    AnswerReward,
+    GraderConfig,
+    GraderKeys,
+    ToolReward,
+    check_grader,
+)
+from agentenv.envs.search.bm25 import BM25Config
+from agentenv.envs.search.service import SearchConfig
+from agentenv.errors import ConfigError
+from agentenv.offload import in_thread
+from agentenv.pipelines.config.evaluation import EvaluateConfig
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.config.supervised import SupervisedRunConfig
+from agentenv.pipelines.evaluation.subject import EvaluationAssembly, Subject
+from agentenv.pipelines.setup.assembly import TRAINED, AskingAssembly, Assembly, SetConfig
+from agentenv.pipelines.setup.checks import environment_classes, findings
+from agentenv.pipelines.setup.data import EnvMaker
+from agentenv.pipelines.supervised.data import count_rows
+from agentenv.pipelines.supervised.run import SupervisedAssembly
+from agentenv.types import Task
+
+ENDS = 1000  # rows of each end of a file
+NOWHERE = "http://127.0.0.1:9"  # in place of the servers of roles
+NEVER = {
+    "disk",
+    "hub",  # only its cache is looked into
+    "files",
+    "classes of environments",  # looked at below, of all sets
+    "graders of rows that are here",  # looked at below, whether the set-up makes them or not
+    "servers",
+    "GPUs",
+    "context",
+    "graders",
+    "helpers and tools",
+    "number of updates",
+}
+OF_MODEL = {
+    "model",
+    "chat template",
+    "end of a turn",
+    "callable tools",
+    "prompts",
+    "demonstrations",
+    "sequence lengths",
+}
+OF_SETS = {
+    *("rows", "environments", "first episodes", "callable tools", "observations", "prompts"),
+}
+MADE_OF = ("env", "python", "grader", "prompt")  # tables without whose files no env can be made
+
+Say = Callable[[str], None]
+Grading = TypeVar("Grading", bound=GraderKeys)
+AnyRun = TrainConfig | SupervisedRunConfig | EvaluateConfig
+
+
+async def read_what_is_here(
+    config: AnyRun,
+    folder: Path,
+    model: Path | None,
+    absent: Collection[str],
+    say: Say,
+    *,
+    is_elsewhere: bool = False,
+) -> None:
+    """Read, render, grade, and say what was found; `model` is a directory with a tokenizer, None
+    if it is not here; `absent` are the keys of what else is not; `is_elsewhere`: the run is planned
+    for another machine than this. Raises what the run would refuse."""
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(close_shared)
+        assembly = _assembly(config, folder, model, stack, say)
+        assembly.ends, assembly.has_weights = ENDS, False
+        assembly.built |= {"model": model, "endpoint": None, "set_up": None}
+        if model is not None and not isinstance(config, EvaluateConfig):
+            from agentenv.learners.model_check import check_model  # slow to load
+
+            await in_thread(check_model, model, config.learner.context_parallel)
+            if config.learner.lora is not None:
+                from agentenv.learners.lora import check_adapters
+
+                await in_thread(check_adapters, model, config.learner.lora)
+        if isinstance(assembly, AskingAssembly):
+            skipped = {*NEVER, "room for weights"} if is_elsewhere else {*NEVER}
+            await _read_sets(assembly, model, absent, say, skipped)
+        else:
+            await _read_dialogues(assembly, model, absent, say)
+
+
+def _assembly(
+    config: AnyRun, folder: Path, model: Path | None, stack: AsyncExitStack, say: Say
+) -> Assembly[Any]:
+    if isinstance(config, TrainConfig):
+        from agentenv.pipelines.rl.parts import (
+            TrainingAssembly,  # slow to load: mistakes are told before
+        )
+
+        return TrainingAssembly(config, folder, None, stack, say)
+    if isinstance(config, EvaluateConfig):
+        return EvaluationAssembly(config, Subject("", {}, folder, model), stack, say)
+    return SupervisedAssembly(config, folder, stack, say)
+
+
+# Questions.
+
+
+async def _read_sets(
+    assembly: AskingAssembly[Any],
+    model: Path | None,
+    absent: Collection[str],
+    say: Say,
+    skipped: set[str],
+) -> None:
+    """Read the questions of each set, as far as they are there, and try one of each."""
+    config = assembly.config
+    assembly.is_whole = False  # of some files only the ends are read
+    assembly.built["urls"] = dict.fromkeys(config.roles, NOWHERE)
+    keys = ("", *(f"{one.key}." for one in assembly.sets.values()))
+    has_env = not any(_lacks(absent, f"{key}{name}") for key in keys for name in MADE_OF)
+    if has_env:
+        await environment_classes(assembly)
+    made = [one.key for one in assembly.sets.values() if assembly.makes(one.rows)]
+    if made:
+        say(f"not tried, with env and grader, since the run makes the rows: {', '.join(made)}")
+    assembly.sets = {
+        name: _local(one)
+        for name, one in assembly.sets.items()
+        if not _lacks(absent, one.key) and not assembly.makes(one.rows)
+    }
+    if model is None:
+        skipped |= OF_MODEL
+    if isinstance(config, TrainConfig) and (config.sft is None or _lacks(absent, "sft")):
+        skipped.add("demonstrations")
+    if not has_env:
+        skipped |= OF_SETS - {"rows"}
+    if not assembly.sets:
+        skipped |= OF_SETS
+    if TRAINED not in assembly.sets:  # whose renderer and tools demonstrations are read with
+        skipped.add("demonstrations")
+    await _refuse(assembly, skipped)
+    if not assembly.sets:
+        return
+    makers = await assembly.makers() if has_env else {}
+    for name, tasks in (await assembly.tasks()).items():
+        told = [f"{len(tasks)} rows are read"]
+        if name in makers:
+            told.append(await _prompt(assembly, name, model))
+            told.append(await _gold(makers[name], tasks[0]))
+        say(f"{assembly.sets[name].key}: {'; '.join(told)}")
+
+
+def _local(one: SetConfig) -> SetConfig:
+    """The set, graded by rules and without the web, an index or a cache."""
+    search, grader = one.search, one.grader
+    if isinstance(search, SearchConfig):
+        search = replace(
+            search,
+            backend=BM25Config(),
+            cache="",
+            arpo_cache="",
+            snapshot="",
+            snapshot_mode="replay",
+            snapshot_sha256="",
+            on_miss="fail",
+        )
+    if isinstance(grader, GraderConfig):
+        parts = {name: _by_rules(part) for name, part in grader.combined.items()}
+        grader = replace(_by_rules(grader), combined=parts)
+    return replace(one, search=search, grader=grader)
+
+
+def _by_rules(grader: Grading) -> Grading:
+    """The keys of a grader that asks no judge."""
+    return grader if grader.judge is None else replace(grader, kind="layered", judge=None)
+
+
+def _lacks(absent: Collection[str], table: str) -> bool:
+    return any(key.startswith(f"{table}.") for key in absent)
+
+
+async def _refuse(assembly: Assembly[Any], skipped: Collection[str]) -> None:
+    """Raise the error of the first check that does not pass, but for those skipped."""
+    async for finding in findings(assembly, without=skipped):
+        if finding.error is not None:
+            raise finding.error
+
+
+async def _prompt(assembly: AskingAssembly[Any], name: str, model: Path | None) -> str:
+    messages, info = (await assembly.episodes())[name]
+    if model is None:
+        return f"a prompt has {len(messages)} messages"
+    renderer = (await assembly.renderers())[name]
+    size, most = len(renderer.prompt(messages, info.get("tools", ()))), assembly.sets[name].limits
+    return f"a prompt has {size} of {most.max_prompt_tokens} tokens"
+
+
+async def _gold(maker: EnvMaker, task: Task) -> str:
+    """Have the environment's grader grade the row's own gold. Raises ConfigError unless it is
+    right, as a grader of ours must find."""
+    env = maker(task)
+    try:
+        grader = getattr(env, "grader", None)
+        if grader is None:
+            return "nothing grades it but the environment"
+        (grade,) = await check_grader(grader, [task])
+        if not grade.success and isinstance(grader, ToolReward | AnswerReward):
+            raise ConfigError(
+                f"grader: row {task.id}: its own gold {task.answers[0]!r} is graded as wrong "
+                f"({grade.reason}); choose another grader.kind, or mend the row"
+            )
+        matcher = getattr(grader, "matcher", grader)
+        return f"its gold is {'right' if grade.success else 'wrong'} ({type(matcher).__name__})"
+    finally:
+        await env.close()
+
+
+# Dialogues.
+
+
+async def _read_dialogues(
+    assembly: Assembly[Any], model: Path | None, absent: Collection[str], say: Say
+) -> None:
+    config = assembly.config
+    if _lacks(absent, "data") or assembly.makes(config.data):
+        return
+    if model is None:
+        number = await in_thread(count_rows, config, assembly.resolve, say, ENDS)
+        say(f"data: {number} rows are read")
+        return
+    await _refuse(assembly, NEVER)
+    rows = await assembly.rows()  # type: ignore[attr-defined]
+    say(f"data: {len(rows.train)} rows to learn from, the longest of {rows.longest} tokens")

@@ -1,0 +1,1 @@
+"""One stored trajectory: as a row, as a conversation, as text."""

@@ -1,0 +1,305 @@
+"""What agents did, as text: between the archive or an evaluation and the formats of others.
+
+Question     a task with its prompt, and everything that was tried on it
++-- Branch   a trajectory from where it leaves another one: a fork; or from the prompt
+    +-- Turn what the policy wrote, the tools that it called, what it read then
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import fmean
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct, field
+
+from agentenv.archive import KeptTree
+from agentenv.data_files import Row
+from agentenv.pipelines.records.row import EvalRow
+from agentenv.redact import Redactor
+from agentenv.tree import Node
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Turn(Struct, kw_only=True):
+    """One turn. `key` names it within its question. `calls` are the records of tools: name,
+    arguments, ok, error, duration_s; `answer` is all that was read after them. `prompt_ids` are the
+    tokens before it, `token_ids` and `logprobs` (nats) those that were sampled; empty where only
+    text is known."""
+
+    key: str
+    text: str
+    answer: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    num_context: int | None = None  # tokens before it
+    num_tokens: int | None = None  # that were sampled
+    facts: dict[str, Any] = field(default_factory=dict)
+    prompt_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class Branch(Struct, kw_only=True):
+    """A trajectory without what it shares with an earlier branch, `parent`, up to the turn
+    `forked_at`. Both are None of one that began from scratch. `facts` has how it ended."""
+
+    name: str
+    parent: str | None = None
+    forked_at: str | None = None
+    turns: list[Turn] = field(default_factory=list)
+    reward: float | None = None
+    success: bool = False
+    end: str = ""
+    limit: str | None = None
+    error: str | None = None
+    reason: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Question(Struct, kw_only=True):
+    """A task, and what was tried on it. `sample` counts repetitions of the same task, from 1."""
+
+    id: str
+    task: str
+    sample: int = 1
+    question: str
+    answers: list[str]
+    kind: str = ""
+    prompt: str = ""
+    prediction: str = ""
+    seconds: float | None = None
+    scores: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    branches: list[Branch] = field(default_factory=list)
+
+    def path(self, branch: Branch) -> list[tuple[Branch, Turn]]:
+        """All turns of a trajectory, each with the branch that has it."""
+        before: list[tuple[Branch, Turn]] = []
+        if branch.parent is not None:
+            parent = next(one for one in self.branches if one.name == branch.parent)
+            for owner, turn in self.path(parent):
+                before.append((owner, turn))
+                if turn.key == branch.forked_at:
+                    break
+        return before + [(branch, turn) for turn in branch.turns]
+
+
+def of_tree(kept: KeptTree, decode: Decode, *, with_tokens: bool = False) -> Question:
+    """A tree of the archive. Each turn stands once, in the branch that grew it."""
+    return _Reader(kept, decode, with_tokens).question()
+
+
+class _Reader:
+    def __init__(self, kept: KeptTree, decode: Decode, with_tokens: bool) -> None:
+        self._kept, self._tree, self._decode = kept, kept.tree, decode
+        self._with_tokens = with_tokens
+        self._owner: dict[int, str] = {}  # branch of a node that was told
+        self._names: set[str] = set()
+
+    def question(self) -> Question:
+        """The tree as a question with a branch for each leaf."""
+        tree, task, kept = self._tree, self._tree.task, self._kept
+        branches = [self._branch(leaf) for leaf in sorted(tree.leaves(), key=_depth)]
+        rewards = [one.reward for one in branches if one.reward is not None]
+        scores = {}
+        if rewards:
+            done = [one.success for one in branches if one.reward is not None]
+            scores = {"reward": fmean(rewards), "success": fmean(done)}
+        return Question(
+            id=f"tree-{tree.index:06d}",
+            task=task.id,
+            question=task.question,
+            answers=list(task.answers),
+            kind=task.kind,
+            prompt=self._decode(tree.root.observation_ids),
+            scores=scores,
+            branches=branches,
+            facts={
+                "tree": tree.index,
+                "fate": kept.fate,
+                "why": kept.why,
+                "env_id": task.env_id,
+                "policy_version": tree.policy_version,
+                "oldest_version": tree.oldest_version(),
+                "num_roots": tree.num_roots,
+                "num_forks": tree.num_forks,
+                "metadata": msgspec.to_builtins(task.metadata, enc_hook=str),
+            },
+        )
+
+    def _branch(self, leaf: Node) -> Branch:
+        """The turns of a leaf: own ones, and those that it shares with a branch before."""
+        tree, credit = self._tree, self._kept.credit
+        path = [node for node in tree.history(leaf) if len(node.action_ids)]
+        own = [node for node in path if node.index not in self._owner]
+        shared = [node for node in path if node.index in self._owner]
+        name = leaf.branch
+        while name in self._names:  # of a trajectory that failed and was begun anew
+            name += "'"
+        self._names.add(name)
+        parent = self._owner[shared[-1].index] if shared else None
+        self._owner |= dict.fromkeys((node.index for node in own), name)
+        failed = leaf.end == "failed"
+        advantage = math.nan if credit is None else credit.advantages[leaf.index]
+        facts: dict[str, Any] = {"parts": leaf.info.get("parts", {})}
+        if advantage == advantage:
+            facts["advantage"] = advantage
+        return Branch(
+            name=name,
+            parent=parent,
+            forked_at=_key(shared[-1]) if shared else None,
+            turns=[self._turn(node) for node in own],
+            reward=None if failed else sum(node.reward for node in tree.path(leaf)),
+            success=bool(leaf.info.get("success", False)),
+            end=leaf.end or "",
+            limit=leaf.limit,
+            error=leaf.error,
+            reason=str(leaf.info.get("reason", "")),
+            facts=facts,
+        )
+
+    def _turn(self, node: Node) -> Turn:
+        before = [one for one in self._tree.path(node) if one is not node]
+        ids = [token for one in before for token in one.action_ids + one.observation_ids]
+        turn = Turn(
+            key=_key(node),
+            text=self._decode(node.action_ids),
+            answer=self._decode(node.observation_ids),
+            calls=msgspec.to_builtins(node.info.get("tool_calls", []), enc_hook=str),
+            num_context=len(ids),
+            num_tokens=len(node.action_ids),
+            facts=self._facts(node),
+        )
+        if self._with_tokens:
+            turn.prompt_ids, turn.token_ids = ids, list(node.action_ids)
+            turn.logprobs = list(node.logprobs)
+        return turn
+
+    def _facts(self, node: Node) -> dict[str, Any]:
+        credit, scored = self._kept.credit, self._tree.scored
+        versions = sorted({span.version for span in node.version_spans})
+        facts: dict[str, Any] = {"node": node.index, "policy_versions": versions}
+        if node.num_forks is not None:
+            facts["num_forks"] = node.num_forks
+        if credit is not None:
+            facts["adv_pos"] = credit.adv_pos[node.index]
+            facts["adv_neg"] = credit.adv_neg[node.index]
+            facts["shared_by"] = credit.weight[node.index]
+        entropies = (scored[node.index].entropies if scored else None) or node.entropies
+        facts |= _mean("entropy", np.asarray(entropies))
+        if scored and len(scored[node.index].logprobs) == len(node.logprobs):
+            gap = np.abs(np.asarray(scored[node.index].logprobs) - np.asarray(node.logprobs))
+            facts |= _mean("engine_learner_gap", gap)
+        return facts
+
+
+def _mean(name: str, values: Any) -> dict[str, float]:
+    known = values[~np.isnan(values)]
+    return {name: round(float(known.mean()), 6)} if len(known) else {}
+
+
+def _depth(leaf: Node) -> tuple[int, int]:
+    """From-scratch ones first, forks behind what they were taken from."""
+    return leaf.branch.count("+"), leaf.index
+
+
+def _key(node: Node) -> str:
+    return f"node-{node.index}"
+
+
+def of_row(row: EvalRow) -> Question:
+    """A trajectory of an evaluation, of which only text is known."""
+    prompt, turns = _turns(row.segments, row.tool_calls)
+    failed = row.end == "failed"
+    branch = Branch(
+        name="0",
+        turns=turns,
+        reward=None if failed else row.reward,
+        success=row.success,
+        end=row.end,
+        limit=row.limit,
+        error=row.error,
+        reason=row.reason,
+        facts={"parts": row.parts},
+    )
+    scores = {} if failed else {"reward": row.reward, "success": float(row.success), **row.scores}
+    versions = {"policy_versions": row.policy_versions} if row.policy_versions else {}
+    return Question(
+        id=f"{row.task}-{row.sample}",
+        task=row.task,
+        sample=row.sample + 1,
+        question=row.question,
+        answers=list(row.answers),
+        kind=row.kind,
+        prompt=prompt,
+        prediction=row.prediction,
+        seconds=row.seconds,
+        scores=scores,
+        branches=[branch],
+        facts={
+            "env_id": row.env_id,
+            "seed": row.seed,
+            "metadata": row.metadata,
+            "prompt_tokens": row.prompt_tokens,
+            "action_tokens": row.action_tokens,
+            "tool_tokens": row.tool_tokens,
+            **versions,
+        },
+    )
+
+
+def _turns(
+    segments: Iterable[dict[str, str]], calls: Sequence[dict[str, Any]]
+) -> tuple[str, list[Turn]]:
+    """Prompt and turns of the segments of a row. Which turn made which call is not written down:
+    each turn that was answered has made one, and the last such turn the ones that are left."""
+    prompt, turns, answered = "", list[Turn](), list[Turn]()
+    for segment in segments:
+        if "policy" in segment:
+            text = segment["policy"] + segment.get("eos", "")
+            turns.append(Turn(key=f"turn-{len(turns) + 1}", text=text))
+        elif not turns:
+            prompt += segment.get("env", "")
+        else:
+            turns[-1].answer += segment.get("env", "")
+            if turns[-1] not in answered:
+                answered.append(turns[-1])
+    left = list(calls)
+    for turn in answered:
+        turn.calls = left[:1] if turn is not answered[-1] else left
+        left = left[1:]
+    if left and not answered and turns:  # a call whose result no turn read
+        turns[-1].calls = left
+    return prompt, turns
+
+
+def of_rows(rows: Iterable[Row]) -> Iterator[Question]:
+    """Rows as monitors get them, of training or of an evaluation."""
+    for row in rows:
+        known = {name: row[name] for name in EvalRow.__struct_fields__ if name in row}
+        known |= {"dataset": row.get("dataset", ""), "sample": row.get("sample", 0)}
+        question = of_row(msgspec.convert(known, EvalRow, strict=False))
+        if "tree" in row:
+            question.id = f"tree-{row['tree']:06d}-{row['branch']}"
+            question.branches[0].name = row["branch"]
+            question.facts |= {"tree": row["tree"], "fork_parent": row["fork_parent"]}
+        yield question
+
+
+def redacted(question: Question, redactor: Redactor) -> Question:
+    """The same without secrets, and without the tokens of a text that held one."""
+    clean = msgspec.convert(redactor.tree(msgspec.to_builtins(question, enc_hook=str)), Question)
+    is_changed = clean.prompt != question.prompt
+    for old, new in zip(question.branches, clean.branches, strict=True):
+        for before, after in zip(old.turns, new.turns, strict=True):
+            if (before.text, before.answer) != (after.text, after.answer):
+                is_changed = True
+    if is_changed:
+        for branch in clean.branches:
+            for turn in branch.turns:
+                turn.prompt_ids, turn.token_ids, turn.logprobs = [], [], []
+    return clean

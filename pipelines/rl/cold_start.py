@@ -1,0 +1,198 @@
+"""The cold start: imitate demonstrations on the learner, stage by stage.
+
+A small model acquires its skills in jumps, and each kind of question at a time of its own; a
+kind that is missing when reinforcement learning begins never gets a reward to learn from. So a
+stage may go on until teacher-forced exact match on clean demonstrations about unrelated facts
+(the gate) is high for every kind, and meanwhile a kind is drawn the more often the lower it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+from msgspec.structs import replace
+
+from agentenv.deadline import uncancelled
+from agentenv.learners.batch import EncodedTree
+from agentenv.learners.learner import optimizer_of
+from agentenv.pipelines.config.rl import SFTStage, TrainConfig
+from agentenv.pipelines.rl.parts import Parts
+from agentenv.pipelines.rl.recorder import Recorder
+from agentenv.pipelines.rl.state import Imitating, RunState
+from agentenv.pipelines.run.rundir import COLD_START, Checkpoints
+from agentenv.pipelines.run.saver import Saver
+from agentenv.pipelines.run.terminal import View
+
+KIND_BOOST = 2.0  # a kind without any skill is drawn 1 + KIND_BOOST times as often
+
+logger = logging.getLogger(__name__)
+
+
+class Sampler:
+    """Draws demonstrations; within a kind each one comes once before any comes again."""
+
+    def __init__(self, by_kind: dict[str, list[EncodedTree]], rng: Random) -> None:
+        self.kinds = sorted(by_kind)
+        self.weights = [1.0] * len(self.kinds)
+        self._by_kind = by_kind
+        self._rng = rng
+        self._left: dict[str, list[EncodedTree]] = {kind: [] for kind in self.kinds}
+
+    def reweigh(self, exact_match: dict[str, float], boost: float) -> None:
+        self.weights = [1 + boost * (1 - exact_match.get(kind, 0.0)) for kind in self.kinds]
+
+    def draw(self, count: int) -> list[EncodedTree]:
+        return [self._next(kind) for kind in self._rng.choices(self.kinds, self.weights, k=count)]
+
+    def _next(self, kind: str) -> EncodedTree:
+        if not self._left[kind]:
+            self._left[kind] = list(self._by_kind[kind])
+            self._rng.shuffle(self._left[kind])
+        return self._left[kind].pop()
+
+
+def why_lower(stages: Sequence[SFTStage]) -> str:
+    """Why exact match on the gate may fall by the last stage: its rows are none of those that went
+    on until the gate was passed. Empty where it should not fall."""
+    gated = [stage.rows for stage in stages if stage.until_gate]
+    if not gated or stages[-1].rows in gated:
+        return ""
+    return f"; this stage imitates other rows than the gate asks for ({gated[-1]}): it may be lower"
+
+
+class ColdStart:
+    """The cold start as a phase of a training run, with an optimizer of its own; that of
+    reinforcement learning begins anew after it, with the weights published."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        view: View,
+        state: RunState,
+        parts: Parts,
+        recorder: Recorder,
+        checkpoints: Checkpoints,
+        checkpoint: Path | None,
+    ) -> None:
+        """`checkpoint`: in the midst of it, to go on from."""
+        assert config.sft is not None
+        assert parts.demonstrations is not None
+        self.config = config.sft
+        self.learner_config = config.learner
+        self.rng = Random(f"{config.run.seed}/sft")
+        self.view = view
+        self.state = state
+        self.parts = parts
+        self.recorder = recorder
+        self.demonstrations, self.gate = parts.demonstrations
+        self.step = 0
+        self._place = ""  # the stage, as a person reads it
+        self._num_measured = 0
+        self._losses: list[float] = []
+        self._checkpoint = checkpoint
+        self._done = state.imitating = state.imitating or Imitating()
+        self._until = self._done.step  # what is done is gone through again without the learner
+        self._saver = Saver(
+            replace(config.checkpoint, every=0),  # which counts updates
+            checkpoints,
+            parts.learner,
+            view,
+            step=lambda: self._done.step,
+            state=state.resumable,
+            turn=lambda: parts.learner.turn(),
+            of=COLD_START,
+        )
+
+    async def run_all(self) -> None:
+        """All stages, then the weights into the engine; saved, whatever ends it before."""
+        try:
+            await self._run_all()
+        except BaseException:
+            if self._done.step and self.state.imitating is not None:
+                await self._saver.finish()
+            raise
+        finally:
+            self.view.end()
+
+    async def _run_all(self) -> None:
+        config, learner = self.config, self.parts.learner
+        self.view.begin("cold start", sum(stage.num_steps for stage in config.stages))
+        samplers = {
+            stage.rows: Sampler(self.demonstrations[stage.rows], self.rng)
+            for stage in config.stages
+        }
+        async with learner.turn():
+            await learner.reset_optimizer(config.optimizer)
+            if self._checkpoint is not None:
+                await learner.load(self._checkpoint / "trainer")  # with the optimizer's state
+            passed = []
+            for number, stage in enumerate(config.stages, 1):
+                self._place = f"stage {number} of {len(config.stages)} ({stage.rows})"
+                passed.append(await self._stage(stage, samplers[stage.rows]))
+            exact = await self._measure(why_lower(config.stages))
+            if not all(passed):
+                logger.warning("the cold start ended without passing its gate: %s", exact)
+            await uncancelled(self._end())
+            await self.parts.publish()
+        self.parts.demonstrations = None  # nobody needs them any more
+
+    async def _stage(self, stage: SFTStage, sampler: Sampler) -> bool:
+        """Whether its gate, if it has one, was passed."""
+        first, last = stage.lr_scale
+        for number in range(stage.num_steps):
+            scale = first + (last - first) * number / stage.num_steps
+            if self.step < self.config.warmup_steps:
+                scale *= (self.step + 1) / self.config.warmup_steps
+            sequences = sampler.draw(stage.batch_size)
+            self.step += 1
+            if self.step > self._until:
+                with self.view.doing(f"step {self.step} of the cold start"):
+                    await uncancelled(self._imitate(sequences, scale))
+                if self._saver.is_due():
+                    await self._saver.save()
+            if stage.until_gate and self.step % self.config.gate_every == 0:
+                exact = await self._measure()
+                sampler.reweigh(exact, KIND_BOOST)
+                if min(exact.values()) >= self.config.gate_threshold:
+                    return True
+        return not stage.until_gate
+
+    async def _imitate(self, sequences: list[EncodedTree], scale: float) -> None:
+        async with self._saver.moving():
+            metrics = await self.parts.learner.imitate(sequences, scale)
+            self._losses.append(metrics["loss"])
+            self.state.totals.sft_tokens += int(metrics["num_tokens"])
+            self._done.step = self.step
+            self.state.line = self.state.incarnation
+
+    async def _end(self) -> None:
+        """From here on what is saved is of updates."""
+        async with self._saver.moving():
+            await self.parts.learner.reset_optimizer(optimizer_of(self.learner_config))
+            self.state.imitating = None
+
+    async def _measure(self, note: str = "") -> dict[str, float]:
+        """By kind, the share of gate sequences of which every trained token is the likeliest. The
+        line that says it ends with the `note`."""
+        self._num_measured += 1
+        if self._num_measured <= len(self._done.measured):
+            return self._done.measured[self._num_measured - 1]
+        exact = {}
+        for kind, sequences in self.gate[""].items():
+            scores = await self.parts.learner.score(sequences)
+            exact[kind] = sum(all(score.matches) for score in scores) / len(scores)
+        loss = sum(self._losses) / max(1, len(self._losses))
+        self._losses = []
+        kinds = "  ".join(f"{kind} {share:.2f}" for kind, share in exact.items())
+        self.view.say(
+            f"cold start step {self.step}, {self._place}: loss {loss:.3f}, exact match on the gate "
+            f"{kinds}{note}"
+        )
+        self.view.advance(self.step)
+        row = {f"sft/exact_match/{kind}": share for kind, share in exact.items()}
+        await self.recorder.log({"step": 0, "sft/step": self.step, "sft/loss": loss, **row})
+        self._done.measured.append(exact)
+        return exact

@@ -1,0 +1,387 @@
+"""Evaluations of a training run: around its phases, after steps, or beside the training.
+
+RUN/eval/step-000040/           a whole evaluation, for `evaluate.py report`, `compare`, `regrade`
+RUN/eval/step-000040.partial/   an evaluation that goes on, or was cut off
+
+They are asked and stored as `launchers/evaluate.py` does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import logging
+import shutil
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from agentenv.actor import Actor
+from agentenv.config import to_plain
+from agentenv.deadline import uncancelled
+from agentenv.disk import PARTIAL, replace_folder
+from agentenv.errors import SHOWN, AgentEnvError, DataError, EnvError, TooManyFailuresError
+from agentenv.evaluate import Answer
+from agentenv.failures import NUM_NAMED
+from agentenv.offload import in_thread
+from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
+from agentenv.pipelines.config.rl import EvalConfig, TrainConfig
+from agentenv.pipelines.evaluation.run import Progress, ask_into, broken, row_of
+from agentenv.pipelines.evaluation.store import Saved, Store, identity, load_saved, read_rows
+from agentenv.pipelines.evaluation.subject import evaluation_of
+from agentenv.pipelines.records.row import FAILED, EvalRow, Wanted
+from agentenv.pipelines.rl.parts import Parts
+from agentenv.pipelines.rl.recorder import EVALUATIONS, PhaseClock, Recorder
+from agentenv.pipelines.rl.report import PHASES
+from agentenv.pipelines.rl.state import BriefReport, Evaluating, RunSaver, RunState, brief_report
+from agentenv.pipelines.run.rundir import REMOVED, RunDirectory
+from agentenv.pipelines.run.terminal import Pulse, View
+from agentenv.redact import Redactor
+from agentenv.tree import CANCELLED
+from agentenv.types import Task
+
+logger = logging.getLogger(__name__)
+
+SET_KEYS = ("max_tasks", "num_samples")
+BEFORE_TRAINING = ("before_sft", "after_sft", "before_rl")  # phases
+MAX_FAILED = 0.2  # of the trajectories of an evaluation in one of these
+Ask = Callable[[Actor, str], Awaitable[list[EvalRow]]]  # by the actor, the set of this name
+
+
+class Evaluator:
+    """Evaluates the policy of a run: at once, while no weights are published, or beside the
+    training, on an engine of its own, which has the weights of one step until the evaluation of
+    that step is done. Of the evaluations beside the training one goes on at a time."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: RunDirectory,
+        state: RunState,
+        clock: PhaseClock,
+        parts: Parts,
+        recorder: Recorder,
+        saver: RunSaver,
+    ) -> None:
+        self.config = config
+        self.state = state
+        self.clock = clock
+        self.parts = parts
+        self.recorder = recorder
+        self.saver = saver
+        self._beside: asyncio.Task[None] | None = None
+        self._folder = run.path / EVALUATIONS
+        self._weights = run.path / "evaluating"
+        self._evaluations = Evaluations(config, run.path, parts.eval_tasks, recorder.view)
+        self.timeout_s = config.eval.timeout_s
+
+    def set(self, config: EvalConfig) -> None:
+        """What holds for evaluations that begin from now on."""
+        self.timeout_s, self._evaluations.concurrency = config.timeout_s, config.concurrency
+
+    async def around(self, phase: str) -> None:
+        """Evaluate the sets that are reported before and after the phase, and keep their reports
+        under its name."""
+        names = [name for name, chosen in self.config.eval.sets.items() if chosen.phases]
+        self.state.reports[phase] = await self.evaluate(names, phase)
+
+    async def evaluate(self, names: list[str], when: str = "") -> dict[str, BriefReport]:
+        """Evaluate these sets; `when`: around this phase. No weights are published meanwhile, so
+        one policy version is seen."""
+        if not names:  # one beside the training may go on
+            return {}
+        self.state.evaluating = what = self._now(names, when)
+        with self.clock.phase("eval"):
+            found = await self._or_gap(self._evaluate(self.parts.eval_actor, what), what)
+        self.state.evaluating = None
+        return found
+
+    async def after_step(self, names: list[str]) -> None:
+        """Evaluate these sets after a step; the best checkpoint is kept by them."""
+        step = self.state.step
+        if names and self.parts.overlapping is not None:
+            await self._begin_beside_training(names)
+            return
+        for report in (await self.evaluate(names)).values():
+            await self.saver.consider_best(step, report)
+
+    async def asked(self, names: list[str]) -> tuple[str, dict[str, BriefReport]]:
+        """Evaluate these sets now, which a person asked for, and where that is stored: beside what
+        is due. What is there already is not asked again."""
+        await self.finish()  # one beside the training
+        for number in count(1):
+            when = f"asked-{self.state.step:06d}" + (f"-{number}" if number > 1 else "")
+            what = self._now(names, when)
+            if await in_thread(self._is_free, what):
+                break
+        return when, await self.evaluate(names, when)
+
+    def _is_free(self, what: Evaluating) -> bool:
+        """Whether nothing else is stored where it goes."""
+        return not (self._folder / what.phase).exists() or self._evaluations.is_done(what)
+
+    async def resume(self, due: list[str]) -> None:
+        """Take up the evaluation after a step that an interruption cut off, or that of the sets
+        `due` after the last step, which it came before."""
+        what = self.state.evaluating or self._now(due)
+        if what.when or not what.sets:
+            return
+        beside = self.parts.overlapping
+        if not self._has_sets(what):
+            self._tell_gap(what, "eval.sets does not have them any more")
+        elif await in_thread(self._evaluations.is_done, what):
+            await self._consider_again(what)
+        elif beside is not None and await in_thread(self._weights_of(what).is_dir):
+            return self._begin(beside, what)
+        elif what.step == self.state.step:
+            return await self.after_step(what.sets)
+        else:
+            self._tell_gap(what, "its weights are gone")
+        self.state.evaluating = None
+
+    async def _consider_again(self, what: Evaluating) -> None:
+        """Keep the best checkpoint, should the interruption have come before that."""
+        if not self.config.checkpoint.best_metric:
+            return
+        rows = await in_thread(read_rows, self._folder / what.phase)
+        for name in what.sets:
+            own = [row for row in rows if row.dataset == name]
+            await self.saver.consider_best(what.step, brief_report(name, own))
+
+    def _has_sets(self, what: Evaluating) -> bool:
+        """Whether the configuration still knows of all that is evaluated."""
+        return self.config.eval.sets.keys() >= set(what.sets)
+
+    def is_told(self, phase: str) -> bool:
+        """Whether its rows of metrics are all there, and stay so when the run goes on."""
+        if phase in PHASES:
+            return phase in self.state.reports
+        pending = self.state.evaluating
+        if pending is not None and pending.phase == phase and self._has_sets(pending):
+            return self._evaluations.is_done(pending)
+        return not (self._folder / f"{phase}{PARTIAL}").is_dir()
+
+    async def finish(self) -> None:
+        """Wait for the evaluation that goes on beside the training."""
+        if self._beside is not None:
+            await self._beside
+            self._beside = None
+
+    def cancel(self) -> None:
+        """Stop the evaluation beside the training; the state still says that it is due."""
+        if self._beside is not None:
+            self._beside.cancel()
+
+    # inner workings
+
+    def _now(self, names: list[str], when: str = "") -> Evaluating:
+        state, version = self.state, self.parts.learner.policy_version
+        return Evaluating(state.step, version, names, state.line, when)
+
+    async def _begin_beside_training(self, names: list[str]) -> None:
+        actor, learner = self.parts.overlapping, self.parts.learner
+        assert actor is not None
+        with self.clock.phase("eval"):
+            await self.finish()
+            await in_thread(self._forget_weights)
+            what = self._now(names)
+            await learner.export(self._weights_of(what))
+        self.state.evaluating = what
+        if self.config.checkpoint.best_metric.partition("/")[0] in names:
+            await self.saver.save()  # of these weights, should they be the best
+        self._begin(actor, what)
+
+    def _begin(self, actor: Actor, what: Evaluating) -> None:
+        self._beside = asyncio.create_task(self._evaluate_beside(actor, what))
+
+    async def _evaluate_beside(self, actor: Actor, what: Evaluating) -> None:
+        """To its end, or to a gap in the curve: the training does not depend on it. What every
+        trajectory failed of is another matter, since those of the training meet it too."""
+        try:
+            found = await self._or_gap(self._with_weights(actor, what), what)
+            for report in found.values():
+                await self.saver.consider_best(what.step, report)
+        except* (AgentEnvError, OSError) as errors:
+            error = first_of(errors)
+            of_env = isinstance(error, TooManyFailuresError) and not error.is_of_engine
+            if isinstance(error, EnvError) or of_env:
+                raise
+            self._tell_gap(what, str(error))
+        self.state.evaluating = None
+        await in_thread(self._forget_weights)
+
+    def _weights_of(self, what: Evaluating) -> Path:
+        """Where they are; a checkpoint may know of others than the last that were written."""
+        return self._weights / f"{what.phase}-{what.incarnation}"
+
+    def _forget_weights(self) -> None:
+        """Whole or not at all, as far as a later process sees."""
+        removed = self._weights.with_name(self._weights.name + REMOVED)
+        shutil.rmtree(removed, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            self._weights.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
+
+    async def _with_weights(self, actor: Actor, what: Evaluating) -> dict[str, BriefReport]:
+        if actor.engine.policy_version != what.policy_version:
+            await actor.engine.load_weights(self._weights_of(what), what.policy_version)
+        return await self._evaluate(actor, what)
+
+    async def _or_gap(
+        self, evaluation: Coroutine[Any, Any, dict[str, BriefReport]], what: Evaluating
+    ) -> dict[str, BriefReport]:
+        """What it finds, or nothing where it takes longer than `eval.timeout_s`."""
+        limit_s = self.timeout_s
+        deadline = asyncio.timeout(limit_s)
+        try:
+            async with deadline:
+                return await evaluation
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+        self._tell_gap(what, f"it took longer than {limit_s:g} s (eval.timeout_s)")
+        return {}
+
+    def _tell_gap(self, what: Evaluating, reason: str) -> None:
+        logger.warning("there is no evaluation %s: %s", what.phase, reason, extra=SHOWN)
+
+    async def _evaluate(self, actor: Actor, what: Evaluating) -> dict[str, BriefReport]:
+        if not what.sets:
+            return {}
+        found = {}
+        async with self._evaluations.begin(what, what.phase) as ask:
+            for name in what.sets:
+                rows = await ask(actor, name)
+                refuse_failed(name, rows, is_before=what.when in BEFORE_TRAINING)
+                found[name] = brief_report(name, rows)
+                await self.recorder.tell(found[name], rows, what.step, what.phase)
+        return found
+
+
+def first_of(error: BaseException) -> BaseException:
+    """The first of the errors in a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False) -> None:
+    """Stop when every trajectory of an evaluation failed, since its figures would be those of
+    nothing, and `is_before` training when MAX_FAILED of them did: training would meet the same, and
+    learn from the rest. Raises `broken`."""
+    errors = [row.error or "" for row in rows if row.end == FAILED]
+    errors = [one for one in errors if not one.startswith(f"{CANCELLED}:")]
+    if not errors or len(errors) < len(rows) * (MAX_FAILED if is_before else 1):
+        return
+    causes = Counter(errors).most_common(NUM_NAMED)
+    named = Redactor({}).text("; ".join(f"{count} x {text}" for text, count in causes))
+    number = f"all {len(rows)}" if len(errors) == len(rows) else f"{len(errors)} of {len(rows)}"
+    raise broken(errors)(
+        f"{number} trajectories of the evaluation of eval.sets.{name} failed"
+        f"{f' before training, {MAX_FAILED:.0%} or more' if is_before else ''}: {named}; mend it "
+        "and go on with --resume, which asks them again"
+    )
+
+
+class Evaluations:
+    """Begins the evaluations of the run in the folder `run`, and says to `view` how far they
+    are."""
+
+    def __init__(
+        self, config: TrainConfig, run: Path, tasks: Mapping[str, Sequence[Task]], view: View
+    ) -> None:
+        self._view = view
+        self._config, self._run, self._tasks = config, run, tasks
+        self.concurrency = config.eval.concurrency  # of those that begin from now on
+
+    @asynccontextmanager
+    async def begin(self, what: Evaluating, when: str) -> AsyncIterator[Ask]:
+        """What asks a set of the evaluation in RUN/eval/WHEN, which is whole when the context ends
+        well. An evaluation of the same weights that was cut off is taken up; one of others in its
+        place is removed."""
+        config = await in_thread(self._configuration, what.sets)
+        saved = self._saved(what, config)
+        folder = self._run / EVALUATIONS / when
+        unfinished = folder.with_name(folder.name + PARTIAL)
+        opened: list[Store] = []  # also by a thread whose waiter was cancelled
+
+        def take_up() -> None:
+            if is_of(folder, saved):  # it was done, and its figures are not kept yet
+                shutil.rmtree(unfinished, ignore_errors=True)
+                folder.rename(unfinished)
+            opened.append(_take_up(unfinished, saved))
+
+        try:
+            await uncancelled(in_thread(take_up))
+            yield partial(self._ask, opened[0], config)
+        finally:
+            for store in opened:
+                store.close()
+        await in_thread(replace_folder, unfinished, folder)
+
+    def is_done(self, what: Evaluating) -> bool:
+        """Whether it is there, whole."""
+        saved = self._saved(what, self._configuration(what.sets))
+        return is_of(self._run / EVALUATIONS / what.phase, saved)
+
+    def _saved(self, what: Evaluating, config: EvaluateConfig) -> Saved:
+        subject = {
+            "name": self._run.name,
+            "step": what.step,
+            "policy_version": what.policy_version,
+            "incarnation": what.incarnation,
+        }
+        return Saved(subject=subject, run=str(self._run.absolute()), config=to_plain(config))
+
+    async def _ask(
+        self, store: Store, config: EvaluateConfig, actor: Actor, name: str
+    ) -> list[EvalRow]:
+        """All rows of a set, in the order of its questions; those that are stored are not asked.
+        The seed is that of the set, as in `launchers/evaluate.py`: equal seeds, equal samples."""
+        own = config.sets[name]
+        seed = own.sampling.seed if own.sampling is not None else None
+        number = config.seed if seed is None else seed
+        asking = copy.copy(actor)
+        asking.seed = f"{number}/eval/{name}"
+
+        def make_row(name: str, answer: Answer) -> EvalRow:
+            return row_of(name, answer, number)
+
+        samples = range(own.num_samples)
+        wanted = [Wanted(name, task, sample) for task in self._tasks[name] for sample in samples]
+        missing, many = store.missing(wanted), self.concurrency
+        pulse = Pulse(self._view, f"evaluation of {name}", len(missing))
+        progress = Progress(pulse.look, actor.engine)
+        try:
+            await ask_into(store, missing, {name: asking}, make_row, progress.add, concurrency=many)
+        finally:
+            progress.close()
+        return [store.rows[one.key] for one in wanted]
+
+    def _configuration(self, names: Sequence[str]) -> EvaluateConfig:
+        """That of the run, as `launchers/evaluate.py RUN` has it."""
+        config = self._config
+        plain = json.loads(json.dumps(to_plain(config)))
+        raw = evaluation_of(plain, names, SET_KEYS)
+        raw["concurrency"] = config.eval.concurrency
+        raw["engine"] = plain["eval"]["engine"] or raw["engine"]
+        return resolve_sets(raw, "eval")
+
+
+def is_of(path: Path, saved: Saved) -> bool:
+    """Whether the folder holds this evaluation."""
+    try:
+        return bool(identity(load_saved(path)) == json.loads(json.dumps(identity(saved))))
+    except DataError:
+        return False
+
+
+def _take_up(path: Path, saved: Saved) -> Store:
+    if not is_of(path, saved):
+        shutil.rmtree(path, ignore_errors=True)
+    return Store(path, saved)

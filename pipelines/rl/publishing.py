@@ -1,0 +1,237 @@
+"""New weights from learner to engine: three ways to send them, whether both then agree, and who has
+the GPUs meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Literal, Protocol
+
+from msgspec import Struct
+
+from agentenv.deadline import uncancelled
+from agentenv.engine import Engine, SleepingEngine
+from agentenv.engines.pool.pool import EnginePool
+from agentenv.errors import ConfigError, EngineDeadError, LearnerError
+from agentenv.learners.batch import encode_sequence
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
+from agentenv.learners.learner import Learner
+from agentenv.offload import in_thread
+from agentenv.types import Completion, SamplingParams
+
+PROBE_S = 120.0  # in which a server answers a prompt of a probe; else it is left out
+
+
+class Gap(Struct, frozen=True):
+    """|engine log-prob - learner log-prob| over the tokens of one probe, nats; `worst` is the
+    server that has the largest, empty without servers."""
+
+    num_tokens: int
+    mean: float
+    max: float
+    worst: str = ""
+
+
+class ParityProbe:
+    """After a publish the engine, each server of a pool, samples a few tokens behind fixed
+    prompts; before its next step the learner, still at that version, scores the same tokens."""
+
+    def __init__(
+        self, engine: Engine, learner: Learner, prompts: Sequence[list[int]], num_tokens: int = 16
+    ) -> None:
+        self.engine = engine
+        self.learner = learner
+        self.prompts = prompts
+        self.num_tokens = num_tokens
+        self._sampling: asyncio.Future[list[dict[str, Completion]]] | None = None
+
+    def start(self) -> None:
+        """Let the engine sample; call right after a publish."""
+        self._sampling = asyncio.gather(
+            *(self._sample(number, prompt) for number, prompt in enumerate(self.prompts))
+        )
+
+    async def _sample(self, number: int, prompt: list[int]) -> dict[str, Completion]:
+        """By the name of the server; none that gave no answer in time."""
+        sampling = SamplingParams(self.num_tokens, seed=number)
+        if isinstance(self.engine, EnginePool):
+            return await self.engine.generate_on_each(prompt, sampling, PROBE_S)
+        try:
+            async with asyncio.timeout(PROBE_S):
+                return {"": await self.engine.generate(prompt, sampling, session=f"probe{number}")}
+        except TimeoutError:
+            return {}
+
+    async def sampled(self) -> None:
+        """Wait until the engine has sampled what `start` asked for."""
+        if self._sampling is not None:
+            await asyncio.wait([self._sampling])
+
+    async def finish(self) -> Gap | None:
+        """Let the learner score what was sampled since start(); None if nothing was."""
+        if self._sampling is None:
+            return None
+        found, self._sampling = await self._sampling, None
+        sampled = [
+            (name, prompt, completion)
+            for prompt, answers in zip(self.prompts, found, strict=True)
+            for name, completion in answers.items()
+        ]
+        if not sampled:  # no server was there
+            return None
+        sequences = [
+            encode_sequence(
+                prompt + completion.token_ids,
+                [False] * len(prompt) + [True] * len(completion.token_ids),
+            )
+            for _, prompt, completion in sampled
+        ]
+        scores = await self.learner.score(sequences)
+        gaps = [
+            (abs(ours - theirs), name)
+            for (name, _, completion), score in zip(sampled, scores, strict=True)
+            for ours, theirs in zip(completion.logprobs, score.logprobs, strict=True)
+        ]
+        largest, worst = max(gaps)
+        return Gap(len(gaps), sum(gap for gap, _ in gaps) / len(gaps), largest, worst)
+
+    async def close(self) -> None:
+        """Stop sampling, if it is still going on."""
+        if self._sampling is not None:
+            self._sampling.cancel()
+            await asyncio.gather(self._sampling, return_exceptions=True)
+
+
+class Colocation:
+    """Who has the GPUs, where engine and learner share them. Every command to the learner takes
+    the GPUs for itself; `learner.turn`, which is `turn` here, keeps them for several commands.
+
+        all serve --> sleep --> all train --> wake --> all serve
+                                publish -----^  with the new weights
+
+    Rollouts that are under way wait with their tokens while the learner trains, and their
+    deadlines with them; so do rollouts that start meanwhile. Before the engine sleeps it samples
+    to its end what the parity `probe` has asked for.
+    """
+
+    def __init__(
+        self,
+        engine: SleepingEngine,
+        learner: DeepSpeedLearner,
+        probe: ParityProbe,
+    ) -> None:
+        self.owner: Literal["engine", "learner"] = "engine"
+        self._engine, self._learner, self._probe = engine, learner, probe
+        self._depth = 0
+        self._moving = asyncio.Lock()
+        learner.turn = self.turn
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """The learner has the GPUs inside, whether or not it had them already."""
+        self._depth += 1
+        gone = False
+        try:
+            await self._to_learner()
+            yield
+        except LearnerError:
+            gone = True  # there may be nobody left to sleep, and the reason must not be hidden
+            raise
+        finally:
+            self._depth -= 1
+            if not (self._depth or gone):
+                await uncancelled(self._to_engine())  # half of it would leave both asleep
+
+    async def release(self) -> None:
+        """Within a turn: the learner sleeps from now on, the engine is about to be woken up by
+        `load_weights`."""
+        async with self._moving:
+            await self._learner.sleep()
+            self.owner = "engine"
+
+    async def _to_learner(self) -> None:
+        async with self._moving:
+            if self.owner == "engine":
+                await self._probe.sampled()
+                with suppress(EngineDeadError):  # which has no GPU any more: the learner is saved
+                    await self._engine.sleep()
+                await self._learner.wake()
+                self.owner = "learner"
+
+    async def _to_engine(self) -> None:
+        async with self._moving:
+            if self.owner == "learner":
+                await self._learner.sleep()
+                with suppress(EngineDeadError):  # whoever asks it next is told
+                    await self._engine.wake()
+                self.owner = "engine"
+
+
+def sleeping_engine(engine: Engine) -> SleepingEngine:
+    """The engine as one that can sleep. Raises ConfigError if it, or one of its servers, cannot."""
+    if not isinstance(engine, SleepingEngine):
+        raise ConfigError(
+            "resources.colocated: this engine cannot sleep; choose engine.name = 'embedded', "
+            "'vllm' or 'sglang'"
+        )
+    if isinstance(engine, EnginePool):
+        engine.require("sleep")
+    return engine
+
+
+class Publisher(Protocol):
+    """Brings the learner's weights into the engine while rollouts are running."""
+
+    async def publish(self) -> None:
+        """The weights become the next policy version; an engine that sleeps wakes up with them."""
+        ...
+
+
+class DirectoryPublisher:
+    """The learner writes a whole model into `folder`, the engine loads it from there."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        learner: DeepSpeedLearner,
+        folder: Path,
+        colocation: Colocation | None = None,
+    ) -> None:
+        self.engine, self.learner = engine, learner
+        self.folder, self.colocation = folder, colocation
+
+    async def publish(self) -> None:
+        version = self.learner.policy_version + 1
+        async with self.learner.turn():
+            path = await self._write(self.folder / f"v{version}")
+            if self.colocation is not None:
+                await self.colocation.release()
+        await self.engine.load_weights(path, version)
+        await in_thread(shutil.rmtree, self.folder / f"v{version - 1}", ignore_errors=True)
+
+    async def _write(self, path: Path) -> Path:
+        return await self.learner.publish(path)
+
+
+class AdapterPublisher(DirectoryPublisher):
+    """The learner writes its LoRA adapter alone; the engine has the model below it."""
+
+    async def _write(self, path: Path) -> Path:
+        return await self.learner.publish_adapter(path)
+
+
+class BroadcastPublisher:
+    """The ranks of the learner send the weights to the servers of a pool, past the disk; servers
+    that cannot receive read a folder that the sender writes for them."""
+
+    def __init__(self, engine: EnginePool, sender: LearnerSender) -> None:
+        self.engine, self.sender = engine, sender
+
+    async def publish(self) -> None:
+        version = await self.sender.publish()
+        await self.engine.receive_weights(self.sender, version)
+        await in_thread(shutil.rmtree, self.sender.folder / f"v{version - 1}", ignore_errors=True)

@@ -1,0 +1,288 @@
+"""What a run measures of itself and writes: seconds, metrics, trajectories, evaluations, and the
+report at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import psutil
+
+from agentenv.archive import ARCHIVE, Archive, Credit, Fate, KeptTree, StepHeader
+from agentenv.data_files import Row
+from agentenv.deadline import uncancelled
+from agentenv.encoder import decoder
+from agentenv.envs.common.workers import JobError, WorkerPool
+from agentenv.errors import ConfigError, InfraError
+from agentenv.learners.credit import TreeCredit
+from agentenv.offload import in_thread
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.records.row import EvalRow
+from agentenv.pipelines.records.trajectories import write_rows
+from agentenv.pipelines.rl import report
+from agentenv.pipelines.rl.report import entropy_line, write_entropy, write_plots
+from agentenv.pipelines.rl.state import BriefReport, RunState
+from agentenv.pipelines.run.rundir import LOG_FILE, RunDirectory
+from agentenv.pipelines.run.terminal import View
+from agentenv.tree import TrajectoryTree, to_frame
+
+Told = dict[int, list[list[float]]]  # of trees by their index: first entropies of each node
+
+
+class Settled(NamedTuple):
+    """What became of a tree that a step took, and why, where it was not trained."""
+
+    tree: TrajectoryTree
+    credit: TreeCredit | None
+    fate: Fate
+    why: str = ""
+
+
+def first_entropies(trees: Sequence[TrajectoryTree], num_tokens: int) -> Told:
+    """What plans saw of the engine's entropies."""
+    if not num_tokens:
+        return {}
+    return {
+        tree.index: [node.entropies[:num_tokens].tolist() for node in tree.nodes] for tree in trees
+    }
+
+
+def kept_tree(settled: Settled, told: Told) -> KeptTree:
+    """A tree for the archive."""
+    tree, credit, fate, why = settled
+    figures = None
+    if credit is not None:
+        figures = Credit(*(getattr(credit, name).tolist() for name in Credit.__struct_fields__))
+    return KeptTree(tree, fate, why, figures, told.get(tree.index, []))
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of all below it, ended ones included."""
+    total = 0.0
+    for pid in _family(os.getpid()):
+        with suppress(psutil.NoSuchProcess):
+            times = psutil.Process(pid).cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+def _family(pid: int) -> list[int]:
+    """The process and all below it. Where the kernel tells the children of one, the others of the
+    machine, which may be thousands, are not looked through."""
+    folder = Path(f"/proc/{pid}/task")
+    try:
+        texts = [(thread / "children").read_text() for thread in folder.iterdir()]
+    except OSError:
+        if pid != os.getpid():  # it has ended
+            return [pid]
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    return [pid, *(one for text in texts for child in text.split() for one in _family(int(child)))]
+
+
+@contextmanager
+def adding(
+    seconds: dict[str, float], name: str, clock: Callable[[], float] | None = None
+) -> Iterator[None]:
+    """Adds to seconds[name] what passes on the clock inside, by default on the event loop's."""
+    clock = clock or asyncio.get_running_loop().time
+    start = clock()
+    try:
+        yield
+    finally:
+        seconds[name] = seconds.get(name, 0.0) + clock() - start
+
+
+class Stopwatch:
+    """Wall seconds of named parts since they were taken last."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """To be entered around a part."""
+        return adding(self._seconds, name)
+
+    def take(self) -> dict[str, float]:
+        """The seconds as metrics, time/NAME_s; the parts begin anew."""
+        taken, self._seconds = self._seconds, {}
+        return {f"time/{name}_s": seconds for name, seconds in taken.items()}
+
+
+class PhaseClock:
+    """Adds up seconds by phase; a phase may be entered many times, also from a resumed run."""
+
+    def __init__(self, wall_s: dict[str, float], cpu_s: dict[str, float]) -> None:
+        self.wall_s = wall_s
+        self.cpu_s = cpu_s
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with adding(self.wall_s, name), adding(self.cpu_s, name, cpu_seconds):
+            yield
+
+
+MANY_TOKENS = 200_000  # of a step, whose texts take a tenth of a second
+WRITE_S = 3600.0  # of CPU time, at most, for the trajectories of a step
+EVALUATIONS = "eval"  # folder of a run
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Writes what happens in a run: rows of metrics, trajectories, evaluations, and the report at
+    the end. `report_set` is the evaluation set that the report is about, the first."""
+
+    def __init__(
+        self, config: TrainConfig, run: RunDirectory, view: View, state: RunState, tokenizer: Any
+    ) -> None:
+        self.config = config
+        self.run = run
+        self.view = view
+        self.state = state
+        self.tokenizer = tokenizer
+        self.archive = Archive(run.path / ARCHIVE, config.archive)
+        self._num_bytes = 0  # of trajectories that are written
+        self._writing: asyncio.Task[None] | None = None
+        self._writer: WorkerPool | None = None  # from the first step with many tokens on
+        self.report_set = next(iter(config.eval.sets), "")
+
+    async def log(self, row: dict[str, Any]) -> None:
+        """A row of metrics.jsonl, and of the monitors."""
+        await in_thread(self.run.write_metrics, row)
+        self.run.monitors.log(row)
+
+    async def tell(self, result: BriefReport, rows: list[EvalRow], step: int, when: str) -> None:
+        """An evaluation of one set after `step`: metrics, a line, samples for monitors and, of
+        the set that is reported, for samples.txt."""
+        name = f"eval-{result.name}-{when}"
+        done = [row for row in rows if row.end != "failed"]
+        if shown := done[: self.run.monitors.num_wanted(name)]:
+            self.run.monitors.trajectories(name, [msgspec.structs.asdict(row) for row in shown])
+        await self.log({"step": step, "phase": when, **report.report_metrics(result)})
+        title = report.phase_title(when, cold_start=self.config.sft is not None)
+        self.view.say(report.report_line(result, title))
+        if when in report.PHASES and result.name == self.report_set:
+            path, append = self.run.path / "samples.txt", when != "before_sft"
+            await in_thread(report.write_samples, path, title, done, append=append)
+
+    def finish(
+        self,
+        *,
+        policy_version: int,
+        in_flight: int,
+        event_loop: dict[str, float],
+        engine: dict[str, Any],
+        failures: Sequence[str] = (),
+    ) -> None:
+        """Summary, table, curves; the wall time of phases is complete by now. `engine`: what
+        befell it since this process started; `failures`: the causes of failed rollouts."""
+        config, state = self.config, self.state
+        summary = report.summarize(
+            state,
+            name=self.report_set,
+            seed=config.run.seed,
+            algorithm=config.algorithm_name,
+            policy_version=policy_version,
+            in_flight=in_flight,
+            event_loop=event_loop,
+            engine=engine,
+            failures=failures,
+        )
+        self.run.write_json("summary.json", summary)
+        if self.report_set:
+            table = report.final_table(state, self.report_set, cold_start=config.sft is not None)
+            self.view.show(table)
+        pictures = self.draw()
+        if line := entropy_line(state.entropy):
+            self.view.say(line)
+        for line in engine.get("told", ()):
+            self.view.say(line)
+        totals = summary["rollouts"]
+        self.view.say(
+            f"rollouts: {totals['trajectories']} ended, {totals['failed']} failed "
+            f"({totals['failed_share']:.1%}); {summary['tokens']['sampled_per_s']:.0f} sampled "
+            "tokens a second over the RL phase"
+        )
+        for clock, seconds in (("wall", summary["wall_s"]), ("CPU", summary["cpu_s"])):
+            times = "  ".join(f"{name} {value:.0f}" for name, value in seconds.items())
+            self.view.say(f"{clock} seconds: {times}")
+        last = self.run.checkpoints.path(state.step).name
+        written = ["summary.json", *pictures, "entropy.csv", "samples.txt", "metrics.jsonl"]
+        written += [LOG_FILE, "trajectories/", f"{ARCHIVE}/", f"{EVALUATIONS}/"]
+        there = [name for name in written if (self.run.path / name).exists()]
+        self.view.say(f"written to {self.run.path}: {', '.join(there)}, checkpoints/{last}")
+
+    def draw(self) -> list[str]:
+        """The pictures of the run so far; returns their names."""
+        folder = self.run.path
+        write_entropy(self.state.entropy, folder, folder.name)
+        return [*write_plots(folder / "metrics.jsonl", folder, folder.name), "entropy.png"]
+
+    async def write_trajectories(self, name: str, trees: list[TrajectoryTree]) -> None:
+        """Every trajectory as a readable row, until the size limit; a sample to the monitors."""
+        log, monitors = self.config.log, self.run.monitors
+        wanted, is_full = monitors.num_wanted(name), self._num_bytes > log.max_trajectory_mb * 1e6
+        path = None
+        if log.trajectories and not is_full:
+            path = self.run.path / "trajectories" / f"{name}.jsonl"
+            await in_thread(path.parent.mkdir, exist_ok=True)
+        elif log.trajectories:
+            logger.warning("log.max_trajectory_mb is reached: no more trajectories are written")
+        if path is None and not wanted:
+            return
+        num_chars, shown = await self._write_rows(trees, path, wanted)
+        if shown:
+            monitors.trajectories(name, shown)
+        self._num_bytes += num_chars
+
+    async def _write_rows(
+        self, trees: list[TrajectoryTree], path: Path | None, wanted: int
+    ) -> tuple[int, list[Row]]:
+        """In a process of its own if it takes long, else in a thread."""
+        file = Path(str(getattr(self.tokenizer, "name_or_path", ""))) / "tokenizer.json"
+        has_many = sum(tree.num_tokens for tree in trees) > MANY_TOKENS
+        if has_many and await in_thread(file.is_file):
+            if self._writer is None:
+                handler = "agentenv.pipelines.records.trajectories:TrajectoryWriter"
+                arguments = {"tokenizer": str(file)}
+                self._writer = WorkerPool(
+                    handler, name="trajectories", arguments=arguments, max_jobs=1
+                )
+            frames = await in_thread(lambda: [to_frame(tree) for tree in trees])
+            job = {"trees": frames, "path": str(path or ""), "wanted": wanted}
+            try:
+                done = await self._writer.run(job, WRITE_S)
+                return done["num_chars"], [json.loads(row) for row in done["shown"]]
+            except (JobError, InfraError, ConfigError) as error:
+                logger.warning("trajectories are written in the run's own process: %s", error)
+        return await in_thread(write_rows, trees, decoder(self.tokenizer), path, wanted)
+
+    async def write_behind(self, name: str, trees: list[TrajectoryTree]) -> None:
+        """The same while other work goes on; only what is still being written is waited for."""
+        await self.written()
+        self._writing = asyncio.create_task(self.write_trajectories(name, trees))
+
+    async def keep_trees(self, header: StepHeader, settled: Sequence[Settled], told: Told) -> None:
+        """The trees of a step, for the archive, while other work goes on."""
+        await self.archive.write_behind(header, (kept_tree(one, told) for one in settled))
+
+    async def close(self) -> None:
+        """Wait for what is being written, whatever becomes of it."""
+        await self.archive.close()
+        if self._writing is not None:
+            await asyncio.wait({self._writing})
+        if self._writer is not None:
+            self._writer.close()
+
+    async def written(self) -> None:
+        """Wait until everything is written. Raises what failed."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await uncancelled(writing)

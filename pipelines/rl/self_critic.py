@@ -1,0 +1,128 @@
+"""The self-critic stage of Tool-Star (arXiv 2505.16410): the reward criticises own answers.
+
+    sample   several answers each to some training questions, with the current policy and its tools
+    pair     an answer with reward >= threshold is chosen, one with less rejected; questions of one
+             kind only give no pair
+    train    DPO on the pairs (learners/dpo.py); the policy before the round is the reference, its
+             log-probs are computed once, so no second model is kept
+
+The paper prints neither how many answers nor which pairs; nothing is released. The numbers are
+keys of [self_critic].
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from random import Random
+
+import msgspec
+
+from agentenv.actor import Actor
+from agentenv.disk import write_whole
+from agentenv.evaluate import evaluate
+from agentenv.learners.dpo import encode_pair
+from agentenv.learners.learner import Learner, Metrics, OptimizerConfig
+from agentenv.offload import in_thread
+from agentenv.pipelines.config.rl import SelfCriticConfig
+from agentenv.pipelines.run.rundir import RunDirectory
+from agentenv.pipelines.supervised.data import PairRow, num_kinds, pairs_of
+from agentenv.pipelines.supervised.run import preference_figures, with_reference_scores
+from agentenv.tree import TrajectoryTree
+from agentenv.types import Task
+
+PAIRS_PER_QUESTION = 4  # random pairs of a chosen and a rejected answer, at most
+
+
+class SelfCritic:
+    """Rounds of one run. `actor` rolls out training questions, `optimizer` is that of the updates
+    between the rounds."""
+
+    def __init__(
+        self,
+        config: SelfCriticConfig,
+        tasks: Sequence[Task],
+        actor: Actor,
+        learner: Learner,
+        optimizer: OptimizerConfig,
+        seed: int,
+        run: RunDirectory,
+    ) -> None:
+        self.config = config
+        self.tasks = tasks
+        self.learner = learner
+        self.optimizer = optimizer
+        self.seed = f"{seed}/self_critic"
+        self.run = run
+        self.actor = actor
+
+    async def learn(self, number: int, trees: Sequence[TrajectoryTree]) -> Metrics:
+        """Pair and train; the weights that result are not published. `number` keys all that is
+        random. Metrics begin with self_critic/; without a pair nothing is trained."""
+        rows = [
+            row
+            for tree in trees
+            for row in pairs_of(
+                tree,
+                self.config.threshold,
+                PAIRS_PER_QUESTION,
+                Random(f"{self.seed}/pairs/{number}/{tree.index}"),
+            )
+        ]
+        await in_thread(self._write, number, rows)
+        counts = num_kinds(trees, self.config.threshold)
+        metrics = {f"num_{name}": float(count) for name, count in counts.items()}
+        metrics |= {"num_pairs": float(len(rows)), "num_steps": 0.0}
+        if rows:
+            metrics |= await self._train(rows, number)
+        return {f"self_critic/{name}": value for name, value in metrics.items()}
+
+    async def sample(self, number: int) -> list[TrajectoryTree]:
+        """Independent answers, as of an evaluation, with the sampling of training."""
+        rng = Random(f"{self.seed}/questions/{number}")
+        count = min(self.config.num_questions, len(self.tasks))
+        chosen = [self.tasks[place] for place in rng.sample(range(len(self.tasks)), count)]
+        own, seed = self.actor, f"{self.seed}/{number}"
+        actor = Actor(own.engine, own.renderer, own.make_env, own.limits, own.sampling, seed)
+        return await evaluate(actor, chosen, num_samples=self.config.num_samples)
+
+    async def _train(self, rows: Sequence[PairRow], number: int) -> Metrics:
+        """All epochs with an optimizer that begins anew; that of the updates goes on after it."""
+        config = self.config
+        encoded = [encode_pair(*row.answers()) for row in rows]
+        pairs = await with_reference_scores(self.learner, encoded)
+        await self.learner.set_optimizer_aside(config.optimizer)
+        num_steps = 0.0
+        for epoch in range(config.num_epochs):
+            order = list(pairs)
+            Random(f"{self.seed}/order/{number}/{epoch}").shuffle(order)
+            for first in range(0, len(order), config.batch_size):
+                batch = order[first : first + config.batch_size]
+                metrics = await self.learner.prefer(batch, config.beta)
+                num_steps += metrics["num_steps"]
+        await self.learner.take_optimizer_back(self.optimizer)
+        found = await preference_figures(self.learner, pairs, config.beta)
+        return {**found, "num_steps": num_steps, "grad_norm": metrics["grad_norm"]}
+
+    def _write(self, number: int, rows: Sequence[PairRow]) -> None:
+        """Keep the pairs of a round, in a form that launchers/dpo.py reads."""
+        folder = self.run.path / "pairs"
+        folder.mkdir(exist_ok=True)
+        lines = [json.dumps(msgspec.to_builtins(row)) + "\n" for row in rows]
+        write_whole(folder / f"round-{number:06d}.jsonl", "".join(lines))
+
+
+def round_line(metrics: Metrics) -> str:
+    """A round in one line, for terminal and log."""
+    figures = {name.removeprefix("self_critic/"): value for name, value in metrics.items()}
+    text = (
+        f"{figures['num_mixed']:.0f} of "
+        f"{sum(figures[f'num_{kind}'] for kind in ('mixed', 'all_chosen', 'all_rejected')):.0f} "
+        f"questions gave {figures['num_pairs']:.0f} pairs"
+    )
+    if not figures["num_steps"]:
+        return f"{text}; nothing is trained"
+    return (
+        f"{text}; after {figures['num_steps']:.0f} steps of DPO loss {figures['loss']:.3f}, "
+        f"accuracy {figures['accuracy']:.2f}, margin {figures['margin']:.3f}"
+    )

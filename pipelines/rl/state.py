@@ -1,0 +1,316 @@
+"""What a run remembers beside the learner's own state, the figures of its evaluations among it, and
+how both are saved."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
+from contextlib import asynccontextmanager
+from statistics import fmean
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from agentenv.archive import Archive
+from agentenv.deadline import uncancelled, within
+from agentenv.errors import AgentEnvError
+from agentenv.journal import Journal
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.metrics import EntropyProfile, Ledger, Metrics
+from agentenv.offload import in_thread
+from agentenv.pipelines.config.rl import CheckpointConfig
+from agentenv.pipelines.evaluation import intervals
+from agentenv.pipelines.records.row import EvalRow
+from agentenv.pipelines.rl.publishing import Gap
+from agentenv.pipelines.run.rundir import Checkpoints, load_state
+from agentenv.pipelines.run.saver import Saver
+from agentenv.pipelines.run.terminal import View
+
+logger = logging.getLogger(__name__)
+
+
+class Totals(Struct):
+    """Sums over all trees that were delivered to the learner."""
+
+    tool_calls: int = 0
+    forks: int = 0
+    sampled_tokens: int = 0
+    trained_tokens: int = 0
+    sft_tokens: int = 0
+    staleness_max: int = 0
+    staleness_sum: int = 0
+    num_trees: int = 0
+    num_trajectories: int = 0  # that did not fail
+    num_failed: int = 0
+
+    def add(self, step: Metrics) -> None:
+        """Add the figures of a step's trees, which `agentenv.metrics.rollout_metrics` made."""
+        num_trees = int(step["rollout/trees"])
+        self.tool_calls += int(step["rollout/tool_calls"])
+        self.forks += int(step["rollout/forks"])
+        self.sampled_tokens += int(step["rollout/sampled_tokens"])
+        self.staleness_max = max(self.staleness_max, int(step["staleness/max"]))
+        self.staleness_sum += round(step["staleness/mean"] * num_trees)
+        self.num_trees += num_trees
+        self.num_trajectories += int(step["rollout/trajectories"])
+        self.num_failed += int(step["failed/trajectories"])
+
+    @property
+    def failed_share(self) -> float:
+        """Of all trajectories that ended."""
+        return self.num_failed / max(1, self.num_failed + self.num_trajectories)
+
+
+class ParityGap(Struct):
+    """|engine log-prob - learner log-prob| on the probe batch, nats, over all publishes."""
+
+    num_tokens: int = 0
+    sum: float = 0.0
+    max: float = 0.0
+
+    def add(self, gap: Gap) -> None:
+        self.num_tokens += gap.num_tokens
+        self.sum += gap.mean * gap.num_tokens
+        self.max = max(self.max, gap.max)
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.num_tokens if self.num_tokens else 0.0
+
+
+class Evaluating(Struct, frozen=True):
+    """An evaluation of these sets that goes on, of the weights of this step that the process of
+    this number made. Those of one that overlaps the training are in the run's folder until the
+    evaluation is done."""
+
+    step: int
+    policy_version: int
+    sets: list[str]
+    incarnation: int = 0
+    when: str = ""  # around a phase; empty: after the step
+
+    @property
+    def phase(self) -> str:
+        """The name of its folder and of its row of metrics."""
+        return self.when or f"step-{self.step:06d}"
+
+
+class Imitating(Struct):
+    """How far a cold start is: optimizer steps, and what was measured so far, each exact match by
+    kind. Demonstrations are drawn again in the same order, which both determine."""
+
+    step: int = 0
+    measured: list[dict[str, float]] = field(default_factory=list)
+
+
+# What a run follows of its evaluations; the report of a stored evaluation has all figures.
+
+
+class BriefFigures(Struct, frozen=True):
+    """Figures of one group of questions. `success` is the share of trajectories whose answer is
+    right, with its 95 % interval over questions; failed trajectories are counted apart, never as
+    wrong."""
+
+    num_trajectories: int
+    num_failed: int
+    success: float
+    interval: tuple[float, float]
+    reward: float
+    tool_calls: float
+    action_tokens: float
+
+    @property
+    def failed_share(self) -> float:
+        """Of all trajectories that were asked."""
+        return self.num_failed / max(1, self.num_failed + self.num_trajectories)
+
+    @property
+    def success_if_failed_wrong(self) -> float:
+        """The least success that the failed ones allow."""
+        return self.success * (1 - self.failed_share)
+
+
+class BriefReport(Struct, frozen=True):
+    """The result of one evaluation: over all questions and by their kind. `policy_versions` are
+    the oldest and newest that sampled."""
+
+    name: str
+    policy_versions: tuple[int, int]
+    overall: BriefFigures
+    by_kind: dict[str, BriefFigures]
+
+
+def brief_report(name: str, rows: Sequence[EvalRow]) -> BriefReport:
+    """The figures of the rows of one set."""
+    kinds = sorted({row.kind for row in rows})
+    versions = [version for row in rows for version in row.policy_versions]
+    return BriefReport(
+        name=name,
+        policy_versions=(min(versions, default=0), max(versions, default=0)),
+        overall=_figures(rows),
+        by_kind={kind: _figures([row for row in rows if row.kind == kind]) for kind in kinds},
+    )
+
+
+def _interval(done: Sequence[EvalRow]) -> tuple[float, float]:
+    """Of the share of right trajectories; those of one question are not independent."""
+    by_question: dict[str, list[bool]] = {}
+    for row in done:
+        by_question.setdefault(row.task, []).append(row.success)
+    counts = [len(own) for own in by_question.values()]
+    low, high = intervals.share(list(map(fmean, by_question.values())), counts, counts)
+    return float(low), float(high)
+
+
+def _figures(rows: Sequence[EvalRow]) -> BriefFigures:
+    done = [row for row in rows if row.end != "failed"]
+    num_right = sum(row.success for row in done)
+    return BriefFigures(
+        num_trajectories=len(done),
+        num_failed=len(rows) - len(done),
+        success=num_right / len(done) if done else 0.0,
+        interval=_interval(done),
+        reward=fmean(row.reward for row in done) if done else 0.0,
+        tool_calls=fmean(len(row.tool_calls) for row in done) if done else 0.0,
+        action_tokens=fmean(row.action_tokens for row in done) if done else 0.0,
+    )
+
+
+class RunState(Struct):
+    """`step` updates are done; `position` trees were delivered, in start order; `incarnation` is
+    the number of the process among all that were started for the run, and `line` of the one that
+    made the weights; 0: they are those that the run began with. Reports are kept by phase
+    (before_sft, after_sft, after_rl); `entropy` is of all delivered trees; `evaluating` is an
+    evaluation that is not done, and `imitating` a cold start."""
+
+    step: int = 0
+    position: int = 0
+    incarnation: int = 0
+    line: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
+    totals: Totals = field(default_factory=Totals)
+    parity: ParityGap = field(default_factory=ParityGap)
+    entropy: EntropyProfile = EntropyProfile()
+    reports: dict[str, dict[str, BriefReport]] = field(default_factory=dict)
+    best: float | None = None
+    evaluating: Evaluating | None = None
+    imitating: Imitating | None = None
+    wall_s: dict[str, float] = field(default_factory=dict)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+
+    def resumable(self) -> RunState:
+        """The state for a checkpoint: trees in flight are not offered yet, since a resumed run
+        offers them again."""
+        ledger = self.ledger
+        return replace(self, ledger=replace(ledger, offered=ledger.num_delivered))
+
+
+class RunSaver(Saver):
+    """The checkpoints of a training run, and the best of them by checkpoint.best_metric."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        checkpoints: Checkpoints,
+        state: RunState,
+        learner: DeepSpeedLearner,
+        view: View,
+        kept: Collection[int] = (),
+        journal: Journal | None = None,
+        archive: Archive | None = None,
+    ) -> None:
+        """`kept`: steps whose checkpoints stay."""
+        super().__init__(
+            config,
+            checkpoints,
+            learner,
+            view,
+            step=lambda: state.step,
+            state=state.resumable,
+            needed=lambda: {*kept, *([state.evaluating.step] if state.evaluating else [])},
+            turn=lambda: learner.turn(),  # which colocation replaces
+        )
+        self.state = state
+        self.best_metric = config.best_metric
+        self.journal = journal
+        self.archive = archive
+
+    @asynccontextmanager
+    async def moving(self) -> AsyncIterator[None]:
+        async with super().moving():
+            yield
+            self.state.line = self.state.incarnation
+
+    async def _before(self) -> None:
+        """The trees of its step are in the archive: nobody would write them afterwards."""
+        if self.archive is not None:
+            await asyncio.shield(self.archive.written())  # whose disk may hang
+
+    async def save(self, *, at_end: bool = False) -> None:
+        """Also lets go of what no checkpoint wants of the journal."""
+        if not at_end:
+            await super().save()
+            return await self._let_go()
+        # Weights and state come first, whatever becomes of the rest.
+        writing = None
+        if self.archive is not None:
+            writing = asyncio.create_task(self.archive.written())
+        try:
+            await super().save(at_end=True)
+        finally:
+            if writing is not None:
+                await self._at_last("the trees of the last step", writing)
+        await self._at_last("the journal", self._let_go())
+
+    async def _let_go(self) -> None:
+        """Of what no checkpoint wants of the journal."""
+        if self.journal is not None and not self.journal.is_broken:
+            await self.journal.rotate(await in_thread(self._oldest))
+
+    def _oldest(self) -> int:
+        """The place of the first tree that a checkpoint which is kept may want."""
+        newest = self.checkpoints.finished()[-self.config.keep_last :]
+        return min((load_state(path, RunState).position for path in newest), default=0)
+
+    async def _at_last(self, what: str, writing: Awaitable[None]) -> None:
+        """Wait for `finish_s` at most, and only say what goes wrong."""
+        try:
+            shielded = asyncio.shield(writing)  # which a disk that hangs keeps from its end
+            await within(self.config.finish_s, f"writing {what}", shielded)
+        except Exception as error:
+            is_ours = isinstance(error, AgentEnvError | OSError)
+            trace = None if is_ours else error
+            logger.warning("%s could not be written: %s", what, error, exc_info=trace)
+
+    async def consider_best(self, step: int, report: BriefReport) -> None:
+        """Keep the checkpoint of the best value of checkpoint.best_metric."""
+        name, _, figure = self.best_metric.partition("/")
+        if report.name != name:
+            return
+        value: float = getattr(report.overall, figure)
+        if self.state.best is not None and value <= self.state.best:
+            return
+        cancelled = None
+        if step == self.state.step and not await in_thread(self._has, step):
+            try:
+                await self.save()
+            except asyncio.CancelledError as error:  # it is saved all the same
+                cancelled = error
+        await uncancelled(self._keep_best(step, value))
+        if cancelled is not None:
+            raise cancelled
+
+    def _best_step(self) -> int | None:
+        """Of the best checkpoint, which an earlier process may have kept."""
+        best = self.checkpoints.best()
+        return None if best is None else load_state(best, RunState).step
+
+    async def _keep_best(self, step: int, value: float) -> None:
+        """Only what is there is remembered; see Evaluator.resume."""
+        if await in_thread(self._has, step):
+            await in_thread(self.checkpoints.keep_best, step)
+        elif await in_thread(self._best_step) != step:
+            return
+        self.state.best = value
+        await self.amend()

@@ -1,0 +1,1 @@
+"""A run: its directory, terminal, event loop, signals and control socket."""

@@ -1,0 +1,515 @@
+"""The directory of a run: what is written where, and which checkpoints are kept.
+
+runs/NAME/config.json  run.log  servers/*.log  metrics.jsonl  summary.json  curve.png  samples.txt
+          entropy.png  entropy.csv               by token position, at the start and after results
+          data/  model/                          made by the setup of the quick start
+          journal/                               turns and trees as they happen, for a resume
+          trees/STEP.frames                      every tree of training, with all of its tokens
+          trajectories/STEP.jsonl                every trajectory of training, as readable text
+          timings.jsonl                          how long what took, for simulations
+          eval/WHEN/                             evaluations, as of `launchers/evaluate.py`
+          checkpoints/step-000020/               Hugging Face directory
+          checkpoints/step-000020/trainer/       what a resume needs beside it
+          checkpoints/best/                      the best by `checkpoint.best_metric`
+          skipped/                               batches whose step was not finite
+          lock                                   who trains in it now
+          ctl/                                   the socket of launchers/ctl.py, while it lives
+          steering.jsonl                         what launchers/ctl.py has changed
+          starts                                 how many processes have begun or gone on with it
+          resumed/                               the model that a resumed run began with
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+import weakref
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+from msgspec import Struct
+
+from agentenv.archive import ARCHIVE
+from agentenv.config import changes, resolver, to_plain, upgrade
+from agentenv.deadline import within
+from agentenv.disk import (
+    DIR_KEY,
+    OLD,
+    PARTIAL,
+    WEIGHTS_PREFIX,
+    append_whole,
+    explain,
+    make_folder,
+    replace_folder,
+    sync,
+    write_whole,
+)
+from agentenv.errors import ConfigError, DataError, StallError
+from agentenv.learners.learner import Learner
+from agentenv.offload import in_thread
+from agentenv.pipelines.monitors.monitors import MonitorConfig, Monitors
+
+STATE_FILE = "state.json"
+BEST = "best"
+LATEST = "latest"
+CLEAN_S = 10.0  # to remove half a checkpoint from a disk that may hang
+REMOVED, SET_ASIDE = ".removed", "set-aside"
+STEP, COLD_START = "step", "sft"  # what a checkpoint is of
+
+RATES = ("learning_rate", "muon_learning_rate", "weight_decay")  # set with an optimizer
+
+
+class Checkpoints:
+    """The checkpoints of a run: written beside their final name, renamed when whole, rotated.
+
+    step-000020           whole; but for what its state says of evaluations, never changed
+    step-000020.partial   being written, or cut off by a crash; never read
+    best                  the best by `checkpoint.best_metric`; its weights are hard links
+    sft-000250            in the midst of the cold start, after so many of its steps
+    set-aside/            newer checkpoints than the one that a run was resumed from
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, step: int, of: str = STEP) -> Path:
+        """`of`: the updates, or the cold start before them."""
+        return self.folder / f"{of}-{step:06d}"
+
+    def finished(self) -> list[Path]:
+        """Complete checkpoints of steps, oldest first."""
+        found = sorted(self.folder.glob("s[ft]*-*[0-9]"))  # those of the cold start come first
+        return [path for path in found if (path / STATE_FILE).is_file()]
+
+    def _is_there(self, path: Path) -> bool:
+        return path in self.finished()
+
+    def begin(self, path: Path) -> Path:
+        """An empty folder to write the checkpoint `path` into."""
+        partial = path.with_name(path.name + PARTIAL)
+        shutil.rmtree(partial, ignore_errors=True)
+        make_folder(partial)
+        return partial
+
+    def complete(self, partial: Path) -> Path:
+        """Give what was written its name; from then on it is there, also after a power failure."""
+        path = partial.with_name(partial.name.removesuffix(PARTIAL))
+        replace_folder(partial, path)
+        return path
+
+    async def save(
+        self,
+        path: Path,
+        learner: Learner,
+        state: msgspec.Struct,
+        keep_last: int,
+        needed: Collection[int] = (),
+    ) -> None:
+        """The checkpoint `path`, unless it is there: model, learner and `state`, whole or not at
+        all; then the old ones are removed as `prune` says."""
+        if await in_thread(self._is_there, path):
+            return
+        partial = await in_thread(self.begin, path)
+        try:
+            await learner.export(partial)
+            await learner.save(partial / "trainer")
+            await in_thread(save_state, partial, state)
+            await in_thread(self.complete, partial)
+        except BaseException:  # the disk may be full, and what else is to be written needs space
+            with suppress(StallError):
+                await within(CLEAN_S, "it", in_thread(shutil.rmtree, partial, True))
+            raise
+        await in_thread(self.prune, keep_last, needed)
+
+    def prune(self, keep_last: int, needed: Collection[int] = ()) -> None:
+        """Remove all but the newest and the steps that are needed, and what a crash has left
+        behind."""
+        for path in self.finished()[:-keep_last]:
+            if path not in map(self.path, needed):
+                path.rename(path.with_name(path.name + REMOVED))
+        for suffix in (PARTIAL, OLD, REMOVED):
+            for left in self.folder.glob(f"s[ft]*-*[0-9]{suffix}"):
+                shutil.rmtree(left)
+
+    def keep_best(self, step: int) -> None:
+        """Make checkpoints/best the checkpoint of `step`; at every moment there is a whole one."""
+        partial = self.folder / f"{BEST}{PARTIAL}"
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            shutil.copytree(self.path(step), partial, copy_function=_link_or_copy)
+            replace_folder(partial, self.folder / BEST)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def best(self) -> Path | None:
+        """checkpoints/best, or what it was before if a crash cut its renaming in two."""
+        for name in (BEST, BEST + OLD):
+            if (self.folder / name / STATE_FILE).is_file():
+                return self.folder / name
+        return None
+
+    def to_resume(self, wanted: str) -> Path | None:
+        """latest, best, or a path; None if there is none yet and the latest was wanted."""
+        if wanted == LATEST:
+            return next(iter(self.finished()[::-1]), None)
+        if wanted == BEST:
+            found = self.best()
+            if found is None:
+                raise ConfigError(f"--resume best: {self.folder} holds no best checkpoint")
+            return found
+        path = Path(wanted)
+        if not (path / STATE_FILE).is_file():
+            raise ConfigError(
+                f"--resume {wanted}: not a complete checkpoint ({STATE_FILE} is missing); expected "
+                f"latest, best, or one of {[p.name for p in self.finished()]} in {self.folder}"
+            )
+        return path
+
+    def set_aside_after(self, oldest: Path) -> list[Path]:
+        """Move newer checkpoints out of the way of a run that goes on from an older one."""
+        moved = []
+        for path in reversed(self.finished()):
+            if path.name > oldest.name:
+                aside = self.folder / SET_ASIDE
+                aside.mkdir(exist_ok=True)
+                number = len(list(aside.glob(f"{path.name}*")))
+                name = f"{path.name}-{number}" if number else path.name
+                moved.append(path.rename(aside / name))
+        if moved:
+            sync(self.folder / SET_ASIDE)
+            sync(self.folder)
+        return moved
+
+
+def link_model(checkpoint: Path, folder: Path) -> Path:
+    """The model of a checkpoint, without the learner's state, in `folder`: it stays there when the
+    checkpoint is pruned. Weights are hard links, which cost no space before."""
+    shutil.rmtree(folder, ignore_errors=True)
+    left_out = shutil.ignore_patterns("trainer", STATE_FILE)
+    return Path(shutil.copytree(checkpoint, folder, copy_function=_link_or_copy, ignore=left_out))
+
+
+def find_checkpoint(path: Path, *, best: bool = False) -> Path:
+    """A checkpoint or model directory itself, or the last or best one of a run.
+
+    Raises DataError if there is none.
+    """
+    if not (path / "checkpoints").is_dir():
+        return path
+    checkpoints = Checkpoints(path / "checkpoints")
+    found = checkpoints.best() if best else next(iter(checkpoints.finished()[::-1]), None)
+    if found is None:
+        kind = "best" if best else "finished"
+        raise DataError(f"{path} holds no {kind} checkpoint yet")
+    return found
+
+
+WEIGHTS = (".safetensors", ".bin")
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    """Weights, which nothing writes in place, as hard links where the file system has them; a copy
+    of any other file. Symbolic links are followed: a link to a link may lead nowhere."""
+    if source.endswith(WEIGHTS):
+        with suppress(OSError):  # another file system, or one without links
+            return os.link(os.path.realpath(source), target)
+    shutil.copyfile(source, target)
+
+
+JOB_VARIABLE = "AGENTENV_JOB"  # a name of the job that the process is of; nobody else has it
+
+
+class Holder(Struct, frozen=True):
+    """The process that has a directory, since a time of its clock. Of a job one process at a time
+    is there, which may be started again on another host."""
+
+    pid: int
+    host: str
+    since: str
+    job: str = ""
+
+    @classmethod
+    def me(cls) -> Holder:
+        job, since = os.environ.get(JOB_VARIABLE, ""), time.strftime("%Y-%m-%d %H:%M:%S")
+        return cls(os.getpid(), socket.gethostname(), since, job)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.since}"
+
+
+class Lock:
+    """That one process at a time trains in a directory; `close` lets go.
+
+    The system lets go when the process dies. What is written says who has it, and holds where the
+    file system knows no locks, or does not tell another machine of them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError if another process has it."""
+        self.path = folder / "lock"
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._let_go = weakref.finalize(self, os.close, self._file)
+        try:
+            self._take(folder)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _take(self, folder: Path) -> None:
+        """Lock the folder, or raise ConfigError that says who has it."""
+        is_held, is_known = False, True
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_held = True
+        except OSError:
+            is_known = False
+        try:
+            before = msgspec.json.decode(os.pread(self._file, 4096, 0), type=Holder)
+        except msgspec.DecodeError:  # nobody, or cut off while it was written
+            before = None
+        me = Holder.me()
+        if before is not None and before.host == me.host and not is_known:
+            is_held = before.pid != me.pid and psutil.pid_exists(before.pid)
+        if is_held:
+            raise ConfigError(
+                f"{folder} is in use by {before or 'another process'}; wait for its end, stop it, "
+                "or choose another name with run.name=NAME"
+            )
+        is_same_job = before is not None and bool(me.job) and before.job == me.job
+        if before is not None and before.host != me.host and not is_same_job:
+            raise ConfigError(
+                f"{folder} is in use by {before}, which cannot be asked from {me.host}; if it "
+                f"does not run there any more, remove {self.path}"
+            )
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, msgspec.json.encode(me), 0)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._let_go.alive:
+            os.ftruncate(self._file, 0)
+            self._let_go()
+
+
+LOG_FILE = "run.log"
+STARTS = "starts"
+JOURNAL = "journal"  # folder of turns and trees
+PROBE = ".writable"  # there for a moment, or left by a kill in it
+CONFIG_FILE = "config.json"  # written when everything was found in order; marks a run
+LOGS = ("learner.log", "servers", "workers")  # of what was started
+OURS = {
+    "timings.jsonl",
+    *("checkpoints", "data", "eval", "model", LOG_FILE, *LOGS),
+    *(JOURNAL, ARCHIVE, STARTS, "trajectories", "ctl", "steering.jsonl"),
+    *("metrics.jsonl", "skipped", "pairs", "reference.npz", "tensorboard", "wandb", "wandb.json"),
+}
+Row = dict[str, Any]
+
+
+class RunDirectory:
+    """Creates or reopens the directory of a run; rows of metrics go to the monitors too."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        resume: bool,
+        monitor: MonitorConfig | None = None,
+        settings: Row | None = None,
+    ) -> None:
+        """`settings` is the whole configuration, which the monitors show."""
+        self.path = path
+        self.checkpoints = Checkpoints(path / "checkpoints")
+        self._made = [one for one in (path, *path.parents) if not one.exists()]
+        if resume and not (path / CONFIG_FILE).is_file():
+            raise ConfigError(f"{path} holds no run to resume; start it without --resume")
+        try:
+            if not resume:
+                self._refuse_used()
+                make_folder(path)
+            self._lock = Lock(path)
+            if not resume:
+                self._claim()
+            make_folder(self.checkpoints.folder)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {explain(error, DIR_KEY)}") from error
+        check_writable(path)
+        self.monitors = Monitors(monitor or MonitorConfig(), path, settings or {})
+
+    def close(self) -> None:
+        """Others may have the directory from now on; idempotent."""
+        self._lock.close()
+
+    def _refuse_used(self) -> None:
+        """Refuse a directory that holds a run or something else."""
+        found = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
+        begun = ("learner-", WEIGHTS_PREFIX)  # logs of ranks, weights that a killed run has left
+        found -= {name for name in found if name.startswith(begun)}
+        found -= {CONFIG_FILE + PARTIAL, STARTS + PARTIAL, PROBE, "lock"}
+        if CONFIG_FILE in found:
+            raise ConfigError(
+                f"{self.path} already holds a run; continue it with --resume, choose another name "
+                f"with run.name=NAME, or remove the directory"
+            )
+        if found - OURS:
+            raise ConfigError(
+                f"{self.path} is not empty and no run: it holds {sorted(found - OURS)[0]!r}; "
+                f"choose another name with run.name=NAME"
+            )
+
+    def _claim(self) -> None:
+        """Clear what a run has left that never began."""
+        self._refuse_used()  # again, now that nobody else changes it
+        for entry in self.path.iterdir():
+            if entry != self._lock.path:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+    def count_start(self, known: int) -> int:
+        """The number of this start of the run, another one for each process: of two that go on
+        from one checkpoint, which has `known` starts, the weights part. Raises ConfigError."""
+        path = self.path / STARTS
+        try:
+            before = int(path.read_text())
+        except (FileNotFoundError, ValueError):  # of a run that did not count them
+            before = 0
+        number = max(before, known) + 1
+        try:
+            write_whole(path, f"{number}\n", durable=True)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {explain(error, DIR_KEY)}") from error
+        return number
+
+    def resolve(self, text: str) -> Path:
+        """A path of the configuration; {run} is this directory."""
+        return resolver(self.path)(text)
+
+    @property
+    def has_begun(self) -> bool:
+        return (self.path / CONFIG_FILE).is_file()
+
+    def begin(self, config: Struct) -> None:
+        """From here on this is a run: everything was found in order."""
+        self.write_json(CONFIG_FILE, to_plain(config))
+
+    def check_optimizer(self, name: str) -> None:
+        """Raises ConfigError where the run began with another optimizer than this one, whose state
+        its checkpoints hold: no other optimizer can go on with it."""
+        path = self.path / CONFIG_FILE
+        if not path.is_file():
+            return
+        held = json.loads(path.read_text(encoding="utf-8")).get("learner", {})
+        began = held.get("optimizer", name)
+        if began != name:
+            rates = {key: held[key] for key in RATES if held.get(key) is not None}
+            keys = " ".join(f"learner.{key}={value}" for key, value in rates.items())
+            raise ConfigError(
+                f"{path}: the checkpoints hold the state of learner.optimizer = {began!r}, and the "
+                f"configuration says {name!r}; go on with learner.optimizer={began} {keys}, or "
+                "begin anew under another run.name"
+            )
+
+    def go_on(
+        self,
+        config: Struct,
+        step: int,
+        say: Callable[[str], None],
+        is_told: Callable[[str], bool] = bool,
+        sft_step: int | None = None,
+    ) -> bool:
+        """Put aside what the run did after the checkpoint of `step`, and say what has changed since
+        it began. Whether there were newer checkpoints. The last two: see forget_metrics_after."""
+        self.forget_metrics_after(step, is_told, sft_step)
+        place, after = f"step {step}", self.checkpoints.path(step)
+        if sft_step is not None:
+            place = f"step {sft_step} of the cold start"
+            after = self.checkpoints.path(sft_step, COLD_START)
+        say(f"resuming {self.path} after {place}")
+        newer = self.checkpoints.set_aside_after(after)
+        for path in newer:
+            say(f"a newer checkpoint is moved to {path}")
+        saved = json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
+        upgrade(type(config), saved)
+        for change in changes(saved, json.loads(json.dumps(to_plain(config)))):
+            say(f"changed since the start: {change}")
+        return bool(newer)
+
+    def forget_unless_begun(self) -> None:
+        """Remove the folder of a run that was refused, with what its set-up has made, and those
+        above that were made for it, unless a log may say more than the refusal did."""
+        found = {entry.name for entry in self.path.iterdir()}
+        says_more = found & {*LOGS} or any(name.startswith("learner-") for name in found)
+        if self.has_begun or says_more:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)  # the error that is told is another
+        for folder in self._made:
+            if folder == self.path:
+                continue
+            if any(folder.iterdir()):
+                return
+            folder.rmdir()
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a JSON file at once, so that no reader ever sees half of it."""
+        write_whole(self.path / name, json.dumps(value, indent=2) + "\n")
+
+    def log_metrics(self, row: Row) -> None:
+        """Add a row to metrics.jsonl, and tell the monitors. Blocks."""
+        self.write_metrics(row)
+        self.monitors.log(row)
+
+    def write_metrics(self, row: Row) -> None:
+        """Add a row to metrics.jsonl. Blocks."""
+        append_whole(self.path / "metrics.jsonl", json.dumps(row) + "\n")
+
+    def forget_metrics_after(
+        self, step: int, is_told: Callable[[str], bool] = bool, sft_step: int | None = None
+    ) -> None:
+        """Drop the rows that a run which goes on will write again: of later steps, of later ones
+        than `sft_step` of the cold start, and of evaluations that are not told to the end:
+        `is_told` says so by their phase."""
+        path = self.path / "metrics.jsonl"
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            rows = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+            kept = [
+                line
+                for line, row in rows
+                if row.get("step", 0) <= step
+                and ("phase" not in row or is_told(row["phase"]))
+                and not (sft_step is not None and row.get("sft/step", 0) > sft_step)
+            ]
+            write_whole(path, "".join(kept))
+
+
+def check_writable(path: Path) -> None:
+    """Raises ConfigError unless the directory takes a file and has space for it."""
+    probe = path / PROBE
+    try:
+        probe.write_bytes(b"\0" * 65536)
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {explain(error, DIR_KEY)}") from error
+
+
+def load_state(checkpoint: Path, kind: type[Any]) -> Any:
+    """The state beside a checkpoint."""
+    path = checkpoint / STATE_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def save_state(checkpoint: Path, state: msgspec.Struct) -> None:
+    """Write the state last and durably: its presence says that the checkpoint is complete."""
+    write_whole(checkpoint / STATE_FILE, msgspec.json.encode(state), durable=True)

@@ -1,0 +1,236 @@
+"""Saving a run: when a checkpoint is due, that state and weights in it belong together, and that
+whatever ends the run is preceded by a last one.
+
+    async with saver.moving(): ...   weights and state go on to the next step together
+    await saver.save()               to its end, however often it is cancelled
+    await saver.finish()             the last one, before the run ends; says what comes of it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from agentenv.config import ESSENTIAL
+from agentenv.deadline import uncancelled, within
+from agentenv.disk import DIR_KEY, explain
+from agentenv.errors import AgentEnvError, LearnerError, StallError
+from agentenv.learners.learner import Learner
+from agentenv.offload import in_thread
+from agentenv.pipelines.run.rundir import STEP, Checkpoints, save_state
+from agentenv.pipelines.run.terminal import View
+
+logger = logging.getLogger(__name__)
+
+LAST_S = 30.0  # until a save ends whose learner was ended
+LOOK_S = 10.0  # to see which checkpoints there are, on a disk that may hang
+
+
+class SavingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Checkpoints, in Hugging Face format with the learner's state beside; one is written whenever
+    a run ends, too."""
+
+    every: Annotated[
+        int,
+        Meta(ge=0, description="steps between checkpoints; 0: by minutes only", extra=ESSENTIAL),
+    ] = 0
+    minutes: Annotated[
+        float, Meta(ge=0, description="minutes between checkpoints; 0: by steps only")
+    ] = 20.0
+    keep_last: Annotated[int, Meta(ge=1, description="newest ones to keep")] = 2
+    finish_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="how long the last checkpoint of a run that ends before its time may take; "
+            "an optimizer step that goes on is waited for before. The dry run says how long one of "
+            "this model takes",
+        ),
+    ] = 60.0
+
+
+class Saver:
+    """Writes the checkpoints of one run. `state` gives what is remembered beside the learner's own
+    state at this moment, `step` its number, and `needed` steps that are kept however old; `turn` is
+    entered around all commands of a checkpoint. `of`: see Checkpoints.path."""
+
+    def __init__(
+        self,
+        config: SavingConfig,
+        checkpoints: Checkpoints,
+        learner: Learner,
+        view: View,
+        step: Callable[[], int],
+        state: Callable[[], msgspec.Struct],
+        needed: Callable[[], Collection[int]] = tuple,
+        turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+        of: str = STEP,
+    ) -> None:
+        self.config = config
+        self.checkpoints = checkpoints
+        self.learner = learner
+        self._view = view
+        self._of = of
+        self._step, self._state, self._needed, self._turn = step, state, needed, turn
+        self._one_at_a_time = asyncio.Lock()
+        self._is_whole = True  # weights and state belong together
+        self._last = _now()
+        self._is_abandoned = False  # a save that hung
+        self._found: list[Path] | None = None  # checkpoints that are there, when a save has failed
+        self._closing: asyncio.Future[None] | None = None  # of a learner that is given up
+
+    @asynccontextmanager
+    async def moving(self) -> AsyncIterator[None]:
+        """Weights and state go on together inside. Nothing is saved meanwhile; nor afterwards, if
+        it fails in between."""
+        async with self._one_at_a_time:
+            self._is_whole = False
+            yield
+            self._is_whole = True
+
+    def is_due(self) -> bool:
+        """Whether a checkpoint is due after this step."""
+        every, step, minutes = self.config.every, self._step(), self.config.minutes
+        late = minutes and _now() - self._last >= 60 * minutes
+        return bool((every and step % every == 0) or late)
+
+    async def save(self, *, at_end: bool = False) -> None:
+        """The checkpoint of this step, if it is not there yet; ended in spite of cancellations.
+
+        From the first of them on, or from the beginning `at_end`, it may take `finish_s`; then the
+        learner is ended, which ends this with its LearnerError. What hangs even then, a disk, is
+        left to itself.
+        """
+        task = asyncio.ensure_future(self._save(at_end=at_end))
+        cancelled: asyncio.CancelledError | None = None
+        timer = self._give_up_later(task) if at_end else None
+        try:
+            with self._view.doing(f"the checkpoint {self._path().name}"):
+                while not task.done():
+                    try:
+                        await asyncio.wait({task})
+                    except asyncio.CancelledError as error:
+                        cancelled = error
+                        timer = timer or self._give_up_later(task)
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if self._is_abandoned and task.cancelled():
+            raise LearnerError(
+                f"writing to {self.checkpoints.folder} hangs; is its disk, or the server behind "
+                "it, gone?"
+            )
+        task.result()
+        if cancelled is not None:
+            raise cancelled
+
+    async def finish(self) -> None:
+        """Save before the run ends, whatever ends it, if there is anything to save and anybody to
+        save it. Raises nothing but a cancellation, so that what ends the run stays its reason."""
+        await uncancelled(self._finish())
+
+    async def _finish(self) -> None:
+        reason = await self._save_at_last()
+        if not reason:
+            return
+        found: list[Path] | None = None  # unknown
+        if not self._is_abandoned:
+            with suppress(StallError):
+                found = await within(LOOK_S, "it", in_thread(self.checkpoints.finished))
+        self._found = found
+        self._fail(reason)
+
+    async def _save_at_last(self) -> str:
+        """Save before the run ends; why that was not possible, empty if it was."""
+        if not self._is_whole:
+            return "what ends the run left its weights within a step"
+        if self._is_abandoned:
+            return "its disk hangs"
+        try:
+            if not await within(self.config.finish_s, "the disk", in_thread(self._exists)):
+                self._view.say(
+                    f"saving {self._path().name}, which may take {self.config.finish_s:g} s "
+                    "(checkpoint.finish_s)"
+                )
+            await self.save(at_end=True)
+            await within(self.config.finish_s, "what it remembers", self.amend())
+        except OSError as error:
+            place, why = error.filename or self.checkpoints.folder, error.strerror or str(error)
+            with suppress(StallError):
+                why = await within(LOOK_S, "it", in_thread(explain, error, DIR_KEY))
+            return f"{place}: {why}"
+        except AgentEnvError as error:
+            return str(error).splitlines()[0]
+        except Exception as error:  # what ends the run stays its reason
+            logger.error("a bug while the last checkpoint is written", exc_info=error)
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    async def amend(self) -> None:
+        """Bring what the checkpoint of this step, if there is one, remembers up to date: the
+        weights are the same, and an evaluation of them is done."""
+        async with self._one_at_a_time:
+            if await in_thread(self._exists):
+                await in_thread(save_state, self._path(), self._state())
+
+    # inner workings
+
+    async def _before(self) -> None:
+        """What has to be on the disk before a checkpoint is, unless it is the last one."""
+
+    async def _save(self, *, at_end: bool) -> None:
+        async with self._one_at_a_time:
+            if not self._is_whole:
+                raise LearnerError("the weights are those of no whole step and are not saved")
+            async with self._turn():
+                if not at_end:
+                    await self._before()
+                await self.checkpoints.save(
+                    self._path(), self.learner, self._state(), self.config.keep_last, self._needed()
+                )
+            self._last = _now()
+
+    def _exists(self) -> bool:
+        return self._has(self._step())
+
+    def _has(self, step: int) -> bool:
+        """Whether the checkpoint of this step is there."""
+        return self.checkpoints.path(step, self._of) in self.checkpoints.finished()
+
+    def _path(self) -> Path:
+        return self.checkpoints.path(self._step(), self._of)
+
+    def _give_up_later(self, saving: asyncio.Task[None]) -> asyncio.TimerHandle:
+        loop = asyncio.get_running_loop()
+        return loop.call_later(self.config.finish_s, self._give_up, saving)
+
+    def _give_up(self, saving: asyncio.Task[None]) -> None:
+        self._view.warn(
+            f"the checkpoint is given up after {self.config.finish_s:g} s; raise "
+            "checkpoint.finish_s if it was only slow"
+        )
+        self._closing = asyncio.ensure_future(self.learner.close())
+        asyncio.get_running_loop().call_later(LAST_S, self._abandon, saving)
+
+    def _abandon(self, saving: asyncio.Task[None]) -> None:
+        if not saving.done():
+            self._is_abandoned = True
+            saving.cancel()
+
+    def _fail(self, reason: str) -> None:
+        found, name = self._found, self._path().name
+        if found is not None and self._path() in found:
+            return self._view.warn(f"{name} is saved, but then: {reason}")
+        kept = f"; the last checkpoint is {found[-1]}" if found else "; there is no checkpoint"
+        self._view.warn(f"{name} is not saved: {reason}{'' if found is None else kept}")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,408 @@
+"""The terminal: what a person sees while a command goes on, a live line or plain lines, and how
+every command ends, with which exit code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from io import StringIO
+from pathlib import Path
+from typing import Any, TextIO, TypeVar, cast
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table as RichTable
+
+from agentenv.crashes import PACKAGES
+from agentenv.disk import DIR_KEY, explain
+from agentenv.errors import AgentEnvError, ConfigError, DataError
+from agentenv.offload import hanging, running
+from agentenv.pipelines.run.arguments import check_places
+from agentenv.pipelines.run.event_loop import ENDING, GRACE_S, CommandLoop, Watchdog, share_heap
+from agentenv.pipelines.run.tables import Table, as_rich
+
+T = TypeVar("T")
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that a full disk does not turn into tracebacks; the run says what is wrong."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
+class _Errors(logging.Handler):
+    """What the parts log as errors, and as warnings for people (SHOWN), one line each on the
+    terminal; tracebacks are in the log."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if is_shown(record):
+            line = record.getMessage().partition("\n")[0]
+            is_error = record.levelno >= logging.ERROR
+            word = "[bold red]error:[/]" if is_error else "[bold yellow]warning:[/]"
+            self._console.print(f"{word} {escape(line)}", soft_wrap=True)
+
+
+def is_shown(record: logging.LogRecord) -> bool:
+    """Whether people are to see what a part has logged; what a View has, it has printed."""
+    is_error = record.levelno >= logging.ERROR or getattr(record, "shown", False)
+    return record.name != "run" and is_error
+
+
+class _Stream:
+    """Standard output or error of the process, whatever it is at the time. Once it may be lost (a
+    full disk, a terminal that is gone), what cannot be written there is dropped."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.may_be_lost = False
+        self.lost: OSError | None = None
+
+    def _now(self) -> TextIO:
+        found = getattr(sys, self._name)
+        return getattr(found, "rich_proxied_file", found)  # type: ignore[no-any-return]
+
+    def write(self, text: str) -> int:
+        with self._losing():
+            self._now().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._losing():
+            self._now().flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._now(), name)
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self.may_be_lost:
+                raise
+            self.lost = self.lost or error
+
+    def let_go(self) -> None:
+        """Nothing fails any more for what is still to be written, at the end of the process."""
+        if self.lost is not None:
+            with suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._now().fileno())
+                os.close(nowhere)
+
+
+PLAIN_S = 10.0  # between two lines of how far a command is, where no bar shows it
+
+
+class Pulse:
+    """Says how far something is in plain lines, for a file or a log: at most one in PLAIN_S
+    seconds, and none while other lines come."""
+
+    def __init__(self, view: View, title: str, total: int, done: int = 0) -> None:
+        self._view, self._title, self._total, self._first = view, title, total, done
+        self._began_s = view.said_s = time.monotonic()
+
+    def look(self, done: int, note: str = "") -> None:
+        """Say it if it is time to; `done` of the total are."""
+        now_s = time.monotonic()
+        if now_s - self._view.said_s < PLAIN_S:
+            return
+        seconds, left = now_s - self._began_s, ""
+        if done > self._first and self._total > done:
+            left = f", about {seconds / (done - self._first) * (self._total - done):.0f} s left"
+        parts = [f"{self._title}: {done} of {self._total}", *filter(None, [note])]
+        self._view.say(f"{', '.join(parts)}; {seconds:.0f} s so far{left}")
+
+
+class View:
+    """Console and log file of a run. Everything said goes to both; where there is a log file, a
+    terminal that is gone, or a full disk behind it, is no reason to end."""
+
+    def __init__(self) -> None:
+        self._streams = [_Stream("stdout"), _Stream("stderr")]
+        out, errors = cast(list[TextIO], self._streams)
+        self.console = Console(file=out, highlight=False)
+        self._errors = Console(file=errors, stderr=True, highlight=False)
+        self._progress: Progress | None = None
+        self._bar: TaskID | None = None
+        self._live: Live | None = None
+        self._pulse: Pulse | None = None
+        self.said_s = 0.0  # when a line was said last, of time.monotonic
+        self._logger = logging.getLogger("run")
+        self._logger.addHandler(logging.NullHandler())  # else what fails early is told twice
+        self._handlers: list[logging.Handler] = []
+        self.folder: Path | None = None  # of a run, whose log is there
+        self.activity = ""  # what comes to its end first when the command is interrupted
+        self.behind: Callable[[], str] = str  # says who has waited longest for what
+
+    @contextmanager
+    def doing(self, activity: str) -> Iterator[None]:
+        """Inside, an interruption waits until this has come to its end; it is told so."""
+        before, self.activity = self.activity, activity
+        try:
+            yield
+        finally:
+            self.activity = before
+
+    def log_to(self, path: Path) -> None:
+        """Write what is said, and the warnings of all parts, to `path` as well."""
+        file = _LogFile(path, encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._handlers = [file, _Errors(self._errors)]
+        self.folder = path.parent
+        for stream in self._streams:
+            stream.may_be_lost = True
+        for handler in self._handlers:
+            logging.getLogger().addHandler(handler)
+        self._logger.setLevel(logging.INFO)
+
+    def say(self, text: str) -> None:
+        self.said_s = time.monotonic()
+        self._logger.info(text)
+        self.console.print(escape(text), soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Something is wrong, and the command goes on."""
+        self._logger.warning(text)
+        self._errors.print(f"[bold yellow]warning:[/] {escape(text)}", soft_wrap=True)
+
+    def fail(self, text: str) -> None:
+        self._logger.error(text)
+        self._errors.print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)
+
+    def show(self, table: RichTable | Table) -> None:
+        """Print a table, and write it to the log file as well."""
+        if isinstance(table, Table):
+            table = as_rich(table)
+        plain = StringIO()
+        Console(file=plain, width=self.console.width, color_system=None).print(table)
+        self._logger.info("\n%s", plain.getvalue())
+        self.console.print(table)
+
+    def begin(self, title: str, total: int, done: int = 0) -> None:
+        """Start a progress bar; where there is no terminal, lines at intervals say how far it
+        is."""
+        self.end()
+        if not self.console.is_terminal:
+            self._pulse = Pulse(self, title, total, done)
+            return
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        self._bar = self._progress.add_task(title, total=total, completed=done, note="")
+        self._live = Live(self._progress, console=self.console, transient=True)
+        self._live.start()
+
+    def advance(self, done: int, note: str = "") -> None:
+        if self._progress is not None and self._bar is not None:
+            self._progress.update(self._bar, completed=done, note=note)
+        elif self._pulse is not None:
+            self._pulse.look(done, note)
+
+    def figures(self, rows: Sequence[tuple[str, str]]) -> None:
+        """What stands below the bar: a title and figures a line. Nothing outside a terminal."""
+        if self._live is None or self._progress is None:
+            return
+        grid = RichTable.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="ellipsis", no_wrap=True)
+        for title, text in rows:
+            grid.add_row(title, escape(text))
+        self._live.update(Group(self._progress, grid))
+
+    @property
+    def is_live(self) -> bool:
+        return self._live is not None
+
+    def end(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+        self._live = self._progress = self._bar = self._pulse = None
+
+    def close(self) -> None:
+        self.end()
+        for stream in self._streams:
+            if stream.lost is not None:
+                reason = explain(stream.lost)
+                self._logger.warning("the terminal, or its file, could not be written: %s", reason)
+            stream.let_go()
+        for handler in self._handlers:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
+        self._handlers = []
+
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+COMMANDS = {(PACKAGES / place / "launchers").resolve() for place in ("", "agentenv")}
+EXIT_MISSING = 3  # of a dry run: nothing is wrong, something is not here
+
+
+def import_from_working_directory() -> None:
+    """Let the user's modules be found where the command is run, as with `python -m`; the folder
+    of the launchers itself, which Python puts there instead, would shadow names of theirs."""
+    if sys.path and Path(sys.path[0]).resolve() in COMMANDS:
+        del sys.path[0]
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def to_its_end(
+    work: Callable[[], int | None], view: View, *, writing: str, interrupted: str = ""
+) -> int:
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
+    dry run), 130 interrupted.
+
+    The user's modules are found where the command is run. `writing` is said of a failure of files
+    that names none, `interrupted` after Ctrl-C. Whatever has no reason for the user is a bug and
+    is raised.
+    """
+    import_from_working_directory()
+    try:
+        code = _code_of(work, view, writing, interrupted)
+    except Exception:
+        if not hanging():
+            raise
+        traceback.print_exc()
+        code = EXIT_FAILED
+    if stuck := hanging():  # the interpreter would wait for them before it ends
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.write(f"ended without {', '.join(map(str, stuck))}\n")
+            sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _code_of(work: Callable[[], int | None], view: View, writing: str, interrupted: str) -> int:
+    try:
+        check_places()
+        return work() or 0
+    except KeyboardInterrupt:
+        view.end()
+        if interrupted:
+            view.say(interrupted)
+        return EXIT_INTERRUPTED
+    except (OSError, AgentEnvError, ExceptionGroup) as error:
+        reason = first_reason(error)
+        if reason is None:
+            raise
+        if isinstance(reason, OSError):
+            inside = view.folder is not None and view.folder in Path(str(reason.filename)).parents
+            key = DIR_KEY if inside else ""
+            view.fail(f"{reason.filename or writing}: {explain(reason, key)}")
+            return EXIT_FAILED
+        view.fail(str(reason))
+        return EXIT_BAD_INPUT if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
+    finally:
+        view.close()
+
+
+SHOWN_S = 2.0  # in a thread, until it is shown that somebody waits for it
+
+
+def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
+    """Run the work of a command to its end. The first Ctrl-C, SIGTERM or SIGHUP cancels the work,
+    which may save before it ends; after that this raises KeyboardInterrupt. A second one is told
+    what it waits for, and a third ends the process (see Watchdog). `view` tells who holds up the
+    loop."""
+    runner = asyncio.Runner(loop_factory=CommandLoop)
+    loop = runner.get_loop()
+    dog = Watchdog(loop, view.warn)
+    num_signals = 0
+
+    def stop(task: asyncio.Task[Any]) -> None:
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals == 1:
+            task.cancel()  # once: a second one would break off what ends the work
+        first = "interrupted" if num_signals == 1 else "still ending"
+        jobs = ", ".join(map(str, running(SHOWN_S)))
+        waits = [view.activity and f"waiting for {view.activity}", view.behind(), jobs]
+        what = "; ".join(filter(None, [first, *waits]))
+        view.say(f"{what} (a third signal within {GRACE_S:g} s ends the command at once)")
+
+    async def main() -> T:
+        dog.hear()
+        this = asyncio.current_task()
+        assert this is not None
+
+        def on_signal(*_: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed: the command has ended
+                loop.call_soon_threadsafe(stop, this)
+
+        for number in taken:
+            signal.signal(number, on_signal)
+        try:
+            return await work
+        finally:
+            if hanging():  # which closing the loop would wait for
+                loop.set_default_executor(ThreadPoolExecutor(1))
+
+    raise_file_limit()
+    share_heap()
+    is_detached = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
+    taken = [number for number in ENDING if not (is_detached and number == signal.SIGHUP)]
+    before = [signal.getsignal(number) for number in taken]
+    try:
+        with dog.watch(), runner:
+            return runner.run(main())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        for number, handler in zip(taken, before, strict=True):
+            signal.signal(number, handler)
+
+
+MAX_FILES = 65536
+
+
+def raise_file_limit() -> None:
+    """Let this process, and those that it starts, open as many files and connections as it may;
+    each running request is a connection, and shells begin with a limit of 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def first_reason(error: BaseException) -> AgentEnvError | OSError | None:
+    """The first failure with a reason for the user; None if there is a bug among the errors."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error if isinstance(error, AgentEnvError | OSError) else None
+    reasons = [first_reason(part) for part in error.exceptions]
+    return None if None in reasons else reasons[0]

@@ -1,0 +1,284 @@
+"""How long what takes in a run: RUN/timings.jsonl, from which a simulation is fitted.
+
+    first row   {"vocab_size": V, "max_staleness": the bound of the queue}
+    each step   {"wait_s", "update_s", "publish_s", "parity_s", "rest_s": what the loop did else
+                 since the row before, but for evaluations and checkpoints, "loop_s": what the event
+                 loop computed meanwhile, CPU seconds, "branch_s": of branches
+                 outside of turns, in their environments or between,
+                 "busy": the share of the update in which an engine sampled beside it,
+                 "num_steps": of the optimizer, "num_tokens": trained ones, "num_proximal_tokens":
+                 that a pass before computed, "staleness": of its trees, the mean,
+                 "turns": [Turn, ...] since the row before, "trees": [[Shape, ...], ...]}
+
+`log.timings` has it written. A tree is written without its tokens: how many each turn had, how long
+its tools worked and were waited for, and the first entropies, by which algorithms fork.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from agentenv.disk import append_whole, write_whole
+from agentenv.engine import Engine
+from agentenv.errors import DataError, ForeignError
+from agentenv.tree import TrajectoryTree
+from agentenv.types import Chunk, Completion, Info, SamplingParams
+from agentenv.untrusted import decode
+
+FILE = "timings.jsonl"
+NUM_ENTROPIES = 32  # of a turn
+CACHED = " (cached)"  # behind the name of a tool whose answer a cache knew: it asks for no place
+PARTS = ("wait_s", "update_s", "publish_s", "parity_s")
+
+
+class Turn(Struct, array_like=True, frozen=True):
+    """A turn that an engine sampled within `seconds`. The engine had `running` turns meanwhile, on
+    average, computed `computed` tokens of prompts that its cache did not hold, and shared the
+    machine with a learner at work for `beside` of the time."""
+
+    num_sampled: int
+    seconds: float
+    running: float
+    computed: int
+    beside: float
+
+
+class Shape(Struct, array_like=True, frozen=True):
+    """A node of a tree: `parent` is an index, -1 for the root; `tools` are names, seconds of work,
+    and seconds of waiting for a place; `end` as in agentenv.tree, empty for a node that others
+    follow."""
+
+    parent: int
+    num_sampled: int
+    num_observed: int
+    entropies: list[float]
+    tools: list[tuple[str, float, float]]
+    reward: float
+    end: str
+
+
+class StepTimes(Struct, frozen=True, kw_only=True):
+    """A row; see above."""
+
+    wait_s: float
+    update_s: float
+    publish_s: float
+    parity_s: float
+    rest_s: float
+    loop_s: float
+    branch_s: float
+    busy: float
+    num_steps: float
+    num_tokens: float
+    num_proximal_tokens: float
+    staleness: float
+    turns: list[Turn]
+    trees: list[list[Shape]]
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.wait_s + self.update_s + self.publish_s + self.parity_s + self.rest_s
+
+
+class Trace(Struct, frozen=True):
+    """What a file says."""
+
+    vocab_size: int
+    max_staleness: int
+    steps: list[StepTimes]
+
+
+class _Head(Struct, frozen=True):
+    vocab_size: int
+    max_staleness: int
+
+
+def read_trace(run: Path) -> Trace:
+    """Raises DataError unless the run has written at least two steps of its times."""
+    path = run / FILE
+    try:
+        head, *rows = path.read_bytes().splitlines()
+        if rows and not rows[-1].endswith(b"}"):
+            rows.pop()  # of a run that was killed
+        steps = [decode(row, StepTimes) for row in rows]
+        first = decode(head, _Head)
+    except (OSError, ValueError, ForeignError) as error:
+        raise DataError(
+            f"{path} cannot be read: {error}; a run writes it with log.timings=true"
+        ) from error
+    if len(steps) < 2:
+        raise DataError(f"{path} has {len(steps)} steps, and two are needed")
+    return Trace(first.vocab_size, first.max_staleness, steps)
+
+
+def shapes_of(tree: TrajectoryTree) -> list[Shape]:
+    """The tree as a trace has it."""
+    return [
+        Shape(
+            -1 if node.parent is None else node.parent,
+            len(node.action_ids),
+            len(node.observation_ids),
+            [round(one, 4) for one in node.entropies[:NUM_ENTROPIES] if one == one],  # not NaN
+            [_call(call) for call in node.info.get("tool_calls", ())],
+            node.reward,
+            node.end or "",
+        )
+        for node in tree.nodes
+    ]
+
+
+def _call(record: Info) -> tuple[str, float, float]:
+    name = str(record["name"]) + CACHED * bool(record.get("info", {}).get("cached"))
+    waited_s = float(record.get("waited_s", 0.0))
+    worked_s = float(record.get("duration_s", 0.0)) - waited_s
+    return name, round(worked_s, 6), round(waited_s, 6)
+
+
+class Timings:
+    """Measures a run and writes its rows. Integrals over time, by which a turn learns what went on
+    beside it, move on whenever a turn begins or ends."""
+
+    def __init__(
+        self, path: Path, vocab_size: int, max_staleness: int, branches: Callable[[], float]
+    ) -> None:
+        """`branches` counts those that grow."""
+        self._path = path
+        self._branches, self._between_s = branches, 0.0
+        self._turns: list[Turn] = []
+        self._running = self._num_training = self._num_computed = self._learning = 0
+        self._sums = (0.0, 0.0)  # seconds times running turns, seconds beside a learner
+        self._learned_s = self._shared_s = 0.0  # since the last row: by the learner, beside turns
+        self._since = asyncio.get_running_loop().time()
+        self._row_s: float | None = None  # when there was a row
+        self._loop_s = time.thread_time()
+        if not path.exists():
+            write_whole(path, msgspec.json.encode(_Head(vocab_size, max_staleness)) + b"\n")
+
+    def _now(self) -> float:
+        now = asyncio.get_running_loop().time()
+        passed, self._since = now - self._since, now
+        self._between_s += passed * max(0.0, self._branches() - self._num_training)
+        running, beside = self._sums
+        self._sums = running + passed * self._running, beside + passed * bool(self._learning)
+        if self._learning:
+            self._learned_s += passed
+            self._shared_s += passed * bool(self._running)
+        return now
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """To be entered while the learner is at work."""
+        self._now()
+        self._learning += 1
+        try:
+            yield
+        finally:
+            self._now()
+            self._learning -= 1
+
+    async def turn(
+        self, sampling: Callable[[], Any], num_prompt: int, trains: bool = True
+    ) -> Completion:
+        """What `sampling` gives, measured; `trains`: its branch is one of those counted."""
+        began_s = self._now()
+        (running, beside), computed = self._sums, self._num_computed
+        self._running += 1
+        self._num_training += trains
+        try:
+            done: Completion = await sampling()
+        finally:
+            now = self._now()
+            self._running -= 1
+            self._num_training -= trains
+        self._num_computed += num_prompt - done.num_cached_tokens
+        seconds = max(now - began_s, 1e-9)
+        self._turns.append(
+            Turn(
+                len(done.token_ids),
+                seconds,
+                (self._sums[0] - running) / seconds,
+                self._num_computed - computed,
+                (self._sums[1] - beside) / seconds,
+            )
+        )
+        return done
+
+    def row(self, trees: Sequence[TrajectoryTree], metrics: dict[str, Any]) -> bytes:
+        """The row of a step, whose seconds are in its metrics."""
+        at_s = self._now()
+        turns, self._turns = self._turns, []
+        loop_s = time.thread_time()
+        parts = {name: metrics.get(f"time/{name}", 0.0) for name in PARTS}
+        known_s = sum(parts.values()) + metrics.get("time/evaluate_and_save_s", 0.0)
+        row = StepTimes(
+            **parts,
+            rest_s=0.0 if self._row_s is None else max(0.0, at_s - self._row_s - known_s),
+            loop_s=loop_s - self._loop_s,
+            branch_s=self._between_s,
+            busy=self._shared_s / self._learned_s if self._learned_s else 0.0,
+            **{name: metrics.get(f"learner/{name}", 0.0)
+               for name in ("num_steps", "num_tokens", "num_proximal_tokens")},
+            staleness=metrics.get("staleness/mean", 0.0),
+            turns=turns,
+            trees=[shapes_of(tree) for tree in trees],
+        )  # fmt: skip
+        self._row_s, self._loop_s = at_s, loop_s
+        self._learned_s = self._shared_s = self._between_s = 0.0
+        return msgspec.json.encode(row) + b"\n"
+
+    def write(self, row: bytes) -> None:
+        """Append a row; blocks."""
+        append_whole(self._path, row)
+
+
+class TimedEngine:
+    """An engine whose turns are measured."""
+
+    def __init__(self, engine: Engine, timings: Timings, trains: bool) -> None:
+        self._engine, self._timings, self._trains = engine, timings, trains
+
+    @property
+    def policy_version(self) -> int:
+        return self._engine.policy_version
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session: str,
+        on_tokens: Callable[[Chunk], None] | None = None,
+        stream_interval: int = 1,
+        order: tuple[int, int] = (0, 0),
+    ) -> Completion:
+        """As the engine's."""
+        return await self._timings.turn(
+            lambda: self._engine.generate(
+                prompt_ids,
+                sampling,
+                session=session,
+                on_tokens=on_tokens,
+                stream_interval=stream_interval,
+                order=order,
+            ),
+            len(prompt_ids),
+            self._trains,
+        )
+
+    async def load_weights(self, source: Path, policy_version: int) -> None:
+        await self._engine.load_weights(source, policy_version)
+
+    def stats(self) -> dict[str, float]:
+        return self._engine.stats()
+
+    async def close(self) -> None:
+        await self._engine.close()

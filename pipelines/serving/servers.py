@@ -1,0 +1,315 @@
+"""Starts and stops the engine servers of a run.
+
+GPUs to servers, ports, logs in the run's directory, readiness with progress, restarts of servers
+that died, and no process left over, even after kill -9 of the run (see agentenv/guard.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO
+
+import aiohttp
+from msgspec import Struct
+from msgspec.structs import replace
+
+from agentenv.errors import ConfigError, EngineError
+from agentenv.guard import guarded
+from agentenv.offload import in_thread, kill, start_process
+from agentenv.pipelines.serving.gpus import GpuPlan
+from agentenv.pipelines.serving.server_commands import (
+    check_plugin,
+    command,
+    environment,
+    find_python,
+)
+from agentenv.ports import hold_port, port_of
+from agentenv.server_config import LaunchConfig, Served
+
+# One engine server as a process: started, waited for, restarted when it dies, never left over.
+
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
+POLL_S = 0.5
+TELL_EVERY_S = 20.0
+NUM_TAIL_LINES = 25
+MAX_LINE = 300  # characters of a log line that a message shows
+
+logger = logging.getLogger(__name__)
+
+
+class ServerSpec(Struct, frozen=True):
+    """What to start. `name` names the log file; `url` is where it will answer."""
+
+    name: str
+    command: Sequence[str]
+    env: dict[str, str]
+    url: str
+    start_timeout_s: float
+    max_restarts: int
+
+
+class ServerProcess:
+    """A server, the guard that holds it, and its log in `folder`."""
+
+    def __init__(self, spec: ServerSpec, folder: Path, say: Callable[[str], None]) -> None:
+        self.spec = spec
+        self.log = folder / f"{spec.name}.log"
+        self.num_restarts = 0
+        self._say = say
+        self._guard: asyncio.subprocess.Process | None = None
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start it and wait until it answers. EngineError says why it does not come up."""
+        self._say(f"{self.spec.name}: starting on {self.spec.url}, log in {self.log}")
+        await self._spawn()
+        await self._until_ready()
+        self._keeper = asyncio.create_task(self._keep())
+
+    @property
+    def pid(self) -> int:
+        """Of the guard; the server is its child."""
+        assert self._guard is not None
+        return self._guard.pid
+
+    async def close(self) -> None:
+        """Stop the server with all its processes. Idempotent."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+        await self._stop()
+
+    async def _spawn(self) -> None:
+        with await in_thread(self._begin_log) as log:
+            self._guard = await start_process(
+                *guarded(self.spec.command, GRACE_S),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.spec.env},
+                cwd=self.log.parent,  # a folder without modules that could shadow the engine's
+                start_new_session=True,
+            )
+
+    def _begin_log(self) -> BinaryIO:
+        """The log, to append to, behind the command."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        log = self.log.open("ab", buffering=0)
+        log.write(f"$ {' '.join(self.spec.command)}\n".encode())
+        return log
+
+    async def _stop(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is None or guard.returncode is not None:
+            return
+        assert guard.stdin is not None
+        guard.stdin.close()
+        try:
+            async with asyncio.timeout(GRACE_S + 10):
+                await guard.wait()
+        except TimeoutError:
+            logger.warning("%s: its guard hangs and is killed", self.spec.name)
+            await kill(guard)
+
+    async def _until_ready(self) -> None:
+        assert self._guard is not None
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        told = begin
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+            while not await _answers(session, self.spec.url):
+                now = loop.time()
+                if self._guard.returncode is not None:
+                    how = f"ended with status {self._guard.returncode}"
+                    raise EngineError(await in_thread(self._failure, how))
+                if now - begin > self.spec.start_timeout_s:
+                    await self._stop()
+                    late = f"did not come up within {self.spec.start_timeout_s:g} s"
+                    raise EngineError(await in_thread(self._failure, f"{late} (start_timeout_s)"))
+                if now - told >= TELL_EVERY_S:
+                    told = now
+                    last = (await in_thread(self.tail, 1) or ["nothing in its log yet"])[0]
+                    self._say(f"{self.spec.name}: {now - begin:.0f} s: {last}")
+                await asyncio.sleep(POLL_S)
+        self._say(f"{self.spec.name}: ready after {loop.time() - begin:.0f} s")
+
+    async def _keep(self) -> None:
+        """Start it again when it dies, as often as is allowed."""
+        while True:
+            assert self._guard is not None
+            status = await self._guard.wait()
+            logger.warning("%s", await in_thread(self._failure, f"died with status {status}"))
+            if self.num_restarts == self.spec.max_restarts:
+                logger.error("%s: not started again (max_restarts)", self.spec.name)
+                return
+            self.num_restarts += 1
+            await asyncio.sleep(min(30.0, 2.0 ** (self.num_restarts - 1)))
+            await self._spawn()
+            try:
+                await self._until_ready()
+            except EngineError as error:
+                logger.warning("%s", error)
+                await self._stop_dead()
+
+    async def _stop_dead(self) -> None:
+        """After a start that failed, so that the next one finds its port free."""
+        guard = self._guard
+        await self._stop()
+        self._guard = guard
+
+    def tail(self, count: int) -> list[str]:
+        """The last lines of its log."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, self.log.stat().st_size - 65536))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return []
+        return [line[:MAX_LINE] for line in text.splitlines() if line.strip()][-count:]
+
+    def _failure(self, what: str) -> str:
+        """What happened, the line of the log that most likely says why, and the lines around."""
+        lines = self.tail(200)
+        telling = [line for line in lines if "Error" in line or "error:" in line]
+        why = f"\n{telling[-1].strip()}\n" if telling else "\n"
+        tail = "\n".join(f"    {line}" for line in lines[-NUM_TAIL_LINES:])
+        return f"{self.spec.name} {what}:{why}the end of {self.log}:\n{tail}"
+
+
+async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/health") as response:
+            return response.status == 200
+    except (aiohttp.ClientError, OSError):
+        return False
+
+
+LOG_FOLDER = "servers"  # in the run's directory
+
+
+class ServerFactory:
+    """Starts servers for one run: their logs go to `folder`, or one that is made when the first
+    server starts; `stack` stops them."""
+
+    def __init__(
+        self,
+        folder: Path | Callable[[], Path],
+        stack: AsyncExitStack,
+        say: Callable[[str], None],
+    ) -> None:
+        self.processes: list[ServerProcess] = []
+        self._given = folder
+        self._stack = stack
+        self._say = say
+        self._ports: set[int] = set()
+
+    @cached_property
+    def _folder(self) -> Path:
+        folder = self._given if isinstance(self._given, Path) else self._given()
+        return folder.absolute() / LOG_FOLDER
+
+    @cached_property
+    def gpus(self) -> GpuPlan:
+        """Which GPUs there are, and which are taken."""
+        return GpuPlan()
+
+    async def start(self, served: Served, config: LaunchConfig, key: str) -> list[str]:
+        """Start the servers of one role and wait for all; their URLs.
+
+        `key` is the setting that errors name. Raises ConfigError for what cannot work and
+        EngineError for a server that does not come up.
+        """
+        specs = self._specs(served, config, key)
+        if served.broadcast and served.engine == "vllm" and self._on_cpu(config, key):
+            await check_plugin(specs[0].command[0], key)
+        started = [ServerProcess(spec, self._folder, self._say) for spec in specs]
+        for process in started:
+            self._stack.push_async_callback(process.close)
+        self.processes += started
+        async with asyncio.TaskGroup() as group:
+            for process in started:
+                group.create_task(process.start())
+        return [spec.url for spec in specs]
+
+    def follow(self, added: Callable[[str], None], removed: Callable[[str], None]) -> None:
+        """They stay where they are."""
+
+    def _specs(
+        self,
+        wanted: Served,
+        config: LaunchConfig,
+        key: str,
+    ) -> list[ServerSpec]:
+        """One of each server; `wanted` lacks what differs between them."""
+        number = config.count
+        if not wanted.model.is_dir():
+            raise ConfigError(f"{key}: {wanted.model} is no model directory")
+        python = find_python(wanted.engine, config, key)
+        on_cpu = self._on_cpu(config, key)
+        each = config.tensor_parallel_size * config.data_parallel_size
+        gpus = []
+        if not on_cpu:
+            gpus = self.gpus.assign(
+                f"{key}.gpus", config.gpus, each * number, borrows=wanted.colocated
+            )
+        specs = []
+        for index in range(number):
+            served = replace(
+                wanted,
+                model=wanted.model.absolute(),
+                port=self._port(config, index, key),
+                gpus=gpus[index * each : (index + 1) * each],
+                on_cpu=on_cpu,
+            )
+            specs.append(
+                ServerSpec(
+                    name=f"{wanted.name}-{index}" if number > 1 else wanted.name,
+                    command=command(python, served, config),
+                    env=environment(served, config),
+                    url=f"http://{_reachable(config.host)}:{served.port}",
+                    start_timeout_s=config.start_timeout_s,
+                    max_restarts=config.max_restarts,
+                )
+            )
+        return specs
+
+    def _on_cpu(self, config: LaunchConfig, key: str) -> bool:
+        on_cpu = config.device == "cpu" or (config.device == "auto" and not self.gpus.visible)
+        if not on_cpu:
+            return False
+        if config.gpus:
+            raise ConfigError(
+                f"{key}.gpus: {config.gpus} are named, but the server runs on the CPU "
+                f"({'as asked' if config.device == 'cpu' else 'no GPU is visible'})"
+            )
+        if config.tensor_parallel_size * config.data_parallel_size > 1:
+            raise ConfigError(
+                f"{key}: tensor_parallel_size and data_parallel_size need GPUs; none is visible"
+            )
+        return True
+
+    def _port(self, config: LaunchConfig, index: int, key: str) -> int:
+        """The port of a server, held for it to the end of the run, also while it starts again."""
+        wanted = config.port + index if config.port else 0
+        if wanted in self._ports:
+            raise ConfigError(f"{key}.port: {wanted} already belongs to another server of this run")
+        try:
+            held = self._stack.enter_context(hold_port(config.host, wanted))
+        except OSError as error:
+            raise ConfigError(
+                f"{key}.port: {config.host}:{wanted} cannot be used: {error.strerror}"
+            ) from error
+        port = port_of(held)
+        self._ports.add(port)
+        return port
+
+
+def _reachable(host: str) -> str:
+    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host

@@ -1,0 +1,357 @@
+"""Questions from files, and the environment that each question meets.
+
+What a configuration names and is not there, cannot work or would not be read is refused before
+anything starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+import agentenv.env
+from agentenv.config import substituted
+from agentenv.crashes import at_start, loaded
+from agentenv.dataset import PromptFitter, TaskMix, load_mix, load_tasks
+from agentenv.env import Env
+from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
+from agentenv.errors import ConfigError, CrashError
+from agentenv.offload import in_thread
+from agentenv.outcomes import Protocol, check_observation, check_reset, check_step
+from agentenv.pipelines.config.rl import TABLES, DataConfig, EnvConfig, EnvVariant
+from agentenv.prompt import PromptConfig, load_instruction
+from agentenv.registry import decode_part
+from agentenv.renderer import Renderer
+from agentenv.rows import RowsConfig
+from agentenv.tool_env import ToolEnv
+from agentenv.tools import ChosenTool, load_tools
+from agentenv.types import Info, Limits, Message, Task
+
+logger = logging.getLogger(__name__)
+
+Resolve = Callable[[str], Path]
+Tables = Mapping[str, msgspec.Struct | None]
+
+
+class Recipe(NamedTuple):
+    """How the environment of some rows is made. `read` names the tables of the run that the
+    environment takes."""
+
+    env_id: str
+    kwargs: dict[str, Any]
+    tools: Sequence[ChosenTool]
+    read: frozenset[str]
+
+
+class EnvMaker:
+    """Makes the env of a task: a variant, `env.id`, or another registered id that its row names.
+
+    `tables` are the run's [python], [search] and [grader], for the environments that take such a
+    keyword. "{run}" in texts stands for the run's directory.
+    """
+
+    def __init__(
+        self,
+        config: EnvConfig,
+        tables: Tables,
+        resolve: Resolve,
+        limits: Limits,
+        prompt: PromptConfig,
+    ) -> None:
+        import_envs(config.module)
+        self.config = config
+        self._tables = tables
+        self._resolve = resolve
+        self._told = limits.on_limit == "result"  # the env answers calls beyond the limit
+        self._asked = bool(self._told or prompt.template)
+        self._settings: dict[str, Any] = {
+            "on_limit": limits.on_limit,
+            "outage_s": limits.outage_s,
+            "max_tool_calls": limits.max_tool_calls if self._told else None,
+            "instruction": load_instruction(prompt, resolve),
+        }
+        own = {config.id: EnvVariant(id=config.id, kwargs=config.kwargs, tools=config.tools)}
+        self._recipes = {
+            name: self._recipe(
+                variant, f"env.variants.{name}" if name in config.variants else "env"
+            )
+            for name, variant in {**own, **config.variants}.items()
+        }
+
+    def __call__(self, task: Task) -> Env:
+        """A new env for one episode. Raises ConfigError."""
+        recipe = self._recipe_of(task.env_id)
+        env = agentenv.env.make(recipe.env_id, task, **recipe.kwargs)
+        configure = getattr(env, "configure", None)
+        if configure is not None:
+            configure(tools=recipe.tools, **self._settings)
+        elif self._asked or recipe.tools:
+            raise ConfigError(
+                f"env.tools, prompt.template and limits.on_limit = 'result' need a ToolEnv; "
+                f"{recipe.env_id} is none"
+            )
+        return env
+
+    def check_known(self, env_id: str, key: str) -> None:
+        """Raises ConfigError, which names `key`, unless there is such an env or variant."""
+        if env_id not in self._recipes:
+            known = sorted(self.config.variants)
+            self._spec(env_id, key, f"; env.variants are {known}" if known else "")
+
+    def check_read(
+        self,
+        tasks: Iterable[Task],
+        *,
+        all_rows: bool = False,
+        elsewhere: Collection[str] = (),
+    ) -> None:
+        """Refuse an environment that is not known, a table that none reads, here or `elsewhere`,
+        and, if the tasks are `all_rows` of a run, keys of an environment that no row meets."""
+        used = self._used(tasks)
+        recipes = [*self._recipes.values(), *map(self._recipe_of, used)]
+        for name, table in self._tables.items():
+            if table is None or name in elsewhere:
+                continue
+            if not any(name in recipe.read for recipe in recipes):
+                ids = ", ".join(sorted({recipe.env_id for recipe in recipes}))
+                raise ConfigError(
+                    f"[{name}]: not read by {ids}; take the table out, or give the environment's "
+                    f"constructor a keyword {name!r} (docs/own-parts.md)"
+                )
+        if not all_rows:
+            return
+        for name in self.config.variants:
+            if name not in used:
+                raise ConfigError(
+                    f"env.variants.{name}: no row chooses it; they choose {sorted(used)}"
+                )
+        if (self.config.kwargs or self.config.tools) and self.config.id not in used:
+            raise ConfigError(
+                f"env.kwargs, env.tools: no row meets {self.config.id}, but {sorted(used)}"
+            )
+
+    def reads(self, tasks: Iterable[Task]) -> frozenset[str]:
+        """The tables that the environments read, those of the tasks and of all variants. Raises
+        ConfigError for a task whose environment is not known."""
+        recipes = [*self._recipes.values(), *map(self._recipe_of, self._used(tasks))]
+        return frozenset(name for recipe in recipes for name in recipe.read)
+
+    # inner workings
+
+    def _used(self, tasks: Iterable[Task]) -> set[str]:
+        """The environments of the tasks, all of them known."""
+        used = {task.env_id: task.id for task in reversed(list(tasks))}
+        for env_id, task_id in used.items():
+            self.check_known(env_id, f"task {task_id}")
+        return set(used)
+
+    def _recipe_of(self, env_id: str) -> Recipe:
+        if env_id not in self._recipes:
+            self._recipes[env_id] = self._recipe(EnvVariant(id=env_id), f"env {env_id}")
+        return self._recipes[env_id]
+
+    def _spec(self, env_id: str, key: str, hint: str = "") -> agentenv.env.EnvSpec:
+        """The registration of an environment that `key` names. Raises ConfigError with `hint`."""
+        try:
+            return agentenv.env.spec(env_id)
+        except ConfigError as error:
+            module = self.config.module
+            own = f"; env.module = {module!r} registers none of that id"
+            if module == "agentenv.envs":
+                own = "; one of your own is registered by the module that env.module names"
+            raise ConfigError(f"{key}: {error}{hint}{own}") from error
+
+    def _recipe(self, variant: EnvVariant, key: str) -> Recipe:
+        spec = self._spec(variant.id, f"{key}.id")
+        try:
+            factory = spec.load()
+        except ConfigError as error:
+            raise ConfigError(f"{key}.id: {error}") from error
+        taken = _keywords(factory)
+        kwargs = substituted(variant.kwargs, self._resolve)
+        read = set()
+        for name in TABLES:
+            own, table = getattr(variant, name), self._tables.get(name)
+            if own is not None and not _takes(taken, name):
+                raise ConfigError(f"{key}.{name}: not read by {variant.id}; take the table out")
+            if not _takes(taken, name) or (own is None and table is None):
+                continue
+            if name in kwargs:
+                raise ConfigError(f"{key}.kwargs.{name} and the table {name!r}: give one of them")
+            read.add(name)
+            kwargs[name] = _resolved(own if own is not None else table, self._resolve)
+        _check_kwargs(f"{key}.kwargs", variant, factory, {**spec.kwargs, **kwargs})
+        tools = load_tools(variant.tools, self._resolve)
+        return Recipe(variant.id, kwargs, tools, frozenset(read))
+
+
+def tables_of(config: Any) -> Tables:
+    """The tables of a configuration that has them at its top."""
+    return {name: getattr(config, name) for name in TABLES}
+
+
+def import_envs(module: str) -> None:
+    """Import the module that registers the user's environments; `envs` is always there."""
+    importlib.import_module("agentenv.envs")
+    try:
+        loaded(module)
+    except ConfigError as error:
+        raise ConfigError(
+            f"env.module: {module!r} cannot be imported: {error}; it must be installed or lie in "
+            "the directory that the command is run from"
+        ) from error
+
+
+async def try_env(make_env: Callable[[Task], Env], task: Task) -> tuple[list[Message], Info]:
+    """Make and reset one env, so that what it needs is found missing before the run starts."""
+
+    async def begun() -> tuple[list[Message], Info]:
+        env = make_env(task)
+        try:
+            return check_reset(await env.reset(seed=0))
+        finally:
+            await env.close()
+
+    return await at_start(begun(), f"the environment {task.env_id}, begun for task {task.id},")
+
+
+PROBE_S = 10.0  # in which an environment answers the probe, or is not tried
+PROBE = Message("assistant", "Which one?")
+
+
+async def try_turn(make_env: Callable[[Task], Env], task: Task, protocol: Protocol) -> None:
+    """Have an environment whose `step` is its own answer a turn without a call, and refuse, as
+    ConfigError, an answer that rollouts refuse. What it raises may be meant for the policy."""
+    env = make_env(task)
+    if getattr(type(env), "step", None) is ToolEnv.step:  # grades, and answers nothing else
+        return
+    try:
+        async with asyncio.timeout(PROBE_S):
+            await env.reset(seed=0)
+            outcome = await env.step(PROBE)
+    except Exception as error:
+        logger.info("%s: a turn without a call raised %r", task.env_id, error)
+        return
+    finally:
+        await env.close()
+    try:
+        messages, _, terminated, truncated, _ = check_step(outcome)
+        if not terminated and not truncated:
+            check_observation(messages, protocol)
+    except CrashError as error:
+        raise ConfigError(f"{task.env_id}, task {task.id}: {error}") from error
+
+
+async def check_graders(make_env: Callable[[Task], Env], tasks: Iterable[Task]) -> None:
+    """Have the grader of each environment grade the golds of three of its rows; an environment
+    without an attribute `grader` is left alone. Raises ConfigError."""
+    rows: dict[str, list[Task]] = {}
+    for task in tasks:
+        kept = rows.setdefault(task.env_id, [])
+        if len(kept) < NUM_CHECKED_ROWS:
+            kept.append(task)
+    for own in rows.values():
+        env = make_env(own[0])
+        try:
+            grader = getattr(env, "grader", None)
+            if grader is not None:
+                await check_grader(grader, own)
+        finally:
+            await env.close()
+
+
+def _keywords(factory: Any) -> set[str]:
+    """The keywords that a class or function takes; "**" among them if it takes any."""
+    parameters = inspect.signature(factory).parameters.values()
+    named = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD}
+    return named if len(named) == len(parameters) else {*named, "**"}
+
+
+def _check_kwargs(key: str, variant: EnvVariant, factory: Any, given: Mapping[str, Any]) -> None:
+    """Refuse keywords of the variant that the factory does not take after the task, and the lack
+    of one that it needs in what is `given` in all."""
+    keywords = _keywords(factory)
+    _, *parameters = inspect.signature(factory).parameters.values()
+    named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    known = [one.name for one in named]
+    for name in variant.kwargs:
+        if not _takes(keywords, name):
+            near = difflib.get_close_matches(name, known, n=1)
+            takes = f"it takes {', '.join(known)}" if known else "it takes no keywords"
+            hint = f"did you mean {near[0]}?" if near else f"{takes}; take this one out"
+            raise ConfigError(f"{key}.{name}: unknown to {variant.id}; {hint}")
+    for one in named:
+        if one.default is one.empty and one.name not in given:
+            raise ConfigError(f"{key}.{one.name}: missing; {variant.id} cannot be made without it")
+
+
+def _takes(keywords: set[str], name: str) -> bool:
+    return name in keywords or "**" in keywords
+
+
+def _resolved(table: Any, resolve: Resolve) -> Any:
+    plain = substituted(msgspec.to_builtins(table), resolve)
+    return msgspec.convert(plain, type(table), dec_hook=decode_part)
+
+
+Say = Callable[[str], None]
+
+
+async def load_training(
+    config: DataConfig, env_id: str, resolve: Resolve, say: Say, ends: int = 0
+) -> Sequence[Task]:
+    """The training questions: those of data.train, or the weighted parts of data.mix."""
+    if config.mix:
+        return await in_thread(
+            load_mix, config.mix, env_id, config, resolve, ends=ends, say=said(say, "data")
+        )
+    number = config.max_samples
+    return await load_set(config.train, env_id, config, resolve, say, "data", number, ends)
+
+
+async def load_set(
+    paths: str | list[str],
+    env_id: str,
+    rows: RowsConfig,
+    resolve: Resolve,
+    say: Say,
+    key: str,
+    max_samples: int = 0,
+    ends: int = 0,
+) -> list[Task]:
+    """The questions of one set, whose keys begin with `key`; of its files all rows, or `ends` of
+    each end."""
+    found = [resolve(path) for path in ([paths] if isinstance(paths, str) else paths)]
+    return await in_thread(
+        load_tasks, found, env_id, rows, max_samples=max_samples, ends=ends, say=said(say, key)
+    )
+
+
+async def fit_prompts(
+    tasks: Sequence[Task],
+    rows: RowsConfig,
+    make_env: EnvMaker,
+    renderer: Renderer,
+    limits: Limits,
+    say: Say,
+    key: str,
+) -> Sequence[Task]:
+    """The tasks whose prompts fit, a mix part by part."""
+    overlong = f"{key}.overlong_prompt"
+    fitter = PromptFitter(make_env, renderer, limits, rows.overlong_prompt, overlong, say)
+    if isinstance(tasks, TaskMix):
+        return TaskMix([await fitter.fit(part) for part in tasks.parts], tasks.weights)
+    return await fitter.fit(tasks)
+
+
+def said(say: Say, key: str) -> Say:
+    """`say` with the keys that the text is about in front."""
+    return lambda text: say(f"{key}: {text}")

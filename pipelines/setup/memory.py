@@ -1,0 +1,352 @@
+"""How much memory a learner rank and an engine server need on a GPU, counted, not measured.
+
+Bytes of P weights on each of R ranks, b bytes each (ZeRO: Rajbhandari 2020, figure 1; DeepSpeed's
+estimate_zero2/3_model_states_mem_needs are the same sums):
+
+    stage  weights  gradients, b = 2 (4)     optimizer: float32 copy and two moments
+    0      4P       4P                       8P, no copy
+    1      bP       6P (4P) + 4P / R         12P / R
+    2      bP       6P / R (4P / R)          12P / R
+    3      bP / R   4P / R                   12P / R      + what is gathered of other ranks
+
+Activations: what the forward pass keeps of a token of a micro-batch, see `kept_per_token`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from agentenv.errors import DataError
+from agentenv.learners.learner import LearnerConfig
+from agentenv.model_files import num_experts, num_stretched_positions, read_model_config
+from agentenv.pipelines.setup.machine import GIB
+from agentenv.server_config import LaunchConfig
+
+# Sizes of a model's layers, from its config.json or, where it is not here, by a public name.
+
+GPTQ = re.compile(r"(gptq|awq|int[48])", re.IGNORECASE)
+GROUP_OVERHEAD = 1.05  # scales and zeros of groups of 128 weights beside 4 bits each
+
+
+class ModelShape(Struct, frozen=True, kw_only=True):
+    """A decoder of the Llama family (Llama, Qwen2, Qwen3), with experts or without.
+
+    Of the layers, all but `dense_layers` have `experts` of width `expert_width`, of which a token
+    uses `active`, and one of width `shared` that all tokens use. `bits` of a weight in the layers
+    when served quantized; 0: not quantized. `source` says where the sizes come from.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    context: int
+    tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: int = 0
+    active: int = 0
+    expert_width: int = 0
+    shared: int = 0
+    dense_layers: int = 0
+    bits: int = 0
+    source: str = ""
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, and of the head where it is not tied."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """(in, out) of the linear ones of a layer that take adapters: with experts, attention's."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        h, f = self.hidden, self.intermediate
+        attention = [(h, query), (h, key), (h, key), (query, h)]
+        return attention if self.experts else [*attention, (h, f), (h, f), (f, h)]
+
+    @property
+    def layer(self) -> int:
+        """Parameters of the largest layer."""
+        if not self.experts:
+            return self._outside + 3 * self.hidden * self.intermediate
+        router = self.experts * self.hidden
+        return self._outside + router + 3 * self.hidden * self.all_experts
+
+    @property
+    def all_experts(self) -> int:
+        """Widths of all experts of a layer together."""
+        return self.experts * self.expert_width + self.shared
+
+    @property
+    def _outside(self) -> int:
+        """Parameters of a layer but its feed-forward part."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        vectors = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        if self.qkv_bias:
+            vectors += (self.heads + 2 * self.kv_heads) * self.head_dim
+        return 2 * self.hidden * (query + key) + vectors
+
+    @property
+    def in_layers(self) -> int:
+        """Parameters of all layers."""
+        dense = self.dense_layers if self.experts else 0
+        feed_forward = 3 * self.hidden * self.intermediate
+        return (self.layers - dense) * self.layer + dense * (self._outside + feed_forward)
+
+    @property
+    def num_params(self) -> int:
+        """All parameters."""
+        ends = self.embedding * (1 if self.tied else 2)
+        return self.in_layers + ends + self.hidden
+
+    def adapter_params(self, rank: int) -> int:
+        """Parameters of LoRA's A and B on all linear layers but the head."""
+        return self.layers * sum(rank * (rows + columns) for rows, columns in self.matrices)
+
+    def served_bytes(self, bytes_each: int) -> float:
+        """Weights of an engine; quantization leaves embedding and head as they are."""
+        if not self.bits:
+            return self.num_params * bytes_each
+        layers = self.in_layers
+        return layers * self.bits / 8 * GROUP_OVERHEAD + (self.num_params - layers) * bytes_each
+
+    def kv_bytes(self, bytes_each: int) -> int:
+        """Keys and values of one token."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * bytes_each
+
+
+# By public name; a path that contains one of these names has its shape.
+KNOWN = msgspec.toml.decode(
+    (resources.files("agentenv.pipelines.setup") / "model_shapes.toml").read_bytes(),
+    type=dict[str, ModelShape],
+)
+
+
+def find_shape(path: Path, quantization: str = "") -> ModelShape | None:
+    """The shape of the model at `path`; none where neither a config.json nor a public name tells
+    it. Raises DataError for a config.json without the sizes."""
+    bits = 0
+    if quantization or GPTQ.search(path.name):
+        bits = 8 if re.search("int8|8bit", path.name, re.IGNORECASE) else 4
+    if (path / "config.json").is_file():
+        shape = shape_of(read_model_config(path), path)
+    else:
+        names = [name for name in KNOWN if name.lower() in str(path).lower()]
+        if not names:
+            return None
+        name = max(names, key=len)
+        shape = replace(KNOWN[name], source=f"the shape of {name} is assumed")
+    return replace(shape, bits=shape.bits or bits)
+
+
+def shape_of(config: dict[str, Any], path: Path) -> ModelShape:
+    """From the values of a config.json. Raises DataError for missing ones."""
+    kind = str(config.get("model_type", ""))
+    try:
+        heads = int(config["num_attention_heads"])
+        hidden = int(config["hidden_size"])
+        quantized = config.get("quantization_config") or {}
+        return ModelShape(
+            hidden=hidden,
+            layers=int(config["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            intermediate=int(config["intermediate_size"]),
+            vocabulary=int(config["vocab_size"]),
+            context=num_stretched_positions(config),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=bool(config.get("attention_bias", kind == "qwen2")),
+            qk_norm=kind in ("qwen3", "qwen3_moe") or bool(config.get("use_qk_norm")),
+            **_experts(config),
+            bits=int(quantized.get("bits") or 0),
+            source=f"{path / 'config.json'}",
+        )
+    except KeyError as error:
+        raise DataError(f"{path / 'config.json'}: key {error} is missing") from error
+
+
+def _experts(config: dict[str, Any]) -> dict[str, int]:
+    """What a config.json says of experts, under the names that the families have for it."""
+
+    def number(*names: str) -> int:
+        return next((int(config[name]) for name in names if config.get(name)), 0)
+
+    experts = num_experts(config)
+    if not experts:
+        return {}
+    layers, every = number("num_hidden_layers"), max(1, number("decoder_sparse_step"))
+    without = {*(config.get("mlp_only_layers") or ())}
+    without |= {*range(number("first_k_dense_replace", "num_dense_layers"))}
+    without |= {n for n in range(layers) if (n + 1) % every}
+    width = number("moe_intermediate_size", "intermediate_size")
+    return {
+        "experts": experts,
+        "active": number("num_experts_per_tok"),
+        "expert_width": width,
+        "shared": number("shared_expert_intermediate_size") or number("n_shared_experts") * width,
+        "dense_layers": len(without),
+    }
+
+
+RESERVE_BYTES = 3 * GIB  # CUDA's context, NCCL's buffers, fragmentation
+BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's buckets: one that is reduced, one that is gathered
+LIVE_ELEMENTS = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters
+HEAD_CHUNK_BYTES = 256 * 2**20  # of logits on a GPU, as agentenv.learners.policy cuts them
+HEAD_TILE_BYTES = 2**30  # and of a gradient of its weight
+LARGEST_FACTOR = 4  # bytes of a gathered parameter and its gradient, as DeepSpeed counts them
+BACKWARD_FACTOR = 1.5  # a layer's gradients of activations beside its activations
+SERVER_BYTES = 2 * GIB  # activations and graphs of a server, outside weights and cache
+
+
+def checkpoint_bytes(shape: ModelShape, learner: LearnerConfig, *, has_reference: bool) -> float:
+    """Of a checkpoint: the model as engines read it, and of each weight that is trained a float32
+    copy, two moments and, if there is one, the reference's."""
+    trained = shape.num_params if learner.lora is None else shape.adapter_params(learner.lora.r)
+    model = shape.num_params * bytes_of(learner.resolved(on_gpu=False).dtype)
+    return float(model + trained * (16 if has_reference else 12))
+
+
+class Memory(Struct, frozen=True):
+    """Parts in bytes, by name: on the GPU, and in main memory of the machine."""
+
+    gpu: dict[str, float] = field(default_factory=dict)
+    host: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def gpu_bytes(self) -> float:
+        return sum(self.gpu.values())
+
+    @property
+    def host_bytes(self) -> float:
+        return sum(self.host.values())
+
+
+def bytes_of(dtype: str) -> int:
+    """Of one value; `model` counts as half precision."""
+    return 4 if dtype == "float32" else 2
+
+
+def learner_memory(
+    shape: ModelShape, config: LearnerConfig, num_tokens: int, *, has_reference: bool = False
+) -> Memory:
+    """Of one rank. `num_tokens`: what it has of its largest micro-batch. Main memory is that of
+    one rank: weights are mapped from their files, which all ranks share, and go to the device, to
+    a checkpoint and to an export one by one, in float32 at most."""
+    config = config.resolved(on_gpu=False)  # unless a plan knows of GPUs
+    states = model_states(shape, config)
+    gpu = dict(states.gpu)
+    b = bytes_of(config.dtype)
+    whole = shape.num_params
+    if has_reference:
+        parts = config.num_ranks if config.zero_stage == 3 else 1
+        gpu["reference policy"] = b * whole / parts
+    if config.zero_stage == 3:
+        largest = max(shape.embedding, shape.layer)
+        gpu["gathered weights"] = LARGEST_FACTOR * largest + b * min(LIVE_ELEMENTS, whole)
+    if config.zero_stage:
+        gpu["buckets"] = 2 * b * min(BUCKET_ELEMENTS, whole)
+    gpu["activations"] = activation_bytes(
+        shape,
+        num_tokens,
+        b,
+        checkpointing=config.activation_checkpointing,
+        team=config.context_parallel,
+    )
+    gradient = 4 * shape.embedding
+    head = 0
+    if config.lora is None:
+        head = gradient + min(gradient, HEAD_TILE_BYTES) + b * shape.embedding
+    gpu["log-prob head"] = 3.0 * HEAD_CHUNK_BYTES + head
+    gpu["reserve"] = RESERVE_BYTES
+    at_once = float(4 * max(shape.embedding, shape.layer))
+    return Memory(gpu, states.host | {"one weight, while it loads or is saved": at_once})
+
+
+def model_states(shape: ModelShape, config: LearnerConfig) -> Memory:
+    """Weights, gradients and optimizer state of one rank."""
+    config = config.resolved(on_gpu=False)
+    stage, ranks, b = int(config.zero_stage), config.num_ranks, bytes_of(config.dtype)
+    whole = shape.num_params
+    trained = whole if config.lora is None else shape.adapter_params(config.lora.r)
+    gpu: dict[str, float] = {}
+    host: dict[str, float] = {}
+    gpu["weights"] = b * whole / (ranks if stage == 3 else 1)
+    if stage == 0:
+        gpu["gradients"] = 4.0 * trained
+        gpu["optimizer"] = 8.0 * trained
+        return Memory(gpu, host)
+    half = 2 * trained if b == 2 else 0  # before they are added up in float32
+    gradients = {1: half + 4.0 * trained, 2: half / ranks, 3: 0.0}[stage]
+    sums, optimizer = 4 * trained / ranks, 12 * trained / ranks
+    if config.offload == "none":
+        gpu["gradients"], gpu["optimizer"] = gradients + sums, optimizer
+    else:
+        gpu["gradients"] = gradients if stage == 1 else 0.0
+        host["gradients"], host["optimizer"] = sums, optimizer
+    if config.offload == "params":
+        host["weights"] = gpu.pop("weights")
+    return Memory(gpu, host)
+
+
+def activation_bytes(
+    shape: ModelShape, num_tokens: int, bytes_each: int, *, checkpointing: bool, team: int = 1
+) -> float:
+    """Of one micro-batch, or of a rank's part of it: all layers, or their inputs and one layer at a
+    time. `team`: ranks that compute it together."""
+    layer = num_tokens * kept_per_token(shape, bytes_each, team)
+    if not checkpointing:
+        return layer * (shape.layers + BACKWARD_FACTOR - 1)
+    return num_tokens * shape.layers * shape.hidden * bytes_each + layer * BACKWARD_FACTOR
+
+
+def kept_per_token(shape: ModelShape, bytes_each: int, team: int = 1) -> int:
+    """Bytes that one layer keeps of a token for the backward pass.
+
+    Both norms keep a float32 copy of their input. In the layer's own type are kept: the inputs of
+    norms and of projections (4 hidden), queries and attention's output, keys and values, and four
+    of the width of the feed-forward part; with normalised queries and keys a float32 copy and
+    another of each. Experts keep a copy of input and output for each one that a token uses, and
+    the router its figures in float32. A team keeps attention's output as attention and as its
+    projection have it, and keys and values as often as its members need them.
+    """
+    h, query, key = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    wide = 4 * shape.intermediate if shape.dense_layers or not shape.experts else 0
+    used = 4 * (shape.active * shape.expert_width + shape.shared) + 2 * shape.active * h
+    kept = 8 * h + bytes_each * (4 * h + 2 * query + 2 * key + max(wide, used))
+    kept += 8 * shape.experts + 32 * shape.active
+    if team > 1:
+        copies = math.lcm(shape.kv_heads, team) // shape.kv_heads
+        kept += bytes_each * (query + 2 * key * (copies - 1))
+    if shape.qk_norm:
+        kept += (4 + bytes_each) * (query + key)
+    return kept
+
+
+def server_memory(shape: ModelShape, config: LaunchConfig, gpu_bytes: float) -> tuple[Memory, int]:
+    """Of one GPU of a server, whose cache gets what is left; and the tokens that fit into it."""
+    b, parts = bytes_of(config.dtype), config.tensor_parallel_size
+    weights = shape.served_bytes(b) / parts
+    cache = max(0.0, config.gpu_memory_share * gpu_bytes - weights - SERVER_BYTES)
+    gpu = {"weights": weights, "activations": SERVER_BYTES, "cache": cache}
+    return Memory(gpu), int(cache // (shape.kv_bytes(b) / min(parts, shape.kv_heads)))
+
+
+def embedded_memory(
+    shape: ModelShape, bytes_each: int, num_sequences: int, num_tokens: int
+) -> Memory:
+    """Of the engine in the controller's process: its slots at their full length."""
+    cache = num_sequences * num_tokens * shape.kv_bytes(bytes_each)
+    return Memory({"engine weights": float(bytes_each * shape.num_params), "engine cache": cache})

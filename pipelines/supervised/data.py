@@ -1,0 +1,391 @@
+"""What is learned from, in tokens: sequences to imitate, pairs to prefer one of, demonstrations.
+
+Rows are dialogues (`pipelines/supervised/dialogues.py`) or, for pairs, what rollouts gave:
+
+{"prompt_ids": [..], "chosen_ids": [..], "chosen_mask": [0, 1, ..], "rejected_ids": [..],
+ "rejected_mask": [..]}        masks are 1 on what the policy sampled
+{"task": .., "nodes": [..]}    a tree (agentenv/tree.py); its leaves are paired by reward
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from itertools import dropwhile
+from pathlib import Path
+from random import Random
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from agentenv.data_files import RawRow, Row, read_rows
+from agentenv.errors import CrashError, DataError
+from agentenv.learners.batch import EncodedTree
+from agentenv.learners.dpo import Answer, encode_pair
+from agentenv.outcomes import check_observation
+from agentenv.pipelines.config.rl import SFTConfig
+from agentenv.pipelines.config.supervised import ChatDataConfig, SFTRunConfig, SupervisedRunConfig
+from agentenv.pipelines.supervised.dialogues import (
+    Conversation,
+    RowFormat,
+    converted,
+    find_sources,
+    read_conversation,
+    read_preference,
+)
+from agentenv.pipelines.supervised.encoding import ChatEncoder, Example
+from agentenv.prompt import Instruction
+from agentenv.renderer import Renderer
+from agentenv.tree import Trajectory, TrajectoryTree
+
+
+class PairRow(Struct, frozen=True, omit_defaults=True):
+    """Prompt and two answers in tokens; `task` and the rewards are for the reader."""
+
+    prompt_ids: list[int]
+    chosen_ids: list[int]
+    chosen_mask: list[int]
+    rejected_ids: list[int]
+    rejected_mask: list[int]
+    task: str = ""
+    chosen_reward: float = 0.0
+    rejected_reward: float = 0.0
+
+    def answers(self) -> tuple[Answer, Answer]:
+        """Each with the prompt, which is not the policy's."""
+        for name, ids, mask in (
+            ("chosen", self.chosen_ids, self.chosen_mask),
+            ("rejected", self.rejected_ids, self.rejected_mask),
+        ):
+            if len(ids) != len(mask) or not any(mask):
+                raise DataError(
+                    f"key '{name}_mask': expected as many entries as {name}_ids has, {len(ids)}, "
+                    f"at least one of them 1, got {len(mask)}"
+                )
+        prompt = [0] * len(self.prompt_ids)
+        return (
+            (self.prompt_ids + self.chosen_ids, prompt + self.chosen_mask),
+            (self.prompt_ids + self.rejected_ids, prompt + self.rejected_mask),
+        )
+
+
+def is_pair_row(row: Row) -> bool:
+    """Whether a row is of one of the two forms that rollouts give."""
+    return "prompt_ids" in row or ("nodes" in row and "task" in row)
+
+
+def read_pair_row(row: Row, threshold: float, limit: int, rng: Random) -> list[PairRow]:
+    """The pairs of a row; raises DataError with key and what was expected."""
+    if "prompt_ids" in row:
+        return [converted(row, PairRow)]
+    return list(pairs_of(converted(row, TrajectoryTree), threshold, limit, rng))
+
+
+def pairs_of(tree: TrajectoryTree, threshold: float, limit: int, rng: Random) -> Iterator[PairRow]:
+    """Up to `limit` random pairs of a trajectory with at least that reward and one with less.
+
+    Truncated trajectories count by their reward, failed ones not at all. Trajectories without a
+    token of the policy, and pairs of equal texts, are left out.
+    """
+    done = [t for t in tree.trajectories() if any(t.loss_mask)]
+    chosen = [t for t in done if t.reward >= threshold]
+    rejected = [t for t in done if t.reward < threshold]
+    pairs = [(good, bad) for good in chosen for bad in rejected if good.token_ids != bad.token_ids]
+    for good, bad in rng.sample(pairs, min(limit, len(pairs))):
+        prompt = tree.root.observation_ids.tolist()
+        yield PairRow(
+            prompt_ids=prompt,
+            chosen_ids=good.token_ids[len(prompt) :],
+            chosen_mask=_mask(good, len(prompt)),
+            rejected_ids=bad.token_ids[len(prompt) :],
+            rejected_mask=_mask(bad, len(prompt)),
+            task=tree.task.id,
+            chosen_reward=good.reward,
+            rejected_reward=bad.reward,
+        )
+
+
+def _mask(trajectory: Trajectory, start: int) -> list[int]:
+    return [int(sampled) for sampled in trajectory.loss_mask[start:]]
+
+
+def num_kinds(trees: Sequence[TrajectoryTree], threshold: float) -> dict[str, int]:
+    """How many questions had only chosen, only rejected, or both kinds of answers."""
+    counts = {"all_chosen": 0, "all_rejected": 0, "mixed": 0}
+    for tree in trees:
+        found = {trajectory.reward >= threshold for trajectory in tree.trajectories()}
+        if found:
+            one_kind = "all_chosen" if True in found else "all_rejected"
+            counts["mixed" if len(found) == 2 else one_kind] += 1
+    return counts
+
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+Resolve = Callable[[str], Path]
+Reader = Callable[[RawRow, RowFormat], list[T]]
+MAX_LISTED = 50  # bad rows that are named one by one
+TREE_PAIRS = 4  # of a row that is a tree
+TREE_THRESHOLD = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class Loaded(NamedTuple, Generic[T]):
+    """What is learned from and what only measures, and the tokens of the longest sequence."""
+
+    train: list[T]
+    eval: list[T]
+    longest: int
+
+
+class Cut:
+    """Holds sequences to the cut-off length, and counts what that changed. `longest` is the length
+    of the longest one that is left, in tokens."""
+
+    def __init__(self, config: ChatDataConfig) -> None:
+        self.config = config
+        self.num_cut = self.num_left_out = self.longest = 0
+
+    def __call__(self, *examples: Example) -> list[Example] | None:
+        """The sequences that belong together, cut; None if they are left out."""
+        limit = self.config.max_length
+        longest = max(len(example.token_ids) for example in examples)
+        if longest <= limit:
+            self.longest = max(self.longest, longest)
+            return list(examples)
+        if self.config.overlong == "error":
+            raise DataError(
+                f"has {longest} tokens, data.max_length is {limit}; data.overlong = 'cut' or "
+                "'skip' goes on without the end or the row"
+            )
+        cut = [example.cut(limit) for example in examples]
+        if self.config.overlong == "skip" or not all(part.mask.any() for part in cut):
+            self.num_left_out += 1
+            return None
+        self.num_cut += 1
+        self.longest = limit
+        return cut
+
+    def tell(self, say: Say) -> None:
+        """What the limit did to the rows, if anything."""
+        if self.num_cut or self.num_left_out:
+            say(
+                f"data.max_length = {self.config.max_length}: {self.num_cut} rows lost their end, "
+                f"{self.num_left_out} are left out"
+            )
+
+
+def load_examples(
+    config: ChatDataConfig,
+    encoder: ChatEncoder,
+    resolve: Resolve,
+    seed: int,
+    say: Say,
+    ends: int = 0,
+) -> Loaded[Example]:
+    """Sequences with their masks, of all rows or of `ends` of each end of a file. Raises DataError
+    with file, row and key for bad rows."""
+    cut = Cut(config)
+
+    def read(raw: RawRow, form: RowFormat) -> list[Example]:
+        example = encoder.encode(read_conversation(raw.row, form))
+        if not example.mask.any():
+            raise DataError("there is nothing to learn from: the policy's texts are empty")
+        return cut(example) or []
+
+    return _load(config, read, cut, resolve, seed, say, ends, ranking=False)
+
+
+def load_pairs(
+    config: ChatDataConfig,
+    encoder: ChatEncoder,
+    resolve: Resolve,
+    seed: int,
+    say: Say,
+    ends: int = 0,
+) -> Loaded[EncodedTree]:
+    """Pairs without the reference's log-probs. Raises DataError as `load_examples` does."""
+    cut = Cut(config)
+
+    def read(raw: RawRow, form: RowFormat) -> list[EncodedTree]:
+        pairs = []
+        for both in _answers(raw, form, encoder, seed):
+            kept = cut(*both)
+            if kept is None:
+                continue
+            if kept[0].equals(kept[1]):
+                if both[0].equals(both[1]):
+                    raise DataError("the chosen and the rejected answer are the same")
+                cut.num_left_out += 1  # they differed behind the cut
+                continue
+            pairs.append(encode_pair(*kept))
+        return pairs
+
+    return _load(config, read, cut, resolve, seed, say, ends, ranking=True)
+
+
+def count_rows(config: SupervisedRunConfig, resolve: Resolve, say: Say, ends: int) -> int:
+    """How many rows can be read as dialogues or preferences, without a tokenizer. Raises DataError
+    as `load_examples` does for those that cannot."""
+    ranking = not isinstance(config, SFTRunConfig)
+
+    def read(raw: RawRow, form: RowFormat) -> list[object]:
+        if ranking and is_pair_row(raw.row):
+            return [*read_pair_row(raw.row, TREE_THRESHOLD, TREE_PAIRS, Random(0))]
+        return [(read_preference if ranking else read_conversation)(raw.row, form)]
+
+    cut, seed = Cut(config.data), config.run.seed
+    loaded = _load(config.data, read, cut, resolve, seed, say, ends, ranking=ranking)
+    return len(loaded.train)
+
+
+def _answers(
+    raw: RawRow, form: RowFormat, encoder: ChatEncoder, seed: int
+) -> Iterator[tuple[Example, Example]]:
+    """The chosen and the rejected answer of each pair of a row, each with its prompt."""
+    if is_pair_row(raw.row):
+        rng = Random(f"{seed}/{raw.path.name}/{raw.number}")
+        for row in read_pair_row(raw.row, TREE_THRESHOLD, TREE_PAIRS, rng):
+            chosen, rejected = row.answers()
+            yield Example.of(*chosen), Example.of(*rejected)
+        return
+    found = read_preference(raw.row, form)
+    prompt, tools = found.prompt.messages, found.prompt.tools
+    first = sum(message.role != "system" for message in prompt)
+    chosen, rejected = (
+        encoder.encode(Conversation((*prompt, *answer), tools), first)
+        for answer in (found.chosen, found.rejected)
+    )
+    yield chosen, rejected
+
+
+def _load(
+    config: ChatDataConfig,
+    read: Reader[T],
+    cut: Cut,
+    resolve: Resolve,
+    seed: int,
+    say: Say,
+    ends: int,
+    *,
+    ranking: bool,
+) -> Loaded[T]:
+    def load(names: str | list[str], limit: int) -> list[list[T]]:
+        listed = [names] if isinstance(names, str) else names
+        rows: list[list[T]] = []
+        problems: list[str] = []
+        for source in find_sources(config, listed, resolve, ranking=ranking):
+            skip = config.skip_bad_rows
+            found = _read_rows(source.path, source.form, read, skip, problems, ends)
+            for number, row in enumerate(found, 1):
+                rows.append(row)
+                if number == source.max_samples or len(rows) == limit:
+                    break
+            if len(rows) == limit:
+                break
+        _tell_bad(problems, say)
+        if not any(rows):
+            raise DataError(f"{', '.join(listed)}: there is no row to learn from")
+        return rows
+
+    rows = load(config.train, config.max_samples)
+    measured: list[list[T]] = load(config.eval, 0) if config.eval else []
+    if config.eval_split:
+        rows, measured = split(rows, config.eval_split, seed)
+    cut.tell(say)
+    learned, held = [one for row in rows for one in row], [one for row in measured for one in row]
+    return Loaded(learned, held, cut.longest)
+
+
+def split(rows: Sequence[T], size: float, seed: int) -> tuple[list[T], list[T]]:
+    """Rows to learn from and held-out ones: a part of them, or so many from 1 on; both in order."""
+    count = int(size) if size >= 1 else max(1, round(size * len(rows)))
+    if count >= len(rows):
+        raise DataError(
+            f"data.eval_split = {size:g} leaves nothing of {len(rows)} rows to learn from"
+        )
+    held = set(Random(f"{seed}/split").sample(range(len(rows)), count))
+    return (
+        [row for place, row in enumerate(rows) if place not in held],
+        [rows[place] for place in sorted(held)],
+    )
+
+
+def _read_rows(
+    path: Path,
+    form: RowFormat,
+    read: Reader[T],
+    skip: bool,
+    problems: list[str],
+    ends: int = 0,
+) -> Iterator[list[T]]:
+    """What each good row gives; raises DataError for a bad one unless they are skipped."""
+    for raw in read_rows(path, ends):
+        try:
+            if raw.problem:
+                raise DataError(raw.problem)
+            yield read(raw, form)
+        except DataError as error:
+            text = f"{raw.path}, row {raw.number}: {error}"
+            if not skip:
+                raise DataError(text) from None
+            problems.append(text)
+
+
+def _tell_bad(problems: list[str], say: Say) -> None:
+    if problems:
+        say(f"data.skip_bad_rows: {len(problems)} bad rows are left out")
+        for text in problems[:MAX_LISTED]:
+            logger.warning("%s", text)
+
+
+Demonstrations = dict[str, dict[str, list[EncodedTree]]]  # by stage, then by kind
+
+
+def load_demonstrations(
+    path: Path, renderer: Renderer, tools: list[dict[str, Any]], system: str = ""
+) -> Demonstrations:
+    """Read dialogues with the keys "kind" and "stage" beside them, encoded: rows {"question",
+    "turns": [{"action", "result"}, ...]} or any other form of `pipelines.supervised.dialogues`.
+
+    The stage "" holds all rows. Rows without a system prompt get that of the episodes.
+    Only what the policy writes is trained: actions and, after the last, the end-of-sequence token.
+    Raises DataError with file and row, also for messages that a rollout refuses between turns.
+    """
+    demonstrations: Demonstrations = {"": {}}
+    encoder = ChatEncoder(renderer, Instruction(system))
+
+    def read(raw: RawRow, form: RowFormat) -> list[tuple[Row, EncodedTree]]:
+        conversation = msgspec.structs.replace(read_conversation(raw.row, form), tools=tools)
+        _check_observations(conversation)
+        return [(raw.row, encoder.encode(conversation).encoded())]
+
+    for ((row, encoded),) in _read_rows(path, RowFormat(), read, skip=False, problems=[]):
+        kind, stage = str(row.get("kind", "all")), str(row.get("stage", ""))
+        for name in {"", stage}:
+            demonstrations.setdefault(name, {}).setdefault(kind, []).append(encoded)
+    if not demonstrations[""]:
+        raise DataError(f"{path}: there are no demonstrations in it")
+    return demonstrations
+
+
+def _check_observations(conversation: Conversation) -> None:
+    """Refuse what the policy would never read in a rollout."""
+    messages = list(dropwhile(lambda one: one.role != "assistant", conversation.messages))
+    try:
+        check_observation([one for one in messages if one.role != "assistant"], "tags")
+    except CrashError as error:
+        raise DataError(str(error)) from error
+
+
+def check_stages(config: SFTConfig, demonstrations: Demonstrations) -> None:
+    """Refuse a stage without demonstrations."""
+    for number, stage in enumerate(config.stages):
+        if stage.rows not in demonstrations:
+            known = sorted(filter(None, demonstrations))
+            raise DataError(
+                f"{config.data}: sft.stages[{number}] wants rows with stage {stage.rows!r}; the "
+                f"file has {known}"
+            )

@@ -1,0 +1,269 @@
+"""Conversations into token ids and masks, by the renderer that rolls out the same policy.
+
+    prompt      the system and user messages before the first answer: as the prompt of an episode
+    answer      what the policy writes, trained; then its end-of-turn token, unless a call of the
+                tag protocol ends the turn
+    tool result rendered as an environment's, never trained
+    user again  rendered by the chat template, never trained
+
+In the tag protocol an answer of a dataset may hold the whole chain, <result>..</result> included.
+It is cut there, so that the results are the environment's and not the policy's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from agentenv.errors import ConfigError, DataError
+from agentenv.learners.batch import EncodedTree, encode_sequence
+from agentenv.model_files import GENERATION, template_end
+from agentenv.native import NativeRenderer
+from agentenv.pipelines.supervised.dialogues import Conversation
+from agentenv.prompt import Instruction
+from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN, Renderer, TagRenderer
+from agentenv.rows import BROKEN_BOXED
+from agentenv.tags import written_arguments
+from agentenv.types import SYSTEM_KEY, Completion, Message, Task
+
+# One encoded dialogue: token ids, and which of them are learned.
+
+
+class Example(NamedTuple):
+    """int32 and bool, [tokens]; `mask` is True on the tokens that are learned."""
+
+    token_ids: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, token_ids: ArrayLike, mask: ArrayLike) -> Example:
+        return cls(np.asarray(token_ids, np.int32), np.asarray(mask, np.bool_))
+
+    def cut(self, max_length: int) -> Example:
+        """Its first tokens."""
+        return Example(self.token_ids[:max_length], self.mask[:max_length])
+
+    def encoded(self) -> EncodedTree:
+        """As the learner takes it."""
+        return encode_sequence(self.token_ids.tolist(), self.mask.tolist())
+
+    def equals(self, other: Example) -> bool:
+        return np.array_equal(self.token_ids, other.token_ids) and np.array_equal(
+            self.mask, other.mask
+        )
+
+
+RESULT = re.compile(r"\s*<result>(.*?)</result>", re.DOTALL)
+WHOLE = 10**9  # tokens of a tool result; the cut-off length bounds the sequence
+STAND_IN = "qZuserZq"
+NUM_END_CHARS = 64  # of an answer, in which a token at its end is looked for
+
+Part = tuple[list[int], bool]  # token ids, and whether they are the policy's
+
+
+class ChatEncoder:
+    """Encodes conversations for one model.
+
+    `instruction` is the system prompt of rows without one. With `compat`, tool results within an
+    answer are trained like the answer.
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        instruction: Instruction | None = None,
+        *,
+        compat: bool = False,
+    ) -> None:
+        assert isinstance(renderer, TagRenderer | NativeRenderer), "an endpoint learns nothing"
+        self.renderer = renderer
+        self.tokenizer = renderer.tokenizer
+        self.instruction = instruction or Instruction()
+        self.compat = compat
+        self.is_native = isinstance(renderer, NativeRenderer)
+        self._frames: tuple[str, str] | None = None
+        self._opens_thought: bool | None = None
+        self._prompt = renderer.prompt_config
+        self.end_id = self._end_of_turn()
+
+    def encode(self, conversation: Conversation, first_trained: int = 0) -> Example:
+        """Answers are trained from message `first_trained` on, counted without the system prompt.
+
+        Raises DataError for what the renderer cannot write.
+        """
+        prompt, turns = self._split(conversation)
+        tools = conversation.tools
+        ids = self.renderer.prompt(prompt, tools)
+        if self._opens_thought is None:  # the template's habit, the same for every prompt
+            tail = self.renderer.decode(ids[-NUM_TAIL_IDS:])
+            self._opens_thought = tail.rstrip().endswith(THOUGHT_OPEN)
+        parts: list[Part] = [(ids, False)]
+        number = sum(message.role != "system" for message in prompt)
+        groups = [list(group) for _, group in groupby(turns, lambda turn: turn.role == "assistant")]
+        for place, group in enumerate(groups):
+            if group[0].role != "assistant":
+                parts.append((self._between(group, tools), False))
+            else:
+                follower = groups[place + 1][0].role if place + 1 < len(groups) else ""
+                is_trained = number >= first_trained
+                for answer in group:
+                    written = self._answer(answer, tools, follower)
+                    parts += [(ids, is_policy and is_trained) for ids, is_policy in written]
+            number += len(group)
+        return _join(parts)
+
+    def _split(self, conversation: Conversation) -> tuple[list[Message], list[Message]]:
+        """Messages of the prompt, with the system prompt that counts, and the turns after it."""
+        messages = [self._repaired(message) for message in conversation.messages]
+        size = next((i for i, m in enumerate(messages) if m.role == "assistant"), len(messages))
+        prompt = messages[:size]
+        row = {SYSTEM_KEY: prompt[0].content} if prompt and prompt[0].role == "system" else {}
+        question = next((m.content for m in reversed(prompt) if m.role == "user"), "")
+        task = Task("", "", question, (), metadata=row)
+        return self.instruction.apply(prompt, task), messages[size:]
+
+    def _repaired(self, message: Message) -> Message:
+        if self.compat or BROKEN_BOXED not in message.content:
+            return message
+        content = message.content.replace(BROKEN_BOXED, "\\boxed")
+        return Message(message.role, content, message.tool_calls, message.name)
+
+    def _answer(
+        self, answer: Message, tools: Sequence[dict[str, Any]], follower: str
+    ) -> Iterator[Part]:
+        """What the policy writes in a turn, without a thought that the prompt has opened."""
+        text = answer.content
+        if self._opens_thought and text.lstrip().startswith(THOUGHT_OPEN):
+            text = text.lstrip().removeprefix(THOUGHT_OPEN).lstrip("\n")
+        if answer.tool_calls:
+            text = self._with_calls(text, answer, tools)
+        text = self._without_end(text)
+        if self.is_native or self.compat:
+            yield self.renderer.encode(text), True
+        else:
+            yield from self._chain(text, tools)
+        if self.is_native or follower != "tool":
+            yield [self.end_id], True
+
+    def _without_end(self, text: str) -> str:
+        """An answer without the special token that a dataset may have written at its end. Raises
+        DataError for one at which generation does not stop."""
+        ids = self.renderer.encode(text[-NUM_END_CHARS:].rstrip())
+        if not ids or ids[-1] not in self.renderer.special_ids:
+            return text
+        last, end = ids[-1], self.renderer.decode(ids[-1:])
+        if last not in self.renderer.eos_ids:
+            known = [self.renderer.decode([token]) for token in sorted(self.renderer.eos_ids)]
+            raise DataError(
+                f"an answer ends with {end!r}, at which generation does not stop; it stops at "
+                f"{', '.join(map(repr, known))}: take {end!r} out of the data, or add token {last} "
+                f"to eos_token_id in {GENERATION}"
+            )
+        return text.rstrip().removesuffix(end)
+
+    def _chain(self, text: str, tools: Sequence[dict[str, Any]]) -> Iterator[Part]:
+        """The policy's texts and, between them, the results that stand within the answer."""
+        opened, closed = text.count("<result>"), text.count("</result>")
+        found = list(RESULT.finditer(text))
+        if not opened == closed == len(found) or any("<result>" in one[1] for one in found):
+            raise DataError(
+                f"an answer opens <result> {opened} times and closes it {closed} times, "
+                f"{len(found)} of them in pairs; results are told from the answer by their tags"
+            )
+        start = 0
+        for one in found:
+            yield self.renderer.encode(text[start : one.start()]), True
+            result = Message("tool", one[1].strip())
+            yield list(self.renderer.observation([result], tools, WHOLE)), False
+            start = one.end()
+        yield self.renderer.encode(text[start:]), True
+
+    def _with_calls(self, text: str, answer: Message, tools: Sequence[dict[str, Any]]) -> str:
+        calls = answer.tool_calls
+        if not self.is_native:
+            if len(calls) > 1:
+                raise DataError("the tag protocol has one call a turn, a message has several")
+            (call,) = calls
+            tool = next((one for one in tools if one.get("name") == call.name), None)
+            return f"{text}<{call.name}>{written_arguments(call.arguments, tool)}</{call.name}>"
+        assert isinstance(self.renderer, NativeRenderer)
+        try:
+            whole = self.renderer.calling(text, calls)
+        except ConfigError as error:
+            raise DataError(f"the call {calls[0].name} cannot be written: {error}") from error
+        done = Completion([*self.renderer.encode(whole), self.end_id], [], [], "stop", [])
+        if self.renderer.parse(done, tools).tool_calls != calls:
+            raise DataError(
+                f"the call {calls[0].name} cannot be written so that the renderer reads it again"
+            )
+        return whole
+
+    def _between(self, group: list[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+        """What stands between two answers: tool results and messages of the user."""
+        if self.is_native:
+            return list(self.renderer.observation(group, tools, WHOLE))
+        results = [message for message in group if message.role == "tool"]
+        ids = list(self.renderer.observation(results, tools, WHOLE)) if results else []
+        for message in group:
+            if message.role == "user":
+                before, after = self._user_frame()
+                ids += self.renderer.encode(before + message.content + after)
+        return ids
+
+    def _user_frame(self) -> tuple[str, str]:
+        """What the chat template writes around a user's message that follows an answer."""
+        if self._frames is None:
+            if not self._prompt.apply_chat_template:
+                self._frames = "\n\n", "\n"
+                return self._frames
+            chat = _chat(("user", "qQ"), ("assistant", "qTurnq"), ("user", STAND_IN))
+            rest = self._render(chat, generation=True).rpartition("qTurnq")[2]
+            before, found, after = rest.partition(STAND_IN)
+            end = self.renderer.decode([self.end_id])
+            if not found or not before.startswith(end):
+                raise DataError(
+                    "the chat template cannot write a user's message after an answer that ends "
+                    f"with {end!r}; it writes {rest[:40]!r}"
+                )
+            self._frames = before.removeprefix(end), after
+        return self._frames
+
+    def _end_of_turn(self) -> int:
+        """The token that ends an answer: the chat template's, else the tokenizer's own."""
+        own: int | None = self.tokenizer.eos_token_id
+        found = None
+        if self._prompt.apply_chat_template:
+            kwargs = self._prompt.chat_template_kwargs
+            found = template_end(self.tokenizer, self.renderer.eos_ids, kwargs)
+        if found is None:
+            found = min(self.renderer.eos_ids) if own is None else own
+        if found not in self.renderer.eos_ids:
+            raise DataError(
+                f"demonstrations would end with {self.renderer.decode([found])!r} (token {found}), "
+                f"at which generation does not stop; it stops at {sorted(self.renderer.eos_ids)}"
+            )
+        return found
+
+    def _render(self, chat: list[dict[str, str]], *, generation: bool) -> str:
+        text = self.tokenizer.apply_chat_template(
+            chat,
+            add_generation_prompt=generation,
+            tokenize=False,
+            **self._prompt.chat_template_kwargs,
+        )
+        return str(text)
+
+
+def _join(parts: list[Part]) -> Example:
+    sizes = [len(ids) for ids, _ in parts]
+    mask = np.repeat(np.array([is_policy for _, is_policy in parts], np.bool_), sizes)
+    return Example.of([token for ids, _ in parts for token in ids], mask)
+
+
+def _chat(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in turns]

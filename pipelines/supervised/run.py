@@ -1,0 +1,375 @@
+"""One supervised run, whatever its objective: parts, order of rows, steps, checkpoints, curves.
+
+Each epoch has an order of its own, fixed by the seed; step n takes the next rows of that order, so
+a run that resumes after step n goes on with the same rows, to the bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from bisect import bisect_left, insort
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol
+
+import numpy as np
+from msgspec import Struct
+
+from agentenv.deadline import uncancelled
+from agentenv.disk import write_whole
+from agentenv.learners.baselines import GRPO
+from agentenv.learners.batch import EncodedTree
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.dpo import PairTokens, preference_metrics, preference_sums, with_reference
+from agentenv.learners.learner import Learner, Metrics, Score, lr_factor
+from agentenv.offload import in_thread
+from agentenv.pipelines.config.supervised import SFTRunConfig, SupervisedRunConfig
+from agentenv.pipelines.run.plots import panels, png
+from agentenv.pipelines.run.rundir import RunDirectory, load_state
+from agentenv.pipelines.run.saver import Saver
+from agentenv.pipelines.run.terminal import View
+from agentenv.pipelines.setup.assembly import Assembly, once
+from agentenv.pipelines.setup.checks import refuse
+from agentenv.pipelines.supervised.data import Loaded, load_examples, load_pairs
+from agentenv.pipelines.supervised.encoding import ChatEncoder
+from agentenv.prompt import load_instruction
+from agentenv.renderer import Renderer
+
+SMOOTHING = 0.9  # of the running mean that is drawn over the steps
+
+
+def plot_losses(run: Path, name: str, keys: tuple[str, ...]) -> None:
+    """One panel a key: each step, their running mean, and the held-out rows."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # else it was cut off
+    figure, places = panels(1, len(keys), (5.5 * len(keys), 4.2), run.name)
+    for axes, key in zip(places, keys, strict=True):
+        steps, values = _series(rows, f"{name}/{key}")
+        axes.plot(steps, values, alpha=0.35, label="steps")
+        axes.plot(steps, smoothed(values), color="C0", label="running mean")
+        steps, values = _series(rows, f"eval/{key}")
+        if steps:
+            axes.plot(steps, values, "o-", color="C1", markersize=4, label="held out")
+        axes.set(title=key, xlabel="step")
+    write_whole(run / "loss.png", png(figure))
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """Exponential running mean, corrected for its beginning."""
+    from scipy.signal import lfilter  # takes half a second
+
+    means = lfilter([1 - SMOOTHING], [1, -SMOOTHING], values)
+    found: list[float] = (means / (1 - SMOOTHING ** np.arange(1, len(values) + 1))).tolist()
+    return found
+
+
+def _series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    found = [(row["step"], row[key]) for row in rows if key in row]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def fill_rows(lengths: Sequence[int], size: int, seed: int) -> list[list[int]]:
+    """Places of the sequences of each row of at most `size` tokens; a longer one is a row itself.
+
+    With several sequences in a row every step has about the same number of tokens. The learner's
+    attention keeps sequences apart and pads nothing, so packing changes only which sequences share
+    an optimizer step. Best fit by decreasing length; equal lengths, and so the sequences that
+    meet, by the seed.
+    """
+    order = list(range(len(lengths)))
+    Random(f"{seed}/packing").shuffle(order)
+    order.sort(key=lambda place: -lengths[place])
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # what is left in each row, sorted, and its number
+    for place in order:
+        length = lengths[place]
+        found = bisect_left(room, (length, -1))
+        if found < len(room):
+            left, number = room.pop(found)
+        else:
+            left, number = size, len(rows)
+            rows.append([])
+        rows[number].append(place)
+        if left > length:
+            insort(room, (left - length, number))
+    return rows
+
+
+SCORED_AT_ONCE = 64  # sequences
+
+
+class SupervisedAssembly(Assembly[SupervisedRunConfig]):
+    """Builds the parts of one run of launchers/sft.py or launchers/dpo.py."""
+
+    @once
+    async def model(self) -> Path:
+        """Where the weights begin, also of a resumed run, whose checkpoint is loaded over them:
+        adapters are of that model."""
+        return await self.own_model(self.config.model.path)
+
+    @once
+    async def renderers(self) -> Mapping[str, Renderer]:
+        return {"": await self.renderer(self.config.prompt)}
+
+    @once
+    async def encoder(self) -> ChatEncoder:
+        """What makes sequences of dialogues."""
+        config = self.config
+        return ChatEncoder(
+            (await self.renderers())[""],
+            load_instruction(config.prompt, self.resolve),
+            compat=config.data.compat == "reference",
+        )
+
+    @once
+    async def rows(self) -> Loaded[Any]:
+        """Sequences to imitate, or pairs to prefer one of."""
+        config, encoder = self.config, await self.encoder()
+        load: Any = load_examples if isinstance(config, SFTRunConfig) else load_pairs
+        found: Loaded[Any] = await in_thread(
+            load, config.data, encoder, self.resolve, config.run.seed, self.say, self.ends
+        )
+        return found
+
+    @once
+    async def learner(self) -> DeepSpeedLearner:
+        """With the weights of the model, not yet of the checkpoint."""
+        config, model = self.config, await self.model()
+        learner = await DeepSpeedLearner.start(
+            config.learner, GRPO(), model, self.folder / "learner.log", seed=config.run.seed
+        )
+        self.stack.push_async_callback(learner.close)
+        return learner
+
+
+async def score_all(learner: Learner, sequences: Iterable[EncodedTree]) -> list[Score]:
+    """The scores of many sequences, of which some are sent at once."""
+    found: list[Score] = []
+    rest = iter(sequences)
+    while part := list(islice(rest, SCORED_AT_ONCE)):
+        found += await learner.score(part)
+    return found
+
+
+async def with_reference_scores(
+    learner: Learner, pairs: Sequence[EncodedTree]
+) -> list[EncodedTree]:
+    """The pairs with the log-probs of the learner's weights, which are the reference policy."""
+    scores = await score_all(learner, pairs)
+    return [with_reference(pair, score.logprobs) for pair, score in zip(pairs, scores, strict=True)]
+
+
+async def preference_figures(
+    learner: Learner, pairs: Sequence[EncodedTree], beta: float
+) -> Metrics:
+    """How the learner's weights prefer: see `agentenv.learners.dpo.preference_metrics`."""
+    scores = await score_all(learner, pairs)
+    logprobs = np.concatenate([score.logprobs for score in scores])
+    return preference_metrics([preference_sums(PairTokens.of(pairs), logprobs, beta)])
+
+
+class SupervisedState(Struct):
+    """What a checkpoint remembers beside the learner's own state."""
+
+    step: int = 0
+    num_tokens: int = 0
+    num_skipped: int = 0
+    best: float | None = None
+    first_eval: Metrics = {}
+    last_eval: Metrics = {}
+    wall_s: float = 0.0
+
+
+class Objective(Protocol):
+    """What is learned from `num_rows` rows. `name` begins the keys of the metrics, `plotted` are
+    the metrics that are plotted."""
+
+    name: str
+    plotted: tuple[str, ...]
+    num_rows: int
+
+    async def step(self, rows: Sequence[int], lr_scale: float) -> Metrics:
+        """One optimizer step on these rows."""
+        ...
+
+    async def measure(self) -> Metrics:
+        """Figures of the held-out rows, "loss" among them; empty if there are none."""
+        ...
+
+
+class Rows:
+    """Which rows a step takes."""
+
+    def __init__(self, num_rows: int, rows_per_step: int, seed: int) -> None:
+        self.num_rows = num_rows
+        self.rows_per_step = rows_per_step
+        self.steps_per_epoch = -(-num_rows // rows_per_step)
+        self._seed = seed
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def of_step(self, step: int) -> list[int]:
+        """Rows of step `step`, counted from 0; the last step of an epoch may have fewer."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            self._order = list(range(self.num_rows))
+            Random(f"{self._seed}/order/{epoch}").shuffle(self._order)
+            self._epoch = epoch
+        return self._order[place * self.rows_per_step :][: self.rows_per_step]
+
+
+async def train_supervised(
+    make_objective: Callable[[SupervisedAssembly], Awaitable[Objective]],
+    config: SupervisedRunConfig,
+    run: RunDirectory,
+    view: View,
+    resume: str,
+) -> None:
+    """A whole run of launchers/sft.py or launchers/dpo.py, whose objective is made of its parts."""
+    checkpoint = run.checkpoints.to_resume(resume) if resume else None
+    async with AsyncExitStack() as stack:
+        assembly = SupervisedAssembly(config, run.path, stack, view.say, checkpoint)
+        await refuse(assembly)
+        learner, objective = await assembly.learner(), await make_objective(assembly)
+        await SupervisedTraining(config, run, view, learner, objective, checkpoint).run_all()
+
+
+class SupervisedTraining:
+    """The loop of one run. With a checkpoint the learner's state is loaded from it."""
+
+    def __init__(
+        self,
+        config: SupervisedRunConfig,
+        run: RunDirectory,
+        view: View,
+        learner: Learner,
+        objective: Objective,
+        checkpoint: Path | None,
+    ) -> None:
+        self.config = config
+        self.loop = config.loop
+        self.run = run
+        self.view = view
+        self.learner = learner
+        self.objective = objective
+        self.checkpoint = checkpoint
+        self.state = SupervisedState()
+        if checkpoint is not None:
+            self.state = load_state(checkpoint, SupervisedState)
+        self.saver = Saver(
+            config.checkpoint,
+            run.checkpoints,
+            learner,
+            view,
+            step=lambda: self.state.step,
+            state=lambda: self.state,
+        )
+        self.rows = Rows(objective.num_rows, self.loop.rows_per_step, config.run.seed)
+        self.num_steps = self.loop.count_steps(objective.num_rows)
+
+    async def run_all(self) -> None:
+        """All steps; whatever ends it leaves a checkpoint."""
+        self._announce()
+        if self.checkpoint is not None:
+            await self.learner.load(self.checkpoint / "trainer")
+        elif not self.state.step:
+            await self._measure()
+        self.view.begin(self.objective.name, self.num_steps, self.state.step)
+        try:
+            while self.state.step < self.num_steps:
+                with self.view.doing(f"step {self.state.step + 1}"):
+                    await uncancelled(self._step())
+                if self.saver.is_due():
+                    await self.saver.save()
+        except BaseException:
+            await self.saver.finish()
+            raise
+        finally:
+            self.view.end()
+        await self.saver.save()
+        self._finish()
+
+    def _announce(self) -> None:
+        loop, name = self.loop, self.objective.name
+        if self.checkpoint is None:
+            self.run.forget_metrics_after(-1)  # of a start that was ended early
+            self.run.begin(self.config)
+        else:
+            self.run.go_on(self.config, self.state.step, self.view.say)
+        self.view.say(
+            f"{name}: {self.rows.num_rows} rows, {self.num_steps} steps, "
+            f"{self.num_steps / self.rows.steps_per_epoch:.2f} epochs; a step takes "
+            f"{loop.batch_size} x {loop.gradient_accumulation} = {loop.rows_per_step} rows"
+        )
+
+    async def _step(self) -> None:
+        """One optimizer step, and a measurement if it is due."""
+        state, start = self.state, asyncio.get_running_loop().time()
+        scale = lr_factor(self.config.learner, state.step, self.num_steps)
+        async with self.saver.moving():
+            metrics = await self.objective.step(self.rows.of_step(state.step), scale)
+            state.step += 1
+            state.num_tokens += int(metrics["num_tokens"])
+            state.num_skipped += int(metrics["num_skipped"])
+            state.wall_s += asyncio.get_running_loop().time() - start
+        row = {
+            "step": state.step,
+            "epoch": state.step / self.rows.steps_per_epoch,
+            "learning_rate": self.config.learner.learning_rate * scale,
+            **{f"{self.objective.name}/{name}": value for name, value in metrics.items()},
+        }
+        await in_thread(self.run.write_metrics, row)
+        self.run.monitors.log(row)
+        shown = " ".join(f"{key} {metrics[key]:.4f}" for key in self.objective.plotted)
+        self.view.say(
+            f"step {state.step:>4}/{self.num_steps} {shown} lr {row['learning_rate']:.2e}"
+        )
+        self.view.advance(state.step)
+        last = state.step == self.num_steps
+        if last or (self.loop.eval_every and state.step % self.loop.eval_every == 0):
+            await self._measure()
+
+    async def _measure(self) -> None:
+        state, start = self.state, asyncio.get_running_loop().time()
+        metrics = await self.objective.measure()
+        state.wall_s += asyncio.get_running_loop().time() - start
+        if not metrics:
+            return
+        state.first_eval = state.first_eval or metrics
+        state.last_eval = metrics
+        row = {"step": state.step, **{f"eval/{name}": metrics[name] for name in metrics}}
+        await in_thread(self.run.write_metrics, row)
+        self.run.monitors.log(row)
+        shown = " ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        self.view.say(f"held out after step {state.step}: {shown}")
+        if self.config.checkpoint.keep_best and (
+            state.best is None or metrics["loss"] < state.best
+        ):
+            state.best = metrics["loss"]
+            if state.step:
+                await self.saver.save()
+                await in_thread(self.run.checkpoints.keep_best, state.step)
+
+    def _finish(self) -> None:
+        state = self.state
+        self.run.write_json(
+            "summary.json",
+            {
+                "num_rows": self.rows.num_rows,
+                "num_steps": state.step,
+                "num_skipped": state.num_skipped,
+                "num_tokens": state.num_tokens,
+                "before": state.first_eval,
+                "after": state.last_eval,
+                "wall_s": round(state.wall_s, 2),
+            },
+        )
+        plot_losses(self.run.path, self.objective.name, self.objective.plotted)
+        self.view.say(
+            f"written to {self.run.path}: summary.json, loss.png, metrics.jsonl, "
+            f"checkpoints/{self.run.checkpoints.path(state.step).name}"
+        )

@@ -1,0 +1,306 @@
+"""Samples what a synthesis lacks, through the actor, environments and engines of evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from random import Random
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from agentenv.actor import Actor, Guide
+from agentenv.branch import Branch
+from agentenv.engine import Engine
+from agentenv.env import EnvWrapper, StepResult
+from agentenv.errors import ConfigError, DataError
+from agentenv.evaluate import Answer
+from agentenv.pipelines.config.synthesis import WITH_TOOLS, SynthesisPlan, Way, set_name
+from agentenv.pipelines.evaluation.run import Progress, ask_into, row_of, share_failures
+from agentenv.pipelines.evaluation.store import Store
+from agentenv.pipelines.evaluation.subject import EvaluationAssembly
+from agentenv.pipelines.records.row import FAILED, EvalRow, Wanted
+from agentenv.pipelines.run.terminal import View
+from agentenv.pipelines.setup.assembly import Questions
+from agentenv.pipelines.setup.data import Say, load_set, try_env
+from agentenv.pipelines.synthesis.hints import MARK, Hint, make_hint
+from agentenv.pipelines.synthesis.sorting import Judged, JudgedQuestion, chain_text, judge, parts_of
+from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN
+from agentenv.rows import RowsConfig
+from agentenv.types import Info, Limit, Message, Task
+
+# Rollouts that begin behind a hint, and language-only ones; for data synthesis only.
+
+NUM_PROMPT_TOKENS = "num_prompt_tokens"  # of the root's info: what follows is the hinted text
+
+
+class LanguageOnly(EnvWrapper):
+    """An environment whose policy hears of no tools: nothing it writes is a call, so its first
+    turn is its answer, graded as ever."""
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[list[Message], Info]:
+        messages, info = await self.env.reset(seed=seed, options=options)
+        return messages, {**info, "tools": ()}
+
+
+class HintGuide(Guide):
+    """Begins the trajectories of a task behind the hint in its metadata (`MARK`).
+
+    The prefix of the hint stands in the root's observation, behind the prompt: context, never
+    sampled. The env reads it as the beginning of the first action.
+    """
+
+    written = ""  # what the env reads before the first action
+
+    def prefix(self, branch: Branch, prompt_ids: list[int]) -> list[int]:
+        renderer, tree = self.rollout.actor.renderer, self.rollout.tree
+        prefix: str = tree.task.metadata[MARK]["prefix"]
+        opened = renderer.decode(prompt_ids[-NUM_TAIL_IDS:]).rstrip().endswith(THOUGHT_OPEN)
+        if opened:  # by the chat template
+            prefix = prefix.removeprefix(THOUGHT_OPEN).lstrip("\n")
+        self.written = (THOUGHT_OPEN + "\n" if opened else "") + prefix
+        tree.root.info[NUM_PROMPT_TOKENS] = len(prompt_ids)
+        return renderer.encode(prefix)
+
+    async def step(self, branch: Branch, action: Message) -> StepResult:
+        return await super().step(branch, self._whole(branch, action))
+
+    async def finish(
+        self, branch: Branch, limit: Limit, action: Message | None
+    ) -> tuple[float, Info]:
+        whole = None if action is None else self._whole(branch, action)
+        return await super().finish(branch, limit, whole)
+
+    def _whole(self, branch: Branch, action: Message) -> Message:
+        if branch.num_turns != 1:
+            return action
+        return replace(action, content=self.written + action.content)
+
+
+def hinted_row(row: EvalRow, answer: Answer) -> EvalRow:
+    """The row with the hinted text where it belongs: at the beginning of what was written."""
+    root, renderer = answer.tree.root, answer.question.actor.renderer
+    hint = {key: value for key, value in row.metadata[MARK].items() if key != "prefix"}
+    row = replace(row, metadata={**row.metadata, MARK: hint})
+    size = root.info.get(NUM_PROMPT_TOKENS)
+    if size is None:  # failed before it began
+        return row
+    prompt, prefix = root.observation_ids[:size], root.observation_ids[size:]
+    first = dict(row.segments[1]) if len(row.segments) > 1 else {"policy": ""}
+    first["policy"] = renderer.decode(prefix) + first["policy"]
+    return replace(row, segments=[{"env": renderer.decode(prompt)}, first, *row.segments[2:]])
+
+
+MAX_HINTED_SHARE = 0.75  # of limits.max_response_tokens; what is left is the policy's
+
+
+class TaskPair(Struct, frozen=True):
+    """A question of the user's set `name`, as it is asked without and with tools."""
+
+    name: str
+    direct: Task
+    tools: Task
+
+
+class SynthesisSampling:
+    """Asks in two stages, since hints need the language-only chains; what `store` holds is not
+    asked again. `tools` are the names of the tools by environment id."""
+
+    def __init__(
+        self,
+        plan: SynthesisPlan,
+        assembly: EvaluationAssembly,
+        sets: Mapping[str, Questions],
+        store: Store,
+        tools: Mapping[str, Sequence[str]],
+        view: View,
+    ) -> None:
+        self.plan, self.store, self.num_failed = plan, store, 0
+        self._assembly, self._sets, self._tools, self._view = assembly, sets, tools, view
+        self._engine: Engine | None = None
+        self._actors: dict[str, Actor] = {}
+
+    async def run(self, pairs: Sequence[TaskPair]) -> list[JudgedQuestion]:
+        """Every question with all of its trajectories."""
+        direct = [wanted for pair in pairs for wanted in self._samples(pair, "direct")]
+        await self._ask("language-only", direct)
+        await self._ask("with tools", [one for pair in pairs for one in self._with_tools(pair)])
+        return [self._gather(pair) for pair in pairs]
+
+    # what is asked
+
+    def _samples(self, pair: TaskPair, way: Way) -> Iterator[Wanted]:
+        name = set_name(pair.name, way)
+        task = pair.direct if way == "direct" else pair.tools
+        for sample in range(self._sets[name].config.num_samples):
+            yield Wanted(name, task, sample)
+
+    def _with_tools(self, pair: TaskPair) -> Iterator[Wanted]:
+        is_easy = self._is_easy(pair)
+        if not (is_easy and self.plan.config.skip_easy):
+            yield from self._samples(pair, "tools")
+        if self.plan.config.hints is not None and not is_easy:
+            yield from self._hinted(pair)
+
+    def _is_easy(self, pair: TaskPair) -> bool:
+        return any(not one.reason for one in self._judged(self._samples(pair, "direct")))
+
+    def _hinted(self, pair: TaskPair) -> Iterator[Wanted]:
+        """The chains of the question that have a place for a hint, the first ones."""
+        config, name = self.plan.config.hints, set_name(pair.name, "hints")
+        assert config is not None
+        count = 0
+        for wanted in self._samples(pair, "direct"):
+            row = self.store.rows.get(wanted.key)
+            if row is None or row.end == FAILED or count == config.max_per_question:
+                continue
+            text = chain_text(parts_of(row, self._tools[pair.tools.env_id]))
+            rng = Random(f"{self.plan.config.seed}/{pair.name}/{pair.tools.id}/{row.sample}/hint")
+            hint = make_hint(text, row.sample, config, rng)
+            if hint is not None and self._has_room(name, hint):
+                count += 1
+                told = {**pair.tools.metadata, MARK: msgspec.to_builtins(hint)}
+                yield Wanted(name, replace(pair.tools, metadata=told), row.sample)
+
+    def _has_room(self, name: str, hint: Hint) -> bool:
+        one = self._sets[name]
+        room = MAX_HINTED_SHARE * one.config.limits.max_response_tokens
+        return len(one.renderer.encode(hint.prefix)) <= room
+
+    # asking
+
+    async def _ask(self, what: str, wanted: Sequence[Wanted]) -> None:
+        missing = self.store.missing(wanted)
+        if len(missing) < len(wanted):
+            held = f"{len(wanted) - len(missing)} of {len(wanted)} trajectories"
+            self._view.say(f"{what}: {held} are there already")
+        if not missing:
+            return
+        if self._engine is None:
+            self._engine = await self._assembly.engine()
+        actors = {one.dataset: await self._actor(one.dataset, self._engine) for one in missing}
+        failures = share_failures(actors.values(), self.plan.evaluation)
+        self._view.begin(what, len(missing))
+        progress = Progress(self._view.advance, self._engine)
+
+        def make_row(name: str, answer: Answer) -> EvalRow:
+            row = row_of(name, answer, self._assembly.seed(name))
+            return hinted_row(row, answer) if MARK in row.metadata else row
+
+        many = self.plan.evaluation.concurrency
+        try:
+            await ask_into(self.store, missing, actors, make_row, progress.add, concurrency=many)
+        finally:
+            self.num_failed += progress.num_failed
+            failures.report()
+            progress.close()
+            self._view.end()
+
+    async def _actor(self, name: str, engine: Engine) -> Actor:
+        if name not in self._actors:
+            actor = await self._assembly.actor(name, engine)
+            if name.endswith(".direct"):
+                make_env = actor.make_env
+                actor.make_env = lambda task: LanguageOnly(make_env(task))
+            elif name.endswith(".hints"):
+                actor.make_guide = HintGuide
+            self._actors[name] = actor
+        return self._actors[name]
+
+    # what is there
+
+    def _gather(self, pair: TaskPair) -> JudgedQuestion:
+        direct = list(self._samples(pair, "direct"))
+        expected = [*direct, *self._with_tools(pair)]
+        kept = {one.key: one for one in (*expected, *self._samples(pair, "tools"))}
+        judged = self._judged(kept.values())
+        is_whole = all(one.key in self.store.rows for one in expected)
+        return JudgedQuestion(pair.name, pair.tools, judged, is_whole)
+
+    def _judged(self, wanted: Iterable[Wanted]) -> list[Judged]:
+        config = self.plan.config.filter
+        judged = []
+        for one in wanted:
+            row = self.store.rows.get(one.key)
+            if row is not None:
+                ways = (way for way in WITH_TOOLS if one.dataset.endswith(f".{way}"))
+                way: Way = next(ways, "direct")
+                judged.append(judge(row, way, self._tools[one.task.env_id], config))
+        return judged
+
+
+# Which questions are asked: each once, and none that must not be in the data.
+
+
+class Dropped(Struct, frozen=True):
+    """A question that is not asked, and why: duplicate, excluded, prompt_too_long."""
+
+    set_name: str
+    task: Task
+    reason: str
+    detail: str = ""
+
+
+async def read_questions(
+    plan: SynthesisPlan, assembly: EvaluationAssembly, sets: Mapping[str, Questions], say: Say
+) -> tuple[list[TaskPair], list[Dropped]]:
+    """The questions in order and those that are left out."""
+    excluded = await _excluded(plan, assembly, say)
+    seen: dict[str, str] = {}
+    pairs: list[TaskPair] = []
+    dropped: list[Dropped] = []
+    for name in plan.sets:
+        direct = {task.id: task for task in sets[set_name(name, "direct")].tasks}
+        tools = {task.id: task for task in sets[set_name(name, "tools")].tasks}
+        for task in direct.values():
+            plain = plain_question(task.question)
+            if task.id not in tools:
+                dropped.append(Dropped(name, task, "prompt_too_long", "with tools"))
+            elif plain in excluded:
+                dropped.append(Dropped(name, task, "excluded", excluded[plain]))
+            elif plain in seen:
+                dropped.append(Dropped(name, task, "duplicate", f"of {seen[plain]}"))
+            else:
+                seen[plain] = f"{name} {task.id}"
+                pairs.append(TaskPair(name, task, tools[task.id]))
+    if not pairs:
+        raise DataError(f"no question is left of {len(dropped)}: all are excluded or duplicates")
+    return pairs, dropped
+
+
+def plain_question(text: str) -> str:
+    """What two questions have in common if they are the same: blanks and case aside."""
+    return " ".join(text.casefold().split())
+
+
+async def tool_names(
+    pairs: Sequence[TaskPair], plan: SynthesisPlan, sets: Mapping[str, Questions]
+) -> dict[str, list[str]]:
+    """The names of the tools of each environment that the questions meet. Raises ConfigError for
+    one without any."""
+    first: dict[str, TaskPair] = {}
+    for pair in pairs:
+        first.setdefault(pair.tools.env_id, pair)
+    found = {}
+    for env_id, pair in first.items():
+        make_env = sets[set_name(pair.name, "tools")].make_env
+        _, info = await try_env(make_env, pair.tools)
+        found[env_id] = [str(tool["name"]) for tool in info.get("tools", ())]
+        if not found[env_id]:
+            raise ConfigError(
+                f"sets.{pair.name}: the environment {env_id} has no tools, so there is nothing "
+                "to learn from answers with tools"
+            )
+    return found
+
+
+async def _excluded(plan: SynthesisPlan, assembly: EvaluationAssembly, say: Say) -> dict[str, str]:
+    """Where each question is from that must not be asked."""
+    found: dict[str, str] = {}
+    for path in plan.config.exclude:
+        tasks = await load_set(path, "", RowsConfig(), assembly.resolve, say, "exclude")
+        found |= {plain_question(task.question): f"in {path}, {task.id}" for task in tasks}
+    return found

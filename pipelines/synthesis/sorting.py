@@ -1,0 +1,300 @@
+"""Questions by difficulty, and what of them goes where (Tool-Star, arXiv 2505.16410, section 3.1).
+
+    answered without tools                 -> SFT, the language-only trajectory
+    not so, but with tools or with hints   -> SFT, the trajectory with tools
+    neither                                -> RL
+
+"Answered" means by a trajectory that is right and clean. A question that is not answered and of
+which trajectories failed is left for the next command.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from random import Random
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from agentenv.envs.grading.verdict import last_boxed
+from agentenv.pipelines.config.synthesis import FilterConfig, Way
+from agentenv.pipelines.records.row import FAILED, EvalRow
+from agentenv.renderer import THOUGHT_OPEN
+from agentenv.types import Task
+
+# Trajectories as the text to learn from: tags unified, and their pairs and order checked.
+#
+#     (<think>..</think>)+ with calls <TOOL>..</TOOL><result>..</result> between them, then
+#     <answer>..</answer> and nothing more
+#
+# Text of the policy and results of tools are told apart by who wrote them, never by their tags, so
+# nothing that a page says passes for structure (as it does in the published format rule).
+
+ALIASES = {
+    "thinking": "think",
+    "thought": "think",
+    "reasoning": "think",
+    "final_answer": "answer",
+    "final answer": "answer",
+}
+OURS = ("think", "answer", "result")
+
+Part = tuple[bool, str]  # whether the policy wrote it, and its text
+Problem = tuple[str, str]  # reason, "" if there is none, and what was found
+
+
+def parts_of(row: EvalRow, tools: Sequence[str]) -> list[Part]:
+    """The trajectory behind its prompt. Text of the policy in unified tags, a thought that the
+    prompt has opened included; results without theirs."""
+    if not row.segments:
+        return []
+    first = row.segments[0].get("env", "")
+    parts = [
+        (True, unify_tags(one["policy"], tools))
+        if "policy" in one
+        else (False, _without_frame(one["env"]))
+        for one in row.segments[1:]
+    ]
+    if parts and parts[0][0] and first.rstrip().endswith(THOUGHT_OPEN):
+        parts[0] = (True, f"{THOUGHT_OPEN}\n{parts[0][1]}")
+    return parts
+
+
+def chain_text(parts: Sequence[Part]) -> str:
+    """The one turn of a dialogue: <think>..<search>..</search><result>..</result>..<answer>.."""
+    texts = [text if by_policy else f"<result>\n{text}\n</result>" for by_policy, text in parts]
+    return "".join(texts).strip()
+
+
+def unify_tags(text: str, tools: Sequence[str]) -> str:
+    """Tags in one spelling: < Think >, <THINKING> and </ thought> become those of the protocol."""
+    pattern, names = _spellings(tuple(tools))
+    return pattern.sub(lambda tag: f"<{tag[1]}{names[tag[2].casefold()]}>", text)
+
+
+def check_chain(parts: Sequence[Part], tools: Sequence[str], *, require_box: bool) -> Problem:
+    """The first thing that is wrong with tags, in this order: unpaired_tag, wrong_order,
+    no_thought, no_answer, no_box."""
+    opened, called, num_thoughts, num_answers = "", False, 0, 0
+    for by_policy, tag in _tags(parts, tools):
+        name = tag.strip("</>")
+        if not by_policy:
+            if opened:
+                return "unpaired_tag", f"a result stands within <{opened}>"
+            if not called:
+                return "wrong_order", "a result follows no call"
+            called = False
+        elif name == "result":
+            return "wrong_order", f"the policy wrote {tag} itself"
+        elif tag.startswith("</"):
+            if opened != name:
+                return "unpaired_tag", f"{tag} closes {f'<{opened}>' if opened else 'nothing'}"
+            opened, called = "", name in tools
+        elif opened:
+            return "unpaired_tag", f"{tag} stands within <{opened}>"
+        elif called:
+            return "wrong_order", f"{tag} stands where a result should"
+        elif num_answers:
+            return "wrong_order", f"{tag} follows the answer"
+        else:
+            opened = name
+            num_thoughts += name == "think"
+            num_answers += name == "answer"
+    if opened:
+        return "unpaired_tag", f"<{opened}> is not closed"
+    if called:
+        return "wrong_order", "a call has no result"
+    if not num_thoughts:
+        return "no_thought", "there is no <think>"
+    if not num_answers:
+        return "no_answer", "there is no <answer>"
+    last = parts[-1][1]
+    if last.rpartition("</answer>")[2].strip():
+        return "wrong_order", "there is text behind the answer"
+    if require_box and last_boxed(last.rpartition("<answer>")[2]) is None:
+        return "no_box", "the answer has no balanced \\boxed{}"
+    return "", ""
+
+
+def call_keys(row: EvalRow) -> list[str]:
+    """What tells the calls of a trajectory apart: tool and arguments, blanks and case aside."""
+    return [
+        msgspec.json.encode(
+            [call.get("name"), _plain(call.get("arguments"))], order="sorted", enc_hook=str
+        ).decode()
+        for call in row.tool_calls
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return " ".join(value.casefold().split())
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return value
+
+
+def _tags(parts: Sequence[Part], tools: Sequence[str]) -> Iterator[tuple[bool, str]]:
+    pattern = _protocol(tuple(tools))
+    for by_policy, text in parts:
+        if by_policy:
+            yield from ((True, tag[0]) for tag in pattern.finditer(text))
+        else:
+            yield False, "<result>"
+
+
+@cache
+def _spellings(tools: tuple[str, ...]) -> tuple[re.Pattern[str], dict[str, str]]:
+    """A tag in any spelling, and the protocol's name by the folded one."""
+    names = {**ALIASES, **{name.casefold(): name for name in (*OURS, *tools)}}
+    either = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    return re.compile(rf"<\s*(/?)\s*({either})\s*>", re.IGNORECASE), names
+
+
+@cache
+def _protocol(tools: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(rf"</?(?:{'|'.join(map(re.escape, (*OURS, *tools)))})>")
+
+
+def _without_frame(text: str) -> str:
+    return text.strip().removeprefix("<result>").removesuffix("</result>").strip()
+
+
+# Which trajectories are fit to learn from, and of the others, why not.
+
+# why a trajectory is not in the SFT set, in the order in which it is looked at
+REASONS = {
+    "failed": "infrastructure failed; the same command samples it again",
+    "truncated": "a limit ended it",
+    "wrong": "the environment's grader says so",
+    "unpaired_tag": "a tag is not opened, not closed, or within another",
+    "wrong_order": "a call without its result, a result that no tool gave, or text after the end",
+    "no_thought": "no <think>",
+    "no_answer": "no <answer>",
+    "no_box": "no \\boxed{} in the answer",
+    "no_tool_call": "with tools, but none was called",
+    "too_many_calls": "over filter.max_tool_calls",
+    "repeated_call": "one call twice",
+    "failed_call": "a tool answered by an error",
+    "duplicate": "another trajectory of the question has the same text",
+    "answered_directly": "with tools, of a question that needs none",
+    "surplus": "right and clean, but another one was drawn",
+}
+
+
+class Judged(Struct, frozen=True):
+    """A trajectory, its text, and the reason against it; "" for one that is right and clean."""
+
+    way: Way
+    row: EvalRow
+    text: str
+    reason: str = ""
+    detail: str = ""
+
+
+def judge(row: EvalRow, way: Way, tools: Sequence[str], config: FilterConfig) -> Judged:
+    """Everything that can be said of one trajectory alone. `tools` are the environment's."""
+    parts = parts_of(row, tools)
+    reason, detail = _problem(row, way, parts, tools, config)
+    return Judged(way, row, chain_text(parts), reason, detail)
+
+
+def without_duplicates(judged: Iterable[Judged]) -> list[Judged]:
+    """Of the clean trajectories of one question that have the same text, the first stays clean."""
+    seen: dict[str, EvalRow] = {}
+    result = []
+    for one in judged:
+        first = one.row if one.reason else seen.setdefault(one.text, one.row)
+        if first is not one.row:
+            one = replace(one, reason="duplicate", detail=f"as {first.dataset} {first.sample}")
+        result.append(one)
+    return result
+
+
+def _problem(
+    row: EvalRow, way: Way, parts: Sequence[Part], tools: Sequence[str], config: FilterConfig
+) -> tuple[str, str]:
+    """Why a row is not kept, as a kind and in words; empty for one that is."""
+    if row.end == FAILED:
+        return "failed", row.error or ""
+    if row.end != "terminated":
+        return "truncated", row.limit or ""
+    if not row.success:
+        return "wrong", row.prediction[:200]
+    problem = check_chain(parts, tools, require_box=config.require_box)
+    if problem[0]:
+        return problem
+    calls = row.tool_calls
+    if way != "direct" and not calls:
+        return "no_tool_call", ""
+    if len(calls) > config.max_tool_calls:
+        return "too_many_calls", f"{len(calls)} calls"
+    keys = call_keys(row)
+    twice = [key for place, key in enumerate(keys) if key in keys[:place]]
+    if twice:
+        return "repeated_call", twice[0][:200]
+    errors = [str(call.get("error")) for call in calls if not call.get("ok")]
+    if errors and config.drop_failed_calls:
+        return "failed_call", errors[0][:200]
+    return "", ""
+
+
+Class = Literal["direct", "tools", "hard", "unfinished"]
+
+
+class JudgedQuestion(Struct, frozen=True):
+    """One question of a set with all of its trajectories. `is_whole` unless some are missing."""
+
+    set_name: str
+    task: Task
+    judged: list[Judged]
+    is_whole: bool = True
+
+
+class Sorted(Struct, frozen=True):
+    """A question's class, what is learned from it, and its other trajectories with reasons.
+    `right` says whether it was answered without and with tools."""
+
+    question: JudgedQuestion
+    kind: Class
+    chosen: list[Judged]
+    rejected: list[Judged]
+    right: tuple[bool, bool]
+
+
+def sort_question(question: JudgedQuestion, config: FilterConfig, seed: int) -> Sorted:
+    """Each trajectory ends up in `chosen` or in `rejected`."""
+    judged = without_duplicates(question.judged)
+    clean = [one for one in judged if not one.reason]
+    rejected = [one for one in judged if one.reason]
+    direct = [one for one in clean if one.way == "direct"]
+    tools = [one for one in clean if one.way != "direct"]
+    right = (bool(direct), bool(tools))
+    if right[0]:
+        chosen, over = _drawn(direct, question, config, seed)
+        rejected += [*_because("surplus", over), *_because("answered_directly", tools)]
+        return Sorted(question, "direct", chosen, rejected, right)
+    if right[1]:
+        chosen, over = _drawn(tools, question, config, seed)
+        rejected += _because("surplus", over)
+        return Sorted(question, "tools", chosen, rejected, right)
+    failed = not question.is_whole or any(one.reason == "failed" for one in judged)
+    return Sorted(question, "unfinished" if failed else "hard", [], rejected, right)
+
+
+def _drawn(
+    clean: Sequence[Judged], question: JudgedQuestion, config: FilterConfig, seed: int
+) -> tuple[list[Judged], list[Judged]]:
+    """Those that are kept, by the seed and not by length, so that the data has the policy's own
+    lengths; and the rest."""
+    order = list(clean)
+    Random(f"{seed}/{question.set_name}/{question.task.id}").shuffle(order)
+    return order[: config.max_per_question], order[config.max_per_question :]
+
+
+def _because(reason: str, judged: Sequence[Judged]) -> list[Judged]:
+    return [replace(one, reason=reason) for one in judged]

@@ -1,0 +1,247 @@
+"""The folder that is looked at: a run, or an evaluation. Every picture of the page is an answer to
+a path, which the server gives as it is asked and an export writes down:
+
+    run                           what it is, how it stands, what there is to see
+    state                         figures that change whenever there is more to see
+    metrics?from=N                rows of metrics.jsonl from number N on
+    log                           the end of run.log
+    steps?from=N                  the index of all trees
+    steps/N                       one step; steps/N/search?q=TEXT: where a text occurs
+    steps/N/trees/I               one tree
+    evaluations/E                 the index of an evaluation; also .../search?q=TEXT
+    evaluations/E/figures         its figures, with intervals
+    evaluations/E/rows/C          some whole rows
+    compare/E/F                   the difference of two evaluations
+
+Answers take as long as their files are large, and are computed in threads.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from agentenv.config import resolver
+from agentenv.errors import DataError, ForeignError
+from agentenv.pipelines.run.rundir import CONFIG_FILE, LOG_FILE, Checkpoints, Holder
+from agentenv.pipelines.viewing.evaluations import Evaluation, compare
+from agentenv.pipelines.viewing.jsonl import Lines, size_of, tail
+from agentenv.pipelines.viewing.trees import Trees
+from agentenv.untrusted import decode_loose
+
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+ROWS = "rows.jsonl"
+EVALUATIONS = "eval"
+Figures = dict[str, Any]
+
+
+class Folder:
+    """A run or an evaluation, and evaluations from elsewhere that are compared with its own."""
+
+    def __init__(
+        self, path: Path, others: Sequence[Path] = (), *, is_awaited: bool = False
+    ) -> None:
+        """`is_awaited`: a run that has just been started, of which nothing may be there yet.
+        Raises DataError."""
+        self.path = path
+        self.is_run = is_awaited or not (path / ROWS).is_file()
+        if self.is_run and not is_awaited:
+            _check_run(path)
+        for other in others:
+            if not (other / ROWS).is_file() and not (other / EVALUATIONS).is_dir():
+                raise DataError(f"{other}: neither an evaluation nor a run with evaluations")
+        self.others = list(others)
+        self.trees = Trees(path, self._tokenizers)
+        self._lock = threading.Lock()
+        self._metrics = Lines(path / METRICS)
+        self._rows: list[Any] = []
+        self._num_unreadable = 0
+        self._epoch = 0  # one more whenever rows that were read are void
+        self._evaluations: dict[Path, Evaluation] = {}
+
+    def answer(self, path: str, query: Mapping[str, str] = {}) -> Any:
+        """Raises DataError for what is not there."""
+        parts = [part for part in path.split("/") if part]
+        match parts:
+            case ["run"]:
+                return self.run()
+            case ["state"]:
+                return self.state()
+            case ["metrics"]:
+                return self.metrics(_number(query.get("from", "0")), query.get("epoch", ""))
+            case ["log"]:
+                return {"text": tail(self.path / LOG_FILE)}
+            case ["steps"]:
+                return self.trees.index(_number(query.get("from", "0")))
+            case ["steps", step]:
+                return self.trees.step(_number(step))
+            case ["steps", step, "search"]:
+                return self.trees.search(_number(step), query.get("q", ""))
+            case ["steps", step, "trees", tree]:
+                return self.trees.tree(_number(step), _number(tree))
+            case ["evaluations", name]:
+                return self.evaluation(name).index()
+            case ["evaluations", name, "search"]:
+                return self.evaluation(name).search(query.get("q", ""))
+            case ["evaluations", name, "figures"]:
+                return self.evaluation(name).figures()
+            case ["evaluations", name, "rows", chunk]:
+                return self.evaluation(name).chunk(_number(chunk))
+            case ["compare", first, second]:
+                return compare(self.evaluation(first), self.evaluation(second))
+        raise DataError(f"there is no {path!r} to see")
+
+    def run(self) -> Figures:
+        """What the first picture needs; reads no tree and no row."""
+        checkpoints = Checkpoints(self.path / "checkpoints").finished() if self.is_run else []
+        return {
+            "name": self.path.resolve().name,
+            "folder": str(self.path),
+            "is_run": self.is_run,
+            "config": _json(self.path / CONFIG_FILE) if self.is_run else None,
+            "summary": _json(self.path / SUMMARY) if self.is_run else None,
+            "status": self.status(),
+            "checkpoints": [path.name for path in checkpoints],
+            "steps": self.trees.steps(),
+            "has_texts": any(path.is_file() for path in self._tokenizers()),
+            "has_metrics": size_of(self.path / METRICS) > 0,
+            "evaluations": [
+                {"id": key, **one.about(), "bytes": one.state()}
+                for key, one in self.evaluations().items()
+            ],
+        }
+
+    def status(self) -> Figures:
+        """running, finished, stopped, or elsewhere: another machine holds it, which cannot be
+        asked; and who holds it."""
+        holder = _json(self.path / "lock")
+        if not isinstance(holder, dict) or not isinstance(holder.get("pid"), int):
+            done = (self.path / SUMMARY).is_file() or not self.is_run
+            return {"is": "finished" if done else "stopped", "holder": None}
+        if holder.get("host") != Holder.me().host:
+            return {"is": "elsewhere", "holder": holder}
+        is_alive = psutil.pid_exists(holder["pid"])
+        return {"is": "running" if is_alive else "stopped", "holder": holder}
+
+    def state(self) -> Figures:
+        return {
+            "status": self.status()["is"],
+            "metrics": size_of(self.path / METRICS),
+            "log": size_of(self.path / LOG_FILE),
+            "summary": size_of(self.path / SUMMARY),
+            "trees": self.trees.state(),
+            "evaluations": {key: one.state() for key, one in self.evaluations().items()},
+        }
+
+    def metrics(self, since: int = 0, epoch: str = "") -> Figures:
+        """Rows from number `since` on; all of them if the file is another one than that of the
+        epoch which the reader knows."""
+        with self._lock:
+            is_void, lines = self._metrics.new()
+            if is_void:
+                self._rows, self._num_unreadable = [], 0
+                self._epoch += 1
+            for line in lines:
+                try:
+                    self._rows.append(decode_loose(line))
+                except ForeignError:
+                    self._num_unreadable += 1
+            if epoch != str(self._epoch):
+                since = 0
+            return {
+                "from": since,
+                "epoch": self._epoch,
+                "rows": self._rows[since:],
+                "num_unreadable": self._num_unreadable,
+            }
+
+    def evaluations(self) -> dict[str, Evaluation]:
+        """By a name that can stand in an address: those of the run as they were taken, then the
+        others."""
+        found: dict[str, Evaluation] = {}
+        for folder, name in self._evaluation_folders():
+            with self._lock:
+                one = self._evaluations.setdefault(folder, Evaluation(folder, name))
+            slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip(".") or "evaluation"
+            key, number = slug, 1
+            while key in found:
+                number += 1
+                key = f"{slug}-{number}"
+            found[key] = one
+        return found
+
+    def evaluation(self, key: str) -> Evaluation:
+        """Raises DataError."""
+        found = self.evaluations().get(key)
+        if found is None:
+            raise DataError(f"{self.path}: there is no evaluation {key!r}")
+        return found
+
+    def _evaluation_folders(self) -> Iterator[tuple[Path, str]]:
+        if not self.is_run:
+            yield self.path, self.path.resolve().name
+        else:
+            yield from _within(self.path)
+        for other in self.others:
+            name = other.resolve().name
+            if (other / ROWS).is_file():
+                yield other, name
+            else:
+                yield from ((path, f"{name} {when}") for path, when in _within(other))
+
+    def _tokenizers(self) -> Iterator[Path]:
+        name = "tokenizer.json"
+        for path in reversed(Checkpoints(self.path / "checkpoints").finished()):
+            yield path / name
+        yield self.path / "model" / name
+        yield self.path / "resumed" / name
+        config = _json(self.path / CONFIG_FILE)
+        model = config.get("model") if isinstance(config, dict) else None
+        for key in ("tokenizer", "path"):
+            found = model.get(key) if isinstance(model, dict) else None
+            if isinstance(found, str) and found:
+                yield resolver(self.path)(found) / name
+
+
+def _check_run(path: Path) -> None:
+    if (path / CONFIG_FILE).is_file() or (path / METRICS).is_file():
+        return
+    if not path.is_dir():
+        raise DataError(f"{path}: there is no such folder; expected a run or an evaluation")
+    within = [*path.glob(f"*/{METRICS}"), *path.glob(f"*/{ROWS}")]
+    within.sort(key=lambda one: one.stat().st_mtime)
+    hint = f"; there is one in {within[-1].parent}" if within else ""
+    raise DataError(
+        f"{path}: neither a run ({CONFIG_FILE}) nor an evaluation ({ROWS}) is there{hint}"
+    )
+
+
+def _within(run: Path) -> list[tuple[Path, str]]:
+    """The evaluations of a run, in the order in which they were begun."""
+    folders = [path.parent for path in (run / EVALUATIONS).glob(f"*/{ROWS}")]
+    order = {"before_sft": 0, "after_sft": 1}
+
+    def place(folder: Path) -> tuple[int, list[int], str]:
+        numbers = [int(one) for one in re.findall(r"\d+", folder.name)]
+        return order.get(folder.name, 3 if folder.name == "after_rl" else 2), numbers, folder.name
+
+    return [(folder, folder.name) for folder in sorted(folders, key=place)]
+
+
+def _json(path: Path) -> Any:
+    """What a file of JSON says; None without one that can be read."""
+    try:
+        return decode_loose(path.read_bytes())
+    except (OSError, ForeignError):
+        return None
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or len(text) > 12:
+        raise DataError(f"{text!r}: expected a number")
+    return int(text)

@@ -1,0 +1,423 @@
+"""The only process of a run that knows Ray: `python -m agentenv.pipelines.workers.ray_driver`,
+which pipelines/cluster/ray_places.py starts.
+
+Each process that is asked for gets a placement group of one bundle, on the node that has the fewest
+of ours where there is a choice, and in it a `Holder`, which has its resources as long as it lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import sys
+import time
+from collections import Counter
+from contextlib import AsyncExitStack, suppress
+from typing import Any
+
+from agentenv.cluster.link import StreamLink
+from agentenv.cluster.messages import BEAT_S, Alive, Figures, Say
+from agentenv.errors import ConfigError, WorkerError
+from agentenv.offload import in_thread
+from agentenv.pipelines.cluster.places import GRACE_S, Launch
+from agentenv.pipelines.cluster.ray_places import (
+    Connected,
+    Ended,
+    Leaves,
+    Place,
+    RaySetup,
+    Started,
+    in_words,
+    left_over,
+    pack,
+    read_asked,
+    read_setup,
+    total,
+)
+from agentenv.pipelines.setup import data
+from agentenv.pipelines.workers.main import main
+
+INSTALL = "cluster.kind = ray needs the package ray: pip install 'agentenv[ray]'"
+OLDEST = "2.40"  # as in pyproject.toml
+MISMATCH = "Version mismatch"  # as Ray says it
+LOOK_S = 2.0  # at nodes
+STOP_S = GRACE_S + 4.0
+NUM_STARTS = 4  # of a cluster, on a machine that is busy
+COUNTED = ("CPU", "GPU")
+
+# A process between us and what it starts, so that nothing of Ray is above that one.
+DETACH = """
+import json, subprocess, sys
+log = open(sys.argv[1], "ab")
+process = subprocess.Popen(
+    json.loads(sys.argv[2]), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+    start_new_session=True, cwd=sys.argv[3],
+)
+print(process.pid)
+"""
+
+
+class Holder:
+    """Lives on a node as a Ray actor, for one process. Travels there by value: the node needs
+    nothing of this project for it."""
+
+    def start(
+        self, command: list[str], env: dict[str, str], log: str, cwd: str, detach: str
+    ) -> tuple[str, str, int]:
+        """Start it apart from Ray; host name, node and process id."""
+        import json
+        import os
+        import socket
+        import subprocess
+        import sys
+
+        import ray
+
+        for path, key in ((command[0], "cluster.python"), (cwd, "the project's folder")):
+            if not os.path.exists(path):
+                raise FileNotFoundError(
+                    f"{path} is not on the node {socket.gethostname()} ({key}): the project, its "
+                    "Python and the run's folder have to be at the same paths on every node"
+                )
+        os.makedirs(os.path.dirname(log), exist_ok=True)
+        rest = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
+        found = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", detach, log, json.dumps(command), cwd],
+            env={**rest, **env},
+            stdout=subprocess.PIPE,
+            check=True,
+            timeout=30,
+        )
+        self.pid = int(found.stdout)
+        node = ray.get_runtime_context().get_node_id()
+        return socket.gethostname(), node, self.pid
+
+    def is_alive(self) -> bool:
+        try:
+            with open(f"/proc/{self.pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            return False
+
+    def ended(self) -> str:
+        """Returns when it has ended."""
+        import time
+
+        while self.is_alive():  # it is no child of this process
+            time.sleep(0.3)
+        return "has ended"
+
+    def stop(self, grace_s: float) -> None:
+        """Its guard asks it to end, and then kills it."""
+        import os
+        import signal
+        import time
+
+        end = time.monotonic() + grace_s
+        with_signal = signal.SIGTERM
+        while self.is_alive():
+            try:
+                os.kill(self.pid, with_signal)
+            except ProcessLookupError:
+                return
+            time.sleep(0.3)
+            if time.monotonic() > end:
+                with_signal = signal.SIGKILL
+
+
+class Ray:
+    """What is used of Ray. Methods that block are called in threads."""
+
+    def __init__(self, setup: RaySetup) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigError(INSTALL) from error
+        if _numbers(ray.__version__) < _numbers(OLDEST):
+            raise ConfigError(
+                f"cluster.kind = ray needs Ray {OLDEST} or later, and {ray.__version__} is "
+                "installed: pip install --upgrade 'agentenv[ray]'"
+            )
+        self.ray: Any = ray
+        self.setup = setup
+        self.groups: dict[str, Any] = {}
+
+    def connect(self) -> None:
+        """Raises ConfigError where there is no cluster."""
+        setup, options = self.setup, {}
+        if not setup.address:
+            options = {
+                "address": "local",
+                "include_dashboard": False,
+                "object_store_memory": setup.object_store_bytes,
+            }
+        for attempt in range(NUM_STARTS):
+            try:
+                self.ray.init(
+                    **({"address": setup.address} | options),
+                    log_to_driver=False,
+                    configure_logging=False,
+                    namespace="agentenv",
+                )
+                return
+            except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+                where, why = setup.address or "of this machine", _in_one_line(error)
+                remedy = (
+                    "start one with `ray start --head` here and `ray start --address=HOST:6379` "
+                    "on other nodes, or leave cluster.address empty"
+                )
+                if why.startswith(MISMATCH):
+                    remedy = (
+                        "install the cluster's Ray and Python here (cluster.python names the "
+                        "interpreter on its nodes where that has another path), or start the "
+                        "cluster with those of here"
+                    )
+                raise ConfigError(
+                    f"cluster.address: the Ray cluster {where} cannot be reached: {why}; {remedy}"
+                ) from error
+            except Exception as error:  # it gives a node half a minute to come up
+                self.ray.shutdown()
+                if attempt == NUM_STARTS - 1:
+                    raise WorkerError(
+                        f"Ray does not come up here: {_in_one_line(error)}; is the machine busy?"
+                    ) from error
+
+    def nodes(self) -> dict[str, dict[str, float]]:
+        """CPUs and GPUs of nodes that are there."""
+        return {
+            one["NodeID"]: {name: one["Resources"].get(name, 0.0) for name in COUNTED}
+            for one in self.ray.nodes()
+            if one["Alive"]
+        }
+
+    def free(self) -> dict[str, dict[str, float]]:
+        """What of it nobody has."""
+        from ray._private.state import state
+
+        found = {node: dict.fromkeys(COUNTED, 0.0) for node in self.nodes()}
+        with suppress(Exception):  # it is for a choice and for words
+            every: Any = state
+            for node, much in every.available_resources_per_node().items():
+                if node in found:
+                    found[node] = {name: much.get(name, 0.0) for name in COUNTED}
+        return found
+
+    def draining(self) -> dict[str, float]:
+        """Nodes that are drained, and the seconds that are left to them."""
+        from ray._private.state import state
+
+        found = state.get_draining_nodes()
+        now = time.time() * 1000
+        return {node: max(0.0, (at - now) / 1000) if at else 30.0 for node, at in found.items()}
+
+    def own_host(self) -> str:
+        """The address by which nodes reach this machine."""
+        if not self.setup.address:
+            return "127.0.0.1"
+        return str(self.ray.util.get_node_ip_address())
+
+    def hold(self, launch: Launch, on: str | None) -> Any:
+        """A Holder, which comes to be when there is a place for it; on this node if that can be."""
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        wish: dict[str, Any] = {}
+        if on and "_soft_target_node_id" in inspect.signature(placement_group).parameters:
+            wish = {"_soft_target_node_id": on}
+        bundle = {name: much for name, much in launch.resources.items() if much}
+        group = placement_group([bundle], strategy="STRICT_PACK", name=launch.name, **wish)
+        self.groups[launch.name] = group
+        return (
+            self.ray.remote(Holder)
+            .options(
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+                max_restarts=0,
+                max_concurrency=3,  # `ended` waits in one of these threads
+            )
+            .remote()
+        )
+
+    def let_go(self, name: str, holder: Any) -> None:
+        """Free what was held."""
+        with suppress(Exception):  # Ray is not there any more
+            self.ray.kill(holder)
+        if (group := self.groups.pop(name, None)) is not None:
+            with suppress(Exception):
+                self.ray.util.remove_placement_group(group)
+
+
+def _in_one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    return "; ".join(filter(None, lines)).replace(":; ", ": ")
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    """The first two, which are whole numbers in every version of Ray."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+class _Held:
+    def __init__(self) -> None:
+        self.holder: Any = None
+        self.node = ""
+        self.is_told = False  # that its node leaves
+        self.task: asyncio.Task[None] | None = None
+
+
+class RayDriver:
+    """Obeys a RayPlaces."""
+
+    def __init__(self, ray: Ray, link: StreamLink) -> None:
+        self._ray, self._link = ray, link
+        self._held: dict[str, _Held] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def say(self, text: str) -> None:
+        self._link.send(pack(Say(text)))
+
+    async def serve(self) -> None:
+        """Until the other end is gone."""
+        self._link.send(pack(Alive(Figures())))
+        self._link.send(pack(await self._connected()))
+        watching = asyncio.create_task(self._watch())
+        try:
+            while True:
+                asked = read_asked(await self._link.receive())
+                if isinstance(asked, Place):
+                    held = self._held[asked.launch.name] = _Held()
+                    held.task = self._begin(self._hold(asked.launch, held))
+                else:
+                    self._begin(self._stop(asked.name))
+        except EOFError:
+            pass
+        finally:
+            for task in (watching, *self._tasks):
+                task.cancel()
+
+    def _begin(self, work: Any) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _connected(self) -> Connected:
+        nodes = await in_thread(self._ray.nodes)
+        host = self._ray.setup.host or await in_thread(self._ray.own_host)
+        many = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
+        return Connected(host, f"Ray: {many} with {in_words(total([*nodes.values()]))}")
+
+    async def _hold(self, launch: Launch, held: _Held) -> None:
+        how = ""
+        try:
+            on = await in_thread(self._choice, launch)
+            held.holder = await in_thread(self._ray.hold, launch, on)
+            env, cwd = launch.env, os.getcwd()
+            host, held.node, pid = await held.holder.start.remote(
+                launch.command, env, launch.log, cwd, DETACH
+            )
+            self._link.send(pack(Started(launch.name, host, held.node, pid)))
+            how = await held.holder.ended.remote()
+        except Exception as error:  # Ray's, and what its actor raised
+            cause = getattr(error, "cause", None) or error
+            first = str(cause).strip().partition("\n")[0]
+            how = f"is not there any more, says Ray: {type(cause).__name__}: {first}"
+        finally:
+            if self._held.get(launch.name) is held:
+                del self._held[launch.name]
+            if held.holder is not None:
+                await in_thread(self._ray.let_go, launch.name, held.holder)
+        self._link.send(pack(Ended(launch.name, how)))
+
+    def _choice(self, launch: Launch) -> str | None:
+        """Of the nodes that have room for it now, the one with the fewest of ours."""
+        num = Counter(held.node for held in self._held.values())
+        leaving = self._ray.draining()
+        room = [
+            node
+            for node, free in self._ray.free().items()
+            if node not in leaving and not left_over([launch.resources], [free])
+        ]
+        return min(room, key=lambda node: num[node], default=None)
+
+    async def _stop(self, name: str) -> None:
+        held = self._held.get(name)
+        if held is None or held.task is None:
+            self._link.send(pack(Ended(name, "has ended")))
+            return
+        if not held.node:  # it waits for a place
+            held.task.cancel()
+            self._link.send(pack(Ended(name, "was not started")))
+            return
+        with suppress(Exception):
+            async with asyncio.timeout(STOP_S):
+                await held.holder.stop.remote(GRACE_S)
+
+    async def _watch(self) -> None:
+        """Look at what is drained, and say that this process is there."""
+        while True:
+            self._link.send(pack(Alive(Figures())))
+            await asyncio.sleep(max(LOOK_S, BEAT_S))
+            with suppress(Exception):  # Ray's, whose head may be away
+                leaving = await in_thread(self._ray.draining)
+                for name, held in self._held.items():
+                    if held.node in leaving and not held.is_told:
+                        held.is_told = True
+                        self._link.send(pack(Leaves(name, leaving[held.node])))
+
+
+async def check_fit(ray: Ray) -> None:
+    """Raises ConfigError when what is needed at the start does not fit, nor will in time."""
+    setup, loop = ray.setup, asyncio.get_running_loop()
+    end = loop.time() + setup.wait_for_nodes_s
+    while True:
+        nodes, free = await in_thread(ray.nodes), await in_thread(ray.free)
+        missing = left_over([one for _, one in setup.needed], [*free.values()])
+        if not missing:
+            return
+        if loop.time() >= end:
+            raise ConfigError(does_not_fit(setup, missing, nodes, free))
+        await asyncio.sleep(LOOK_S)
+
+
+def does_not_fit(
+    setup: RaySetup,
+    missing: list[int],
+    nodes: dict[str, dict[str, float]],
+    free: dict[str, dict[str, float]],
+) -> str:
+    """What was asked for, what there is, and what to change."""
+    asked: dict[str, list[dict[str, float]]] = {}
+    for key, bundle in setup.needed:
+        asked.setdefault(key, []).append(bundle)
+    lines = [f"{key}: {len(one)} x {in_words(one[0])}" for key, one in asked.items()]
+    has = "; ".join(
+        f"a node with {in_words(all_of_it)}, of which {in_words(free.get(node, {}))} free"
+        for node, all_of_it in nodes.items()
+    )
+    keys = dict.fromkeys(setup.needed[number][0] for number in missing)
+    return (
+        f"the Ray cluster {setup.address or 'of this machine'} has no room for {len(missing)} of "
+        f"{len(setup.needed)} processes. Asked for: {', '.join(lines)}. There: {has}. Lower "
+        f"{' or '.join(keys)}, or what each takes (cluster.cpus_per_worker, cpus_per_engine, "
+        "cpus_per_rank, gpus_per_rank); let the run begin with fewer workers "
+        "(cluster.min_workers); or add nodes, for which cluster.wait_for_nodes_s waits"
+    )
+
+
+async def build(
+    frame: bytes, link: StreamLink, stack: AsyncExitStack, say: data.Say, number: int
+) -> RayDriver:
+    """Connected to the cluster, with room for what is needed."""
+    ray = Ray(read_setup(frame))
+    await in_thread(ray.connect)
+    stack.callback(ray.ray.shutdown)
+    await check_fit(ray)
+    return RayDriver(ray, link)
+
+
+if __name__ == "__main__":
+    sys.exit(main(build))

@@ -1,0 +1,84 @@
+"""One workspace for all launcher tests; each run has a name of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import undrawn
+from tests.support.warehouse import make_workspace
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forked_ranks(forked_ranks: None) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[None]:
+    """Learners of this module run in its own process; see `tests.support.rank_here`."""
+    from tests.support.rank_here import rank_here  # loads torch
+
+    with rank_here():
+        yield
+
+
+@pytest.fixture(scope="session")
+def drawing() -> dict[str, Any]:
+    """What draws pictures, by its name."""
+    return undrawn.drawing()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _undrawn(drawing: dict[str, Any]) -> Iterator[None]:
+    """Only `finished` has pictures, and modules that use `drawn`."""
+    patch = undrawn.leave_out()
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def drawn(_undrawn: None, drawing: dict[str, Any]) -> Iterator[None]:
+    """Runs and evaluations of this module have their pictures."""
+    with undrawn.undone(drawing):
+        yield
+
+
+@pytest.fixture(scope="session")
+def warehouse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Path of a configuration that trains on the README's environment with a scripted engine."""
+    folder = tmp_path_factory.mktemp("warehouse")
+    sys.path.insert(0, str(folder))
+    yield make_workspace(folder)
+    sys.path.remove(str(folder))
+
+
+SETS = [
+    "eval.sets.a.path={folder}/a.jsonl",
+    "eval.sets.a.every=1",
+    "eval.sets.a.max_tasks=3",
+    "eval.sets.b.path={folder}/b.jsonl",
+    "eval.sets.b.every=3",
+    "eval.sets.b.phases=false",
+    "eval.sets.b.num_samples=2",
+    "checkpoint.every=1",
+    "checkpoint.keep_last=2",
+    "checkpoint.best_metric=b/success",
+]
+
+
+@pytest.fixture(scope="session")
+def finished(warehouse: Path, drawing: dict[str, Any]) -> Path:
+    """A finished run of four steps, "finished", which is only read: with two evaluation sets, a
+    checkpoint every step, of which the third is the best, and its pictures."""
+    from agentenv.launchers import train
+    from tests.support.rank_here import rank_here
+
+    overrides = [text.format(folder=warehouse.parent) for text in SETS]
+    with rank_here(), undrawn.undone(drawing):
+        assert train.main([str(warehouse), "run.name=finished", *overrides]) == 0
+    return warehouse.parent / "runs" / "finished"

@@ -1,0 +1,186 @@
+"""Runs that are killed, gone on with by the command that a user types, and looked at from outside:
+which trees were lost, which were trained twice, and what weights came out."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+import msgspec
+import psutil
+
+from agentenv.pipelines.rl.state import RunState
+from agentenv.pipelines.run.rundir import Checkpoints, load_state
+from benchmarks.parts.chaos import CONFIG, Reader, Servers, Witness
+from tests.support.forks import Command
+from tests.support.killing import Plan
+
+NUM_STEPS, GROUPS = 4, 2
+LIMIT_S = 120.0  # in which a process comes to its point, or to its end
+
+
+class KilledRun:
+    """One run of NUM_STEPS steps, in as many processes as it takes. No checkpoint is ever removed,
+    so that nothing of the journal is."""
+
+    def __init__(self, workspace: Path, name: str, *overrides: str) -> None:
+        self.workspace, self.name = workspace, name
+        self.path = workspace.parent / "runs" / name
+        self.witness = Witness()
+        self._overrides = overrides
+        self._reader = Reader(self.path / "journal")
+        self._num_starts = 0
+
+    def keys(self) -> list[str]:
+        """Of its engine and its evaluations."""
+        here = self.workspace.parent
+        chosen = [f"eval.sets.a.path={here}/a.jsonl", "eval.sets.a.every=2"]
+        return [*chosen, "eval.sets.a.max_tasks=1", "engine.latency_s=0.02"]
+
+    def arguments(self) -> list[str]:
+        given = [str(self.workspace), f"run.name={self.name}", f"train.num_steps={NUM_STEPS}"]
+        given += ["checkpoint.every=2", "checkpoint.keep_last=1000", "journal.sync_s=0.05"]
+        given += [*self.keys(), *self._overrides]
+        return [*given, *(["--resume"] if (self.path / "config.json").is_file() else [])]
+
+    @contextmanager
+    def process(self, plan: Plan = Plan()) -> Iterator[Command]:  # noqa: B008 - it is frozen
+        """A process of the run; what it wrote is read when it has ended."""
+        log = self.workspace.parent / f"{self.name}-{self._num_starts}.log"
+        self._num_starts += 1
+        self.witness.begin()
+        command = ("-m", "tests.support.killing", msgspec.json.encode(plan).decode())
+        with Command(*command, *self.arguments(), log=log, path=[log.parent]) as process:
+            yield process
+            process.kill()
+            process.wait()
+        self.look()
+
+    def start(self, plan: Plan = Plan()) -> int:  # noqa: B008
+        """Its exit status, once it has ended by itself or was killed by its plan."""
+        with self.process(plan) as process:
+            until(lambda: self.has_ended(process), f"{self.name}: {plan} or its end")
+            assert process.returncode is not None
+            return process.returncode
+
+    def has_ended(self, process: Command) -> bool:
+        return process.poll() is not None
+
+    def start_and_kill(self, victim: str, rng: Random, seconds: float) -> str:
+        """Kill it, or what is below it, at a random moment of so many seconds, and let what is left
+        come to its end. What was done, in words."""
+        moment = rng.uniform(0, seconds)
+        with self.process(Plan(own_rank=victim == "rank")) as process:
+            end = time.monotonic() + moment
+            while time.monotonic() < end and process.poll() is None:
+                time.sleep(0.002)
+            kill(process, victim)
+            until(lambda: process.poll() is not None, f"{self.name}: its end")
+        return f"{victim}: after {moment:.3f} s"
+
+    def look(self) -> None:
+        for frame in self._reader.read():
+            self.witness.add(frame)
+
+    # what became of it
+
+    def lost(self) -> list[int]:
+        """Trees that were not trained, or rolled out again although they were finished."""
+        return self.witness.lost(range(NUM_STEPS * GROUPS))
+
+    def duplicated(self) -> list[int]:
+        """Trees that weights were trained on more than once."""
+        return self.witness.duplicated()
+
+    def is_done(self) -> bool:
+        """Whether its last step has a checkpoint."""
+        found = Checkpoints(self.path / "checkpoints").finished()
+        return bool(found) and load_state(found[-1], RunState).step == NUM_STEPS
+
+    def last(self) -> Path:
+        """The last checkpoint, which is that of the last step."""
+        last = Checkpoints(self.path / "checkpoints").finished()[-1]
+        state = load_state(last, RunState)
+        assert state.step == NUM_STEPS
+        assert state.position == NUM_STEPS * GROUPS == state.ledger.num_delivered
+        return last
+
+    def trained_again(self) -> KilledRun:
+        """The same trees in the same order, from the first checkpoint on, in one process."""
+        name = f"{self.name}-again"
+        other = type(self)(self.workspace, name, *self._overrides)
+        shutil.rmtree(other.path, ignore_errors=True)
+        shutil.copytree(self.path, other.path)
+        other.look()
+        other.witness = Witness()
+        for path in Checkpoints(other.path / "checkpoints").finished()[1:]:
+            shutil.rmtree(path)
+        assert other.start() == 0
+        assert not other.witness.tasks, "it rolls nothing out"
+        return other
+
+    def weights(self) -> dict[str, bytes]:
+        """Weights and optimizer of the last checkpoint, by file."""
+        last = self.last()
+        paths = [last / "model.safetensors", *sorted((last / "trainer").glob("rank-*"))]
+        assert len(paths) == 2
+        return {path.name: path.read_bytes() for path in paths}
+
+    def remove(self) -> None:
+        for path in (self.path, self.path.with_name(f"{self.name}-again")):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class CountingRun(KilledRun):
+    """With an interpreter in a sandbox as its tool."""
+
+    def keys(self) -> list[str]:
+        script = "tests.support.warehouse:counting_turn"
+        env = ["env.id=agentenv/CodeInterpreter-v0", f"engine.script={script}"]
+        return [*env, "python.preload=[]", *super().keys()]
+
+
+class ServedRun(KilledRun):
+    """On engine servers that recite. One that was killed is back at once; what is sampled, and so
+    the weights, depends on when."""
+
+    def __init__(self, folder: Path, servers: Servers, name: str) -> None:
+        super().__init__(folder / CONFIG, name)
+        self.servers = servers
+        self.num_killed = 0
+
+    def keys(self) -> list[str]:
+        return []
+
+    def has_ended(self, process: Command) -> bool:
+        self.num_killed += self.servers.revive()
+        return super().has_ended(process)
+
+
+def kill(process: Command, victim: str) -> None:
+    if process.poll() is not None:
+        return
+    try:
+        below = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    chosen: Sequence[psutil.Process] = [] if victim == "controller" else below
+    for one in chosen:
+        try:
+            one.kill()
+        except psutil.NoSuchProcess:
+            continue
+    if victim != "rank":
+        process.kill()
+
+
+def until(condition: object, what: str) -> None:
+    end = time.monotonic() + LIMIT_S
+    assert callable(condition)
+    while not condition():
+        assert time.monotonic() < end, f"waited for {what}"
+        time.sleep(0.01)

@@ -1,0 +1,220 @@
+"""A user's mistake is refused with its place and a way out, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentenv.launchers import evaluate, sft, train
+from tests.support.warehouse import ROOT
+
+
+def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
+    assert code == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    return captured.err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("queue.max_stalenes=2", "error: 'queue.max_stalenes=2' on the command line: "
+         "queue.max_stalenes: unknown key; did you mean queue.max_staleness?"),
+        ("algorithm.name=arop", "'rloo'] or 'module:Class', got 'arop'; did you mean 'arpo'?"),
+        ("algorithm.name=apro", "'rloo'] or 'module:Class', got 'apro'; did you mean 'arpo'?"),
+        ("algorithm.budget_beta=2", "'algorithm.budget_beta=2' on the command line: "
+         "algorithm.budget_beta: unknown key for algorithm.name = 'arpo'; it is one for "
+         "algorithm.name = 'aepo'"),
+        ("cluster.workers=2", "cluster.workers: unknown key for cluster.kind = 'local'; it is one "
+         "for cluster.kind = 'processes' or 'ray' or 'external' or 'slurm' or 'kubernetes'; choose "
+         "that too, or take this out"),
+        ("nothing.at.all=1", "error: 'nothing.at.all=1' on the command line: nothing: unknown key"),
+        ("env.tools=[{name=5}]", "command line: env.tools[0].name: Expected `str`, got `int`: 5"),
+        ("engine={name='vllm', urls=['127.0.0.1:9']}",
+         "error: engine.urls: '127.0.0.1:9': expected http://HOST:PORT or https://HOST"),
+        ("grader.own={name='nowhere'}", "'module:Class', got 'nowhere'"),
+        ("cluster.wrkrs=2", "that kind has no keys; others: ['processes'"),
+        ("train.num_steps=many", "train.num_steps: Expected `int`, got `str`: 'many'"),
+        ("engine.max_num_seqs=4", "unknown key for engine.name = 'scripted'"),
+        ("queue.groups_per_step=many", "queue.groups_per_step: Expected `int`, got `str`: 'many'"),
+        ("queue.groups_per_step=0", "queue.groups_per_step: Expected `int` >= 1"),
+        ("queue.groups_per_step=3", "groups_per_minibatch = 2 does not divide "
+         "queue.groups_per_step = 3; 1 does"),
+        ("learner={}", "groups_per_minibatch = 8 (its default) does not divide"),
+        ("train.num_epochs=1.0", "give exactly one of train.num_steps and train.num_epochs"),
+        ("sampling.train.top_p=0.9", "sampling.train: training samples from the policy itself"),
+        ("data.train=/nowhere/x.jsonl", "/nowhere/x.jsonl: there is no such dataset file"),
+        ("model.path=/nowhere", "/nowhere is not a model directory: config.json is missing"),
+        ("env.id=me/Warehose-v0", "no environment is registered as 'me/Warehose-v0'; did you mean "
+         "me/Warehouse-v0"),
+        ("env.module=nowhere", "env.module: 'nowhere' cannot be imported"),
+        ("env.kwargs={size=3}", "env.kwargs.size: unknown to me/Warehouse-v0; it takes no"),
+        ("env={id='agentenv/Quickstart-v0', kwargs={corpsu='kb.jsonl'}}",
+         "env.kwargs.corpsu: unknown to agentenv/Quickstart-v0; did you mean corpus?"),
+        ("env={id='agentenv/Quickstart-v0'}",
+         "env.kwargs.corpus: missing; agentenv/Quickstart-v0 cannot be made without it"),
+        ("limits.max_response_tokens=100000", "exceed the engine's context of"),
+        ("checkpoint.best_metric=dev/reward", "there is no evaluation set 'dev'"),
+        ("run.setup=nowhere:prepare", "run.setup: 'nowhere:prepare' cannot be loaded"),
+        ("run.dir=/dev/null/runs", "cannot be written"),
+        ("nonsense", "'nonsense' is not of the form key.sub=value"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_configuration(
+    warehouse: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    name = f"run.name=bad-{abs(hash(override))}"
+    assert message in refused(capsys, train.main([str(warehouse), name, override]))
+    # nothing is left that would be in the way of the next try
+    assert message in refused(capsys, train.main([str(warehouse), name, override]))
+
+
+def test_a_mistake_in_the_file_is_not_blamed_on_the_command_line(
+    warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(warehouse.read_text() + "\n[cluster]\nknd = 'local'\n")
+    told = refused(capsys, train.main([str(path), "run.name=mine", "cluster.kind=local"]))
+    assert f"error: {path}: cluster.knd: unknown key" in told  # and not left out for the kind
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "the dataset is empty"),
+        ([{"question": "q", "answer": "a"}, {"answer": "a"}], "row 2: key 'question'"),
+        ([{"question": "q"}], "row 1: key 'answer'"),
+    ],
+)
+def test_a_mistake_in_the_dataset(
+    warehouse: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    rows: list[object],
+    message: str,
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [str(warehouse), "run.name=bad-data", f"data.train={path}"]
+    text = refused(capsys, train.main(arguments))
+    assert f"{path}" in text
+    assert message in text
+
+
+A_GRADER = """
+from agentenv import ToolEnv
+from agentenv.tool_env import Grade
+class Lenient:
+    {grade}
+class Mine(ToolEnv):
+    def __init__(self, task):
+        super().__init__(task, tools=[], grader=Lenient())
+"""
+EXPECTED = "; expected `async def grade(self, task, written, calls)` that returns Grade(reward, "
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("grade", "message"),
+    [
+        ("async def grade(self, *_): return 1.0", "the grader Lenient gave 1.0, which is no Grade"),
+        ("async def grade(self, *_): return Grade('1', True)", "gave Grade(reward='1', success"),
+        ("async def grade(self, *_): return Grade(1.0)",
+         "raised TypeError: Missing required argument 'success' (grading_2.py, line 5)"),
+        ("def grade(self, *_): return Grade(1.0, True)", "the grader Lenient raised TypeError: "),
+        ("async def grade(self, task): return Grade(1.0, True)", "positional arguments"),
+    ],
+)  # fmt: skip
+def test_a_grader_that_gives_something_else_than_a_grade(
+    warehouse: Path, capsys: pytest.CaptureFixture[str], grade: str, message: str, more: list[str]
+) -> None:
+    name = f"grading_{len(message)}"
+    message = message.replace("grading_2", name)
+    (warehouse.parent / f"{name}.py").write_text(A_GRADER.format(grade=grade))
+    told = refused(capsys, train.main([str(warehouse), f"env.id={name}:Mine", *more]))
+    assert "the grader fails on row train-1, given its own gold '1240': " in told
+    assert message in told
+    assert EXPECTED in told
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("name", "source", "message"),
+    [
+        ("unparsed", "class Mine(", "env.id: 'unparsed:Mine', registered by the configuration, "
+         "cannot be loaded: SyntaxError: "),
+        ("fails", "\n1 / 0", "cannot be loaded: ZeroDivisionError: division by zero (fails.py, "
+         "line 2)"),
+        ("making", "class Mine:\n  def __init__(self, task):\n    task.metadata['shop']",
+         "the environment making:Mine, begun for task train-1, raised KeyError: 'shop' (making.py, "
+         "line 3)"),
+    ],
+)  # fmt: skip
+def test_a_bug_of_an_environment_is_told_with_its_line(
+    warehouse: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    source: str,
+    message: str,
+    more: list[str],
+) -> None:
+    (warehouse.parent / f"{name}.py").write_text(source)
+    assert message in refused(capsys, train.main([str(warehouse), f"env.id={name}:Mine", *more]))
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("nowhere.toml", ""),
+        ("configs/quikstart.toml", "; did you mean configs/quickstart.toml?"),
+        ("configs/quickstart", "; did you mean configs/quickstart.toml?"),
+        ("run.seed=1", "; the file comes first, then key.sub=value"),
+    ],
+)
+def test_a_configuration_file_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argument: str, hint: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    told = refused(capsys, train.main([argument]))
+    assert f"{argument}: there is no such configuration file{hint}" in told
+
+
+def test_a_line_that_is_no_json_has_one_number(
+    warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "q", "answer": "a"}\n{"question": "q", "answer":}\n')
+    told = refused(capsys, train.main([str(warehouse), f"data.train={path}"]))
+    assert f"{path}, row 2: not valid JSON: Expecting value at column 28" in told
+    assert "line 1" not in told
+
+
+def test_a_configuration_of_another_command(capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(capsys, sft.main([str(ROOT / "configs" / "quickstart.toml")]))
+    assert "env: unknown key; known: ['checkpoint', " in told
+    assert "or is the file one of another command?" in told
+
+
+def test_a_directory_that_is_something_else(
+    warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("do not touch")
+    arguments = [str(warehouse), f"run.dir={tmp_path}", "run.name=mine"]
+    assert "is not empty and no run: it holds 'thesis.tex'" in refused(
+        capsys, train.main(arguments)
+    )
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "do not touch"
+
+
+def test_resuming_what_never_ran(warehouse: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(warehouse), "run.name=never", "--resume"]
+    assert "holds no run to resume" in refused(capsys, train.main(arguments))
+
+
+def test_evaluating_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(tmp_path), "--env", "agentenv/Quickstart-v0", "data=x.jsonl"]
+    assert "is not a model directory" in refused(capsys, evaluate.main(arguments))

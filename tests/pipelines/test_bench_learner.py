@@ -1,0 +1,114 @@
+"""What the learner's benchmark rests on: equal work in each layout, and honest counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from agentenv.learners.partition import Paths, idle_share, load, share
+from agentenv.pipelines.setup.idle import WIDE, simulated
+from benchmarks import bench
+from benchmarks.parts import layouts
+from benchmarks.parts.layouts import FLAT, TREE_ROW, count, make_model, make_step
+
+# A prompt of 5; two turns of 4, the first with a result of 6 and two turns of 3 and 2 below it.
+TREE = [[-1, 0, 5], [0, 4, 6], [1, 3, 0], [1, 2, 0], [0, 4, 0]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_tokens", [12, 8192])
+def test_all_layouts_have_the_same_loss_and_gradient(
+    max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layouts, "MAX_TOKENS", max_tokens)
+    model = make_model()
+    found = {}
+    for layout in ("tree", "dense", *FLAT, TREE_ROW):
+        loss = make_step(layout, [TREE, TREE], model)()
+        found[layout] = loss, torch.cat([p.grad.flatten().clone() for p in model.parameters()])
+    loss, gradient = found["varlen"]
+    for other in found.values():
+        assert other[0] == pytest.approx(loss, rel=1e-5)
+        assert (other[1] - gradient).norm() < 1e-5 * gradient.norm()
+
+
+def test_counts_by_hand() -> None:
+    model = make_model()
+    tokens, pairs, flops = count("tree", [TREE], model)
+    assert tokens == 5 + 10 + 3 + 2 + 4
+    # Each token sees the tokens on its path, itself included.
+    depths = [*range(1, 16), *range(16, 19), *range(16, 18), *range(6, 10)]
+    assert pairs == sum(depths)
+    flat_tokens, flat_pairs, flat_flops = count("varlen", [TREE], model)
+    lengths = [18, 17, 9]
+    assert flat_tokens == sum(lengths)
+    assert flat_pairs == sum(n * (n + 1) // 2 for n in lengths)
+    head = 256 * 4096
+    weights = sum(p.numel() for p in model.parameters()) - head
+    channels = 14 * 4 * 8 * 32
+    assert flops == 6 * (weights * tokens + head * 13) + channels * pairs
+    assert flat_flops == 6 * (weights * flat_tokens + head * 17) + channels * flat_pairs
+
+
+def test_shapes_are_those_of_rollouts() -> None:
+    shapes = layouts.load_shapes()
+    assert {"prefix2048x16", "arpo_defaults"} < set(shapes)
+    assert len(shapes) >= 4
+    for shape in shapes.values():
+        for tree in shape["trees"]:
+            assert all(-1 <= node[0] < number for number, node in enumerate(tree))
+    (arpo,) = shapes["arpo_defaults"]["trees"]
+    parents = [node[0] for node in arpo]
+    assert parents.count(0) >= 8, "roots; what the forks leave of the budget starts there too"
+    assert sum(number not in parents for number in range(len(arpo))) == 16
+    assert {node[2] for node in arpo[1:]} == {0, 500}
+
+
+@pytest.mark.slow
+def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = tmp_path / "shapes.json"
+    shapes.write_bytes(msgspec.json.encode({"small": {"source": "by hand", "trees": [TREE]}}))
+    monkeypatch.setattr(layouts, "SHAPES", shapes)
+    # Peak memory of a process of its own is what the command itself is for.
+    monkeypatch.setattr(layouts, "in_own_process", layouts.peak_mb)
+    target = tmp_path / "figures.json"
+    command = ["learner", "--json", str(target), "--shapes", "small", "--repeats", "1", "--dense"]
+    assert bench.main(command) == 0
+    figures = msgspec.json.decode(target.read_bytes())
+    flat = min(figures["small.varlen_cpu_s"], figures["small.padded_cpu_s"])
+    expected = flat / figures["small.tree_cpu_s"]
+    assert figures["small.flat_best_over_tree"] == pytest.approx(expected, rel=0.05)
+    assert figures["small.counted"] > 1
+    assert figures["small.computed_over_unique"] == 1
+    assert bench.main(["learner", "--shapes", "unheard-of"]) == 2
+    nowhere = str(tmp_path / "nowhere" / "figures.json")
+    assert bench.main(["learner", "--json", nowhere]) == 2, "before minutes are spent"
+
+
+@pytest.mark.slow
+def test_idle_ranks_of_the_goal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the micro-batches that ranks would run: at most 5 % idle on 8 ranks with 16 groups a
+    mini-batch, and what whole trees cost there. The command shows more."""
+    monkeypatch.setattr(layouts, "CASES", ((8, 16, 1), (8, 8, 2)))
+    target = tmp_path / "figures.json"
+    assert bench.main(["deal", "--json", str(target)]) == 0
+    figures = msgspec.json.decode(target.read_bytes())
+    for spread, whole in (("narrow", 0.05), ("wide", 0.25)):
+        assert figures[f"{spread}.8x16.idle_parts"] <= 0.05
+        assert figures[f"{spread}.8x16.idle_whole"] > whole
+        assert figures[f"{spread}.8x16.computed_over_unique"] < 1.1
+        assert figures[f"{spread}.8x16.largest_load"] < 1
+        assert figures[f"{spread}.8/2x8.idle_parts"] <= 0.05, "in pairs, with half as many groups"
+
+
+def test_what_is_expected_is_what_micro_batches_give() -> None:
+    shapes = simulated(16, 8, WIDE, tree_tokens=40_000, count=32)
+    assert sum(sum(shape.sizes) for shape in shapes) / 32 == pytest.approx(40_000, rel=0.01)
+    found = layouts.try_dealing([layouts.encode_shape(shape) for shape in shapes], 8, 16)
+    paths = [Paths(shape.sizes, shape.parents, layouts.BUDGET) for shape in shapes]
+    steps = [paths[:16], paths[16:]]
+    loads = [[load(hand, step) for hand in share(step, 8)] for step in steps]
+    assert idle_share(loads) == pytest.approx(found["idle_parts"], abs=0.02)

@@ -1,0 +1,76 @@
+"""A fault storm costs time and nothing else, and what counts that can count."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from agentenv.journal import Began, Finished, Frame, Leased, Trained
+from agentenv.learners import ranks
+from benchmarks import bench
+from benchmarks.parts import chaos
+from benchmarks.parts.chaos import Witness
+from tests.support.forks import project
+from tests.support.killing import Plan
+from tests.support.nursery import Forked
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def start_training(arguments: Sequence[str], output: int) -> Forked:
+    """As a fork, which imports nothing."""
+    plan = msgspec.json.encode(Plan(own_rank=True)).decode()
+    return Forked(
+        project().fork(
+            ["-m", "tests.support.killing", plan, *arguments],
+            environment=os.environ | {"PYTHONPATH": ranks.PACKAGES},
+            folder=Path(ranks.PACKAGES),
+            output=output,
+        )
+    )
+
+
+@pytest.mark.slow
+def test_a_storm_of_seconds_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(chaos, "start_training", start_training)
+    assert bench.main(["chaos", "--short", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["lost"], found["duplicated"], found["wrong"]) == (0, 0, [])
+    assert found["goodput"] > 0 < found["calm_goodput"]
+    assert found["killed"] > 0
+    events = {name for name, _ in chaos.EVENTS}
+    assert {"controller killed": 2, "learner killed": 2}.items() <= found["ended"].items()
+    assert events <= found["ended"].keys()
+
+
+def seen(*starts: list[Frame]) -> Witness:
+    witness = Witness()
+    for frames in starts:
+        witness.begin()
+        for frame in frames:
+            witness.add(frame)
+    return witness
+
+
+def begun(tree: int) -> list[Frame]:
+    return [Began(tree, f"t{tree}", 0, 1, "s"), Finished(tree, 0, [], None)]  # type: ignore[arg-type]
+
+
+def test_a_step_that_is_done_again_is_no_duplicate() -> None:
+    first = [*begun(0), *begun(1), Leased(0, [0]), Trained(0, 1, [0]), Leased(1, [1])]
+    witness = seen(first, [Leased(0, [0]), Leased(1, [1])])
+    assert witness.line() == [0, 1]
+    assert witness.lost([0, 1]) == witness.duplicated() == []
+
+
+def test_what_is_lost_and_what_is_duplicated_is_seen() -> None:
+    witness = seen([*begun(0), Leased(0, [0])], [*begun(0), Leased(1, [0]), Leased(2, [2])])
+    assert witness.duplicated() == [0]
+    assert witness.lost([0, 1, 2]) == [1, 0]

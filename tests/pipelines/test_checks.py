@@ -1,0 +1,133 @@
+"""What is looked at before anything starts, as one list of named checks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from agentenv import tool
+from agentenv.config import load_config
+from agentenv.launchers import train
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.rl.parts import TrainingAssembly
+from agentenv.pipelines.run.rundir import RunDirectory
+from agentenv.pipelines.setup.assembly import Assembly, once
+from agentenv.pipelines.setup.checks import CHECKS, Finding, findings
+
+
+async def found(warehouse: Path, folder: Path, overrides: Sequence[str] = ()) -> dict[str, Finding]:
+    config = load_config(TrainConfig, warehouse, overrides)
+    async with AsyncExitStack() as stack:
+        run = RunDirectory(folder / "run", resume=False)
+        assembly = TrainingAssembly(config, run.path, None, stack, lambda text: None)
+        return {one.name: one async for one in findings(assembly)}
+
+
+async def test_a_run_that_can_start_passes_each_check_of_training(
+    warehouse: Path, tmp_path: Path
+) -> None:
+    results = await found(warehouse, tmp_path)
+    before = [check for check in CHECKS if check.needs != "started"]
+    assert [*results] == [check.name for check in before if TrainConfig in check.of]
+    assert [one.name for one in results.values() if one.error is not None] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "names", "problem", "remedy"),
+    [
+        ("learner.groups_per_minibatch=4", ["sizes divide"],
+         "does not divide queue.groups_per_step = 2", ""),
+        ("limits.max_tree_seconds=1", ["time-outs"], "max_tree_seconds = 1 ends trees before",
+         "an outer deadline must be the longer one"),
+        ("limits.max_response_tokens=2000", ["context"], "exceed the engine's context",
+         "lower them, or take an engine"),
+        ("python={}", ["environments"], "[python]: not read by me/Warehouse-v0",
+         "take the table out"),
+        ("train={num_epochs=0.01,max_logprob_gap=1}", ["number of updates"],
+         "train.num_epochs = 0.01 of 24 questions are less than one step", ""),
+    ],
+)  # fmt: skip
+async def test_each_mistake_is_found_by_one_check_with_its_remedy(
+    warehouse: Path, tmp_path: Path, override: str, names: list[str], problem: str, remedy: str
+) -> None:
+    results = await found(warehouse, tmp_path, [override])
+    wrong = {name: one for name, one in results.items() if one.error is not None}
+    assert [*wrong] == names
+    (one,) = wrong.values()
+    assert problem in one.problem
+    assert one.remedy.startswith(remedy)
+
+
+async def test_what_a_check_needs_and_is_missing_fails_all_that_need_it(
+    warehouse: Path, tmp_path: Path
+) -> None:
+    results = await found(warehouse, tmp_path, [f"model.path={tmp_path}/none"])
+    wrong = [name for name, one in results.items() if one.error is not None]
+    assert wrong == [
+        "model",
+        "context",
+        "chat template",
+        "end of a turn",
+        "room for weights",
+        "callable tools",
+        "prompts",
+        "number of updates",
+    ]
+    assert all("is not a model directory" in str(results[name].error) for name in wrong[:1])
+
+
+async def test_a_part_is_built_once() -> None:
+    class Counting(Assembly[TrainConfig]):
+        num_built = 0
+
+        @once
+        async def model(self) -> Path:
+            self.num_built += 1
+            return Path("model")
+
+    async with AsyncExitStack() as stack:
+        assembly = Counting(None, Path(), stack, print)  # type: ignore[arg-type]
+        assert await assembly.model() == await assembly.model() == Path("model")
+        assert assembly.num_built == 1
+
+
+@tool
+def answer(text: str) -> str:
+    """A tool whose tag is one of the protocol's own."""
+    return text
+
+
+@pytest.mark.parametrize("more", [["--dry-run"], []])
+def test_a_tool_that_cannot_be_called_is_refused_with_what_to_do(
+    warehouse: Path, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tools = "env.tools=[{name='tests.pipelines.test_checks:answer'}]"
+    assert train.main([str(warehouse), tools, f"run.dir={tmp_path}", *more]) == 2
+    told = capsys.readouterr().err
+    assert "me/Warehouse-v0: the tag protocol cannot call the tool 'answer'" in told
+    assert "give the tool another name, or choose renderer.name = 'native'" in told
+
+
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+def test_a_template_that_ends_answers_where_no_engine_stops_is_refused(
+    warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], dry: list[str]
+) -> None:
+    model = Path(shutil.copytree(warehouse.parent / "model", tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}"
+        "{% if m.role == 'assistant' %}<|turn|>{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(model)
+    keys = [f"model.path={model}", f"run.dir={tmp_path}/runs"]
+    assert train.main([str(warehouse), *keys, *dry]) == 2
+    told = capsys.readouterr().err
+    assert "the chat template ends an answer with '<|turn|>'" in told
+    assert f"set eos_token_id in {model}/generation_config.json" in told
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,125 @@
+"""Colocated engine and learner claim the same GPUs, and servers are started so that they can."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from agentenv.config import build_config
+from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.scripted import ScriptedConfig
+from agentenv.engines.sglang import SGLangConfig
+from agentenv.engines.vllm import VLLMConfig
+from agentenv.envs.quickstart_setup import build_model
+from agentenv.errors import ConfigError
+from agentenv.learners.learner import LearnerConfig
+from agentenv.pipelines.config.rl import ResourcesConfig, TrainConfig
+from agentenv.pipelines.rl.parts import adapter_rank
+from agentenv.pipelines.serving.gpus import GpuPlan, learner_gpus
+from agentenv.pipelines.serving.server_commands import command, environment
+from agentenv.pipelines.setup.assembly import Assembly
+from agentenv.pipelines.setup.checks import refuse
+from agentenv.server_config import Served, ServersConfig
+
+TWO = LearnerConfig(num_ranks=2)
+SERVERS = VLLMConfig(servers=ServersConfig(num_servers=2))
+COLOCATED = ResourcesConfig(colocated=True)
+
+
+def on(*gpus: int) -> VLLMConfig:
+    return VLLMConfig(servers=ServersConfig(num_servers=2, gpus=list(gpus)))
+
+
+def test_servers_get_the_learners_gpus_first() -> None:
+    plan = GpuPlan(["a", "b", "c", "d"])
+    assert learner_gpus(COLOCATED, SERVERS, TWO, plan) == ["a", "b"]
+    with pytest.raises(ConfigError, match=r"already belongs to resources\.learner_gpus"):
+        plan.assign("roles.judge.gpus", [1], 1)  # others may not
+    assert plan.assign("roles.judge.gpus", [], 1) == ["c"]
+    assert plan.assign("engine.servers.gpus", [], 3, borrows=True) == ["a", "b", "d"]
+
+
+def test_both_may_name_the_same() -> None:
+    resources = ResourcesConfig(colocated=True, learner_gpus=[3, 2])
+    plan = GpuPlan(["a", "b", "c", "d"])
+    assert learner_gpus(resources, on(2, 3), TWO, plan) == ["d", "c"]
+    assert plan.assign("engine.servers.gpus", [2, 3], 2, borrows=True) == ["c", "d"]
+
+
+def test_the_learner_goes_where_the_servers_are_named() -> None:
+    plan = GpuPlan(["a", "b", "c", "d"])
+    assert learner_gpus(COLOCATED, on(1, 3), TWO, plan) == ["b", "d"]
+
+
+def test_without_gpus_there_is_nothing_to_claim() -> None:
+    assert learner_gpus(COLOCATED, EmbeddedConfig(), TWO, GpuPlan([])) == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "text"),
+    [
+        (ScriptedConfig(), "has no memory to give back"),
+        (VLLMConfig(weights="broadcast"), 'weights = "broadcast" needs servers that are awake'),
+        (VLLMConfig(servers=ServersConfig(gpu_memory_share=0.95)), "at most 0.9 is left"),
+    ],
+)
+def test_what_cannot_be_colocated(engine: VLLMConfig | ScriptedConfig, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        learner_gpus(COLOCATED, engine, TWO, GpuPlan(["a", "b"]))
+
+
+def test_the_split_layout_says_what_would_allow_it() -> None:
+    resources = ResourcesConfig(learner_gpus=[1, 2])
+    with pytest.raises(ConfigError, match=r"with resources\.colocated = true they have them in"):
+        learner_gpus(resources, on(0, 1), TWO, GpuPlan(["a", "b", "c"]))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    build_model(path, seed=0)
+    return path
+
+
+def test_flags_of_servers_that_sleep_or_take_adapters(model: Path) -> None:
+    gpu, cpu = {"gpus": ["0"]}, {"on_cpu": True}
+
+    def flags(engine: str, place: dict[str, object], **keys: object) -> list[str]:
+        served = Served(engine, model, "policy", 512, True, **place, **keys)  # type: ignore[arg-type]
+        return command("python", served, ServersConfig())
+
+    assert "--enable-sleep-mode" in flags("vllm", gpu, colocated=True)
+    assert "--enable-memory-saver" in flags("sglang", gpu, colocated=True)
+    # On the CPU vLLM refuses the flag, but pauses as if it slept; SGLang would die of the route.
+    assert "--enable-sleep-mode" not in flags("vllm", cpu, colocated=True)
+    with pytest.raises(ConfigError, match="--enable-memory-saver, which it has on GPUs only"):
+        flags("sglang", cpu, colocated=True)
+    for rank, known in ((1, "1"), (4, "8"), (16, "16"), (100, "128")):
+        found = flags("vllm", gpu, lora_rank=rank)
+        assert found[found.index("--max-lora-rank") + 1] == known
+    with pytest.raises(ConfigError, match="rank 512 at most"):
+        flags("vllm", gpu, lora_rank=513)
+    served = Served("vllm", model, "policy", 512, True, lora_rank=4)
+    assert environment(served, ServersConfig())["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+
+
+async def test_an_adapter_needs_a_learner_that_trains_one() -> None:
+    raw = {
+        "model": {"path": "m"},
+        "env": {"id": "e"},
+        "data": {"train": "t"},
+        "train": {"num_steps": 1},
+        "algorithm": {"name": "grpo"},
+        "engine": {"name": "vllm", "lora": "adapter"},
+    }
+    assembly = Assembly(build_config(TrainConfig, raw, "test"), Path(), AsyncExitStack(), print)
+    with pytest.raises(ConfigError, match=r"needs \[learner\.lora\]"):
+        await refuse(assembly, "configuration")
+    raw["learner"] = {"lora": {"r": 8}, "optimizer": "adamw"}
+    assert adapter_rank(build_config(TrainConfig, raw, "test")) == 8
+    with pytest.raises(ConfigError, match="goes through a directory"):
+        VLLMConfig(lora="adapter", weights="broadcast")
+    with pytest.raises(ConfigError, match="is for vLLM"):
+        SGLangConfig(lora="adapter")

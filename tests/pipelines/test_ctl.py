@@ -1,0 +1,235 @@
+"""launchers/ctl.py against a run that goes on, a process as users start it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.launchers import ctl
+from agentenv.pipelines.run.control import AskStatus, Status, UnreachableError, ask, read_changes
+from tests.support.forks import Command
+from tests.support.runs import rows_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SLOW = """    if item == "rivets":
+        await asyncio.sleep(8)
+"""
+LONG = ("train.num_steps=100000", "engine.latency_s=0.2", "eval.sets.a.phases=false")
+START_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def slow(warehouse: Path) -> Path:
+    """The configuration of the warehouse, whose tool takes its time for rivets."""
+    folder = warehouse.parent
+    text = (folder / "my_env.py").read_text()
+    text = text.replace("    if item not in STOCK:", f"{SLOW}    if item not in STOCK:")
+    text = text.replace("me/Warehouse-v0", "me/Slow-v0")
+    (folder / "slow_env.py").write_text(
+        "import asyncio\n" + text.replace("my_env:", "slow_env:"), encoding="utf-8"
+    )
+    return warehouse
+
+
+def has_begun(run: Path) -> bool:
+    """It trains, and has done a step."""
+    try:
+        status = ask(run, AskStatus()) if run.exists() else None
+    except UnreachableError:
+        return False
+    return isinstance(status, Status) and status.phase == "RL" and status.step > 0
+
+
+@contextmanager
+def running(slow: Path, name: str, *overrides: str) -> Iterator[tuple[Path, Command]]:
+    """A run that answers, in phase RL."""
+    folder = slow.parent
+    run, log = folder / "runs" / name, folder / f"{name}.log"
+    chosen = ("env.id=me/Slow-v0", "env.module=slow_env", f"run.name={name}", *LONG)
+    chosen += (f"eval.sets.a.path={folder}/a.jsonl", "eval.sets.a.max_tasks=2", *overrides)
+    with Command("launchers/train.py", str(slow), *chosen, log=log, path=[folder]) as process:
+        deadline = time.monotonic() + START_S
+        while not has_begun(run):
+            assert process.poll() is None, process.said()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield run, process
+
+
+class Asked:
+    """Runs commands, whose replies are read from their JSON."""
+
+    def __init__(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.run, self.capsys = run, capsys
+
+    def __call__(self, *arguments: object) -> Any:
+        assert ctl.main([str(self.run), *map(str, arguments), "--json"]) == 0
+        return json.loads(self.capsys.readouterr().out)
+
+    def refused(self, *arguments: object) -> str:
+        assert ctl.main([str(self.run), *map(str, arguments)]) == 2
+        return " ".join(self.capsys.readouterr().err.split())
+
+    def shown(self, *arguments: object) -> str:
+        assert ctl.main([str(self.run), *map(str, arguments)]) == 0
+        return self.capsys.readouterr().out
+
+    def until(self, *arguments: object, holds: Callable[[Any], Any]) -> Any:
+        """The reply, as soon as something holds of it."""
+        deadline = time.monotonic() + 240
+        while True:
+            reply = self(*arguments)
+            if found := holds(reply):
+                return found
+            assert time.monotonic() < deadline, reply
+            time.sleep(0.2)
+
+
+def stuck(reply: Any) -> Any:
+    """A tree of which a branch awaits the tool."""
+    return next((row for row in reply["rows"] if row["what"] == "the tool 'stock'"), None)
+
+
+def conserved(rows: Sequence[dict[str, Any]]) -> None:
+    for row in rows:
+        parts = ("trees/trained", "trees/filtered", "trees/failed", "trees/in_flight")
+        assert row["trees/offered"] == sum(row[name] for name in parts)
+
+
+def test_every_command_on_a_run_that_goes_on(
+    slow: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running(slow, "steered") as (run, process):
+        asked = Asked(run, capsys)
+        status = asked("status")
+        assert (status["phase"], status["pid"]) == ("RL", process.pid)
+        assert 0 < status["trees"]["in_flight"] <= status["queue"]["capacity"]
+
+        # what rollouts await, since when; texts only where they are asked for
+        row = asked.until("rollouts", holds=stuck)
+        assert row["for_s"] >= 0
+        assert row["since"]
+        assert row["question"] is None
+        assert "rivets" in asked.until("rollouts", "--text", holds=stuck)["question"]
+        waits = asked.until("why", holds=lambda one: one["waits"])
+        assert any("`cancel` gives it up" in one["advice"] for one in waits)
+        why = asked("why", row["tree"])
+        assert why["row"]["tree"] == row["tree"]
+        assert all(branch["text"] is None for branch in why["branches"])
+        if why["branches"]:
+            text = asked("why", row["tree"], "--text")
+            assert any("<stock>" in (one["text"] or "") for one in text["branches"])
+        assert "the tool 'stock'" in " ".join(asked.shown("why").split())
+        assert "rollouts under way" in asked.shown("rollouts")
+
+        # pause: nothing begins; a checkpoint and an evaluation work meanwhile
+        asked("pause")
+        assert asked("pause")["lines"] == ["the run is paused already"]
+        path = Path(asked("checkpoint")["facts"]["path"])  # behind the update that went on
+        before = asked("status")
+        assert before["is_paused"]
+        assert (path / "state.json").is_file()
+        found = asked("evaluate", "a")["facts"]
+        assert (run / "eval" / found["when"] / "rows.jsonl").is_file()
+        assert found["sets"]["a"]["num_trajectories"] == 2
+        after = asked("status")
+        assert after["step"] == before["step"]
+        assert after["trees"]["offered"] == before["trees"]["offered"]
+        asked("resume")
+        assert not asked("status")["is_paused"]
+
+        # one is given up, one begins again in its place
+        row = asked.until("rollouts", holds=stuck)
+        asked("requeue", row["tree"])
+        asked.until(
+            "rollouts",
+            holds=lambda reply: any(
+                one["tree"] == row["tree"] and one["age_s"] < row["age_s"] for one in reply["rows"]
+            ),
+        )
+        row = asked.until("rollouts", holds=stuck)
+        asked("cancel", row["tree"])
+
+        # keys
+        changed = asked("set", "limits.max_seconds=500", "queue.max_rollouts=3", "log.level=info")
+        assert changed["facts"]["values"]["limits.max_seconds"] == 500
+        knobs = {one["key"]: one for one in asked("set")["knobs"]}
+        assert knobs["limits.max_seconds"]["value"] == 500
+        assert knobs["limits.max_seconds"]["configured"] == 600
+        assert "limits.max_turns" in asked.refused("set", "limits.max_turns=2")
+        assert "limits.max_seconds" in asked.refused("set", "limits.max_seconds=-1")
+        assert "'nope'; known: ['a']" in asked.refused("evaluate", "nope")
+        assert "is not under way" in asked.refused("cancel", 99999)
+
+        asked.until("status", holds=lambda one: one["trees"]["failed"] >= 1)
+        asked.until("status", holds=lambda one: one["step"] >= after["step"] + 2)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+    rows = [row for row in rows_of(run) if "trees/offered" in row]
+    conserved(rows)
+    assert sum(row.get("failed/by_kind/cancelled", 0) for row in rows) >= 1
+    assert rows[-1]["steering/limits.max_seconds"] == 500
+    commands = [change.command for change in read_changes(run)]
+    assert commands.count("set") == 1
+    assert {"pause", "resume", "cancel", "requeue", "checkpoint", "evaluate"} <= {*commands}
+    log = (run / "run.log").read_text()
+    assert "launchers/ctl.py set: limits.max_seconds: 600.0 -> 500.0" in log
+
+    assert ctl.main([str(run)]) == 1  # what it has left tells whom it was of
+    assert "was killed" in capsys.readouterr().err
+    with running(slow, "steered", "--resume") as (run, process):
+        asked = Asked(run, capsys)
+        knobs = {one["key"]: one["value"] for one in asked("set")["knobs"]}
+        assert (knobs["limits.max_seconds"], knobs["queue.max_rollouts"]) == (500, 3)
+    log = (run / "run.log").read_text()
+    assert "set in flight by launchers/ctl.py, and held on to: limits.max_seconds = 500" in log
+
+
+def test_trees_in_workers_are_reached_but_for_their_texts(
+    slow: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processes = ("cluster.kind=processes", "cluster.workers=1", "eval.sets={}")
+    chosen = [one for one in processes if not one.startswith("eval")]
+    with running(slow, "steered-workers", *chosen) as (run, process):
+        asked = Asked(run, capsys)
+        row = asked.until(
+            "rollouts", holds=lambda reply: next((r for r in reply["rows"] if r["worker"]), None)
+        )
+        assert row["worker"] == "worker-0"
+
+        def tree_at_the_tool(reply: Any) -> Any:
+            for one in reply["rows"]:
+                if one["state"] == "grows" and one["worker"]:
+                    why = asked("why", one["tree"])
+                    if any(b["what"] == "the tool 'stock'" for b in why["branches"]):
+                        return one["tree"], why
+            return None
+
+        tree, why = asked.until("rollouts", holds=tree_at_the_tool)
+        assert any("cannot be reached" in line for line in why["lines"])
+        asked("pause")
+        assert asked("status")["is_paused"]
+        asked("resume")
+        asked("cancel", tree)
+        asked.until("status", holds=lambda one: one["trees"]["failed"] >= 1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+    assert not (run / "ctl").exists()
+    rows = [row for row in rows_of(run) if "trees/offered" in row]
+    conserved(rows)
+    assert sum(row.get("failed/by_kind/cancelled", 0) for row in rows) >= 1
+
+
+@pytest.mark.parametrize("line", ["R --json rollouts", "R rollouts --json", "--json R", "R --json"])
+def test_json_may_stand_anywhere(line: str) -> None:
+    assert ctl.make_parser().parse_args(line.split()).json
+    assert not ctl.make_parser().parse_args(["R", "rollouts"]).json

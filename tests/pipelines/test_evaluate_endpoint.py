@@ -1,0 +1,249 @@
+"""Evaluation of an OpenAI-compatible endpoint, scripted: both protocols, and every way to fail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.launchers import evaluate
+from agentenv.pipelines.evaluation.store import load_saved, read_rows
+from agentenv.pipelines.records.row import EvalRow
+from tests.support.openai_endpoint import Answer, ScriptedEndpoint, call, reply
+
+Json = dict[str, Any]
+Evaluate = Callable[..., int]
+QUICK = ("engine.num_retries=1", "limits.max_failures=0")
+
+
+@pytest.fixture
+def run(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluate:
+    monkeypatch.setattr(evaluate, "write_report", lambda *_: None)
+    monkeypatch.setattr("agentenv.engines.remote.endpoint.FIRST_DELAY_S", 0.01)
+
+    def evaluated(endpoint: ScriptedEndpoint, *more: str, n: int = 2) -> int:
+        arguments = [endpoint.url, "--env", "me/Warehouse-v0", "env.module=my_env"]
+        arguments += ["--out", str(tmp_path / "out"), "--n", str(n)]
+        data = [] if "--question" in more else [f"data={warehouse.parent}/a.jsonl"]
+        return evaluate.main([*arguments, *data, *more])
+
+    return evaluated
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Callable[[], list[EvalRow]]:
+    return lambda: read_rows(tmp_path / "out")
+
+
+def tags(body: Json, _: int) -> Answer:
+    """The tag protocol, without the stop string in the text, as OpenAI gives it."""
+    said = "".join(str(message["content"]) for message in body["messages"])
+    if "<result>" not in said:
+        return reply("<think>look</think><stock>bolts", usage=(20, 9))
+    return reply("<answer>1240</answer>", usage=(40, 5))
+
+
+def native(body: Json, _: int) -> Answer:
+    """Native calls: two at once, one of them unreadable."""
+    if body["messages"][-1]["role"] != "tool":
+        calls = [call("stock", '{"item": "bolts"}', 1), call("stock", '{"item": ', 2)]
+        return reply(None, "tool_calls", (30, 12), tool_calls=calls, reasoning_content="hm")
+    return reply("<answer>1240</answer>", usage=(60, 4))
+
+
+def test_tags_with_results_as_turns_of_the_user(run: Evaluate, rows: Any) -> None:
+    with ScriptedEndpoint(tags) as endpoint:
+        assert run(endpoint, "sampling.top_p=0.9", n=1) == 0
+    first, second = endpoint.requests
+    assert first["messages"] == [{"role": "user", "content": "How many bolts are there? (0)"}]
+    assert first["stop"] == ["</stock>"]
+    assert (first["model"], first["top_p"], first["max_tokens"]) == ("m", 0.9, 4096)
+    assert not {"top_k", "tools", "continue_final_message"} & first.keys()
+    assert second["messages"][1:] == [
+        {"role": "assistant", "content": "<think>look</think><stock>bolts</stock>"},
+        {"role": "user", "content": "<result>\n1240\n</result>"},
+    ]
+    assert second["max_tokens"] < 4096, "the limit of the response counts what the endpoint said"
+    (row,) = rows()
+    assert row.success
+    assert (row.prompt_tokens, row.action_tokens, row.tool_tokens) == (20, 14, 11)
+    assert [next(iter(segment)) for segment in row.segments] == ["env", "policy", "env", "policy"]
+    assert row.tool_calls[0]["arguments"] == {"item": "bolts"}
+
+
+@pytest.mark.parametrize(("owner", "keys"), [("vllm", ()), ("x", ("engine.continuation=prefix",))])
+def test_tags_that_continue_the_assistants_text(
+    run: Evaluate, rows: Any, owner: str, keys: tuple[str, ...]
+) -> None:
+    with ScriptedEndpoint(tags, owner) as endpoint:
+        assert run(endpoint, *keys, n=1) == 0
+    if owner == "vllm":  # it says where it stopped, and gives the stop string if asked
+        assert endpoint.requests[0]["include_stop_str_in_output"]
+        assert len(endpoint.requests) == 1
+        return
+    last = endpoint.requests[1]["messages"][-1]
+    assert last == {
+        "role": "assistant", "prefix": True,
+        "content": "<think>look</think><stock>bolts</stock> <result>\n1240\n</result>",
+    }  # fmt: skip
+    assert rows()[0].success
+
+
+def test_native_calls(run: Evaluate, rows: Any) -> None:
+    with ScriptedEndpoint(native) as endpoint:
+        assert run(endpoint, "renderer.name=native", n=1) == 0
+    first, second = endpoint.requests
+    assert first["tools"][0]["function"]["name"] == "stock"
+    assert "stop" not in first
+    assistant, good, bad = second["messages"][1:]
+    assert [one["id"] for one in assistant["tool_calls"]] == ["id-1", "id-2"]
+    assert good == {"role": "tool", "tool_call_id": "id-1", "content": "1240"}
+    assert "cannot be read" in bad["content"]
+    (row,) = rows()
+    assert row.success
+    assert [one["ok"] for one in row.tool_calls] == [True, False]
+    assert row.segments[1]["policy"].startswith("<think>\nhm\n</think>")
+    assert (row.prompt_tokens, row.action_tokens, row.tool_tokens) == (30, 16, 18)
+
+
+def test_without_usage_tokens_are_estimated_and_limits_hold(run: Evaluate, rows: Any) -> None:
+    with ScriptedEndpoint(lambda body, n: reply("a word or two " * 10, "length")) as endpoint:
+        assert run(endpoint, "limits.max_response_tokens=30", n=1) == 0
+    assert endpoint.requests[0]["max_tokens"] == 30
+    (row,) = rows()
+    assert (row.end, row.limit, row.action_tokens) == ("truncated", "response_tokens", 35)
+
+
+@pytest.mark.parametrize(
+    ("bad", "num_requests"),
+    [(429, 2), (503, 2), (b"<html>busy</html>", 2), (b'{"choices": []}', 2), (b"", 2)],
+)
+def test_what_passes_is_asked_again(
+    run: Evaluate, rows: Any, bad: Answer, num_requests: int
+) -> None:
+    def script(body: Json, number: int) -> Answer:
+        return bad if number == 1 else reply("<answer>1240</answer>")
+
+    with ScriptedEndpoint(script) as endpoint:
+        assert run(endpoint, *QUICK, n=1) == 0
+    assert len(endpoint.requests) == num_requests
+    assert endpoint.requests[0] == endpoint.requests[1], "with the same seed"
+    assert rows()[0].success
+
+
+@pytest.mark.parametrize(
+    ("bad", "says", "num_requests"),
+    [
+        (429, "answered 429: no (429)", 2),
+        (500, "answered 500", 2),
+        (400, "answered 400", 1),
+        (b"<html>", "answered no JSON", 2),
+        (b'{"choices": [{"message": 3, "finish_reason": "stop"}]}', "no chat completion", 2),
+        (5.0, "no answer in time", 2),
+        (reply("", "content_filter"), "ended a turn with 'content_filter'", 1),
+    ],
+)
+def test_what_stays_is_a_failure_by_kind_and_no_wrong_answer(
+    run: Evaluate, rows: Any, bad: Answer, says: str, num_requests: int
+) -> None:
+    def script(body: Json, number: int) -> Answer:
+        first = (
+            "(0)" in body["messages"][0]["content"] and "bolts" in body["messages"][0]["content"]
+        )
+        return bad if first else reply("<answer>310</answer>")
+
+    with ScriptedEndpoint(script) as endpoint:
+        assert run(endpoint, *QUICK, "engine.timeout_s=0.5", "concurrency=1") == 0
+    assert len(endpoint.requests) == num_requests + 1
+    failed, right = rows()
+    assert (failed.end, failed.success, right.end) == ("failed", False, "terminated")
+    assert says in str(failed.error)
+    assert str(failed.error).partition(":")[0].endswith("Error")
+
+
+def test_a_refusal_of_the_model_is_an_answer(run: Evaluate, rows: Any) -> None:
+    refusing = reply(None, refusal="I cannot help with that.")
+    with ScriptedEndpoint(lambda body, n: refusing) as endpoint:
+        assert run(endpoint, n=1) == 0
+    (row,) = rows()
+    assert (row.end, row.success, row.prediction) == (
+        "terminated", False, "I cannot help with that.",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("status", [401, 404])
+def test_what_no_request_can_survive_ends_the_command(
+    run: Evaluate, rows: Any, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def script(body: Json, number: int) -> Answer:
+        return reply("<answer>1</answer>") if number == 1 else status
+
+    with ScriptedEndpoint(script) as endpoint:
+        assert run(endpoint, "concurrency=1", n=9) == 1
+    assert len(endpoint.requests) == 2
+    assert f"answered {status}" in " ".join(capsys.readouterr().err.split())
+    assert len(rows()) == 1, "what was answered stays"
+
+
+def test_a_server_that_is_gone_ends_the_command(
+    run: Evaluate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ScriptedEndpoint(tags) as endpoint:
+        pass
+    assert run(endpoint) == 2
+    assert "engine.url" in capsys.readouterr().err
+
+
+def test_the_key_comes_from_the_environment_only(
+    run: Evaluate,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with ScriptedEndpoint(tags) as endpoint:
+        assert run(endpoint, "engine.api_key_env=KEY_OF_TEST") == 2
+        assert "KEY_OF_TEST is not set" in capsys.readouterr().err
+        monkeypatch.setenv("KEY_OF_TEST", "s3cret")
+        assert run(endpoint, "engine.api_key_env=KEY_OF_TEST", n=1) == 0
+        assert endpoint.headers[0]["Authorization"] == "Bearer s3cret"
+        kept = "".join(path.read_text() for path in (tmp_path / "out").glob("*.json*"))
+        assert "s3cret" not in kept
+        assert run(endpoint, "--model", "other", n=1) == 2
+        assert "has no 'other'; it has ['m']" in " ".join(capsys.readouterr().err.split())
+    saved = load_saved(tmp_path / "out")
+    assert (saved.subject["model"], saved.subject["name"]) == ("m", "m")
+
+
+def test_the_same_server_at_another_port_goes_on(run: Evaluate, rows: Any) -> None:
+    with ScriptedEndpoint(tags) as endpoint:
+        assert run(endpoint, n=2) == 0
+    with ScriptedEndpoint(tags) as other:
+        assert run(other, n=3) == 0
+    assert len(other.requests) == 2
+    assert len(rows()) == 3
+
+
+@pytest.mark.parametrize(("script", "renderer"), [(tags, "tags"), (native, "native")])
+def test_one_question_streams(
+    run: Evaluate, script: Any, renderer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ScriptedEndpoint(script) as endpoint:
+        question = ("--question", "How many bolts?", "--answer", "1240")
+        assert run(endpoint, *question, f"renderer.name={renderer}") == 0
+    assert all(body["stream"] for body in endpoint.requests)
+    out = capsys.readouterr().out
+    assert "[policy]\n<answer>1240</answer>\n[end]" in out
+    assert "[stock, " in out
+    assert "right, reward 1" in out
+
+
+def test_a_tokenizer_needs_a_server_that_speaks_in_ids(
+    run: Evaluate, warehouse: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ScriptedEndpoint(tags) as endpoint:
+        assert run(endpoint, "--tokenizer", str(warehouse.parent / "model")) == 2
+    assert "leave the tokenizer out" in " ".join(capsys.readouterr().err.split())
+    assert json.dumps(endpoint.requests) == "[]"

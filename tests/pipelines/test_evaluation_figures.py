@@ -1,0 +1,180 @@
+"""Figures of stored trajectories, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentenv.env import close_shared
+from agentenv.pipelines.evaluation.figures import default_ks, figures_of, questions_of, summarise
+from agentenv.pipelines.evaluation.scores import Scorer
+from agentenv.pipelines.records.row import EvalRow
+from agentenv.pipelines.rl.state import brief_report
+from tests.support.stored_evaluation import failed, row
+
+
+@pytest.fixture(autouse=True)
+async def _closed():
+    yield
+    await close_shared()
+
+
+def test_ks_are_powers_of_two_and_the_whole():
+    assert default_ks(questions_of([row(sample=i) for i in range(6)])) == (1, 2, 4, 6)
+    assert default_ks(questions_of([row()])) == (1,)
+
+
+async def figures(rows: list[EvalRow], ks: tuple[int, ...] = ()):
+    summary, _ = await summarise("test", rows, Scorer(math=False), ks=ks)
+    return summary
+
+
+async def test_failed_trajectories_are_in_no_score_and_bounded():
+    rows = [row("1", 0), row("1", 1, False, answer="8"), failed("1", 2), failed("2", 0, "EnvError")]
+    rows.append(row("3", 0, False, answer="9"))
+    overall = (await figures(rows)).overall
+    assert overall.num_questions == 3
+    assert (overall.num_trajectories, overall.num_failed) == (3, 2)
+    assert overall.failures == {"EngineError": 1, "EnvError": 1}
+    success = overall.estimates["success"]
+    assert success.value == pytest.approx((0.5 + 0) / 2)  # question 2 has no success
+    assert success.num_questions == 2
+    assert overall.success_if_failed_wrong == pytest.approx((1 / 3 + 0 + 0) / 3)
+    assert overall.pass_at[2].num_questions == 1
+
+
+async def test_tool_figures_by_hand():
+    used = [{"name": "search", "ok": True}, {"name": "python", "ok": False}]
+    rows = [
+        row("1", tool_calls=used, success=True),
+        row("2", tool_calls=used * 2, success=False),
+        row("3", tool_calls=[], success=True),
+        row("4", tool_calls=[], success=True, end="truncated", limit="turns"),
+    ]
+    overall = (await figures(rows)).overall
+    assert overall.estimates["tool_calls"].value == pytest.approx(6 / 4)
+    assert overall.estimates["tool_productivity"].value == pytest.approx(3 / 6)
+    assert overall.estimates["tool_efficiency"].value == pytest.approx(1 / 2)
+    assert overall.arpo_tool_productivity == pytest.approx(0.75 * 1.5 / 1.6 * 100)
+    assert overall.tools["python"].calls == overall.tools["python"].errors == 3
+    assert overall.tools["search"].errors == 0
+    assert overall.truncations == {"turns": 1}
+
+
+async def test_uses_of_helpers_are_added_up():
+    rows = [row("1", assist={"debugger_uses": 1, "debugger_ok": 1}), row("2", assist={})]
+    rows.append(row("3", assist={"debugger_uses": 2, "debugger_tokens": 90.0}))
+    overall = (await figures(rows)).overall
+    assert overall.assist == {"debugger_ok": 1, "debugger_tokens": 90, "debugger_uses": 3}
+
+
+async def test_without_any_tool_call_there_is_no_productivity():
+    overall = (await figures([row(tool_calls=[])])).overall
+    assert "tool_productivity" not in overall.estimates
+    assert "tool_efficiency" not in overall.estimates
+    assert overall.arpo_tool_productivity == 0
+
+
+async def test_every_share_has_an_interval_with_a_width():
+    """Also where all is right, or nothing, and for one question."""
+    used = [{"name": "search", "ok": True}]
+    for count, right in ((1, False), (8, True), (40, True), (40, False)):
+        rows = [
+            row(str(i), j, success=right, tool_calls=used) for i in range(count) for j in range(5)
+        ]
+        overall = (await figures(rows)).overall
+        shares = [overall.estimates[name] for name in ("success", "em", "f1", "tool_efficiency")]
+        shares += [*overall.pass_at.values(), *overall.majority_at.values()]
+        for one in shares:
+            assert one.low <= one.value <= one.high
+            assert 0.03 < one.high - one.low < 1
+            assert one.low == pytest.approx(0.04 ** (1 / count) if one.value else 0)
+
+
+def test_a_run_follows_the_same_intervals():
+    """Also where a set asks each question several times."""
+    rows = [row(str(i), j) for i in range(8) for j in range(5)]
+    found = brief_report("heldout", rows)
+    assert found.overall.interval == pytest.approx((0.04 ** (1 / 8), 1))
+    assert found.by_kind["all"].interval == found.overall.interval
+    assert brief_report("heldout", [failed("1", 0)]).overall.interval == (0, 1)
+
+
+async def test_pass_at_k_has_a_sample_less_for_each_that_it_takes():
+    """Eight questions with two right samples of four each: pass@4 is 1 of each, seen once."""
+    rows = [row(str(i), j, success=j < 2 - i % 2) for i in range(8) for j in range(4)]
+    overall = (await figures(rows, ks=(1, 4))).overall
+    assert overall.pass_at[4].value == 1
+    assert overall.pass_at[4].low == pytest.approx(0.04 ** (1 / 8))
+
+
+async def test_what_is_no_share_has_an_interval_only_where_it_differs():
+    rows = [row(str(i), tool_calls=[], action_tokens=i) for i in range(5)]
+    found = (await figures(rows)).overall.estimates
+    assert (found["tool_calls"].value, found["tool_calls"].low) == (0, None)
+    half = 2.776 * 1.5811 / 5**0.5  # Student's t of four
+    assert found["action_tokens"].low == pytest.approx(2 - half, abs=1e-3)
+
+
+async def test_pass_at_k_and_majority_by_hand():
+    answers = [("7", True), ("7", True), ("8", False), ("9", False)]
+    rows = [row("1", i, right, answer=a) for i, (a, right) in enumerate(answers)]
+    overall = (await figures(rows, ks=(1, 3, 4))).overall
+    assert overall.pass_at[1].value == pytest.approx(0.5)
+    assert overall.pass_at[3].value == 1.0
+    # of 4 subsets of 3: two hold both right ones, two hold one beside 8 and 9: a tie of three
+    assert overall.majority_at[3].value == pytest.approx((1 + 1 + 1 / 3 + 1 / 3) / 4)
+    assert overall.majority_at[4].value == 1.0
+    assert list(overall.pass_at) == [1, 3, 4]
+
+
+async def test_groups_are_datasets_kinds_and_the_fields_of_the_dataset():
+    rows = [row(str(i), dataset="gaia", metadata={"Level": 1 + i % 2}) for i in range(4)]
+    rows += [row(str(i), dataset="hotpot", kind=k, success=False) for i, k in enumerate("ab")]
+    summary = await figures(rows)
+    assert list(summary.groups["dataset"]) == ["gaia", "hotpot"]
+    assert list(summary.groups["gaia level"]) == ["1", "2"]
+    assert list(summary.groups["kind"]) == ["a", "all", "b"]
+    assert summary.average == pytest.approx(0.5)
+    assert summary.overall.estimates["success"].value == pytest.approx(4 / 6)
+
+
+async def test_groups_of_a_known_benchmark_are_its_own_fields():
+    kept = {"benchmark": "hle", "category": "Math", "answer_type": "exactMatch", "type": "x"}
+    rows = [
+        row("1", dataset="hle", metadata=kept),
+        row("2", dataset="hle", metadata={**kept, "category": "Physics"}),
+    ]
+    summary = await figures(rows)
+    assert list(summary.groups["hle category"]) == ["Math", "Physics"]
+    assert "hle type" not in summary.groups
+    assert "kind" not in summary.groups
+
+
+async def test_judge_against_rules():
+    cells = [(1, 1)] * 6 + [(1, 0)] * 2 + [(0, 1)] + [(0, 0)] * 3
+    rows = [
+        row(str(i), success=bool(judge or rule), parts={"judge": judge, "rule": rule})
+        for i, (judge, rule) in enumerate(cells)
+    ]
+    rows.append(row("x", success=False, parts={"rule": 0.0, "judge_unparsed": 1.0}))
+    overall = (await figures(rows)).overall
+    found = overall.agreement
+    assert (found.both_right, found.only_judge, found.only_rules, found.both_wrong) == (6, 2, 1, 3)
+    assert found.share == pytest.approx(9 / 12)
+    assert found.kappa == pytest.approx((9 / 12 - 38 / 72) / (1 - 38 / 72))
+    assert overall.estimates["judge"].value == pytest.approx(9 / 13)
+
+
+async def test_versions_and_order_of_rows_do_not_matter():
+    rows = [row(str(i), j, (i + j) % 3 > 0) for i in range(5) for j in range(3)]
+    rows[4].policy_versions = [2, 9]
+    one = await figures(rows)
+    other = await figures(sorted(rows, key=lambda r: (r.task, -r.sample)))
+    assert one == other
+    assert one.policy_versions == [2, 9]
+
+
+def test_figures_of_nothing_are_empty():
+    found = figures_of([], (1,))
+    assert found.num_questions == 0
+    assert found.estimates == {}

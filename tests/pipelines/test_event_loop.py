@@ -1,0 +1,351 @@
+"""A loop that is held up says by whom; the second signal ends a process that never looks, and a
+third one any process."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import weakref
+
+import pytest
+
+from agentenv.pipelines.run import event_loop
+from agentenv.pipelines.run.event_loop import Watchdog, pause_after, rolling_out
+from agentenv.pipelines.run.terminal import View, run_until_done
+from agentenv.tools import tool
+
+
+def test_a_tool_that_blocks_is_named_with_its_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "HELD_S", (0.2, 60.0))
+    monkeypatch.setattr(event_loop, "BEAT_S", 0.02)
+    told: list[str] = []
+
+    @tool
+    def oracle(question: str) -> str:
+        """Thinks for long."""
+        time.sleep(0.6)
+        return question
+
+    with asyncio.Runner() as runner, Watchdog(runner.get_loop(), told.append).watch():
+        runner.run(oracle.call({"question": "why"}, None))
+        assert not told, "nothing rolls out"
+        with rolling_out():
+            runner.run(asyncio.sleep(0.3))
+            assert not told
+            runner.run(oracle.call({"question": "why"}, None))
+    (text,) = told
+    assert text.startswith("the tool 'oracle'")
+    assert "time.sleep(0.6)" in text
+
+
+def test_a_machine_that_is_busy_is_blamed_on_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "HELD_S", (0.2, 60.0))
+    monkeypatch.setattr(event_loop, "BEAT_S", 0.02)
+    monkeypatch.setattr(event_loop, "queued_s", time.monotonic)  # not a moment on a core
+    told: list[str] = []
+    runner = asyncio.Runner()
+    with runner, rolling_out(), Watchdog(runner.get_loop(), told.append).watch():
+        runner.get_loop().call_soon(time.sleep, 0.6)
+        runner.run(asyncio.sleep(0))
+    (text,) = told
+    assert "waited for a core" in text
+    assert "File" not in text, "no stack"
+
+
+def test_time_without_a_core_runs_no_faster_than_the_clock() -> None:
+    began, before = time.monotonic(), event_loop.queued_s()
+    sum(range(2_000_000))
+    assert 0 <= event_loop.queued_s() - before <= time.monotonic() - began
+
+
+def test_sigterm_cancels_and_both_handlers_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    ended = []
+
+    async def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(5)
+        finally:
+            ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_until_done(work(), View())
+    assert ended
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_handler_that_is_the_loops_own_hears_too() -> None:
+    """As `serve.py` has one: the watchdog passes on what it hears."""
+
+    async def work() -> None:
+        heard = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, heard.set)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        async with asyncio.timeout(10):
+            await heard.wait()
+
+    run_until_done(work(), View())
+
+
+STUBBORN = """
+import asyncio, os, signal, sys, threading, time
+if "without" in sys.argv:
+    sys.modules["uvloop"] = None
+from agentenv.launchers import event_loop
+from agentenv.pipelines.run.terminal import View, run_until_done
+event_loop.GRACE_S = 0.2
+
+async def work():
+    while True:
+        try:
+            print("ready", flush=True)
+            while True:
+                time.sleep(0.1)
+        except BaseException:
+            pass
+
+run_until_done(work(), View())
+"""
+
+
+@pytest.mark.parametrize("uvloop", ["with", "without"])
+def test_the_second_ctrl_c_ends_a_process_that_ignores_it(uvloop: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(STUBBORN), uvloop], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None, "the first one asks"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "second signal" in errors
+
+
+HELD = """
+import asyncio, time
+from agentenv.launchers import event_loop
+from agentenv.pipelines.run.terminal import View, run_until_done
+event_loop.BEAT_S = 0.02
+
+async def work():
+    with event_loop.ended_when_held(0.3):
+        await asyncio.sleep(0.5)
+        print("not held", flush=True)
+        time.sleep(60)
+
+run_until_done(work(), View())
+"""
+
+
+def test_a_worker_that_its_controller_has_given_up_ends_by_itself() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HELD], capture_output=True, text=True, timeout=50
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (130, "not held\n")
+    assert "held up the event loop for 0 s" in done.stderr
+    assert "in work" in done.stderr, "where it stood"
+
+
+SAVING = """
+import asyncio, signal
+from agentenv.pipelines.run.terminal import View, run_until_done
+
+async def work():
+    print("ready", flush=True)
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            pass
+
+run_until_done(work(), View())
+"""
+
+
+def test_a_third_signal_ends_at_once_what_is_saved_after_two() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline().startswith("interrupted")
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline().startswith("still ending")
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "third signal" in errors
+
+
+def test_a_third_signal_ends_also_what_can_tell_nobody() -> None:
+    command = [sys.executable, "-c", SAVING]
+    with (
+        open("/dev/full", "w") as full,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=full, text=True) as process,
+    ):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for number, said in ((signal.SIGHUP, "interrupted"), (signal.SIGTERM, "still ending")):
+            process.send_signal(number)
+            assert process.stdout.readline().startswith(said)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 130
+
+
+HANGING = """
+import sys, time
+from agentenv import offload
+from agentenv.errors import StallError
+from agentenv.launchers import terminal
+offload.HANGS_S = terminal.SHOWN_S = 0.2
+
+def read():
+    time.sleep(60)
+
+async def work():
+    offload.LONGEST_S = float(sys.argv[1])
+    print("ready", flush=True)
+    await offload.in_thread(read)
+
+view = terminal.View()
+sys.exit(terminal.to_its_end(lambda: terminal.run_until_done(work(), view), view, writing="it"))
+"""
+
+
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_a_command_ends_without_a_thread_that_hangs(interrupts: bool) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGING, "60" if interrupts else "0.3"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    if interrupts:
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+    said, errors = process.communicate(timeout=30)
+    assert "ended without read (in a thread for" in errors
+    if interrupts:
+        assert process.returncode == 130
+        assert "interrupted; read (in a thread for" in said
+    else:
+        assert process.returncode == 1
+        assert "error: read gave no answer in 0.3 s" in errors
+
+
+def test_a_loop_that_saves_after_the_second_ctrl_c_is_let_finish(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_loop, "GRACE_S", 0.2)
+    monkeypatch.setattr(event_loop, "BEAT_S", 0.02)
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+
+    async def saves() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.6)
+
+    try:
+        with asyncio.Runner() as runner, Watchdog(runner.get_loop(), lambda _: None).watch():
+            runner.get_loop().run_until_complete(saves())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not ended
+
+
+def test_collections_are_rare_inside_and_as_before_behind() -> None:
+    before, switch_s = gc.get_threshold(), sys.getswitchinterval()
+    with rolling_out():
+        assert sys.getswitchinterval() < switch_s
+        assert gc.get_threshold()[0] > 100_000
+        assert gc.get_freeze_count() > 0
+    assert (gc.get_threshold(), sys.getswitchinterval()) == (before, switch_s)
+    assert gc.get_freeze_count() == 0
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_what_is_new_is_set_aside_and_garbage_is_found_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is looked through meanwhile, however much there is."""
+    looks: list[str] = []
+
+    def look(phase: str, info: dict[str, int]) -> None:
+        looks.append(phase)
+
+    async def main(seconds: float) -> tuple[bool, int]:
+        with rolling_out():
+            gone = weakref.ref(Cycle())
+            kept = [[number] for number in range(1000)]
+            before = gc.get_freeze_count()
+            gc.callbacks.append(look)
+            await asyncio.sleep(seconds)
+            gc.callbacks.remove(look)
+            assert kept
+            return gone() is None, gc.get_freeze_count() - before
+
+    monkeypatch.setattr("agentenv.pipelines.run.event_loop.FREEZE_S", 0.02)
+    is_gone, num_frozen = asyncio.run(main(0.2))
+    assert (is_gone, looks) == (False, [])
+    assert num_frozen > 900
+
+    monkeypatch.setattr("agentenv.pipelines.run.event_loop.FULL_S", 0.05)
+    is_gone, _ = asyncio.run(main(0.2))
+    assert is_gone
+    assert looks
+
+
+def test_looks_come_later_where_they_take_long_or_find_little() -> None:
+    much, little = event_loop.FEW, event_loop.FEW - 1
+    assert pause_after(300, 0.1, much) == 300
+    assert pause_after(2400, 0.1, much) == 300
+    assert pause_after(300, 0.1, little) == 600
+    assert pause_after(2400, 0.1, little) == 3600, "an hour at most"
+    assert pause_after(3600, 5.0, much) == 5000, "a thousandth of the time"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the options are those of glibc")
+def test_memory_that_a_step_has_freed_goes_back_to_the_system() -> None:
+    """200 MB of a thread, with something between them that stays, while rollouts grow."""
+    code = """
+import asyncio, psutil
+from agentenv.pipelines.run.event_loop import rolling_out
+from agentenv.pipelines.run.terminal import View, run_until_done
+
+def rss(): return psutil.Process().memory_info().rss / 1e6
+
+def fill():
+    pairs = [(bytearray(100_000), bytearray(1_000)) for _ in range(2_000)]
+    return rss(), [small for _, small in pairs]
+
+async def work():
+    with rolling_out():
+        before = rss()
+        full, kept = await asyncio.to_thread(fill)
+        print(full - before > 150, rss() - before < 20)
+
+run_until_done(work(), View())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]

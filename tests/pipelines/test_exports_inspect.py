@@ -1,0 +1,156 @@
+"""Exports as their readers find them: Inspect's viewer and Inspect Scout, which checks ATIF with
+Harbor's own models. In .venv-inspect (sh .ci/inspect), since some of what they need is older."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.archive import Archive, ArchiveConfig, StepHeader
+from agentenv.envs.quickstart_setup import build_tokenizer
+from tests.support.told_tree import SECRET, told_tree
+
+pytestmark = [pytest.mark.inspect, pytest.mark.slow, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = ROOT / ".venv-inspect" / "bin"
+
+READ_LOG = """
+import json, sys
+from inspect_ai.log import read_eval_log
+
+def span(one):
+    return {"name": one.name, "from": one.branched_from, "branches": list(map(span, one.branches)),
+            "events": [item.event.event for item in one.content]}
+
+log = read_eval_log(sys.argv[1])
+print(json.dumps([
+    {"id": one.id, "epoch": one.epoch, "scores": {k: v.value for k, v in one.scores.items()},
+     "messages": [m.role for m in one.messages], "metadata": one.metadata,
+     "anchors": [e.anchor_id for e in one.events if e.event == "anchor"],
+     "tree": span(one.timelines[0].root), "error": one.error and one.error.message}
+    for one in log.samples]))
+"""
+
+READ_ATIF = """
+import asyncio, json, sys
+from inspect_scout.sources import atif
+
+async def main():
+    print(json.dumps([
+        {"id": one.transcript_id, "source": one.source_id,
+         "messages": [(m.role, m.text) for m in one.messages]}
+        async for one in atif(sys.argv[1])]))
+
+asyncio.run(main())
+"""
+
+READ_LOGS_IN_SCOUT = """
+import asyncio, json, sys
+from inspect_scout import transcripts_from
+
+async def main():
+    async with transcripts_from(sys.argv[1]).reader() as reader:
+        print(json.dumps(sorted([one.transcript_id async for one in reader.index()])))
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the command reads of a run of one step."""
+    tokenizer = build_tokenizer()
+    folder = tmp_path_factory.mktemp("inspect") / "small"
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "config.json").write_text('{"model": {"path": "{run}/model"}}', encoding="utf-8")
+    kept = told_tree(lambda text: tokenizer.encode(text) if text else [], with_secret=True)
+    header = StepHeader(1, 2, 1, "settings", len(tokenizer), 1)
+    Archive(folder / "trees", ArchiveConfig()).write(header, [kept])
+    return folder
+
+
+def there(*command: object) -> str:
+    """What a command of .venv-inspect printed."""
+    assert (BIN.parent / ".complete").is_file(), "make it first: sh .ci/inspect"
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def exported(run: Path, out: Path, *arguments: str) -> Path:
+    there(BIN / "python", "launchers/export.py", "transcripts", run, out, *arguments)
+    return out
+
+
+def read(program: str, path: Path) -> Any:
+    return json.loads(there(BIN / "python", "-c", program, path).splitlines()[-1])
+
+
+def test_a_log_holds_the_tree_with_its_branches_and_the_viewer_takes_it(
+    run: Path, tmp_path: Path
+) -> None:
+    logs = exported(run, tmp_path / "logs", "--format", "inspect")
+    (sample,) = read(READ_LOG, logs / "step-000001.eval")
+    assert sample["id"] == "tree-000003"
+    assert sample["messages"] == ["user", "assistant", "tool", "assistant"]
+    assert sample["metadata"]["fate"] == "trained"
+    tree = sample["tree"]
+    assert tree["name"] == "0 1"
+    fresh, fork = tree["branches"]
+    assert (fresh["name"], fork["name"]) == ("1 failed", "0.1+1 0")
+    (deeper,) = fork["branches"]
+    assert deeper["name"] == "0.1+1.2+1 0 turn_tokens"
+    assert {fresh["from"], fork["from"], deeper["from"]} == set(sample["anchors"])
+    assert [name for name in tree["events"] if name in ("model", "tool", "score")] == [
+        "model",
+        "tool",
+        "model",
+        "score",
+    ]
+    there(BIN / "inspect", "view", "bundle", "--log-dir", logs, "--output-dir", tmp_path / "site")
+    assert (tmp_path / "site" / "index.html").is_file()
+    listing = json.loads((tmp_path / "site" / "logs" / "listing.json").read_text())
+    assert list(listing) == ["step-000001.eval"]
+    assert read(READ_LOGS_IN_SCOUT, logs) == ["tree-000003-1"]
+
+
+def test_a_trajectory_each_is_an_epoch_of_its_question(run: Path, tmp_path: Path) -> None:
+    logs = exported(run, tmp_path / "logs", "--format", "inspect", "--per", "trajectory")
+    samples = read(READ_LOG, logs / "step-000001.eval")
+    assert [(one["epoch"], one["scores"].get("reward")) for one in samples] == [
+        (1, 1.0),
+        (2, None),
+        (3, 0.0),
+        (4, 0.0),
+    ]
+    assert samples[1]["error"] == "EnvError: the warehouse burns"
+    parents = [one["metadata"]["forked_from"] for one in samples]
+    assert parents == [None, None, "0", "0.1+1"]
+    assert samples[3]["messages"] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+
+
+def test_scout_imports_atif(run: Path, tmp_path: Path) -> None:
+    files = exported(run, tmp_path / "atif", "--format", "atif", "--tokens")
+    found = read(READ_ATIF, files)
+    assert len(found) == 4  # a file that Harbor's models refuse is left out
+    assert {one["source"] for one in found} == {"small/step-000001/tree-000003"}
+    (fork,) = [one for one in found if one["id"].endswith("/0.1+1")]
+    assert [role for role, _ in fork["messages"]] == [
+        "user",
+        *["assistant", "tool"] * 2,
+        "assistant",
+    ]
+    assert SECRET not in json.dumps(found)

@@ -1,0 +1,112 @@
+"""A full disk is one line, whichever file of a run meets it: the path, and what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from agentenv.disk import explain
+from agentenv.learners.deepspeed_learner import Evidence
+from agentenv.metrics import EntropyProfile
+from agentenv.pipelines.records.trajectories import write_rows
+from agentenv.pipelines.rl import report
+from agentenv.pipelines.run.timings import Timings
+from agentenv.pipelines.supervised import run as supervised
+from tests.learners.trees import random_tree
+
+pytestmark = pytest.mark.usefixtures("drawn")
+
+
+def full(path: Path) -> None:
+    """Whatever is written to it, or beside it to be renamed, meets a full disk."""
+    for one in (path, path.with_name(f"{path.name}.partial")):
+        one.symlink_to("/dev/full")
+
+
+def timings(path: Path) -> Timings:
+    async def made() -> Timings:
+        return Timings(path, 64, 1, float)
+
+    return asyncio.run(made())
+
+
+def begun_timings(path: Path) -> None:
+    path.unlink()
+    timings(path)
+
+
+def plots(folder: Path) -> None:
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text(json.dumps({"step": 1, "trees/offered": 1, "loss": 0.5}) + "\n")
+    report.write_plots(metrics, folder, "run")
+    supervised.plot_losses(folder, "sft", ("loss",))
+
+
+def entropy(folder: Path) -> None:
+    report.write_entropy(EntropyProfile(), folder, "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("rows.jsonl", lambda path: write_rows([random_tree(Random(0))], str, path, 0)),
+        ("samples.txt", lambda path: report.write_samples(path, "title", [], append=False)),
+        ("entropy.csv", lambda path: entropy(path.parent)),
+        ("entropy.png", lambda path: entropy(path.parent)),
+        ("curve.png", lambda path: plots(path.parent)),
+        ("training.png", lambda path: plots(path.parent)),
+        ("loss.png", lambda path: plots(path.parent)),
+        ("timings.jsonl", lambda path: timings(path).write(b"row\n")),
+        ("timings.jsonl", begun_timings),
+    ],
+)
+def test_a_full_disk_names_the_file(
+    name: str, write: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervised, "smoothed", list)
+    for module in (report, supervised):
+        monkeypatch.setattr(module, "png", lambda *_, **__: b"picture")
+    full(tmp_path / name)
+    with pytest.raises(OSError, match="No space left") as raised:
+        write(tmp_path / name)
+    assert raised.value.filename == str(tmp_path / name)
+    assert "free some" in explain(raised.value)
+
+
+def test_pictures_are_drawn_of_the_rows_that_a_full_disk_did_not_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Sequence[dict[str, Any]]] = []
+
+    def series(rows: Sequence[dict[str, Any]], _: str) -> tuple[list[int], list[float]]:
+        seen.append(rows)
+        return [], []
+
+    monkeypatch.setattr(report, "learning_curve", series)
+    monkeypatch.setattr(supervised, "_series", series)
+    monkeypatch.setattr(supervised, "smoothed", list)
+    for module in (report, supervised):
+        monkeypatch.setattr(module, "png", lambda *_: b"picture")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
+    assert report.write_plots(tmp_path / "metrics.jsonl", tmp_path, "run") == ["curve.png"]
+    supervised.plot_losses(tmp_path, "sft", ("loss",))
+    assert seen == [[{"step": 1}]] * 3
+
+
+def test_evidence_that_cannot_be_written_is_a_warning_and_the_update_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("skipped-00001.msgpack", "skipped-00001.json"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / f"{name}.partial").symlink_to("/dev/full")
+        caplog.clear()
+        Evidence(folder).save({"loss": float("nan")}, 0, [], [])
+        assert "an optimizer step was skipped" in caplog.text
+        assert f"{folder / name}: no space is left on the device; free some" in caplog.text

@@ -1,0 +1,146 @@
+"""Models and datasets by their ids on the hub: from its cache, or with the command that fetches."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentenv import hub
+from agentenv.config import resolver
+from agentenv.errors import DataError
+from agentenv.launchers import sft, train
+from tests.support.hub_cache import COMMIT, hub_cache
+from tests.support.released import sharegpt_row, write_rows
+from tests.support.warehouse import ROOT
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, of a hub that is not reachable."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub, "_places", {})
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "home"
+
+
+def test_an_id_is_what_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert hub.hub_id("Qwen/Qwen3-0.6B") == hub.HubId("Qwen/Qwen3-0.6B")
+    assert hub.hub_id("Qwen/Qwen3-0.6B@c1899de") == hub.HubId("Qwen/Qwen3-0.6B", "c1899de")
+    pinned = "openai/gsm8k@main:main/train-*.parquet"
+    assert hub.hub_id(pinned) == hub.HubId("openai/gsm8k", "main", "main/train-*.parquet")
+    for path in (
+        "models/Qwen3-0.6B",
+        "data/train.jsonl",
+        "/a/b",
+        "a/b/c",
+        "{run}/model",
+        "x.jsonl",
+    ):
+        assert hub.hub_id(path) is None
+    (tmp_path / "mine").mkdir()
+    assert hub.hub_id("mine/model") is None
+
+
+def test_a_model_is_found_in_the_cache(home: Path, warehouse: Path) -> None:
+    snapshot = hub_cache(home, "model", "me/tiny", warehouse.parent / "model")
+    told: list[str] = []
+    assert hub.fetch("me/tiny", "model", told.append) == snapshot
+    assert told == [f"me/tiny: in the cache of the hub, revision {COMMIT[:12]}"]
+    assert resolver("runs/a")("me/tiny") == snapshot
+    assert hub.fetch(f"me/tiny@{COMMIT}", "model", told.append) == snapshot
+
+
+def test_what_is_cached_in_part_counts_as_missing(home: Path, warehouse: Path) -> None:
+    snapshot = hub_cache(home, "model", "me/tiny", warehouse.parent / "model")
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(DataError, match="hf download me/tiny"):
+        hub.fetch("me/tiny", "model", print)
+
+
+def test_what_is_missing_names_the_command(home: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        hub.fetch("me/other@v2", "model", print)
+    told = str(caught.value)
+    assert "me/other at revision v2 is neither a path here nor a model in the cache" in told
+    assert "`hf download me/other --revision v2` fetches it" in told
+    with pytest.raises(DataError, match="hf download me/rows --repo-type dataset"):
+        hub.fetch("me/rows", "dataset", print)
+
+
+def test_a_dataset_is_its_files(home: Path, warehouse: Path, tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    shutil.copy(warehouse.parent / "train.jsonl", files / "train-1.jsonl")
+    snapshot = hub_cache(home, "dataset", "me/rows", files)
+    assert hub.find("me/rows", "dataset") == snapshot
+    assert hub.find("me/rows:train-*.jsonl", "dataset") == snapshot / "train-*.jsonl"
+    assert hub.find("me/rows:test-*.jsonl", "dataset") is None
+
+
+def test_a_dry_run_and_a_run_take_ids(
+    home: Path,
+    warehouse: Path,
+    tmp_path: Path,
+    here: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ids = ["model.path=me/tiny", "data.train=me/rows:train.jsonl", f"run.dir={tmp_path}/runs"]
+    assert train.main([str(warehouse), *ids, "--dry-run"]) == 3
+    told = capsys.readouterr().out
+    assert "model.path = me/tiny: no such path; the run looks for this model on the hub" in told
+    assert train.main([str(warehouse), *ids]) == 2
+    assert "hf download me/tiny" in capsys.readouterr().err
+    files = tmp_path / "files"
+    files.mkdir()
+    shutil.copy(warehouse.parent / "train.jsonl", files)
+    hub_cache(home, "model", "me/tiny", warehouse.parent / "model")
+    hub_cache(home, "dataset", "me/rows", files)
+    assert train.main([str(warehouse), *ids, "--dry-run"]) == 0
+    assert "data: 24 rows are read" in capsys.readouterr().out
+    assert train.main([str(warehouse), *ids, "train.num_steps=1", "run.name=hub"]) == 0
+    assert (
+        f"model.path: me/tiny: in the cache of the hub, revision {COMMIT[:12]}"
+        in (tmp_path / "runs" / "hub" / "run.log").read_text()
+    )
+
+
+@pytest.mark.slow
+def test_what_is_learned_from_a_model_of_the_cache_is_saved(
+    home: Path, warehouse: Path, tmp_path: Path, here: None
+) -> None:
+    snapshot = hub_cache(home, "model", "me/tiny", warehouse.parent / "model")
+    write_rows(tmp_path / "chats.jsonl", [sharegpt_row(place) for place in range(4)])
+    config = tmp_path / "sft.toml"
+    config.write_text(
+        '[model]\npath = "me/tiny"\n[data]\ntrain = "chats.jsonl"\nmax_length = 256\n'
+        "[sft]\nnum_steps = 2\nbatch_size = 1\n"
+    )
+    assert sft.main([str(config)]) == 0
+    checkpoint = tmp_path / "runs" / "sft" / "checkpoints" / "step-000002"
+    for path in snapshot.iterdir():
+        found = checkpoint / path.name
+        assert found.is_file()
+        assert not found.is_symlink()
+        assert found.stat().st_nlink == 1
+    assert sft.main([str(config), "run.name=more", f"model.path={checkpoint}"]) == 0
+
+
+@pytest.mark.slow
+def test_the_variables_of_the_hub_count(warehouse: Path, tmp_path: Path) -> None:
+    hub_cache(tmp_path, "model", "me/tiny", warehouse.parent / "model")
+    code = "from agentenv import hub; print(hub.fetch('me/tiny', 'model', print))"
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert f"snapshots/{COMMIT}" in done.stdout, done.stderr

@@ -1,0 +1,97 @@
+"""Evaluations on an engine of their own: the training goes on beside them, and each sees one
+policy version from beginning to end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.launchers import train
+from agentenv.pipelines.evaluation.store import load_saved, read_rows
+from tests.support.forks import Command
+from tests.support.runs import rows_of
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = "tests.support.warehouse:warehouse_turn"
+
+
+def overrides(folder: Path, name: str, latency_s: float) -> list[str]:
+    engine = f'{{name = "scripted", script = "{SCRIPT}", latency_s = {latency_s}}}'
+    return [
+        f"run.name={name}",
+        f"eval.engine={engine}",
+        f"eval.sets.a.path={folder}/a.jsonl",
+        "eval.sets.a.every=2",
+        "eval.sets.a.max_tasks=3",
+        "eval.sets.a.phases=false",
+        "checkpoint.best_metric=a/success",
+        "checkpoint.keep_last=1",
+    ]
+
+
+def evaluated(run: Path) -> list[dict[str, Any]]:
+    return [row for row in rows_of(run) if "eval/a/success" in row]
+
+
+@pytest.fixture(scope="module")
+def finished(warehouse: Path, here: None) -> Path:
+    folder = warehouse.parent
+    arguments = overrides(folder, "overlapping", 1.0)
+    assert train.main([str(warehouse), *arguments, "train.num_steps=5"]) == 0
+    return folder / "runs" / "overlapping"
+
+
+def test_training_goes_on_during_an_evaluation(finished: Path) -> None:
+    rows = rows_of(finished)
+    order = [("eval" if "eval/a/success" in row else "step", row["step"]) for row in rows]
+    assert order.index(("step", 3)) < order.index(("eval", 2))
+    assert sorted(step for kind, step in order if kind == "eval") == [2, 4]
+
+
+def test_each_evaluation_sees_the_version_of_its_step_and_no_other(finished: Path) -> None:
+    versions = {
+        row["step"]: row["policy_version"] for row in rows_of(finished) if "phase" not in row
+    }
+    for row in evaluated(finished):
+        folder = finished / "eval" / row["phase"]
+        version = versions[row["step"]]
+        assert {tuple(one.policy_versions) for one in read_rows(folder)} == {(version, version)}
+        assert load_saved(folder).subject["policy_version"] == version
+        assert row["policy_version"] == versions[row["step"]]
+
+
+def test_the_best_checkpoint_is_that_of_the_evaluated_step(finished: Path) -> None:
+    best = max(evaluated(finished), key=lambda row: (row["eval/a/success"], -row["step"]))
+    state = json.loads((finished / "checkpoints" / "best" / "state.json").read_text())
+    assert state["step"] == best["step"]
+    assert not (finished / "evaluating").exists()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("here")
+def test_an_evaluation_that_was_cut_off_is_repeated_with_its_own_weights(warehouse: Path) -> None:
+    folder = warehouse.parent
+    run = folder / "runs" / "cut-off"
+    slow = (*overrides(folder, "cut-off", 60.0), "train.num_steps=3")
+    command = ("launchers/train.py", str(warehouse), *slow)
+    with Command(*command, log=folder / "cut-off.log", path=[folder]) as process:
+        deadline = time.monotonic() + 90
+        while not ((run / "metrics.jsonl").is_file() and rows_of(run)[-1]["step"] == 3):
+            assert process.poll() is None, process.said()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 130
+    assert not evaluated(run)
+    quick = [str(warehouse), *overrides(folder, "cut-off", 0.0), "train.num_steps=3", "--resume"]
+    assert train.main(quick) == 0
+    (row,) = evaluated(run)
+    assert (row["step"], row["policy_version"]) == (2, 2)
+    assert [path.name for path in (run / "eval").iterdir()] == ["step-000002"]
+    assert len((run / "eval" / "step-000002" / "rows.jsonl").read_text().splitlines()) == 3

@@ -1,0 +1,386 @@
+"""The bench beside peers: the contract of a driver, with a peer made here, and what is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.disk import locked
+from agentenv.errors import AgentEnvError, ConfigError
+from benchmarks import bench
+from benchmarks.peers import contest, environments
+from benchmarks.peers.contest import PEERS, Peer, Sample
+from benchmarks.peers.environments import PeerError
+
+DRIVER = """
+from work import rollouts
+
+async def run(work):
+    async def one(number):
+        assert work.question(number).startswith("Which")
+        for num_results in range(work.num_calls + 1):
+            token_ids, logprobs = await work.turn("tags", num_results)
+            assert len(token_ids) == len(logprobs)
+            said = work.text("tags", num_results)
+            if num_results < work.num_calls:
+                assert said == "call"
+                assert await work.result()
+        assert said == "answer"
+
+    await rollouts(work, one)
+"""
+BUSY = """
+import subprocess
+import sys
+import tiny_work
+
+async def run(work):
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        await tiny_work.run(work)
+    finally:
+        child.kill()
+        child.wait()
+"""
+SILENT = """
+from work import rollouts
+
+async def run(work):
+    async def one(number):
+        await work.turn("tags", 0)
+
+    await rollouts(work, one)
+"""
+BROKEN = "raise ValueError('it has moved')\n"
+
+
+def write_task(folder: Path, **others: Any) -> Path:
+    """A task of four rollouts that end at once."""
+    form = {"call": [1, 2], "answer": [3, 4], "call_text": "call", "answer_text": "answer"}
+    task = {
+        "tokenizer": "none",
+        "num_calls": 4,
+        "group_size": 2,
+        "turn_s": 0.001,
+        "tool_s": 0.001,
+        "first_part": 0.2,
+        "min_steps": 50,
+        "texts": ["one", "two"],
+        "questions": ["Which one is it?"],
+        "logprobs": [[-0.5, -0.25]],
+        "forms": {"tags": form},
+        "sizes": [{"at_once": 4, "scale": 1.0}],
+        **others,
+    }
+    path = folder / "task.json"
+    path.write_text(json.dumps(task))
+    return path
+
+
+def write_driver(folder: Path, text: str) -> Path:
+    path = folder / "tiny_peer.py"
+    path.write_text(text)
+    return path
+
+
+def test_a_driver_gives_figures_of_each_size(tmp_path: Path) -> None:
+    sizes = [{"at_once": 2, "scale": 1.0}, {"at_once": 4, "scale": 0.5}]
+    task = write_task(tmp_path, sizes=sizes)
+    found = contest.drive(Path(sys.executable), write_driver(tmp_path, DRIVER), task)
+    assert found.keys() == {"2", "4"}
+    for one in found.values():
+        assert one.cpu_us > 0
+        assert one.floor_us > 0
+        assert one.children_us == 0
+        assert one.steps_per_s is not None
+        assert one.steps_per_s > 0
+
+
+def test_processes_of_a_driver_are_counted_apart(tmp_path: Path) -> None:
+    (tmp_path / "tiny_work.py").write_text(DRIVER)
+    task = write_task(tmp_path, min_steps=200)
+    found = contest.drive(Path(sys.executable), write_driver(tmp_path, BUSY), task)
+    assert found["4"].children_us > found["4"].cpu_us / 10
+
+
+@pytest.mark.parametrize(
+    ("driver", "told"),
+    [
+        (SILENT, "0 results of the tool: the driver does not give its peer's calls to the tool"),
+        (BROKEN, "ValueError: it has moved"),
+        ("async def run(work): pass\n", "the driver ended after 0 env steps of 54"),
+    ],
+)
+def test_a_driver_that_does_not_do_the_work_is_told(tmp_path: Path, driver: str, told: str) -> None:
+    with pytest.raises(PeerError, match=told):
+        contest.drive(Path(sys.executable), write_driver(tmp_path, driver), write_task(tmp_path))
+
+
+def test_figures_that_are_none_are_told() -> None:
+    with pytest.raises(PeerError, match=r"its driver wrote no figures: .*cpu_us"):
+        contest.read_samples(b'{"100": {"floor_us": 1.0}}')
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    """A machine that becomes twice as slow in the second of three rounds changes no ratio."""
+    ours = [Sample(cost * 150.0, 0.0, cost * 50.0) for cost in (1, 2, 1)]
+    peer = [Sample(cost * 450.0, cost * 5.0, cost * 50.0, 30.0, 60.0) for cost in (1, 2, 1)]
+    found = contest.figures(peer, ours)
+    assert (found.times_ours, found.times_floor, found.speed) == (4.0, 9.0, 0.5)
+    assert (found.cpu_us, found.cpu_us_min, found.cpu_us_max) == (450.0, 450.0, 900.0)
+    assert found.above_floor_us == 400.0
+    assert contest.figures(peer, ()).times_ours is None
+
+
+def test_a_run_tells_of_figures_and_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two contestants in two rounds: one that works, and one whose environment cannot be made."""
+    asked = tmp_path / "missing.txt"
+    asked.write_text("nothing-of-this-name\n")
+    peers = {
+        "tiny": Peer(driver=write_driver(tmp_path, DRIVER)),
+        "missing": Peer(driver=tmp_path, requirements=asked, versions=("2.0",)),
+    }
+    monkeypatch.setattr(contest, "write_task", lambda place, sizes: write_task(place))
+    said: list[str] = []
+    kept: list[int] = []
+    report = contest.run(
+        *(["tiny", "missing"], [100], 2, tmp_path, 1.0, said.append),
+        peers=peers,
+        keep=lambda report: kept.append(report.num_rounds),
+    )
+    assert kept == [1, 2]
+    assert len(report.peers["tiny"].rounds["4"]) == 2
+    assert report.peers["tiny"].sizes["4"].times_ours is None, "ours did not take part"
+    assert report.peers["missing"].sizes == {}
+    assert "needs Python 2.0, and none is on the path" in report.peers["missing"].error
+    assert [line for line in said if line.startswith("round")] == [
+        "round 1 of 2: tiny",
+        "round 2 of 2: tiny",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (AgentEnvError("the run '3 0' failed:\n  ...\nValueError: it has moved"), "it has moved"),
+        (FileNotFoundError(2, "No such file or directory", "python"), "'python'"),
+        (subprocess.TimeoutExpired("python", 60.0), "timed out after 60.0 seconds"),
+    ],
+)
+def test_a_contestant_that_breaks_does_not_end_the_contest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, told: str
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise raised
+
+    peer = Peer(driver=write_driver(tmp_path, DRIVER))
+    monkeypatch.setattr(contest, "write_task", lambda place, sizes: write_task(place))
+    monkeypatch.setattr(contest, "_measured", broken)
+    peers = {"one": peer, "next": peer}
+    report = contest.run([*peers], [100], 1, tmp_path, 1.0, lambda text: None, peers=peers)
+    for one in report.peers.values():
+        assert told in one.error
+        assert "\n" not in one.error, "a row of the table"
+
+
+def test_one_whose_version_is_not_told_does_not_end_the_contest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(*_: Any) -> str:
+        raise subprocess.TimeoutExpired("python", 60.0)
+
+    monkeypatch.setattr(contest, "installed", silent)
+    monkeypatch.setattr(contest, "write_task", lambda place, sizes: write_task(place))
+    peers = {"silent": Peer(driver=write_driver(tmp_path, DRIVER), package="silent")}
+    report = contest.run(["silent"], [100], 1, tmp_path, 1.0, lambda text: None, peers=peers)
+    assert "timed out" in report.peers["silent"].error
+    assert report.peers["silent"].rounds == {}
+
+
+# Environments, made by a Python whose venv is a copy of itself, and whose pip is told what to do.
+
+PYTHON = """#!/bin/sh
+case "$2" in
+venv) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+pip) echo pip >> "$CALLS"; eval "$PIP" ;;
+esac
+"""
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes the environment with a pip that does so."""
+    python = tmp_path / "bin" / "python0.1"
+    python.parent.mkdir()
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    asked = tmp_path / "asked.txt"
+    asked.write_text("nothing\n")
+    (tmp_path / "calls").touch()
+    monkeypatch.setenv("PATH", f"{python.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+
+    def made(pip: str, limit_s: float = 60.0) -> Path:
+        monkeypatch.setenv("PIP", pip)
+        return environments.interpreter("one", asked, ["0.1"], tmp_path / "made", limit_s)
+
+    return made
+
+
+def calls_of_pip(tmp_path: Path) -> int:
+    return (tmp_path / "calls").read_text().count("pip")
+
+
+REFUSED = "echo 'ERROR: No matching distribution found for nothing'; exit 1"
+
+
+def test_what_pip_refuses_is_remembered_until_its_folder_is_removed(
+    tmp_path: Path, make: Make
+) -> None:
+    told = []
+    for _ in range(2):
+        with pytest.raises(PeerError) as refused:
+            make(REFUSED)
+        told.append(str(refused.value))
+    assert told[0] == told[1]
+    assert calls_of_pip(tmp_path) == 1
+    found = re.fullmatch(
+        r"ERROR: No matching distribution found for nothing \(tried 20[-\d]+\); "
+        r"remove (\S+) to try again",
+        told[0],
+    )
+    assert found is not None, told[0]
+    subprocess.run(["rm", "-r", found[1]], check=True, timeout=60)
+    assert make("exit 0").is_file()
+
+
+@pytest.mark.parametrize(
+    ("pip", "told"),
+    [
+        ("echo Collecting nothing; exec sleep 600", "not installed within 0.1 s; pip was at: Coll"),
+        ("kill -9 $$", "nothing was said"),
+        (f"echo \"WARNING: Retrying after connection broken by 'E'\"; {REFUSED}", "No matching"),
+        ("echo 'ERROR: HTTPSConnectionPool: Read timed out.'; exit 2", "Read timed out"),
+        ("echo 'ERROR: [Errno 28] No space left on device'; exit 1", "No space left"),
+    ],
+)
+def test_what_was_not_the_peers_fault_is_tried_again(make: Make, pip: str, told: str) -> None:
+    with pytest.raises(PeerError, match=told):
+        make(pip, limit_s=0.1)
+    assert make("exit 0").is_file()
+
+
+def test_a_python_that_is_not_there_is_looked_for_again(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "/nowhere")
+        with pytest.raises(PeerError, match=r"needs Python 0\.1, and none is on the path"):
+            make("exit 0")
+    assert make("exit 0").is_file()
+
+
+def test_an_environment_that_was_made_is_made_again_if_its_python_is_gone(
+    tmp_path: Path, make: Make
+) -> None:
+    for _ in range(2):
+        python = make("exit 0")
+    assert calls_of_pip(tmp_path) == 1
+    python.unlink()
+    python.symlink_to("/nowhere/python")  # of a Python that was upgraded
+    assert make("exit 0") == python
+    assert calls_of_pip(tmp_path) == 2
+    assert python.is_file()
+
+
+def test_a_python_that_does_not_answer_is_none(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environments, "LOOK_S", 0.1)
+    (tmp_path / "bin" / "python0.1").write_text("#!/bin/sh\nexec sleep 600\n")
+    with pytest.raises(PeerError, match="none is on the path"):
+        make("exit 0")
+
+
+def test_two_benches_do_not_make_one_environment_at_once(tmp_path: Path, make: Make) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(make, 'sleep 0.3; touch "$(dirname $0)/done"') for _ in range(2)]
+        first, second = [one.result() for one in both]
+    assert first == second
+    assert first.with_name("done").is_file()
+    assert calls_of_pip(tmp_path) == 1
+
+
+def test_one_that_another_bench_makes_is_not_waited_for_without_end(
+    tmp_path: Path, make: Make
+) -> None:
+    with pytest.raises(PeerError, match="nothing was said"):
+        make("exit 1")
+    (lock,) = (tmp_path / "made").glob("*.lock")
+    began = time.monotonic()
+    with locked(lock), pytest.raises(PeerError, match=r"another bench has it, .*over 0\.1 s"):
+        make("exit 0", limit_s=0.1)
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("a\nERROR: no such version\nnote: see above\n", "ERROR: no such version"),
+        ("Traceback\nModuleNotFoundError: No module named 'x'\nend", "ModuleNotFoundError: "),
+        ("50%\r100%\rdone \x1b[0m\n", "done [0m"),
+        ("Collecting one\n  \u2501\u2501\u2501 5.7 MB eta 0:00:00\n", "Collecting one"),
+        ("", "nothing was said"),
+    ],
+)
+def test_the_line_that_tells_of_an_error(log: str, line: str) -> None:
+    assert environments.last_line(log).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--only", "gym"], f"--only gym: there is none; expected of {', '.join(PEERS)}"),
+        (["--sizes", "7"], "--sizes 7: there is none; expected of 100, 1000"),
+        (["--rounds", "0"], "--rounds 0: expected at least 1"),
+    ],
+)
+def test_bad_options_are_told_before_anything_starts(
+    options: list[str], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert bench.main(["peers", *options, "--folder", str(tmp_path / "none")]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_check_raises_a_configuration_error() -> None:
+    with pytest.raises(ConfigError):
+        contest.check(["x"], [100], 1, PEERS)
+
+
+def test_every_driver_and_requirement_is_there() -> None:
+    for name, peer in PEERS.items():
+        assert peer.driver is None or peer.driver.is_file(), name
+        if peer.requirements is not None:
+            lines = peer.requirements.read_text().splitlines()
+            assert [line for line in lines if line and not line.startswith("#")], name
+
+
+def test_the_task_has_turns_of_one_length_in_each_form(tmp_path: Path) -> None:
+    task = json.loads(contest.write_task(tmp_path, [100]).read_text())
+    lengths = {len(form[name]) for form in task["forms"].values() for name in ("call", "answer")}
+    assert lengths == {contest.TURN_TOKENS}
+    assert task["forms"]["json"]["call_text"].endswith("</tool_call>")
+    assert task["forms"]["tags"]["call_text"].endswith("</search>")
+    assert (tmp_path / "tokenizer" / "tokenizer.json").is_file()

@@ -1,0 +1,78 @@
+"""What is said of a Ray that cannot be used, by a Ray that is made up."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentenv.errors import ConfigError
+from agentenv.pipelines.cluster.ray_places import RaySetup
+from agentenv.pipelines.workers.ray_driver import OLDEST, Ray
+from tests.support.warehouse import ROOT
+
+MISMATCH = """Version mismatch: The cluster was started with:
+    Ray: 2.51.0
+    Python: 3.10.14
+This process on node 10.0.0.7 was started with:
+    Ray: 2.60.0
+    Python: 3.11.7
+"""
+
+
+def ray_of(
+    monkeypatch: pytest.MonkeyPatch, version: str = "2.60.0", error: Exception | None = None
+) -> Ray:
+    """One of this version, which raises this when it is to connect."""
+
+    def init(**_: Any) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__version__=version, init=init))
+    return Ray(RaySetup("10.0.0.1:6379", 0, "", [], 0.0))
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, error: Exception) -> str:
+    with pytest.raises(ConfigError) as refused:
+        ray_of(monkeypatch, error=error).connect()
+    return str(refused.value)
+
+
+def test_a_cluster_of_other_versions_is_told_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refusal(monkeypatch, RuntimeError(MISMATCH)) == (
+        "cluster.address: the Ray cluster 10.0.0.1:6379 cannot be reached: Version mismatch: The "
+        "cluster was started with: Ray: 2.51.0; Python: 3.10.14; This process on node 10.0.0.7 was "
+        "started with: Ray: 2.60.0; Python: 3.11.7; install the cluster's Ray and Python here "
+        "(cluster.python names the interpreter on its nodes where that has another path), or start "
+        "the cluster with those of here"
+    )
+
+
+def test_all_that_ray_says_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = refusal(monkeypatch, ConnectionError("No node there.\n\n  Is GCS up?\n"))
+    assert "cannot be reached: No node there.; Is GCS up?; start one with `ray start" in text
+
+
+@pytest.mark.parametrize("version", ["2.9.3", "2.39.0", "1.13.0rc1"])
+def test_a_ray_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        ray_of(monkeypatch, version)
+    assert str(refused.value) == (
+        f"cluster.kind = ray needs Ray 2.40 or later, and {version} is installed: "
+        "pip install --upgrade 'agentenv[ray]'"
+    )
+
+
+@pytest.mark.parametrize("version", ["2.40.0", "2.40", "2.100.0.dev0", "3.0.0.dev0"])
+def test_one_that_is_not_is_taken(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    ray_of(monkeypatch, version).connect()
+
+
+def test_the_oldest_is_that_of_the_package() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (asked,) = extras["optional-dependencies"]["ray"]
+    assert asked.startswith(f"ray>={OLDEST},")

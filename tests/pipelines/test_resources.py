@@ -1,0 +1,65 @@
+"""GPUs are divided between servers and learner before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.vllm import VLLMConfig
+from agentenv.errors import ConfigError
+from agentenv.learners.learner import LearnerConfig
+from agentenv.pipelines.config.rl import ResourcesConfig
+from agentenv.pipelines.serving.gpus import GpuPlan, learner_gpus
+from agentenv.server_config import ServersConfig
+
+TWO = LearnerConfig(num_ranks=2)
+
+
+def servers(*gpus: int) -> VLLMConfig:
+    return VLLMConfig(servers=ServersConfig(num_servers=2, gpus=list(gpus)))
+
+
+def test_the_learner_takes_the_first_and_leaves_the_rest() -> None:
+    plan = GpuPlan(["a", "b", "c", "d"])
+    assert learner_gpus(ResourcesConfig(), servers(), TWO, plan) == ["a", "b"]
+    assert plan.assign("engine.servers.gpus", [], 2) == ["c", "d"]
+
+
+def test_both_are_named() -> None:
+    plan = GpuPlan(["a", "b", "c", "d"])
+    resources = ResourcesConfig(learner_gpus=[3, 1])
+    assert learner_gpus(resources, servers(0, 2), TWO, plan) == ["d", "b"]
+    assert plan.assign("engine.servers.gpus", [0, 2], 2) == ["a", "c"]
+
+
+def test_the_learner_avoids_what_the_servers_name() -> None:
+    plan = GpuPlan(["a", "b", "c", "d"])
+    assert learner_gpus(ResourcesConfig(), servers(0, 1), TWO, plan) == ["c", "d"]
+
+
+def test_without_gpus_or_servers_nothing_is_divided() -> None:
+    assert learner_gpus(ResourcesConfig(), servers(), TWO, GpuPlan([])) == []
+    assert learner_gpus(ResourcesConfig(), EmbeddedConfig(), TWO, GpuPlan(["a"])) == []
+    running = VLLMConfig(urls=["http://127.0.0.1:1"])
+    assert learner_gpus(ResourcesConfig(), running, TWO, GpuPlan(["a"])) == []
+
+
+@pytest.mark.parametrize(
+    ("named", "engine", "visible", "text"),
+    [
+        ([0, 1], servers(), 0, "no GPU is visible"),
+        ([1, 2], servers(0, 1), 4, "learner's"),
+        ([0], servers(), 4, "2 GPUs are needed, 1 are named"),
+        ([], servers(0, 1, 2), 4, "1 of 4 are left"),
+    ],
+)
+def test_what_cannot_be(named: list[int], engine: VLLMConfig, visible: int, text: str) -> None:
+    plan = GpuPlan([str(number) for number in range(visible)])
+    with pytest.raises(ConfigError, match=text):
+        learner_gpus(ResourcesConfig(learner_gpus=named), engine, TWO, plan)
+
+
+def test_ranks_that_are_started_elsewhere_are_given_no_gpus() -> None:
+    elsewhere = LearnerConfig(num_ranks=2, launch="external", address="0.0.0.0:29400")
+    with pytest.raises(ConfigError, match="the ranks are started elsewhere"):
+        learner_gpus(ResourcesConfig(learner_gpus=[0]), servers(), elsewhere, GpuPlan(["a"]))

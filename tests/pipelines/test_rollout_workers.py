@@ -1,0 +1,356 @@
+"""Runs whose rollouts grow in processes of their own end as others do, whatever becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from msgspec.structs import replace
+
+from agentenv.archive import read_step, steps_of
+from agentenv.cluster.engine import Turns
+from agentenv.config import load_config
+from agentenv.errors import ConfigError, WorkerError
+from agentenv.journal import Leased
+from agentenv.pipelines.cluster import places
+from agentenv.pipelines.cluster.processes import NUMBER_VARIABLE
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.rl.recorder import Recorder
+from agentenv.pipelines.rl.training import Training
+from agentenv.pipelines.run.rundir import RunDirectory
+from agentenv.pipelines.run.terminal import EXIT_INTERRUPTED, View, first_reason
+from agentenv.ports import held_ports
+from benchmarks.parts.chaos import (
+    CONFIG,
+    MAX_STALENESS,
+    SHORT,
+    Reader,
+    Witness,
+    make_model,
+    write_workspace,
+)
+from benchmarks.parts.mock_server import TOKEN_S, Recital, RecitingServer
+from tests.support import forks
+from tests.support.runs import rows_of
+from tests.support.toy_rank import toy_ranks
+from tests.support.warehouse import ROOT
+from tests.test_cluster import grown
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+PROCESSES = ["cluster.kind=processes", "cluster.workers=2", "eval.sets={}", "queue.max_staleness=1"]
+START_S = 90.0
+SLOW = ["engine.latency_s=0.3", "train.num_steps=8"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _light(warehouse: Path) -> Iterator[None]:
+    """Nothing is learned and nothing drawn; workers find the environment."""
+    with toy_ranks(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(places, "start_process", start_worker)
+        patch.setattr(Recorder, "draw", lambda self: [])
+        patch.setenv("PYTHONPATH", str(warehouse.parent))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_worker_yet() -> None:
+    _guards.clear()
+
+
+def run(
+    warehouse: Path,
+    name: str,
+    *overrides: str,
+    beside: Callable[[Training], Awaitable[None]] | None = None,
+    resume: str = "",
+    servers: Sequence[RecitingServer] = (),
+) -> Path:
+    """The run's directory; `beside` goes on beside the run, on open `servers`."""
+    config = load_config(TrainConfig, warehouse, [f"run.name=workers-{name}", *overrides])
+    folder = RunDirectory(Path(config.run.dir) / config.run.name, resume=bool(resume), settings={})
+    view = View()
+    view.log_to(folder.path / "run.log")
+    training = Training(config, folder, view, resume=resume)
+
+    async def main() -> None:
+        for server in servers:
+            await server.open()
+        task = None if beside is None else asyncio.ensure_future(beside(training))
+        try:
+            await training.run_all()
+        finally:
+            if task is not None:
+                task.cancel()
+                (failed,) = await asyncio.gather(task, return_exceptions=True)
+                if isinstance(failed, Exception):
+                    raise failed
+            for server in servers:
+                await server.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        view.close()
+        folder.close()
+    return folder.path
+
+
+_guards: dict[str, int] = {}  # the last one of each worker
+
+
+async def start_worker(*command: str, env: Mapping[str, str], **others: Any) -> forks.Worker:
+    started = await forks.start_worker(*command, env=env, **others)
+    _guards[env[NUMBER_VARIABLE]] = started.pid
+    return started
+
+
+def workers() -> list[psutil.Process]:
+    """Those of the run, below their guards, in the order of their numbers."""
+    found = []
+    for _, guard in sorted(_guards.items()):
+        with suppress(psutil.Error):  # it is gone, or has not begun
+            found += psutil.Process(guard).children()
+    return found
+
+
+def log_of(run: Path) -> str:
+    return (run / "run.log").read_text()
+
+
+def taken(run: Path) -> list[int]:
+    """The places of the trees that steps took, in their order."""
+    frames = Reader(run / "journal").read()
+    return [tree for frame in frames if isinstance(frame, Leased) for tree in frame.trees]
+
+
+def trees(run: Path, bound: int = 1) -> dict[int, Any]:
+    """Task and branches of each tree that a step took, by its place; `bound` of the staleness."""
+    found: dict[int, Any] = {}
+    for path in steps_of(run / "trees").values():
+        step = read_step(path)
+        for kept in step.trees():
+            tree = kept.tree
+            oldest = min(tree.policy_version, tree.oldest_version())
+            assert step.header.policy_version - oldest <= bound, "too stale"
+            found[tree.index] = (tree.task.id, grown(tree))
+    return found
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - other processes set no event
+        await asyncio.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def calm(warehouse: Path) -> Path:
+    """A run in one process, and of as many steps."""
+    return run(warehouse, "calm", "eval.sets={}", "queue.max_staleness=1", *SLOW)
+
+
+def test_a_run_with_workers_takes_the_trees_of_one_without(warehouse: Path, calm: Path) -> None:
+    spread = run(warehouse, "spread", *PROCESSES, *SLOW)
+    assert trees(spread) == trees(calm)
+    rows = [row for row in rows_of(spread) if "workers/up" in row]
+    assert [row["workers/up"] for row in rows] == [2] * 8
+    ended = [rows[-1][f"workers/worker-{number}/ended"] for number in range(2)]
+    assert min(ended) > 3
+    assert not workers()
+
+
+def test_a_worker_that_is_killed_costs_no_tree(warehouse: Path, calm: Path) -> None:
+    killed: list[int] = []
+
+    async def kill(training: Training) -> None:
+        def laden() -> bool:
+            assert training.workers is not None
+            found = training.workers._workers.values()
+            return len(workers()) == 2 and sum(bool(one.trees) for one in found) == 2
+
+        for number, step in enumerate([1, 3, 5]):
+            await until(lambda step=step: training.state.step >= step and laden())
+            victim = workers()[number % 2]
+            killed.append(victim.pid)
+            victim.kill()
+
+    found = run(warehouse, "killed", *PROCESSES, *SLOW, beside=kill)
+    assert len(killed) == 3
+    assert taken(found) == taken(calm)  # 0 lost, 0 duplicated, in the same order
+    assert trees(found) == trees(calm)
+    last = [row for row in rows_of(found) if "workers/up" in row][-1]
+    assert re.search(r"worker-\d is lost: .* status 137; trees [\d, ]+ go on", log_of(found))
+    assert last["workers/lost"] >= 2
+    assert last["workers/trees_moved"] > 0
+
+
+def test_a_worker_that_hangs_is_replaced(warehouse: Path, calm: Path) -> None:
+    async def stop(training: Training) -> None:
+        await until(lambda: training.state.step >= 1)
+        workers()[0].send_signal(signal.SIGSTOP)
+
+    found = run(warehouse, "hanging", *PROCESSES, *SLOW, "cluster.silence_s=5", beside=stop)
+    assert trees(found) == trees(calm)
+    assert "it has said nothing for 5 s" in log_of(found)
+
+
+def test_without_workers_a_run_ends_with_a_checkpoint_and_goes_on_later(
+    warehouse: Path, calm: Path
+) -> None:
+    async def kill(training: Training) -> None:
+        await until(lambda: training.state.step >= 2)
+        while True:
+            for one in workers():
+                with suppress(psutil.NoSuchProcess):  # it is gone since
+                    one.kill()
+            await asyncio.sleep(0.05)
+
+    with pytest.raises(BaseExceptionGroup) as ended:
+        run(warehouse, "none", *PROCESSES, *SLOW, "cluster.max_restarts=1", beside=kill)
+    reason = first_reason(ended.value)
+    assert isinstance(reason, WorkerError)
+    assert "1 times in a row (cluster.max_restarts)" in str(reason)
+    found = run(warehouse, "none", *PROCESSES, *SLOW, resume="latest")
+    assert trees(found) == trees(calm)
+
+
+def test_an_interrupted_run_leaves_no_worker(warehouse: Path) -> None:
+    async def interrupt(training: Training) -> None:
+        await until(lambda: training.state.step >= 2)
+        (main,) = [one for one in asyncio.all_tasks() if "run.<locals>.main" in repr(one)]
+        main.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        run(warehouse, "interrupted", *PROCESSES, *SLOW, beside=interrupt)
+    assert not workers()
+
+
+def test_what_a_worker_finds_wrong_is_told_before_the_run(
+    warehouse: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "")  # workers do not find the module of the environment
+    with pytest.raises(ConfigError, match=r"worker-\d: env\.module: 'my_env'"):
+        run(warehouse, "wrong", *PROCESSES)
+    assert not workers()
+
+
+# The policy behind HTTP.
+
+SIZE = replace(SHORT, num_servers=2, token_s=0.01)
+SERVED = ["train.num_steps=6", "checkpoint.minutes=60", "eval.sets={}"]
+
+
+@pytest.fixture(scope="module")
+def recited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[int]]]:
+    """A configuration whose policy two servers recite, and their ports."""
+    folder = tmp_path_factory.mktemp("recited")
+    make_model(folder)
+    with held_ports(SIZE.num_servers) as ports:
+        write_workspace(folder, SIZE, ports)
+        yield folder / CONFIG, ports
+
+
+def run_served(recited: tuple[Path, list[int]], name: str, *overrides: str, **others: Any) -> Path:
+    path, ports = recited
+    model, scale = path.parent / "model", SIZE.token_s / TOKEN_S
+    recital = Recital(model)
+    servers = [RecitingServer("", port, recital, model, scale) for port in ports]
+    return run(path, name, *SERVED, *overrides, servers=servers, **others)
+
+
+def tasks(run: Path, bound: int) -> dict[int, str]:
+    """The task of each tree that a step took, by its place."""
+    return {index: task for index, (task, _) in trees(run, bound).items()}
+
+
+def test_trees_of_a_killed_worker_go_on_at_the_same_servers(
+    recited: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which workers ask themselves: no token passes through the controller."""
+    monkeypatch.delattr(Turns, "sample")
+
+    async def kill(training: Training) -> None:
+        await until(lambda: training.state.step >= 2)
+        workers()[1].kill()
+
+    calm = run_served(recited, "calm")
+    found = run_served(recited, "killed", *PROCESSES[:2], beside=kill)
+    witness = Witness()
+    witness.begin()
+    for frame in Reader(found / "journal").read():
+        witness.add(frame)
+    assert witness.lost(sorted(tasks(calm, MAX_STALENESS))) == witness.duplicated() == []
+    assert tasks(found, MAX_STALENESS) == tasks(calm, MAX_STALENESS)
+    last = rows_of(found)[-1]
+    assert last["engine/requests"] > 0
+    assert last["engine/sampled_tokens"] > 0
+
+
+# In a process of its own: a run without anything to learn.
+COMMAND = """
+import sys
+from agentenv.launchers import train
+from agentenv.pipelines.rl.recorder import Recorder
+from tests.support.toy_rank import toy_ranks
+from tests.support.warehouse import ROOT
+Recorder.draw = lambda self: []
+with toy_ranks():
+    sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@contextmanager
+def command(warehouse: Path, name: str) -> Iterator[tuple[subprocess.Popen[bytes], set[int]]]:
+    """The command of a run that has workers, and what runs below it."""
+    keys = [*PROCESSES, *SLOW, "train.num_steps=1000", f"run.name={name}"]
+    arguments = [sys.executable, "-c", COMMAND, str(warehouse), *keys]
+    process = subprocess.Popen(arguments, cwd=ROOT, start_new_session=True)
+    try:
+        metrics = warehouse.parent / "runs" / name / "metrics.jsonl"
+        end = time.monotonic() + START_S
+        while not metrics.is_file() or not metrics.stat().st_size:
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        yield process, {one.pid for one in psutil.Process(process.pid).children(recursive=True)}
+    finally:
+        process.kill()
+        process.wait()
+
+
+def are_gone(pids: set[int]) -> bool:
+    end = time.monotonic() + START_S
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return not any(map(psutil.pid_exists, pids))
+
+
+def test_no_worker_outlives_its_controller(warehouse: Path) -> None:
+    with command(warehouse, "orphans") as (process, below):
+        assert len(below) >= 4  # two workers and their guards
+        process.kill()
+        process.wait()
+        assert are_gone(below)
+
+
+def test_ctrl_c_twice_ends_workers_behind_the_last_checkpoint(warehouse: Path) -> None:
+    with command(warehouse, "twice") as (process, below):
+        for _ in range(2):
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            time.sleep(0.2)
+        assert process.wait(START_S) == EXIT_INTERRUPTED
+        assert are_gone(below)
+    run = warehouse.parent / "runs" / "twice"
+    state = json.loads((sorted((run / "checkpoints").iterdir())[-1] / "state.json").read_text())
+    assert state["step"] >= rows_of(run)[-1]["step"] - 1

@@ -1,0 +1,111 @@
+"""A disk that hangs holds up neither the event loop nor, for longer than `checkpoint.finish_s`, the
+end of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from agentenv.offload import OwnThread, in_thread
+from agentenv.pipelines.run import saver
+from agentenv.pipelines.run.rundir import STATE_FILE, Checkpoints
+from agentenv.pipelines.run.saver import Saver, SavingConfig
+from agentenv.pipelines.run.terminal import View
+
+State = msgspec.defstruct("State", [("step", int)])
+
+
+class Dummy:
+    async def export(self, folder: Path) -> None:
+        pass
+
+    async def save(self, folder: Path) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+class Warned(View):
+    def __init__(self) -> None:
+        super().__init__()
+        self.warned: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.warned.append(text)
+
+    def say(self, text: str) -> None:
+        pass
+
+
+async def beats(gaps: list[float]) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        began = loop.time()
+        await asyncio.sleep(0.02)
+        gaps.append(loop.time() - began)
+
+
+@pytest.mark.parametrize("where", ["save", "amend"])
+async def test_a_state_on_a_disk_that_hangs_holds_up_nobody(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "LAST_S", 0.2)
+    answers, threads, fsync = threading.Event(), list[str](), os.fsync
+
+    def hanging(descriptor: int) -> None:
+        if STATE_FILE in os.readlink(f"/proc/self/fd/{descriptor}"):
+            threads.append(threading.current_thread().name)
+            answers.wait(30)
+        fsync(descriptor)
+
+    view = Warned()
+    learner = cast(Any, Dummy())
+    checkpoints = Checkpoints(tmp_path)
+    config = SavingConfig(finish_s=0.5)
+    one = Saver(config, checkpoints, learner, view, lambda: 1, lambda: State(1))
+    if where == "amend":
+        await one.save()
+    monkeypatch.setattr(os, "fsync", hanging)
+    gaps: list[float] = []
+    beating = asyncio.create_task(beats(gaps))
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    try:
+        await asyncio.wait_for(one.finish(), 20)
+    finally:
+        answers.set()
+    assert loop.time() - began < 15
+    beating.cancel()
+    assert threads
+    assert "MainThread" not in threads
+    assert max(gaps) < 3.0, "the loop went on"
+    assert any("hang" in text or "no answer" in text for text in view.warned), view.warned
+
+
+async def test_the_journal_does_not_wait_for_threads_that_hang() -> None:
+    """All that the loop shares may be held up by tools and files."""
+    loop = asyncio.get_running_loop()
+    ends, num = threading.Event(), 0
+    hanging = [asyncio.create_task(in_thread(ends.wait, 30)) for _ in range(64)]
+    await asyncio.sleep(0.2)
+    own = OwnThread("own")
+    try:
+        for _ in range(3):
+            num += await asyncio.wait_for(own(SimpleNamespace(one=1).__getattribute__, "one"), 10)
+    finally:
+        ends.set()
+    own.close()
+    own.close()
+    assert num == 3
+    assert await own(threading.current_thread) is not threading.main_thread()
+    own.close()
+    await asyncio.gather(*hanging)
+    assert loop.is_running()

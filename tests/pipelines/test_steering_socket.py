@@ -1,0 +1,238 @@
+"""The socket of launchers/ctl.py: who gets in, what it bears, and what a killed process leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from agentenv.errors import ConfigError
+from agentenv.launchers import ctl
+from agentenv.pipelines.run import control
+from agentenv.pipelines.run.control import (
+    MAX_PATH,
+    MAX_REQUEST,
+    AskStatus,
+    Checkpoint,
+    Done,
+    Pause,
+    Reply,
+    Request,
+    UnreachableError,
+    ask,
+    listening,
+    place_of,
+)
+
+NOBODY = 65534
+CONNECT = f"""
+import os, socket, sys
+os.setgroups([])
+os.setgid({NOBODY})
+os.setuid({NOBODY})
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.settimeout(10)
+    connection.connect(sys.argv[1])
+    try:
+        connection.sendall(b'{{"type":"status"}}\\n')
+    except BrokenPipeError:  # it was refused before
+        pass
+    print(connection.recv(4096).decode())
+"""
+
+
+@pytest.fixture
+def run() -> Iterator[Path]:
+    """A folder with a short path that others can enter."""
+    with tempfile.TemporaryDirectory(prefix="ctl-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+async def answer(request: Request) -> Reply:
+    if isinstance(request, Pause):
+        raise ConfigError("not now")
+    return Done([type(request).__name__])
+
+
+def beside(run: Path, act: Callable[[], None], warned: list[str] | None = None) -> None:
+    """`act`, in a thread, while requests are answered."""
+
+    async def main() -> None:
+        tell = (lambda text: None) if warned is None else warned.append
+        async with listening(run, answer, tell):
+            await asyncio.to_thread(act)
+
+    asyncio.run(main())
+
+
+def said(run: Path, data: bytes) -> bytes:
+    """What comes back for these bytes."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(20)
+        connection.connect(str(place_of(run)))
+        connection.sendall(data)
+        parts = []
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+        return b"".join(parts)
+
+
+def test_only_its_owner_can_open_it_and_it_is_gone_with_the_run(run: Path) -> None:
+    def look() -> None:
+        folder, path = run / "ctl", place_of(run)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert ask(run, AskStatus()) == Done(["AskStatus"])
+        with pytest.raises(ConfigError, match="not now"):
+            ask(run, Pause())
+
+    beside(run, look)
+    assert not (run / "ctl").exists()
+    with pytest.raises(UnreachableError, match="nobody listens"):
+        ask(run, AskStatus())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_another_user_is_kept_out_by_the_folder_and_refused_behind_it(run: Path) -> None:
+    def come() -> None:
+        command = [sys.executable, "-c", CONNECT, str(place_of(run))]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert "PermissionError" in found.stderr
+        (run / "ctl").chmod(0o755)
+        place_of(run).chmod(0o666)
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert f"this run is user 0's, and not user {NOBODY}'s" in found.stdout
+
+    beside(run, come)
+
+
+def test_a_path_that_is_too_long_for_a_socket_has_its_place_named(run: Path) -> None:
+    deep = run / ("long-" * 12) / ("longer-" * 12)
+    deep.mkdir(parents=True)
+    assert len(str(deep / "ctl" / "socket")) > MAX_PATH
+    places = []
+
+    def look() -> None:
+        place = place_of(deep)
+        places.append(place.parent)
+        assert (deep / "ctl" / "place").read_text().strip() == str(place.parent)
+        assert stat.S_IMODE(place.parent.stat().st_mode) == 0o700
+        assert ask(deep, AskStatus()) == Done(["AskStatus"])
+
+    beside(deep, look)
+    assert not places[0].exists()
+
+
+def test_what_a_killed_process_has_left_is_in_nobodys_way(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(run / "tmp"))
+    dead = run / "tmp" / f"{control.SHORT}dead"
+    for folder in (run / "ctl", dead):
+        folder.mkdir(parents=True)
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(str(folder / "socket"))
+        os.utime(folder, (0, 0))
+    beside(run, lambda: None)
+    assert not dead.exists()
+    beside(run, lambda: ask(run, AskStatus()))
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"\n", b"refused"),
+        (b"rm -rf /\n", b"refused"),
+        (b'{"type":"status","more":1}\n', b"unknown field"),
+        (b'{"type":"cancel","trees":"all"}\n', b"refused"),
+        (b"[" * 5000 + b"\n", b"refused"),
+        (b"x" * (2 * MAX_REQUEST), b"refused"),
+    ],
+)
+def test_what_is_no_request_is_refused_and_the_next_one_answered(
+    run: Path, data: bytes, expected: bytes
+) -> None:
+    def say() -> None:
+        try:
+            assert expected in said(run, data)
+        except (ConnectionResetError, BrokenPipeError):  # it did not read to the end
+            assert len(data) > MAX_REQUEST
+        assert ask(run, AskStatus()) == Done(["AskStatus"])
+
+    beside(run, say)
+
+
+def test_who_says_nothing_holds_up_nobody_and_is_sent_away(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "READ_S", 0.5)
+
+    def say() -> None:
+        with socket.socket(socket.AF_UNIX) as silent:
+            silent.settimeout(20)
+            silent.connect(str(place_of(run)))
+            assert ask(run, AskStatus()) == Done(["AskStatus"])
+            assert b"no request came within 0.5 s" in silent.recv(4096)
+
+    beside(run, say)
+
+
+def test_a_place_that_takes_no_sockets_is_no_reason_to_end(run: Path) -> None:
+    run.rmdir()
+    warned: list[str] = []
+    beside(run, lambda: None, warned)
+    assert len(warned) == 1
+    assert "launchers/ctl.py cannot reach this run" in warned[0]
+    run.mkdir()
+
+
+def test_a_run_that_does_not_answer_is_told_apart(run: Path) -> None:
+    (run / "ctl").mkdir()
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.bind(str(run / "ctl" / "socket"))
+        deaf.listen(1)
+        with pytest.raises(UnreachableError, match="event loop is held up"):
+            ask(run, Checkpoint(), timeout_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("lock", "expected"),
+    [
+        (None, "holds no run"),
+        ('{"pid":1,"host":"elsewhere","since":"noon"}', "trained by process 1 on elsewhere"),
+        (f'{{"pid":4194999,"host":"{socket.gethostname()}"}}', "was killed"),
+        (
+            f'{{"pid":{os.getpid()},"host":"{socket.gethostname()}","since":"noon"}}',
+            "cannot be asked",
+        ),
+    ],
+    ids=["none", "elsewhere", "killed", "alive"],  # the same in each process of pytest
+)
+def test_where_no_run_is_alive_that_is_said(
+    run: Path, lock: str | None, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if lock is not None:
+        (run / "lock").write_text(lock)
+    assert ctl.main([str(run)]) == 1
+    assert expected in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_folder_that_is_not_there_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ctl.main(["/nowhere/at/all", "pause"]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [["cancel"], ["cancel", "x"], ["bogus"], ["rollouts", "--max=0"]])
+def test_wrong_arguments_are_told_before_anybody_is_asked(run: Path, wrong: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        ctl.main([str(run), *wrong])
+    assert ended.value.code == 2

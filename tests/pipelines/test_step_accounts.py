@@ -1,0 +1,292 @@
+"""What becomes of the trees of a step: each is credited once, and counted once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from agentenv.config import load_config
+from agentenv.errors import ConfigError, EngineError, EnvError
+from agentenv.learners.aepo import AEPO
+from agentenv.learners.algorithm import Algorithm
+from agentenv.learners.arpo import ARPO
+from agentenv.learners.baselines import DAPO, ReinforcePP
+from agentenv.learners.batch import encode
+from agentenv.learners.credit import TreeCredit
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.records.row import EvalRow
+from agentenv.pipelines.rl.evaluations import refuse_failed
+from agentenv.pipelines.rl.report import step_line
+from agentenv.pipelines.rl.state import RunState
+from agentenv.pipelines.rl.training import StepAccounts
+from agentenv.tree import TrajectoryTree
+from agentenv.types import Limit
+from tests.learners.trees import credited, random_tree
+
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+credit_calls: list[int] = []
+
+
+class Counting(ARPO, frozen=True, kw_only=True, tag="counting"):
+    def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
+        credit_calls.append(tree.index)
+        return super().credit(tree)
+
+
+def accounts(algorithm: Algorithm, **queue: Any) -> StepAccounts:
+    config = load_config(TrainConfig, CONFIG)
+    config = replace(config, algorithm=algorithm, queue=replace(config.queue, **queue))
+    return StepAccounts(config, RunState())
+
+
+def trees() -> list[TrajectoryTree]:
+    """Two to train, one whose returns are equal, one whose leaves failed."""
+    grown = [random_tree(Random(i), index=i, num_leaves=5) for i in range(4)]
+    for node in grown[2].nodes:
+        node.reward = 0.0
+    for leaf in grown[3].leaves():
+        leaf.end, leaf.error = "failed", "EnvError: down"
+    return grown
+
+
+def test_a_tool_that_always_fails_and_a_policy_that_jumps_are_said_once_and_shown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours = accounts(ARPO(group_size=4))
+    calm = {"tool/search/calls": 40.0, "tool/search/errors": 39.0, "learner/kl_to_proximal": 0.01}
+    sick = {**calm, "tool/search/errors": 40.0, "learner/kl_to_proximal": 7.0}
+    few = {"tool/search/calls": 2.0, "tool/search/errors": 2.0}
+    few |= {"tool/<malformed>/calls": 40.0, "tool/<malformed>/errors": 40.0}  # the policy's doing
+    (tree,) = trees()[:1]
+    failed = {"name": "search", "error": "the index is locked"}
+    tree.nodes[2].info["tool_calls"] = [{"name": "python", "error": None}, failed]
+    for metrics in (calm, few, sick, sick, calm):
+        ours.look_at_tools(metrics, [tree])
+        ours.look_at_update(metrics)
+    assert len(caplog.records) == 2
+    assert caplog.messages[0].startswith("all 40 calls of the tool 'search'")
+    assert caplog.messages[0].endswith("the index is locked")
+    assert "moved the policy by 7 nats" in caplog.messages[1]
+    assert all(one.shown for one in caplog.records)  # type: ignore[attr-defined]
+
+
+def test_credit_of_a_tree_is_computed_once_an_update() -> None:
+    """Though refilling asks before, accounting afterwards, and the learner encodes."""
+    credit_calls.clear()
+    ours, delivered = accounts(Counting(group_size=4)), trees()
+    assert [ours.has_signal(tree) for tree in delivered] == [True, True, False, False]
+    groups = ours.settle(delivered)
+    assert [tree.index for tree, _ in groups] == [0, 1, 2]
+    assert all(encode(tree, credit, 0).num_action_tokens for tree, credit in groups)
+    assert credit_calls == [0, 1, 2, 3]
+    ours.settle(trees())  # the same places in another run of the step
+    assert credit_calls == [0, 1, 2, 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "taken", "counts"),
+    [
+        ({}, [0, 1, 2], (3, 1, 0)),
+        ({"equal_groups": "count"}, [0, 1, 2], (3, 1, 0)),
+        ({"equal_groups": "drop"}, [0, 1], (2, 0, 1)),
+        ({"refill": True}, [0, 1], (2, 0, 1)),
+        ({"refill": True, "equal_groups": "drop"}, [0, 1], (2, 0, 1)),
+    ],
+    ids=str,
+)
+def test_a_group_of_equal_returns_is_trained_and_counted_or_filtered(
+    keys: dict[str, Any], taken: list[int], counts: tuple[int, int, int]
+) -> None:
+    ours = accounts(ARPO(group_size=4), **keys)
+    found = ours.settle(trees())
+    assert [tree.index for tree, _ in found] == taken
+    ledger = ours.state.ledger
+    assert (ledger.trained, ledger.equal, ledger.filtered) == counts
+    assert ledger.failed == {"EnvError": 1}
+    ledger.offered = 4
+    ledger.check(in_flight=0)
+    fates = ["trained", "trained", "trained" if 2 in taken else "filtered", "failed"]
+    assert [one.fate for one in ours.settled] == fates
+    assert [one.why for one in ours.settled] == ["", "", "with equal returns", "EnvError"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "number"),
+    [({}, 2), ({"refill": True}, 2), ({"equal_groups": "drop"}, None)],
+    ids=str,
+)
+def test_the_number_of_optimizer_steps_does_not_depend_on_returns(
+    keys: dict[str, Any], number: int | None
+) -> None:
+    ours = accounts(ARPO(group_size=4), **keys)  # 16 groups, 8 a mini-batch
+    assert ours.num_minibatches(16) == number
+    assert ("up to " in ours.config.size_of_update) == (number is None)
+    assert ours.config.size_of_update.endswith("2 optimizer steps")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "keys", "told"),
+    [
+        (ARPO(), {"refill": True, "equal_groups": "count"}, "queue.refill replaces groups"),
+        (DAPO(), {"equal_groups": "count"}, "algorithm.name = dapo replaces groups"),
+    ],
+)
+def test_groups_that_are_replaced_cannot_be_counted(
+    algorithm: Algorithm, keys: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf'queue.equal_groups = "count": {told}'):
+        accounts(algorithm, **keys)
+    assert not accounts(DAPO()).config.counts_equal_groups
+    assert not accounts(DAPO(), equal_groups="drop").config.counts_equal_groups
+
+
+def test_what_drop_leaves_out_beside_the_mean_is_said() -> None:
+    rules = AEPO(kl_loss=0.1, entropy_bonus=0.01)
+    told = accounts(rules, equal_groups="drop").config.dropped_terms
+    for name in ("kl_loss", "entropy_bonus", "entropy_advantage"):
+        assert f"algorithm.{name}" in told
+    assert not accounts(rules).config.dropped_terms
+    assert not accounts(ARPO(), equal_groups="drop").config.dropped_terms
+
+
+def failing(error: str) -> list[TrajectoryTree]:
+    """Trees with a leaf that is well and too few of them."""
+    grown = trees()[:2]
+    for tree in grown:
+        for leaf in tree.leaves()[1:]:
+            leaf.end, leaf.error = "failed", error
+    return grown
+
+
+def masked() -> list[TrajectoryTree]:
+    grown = trees()[:2]
+    for leaf in (leaf for tree in grown for leaf in tree.leaves()):
+        leaf.end, leaf.limit = "truncated", Limit.SECONDS
+    return grown
+
+
+def test_a_run_that_trains_nothing_ends_with_the_reasons(caplog: pytest.LogCaptureFixture) -> None:
+    """A step that trains a tree begins the count again; what goes wrong is said once, at once."""
+    ours = accounts(ARPO(group_size=4))
+    ours.config = replace(ours.config, train=replace(ours.config.train, max_untrained_steps=3))
+    for step in (failing("EngineError: gone"), masked(), trees(), masked(), masked()):
+        ours.settle(step)
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.split()[0] for text in told] == ["2", "10", "2", "10"]
+    assert "2 of 2 trees of the step were dropped: 2 EngineError" in told[0]
+    assert "limits.max_seconds" in told[1]
+    assert ours.state.ledger.failed == {"EngineError": 2, "EnvError": 1, "seconds (masked)": 6}
+    with pytest.raises(EnvError, match=r"no tree had a signal in 3 steps.*2 seconds \(masked\)"):
+        ours.settle(masked())
+
+
+def test_a_step_that_never_fills_ends_the_run_too() -> None:
+    """Where trees without a signal are replaced, so many in a row are a step without any."""
+    ours = accounts(ARPO(group_size=4))
+    config = replace(ours.config, train=replace(ours.config.train, max_untrained_steps=2))
+    ours.config = replace(config, queue=replace(config.queue, groups_per_step=4))
+    good = trees()[1]
+    bad = alike(right=False)[0]
+    assert [ours.keep(one) for one in (bad, bad, bad, good)] == [False, False, False, True]
+    assert not any(ours.keep(bad) for _ in range(7))
+    told = r"no tree had a signal in 2 steps.*of the last 4: 4 with equal returns"
+    with pytest.raises(EnvError, match=told):
+        ours.keep(bad)
+
+
+def alike(*, right: bool) -> list[TrajectoryTree]:
+    """Trees with equal returns."""
+    grown = trees()[:2]
+    for node in (node for tree in grown for node in tree.nodes):
+        node.reward, node.info = 0.0, {"success": right}
+    return grown
+
+
+def test_a_policy_that_does_nothing_right_is_told_from_one_that_has_learned_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours = accounts(ARPO(group_size=4))
+    ours.settle(alike(right=True))
+    assert not caplog.records
+    ours.settle(alike(right=False))
+    ours.settle(alike(right=False))
+    (told,) = caplog.records
+    assert "no tree of the step teaches anything" in told.getMessage()
+    assert "prompt.template" in told.getMessage()
+
+
+@pytest.mark.parametrize(("num_failed", "ends"), [(1, False), (2, True), (9, True)])
+def test_before_training_a_fifth_of_failures_is_enough(num_failed: int, ends: bool) -> None:
+    ended = [EvalRow(dataset="a", task=f"t{n}", sample=0, end="terminated") for n in range(10)]
+    for row in ended[:num_failed]:
+        row.end, row.error = "failed", "EnvError: the shop is closed"
+    ended.append(EvalRow(dataset="a", task="g", sample=0, end="failed", error="cancelled: by hand"))
+    refuse_failed("a", ended)
+    if not ends:
+        return refuse_failed("a", ended[:-1], is_before=True)
+    says = rf"{num_failed} of 10 .* before training, 20% or more: {num_failed} x EnvError: the shop"
+    with pytest.raises(EnvError, match=says):
+        refuse_failed("a", ended[:-1], is_before=True)
+
+
+def test_an_evaluation_in_which_everything_failed_is_refused() -> None:
+    rows = [EvalRow(dataset="a", task=task, sample=0, end="failed", error="x") for task in "tu"]
+    with pytest.raises(EnvError, match=r"all 2 trajectories of the evaluation of eval\.sets\.a"):
+        refuse_failed("a", rows)
+    refuse_failed("a", [*rows, EvalRow(dataset="a", task="v", sample=0, end="terminated")])
+    refuse_failed("a", [])
+    for row in rows:
+        row.error = "EngineError: all servers are out"
+    with pytest.raises(EngineError, match="2 x EngineError: all servers are out"):
+        refuse_failed("a", rows)
+
+
+def test_what_is_trained_is_normalised_over_the_update() -> None:
+    algorithm = ReinforcePP(group_size=4)
+    found = accounts(algorithm, equal_groups="drop").settle(trees())
+    expected = credited(trees()[:2], algorithm)
+    assert [tree.index for tree, _ in found] == [0, 1]
+    for (_, credit), (_, wanted) in zip(found, expected, strict=True):
+        assert credit.adv_pos.tolist() == wanted.adv_pos.tolist()
+    of_all = accounts(algorithm).settle(trees())
+    assert [tree.index for tree, _ in of_all] == [0, 1, 2]
+    assert all(credit.has_signal for _, credit in of_all), "a mean that is not 0 is taken off"
+
+
+def test_a_run_whose_groups_are_all_equal_ends_though_they_are_counted() -> None:
+    ours = accounts(ARPO(group_size=4))
+    ours.config = replace(ours.config, train=replace(ours.config.train, max_untrained_steps=2))
+    assert len(ours.settle(alike(right=True))) == 2
+    with pytest.raises(EnvError, match=r"no tree had a signal in 2 steps.*2 with equal returns"):
+        ours.settle(alike(right=True))
+
+
+def test_failures_by_kind_stand_beside_the_reward() -> None:
+    row = {"step": 3, "rollout/trees": 2, "rollout/tool_calls": 4, "rollout/forks": 0}
+    assert step_line(row, 9).endswith("tok/s")
+    failed = {"failed/by_kind/EnvError": 2, "failed/by_kind/OutageError": 1}
+    assert step_line(row | failed, 9).endswith("tok/s failed 2 EnvError, 1 OutageError")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "agreement"),
+    [
+        ("", [], "exact"),
+        ("0", [], "exact"),  # Muon: float32 on a GPU too
+        ("", ["learner.optimizer=adamw", "sft=none"], "exact"),
+        ("0", ["learner.optimizer=adamw", "sft=none"], "unknown"),  # bfloat16
+        ("", ["learner={optimizer='adamw',dtype='bfloat16',zero_stage=1}", "sft=none"], "unknown"),
+        ("0", ["learner={optimizer='adamw',dtype='bfloat16',zero_stage=1}", "sft=none",
+               "engine.dtype=bfloat16"], "unknown"),
+    ],
+)  # fmt: skip
+def test_figures_of_the_embedded_engine_are_the_learners_in_float32_only(
+    monkeypatch: pytest.MonkeyPatch, gpus: str, overrides: list[str], agreement: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    config = load_config(TrainConfig, CONFIG, overrides)
+    assert StepAccounts(config, RunState()).agreement == agreement

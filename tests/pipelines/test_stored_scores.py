@@ -1,0 +1,111 @@
+"""Scores and votes of stored rows are computed once, by the first command that wants them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from agentenv.pipelines.evaluation import compare, regrade, report
+from agentenv.pipelines.evaluation.scores import Scorer
+from agentenv.pipelines.evaluation.store import lock, read_rows
+from tests.support.stored_evaluation import mixed_rows, write_evaluation
+
+GRADER = {"kind": "layered"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_evaluation(tmp_path / "e", mixed_rows(12, 4), GRADER)
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The answers that the layered grader is asked about; it is not there, only what is equal as
+    text is right."""
+    found: list[str] = []
+
+    async def counted(
+        self: Scorer,
+        answer: str,
+        golds: Sequence[str],
+        question: str = "",
+        *,
+        ordered: bool = False,
+    ) -> bool:
+        found.append(answer)
+        return answer in golds
+
+    monkeypatch.setattr(Scorer, "equal", counted)
+    return found
+
+
+def summary(folder: Path) -> object:
+    return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.mark.slow
+def test_the_second_report_asks_nothing_and_says_the_same(folder: Path, asked: list[str]) -> None:
+    assert report.main([str(folder)]) == 0
+    first, num = summary(folder), len(asked)
+    assert num >= 48
+    assert all({"em", "rule"} <= row.scores.keys() for row in read_rows(folder))
+    assert report.main([str(folder)]) == 0
+    assert len(asked) == num
+    assert summary(folder) == first
+
+
+@pytest.mark.slow
+def test_a_comparison_uses_what_the_report_stored_and_stores_its_own(
+    folder: Path, tmp_path: Path, asked: list[str]
+) -> None:
+    other = write_evaluation(tmp_path / "other", mixed_rows(12, 4), GRADER)
+    assert report.main([str(folder)]) == 0
+    asked.clear()
+    assert compare.main([str(folder), str(other)]) == 0
+    assert len(asked) == 48
+    asked.clear()
+    assert compare.main([str(folder), str(other)]) == 0
+    assert asked == []
+
+
+@pytest.mark.slow
+def test_an_added_sample_is_scored_and_voted_with_the_others(
+    folder: Path, asked: list[str]
+) -> None:
+    rows = read_rows(folder)
+    whole = write_evaluation(folder.with_name("whole"), rows, GRADER)
+    first = [row for row in rows if row.sample < 3]
+    part = write_evaluation(folder.with_name("part"), first, GRADER)
+    assert report.main([str(part)]) == 0
+    known = read_rows(part)
+    write_evaluation(part, [*known, *(row for row in rows if row.sample == 3)], GRADER)
+    asked.clear()
+    assert report.main([str(part)]) == 0
+    assert len(asked) < len(rows)
+    assert report.main([str(whole)]) == 0
+    assert summary(part)["overall"] == summary(whole)["overall"]  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_regrading_scores_anew(folder: Path, asked: list[str]) -> None:
+    assert report.main([str(folder)]) == 0
+    asked.clear()
+    assert regrade.main([str(folder)]) == 0
+    assert len(asked) >= 48
+
+
+@pytest.mark.slow
+def test_scores_of_the_published_code_are_not_kept(folder: Path) -> None:
+    assert report.main([str(folder), "--compat", "reference"]) == 0
+    assert not any(row.scores for row in read_rows(folder))
+
+
+@pytest.mark.slow
+def test_while_another_command_writes_they_are_computed_and_not_stored(folder: Path) -> None:
+    before = (folder / "rows.jsonl").read_bytes()
+    with lock(folder):
+        assert report.main([str(folder)]) == 0
+    assert (folder / "rows.jsonl").read_bytes() == before

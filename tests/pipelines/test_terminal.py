@@ -1,0 +1,95 @@
+"""What a command says reaches its terminal, and where there is a log file nothing depends on it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentenv.pipelines.run.terminal import View
+
+TELLING = """
+import sys
+from pathlib import Path
+from agentenv.pipelines.run.terminal import View, to_its_end
+
+view = View()
+
+def work():
+    if len(sys.argv) > 1:
+        view.log_to(Path(sys.argv[1]))
+    for number in range(3):
+        view.say(f"line {number}")
+        view.warn(f"warning {number}")
+
+sys.exit(to_its_end(work, view, writing="it"))
+"""
+
+
+def test_a_full_disk_behind_the_output_ends_only_what_has_no_log(tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    with open("/dev/full", "w") as full:
+        for arguments, code in (([str(log)], 0), ([], 1)):
+            command = [sys.executable, "-c", TELLING, *arguments]
+            done = subprocess.run(
+                command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+            )
+            assert done.returncode == code, done.stderr
+            assert "Traceback" not in done.stderr
+    assert "no space is left on the device" in done.stderr
+    said = log.read_text()
+    assert [f"line {number}" in said for number in range(3)] == [True] * 3
+    assert said.count("the terminal, or its file, could not be written") == 1
+
+
+def test_a_reader_that_has_gone_is_no_end(tmp_path: Path) -> None:
+    """As behind `| head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", TELLING, str(tmp_path / "run.log")]
+    with os.fdopen(writer) as out:
+        done = subprocess.run(
+            command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 0
+    assert "BrokenPipe" not in done.stderr
+    assert "line 2" in (tmp_path / "run.log").read_text()
+
+
+def test_what_is_said_follows_the_streams_of_the_process(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    view = View()
+    view.say("to the first")
+    assert capsys.readouterr().out == "to the first\n"
+    view.warn("to the second")
+    assert capsys.readouterr().err == "warning: to the second\n"
+
+
+def test_warnings_of_parts_for_people_and_their_errors_are_on_the_terminal(
+    tmp_path: Path,
+) -> None:
+    code = """
+import logging, sys
+from pathlib import Path
+from agentenv.errors import SHOWN
+from agentenv.pipelines.run.terminal import View, to_its_end
+
+view, part = View(), logging.getLogger("agentenv.part")
+
+def work():
+    view.log_to(Path(sys.argv[1]))
+    part.warning("for the log")
+    part.warning("for people\\nwith more in the log", extra=SHOWN)
+    part.error("an error")
+
+to_its_end(work, view, writing="it")
+"""
+    log = tmp_path / "run.log"
+    command = [sys.executable, "-c", code, str(log)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == ["warning: for people", "error: an error"]
+    assert "for the log" in log.read_text()

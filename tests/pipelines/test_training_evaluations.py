@@ -1,0 +1,183 @@
+"""An evaluation of a training run is one of `launchers/evaluate.py`: the same rows in the same
+store, for the same commands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentenv.actor import Actor
+from agentenv.config import load_config
+from agentenv.dataset import load_tasks
+from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
+from agentenv.env import Env
+from agentenv.errors import ConfigError
+from agentenv.launchers import evaluate, train
+from agentenv.model_files import load_tokenizer
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.evaluation.store import load_saved, read_rows
+from agentenv.pipelines.rl.evaluations import Evaluations
+from agentenv.pipelines.rl.state import Evaluating
+from agentenv.pipelines.run.terminal import View
+from agentenv.pipelines.setup.assembly import make_renderer
+from agentenv.pipelines.setup.data import EnvMaker
+from agentenv.prompt import PromptConfig
+from agentenv.renderer import TagsConfig
+from agentenv.types import Task
+from tests.support.runs import rows_of
+from tests.support.warehouse import ROOT, warehouse_turn
+
+pytestmark = pytest.mark.slow
+
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
+SHORT = [
+    *("engine.name=scripted", "train.num_steps=2", "train.max_logprob_gap=1e9"),
+    *("eval.sets.heldout.max_tasks=24", "eval.sets.heldout.num_samples=2"),
+    *("queue.groups_per_step=4", "learner.groups_per_minibatch=4", "algorithm.group_size=4"),
+    *("eval.sets.dev.max_tasks=6", "eval.sets.dev.every=2", "sampling.eval.temperature=0.5"),
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, here: None) -> Path:
+    """A quick start of two steps with a scripted policy, which needs no cold start."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    before, _, rest = QUICKSTART.read_text().partition("[sft]")
+    config = folder / "short.toml"
+    config.write_text(f"{before}[eval{rest.partition('[eval')[2]}")
+    assert train.main([str(config), *SHORT, f"run.dir={folder}"]) == 0
+    return folder / "short"
+
+
+def test_the_quick_start_is_trained_with_a_scripted_engine(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    assert 0.4 < summary["success"]["after_rl"] < 0.95
+    assert summary["trees"]["offered"] == 8
+
+
+def test_each_evaluation_has_a_directory_with_its_settings(run: Path) -> None:
+    found = {path.name: load_saved(path) for path in (run / "eval").iterdir()}
+    assert set(found) == {"before_sft", "step-000002", "after_rl"}
+    saved = found["step-000002"]
+    (logged,) = [row for row in rows_of(run) if row.get("phase") == "step-000002"]
+    assert saved.subject["step"] == logged["step"] == 2
+    assert saved.subject["policy_version"] == logged["policy_version"]
+    assert saved.config["seed"] == 0
+    assert saved.config["sets"]["dev"]["sampling"]["temperature"] == 0.5
+    rows = read_rows(run / "eval" / "step-000002")
+    assert len(rows) == logged["eval/dev/trajectories"] == 6
+    assert {row.dataset for row in rows} == {"dev"}
+
+
+def test_the_summary_and_the_report_have_the_same_figures(run: Path) -> None:
+    assert evaluate.main(["report", str(run / "eval" / "after_rl")]) == 0
+    report = json.loads((run / "eval" / "after_rl" / "summary.json").read_text())
+    of_run = json.loads((run / "summary.json").read_text())
+    overall = report["overall"]
+    assert report["num_samples"] == 2
+    assert overall["num_trajectories"] == of_run["num_trajectories"]["after_rl"] == 48
+    assert overall["estimates"]["success"]["value"] == pytest.approx(of_run["success"]["after_rl"])
+    assert overall["estimates"]["reward"]["value"] == pytest.approx(of_run["reward"]["after_rl"])
+    assert (run / "eval" / "after_rl" / "report.html").is_file()
+
+
+def test_a_run_says_where_its_evaluations_are(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate.main(["report", str(run)]) == 2
+    assert f"there is one in {run}/eval/" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_the_first_and_the_last_are_compared(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, last = run / "eval" / "before_sft", run / "eval" / "after_rl"
+    assert evaluate.main(["compare", str(first), str(last)]) == 0
+    assert "24 questions are in both; none is left out" in capsys.readouterr().out
+
+
+def test_regrading_gives_the_stored_grades(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run / "eval" / "before_sft"
+    before = read_rows(folder)
+    assert {row.success for row in before} == {True, False}
+    assert evaluate.main(["regrade", str(folder)]) == 0
+    assert "0 of 48 verdicts changed" in capsys.readouterr().out
+    after = read_rows(folder)
+    assert [(row.key, row.reward, row.parts) for row in after] == [
+        (row.key, row.reward, row.parts) for row in before
+    ]
+
+
+def test_evaluating_the_run_gives_the_same_trajectories(run: Path, tmp_path: Path) -> None:
+    arguments = ["--n", "24", "num_samples=2", "--out", str(tmp_path / "again")]
+    assert evaluate.main([str(run), *arguments]) == 0
+    again, within = read_rows(tmp_path / "again"), read_rows(run / "eval" / "after_rl")
+    assert [row.segments for row in again] == [row.segments for row in within]
+    assert [row.seed for row in again] == [row.seed for row in within]
+
+
+class Evaluator:
+    """Evaluates five questions of the warehouse, one at a time; counts what is asked."""
+
+    def __init__(self, warehouse: Path, folder: Path) -> None:
+        keys = {"path": f"{warehouse.parent}/a.jsonl", "max_tasks": 5}
+        overrides = [f"eval.sets.a.{key}={value}" for key, value in keys.items()]
+        config = load_config(TrainConfig, warehouse, [*overrides, "eval.concurrency=1"])
+        model = Path(config.model.path)
+        tokenizer = load_tokenizer(model)
+        self.tasks = load_tasks(keys["path"], config.env.id, max_samples=5)
+        self.asked: list[str] = []
+        self.breaks_at = ""
+        make_env = EnvMaker(config.env, {}, Path, config.limits, config.prompt)
+        engine = ScriptedEngine(ScriptedConfig(), tokenizer, script=warehouse_turn)
+        renderer = make_renderer(TagsConfig(), PromptConfig(), tokenizer, model)
+        params = config.sampling.eval.params()
+        self._actor = Actor(engine, renderer, self._made(make_env), config.limits, params, "0")
+        self._evaluations = Evaluations(config, folder, {"a": self.tasks}, View())
+
+    def _made(self, make_env: EnvMaker) -> Callable[[Task], Env]:
+        def make(task: Task) -> Env:
+            if task.id == self.breaks_at:
+                raise ConfigError("killed")
+            self.asked.append(task.id)
+            return make_env(task)
+
+        return make
+
+    async def evaluate(self, incarnation: int, breaks_at: str = "") -> list[str]:
+        """The questions that were asked."""
+        self.asked, self.breaks_at = [], breaks_at
+        what = Evaluating(4, 4, ["a"], incarnation)
+        async with self._evaluations.begin(what, "step-000004") as ask:
+            rows = await ask(self._actor, "a")
+            assert [row.task for row in rows] == [task.id for task in self.tasks]
+        return self.asked
+
+
+@pytest.mark.parametrize(("incarnation", "num_asked"), [(1, 2), (2, 5)])
+async def test_one_that_was_cut_off_is_taken_up_if_the_weights_are_the_same(
+    warehouse: Path, tmp_path: Path, incarnation: int, num_asked: int
+) -> None:
+    evaluator = Evaluator(warehouse, tmp_path)
+    names = [task.id for task in evaluator.tasks]
+    with pytest.raises(ExceptionGroup):
+        await evaluator.evaluate(1, breaks_at=names[3])
+    partial, folder = (tmp_path / "eval" / f"step-000004{end}" for end in (".partial", ""))
+    assert len(read_rows(partial)) == 3
+    assert await evaluator.evaluate(incarnation) == names[-num_asked:]
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    assert [json.loads(line)["task"] for line in lines] == names, "none is doubled"
+    assert not partial.exists()
+    assert load_saved(folder).subject["incarnation"] == incarnation
+
+
+async def test_one_that_is_repeated_takes_the_place_of_the_first(
+    warehouse: Path, tmp_path: Path
+) -> None:
+    evaluator = Evaluator(warehouse, tmp_path)
+    for incarnation in (1, 2):
+        assert len(await evaluator.evaluate(incarnation)) == 5
+    folder = tmp_path / "eval" / "step-000004"
+    assert len((folder / "rows.jsonl").read_text().splitlines()) == 5
+    assert load_saved(folder).subject["incarnation"] == 2

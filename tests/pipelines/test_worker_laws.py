@@ -1,0 +1,121 @@
+"""A whole run under the virtual clock whose rollout workers are killed, hang and come back at
+moments that hypothesis chooses: it trains what a run in one process trains, each tree once, and
+never too stale."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from contextlib import AsyncExitStack, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentenv.actor import Actor
+from agentenv.cluster.engine import LinkedEngine
+from agentenv.cluster.link import Link, linked
+from agentenv.cluster.worker import RolloutWorker
+from agentenv.cluster.workers import RolloutWorkers
+from agentenv.pipelines.rl.recorder import Recorder
+from agentenv.pipelines.rl.training import Training, rollout_settings
+from agentenv.pipelines.run.rundir import RunDirectory
+from agentenv.pipelines.run.terminal import View
+from agentenv.virtual_clock import run_virtual
+from tests.support.toy_run import ToyWorld, toy_config
+
+pytestmark = pytest.mark.slow
+
+SILENCE_S = 30.0
+Storm = list[tuple[float, bool]]  # when a worker is lost, and whether it hangs
+
+
+class SpreadTraining(Training):
+    """Its workers are within this process; `storm` says when one is lost, and whether it hangs."""
+
+    storm: Storm
+    seed = 0
+
+    async def _start_workers(self, stack: AsyncExitStack) -> None:
+        self.workers = RolloutWorkers(
+            self.parts.actor, silence_s=SILENCE_S, tell=self.view.warn, journal=self.journal
+        )
+        stack.push_async_callback(self.workers.close)
+        for name in ("a", "b"):
+            self._keeping(stack, name, None)
+        rng = Random(self.seed)
+        for seconds, hangs in self.storm:
+            self._keeping(stack, rng.choice("ab"), (seconds, hangs))
+
+    def _keeping(self, stack: AsyncExitStack, name: str, loss: tuple[float, bool] | None) -> None:
+        work = self._work(name) if loss is None else self._lose(name, *loss)
+        stack.callback(asyncio.create_task(work).cancel)
+
+    async def _work(self, name: str) -> None:
+        """It is there again ten seconds after it was lost."""
+        own, workers = self.parts.actor, self.workers
+        assert workers is not None
+        while True:
+            ours, theirs = linked()
+            engine = LinkedEngine(theirs)
+            actor = Actor(engine, own.renderer, own.make_env, own.limits, own.sampling, own.seed)
+            settings = rollout_settings(self.config)
+            worker = RolloutWorker(actor, self.parts.plan, theirs, engine, settings=settings)
+            self.links[name] = ours, theirs
+            serving = asyncio.create_task(worker.serve())
+            await workers.join(name, ours)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            await asyncio.sleep(10.0)
+
+    async def _lose(self, name: str, seconds: float, hangs: bool) -> None:
+        await asyncio.sleep(seconds)
+        ours, theirs = self.links[name]
+        if hangs:
+            theirs.send = lambda frame: None  # type: ignore[method-assign]
+        else:
+            ours.abort()
+
+    links: dict[str, tuple[Link, Link]]
+
+
+def trained(
+    kind: type[Training], storm: list[tuple[float, bool]], seed: int, bound: int
+) -> list[int]:
+    """The trees that the learner trained, which refuses those that are too stale."""
+    world = ToyWorld()
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "draw", lambda self: [])
+        config = toy_config(
+            Path(name),
+            *("queue.groups_per_step=3", f"queue.max_staleness={bound}", f"run.seed={seed}"),
+            *("learner.groups_per_minibatch=3", "algorithm.entropy_window=4", "eval.sets={}"),
+        )
+        run = RunDirectory(Path(config.run.dir) / "toy", resume=False, settings={})
+        training = kind(config, run, View(), resume="", build=world.build)
+        if isinstance(training, SpreadTraining):
+            training.storm, training.seed, training.links = storm, seed, {}
+        with redirect_stdout(StringIO()):
+            run_virtual(training.run_all())
+        training.state.ledger.check(in_flight=0)
+        run.close()
+    assert {env.num_closed for env in world.envs} == {1}
+    assert world.engine.num_running == 0
+    return world.learner.trained
+
+
+@settings(max_examples=settings.default.max_examples // 5)  # type: ignore[attr-defined]
+@given(
+    storm=st.lists(st.tuples(st.floats(0.0, 150.0), st.booleans()), max_size=6),
+    seed=st.integers(0, 99),
+    bound=st.integers(0, 2),
+)
+def test_a_run_trains_the_same_trees_whatever_becomes_of_its_workers(
+    storm: Storm, seed: int, bound: int
+) -> None:
+    found = trained(SpreadTraining, storm, seed, bound)
+    assert len(found) == len(set(found))
+    assert found == trained(Training, [], seed, bound)

@@ -1,0 +1,194 @@
+"""Processes that work for this one: those that do not come up, and those of another version. Here
+each is a task of this process that connects as one would."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from msgspec import Struct
+
+from agentenv.cluster.link import Link, StreamLink
+from agentenv.cluster.messages import Alive, Figures, Lost, pack
+from agentenv.cluster.workers import Left
+from agentenv.errors import ConfigError, WorkerError
+from agentenv.pipelines.cluster.places import Elsewhere, Launch
+from agentenv.pipelines.cluster.processes import (
+    ADDRESS_VARIABLE,
+    NUMBER_VARIABLE,
+    TOKEN_VARIABLE,
+    Hello,
+    Kind,
+    WorkerProcesses,
+    own_code,
+)
+
+
+class Setup(Struct, array_like=True):
+    pass
+
+
+class Members:
+    """Nothing but who takes part."""
+
+    num_lost = 0
+
+    def __init__(self) -> None:
+        self.links: dict[str, Link] = {}
+
+    async def join(self, name: str, link: Link) -> Left:
+        self.links[name] = link
+        try:
+            while True:
+                await link.receive()
+        except EOFError:
+            return Left("it ended", 0, "")
+        finally:
+            link.abort()
+
+    def end(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+    async def close(self) -> None:
+        for link in self.links.values():
+            link.close()
+
+
+class Tasks:
+    """Places where each process is a task; `first` gives what one says once it is set up."""
+
+    host = "127.0.0.1"
+    is_patient = True
+
+    def __init__(self, first: Callable[[str], Struct], code: str) -> None:
+        self._first, self._code = first, code
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def start(self, launch: Launch) -> None:
+        self._tasks[launch.name] = asyncio.create_task(self._work(launch))
+
+    async def _work(self, launch: Launch) -> None:
+        host, _, port = launch.env[ADDRESS_VARIABLE].rpartition(":")
+        link = StreamLink(*await asyncio.open_connection(host, int(port)))
+        number = int(launch.env[NUMBER_VARIABLE])
+        link.send(pack(Hello(launch.env[TOKEN_VARIABLE], number, 1, self._code)))
+        try:
+            await link.receive()
+            link.send(pack(self._first(launch.name)))
+            while True:
+                await link.receive()
+        except EOFError:
+            pass
+        finally:
+            link.abort()
+
+    async def ended(self, name: str) -> str:
+        await asyncio.shield(self._tasks[name])
+        return "ended"
+
+    async def stop(self, name: str) -> None:
+        self._tasks[name].cancel()
+        await asyncio.gather(self._tasks[name], return_exceptions=True)
+
+
+@asynccontextmanager
+async def processes(
+    folder: Path, first: Callable[[str], Struct], *, num: int, least: int, code: str = ""
+) -> AsyncIterator[tuple[WorkerProcesses, Members, list[str]]]:
+    members, told = Members(), list[str]()
+    kind = Kind("module", "worker", "rollout worker", num, 10.0, 5, "cluster", least)
+    places = Tasks(first, code or own_code())
+    found = WorkerProcesses(kind, members, Setup(), folder, told.append, places)
+    try:
+        yield found, members, told
+    finally:
+        await found.close()
+        await asyncio.sleep(0.05)  # in which connections close
+
+
+def first_is(kind: str) -> Callable[[str], Struct]:
+    """The first process finds something wrong the first time, the others are well."""
+    times = iter(range(9))
+
+    def first(name: str) -> Struct:
+        if name == "worker-0" and next(times) == 0:
+            return Lost(-1, kind, "this one is broken")
+        return Alive(Figures())
+
+    return first
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not is_so():  # noqa: ASYNC110 (many things change it)
+            await asyncio.sleep(0.02)
+
+
+async def test_one_that_does_not_come_up_is_started_again_beside_the_others(tmp_path: Path) -> None:
+    first = first_is("WorkerError")
+    async with processes(tmp_path, first, num=3, least=2) as (found, members, told):
+        await found.start()
+        await until(lambda: len(members.links) == 3)
+    assert any("worker-0 does not start: worker-0: this one is broken" in text for text in told)
+    assert "worker-0 is there again" in told
+
+
+async def test_without_as_many_as_are_needed_nothing_begins(tmp_path: Path) -> None:
+    async with processes(tmp_path, first_is("WorkerError"), num=3, least=3) as (found, _, _):
+        with pytest.raises(WorkerError, match="worker-0: this one is broken"):
+            await found.start()
+
+
+async def test_what_the_user_can_mend_is_told_before_the_run(tmp_path: Path) -> None:
+    async with processes(tmp_path, first_is("ConfigError"), num=1, least=1) as (found, _, _):
+        with pytest.raises(ConfigError, match="worker-0: this one is broken"):
+            await found.start()
+
+
+async def test_an_error_of_another_version_is_told(tmp_path: Path) -> None:
+    async with processes(tmp_path, first_is("NewError"), num=1, least=1) as (found, _, _):
+        with pytest.raises(Exception, match="worker-0: this one is broken"):
+            await found.start()
+
+
+async def test_workers_that_come_at_once_get_a_place_each(tmp_path: Path) -> None:
+    """Those that somebody else starts, whose number is a wish: here of all the same one."""
+    own_code.cache_clear()  # which takes a while the first time
+    members, told = Members(), list[str]()
+    kind = Kind("module", "worker", "rollout worker", 3, 10.0, 5, "cluster")
+    found = WorkerProcesses(kind, members, Setup(), tmp_path, told.append, Elsewhere("127.0.0.1"))
+    starting = asyncio.create_task(found.start())
+    await until(lambda: found._server is not None)
+    host, _, port = found.address.rpartition(":")
+    links = []
+    for _ in range(3):
+        links.append(StreamLink(*await asyncio.open_connection(host, int(port))))
+        links[-1].send(pack(Hello(found._token, 0, 1, "other")))
+    try:
+        for link in links:
+            async with asyncio.timeout(10):
+                await link.receive()  # its setup
+            link.send(pack(Alive(Figures())))
+        await starting
+        await until(lambda: len(told) == 3)  # of its other code each
+    finally:
+        await found.close()
+        for link in links:
+            link.abort()
+        await asyncio.sleep(0.05)
+
+
+async def test_who_runs_other_code_is_told_of(tmp_path: Path) -> None:
+    well = first_is("")
+    async with processes(tmp_path, lambda _: well("x"), num=1, least=1) as (found, _, told):
+        await found.start()
+    assert told == []
+    given = processes(tmp_path, lambda _: well("x"), num=1, least=1, code="0123")
+    async with given as (found, _, told):
+        await found.start()
+    (text,) = told
+    assert "a rollout worker (process 1 on 127.0.0.1) runs other code than this process" in text
+    assert f"0123, here it is {own_code()}" in text

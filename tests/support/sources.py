@@ -1,0 +1,13 @@
+"""The source files of the installed packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("agentenv", "envs", "learners", "reference", "pipelines", "launchers")
+
+
+def sources(*packages: str) -> list[Path]:
+    """The Python files of these packages, or of all; `agentenv` without what is linked into it."""
+    return sorted(path for one in packages or PACKAGES for path in (ROOT / one).rglob("*.py"))
