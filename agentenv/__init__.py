@@ -9,12 +9,12 @@ What an environment of your own needs can be imported from here; the rest lives 
                branch     one growing trajectory, and the envs that are open
                deadline   how long is waited, and what ends in spite of cancellations
                plan       the seam that decides on roots and forks
-               replay     the queue to the learner and its bound on staleness
+               queue      the replay queue to the learner and its bound on staleness
                pace       when a tree starts, so that it does not wait for the learner
                evaluate   questions asked with the same actor
                journal    what a killed run goes on from
                archive    every tree that was taken for a step
-               regrow     one of them grown again, to compare
+               replay     one of them grown again, to compare
                metrics    figures of rollouts
     tokens     renderer   messages to token ids and back: the tag protocol
                tags       its calls: read, written, described
@@ -32,10 +32,11 @@ What an environment of your own needs can be imported from here; the rest lives 
                demonstrations   what a cold start imitates, played in the environment
                tiny       a small untrained model with words of one's own
                assist/    Tool-Star's helpers at inference time
-    data/      files, rows, datasets: from files to tasks in order
+    data       data_files, rows, dataset: from files to tasks in order
     engines/   what samples: embedded, scripted, vLLM, SGLang, pools of servers; engine is the seam
     settings   config     TOML files to structs
-               kinds      parts chosen by name, also from a package of the user's own
+               server_config   settings of engines that are servers
+               registry   parts chosen by name, also from a package of the user's own
                old_keys   keys of earlier configurations: why they went, what replaces them
     processes  cluster/   rollouts and environments in processes of their own
                offload    threads and processes beside the event loop
@@ -46,7 +47,7 @@ What an environment of your own needs can be imported from here; the rest lives 
                failures   of rollouts: logged once, counted, bounded
                outcomes   what an environment may give
                redact     secrets out of what leaves a run
-               foreign    what this program did not write, decoded
+               untrusted  what this program did not write, decoded
     files      model_files   what a model directory says
                hub           models and datasets by their ids on the Hugging Face hub
                disk          files that are whole whenever somebody reads them

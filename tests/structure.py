@@ -152,7 +152,7 @@ def measured(repo: Path) -> dict[str, Any]:
         "docstrings": [docstrings, functions],
         "described": described,
         "longest_file": max((lines, name) for name, lines in files.items()),
-        "longest_class": max((lines, name) for name, lines in classes.items()),
+        "longest_class": max(((lines, name) for name, lines in classes.items()), default=(0, "")),
         "file_circles": circles(arrows),
         "folder_circles": circles(between),
         "arrows_up": [

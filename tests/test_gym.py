@@ -134,7 +134,7 @@ def test_ids_registered_later_are_known_to_gymnasium_too() -> None:
 
 def test_an_id_that_gymnasium_does_not_take_stays_ours() -> None:
     register("toy/many/parts", "tests.test_gym:PatientEnv")
-    assert "toy/many/parts" in registry.envs()
+    assert "toy/many/parts" in registry.env_ids()
     assert "toy/many/parts" not in gymnasium.registry
     del registry._registry["toy/many/parts"]
 

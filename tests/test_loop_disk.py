@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sources import sources as files
+
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("agentenv", "envs", "learners", "launchers")
-BENCHES = ("benchmarks/parts", "benchmarks/bench.py")
 
 OURS = {"write_whole", "append_whole", "make_folder", "replace_folder", "own_folder", "sync"}
 SYSTEM = {"fsync", "fdatasync", "rmtree", "copytree", "copyfile", "copy2", "listdir", "scandir"}
@@ -120,12 +120,8 @@ def on_loop(tree: ast.AST, names: set[str]) -> Iterator[tuple[str, str]]:
 
 
 def sources() -> dict[str, ast.AST]:
-    paths = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
-    named = ((str(path.relative_to(ROOT)), path) for path in paths)
     return {
-        name: ast.parse(path.read_text(encoding="utf-8"))
-        for name, path in named
-        if not name.startswith(BENCHES)
+        str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in files()
     }
 
 

@@ -36,6 +36,8 @@ def structs(kind: mi.Type) -> Iterator[type]:
 
 
 SINCE = {  # values that the files give another of since then, or give where they gave none
+    "env.module: 'envs' -> 'agentenv.envs'",
+    "run.setup: 'launchers.quickstart:prepare' -> 'agentenv.envs.quickstart_setup:prepare'",
     "checkpoint.finish_s: 60.0 -> 240.0",
     "checkpoint.finish_s: 60.0 -> 450.0",
     "grader.kind: None -> 'layered'",

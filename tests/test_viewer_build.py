@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "viewer"
-BUILT = ROOT / "launchers" / "viewing" / "static"
+BUILT = ROOT / "pipelines" / "viewing" / "static"
 MAX_BYTES = 1 << 20
 
 

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sources import PACKAGES, sources
+
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("agentenv", "envs", "learners", "launchers")
 
 SOCKETS = {"sock_recv", "sock_recv_into", "sock_sendall", "sock_accept", "sock_connect"}
 SOCKETS |= {"readexactly", "readuntil", "readline", "drain", "wait_closed", "open_connection"}
@@ -40,8 +41,6 @@ BEATS = "a worker that says nothing is given up, and one without its controller 
 SAME = "an event of the same loop; who sets it has a deadline"
 SESSION = CALLER + "Sandbox._ask, fork, spawn and the self-test"
 INDEX = CALLER + "the tool's limit; building an index takes its time and says so"
-BENCH = "a bench that somebody watches"
-CONTEST = CALLER + "drive in benchmarks/peers/contest.py"
 PERSON = "until a person says so, who can see it, or the run ends"
 FOREVER = "until a signal, or as long as what it looks after lives"
 
@@ -61,13 +60,6 @@ ALLOWED = {
     "agentenv/guard.py _own_folder: fcntl.flock": "who else takes it only looks, as in disk.py",
     "agentenv/guard.py main: server.wait": "it was killed",
     "agentenv/gym.py LoopThread.run: asyncio.run_coroutine_threadsafe": "result(timeout_s)",
-    "benchmarks/parts/concurrency.py BatchingServer._work: self._came.wait": HERE,
-    "benchmarks/parts/concurrency.py throughput: over.wait": HERE,
-    "benchmarks/parts/concurrency.py throughput.feed: places.acquire": HERE,
-    "benchmarks/parts/makespan.py _queued: queue.get": HERE,
-    "benchmarks/parts/staleness.py World.drop: finished.get": HERE,
-    "benchmarks/parts/staleness.py World.ours: queue.get": HERE,
-    "benchmarks/parts/staleness.py _run: subprocess.run": BENCH,
     "agentenv/journal.py Journal.commit: self._written.wait": SAME,
     "agentenv/queue.py ReplayQueue.get: self._arrived.wait": SAME,
     "agentenv/queue.py ReplayQueue.reserve: self._freed.wait": SAME,
@@ -99,31 +91,10 @@ ALLOWED = {
     "envs/common/workers.py main: control.recv": CHILD,
     "envs/common/workers.py main: sock.sendall": CHILD,
     "envs/common/workers.py main: socket.recv_fds": CHILD,
-    "benchmarks/parts/chaos.py Run.end: process.wait": BENCH,
-    "benchmarks/parts/chaos.py Run.process: listening.join": BENCH,
-    "benchmarks/parts/chaos.py Servers.__exit__: process.communicate": BENCH,
-    "benchmarks/parts/chaos.py Servers.__exit__: self._storming.join": BENCH,
-    "benchmarks/parts/chaos.py Servers._kill: self._processes[port].communicate": BENCH,
-    "benchmarks/parts/chaos.py Servers.revive: self._processes[port].communicate": BENCH,
-    "benchmarks/parts/chaos.py end_tree: process.wait": BENCH,
-    "benchmarks/parts/chaos.py run_storm: process.wait": BENCH,
     "pipelines/diagnosis/escapes.py Places.damage: self.server.accept": "the socket does not block",
     "pipelines/cluster/places.py Here.ended: self._guards[name].wait": CALLER + "_bounds_it",
     "pipelines/run/event_loop.py Watchdog._run: self._signals.recv": "settimeout(BEAT_S)",
     "pipelines/monitors/monitors.py Monitors._run: self._calls.get": HERE,
-    "benchmarks/parts/engines.py run: server.communicate": "it was killed",
-    "benchmarks/parts/overhead.py _measure: stage.wait": BENCH,
-    "benchmarks/parts/overhead.py serve_rank: asyncio.open_connection": BENCH,
-    "benchmarks/parts/overhead.py serve_rank: reader.readexactly": BENCH,
-    "benchmarks/parts/overhead.py serve_rank: writer.drain": BENCH,
-    "benchmarks/parts/overhead.py serve_rank: writer.wait_closed": BENCH,
-    "benchmarks/peers/drivers/skyrl_env.py run.one: loop.run_in_executor": CONTEST,
-    "benchmarks/peers/drivers/trl_loop.py take: samples.get": CONTEST,
-    "benchmarks/peers/work.py until_over: work.over.wait": CONTEST,
-    "benchmarks/parts/mock_server.py RecitingServer._recite: asyncio.Event().wait": BENCH,
-    "benchmarks/parts/mock_server.py RecitingServer._recite: self._going.wait": BENCH,
-    "benchmarks/parts/mock_server.py serve: asyncio.Event().wait": FOREVER,
-    "benchmarks/parts/mock_server.py serve: sys.stdin.readline": FOREVER,
     "launchers/retriever.py serve: stop.wait": FOREVER,
     "pipelines/rl/inflight.py Orders.until: self._came.wait": PERSON,
     "launchers/serve.py serve: stop.wait": FOREVER,
@@ -240,7 +211,7 @@ def waits_in(source: str) -> list[tuple[str, str]]:
 
 def waits() -> Iterator[str]:
     for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
+        for path in sources(package):
             name = str(path.relative_to(ROOT))
             for function, call in waits_in(path.read_text(encoding="utf-8")):
                 yield f"{name} {function}: {call}"

@@ -98,7 +98,7 @@ STUBBORN = """
 import asyncio, os, signal, sys, threading, time
 if "without" in sys.argv:
     sys.modules["uvloop"] = None
-from agentenv.launchers import event_loop
+from agentenv.pipelines.run import event_loop
 from agentenv.pipelines.run.terminal import View, run_until_done
 event_loop.GRACE_S = 0.2
 
@@ -134,7 +134,7 @@ def test_the_second_ctrl_c_ends_a_process_that_ignores_it(uvloop: str) -> None:
 
 HELD = """
 import asyncio, time
-from agentenv.launchers import event_loop
+from agentenv.pipelines.run import event_loop
 from agentenv.pipelines.run.terminal import View, run_until_done
 event_loop.BEAT_S = 0.02
 
@@ -210,7 +210,7 @@ HANGING = """
 import sys, time
 from agentenv import offload
 from agentenv.errors import StallError
-from agentenv.launchers import terminal
+from agentenv.pipelines.run import terminal
 offload.HANGS_S = terminal.SHOWN_S = 0.2
 
 def read():

@@ -119,7 +119,7 @@ def test_an_unknown_prefix_names_the_nearest(
 def test_each_command_says_in_the_same_words_how_it_is_used(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command, main = name.removeprefix("launchers."), importlib.import_module(name).main
+    command, main = name.removeprefix("agentenv.launchers."), importlib.import_module(name).main
     with suppress(SystemExit):  # one has no parser
         main(["--help"])
     text = capsys.readouterr().out
