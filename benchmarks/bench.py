@@ -1,39 +1,16 @@
 """What the learner gains, what the controller costs, what faults and other settings do to a run.
 
     python benchmarks/bench.py learner [--json FILE] [--shapes NAME ...] [--repeats N] [--dense]
-    python benchmarks/bench.py deal [--json FILE]
     python benchmarks/bench.py overhead [--json FILE] [--sizes N ...] [--workers N]
-    python benchmarks/bench.py workers [--json FILE] [--kind processes | ray] [--most N] [--steps N]
-    python benchmarks/bench.py load [--json FILE] [--faults NAME ...] [--scale S]
     python benchmarks/bench.py chaos [--json FILE] [--long | --short] [--times N] [--seconds S]
-    python benchmarks/bench.py soak [--json FILE] [--minutes M]
-    python benchmarks/bench.py makespan [--json FILE] [--seeds N]
-    python benchmarks/bench.py staleness [--json FILE] [--seeds N] [--updates N]
-    python benchmarks/bench.py concurrency [--json FILE]
-    python benchmarks/bench.py transport | start | fork | tools [--json FILE] [--repeats N]
-    python benchmarks/bench.py engines [--json FILE] [--repeats N]
-    python benchmarks/bench.py lag [--json FILE]
-    python benchmarks/bench.py paper [--json FILE] [--figures FILE]
-    python benchmarks/bench.py all [--json FILE] [--plots DIR] [--parts NAME ...]
     python benchmarks/bench.py peers [--json FILE] [--only NAME ...] [--sizes N ...] [--rounds N]
     python benchmarks/bench.py simulate CONFIG [key.sub=value ...] [--trace RUN] [--steps N]
 
-Each part is a file of benchmarks/parts/. `learner` measures what training trees as trees is worth,
-`deal` how long ranks wait for each other (both layouts.py); `overhead` what the controller costs at
-thousands of rollouts, `workers` how much faster rollouts grow in two rollout workers than in one
-(scaling.py), `load` what sick, slow, full or lost engine servers do to a run (it fails if a
-trajectory is lost), `chaos` what is left of a run in a storm of faults (it fails if a tree is lost
-or trained twice), `soak` what its processes hold more and more of, `makespan` what a barrier costs
-beside no barrier, with tools of long tails, `staleness` what its bound does to time, length and
-success, beside rules that discard or wait, `concurrency` how near to the best fixed limit of
-requests the pool's own comes (simulated), `transport` what a finished tree costs to send, `start`
-how long a command takes to begin, `fork` and `tools` what forks and calls cost (sandboxes.py),
-`engines` what a client of servers costs by the token, `lag` how late the loop is while tools give
-5 MB, `simulate` what a run would be like under other settings, by the times of a recorded one
-(simulation.py), `paper` what 8, 64 and 1,000 GPUs ask of a controller, by measured costs, `peers`
-what other projects cost at the work of `overhead` (peers/contest.py; it installs them). `all` runs
-the parts in a bounded size each, into one file, with pictures.
-`--json -` prints the figures alone.
+`learner` measures the worth of training trees as trees (layouts.py), `overhead` the cost of the
+controller at thousands of rollouts, `chaos` the rest of a run in a storm of faults (it fails if a
+tree is lost or trained twice), `simulate` a run under other settings, by the times of a recorded
+one (simulation.py), `peers` the cost of other projects at the work of `overhead` (it installs
+them). `--json -` prints the figures alone.
 """
 
 from __future__ import annotations
@@ -72,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.json and not is_alone(options):
             check_target(options.json)
-        return RUNS.get(options.part, run_plain)(options, view)
+        return RUNS[options.part](options, view)
     except (AgentEnvError, OSError) as error:
         view.fail(str(error))
         return 2
@@ -85,95 +62,54 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
-    learner = parts.add_parser("learner", help="trees against flat layouts")
-    dealing = parts.add_parser("deal", help="idle ranks, on simulated trees")
-    cost = parts.add_parser("overhead", help="CPU, lag and memory of the controller")
-    cost.add_argument(
+
+    def part(name: str, about: str) -> argparse.ArgumentParser:
+        found = parts.add_parser(name, help=about)
+        found.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+        return found
+
+    def number(parser: argparse.ArgumentParser, name: str, default: int, about: str) -> None:
+        parser.add_argument(
+            name, type=int, default=default, metavar="N", help=f"{about}; default {default}"
+        )
+
+    learner = part("learner", "trees against flat layouts")
+    learner.add_argument("--shapes", nargs="+", metavar="NAME", help="only these; default all")
+    number(learner, "--repeats", 3, "medians of N")
+    learner.add_argument("--dense", action="store_true", help="also trees under a dense mask")
+    overhead = part("overhead", "CPU, lag and memory of the controller")
+    overhead.add_argument(
         "--sizes", nargs="+", type=int, metavar="N", help="rollouts at a time; default 1000 10000"
     )
-    faults = parts.add_parser("load", help="a run on engine servers with faults")
-    cost.add_argument(
-        "--workers", type=int, default=1, metavar="N",
-        help="rollout workers; default 1; 0: rollouts grow in the controller",
-    )  # fmt: skip
-    scaling = parts.add_parser("workers", help="two rollout workers beside one, and more simulated")
-    scaling.add_argument(
-        "--kind", choices=("processes", "ray"), default="processes", help="default %(default)s"
-    )
-    scaling.add_argument("--most", type=int, default=8, metavar="N", help="default %(default)s")
-    scaling.add_argument("--steps", type=int, default=14, metavar="N", help="default %(default)s")
-    scaling.add_argument("--prompts", type=int, default=8, metavar="N", help="default %(default)s")
-    faults.add_argument(
-        "--faults",
-        nargs="+",
-        metavar="NAME",
-        help="those in benches/load.py; default all",
-    )
-    faults.add_argument(
-        "--scale", type=float, metavar="S", help="what durations are multiplied by; default 0.1"
-    )
-    storm = parts.add_parser("chaos", help="a run in a fault storm, beside a calm one")
-    form = storm.add_mutually_exclusive_group()
+    number(overhead, "--workers", 1, "rollout workers; 0: rollouts grow in the controller")
+    chaos = part("chaos", "a run in a fault storm, beside a calm one")
+    form = chaos.add_mutually_exclusive_group()
     form.add_argument("--long", action="store_true", help="20 minutes, vLLM servers on the CPU")
     form.add_argument("--short", action="store_true", help="seconds: whether it works at all")
-    storm.add_argument("--times", type=int, default=1, metavar="N", help="storms; default 1")
-    storm.add_argument(
-        "--seconds", type=float, metavar="S", help="how long the calm run lasts; default 300"
+    number(chaos, "--times", 1, "storms")
+    chaos.add_argument(
+        "--seconds", type=float, metavar="S", help="length of the calm run; default 300"
     )
-    long = parts.add_parser("soak", help="memory and descriptors of a long run")
-    long.add_argument("--minutes", type=float, default=30.0, metavar="M", help="default 30")
-    spans = parts.add_parser("makespan", help="rollouts with and without a barrier")
-    spans.add_argument("--seeds", type=int, default=3, metavar="N", help="medians of N; default 3")
-    sending = parts.add_parser("transport", help="bytes and time of trees that are sent")
-    starting = parts.add_parser("start", help="how long a command takes to begin")
-    forking = parts.add_parser("fork", help="forks of sandboxes, envs, trees and prompts")
-    calling = parts.add_parser("tools", help="calls of the sandbox, and of a cached search")
-    asking = parts.add_parser("engines", help="CPU of a client of engine servers")
-    for part in (sending, starting, forking, calling, asking):
-        part.add_argument("--repeats", type=int, default=5, metavar="N", help="medians of N")
-    bounds = parts.add_parser("staleness", help="its bound, beside rules that discard or wait")
-    bounds.add_argument("--seeds", type=int, default=3, metavar="N", help="medians of N; default 3")
-    bounds.add_argument(
-        "--updates", type=int, default=20, metavar="N",
-        help="of the quick start at each bound; default 20, 0: only what is simulated",
-    )  # fmt: skip
-    finding = parts.add_parser("concurrency", help="the pool's limit of requests beside fixed ones")
-    late = parts.add_parser("lag", help="lag of the event loop while tools give 5 MB")
-    paper = parts.add_parser("paper", help="8, 64 and 1,000 GPUs, by measured costs")
-    paper.add_argument(
-        "--figures", type=Path, metavar="FILE",
-        help="costs as `all --json` wrote them; default: those in the module",
-    )  # fmt: skip
-    everything = parts.add_parser("all", help="the parts in a bounded size each")
-    everything.add_argument("--plots", type=Path, metavar="DIR", help="pictures of the main tables")
-    everything.add_argument("--parts", nargs="+", metavar="NAME", help="only these; default all")
-    beside = parts.add_parser("peers", help="the overhead of other projects at the same work")
-    beside.add_argument("--only", nargs="+", metavar="NAME", help="only these; default all")
-    beside.add_argument("--sizes", nargs="+", type=int, metavar="N", help="default 100 1000")
-    beside.add_argument("--rounds", type=int, default=3, metavar="N", help="medians of N")
-    beside.add_argument(
+    peers = part("peers", "the overhead of other projects at the same work")
+    peers.add_argument("--only", nargs="+", metavar="NAME", help="only these; default all")
+    peers.add_argument("--sizes", nargs="+", type=int, metavar="N", help="default 100 1000")
+    number(peers, "--rounds", 3, "medians of N")
+    peers.add_argument(
         "--folder", type=Path, metavar="DIR", help="of their environments; default in ~/.cache"
     )
-    beside.add_argument(
-        "--install-s", type=float, default=600.0, metavar="S",
-        help="how long installing one may take; default %(default)s",
-    )  # fmt: skip
-    other = parts.add_parser("simulate", help="a run under other settings, in virtual time")
+    number(peers, "--install-s", 600, "seconds that installing one may take")
+    other = part("simulate", "a run under other settings, in virtual time")
     other.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of the run")
     other.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
     other.add_argument(
-        "--trace", type=Path, metavar="RUN", action="append",
+        "--trace",
+        type=Path,
+        metavar="RUN",
+        action="append",
         help="folder of a run with log.timings=true, by default that of CONFIG; given again: "
         "another run, with other settings, whose times count as well",
-    )  # fmt: skip
-    other.add_argument("--steps", type=int, default=20, metavar="N", help="default %(default)s")
-    measured = (learner, dealing, cost, scaling, faults, storm, long, spans, sending, starting)
-    added = (forking, calling, asking, bounds, finding, late, paper, everything, beside)
-    for part in (*measured, other, *added):
-        part.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    learner.add_argument("--shapes", nargs="+", metavar="NAME", help="only these; default all")
-    learner.add_argument("--repeats", type=int, default=3, metavar="N", help="medians of N")
-    learner.add_argument("--dense", action="store_true", help="also trees under a dense mask")
+    )
+    number(other, "--steps", 20, "updates")
     return parser.parse_args(argv)
 
 
@@ -236,142 +172,6 @@ def run_learner(options: argparse.Namespace, view: View) -> int:
     figures, tables = layouts.run(options.shapes, options.repeats, options.dense, say)
     tell(options, figures, partial(show_all, view, tables))
     return 0
-
-
-def run_deal(options: argparse.Namespace, view: View) -> int:
-    """Idle ranks."""
-    from benchmarks.parts import layouts
-
-    figures, tables = layouts.run_deal()
-    tell(options, figures, partial(show_all, view, tables))
-    return 0
-
-
-Rows = dict[str, Any]  # struct of figures by row
-
-
-def _makespan(options: argparse.Namespace, say: Say) -> Rows:
-    from benchmarks.parts import makespan
-
-    return makespan.run(options.seeds)
-
-
-def _staleness(options: argparse.Namespace, say: Say) -> Rows:
-    from benchmarks.parts import staleness
-
-    return staleness.run(options.seeds, options.updates, say)
-
-
-def _concurrency(options: argparse.Namespace, say: Say) -> Rows:
-    from benchmarks.parts import concurrency
-
-    return concurrency.run()
-
-
-def _transport(options: argparse.Namespace, say: Say) -> Rows:
-    from benchmarks.parts import transport
-
-    return transport.run(options.repeats)
-
-
-def _start(options: argparse.Namespace, say: Say) -> Rows:
-    from benchmarks.parts import start
-
-    return start.run(options.repeats)
-
-
-def _fork(options: argparse.Namespace, say: Say) -> Rows:
-    from benchmarks.parts import sandboxes
-
-    return sandboxes.run_fork(options.repeats)
-
-
-def _tools(options: argparse.Namespace, say: Say) -> Rows:
-    from benchmarks.parts import sandboxes
-
-    return sandboxes.run_tools(options.repeats)
-
-
-def _engines(options: argparse.Namespace, say: Say) -> Rows:
-    from benchmarks.parts import engines
-
-    return engines.run(options.repeats)
-
-
-def _lag(options: argparse.Namespace, say: Say) -> Rows:
-    from benchmarks.parts import lag
-
-    return lag.run()
-
-
-def _paper(options: argparse.Namespace, say: Say) -> Rows:
-    from benchmarks.parts import paper
-
-    return paper.run(options.figures, say)
-
-
-MOST_COLUMNS = 8
-
-# Parts whose figures are one row each of one struct: title, first column, what measures. Of one
-# whose rows are of several kinds the rows stand below the name of their table.
-PLAIN: dict[str, tuple[str, str, Callable[[argparse.Namespace, Say], Rows]]] = {
-    "makespan": ("until the last batch is there, in virtual seconds", "workload", _makespan),
-    "staleness": ("by the rule of what is trained, and its bound", "rule", _staleness),
-    "concurrency": ("sampled tokens a second, simulated", "server", _concurrency),
-    "transport": ("a finished tree, per sampled token", "form", _transport),
-    "start": ("fresh processes", "command", _start),
-    "fork": ("forks, in milliseconds", "of", _fork),
-    "tools": ("calls of tools", "call", _tools),
-    "engines": ("CPU of a client of engine servers", "client", _engines),
-    "lag": ("lag of the event loop, by what a tool gives", "result", _lag),
-    "paper": ("what a number of GPUs asks of the controller", "of", _paper),
-}
-
-
-def run_plain(options: argparse.Namespace, view: View) -> int:
-    """A part of PLAIN as tables, or as JSON: to a file, or alone to the output."""
-    title, column, measure = PLAIN[options.part]
-    measured = measure(options, say_of(options, view))
-    nested = any(isinstance(one, dict) for one in measured.values())
-    tables = measured if nested else {"": measured}
-    found = {
-        name: {row: asdict(figures) for row, figures in rows.items()}
-        for name, rows in tables.items()
-    }
-
-    def show() -> None:
-        for name, rows in found.items():
-            if rows:
-                names, *lines = _lines(column, rows)
-                table = head(f"{title}: {name}" if name else title, names)
-                for line in lines:
-                    table.add_row(*line)
-                view.show(table)
-
-    tell(options, found if nested else found[""], show)
-    return 0
-
-
-def _lines(column: str, rows: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """A head and a line each row, or each figure where these are too many for a terminal."""
-    names = [name.replace("_", " ") for name in next(iter(rows.values()))]
-    lines = [[column, *names]]
-    lines += [[row, *map(str, figures.values())] for row, figures in rows.items()]
-    return lines if len(names) <= MOST_COLUMNS else list(map(list, zip(*lines, strict=True)))
-
-
-def run_all(options: argparse.Namespace, view: View) -> int:
-    """Each part in a process of its own, into one file. The exit status is 1 if one failed."""
-    from benchmarks.parts import everything
-
-    parts = _known("--parts", options.parts, everything.PARTS)
-    say = say_of(options, view)
-    found = everything.run(parts, say, None if is_alone(options) else options.json)
-    if is_alone(options):
-        tell(options, found, lambda: None)
-    if options.plots:
-        say(f"written to {options.plots}: {', '.join(everything.plot(found, options.plots))}")
-    return int(any("error" in part for part in found["parts"].values()))
 
 
 K = TypeVar("K")
@@ -450,47 +250,6 @@ def run_peers(options: argparse.Namespace, view: View) -> int:
     return 0
 
 
-def run_workers(options: argparse.Namespace, view: View) -> int:
-    """Seconds a step by number of workers, likewise."""
-    from benchmarks.parts import scaling
-
-    say = say_of(options, view)
-    found = scaling.run(options.kind, options.most, options.steps, options.prompts, say)
-    rows = list(map(asdict, found))
-
-    def show() -> None:
-        title = "seconds a step, and how many times as fast as with one worker"
-        table = head(title, scaling.Figures.__struct_fields__)
-        for row in rows:
-            table.add_row(*("" if value is None else f"{value:g}" for value in row.values()))
-        view.show(table)
-
-    tell(options, rows, show)
-    return 0
-
-
-def run_load(options: argparse.Namespace, view: View) -> int:
-    """Figures by fault, likewise. The exit status is 1 if anything was lost."""
-    from benchmarks.parts import load
-
-    size = load.Size(scale=options.scale or load.Size().scale)
-    found = load.run(_known("--faults", options.faults, load.SCENARIOS), size)
-
-    def show() -> None:
-        title = f"a run on servers with faults; all durations are multiplied by {size.scale:g}"
-        names = [name for name in load.Figures.__struct_fields__ if name != "told"]
-        table = head(title, ["servers", *names])
-        for fault, figures in found.items():
-            table.add_row(fault, *(str(getattr(figures, name)) for name in names))
-        view.show(table)
-        for fault, figures in found.items():
-            for line in figures.told:
-                view.say(f"{fault}: {line}")
-
-    tell(options, {"size": asdict(size), **{k: asdict(v) for k, v in found.items()}}, show)
-    return int(any(figures.num_lost for figures in found.values()))
-
-
 def run_chaos(options: argparse.Namespace, view: View) -> int:
     """The figures of fault storms, likewise. The exit status is 1 if anything was lost or trained
     twice, or if too little was trained; of a short one that says nothing."""
@@ -519,26 +278,6 @@ def run_chaos(options: argparse.Namespace, view: View) -> int:
 
     tell(options, together, show)
     return int(bool(slow) or any(one.wrong for one in storms))
-
-
-def run_soak(options: argparse.Namespace, view: View) -> int:
-    """What each process of a run held, and how it grew. The exit status is 1 if any grew."""
-    from benchmarks.parts import soak
-
-    found = soak.run(options.minutes * 60)
-    grown = [name for name, figures in found.items() if figures.grows]
-
-    def show() -> None:
-        title = f"{options.minutes:g} minutes of a run; what grows an hour, in its second half"
-        table = head(title, ["process", *soak.Held.__struct_fields__])
-        for name, figures in found.items():
-            table.add_row(name, *map(str, asdict(figures).values()))
-        view.show(table)
-        for name in grown:
-            view.fail(f"{name} holds more and more")
-
-    tell(options, {name: asdict(one) for name, one in found.items()}, show)
-    return int(bool(grown))
 
 
 def run_simulation(options: argparse.Namespace, view: View) -> int:
@@ -576,15 +315,10 @@ def run_simulation(options: argparse.Namespace, view: View) -> int:
 
 RUNS: dict[str, Callable[[argparse.Namespace, View], int]] = {
     "learner": run_learner,
-    "deal": run_deal,
     "overhead": run_overhead,
-    "workers": run_workers,
-    "load": run_load,
     "chaos": run_chaos,
-    "soak": run_soak,
     "peers": run_peers,
     "simulate": run_simulation,
-    "all": run_all,
 }
 
 

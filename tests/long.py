@@ -44,7 +44,6 @@ PARTS = {
         "Nodes of a Ray cluster killed in mid-run, ten times each: of workers, and of engines",
         [*PYTEST, "-rP", "--show-capture", "no", "--repeats", "10", "tests/pipelines/test_ray.py"],
     ),
-    "soak": ("What the processes of a run hold after 30 minutes", ["benchmarks/bench.py", "soak"]),
     "attacks": (
         "Attacks on every rung of the sandbox",
         ["tests/check_sandbox.py"],
@@ -54,18 +53,9 @@ PARTS = {
         "Simulations of two runs, by the times of a third, against the runs themselves",
         ["-m", "tests.simulated"],
     ),
-    "benchmarks/experiments": (
+    "experiments": (
         "Each command of benchmarks/experiments/, small, from a fresh clone",
         [*PYTEST, "tests/study.py"],
-    ),
-    "embedded": (
-        "Tokens per CPU second of the embedded engine and of transformers",
-        ["benchmarks/parts/bench_embedded.py", "--requests", "128"],
-    ),
-    "sandbox": ("Calls of the sandbox", ["benchmarks/parts/bench_sandbox.py", "--sessions", "200"]),
-    "search": (
-        "Embedded search, traffic and cache",
-        ["benchmarks/parts/bench_search.py", "--passages", "20000", "--queries", "500"],
     ),
 }
 NUM_LINES = 40  # of a part's output

@@ -18,7 +18,7 @@ from agentenv.learners.aepo import AEPO
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
-from benchmarks.experiments import algorithms, slow, tables
+from benchmarks.experiments import algorithms, tables
 from benchmarks.experiments.algorithms import against_best, seeds_of
 from benchmarks.experiments.chain import demonstration
 from benchmarks.experiments.forks import fork_points
@@ -213,11 +213,6 @@ def test_a_fork_point_is_worth_what_its_siblings_bring() -> None:
     assert row["returns"] == [0.0, 1.0]  # not that of the trajectory whose entropies are the signal
     assert worth([row])[1].tolist() == [1.0]
     assert (row["tool"], row["depth"], row["calls"]) == ("search", 1, 0.0)
-
-
-def test_slow_tools_are_simulated(capsys: Any) -> None:
-    slow.main(["--groups", "2", "--repeats", "1"])
-    assert capsys.readouterr().out.count("arpo") == 6
 
 
 def test_a_report_of_nothing_says_so(tmp_path: Path, capsys: Any) -> None:

@@ -4,7 +4,6 @@
     dense    the same tokens, attention under one dense mask (--dense)
     varlen   every trajectory by itself, side by side without padding
     padded   every trajectory by itself, in rows of equal length
-    TreeRow  TRL's trie of trajectories, where TRL 1.16 is installed (tree_row.py)
 
 All compute the same loss and, with it, the same gradients. Printed are CPU seconds and peak memory
 of a step, beside what counting tokens, attention pairs and FLOPs lets one expect: `counted` is the
@@ -43,21 +42,16 @@ from agentenv.learners.batch import (
     MicroBatch,
     encode,
     encode_sequence,
-    from_arrays,
     pack,
 )
 from agentenv.learners.credit import tree_credit
-from agentenv.learners.partition import PAIR_COST, deal, deal_parts, idle_share
 from agentenv.learners.policy import Policy, tensors
 from agentenv.pipelines.run.tables import bare_table
-from agentenv.pipelines.setup.idle import NARROW, WIDE, Shape, simulated
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task, VersionSpan
-from benchmarks.parts import tree_row
 
 LAYOUTS = ("tree", "varlen", "padded")
 FLAT = ("varlen", "padded")
-TREE_ROW = "TreeRow"
 SPEED, MEMORY = ("best flat", "FLOPs", "share"), ("tokens", "pairs", "computed")  # columns behind
 MAX_TOKENS = 8192  # of a micro-batch, in every layout
 VOCABULARY = 4096
@@ -84,9 +78,6 @@ def make_model() -> Policy:
 
 def make_step(layout: str, trees: list[Nodes], policy: Policy) -> Callable[[], float]:
     """A function that runs forward and backward over all trees and returns the loss."""
-    if layout == TREE_ROW:
-        groups = [_sequences(grow(nodes, index)) for index, nodes in enumerate(trees)]
-        return tree_row.make_step(tree_row.pack(groups, MAX_TOKENS), policy)
     device = next(policy.parameters()).device
     encoded = encode_all(layout, trees)
     weight = ActionTokens.of(encoded).weight
@@ -265,7 +256,7 @@ def run(
     found: dict[str, Figures] = {}
     for name in names or shapes:
         say(f"{name}: {shapes[name]['source']}")
-        layouts = [*LAYOUTS, *["dense"] * dense, *[TREE_ROW] * tree_row.is_installed()]
+        layouts = [*LAYOUTS, *["dense"] * dense]
         found[name] = measure(shapes[name]["trees"], layouts, repeats)
     return flattened(found), list(tables(found))
 
@@ -350,84 +341,3 @@ def flattened(found: dict[str, Figures]) -> dict[str, float]:
             figures[f"{name}.{layout}_cpu_s"] = one.cpu_s[layout]
             figures[f"{name}.{layout}_peak_mb"] = one.peak_mb[layout]
     return {name: round(value, 4) for name, value in figures.items()}
-
-
-# Dealing: how long ranks wait for each other.
-
-# ranks, groups, ranks that compute a micro-batch together
-CASES = [(4, 16, 1), (4, 8, 1), (8, 16, 1), (8, 8, 1), (16, 16, 1), (64, 16, 1), (64, 64, 1)]
-CASES += [(8, 8, 2), (64, 16, 4)]
-SPREADS = {"narrow": NARROW, "wide": WIDE}
-BUDGET = 24_000  # tokens of a micro-batch on each rank
-
-
-def run_deal() -> tuple[dict[str, float], list[Table]]:
-    """Whole trees against trees and parts of trees, on 64 simulated ARPO trees of 40,000 tokens
-    with 16 leaves of 8 roots: the figures as {SPREAD.RANKSxGROUPS.figure: value}, with RANKS/N
-    where N of them compute a micro-batch together; and as tables."""
-    figures: dict[str, float] = {}
-    shown = list[Table]()
-    for name, spread in SPREADS.items():
-        shapes = simulated(16, 8, spread, tree_tokens=40_000)
-        trees = [encode_shape(shape) for shape in shapes]
-        largest = max(sum(shape.sizes) for shape in shapes)
-        table = bare_table(
-            f"{name} spread, largest tree {largest:,} tokens; idle and empty passes in %"
-        )
-        columns = ("ranks", "team", "groups", "idle: whole", "parts", "empty: whole", "parts")
-        for column in (*columns, "computed", "load"):
-            table.add_column(column, justify="right")
-        for num_ranks, groups, team in CASES:
-            case = try_dealing(trees, num_ranks, groups, team)
-            percent = (f"{100 * case[key]:.1f}" for key in list(case)[:4])
-            ratios = (f"{case[key]:.2f}" for key in ("computed_over_unique", "largest_load"))
-            table.add_row(str(num_ranks), str(team), str(groups), *percent, *ratios)
-            ranks = f"{num_ranks}/{team}" if team > 1 else f"{num_ranks}"
-            figures |= {f"{name}.{ranks}x{groups}.{key}": v for key, v in case.items()}
-        shown.append(table)
-    return {name: round(value, 4) for name, value in figures.items()}, shown
-
-
-def try_dealing(
-    trees: Sequence[EncodedTree], num_ranks: int, groups: int, team: int = 1
-) -> dict[str, float]:
-    """idle_share of ranks with whole trees and with parts; empty passes at ZeRO 3, where all run as
-    many as the one with most; tokens computed with parts over those of the trees; largest load with
-    parts over that with whole trees. Counted on the micro-batches that the ranks, or teams of them,
-    would run."""
-    num_teams, budget = num_ranks // team, BUDGET * team
-    loads: dict[str, list[list[float]]] = {"whole": [], "parts": []}
-    passes: dict[str, list[list[float]]] = {"whole": [], "parts": []}
-    computed = 0
-    for first in range(0, len(trees), groups):
-        step = trees[first : first + groups]
-        dealt = {
-            "whole": [[step[i] for i in hand] for hand in deal(step, num_teams)],
-            "parts": deal_parts(step, num_teams, budget)[0],
-        }
-        for name, shares in dealt.items():
-            packed = [pack(own, budget) for own in shares]
-            loads[name].append([sum(map(_cost, batches)) for batches in packed])
-            passes[name].append([float(len(batches)) for batches in packed])
-        computed += sum(len(batch.token_ids) for batches in packed for batch in batches)
-    most = {name: sum(map(max, steps)) for name, steps in loads.items()}
-    return {
-        "idle_whole": idle_share(loads["whole"]),
-        "idle_parts": idle_share(loads["parts"]),
-        "empty_passes_whole": idle_share(passes["whole"]),
-        "empty_passes_parts": idle_share(passes["parts"]),
-        "computed_over_unique": computed / sum(tree.num_tokens for tree in trees),
-        "largest_load": most["parts"] / most["whole"],
-    }
-
-
-def _cost(batch: MicroBatch) -> float:
-    return len(batch.token_ids) + PAIR_COST * visible_pairs(batch.end)
-
-
-def encode_shape(shape: Shape) -> EncodedTree:
-    """All but the prompt is trained."""
-    starts = np.cumsum([0, *shape.sizes])
-    action = np.arange(starts[-1]) >= shape.sizes[0]
-    ids, weight = np.zeros(len(action)), np.ones(len(shape.sizes))
-    return from_arrays(ids, action, starts[:-1], shape.parents, weight=weight)

@@ -45,7 +45,7 @@ from benchmarks.peers.environments import (
 )
 
 HERE = Path(__file__).resolve().parent
-OURS, LOCK_STEP = "ours", "lock-step"
+OURS = "ours"
 # Rollouts at a time -> prompts a step, and steps, of our run. Waits are in proportion to rollouts,
 # as in `overhead`, so that as much happens a second.
 SIZES = {100: (3, 16), 1000: (31, 4)}
@@ -81,15 +81,9 @@ def _peer(name: str, package: str, driver: str = "", **others: Any) -> Peer:
 
 PEERS: dict[str, Peer] = {
     OURS: Peer(),
-    LOCK_STEP: Peer(driver=HERE / "drivers" / "lock_step.py"),
     "verifiers": _peer("verifiers", "verifiers", "verifiers_env.py"),
     "trl": _peer("trl", "trl", "trl_loop.py"),
-    "skyrl-gym": _peer("skyrl-gym", "skyrl-gym", "skyrl_env.py"),
     "skyrl": _peer("skyrl", "skyrl", "skyrl_generator.py", versions=("3.12", "3.13")),
-    "gymnasium": _peer("gymnasium", "gymnasium", "gymnasium_vector.py"),
-    "art": _peer("art", "openpipe-art", "art_gather.py", versions=("3.12", "3.13")),
-    "areal": _peer("areal", "areal", versions=("3.11", "3.12")),
-    "prime-rl": _peer("prime-rl", "prime-rl", versions=("3.12",)),
 }
 
 

@@ -23,10 +23,8 @@ from agentenv.learners.attention import TreeLayout
 from agentenv.learners.baselines import GRPO
 from agentenv.learners.batch import encode, pack
 from agentenv.learners.policy import LogprobHead, Policy, tensors, use_liger
-from benchmarks.parts import tree_row
 from benchmarks.parts.layouts import (
     LAYOUTS,
-    TREE_ROW,
     VOCABULARY,
     WARM_UP,
     count,
@@ -169,12 +167,12 @@ def test_speed_on_random_weights(shape: str, size: str) -> None:
     times = {}
     name = torch.cuda.get_device_name() if HAS_GPU else "CPU, in small"
     print(f"\n{name}, {shape}, {size}, matrix peak {peak / 1e12:.2f} TFLOP/s")
-    for layout in (*LAYOUTS, *[TREE_ROW] * (HAS_GPU and tree_row.is_installed())):
+    for layout in LAYOUTS:
         step = make_step(layout, trees, policy)
         if HAS_GPU:
             torch.cuda.reset_peak_memory_stats()
         times[layout] = seconds(step)
-        counted_as = {"padded": "varlen", TREE_ROW: "tree"}.get(layout, layout)
+        counted_as = {"padded": "varlen"}.get(layout, layout)
         tokens, _, flops = count(counted_as, trees, policy)
         print(
             f"  {layout:7} {times[layout]:.3f} s, {tokens / times[layout]:,.0f} tokens/s, "
@@ -189,8 +187,6 @@ def test_speed_on_random_weights(shape: str, size: str) -> None:
     counted = count("varlen", trees, policy)[2] / count("tree", trees, policy)[2]
     ratio = min(times["varlen"], times["padded"]) / times["tree"]
     print(f"  flat best over tree {ratio:.2f}, counted {counted:.2f}")
-    if TREE_ROW in times:
-        print(f"  TreeRow over tree {times[TREE_ROW] / times['tree']:.2f}")
     assert counted >= 1
 
 

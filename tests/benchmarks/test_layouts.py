@@ -8,11 +8,9 @@ import msgspec
 import pytest
 import torch
 
-from agentenv.learners.partition import Paths, idle_share, load, share
-from agentenv.pipelines.setup.idle import WIDE, simulated
 from benchmarks import bench
 from benchmarks.parts import layouts
-from benchmarks.parts.layouts import FLAT, TREE_ROW, count, make_model, make_step
+from benchmarks.parts.layouts import FLAT, count, make_model, make_step
 
 # A prompt of 5; two turns of 4, the first with a result of 6 and two turns of 3 and 2 below it.
 TREE = [[-1, 0, 5], [0, 4, 6], [1, 3, 0], [1, 2, 0], [0, 4, 0]]
@@ -26,7 +24,7 @@ def test_all_layouts_have_the_same_loss_and_gradient(
     monkeypatch.setattr(layouts, "MAX_TOKENS", max_tokens)
     model = make_model()
     found = {}
-    for layout in ("tree", "dense", *FLAT, TREE_ROW):
+    for layout in ("tree", "dense", *FLAT):
         loss = make_step(layout, [TREE, TREE], model)()
         found[layout] = loss, torch.cat([p.grad.flatten().clone() for p in model.parameters()])
     loss, gradient = found["varlen"]
@@ -86,29 +84,3 @@ def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.Monk
     assert bench.main(["learner", "--shapes", "unheard-of"]) == 2
     nowhere = str(tmp_path / "nowhere" / "figures.json")
     assert bench.main(["learner", "--json", nowhere]) == 2, "before minutes are spent"
-
-
-@pytest.mark.slow
-def test_idle_ranks_of_the_goal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the micro-batches that ranks would run: at most 5 % idle on 8 ranks with 16 groups a
-    mini-batch, and what whole trees cost there. The command shows more."""
-    monkeypatch.setattr(layouts, "CASES", ((8, 16, 1), (8, 8, 2)))
-    target = tmp_path / "figures.json"
-    assert bench.main(["deal", "--json", str(target)]) == 0
-    figures = msgspec.json.decode(target.read_bytes())
-    for spread, whole in (("narrow", 0.05), ("wide", 0.25)):
-        assert figures[f"{spread}.8x16.idle_parts"] <= 0.05
-        assert figures[f"{spread}.8x16.idle_whole"] > whole
-        assert figures[f"{spread}.8x16.computed_over_unique"] < 1.1
-        assert figures[f"{spread}.8x16.largest_load"] < 1
-        assert figures[f"{spread}.8/2x8.idle_parts"] <= 0.05, "in pairs, with half as many groups"
-
-
-def test_what_is_expected_is_what_micro_batches_give() -> None:
-    shapes = simulated(16, 8, WIDE, tree_tokens=40_000, count=32)
-    assert sum(sum(shape.sizes) for shape in shapes) / 32 == pytest.approx(40_000, rel=0.01)
-    found = layouts.try_dealing([layouts.encode_shape(shape) for shape in shapes], 8, 16)
-    paths = [Paths(shape.sizes, shape.parents, layouts.BUDGET) for shape in shapes]
-    steps = [paths[:16], paths[16:]]
-    loads = [[load(hand, step) for hand in share(step, 8)] for step in steps]
-    assert idle_share(loads) == pytest.approx(found["idle_parts"], abs=0.02)

@@ -1,0 +1,44 @@
+"""What --json cannot write is refused before anything is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.errors import ConfigError
+from benchmarks import bench
+
+
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        ("folder", "--json folder: Is a directory; name a file that can be written"),
+        ("loop", "--json loop: Too many levels of symbolic links; name a file that can be"),
+        ("nowhere/figures.json", "--json nowhere/figures.json: there is no such folder"),
+        ("old.json", "measured"),
+        ("new.json", "measured"),
+    ],
+)
+def test_what_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    file: str,
+    told: str,
+) -> None:
+    """And what can be is left as it was until there are figures."""
+
+    def measure(*_: Any) -> int:
+        raise ConfigError("measured")
+
+    monkeypatch.setitem(bench.RUNS, "learner", measure)
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("loop").symlink_to("loop")
+    Path("old.json").write_text("of another day")
+    assert bench.main(["learner", "--json", file]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+    assert Path("old.json").read_text() == "of another day"
+    assert not Path("new.json").exists()
