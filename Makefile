@@ -64,6 +64,7 @@ inspect: environment
 lint: environment
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/check_words.py
 
 types: environment
 	$(BIN)/mypy

@@ -81,5 +81,3 @@ def test_the_longer_task_runs(clone: Path, tmp_path: Path) -> None:
     task = ("--task", "chain", "--arms", "grpo-4")
     done = command(clone, "algorithms", "--out", tmp_path, *SMALL, *task)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
