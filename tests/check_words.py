@@ -1,4 +1,4 @@
-"""Words of a dialect where the field has a term: `python tests/check_words.py`, part of `make lint`.
+"""Words of a dialect where the field has a term: `tests/check_words.py`, part of `make lint`.
 
     python tests/check_words.py [--count] [REPO]
 
