@@ -18,7 +18,7 @@ from envs.grading import spans
 from envs.grading.names import STATES, is_titled
 from envs.grading.numbers import leading_number, words_as_digits
 from envs.grading.quantities import Quantity, quantity
-from envs.grading.separators import Cut, Joint, lines, sentences
+from envs.grading.separators import Cut, Joint, lines, marks, sentences
 from envs.grading.special import truth
 from envs.grading.spelling import clean
 from envs.grading.units import unit_of
@@ -55,6 +55,11 @@ class Part(Struct, frozen=True):
     led: bool = False
     is_first: bool = False
 
+    @property
+    def starts(self) -> bool:
+        """Whether nothing attaches it to its neighbour."""
+        return self.joint in ("", "or")
+
 
 EDGE = " \t\n.,;:!?*_`\"'\u201c\u201d\u2018\u2019\u300c\u300d()[]<>~|#"
 _LEAD = re.compile(
@@ -73,6 +78,8 @@ _LEAD = re.compile(
     r"|choose|chose|pick"
     r"|go with|get|got|bet|answer|vote for|conclude)(?:\s+(?:that|it|the|is|was|could be|for"
     r"|on)\b)*[:,]?\s+"
+    r"|(?:(?:passage|source|document|method|my) )?\w+\s+(?:says?|claims?|states?|reports?|suggests?)"
+    r"(?:\s+that)?(?:\s+it\s+(?:is|was))?[:,]?\s+"
     r"|(?:its|his|her|their|the)\s+(?:\w+\s+)?(?:name|title)\s+(?:is|was)\s+"
     r"|(?P<pronoun>it|that|this|these|those|they|he|she|which|who|there)(?:'s|'re|\s+(?:is"
     r"|was|are|were|could be|might be|may be"
@@ -91,6 +98,13 @@ _LEAD = re.compile(
     r"|\s*(?:\#?\d{1,2}|[a-d]|one|two|three|four|i{1,3})\s*(?:[:.)=]|\s+(?:is|was))\s*|\s*[:=]\s*)"
     r"|(?:(?:first|second|third|fourth|next|last)(?:ly)?,\s+)"
     r"|[*+>-]\s+|#\d\s+)",
+    re.IGNORECASE,
+)
+_SOURCE = re.compile(
+    r"(?<=[\w.)\]\"*$])\s+\(?(?:according to|per|as per|by (?:one|another|some|other|the (?:first|second))|in (?:one|another"
+    r"|the (?:first|second|other)) (?:source|passage|document|text|account|version|reading|sense|case)"
+    r"|with probability|\[\w\]$|(?:then|now|today|too|instead|respectively|officially|unofficially|-?strictly speaking|loosely speaking)\W*$)"
+    r"[^.;,\n]{0,40}$",
     re.IGNORECASE,
 )
 OPENING = re.compile(  # what describes, and names nothing
@@ -150,6 +164,11 @@ def without_lead(text: str, *, is_truth: bool = False) -> tuple[str, bool]:
     return text, led
 
 
+def without_source(text: str) -> str:
+    """A part without where it comes from: 13 according to the first source."""
+    return _SOURCE.sub("", text)
+
+
 def is_range(text: str) -> bool:
     """Whether the text is a range, a bound, a frequency or a period, with a number in it."""
     if not re.search(r"\d", words_as_digits(text)) and spans.frequency(text) is None:
@@ -178,16 +197,18 @@ def _is_number_or_unit(word: str) -> bool:
 
 def is_split(text: str, *cuts: Cut) -> bool:
     """Whether a text is more than one line or sentence, or is cut by others of `cuts`."""
-    every = (lines, sentences, *cuts)
+    every = (marks, lines, sentences, *cuts)
     return any(len([one for one in cut(text) if one.strip(EDGE)]) > 1 for cut in every)
 
 
 def trimmed(text: str) -> str:
     """Without a bracket at an end that nothing closes or opens."""
     text = re.sub(
-        r"^(?:[*_`~]+(?=\w))+|(?<=\w)(?:[_`~]+|\*{2,})$", "", text.strip().rstrip(",;\\").strip()
+        r"^(?:[*_`~]+(?=[\w$]))+|(?<=\w)(?:[_`~]+|\*{2,})$", "", text.strip().rstrip(",;\\").strip()
     )
     text = re.sub(r"\s+(?:which|that|who|and|or|but|as well as)$", "", text)
+    if not re.fullmatch(r"\\[(\[].*\\[)\]]", text, re.DOTALL):
+        text = re.sub(r"^\\[(\[]|\\[)\]]$", "", text)
     pairs = ("()", "[]", "{}", *(("<>",) if not re.match(r"[<>]\s*[-+.$\d\\]", text) else ()))
     excess = {pair: text.count(pair[0]) - text.count(pair[1]) for pair in pairs}
     if not sum(excess.values()):
@@ -299,7 +320,7 @@ def is_note(text: str, part: Part) -> bool:
     is_kind = last.lower() in _NOTES or _OCCUPATION.fullmatch(last) is not None
     if is_kind and (not is_named(text) or (part.joint == "bracket" and " " not in text)):
         return True
-    return bool(part.joint or part.led) and is_nationality(text)
+    return (not part.starts or part.led) and is_nationality(text)
 
 
 def is_nationality(text: str) -> bool:
