@@ -67,7 +67,9 @@ _DENIED = re.compile(
 _HAN_HEDGE = re.compile(
     "\u53ef\u80fd|\u4e5f\u8bb8|\u6216\u8bb8|\u5927\u6982|\u4e0d\u662f|\u5e76\u975e|\u6216\u8005"
 )
-_ONE_OF_TWO = re.compile(r"\W*(?:between|both)\s\S.{0,60}\sand\s.{1,60}", re.IGNORECASE)
+_ONE_OF_TWO = re.compile(
+    r"\W*(?:between|both)\s\S.{0,60}\sand\s.{1,60}|\W*one of\s[^.]{1,80}(?:,|\sor\s).{1,60}", re.I
+)
 _NUMBERS_BETWEEN = re.compile(r"\b(?:between|both)\s+\S*\w(?:\s\w+)?\s+and\s+\S*\w", re.IGNORECASE)
 _NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
@@ -239,7 +241,9 @@ class Gold(Whole):
             return False
         words = tokens(bare)
         is_label = part.text.endswith(":") or (len(words) == 1 and words[0] in LABELS | ASIDES)
-        if not words or is_label or (has_verb(bare) and not is_named(bare)):
+        if not words or len(bare) < 2 or is_label or (has_verb(bare) and not is_named(bare)):
+            return False
+        if not is_wordy(bare) and not is_wordy(self.text) and self.kind == "list":
             return False
         return not (self.kind in ("date", "time", "span") and self._is_same_time(bare))
 

@@ -33,7 +33,7 @@ _PIECES = re.compile(
     re.IGNORECASE,
 )
 _NAMED_LETTERS = re.compile(
-    r"(?<![\w'\u2019\\-])(?:[B-HJ]|A(?!\s+(?!(?:is|was|seems|and|or|but)\b)[a-z])|I(?!\s+[a-z])|[A-J]{2,5})"
+    r"(?<![\w'\u2019\\-])(?:[B-HJ]|A(?!\s+(?!(?:is|was|seems|and|or|but|other)\b)[a-z])|I(?!\s+[a-z])|[A-J]{2,5})"
     r"(?![\w'\u2019])"
 )
 _CONDITION = re.compile(
@@ -42,7 +42,7 @@ _CONDITION = re.compile(
 )
 _SENTENCES = re.compile(r"\b(?:i\.e|e\.g)\b|[.;\n]")
 _REASON = re.compile(r"\bbecause\b.*", re.IGNORECASE | re.DOTALL)
-_PROPER = re.compile(r"(?!(?i:option|choice|answer|letter|is)\b)\b[A-Z][a-z]+\s+$")
+_PROPER = re.compile(r"(?!(?i:option|choice|answer|letter|is|hence|thus|so|or|and|also|but|then|therefore|maybe|perhaps|possibly|finally|no|not)\b)\b[A-Z][a-z]+\s+$")
 
 
 def is_choice(gold: str) -> bool:

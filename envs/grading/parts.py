@@ -95,6 +95,7 @@ class Whole:
         self.is_named = is_named(self.text)
         self.rank = rank_of(self.text)
         self.is_note = not self.is_named and is_note(self.text, Part(self.text, "comma"))
+        self._is_split = is_split(self.text)
         self.amount = amount_of(self.text)
         label = choice.labelled(self.text) if self.kind == "choice" else None
         if label is not None:
@@ -122,7 +123,7 @@ class Whole:
             _DASHED.search(part) or is_split(part, named_again, alternatives)
         ):
             return False
-        if self.kind == "words" and "\n" not in self.text and re.search(r"\S\s*[\r\n]+\s*\S", part):
+        if self.kind == "words" and not self._is_split and is_split(part):
             return False
         text = clean(part)
         return bool(text) and self._same(text, self.text) is True

@@ -23,7 +23,7 @@ _LINES = re.compile(
     r"|\\(?:newline|par|item|q?quad)\b|</?[a-z]{1,10}\s*/?>"
     r"|(?:^|\s)(?:(?:The|My)(?: final| correct| best)? answer"
     r"|(?:Final |Correct |The |My )?Answer|(?:FINAL )?ANSWER)(?: is| was|\s*[:=])\s+"
-    r"|(?:^|\s)(?:[-*_=#~]{3,}|#{1,6}|%{1,3}|@)(?=\s)|[\u3000\xa0]+"
+    r"|(?:^|\s)(?:[-*_=#~]{3,}|#{1,6}|%{1,3}|@)(?=\s)|[\u2002\u2003\u3000\xa0]+"
 )
 _MARKS = re.compile(  # bullets, cells and spans of markup that follow each other
     rf"\s*[{_BULLETS}]\s*|(?:^|\s)[*+]\s(?=[^\W\d])|\s\xb7\s|(?<=[^\W\d_])\xb7(?=[^\W\d_])"
@@ -31,7 +31,7 @@ _MARKS = re.compile(  # bullets, cells and spans of markup that follow each othe
     rf"|(?<=[*_`$~{_QUOTES}])\s+(?=[*_`$~{_QUOTES}])|(?<=\\[\])])\s*(?=\\[\[(])"
     r"|(?<=\})\s*(?:\(\s*)?(?=\\(?:f?boxed|text\w*|math\w+|mbox)\s*\{)"
 )
-_ENUMERATED = re.compile(r"(?:^|(?<=\s))(?:\(?([1-9a-e]|i{1,3}|iv|v)[).]|#?([1-9])[.)])(?=\s)")
+_ENUMERATED = re.compile(r"(?:^|(?<=\s))(?:\(?([1-9a-eA-E]|i{1,3}|iv|v)[).]|#?([1-9])[.)])(?=\s)")
 _END = re.compile(
     rf"(?P<stop>\.)[{_QUOTES})\]*_`$]*(?:\s+|(?=[A-Z\u0410-\u042f][a-z\u0430-\u044f]))"
     rf"|[!?;\u037e\u0387\u061b\u061f\u0964\u203c\u203d\u2047-\u2049\u3002\uff01\uff1b"
@@ -82,6 +82,7 @@ _CLAUSE = re.compile(  # The answer is A and the answer is B; it is A, it is als
     re.IGNORECASE,
 )
 _SPLICE = re.compile(rf",\s+(?={_SUBJECT}(?:'s|\s+(?:is|was|are|were|could|might|may))\s)", re.I)
+_CAPITALS = re.compile(r"(?:[A-Z\d$\"][^\s,]*\s*)+,\s")
 _STATES = re.compile(rf"{_SUBJECT}(?:'s|\s+(?:is|was|are|were|could|might|may))\s", re.I)
 _ARROWS = (
     r"[-=~]{1,3}>{1,2}|<{1,2}[-=~]{1,3}>?"
@@ -101,7 +102,7 @@ _WORDS = re.compile(
 _BRACKET = re.compile(
     "\\s*[\u3010\u300c\u300e\u300a\u3008\u3014\uff08\uff3b\uff5b\xab\u2039\u27e8]\\s*"
     "|\\s*[\u3011\u300d\u300f\u300b\u3009\u3015\uff09\uff3d\uff5d\xbb\u203a\u27e9]\\s*"
-    r"|\s+\\?[(\[<]\s*(?=\S)|(?<=[^\W_])[(\[<](?=\S)(?=[^()\[\]{}<>]*[)\]>])"
+    r"|\s+\\?[(\[<]\s*(?=\S)|(?<=[^\W_]|[\"'*`\u201d\u2019])[(\[<](?=\S)(?=[^()\[\]{}<>]*[)\]>])"
     r"|\s*\\?[)\]>](?=\s|$|[.,:])\s*|\s\\?\{\s*(?=[^{}]*\\?\}\s*$)|\s\{\s*(?=\\\w+\{)"
 )
 _DASHES = re.compile(
@@ -152,7 +153,7 @@ def marks(text: str) -> list[str]:
     """Cells, bullets, numbered alternatives, boxes and spans of markup that follow each other."""
     found = list(_ENUMERATED.finditer(text))
     values = [match[1] or match[2] for match in found]
-    if len(values) > 1 and values[0] in ("1", "a", "i") and len(set(values)) == len(values):
+    if len(values) > 1 and values[0] in ("1", "a", "A", "i") and len(set(values)) == len(values):
         ends = [0, *(match.start() for match in found), len(text)]
         pieces = [text[start:end] for start, end in pairwise(ends)]
         bare = [_ENUMERATED.sub("", piece, count=1) for piece in pieces]
@@ -193,7 +194,7 @@ def clauses(text: str) -> list[str]:
     """Around "and it is" and "but the answer was", which begin a sentence of their own."""
     halves = _CLAUSE.split(text)
     return [
-        one for half in halves for one in (_SPLICE.split(half) if _STATES.match(half) else [half])
+        one for half in halves for one in (_SPLICE.split(half) if _STATES.match(half) or _CAPITALS.match(half) else [half])
     ]
 
 
