@@ -75,6 +75,7 @@ _NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
 _TRUTHS = re.compile(r"\b(yes|no|true|false)\b(?=[^\w,]*(?:[.;!\])}]|, the|, it|,? but|$))", re.I)
+_PARTICIPLE = re.compile(r"\w+(?:ed|ing|en|wn|t)\s+(?:in|by|on|at|for|and|from|with|of|to)\b", re.I)
 _DATES = re.compile(r"(?:\d{1,2} )?[A-Z][a-z]+ (?:\d{1,2}, )?\d{3,4}")
 _DOUBT = re.compile(
     r"\b(?:not|never|maybe|perhaps|possibly|wrong|unsure|might|may|could|doubt|no)\b|n't", re.I
@@ -208,7 +209,7 @@ class Gold(Whole):
         bare = clean(part.text)
         if _DENIED.match(bare) or self._restates(bare, part.joint):
             return False
-        if part.joint in ("or", "alias") and self._is_alternative(part, bare):
+        if part.joint in ("or", "alias", "list") and self._is_alternative(part, bare):
             return True
         if not bare or (has_verb(bare) and not is_named(bare)):
             return self.kind == "truth" and self._other_truth(part)
@@ -240,8 +241,12 @@ class Gold(Whole):
         if self.kind in ("choice", "truth", "math") or (self.kind == "number" and is_amount):
             return False
         words = tokens(bare)
-        is_label = part.text.endswith(":") or (len(words) == 1 and words[0] in LABELS | ASIDES)
-        if not words or len(bare) < 2 or is_label or (has_verb(bare) and not is_named(bare)):
+        is_label = part.text.endswith(":") or (
+            self.is_named and len(words) == 1 and words[0] in LABELS | ASIDES
+        )
+        if not words or len(bare) < 2 or is_label or (
+            has_verb(bare) and not is_named(bare) and _PARTICIPLE.match(bare) is None
+        ):
             return False
         if not is_wordy(bare) and not is_wordy(self.text) and self.kind == "list":
             return False
