@@ -17,6 +17,7 @@ from msgspec import Struct
 from envs.grading import spans
 from envs.grading.names import STATES, is_titled
 from envs.grading.numbers import leading_number, words_as_digits
+from envs.grading.places import country_of
 from envs.grading.quantities import Quantity, quantity
 from envs.grading.separators import Cut, Joint, lines, marks, sentences
 from envs.grading.special import truth
@@ -28,11 +29,9 @@ _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="
 LABELS, ASIDES, HEADS, _NOTES = (
     frozenset(_TABLES[name]) for name in ("labels", "asides", "heads", "notes")
 )
-_RANKS = {
-    **dict.fromkeys((*map(str.lower, STATES.values()), *_TABLES["provinces"]), 1),
-    **dict.fromkeys(_TABLES["countries"], 2),
-    **dict.fromkeys(_TABLES["continents"], 3),
-}
+_PROVINCES = frozenset(_TABLES["provinces"])
+_STATES = frozenset(map(str.lower, STATES.values()))
+_CONTINENTS = frozenset(_TABLES["continents"])
 
 
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -294,7 +293,12 @@ def is_conversion(one: Quantity, other: Quantity, text: str) -> bool:
 
 def rank_of(text: str) -> int:
     """0 for a place, 1 for a state, 2 for a country, 3 for a continent."""
-    return _RANKS.get(" ".join(re.findall(r"[\w']+", text.lower().removeprefix("the "))), 0)
+    name = " ".join(re.findall(r"[\w']+", text.lower().removeprefix("the ")))
+    if name in _PROVINCES:
+        return 1
+    if country_of(text):
+        return 2
+    return 1 if name in _STATES else 3 if name in _CONTINENTS else 0
 
 
 def is_of_place(bare: str, rank: int, part: Part) -> bool:

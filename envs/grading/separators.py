@@ -82,7 +82,7 @@ _CLAUSE = re.compile(  # The answer is A and the answer is B; it is A, it is als
     re.IGNORECASE,
 )
 _SPLICE = re.compile(rf",\s+(?={_SUBJECT}(?:'s|\s+(?:is|was|are|were|could|might|may))\s)", re.I)
-_CAPITALS = re.compile(r"(?:[A-Z\d$\"][^\s,]*\s*)+,\s")
+_CAPITALS = re.compile(r"(?:[A-Z\d$\"][^\s,]{0,40}\s+){0,8}[A-Z\d$\"][^\s,]{0,40},\s")
 _STATES = re.compile(rf"{_SUBJECT}(?:'s|\s+(?:is|was|are|were|could|might|may))\s", re.I)
 _ARROWS = (
     r"[-=~]{1,3}>{1,2}|<{1,2}[-=~]{1,3}>?"
@@ -96,7 +96,8 @@ _HAN_OR = (
 )
 _NAMED = re.compile(rf",?\s*(?<!\w)(?:{_NAMES})(?!\w),?:?\s*", re.IGNORECASE)
 _WORDS = re.compile(
-    rf",?\s*(?<![\w-])(?:{_ALTERNATIVES}[,:]?\s+)*{_ALTERNATIVES}(?![\w-])[,:]?\s*|\s*(?:{_ARROWS}|{_HAN_OR})\s*",
+    rf",?\s*(?<![\w-])(?:{_ALTERNATIVES}[,:]?\s+){{0,3}}{_ALTERNATIVES}(?![\w-])[,:]?\s*"
+    rf"|\s*(?:{_ARROWS}|{_HAN_OR})\s*",
     re.IGNORECASE,
 )
 _BRACKET = re.compile(
