@@ -248,7 +248,7 @@ class Gold(Whole):
             has_verb(bare) and not is_named(bare) and _PARTICIPLE.match(bare) is None
         ):
             return False
-        if not is_wordy(bare) and not is_wordy(self.text) and self.kind == "list":
+        if not is_wordy(bare) and not is_wordy(self.text):
             return False
         return not (self.kind in ("date", "time", "span") and self._is_same_time(bare))
 
