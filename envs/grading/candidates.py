@@ -244,8 +244,11 @@ class Gold(Whole):
         is_label = part.text.endswith(":") or (
             self.is_named and len(words) == 1 and words[0] in LABELS | ASIDES
         )
-        if not words or len(bare) < 2 or is_label or (
-            has_verb(bare) and not is_named(bare) and _PARTICIPLE.match(bare) is None
+        if (
+            not words
+            or len(bare) < 2
+            or is_label
+            or (has_verb(bare) and not is_named(bare) and _PARTICIPLE.match(bare) is None)
         ):
             return False
         if not is_wordy(bare) and not is_wordy(self.text):

@@ -37,12 +37,16 @@ _NAMED_LETTERS = re.compile(
     r"(?![\w'\u2019])"
 )
 _CONDITION = re.compile(
-    r"\bif (?:not|(?:that|this|it)(?:'s| is| was) (?:not|wrong|incorrect)\b)|\bnot (?:sure|to mention)\b",
+    r"\bif (?:not|(?:that|this|it)(?:'s| is| was) (?:not|wrong|incorrect)\b)"
+    r"|\bnot (?:sure|to mention)\b",
     re.IGNORECASE,
 )
 _SENTENCES = re.compile(r"\b(?:i\.e|e\.g)\b|[.;\n]")
 _REASON = re.compile(r"\bbecause\b.*", re.IGNORECASE | re.DOTALL)
-_PROPER = re.compile(r"(?!(?i:option|choice|answer|letter|is|hence|thus|so|or|and|also|but|then|therefore|maybe|perhaps|possibly|finally|no|not)\b)\b[A-Z][a-z]+\s+$")
+_PROPER = re.compile(
+    r"(?!(?i:option|choice|answer|letter|is|hence|thus|so|or|and|also"
+    r"|but|then|therefore|maybe|perhaps|possibly|finally|no|not)\b)\b[A-Z][a-z]+\s+$"
+)
 
 
 def is_choice(gold: str) -> bool:

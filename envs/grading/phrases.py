@@ -77,7 +77,8 @@ _LEAD = re.compile(
     r"|choose|chose|pick"
     r"|go with|get|got|bet|answer|vote for|conclude)(?:\s+(?:that|it|the|is|was|could be|for"
     r"|on)\b)*[:,]?\s+"
-    r"|(?:(?:passage|source|document|method|my) )?\w+\s+(?-i:says?|gets(?= )|claims?|states?|reports?|suggests?)"
+    r"|(?:(?:passage|source|document|method|my) )?\w+\s+"
+    r"(?-i:says?|gets(?= )|claims?|states?|reports?|suggests?)"
     r"(?:\s+that)?(?:\s+it\s+(?:is|was))?[:,]?\s+"
     r"|(?:its|his|her|their|the)\s+(?:\w+\s+)?(?:name|title)\s+(?:is|was)\s+"
     r"|(?P<pronoun>it|that|this|these|those|they|he|she|which|who|there)(?:'s|'re|\s+(?:is"
@@ -100,9 +101,11 @@ _LEAD = re.compile(
     re.IGNORECASE,
 )
 _SOURCE = re.compile(
-    r"(?<=[\w.)\]\"*$])\s+\(?(?:according to|(?:as )?per (?-i:[A-Z])|by (?:one|another|some|other|the (?:first|second))|in (?:one|another"
+    r"(?<=[\w.)\]\"*$])\s+\(?(?:according to|(?:as )?per (?-i:[A-Z])"
+    r"|by (?:one|another|some|other|the (?:first|second))|in (?:one|another"
     r"|the (?:first|second|other))(?: \w+)?$"
-    r"|with probability|\[\w\]$|(?:then|now|today|too|instead|respectively|officially|unofficially|-?strictly speaking|loosely speaking)\W*$)"
+    r"|with probability|\[\w\]$|(?:then|now|today|too|instead|respectively|officially"
+    r"|unofficially|(?:strictly|loosely) speaking)\W*$)"
     r"(?:(?!\b(?:and|or|but|while)\b)[^.;,\n]){0,40}$",
     re.IGNORECASE,
 )

@@ -60,10 +60,11 @@ _NAMES = (  # what gives another name for what stands before it
     r"|n[\u00e9e]e(?=\s[A-Z])|d/?b/?a"
 )
 _ADVERBS = (  # conjunctive adverbs, a closed class
-    r"hence|thus|therefore|so(?=,? (?-i:[A-Z\d$\\\\]))|then|next|later|ergo|whence|consequently|subsequently"
-    r"|accordingly|afterwards|finally|ultimately|overall|additionally|furthermore|moreover|besides"
-    r"|similarly|likewise|equivalently|alternatively|alternately|equally|otherwise|else|or else|else"
-    r"|also|not to mention|to say nothing of|in addition to|as opposed to (?:possibly|perhaps|maybe)"
+    r"hence|thus|therefore|so(?=,? (?-i:[A-Z\d$\\\\]))|then|next|later|ergo|whence"
+    r"|consequently|subsequently|accordingly|afterwards|finally|ultimately|overall|additionally|furthermore|moreover|besides"
+    r"|similarly|likewise|equivalently|alternatively|alternately|equally|otherwise|or else|else"
+    r"|also|not to mention|to say nothing of|in addition to"
+    r"|as opposed to (?:possibly|perhaps|maybe)"
     r"|in conclusion|in short|in sum|as a result|all in all|to sum up|but(?: also)?|cf\.?|p\.?s\.?"
 )
 _ALTERNATIVES = (
@@ -73,8 +74,8 @@ _ALTERNATIVES = (
     r"|another (?:option|possibility|answer)|fallback|runner-up|oder|ou(?: bien)?)"
 )
 _SUBJECT = (
-    r"(?:it|he|she|they|that|this|we|i|one|(?:the|my|another|an?) (?:\w+ )?(?:answer|result|solution"
-    r"|guess|option|possibility|candidate))"
+    r"(?:it|he|she|they|that|this|we|i|one|(?:the|my|another|an?) (?:\w+ )?(?:answer|result"
+    r"|solution|guess|option|possibility|candidate))"
 )
 _CLAUSE = re.compile(  # The answer is A and the answer is B; it is A, it is also B
     r"(?:,\s*|\s+)(?:(?:and|but|or|yet|though|although|while|whereas)\s+)"
@@ -195,7 +196,9 @@ def clauses(text: str) -> list[str]:
     """Around "and it is" and "but the answer was", which begin a sentence of their own."""
     halves = _CLAUSE.split(text)
     return [
-        one for half in halves for one in (_SPLICE.split(half) if _STATES.match(half) or _CAPITALS.match(half) else [half])
+        one
+        for half in halves
+        for one in (_SPLICE.split(half) if _STATES.match(half) or _CAPITALS.match(half) else [half])
     ]
 
 
