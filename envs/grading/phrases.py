@@ -101,7 +101,7 @@ _LEAD = re.compile(
     re.IGNORECASE,
 )
 _SOURCE = re.compile(
-    r"(?<=[\w.)\]\"*$])\s+\(?(?:according to|(?:as )?per (?-i:[A-Z])"
+    r"(?<=[\w.)\]}\"*$])\s+\(?(?:according to|(?:as )?per (?-i:[A-Z])"
     r"|by (?:one|another|some|other|the (?:first|second))|in (?:one|another"
     r"|the (?:first|second|other))(?: \w+)?$"
     r"|with probability|\[\w\]$|(?:then|now|today|too|instead|respectively|officially"

@@ -147,7 +147,7 @@ def test_joints_without_a_rule_and_three_candidates() -> None:
         answers = [UNSEEN[number % len(UNSEEN)].format(*side) for side in permutations(texts[:2])]
         answers += [TRIPLES[number % len(TRIPLES)].format(*side) for side in permutations(texts)]
         accepted += [answer for answer in answers if compare(answer, texts[0])[0]]
-    assert len(accepted) < 4, accepted  # of 1,200
+    assert len(accepted) < 3, accepted  # of 1,200
 
 
 @pytest.mark.parametrize(
