@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from agentenv.envs.grading import choice, dates
 from agentenv.envs.grading.lists import without_name
-from agentenv.envs.grading.names import STATES, without_class
+from agentenv.envs.grading.names import STATES, is_titled, without_class
 from agentenv.envs.grading.parts import BETWEEN, Whole
 from agentenv.envs.grading.phrases import (
     ARTICLE,
@@ -39,10 +39,7 @@ from agentenv.envs.grading.phrases import (
 )
 from agentenv.envs.grading.quantities import Quantity, quantity, same_quantity
 from agentenv.envs.grading.sentences import announcement, has_verb, is_hedged
-from agentenv.envs.grading.separators import (
-    LEVELS,
-    Joint,
-)
+from agentenv.envs.grading.separators import Joint, clauses, lines, sentences
 from agentenv.envs.grading.special import special, truth
 from agentenv.envs.grading.spelling import clean
 from agentenv.envs.grading.units import unit_of
@@ -70,11 +67,15 @@ _DENIED = re.compile(
 _HAN_HEDGE = re.compile(
     "\u53ef\u80fd|\u4e5f\u8bb8|\u6216\u8bb8|\u5927\u6982|\u4e0d\u662f|\u5e76\u975e|\u6216\u8005"
 )
-_ONE_OF_TWO = re.compile(r"\W*(?:between|both)\s\S.{0,60}\sand\s.{1,60}", re.IGNORECASE)
+_ONE_OF_TWO = re.compile(
+    r"\W*(?:between|both)\s\S.{0,60}\sand\s.{1,60}|\W*one of\s[^.]{1,80}(?:,|\sor\s).{1,60}", re.I
+)
 _NUMBERS_BETWEEN = re.compile(r"\b(?:between|both)\s+\S*\w(?:\s\w+)?\s+and\s+\S*\w", re.IGNORECASE)
 _NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
+_TRUTHS = re.compile(r"\b(yes|no|true|false)\b(?=[^\w,]*(?:[.;!\])}]|, the|, it|,? but|$))", re.I)
+_PARTICIPLE = re.compile(r"\w+(?:ed|ing|en|wn|t)\s+(?:in|by|on|at|for|and|from|with|of|to)\b", re.I)
 _DATES = re.compile(r"(?:\d{1,2} )?[A-Z][a-z]+ (?:\d{1,2}, )?\d{3,4}")
 _DOUBT = re.compile(
     r"\b(?:not|never|maybe|perhaps|possibly|wrong|unsure|might|may|could|doubt|no)\b|n't", re.I
@@ -116,7 +117,7 @@ class Gold(Whole):
     def _changes(self, part: Part) -> bool:
         """Whether a part says more exactly which: Paris, Texas; 5 (kilometres)."""
         bare = clean(part.text)
-        if part.meets or not part.joint:
+        if part.meets or part.starts:
             return False
         if self.kind == "number":
             return amount_of(bare) is None and unit_of(bare.lower()) is not None
@@ -140,6 +141,8 @@ class Gold(Whole):
         parts = self.parts(text)
         if self.kind == "choice":
             return self._other_letters(text, parts)
+        if self.kind == "truth" and self._says_both(text):
+            return Rivals((text,))
         announced = text if self._leaves_between(text) else self._announced(text)
         if announced:
             return Rivals((announced,))
@@ -153,7 +156,7 @@ class Gold(Whole):
         ends_right = bool(parts) and parts[-1].meets
         skips = False
         for place, part in enumerate(parts):
-            if not part.joint:
+            if part.joint in ("", "or"):
                 skips = False
             after = parts[place + 1] if place + 1 < len(parts) else None
             if self.kind == "number" and _differs(part, after):
@@ -170,13 +173,13 @@ class Gold(Whole):
             if not (ends_right and _is_step(parts, place)) and self.is_rival(part, after, beside):
                 found.append(part.text)
         is_sum = self.amount is not None and parts[0].meets and _adds_up(found, self.amount)
-        if is_sum and all(part.joint for part in parts):
+        if is_sum and not any(part.starts for part in parts):
             return Rivals()
         return Rivals(tuple(dict.fromkeys(found)))
 
     def _is_beside_a_list(self, part: Part, parts: Sequence[Part]) -> bool:
         """Whether an expression stands beside the list, of which it is no element."""
-        if is_wordy(self.text) or part.joint not in ("", "comma", "list") or part.is_first:
+        if is_wordy(self.text) or part.joint not in ("", "or", "comma", "list") or part.is_first:
             return False
         is_own = any(one.meets(part.text) for one in self.elements)
         return any(one.meets for one in parts) and is_expression(clean(part.text)) and not is_own
@@ -206,7 +209,7 @@ class Gold(Whole):
         bare = clean(part.text)
         if _DENIED.match(bare) or self._restates(bare, part.joint):
             return False
-        if part.joint == "alias" and not part.is_first and self.kind in ("words", "list"):
+        if part.joint in ("or", "alias", "list") and self._is_alternative(part, bare):
             return True
         if not bare or (has_verb(bare) and not is_named(bare)):
             return self.kind == "truth" and self._other_truth(part)
@@ -230,6 +233,32 @@ class Gold(Whole):
             case _:
                 return self._other_words(part, bare, after)
 
+    def _is_alternative(self, part: Part, bare: str) -> bool:
+        """Whether an alternative, or another name, is a phrase: it describes nothing beside it."""
+        if part.joint == "alias" and part.is_first and ARTICLE.match(bare):
+            return False  # the river, called the Seine
+        is_amount = amount_of(bare) is not None or value_of(bare) is not None
+        if self.kind in ("choice", "truth", "math") or (self.kind == "number" and is_amount):
+            return False
+        words = tokens(bare)
+        is_label = part.text.endswith(":") or (
+            self.is_named and len(words) == 1 and words[0] in LABELS | ASIDES
+        )
+        if (
+            not words
+            or len(bare) < 2
+            or is_label
+            or (has_verb(bare) and not is_named(bare) and _PARTICIPLE.match(bare) is None)
+        ):
+            return False
+        if not is_wordy(bare) and not is_wordy(self.text):
+            return False
+        return not (self.kind in ("date", "time", "span") and self._is_same_time(bare))
+
+    def _is_same_time(self, bare: str) -> bool:
+        mine = dates.dates(self.text)
+        return any(_compatible(one, other) for one in dates.dates(bare) for other in mine)
+
     def _restates(self, bare: str, joint: Joint) -> bool:
         """Whether a part is a part of the gold, or Chinese for it, or its short form."""
         if any(one.text == bare or one.meets(bare) for one in self.own):
@@ -246,6 +275,11 @@ class Gold(Whole):
         rest = iter(self.text)
         return all(sign in rest for sign in bare)
 
+    def _says_both(self, text: str) -> bool:
+        """Whether clauses end in yes and in no, or in true and in false."""
+        said = {truth(word) for word in _TRUTHS.findall(text)}
+        return len(said) > 1
+
     def _other_truth(self, part: Part) -> bool:
         text = clean(part.text).lower()
         said = truth(text) if len(text) > 1 else None
@@ -259,7 +293,11 @@ class Gold(Whole):
     def _of_another_kind(self, part: Part, bare: str) -> bool:
         """A bare name or number that stands alone as if it were the answer."""
         kept = ("bracket",) if self.kind == "number" else ("bracket", "dash", "colon", "comma")
-        if part.joint in kept or part.led or (part.joint and (part.is_first or not is_named(bare))):
+        if (
+            part.joint in kept
+            or part.led
+            or (not part.starts and (part.is_first or not is_named(bare)))
+        ):
             return False
         if self.kind in ("truth", "special") and quantity(bare) is not None:
             return True
@@ -278,7 +316,7 @@ class Gold(Whole):
         amount = amount_of(without_class(without_name(bare)))
         if amount is None:
             years = {date[0] for date in dates.dates(bare) if date[0]}
-            return bool(years) and not part.joint and self.amount.value not in years
+            return bool(years) and part.starts and self.amount.value not in years
         if amount.dimension == (("ordinal", 1),) and not re.search(r"\d|\s", bare):
             is_ordinal = self.amount.dimension == amount.dimension
             return (is_ordinal or part.joint not in ("comma", "colon")) and not same_quantity(
@@ -301,25 +339,25 @@ class Gold(Whole):
             return not any(_compatible(one, other) for one in found for other in mine)
         amount = quantity(bare)
         if self.kind == "span":
-            return bool(found) or is_range(bare) or (amount is not None and not part.joint)
+            return bool(found) or is_range(bare) or (amount is not None and part.starts)
         if amount is None or amount.has_unit:
-            return is_range(bare) and not part.joint
+            return is_range(bare) and part.starts
         return not any(date[0] == amount.value for date in mine) and not part.led
 
     def _other_words(self, part: Part, bare: str, after: Part | None) -> bool:
         """Another name or phrase, unless it describes the gold."""
         if is_of_place(bare, self.rank, part):
             return False
-        if has_cjk(bare) and not part.joint:
+        if has_cjk(bare) and part.starts:
             return len(bare) <= MAX_HAN and _HAN_CLAUSE.search(bare) is None
         if self._describes(part, bare, after):
             return False
         if amount_of(bare) is not None or dates.dates(bare) or is_range(bare):
             if part.joint == "comma" and re.fullmatch(r"\d{1,3}|[A-Za-z]+", bare):
                 return True
-            return not part.joint and not part.led
+            return part.starts
         if truth(bare) is not None:
-            return not part.joint
+            return part.starts
         words = bare.split()
         if has_cjk(bare):
             return len(bare) <= MAX_HAN and _HAN_CLAUSE.search(bare) is None
@@ -345,38 +383,38 @@ class Gold(Whole):
         if words[0] in HEADS and len(words) > 1 and re.match(r"\w+ (?:of|for|to|in)\b", bare):
             return not re.match(r"\w+ (?:of|for|to|in)\b", self.text)
         if is_role(bare) and not is_role(self.text):
-            return True
+            return not part.starts or not is_titled(words[0])
         rest = ARTICLE.sub("", bare, count=1)
         has_article = rest != bare and not is_named(rest)
         if part.joint == "bracket" and not self.is_named and FORMULA.fullmatch(bare[:8]):
             return True  # water (H2O)
         if is_named(rest):
             return not is_nationality(self.text) and is_note(rest, part)
-        if part.joint and has_article and ARTICLE.match(self.text) is None:
+        if not part.starts and has_article and ARTICLE.match(self.text) is None:
             return True
         is_kind = is_note(rest, part) and not self.is_note  # physicist, chemist
-        if part.joint not in ("", "list") and is_kind:
+        if part.joint not in ("", "or", "list") and is_kind:
             return True
         if not self.is_named and not has_article and self.kind in ("words", "list"):
             own = set(self.text.lower().split())
-            if not part.joint and bare[:1].islower():  # no sentence, which begins with a capital
+            if part.starts and bare[:1].islower():  # no sentence, which begins with a capital
                 return False
             return not own & FUNCTION_WORDS and bool(set(bare.lower().split()) & FUNCTION_WORDS)
         if bool(set(bare.lower().split()) & FUNCTION_WORDS):
             return True
-        limit = MAX_PHRASE_WORDS if part.joint else 2 * MAX_PHRASE_WORDS
-        is_article = has_article and (bool(part.joint) or self.is_named)
+        limit = MAX_PHRASE_WORDS if not part.starts else 2 * MAX_PHRASE_WORDS
+        is_article = has_article and (not part.starts or self.is_named)
         return is_article or len(words) > limit or is_kind
 
     def _of_twins(self, text: str) -> Iterator[str]:
         """Where two sentences are alike but for one piece: The capital is A. The capital is B."""
-        sentences = [
+        pieces = [
             piece.strip(EDGE)
-            for line in LEVELS[0][1](text)
-            for half in LEVELS[2][1](line)
-            for piece in [half]
+            for line in lines(text)
+            for sentence in sentences(line)
+            for piece in clauses(sentence)
         ]
-        sides = [one.split() for one in sentences if one]
+        sides = [one.split() for one in pieces if one]
         for place, one in enumerate(sides[:20]):
             for other in sides[place + 1 : 20]:
                 yield from self._twin(one, other)
@@ -418,7 +456,7 @@ class Gold(Whole):
         names = [
             part.text
             for part in spoken
-            if not part.joint
+            if part.starts
             and not part.led
             and is_wordy(clean(part.text))
             and is_named(clean(part.text))

@@ -33,12 +33,20 @@ _PIECES = re.compile(
     re.IGNORECASE,
 )
 _NAMED_LETTERS = re.compile(
-    r"(?<![\w'\u2019\\-])(?:[B-HJ]|A(?!\s+(?!(?:is|was|seems|and|or|but)\b)[a-z])|I(?!\s+[a-z])|[A-J]{2,5})"
+    r"(?<![\w'\u2019\\-])(?:[B-HJ]|A(?!\s+(?!(?:is|was|seems|and|or|but|other)\b)[a-z])|I(?!\s+[a-z])|[A-J]{2,5})"
     r"(?![\w'\u2019])"
+)
+_CONDITION = re.compile(
+    r"\bif (?:not|(?:that|this|it)(?:'s| is| was) (?:not|wrong|incorrect)\b)"
+    r"|\bnot (?:sure|to mention)\b",
+    re.IGNORECASE,
 )
 _SENTENCES = re.compile(r"\b(?:i\.e|e\.g)\b|[.;\n]")
 _REASON = re.compile(r"\bbecause\b.*", re.IGNORECASE | re.DOTALL)
-_PROPER = re.compile(r"(?!(?i:option|choice|answer|letter|is)\b)\b[A-Z][a-z]+\s+$")
+_PROPER = re.compile(
+    r"(?!(?i:option|choice|answer|letter|is|hence|thus|so|or|and|also"
+    r"|but|then|therefore|maybe|perhaps|possibly|finally|no|not)\b)\b[A-Z][a-z]+\s+$"
+)
 
 
 def is_choice(gold: str) -> bool:
@@ -86,7 +94,7 @@ def chosen(answer: str) -> frozenset[str]:
 def letters(answer: str) -> set[frozenset[str]]:
     """The letters of options that each part of an answer names and does not deny."""
     found: set[frozenset[str]] = set()
-    for sentence in _SENTENCES.split(answer.replace("if not", "or")):
+    for sentence in _SENTENCES.split(_CONDITION.sub("or", answer)):
         clause = _REASON.sub("", sentence)
         if _DENIED.search(clause):
             continue

@@ -22,6 +22,7 @@ from agentenv.envs.grading.phrases import (
     trimmed,
     value_of,
     without_lead,
+    without_source,
 )
 from agentenv.envs.grading.sentences import has_verb, is_hedged
 from agentenv.envs.grading.separators import (
@@ -34,6 +35,7 @@ from agentenv.envs.grading.separators import (
     alternatives,
     corrections,
     lines,
+    marks,
     named_again,
 )
 from agentenv.envs.grading.special import special, truth
@@ -93,6 +95,7 @@ class Whole:
         self.is_named = is_named(self.text)
         self.rank = rank_of(self.text)
         self.is_note = not self.is_named and is_note(self.text, Part(self.text, "comma"))
+        self._is_split = is_split(self.text)
         self.amount = amount_of(self.text)
         label = choice.labelled(self.text) if self.kind == "choice" else None
         if label is not None:
@@ -120,7 +123,7 @@ class Whole:
             _DASHED.search(part) or is_split(part, named_again, alternatives)
         ):
             return False
-        if self.kind == "words" and "\n" not in self.text and re.search(r"\S\s*[\r\n]+\s*\S", part):
+        if self.kind == "words" and not self._is_split and is_split(part):
             return False
         text = clean(part)
         return bool(text) and self._same(text, self.text) is True
@@ -147,6 +150,8 @@ class Whole:
             lead = text[: len(text) - len(bare)].strip(" ,.:;-")
             if not lead or not self.meets(lead):  # "OK" may be the gold
                 text, led = bare, led or has_lead
+            bare = without_source(text)
+            text = text if has_verb(bare) else bare
         if not text.strip(EDGE) or len(found) > MAX_PARTS:
             return
         if self.meets(text) or self._is_worked_out(text):
@@ -173,7 +178,9 @@ class Whole:
                 else:
                     found.append(Part(tail.strip(), own, led=True))
                 return
-            if (is_clause and cut in OF_A_CLAUSE) or not self._may_cut(cut, own, text):
+            if not self._may_cut(cut, own, text) or (
+                is_clause and cut in OF_A_CLAUSE and not self._is_verbless(cut, text)
+            ):
                 continue
             pieces = [piece for piece in cut(text) if piece and piece.strip(EDGE)]
             if len(pieces) < 2:
@@ -185,10 +192,11 @@ class Whole:
                 pieces, led = [pieces[0], pieces[-1]], True
             pieces = self._with_own_commas(text, pieces) if own == "comma" else pieces
             for place, piece in enumerate(pieces):
-                leads = place == 0 and own != ""  # what follows the first is attached to it
+                leads = place == 0 and own not in ("", "or")  # what follows is attached to it
+                whole = joint if joint != "or" or own == "or" else ""  # the first is but a part
                 self._cut(
                     piece,
-                    (joint if joint or not is_first else own) if place == 0 else own,
+                    (whole if whole or not is_first else own) if place == 0 else own,
                     next_level + (cut is LEVELS[-1][1]),
                     found,
                     led=led and (place == 0 or is_clause),
@@ -196,6 +204,11 @@ class Whole:
                 )
             return
         found.append(Part(text, joint, led=led, is_first=is_first))
+
+    def _is_verbless(self, cut: Cut, text: str) -> bool:
+        """Whether the verb of a clause is in what separates two names: A followed by B."""
+        pieces = cut(text) if cut is alternatives else []
+        return len(pieces) > 1 and not any(map(has_verb, pieces))
 
     def _is_worked_out(self, text: str) -> bool:
         """Whether a text works the number out: 5 + 8, or m + n = 5 + 8 = 13, for 13."""
@@ -239,7 +252,7 @@ class Whole:
         equation; to a question of yes or no, "no" is an answer."""
         if cut is corrections:
             return self.kind != "truth"
-        if cut is lines:
+        if cut in (lines, marks):
             return r"\begin" not in text
         if joint == "equals":
             return "=" not in self.text

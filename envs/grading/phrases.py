@@ -17,8 +17,9 @@ from msgspec import Struct
 from agentenv.envs.grading import spans
 from agentenv.envs.grading.names import STATES, is_titled
 from agentenv.envs.grading.numbers import leading_number, words_as_digits
+from agentenv.envs.grading.places import country_of
 from agentenv.envs.grading.quantities import Quantity, quantity
-from agentenv.envs.grading.separators import Cut, Joint, lines, sentences
+from agentenv.envs.grading.separators import Cut, Joint, lines, marks, sentences
 from agentenv.envs.grading.special import truth
 from agentenv.envs.grading.spelling import clean
 from agentenv.envs.grading.units import unit_of
@@ -28,11 +29,9 @@ _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="
 LABELS, ASIDES, HEADS, _NOTES = (
     frozenset(_TABLES[name]) for name in ("labels", "asides", "heads", "notes")
 )
-_RANKS = {
-    **dict.fromkeys((*map(str.lower, STATES.values()), *_TABLES["provinces"]), 1),
-    **dict.fromkeys(_TABLES["countries"], 2),
-    **dict.fromkeys(_TABLES["continents"], 3),
-}
+_PROVINCES = frozenset(_TABLES["provinces"])
+_STATES = frozenset(map(str.lower, STATES.values()))
+_CONTINENTS = frozenset(_TABLES["continents"])
 
 
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -55,6 +54,11 @@ class Part(Struct, frozen=True):
     led: bool = False
     is_first: bool = False
 
+    @property
+    def starts(self) -> bool:
+        """Whether nothing attaches it to its neighbour."""
+        return self.joint in ("", "or")
+
 
 EDGE = " \t\n.,;:!?*_`\"'\u201c\u201d\u2018\u2019\u300c\u300d()[]<>~|#"
 _LEAD = re.compile(
@@ -73,6 +77,9 @@ _LEAD = re.compile(
     r"|choose|chose|pick"
     r"|go with|get|got|bet|answer|vote for|conclude)(?:\s+(?:that|it|the|is|was|could be|for"
     r"|on)\b)*[:,]?\s+"
+    r"|(?:(?:passage|source|document|method|my) )?\w+\s+"
+    r"(?-i:says?|gets(?= )|claims?|states?|reports?|suggests?)"
+    r"(?:\s+that)?(?:\s+it\s+(?:is|was))?[:,]?\s+"
     r"|(?:its|his|her|their|the)\s+(?:\w+\s+)?(?:name|title)\s+(?:is|was)\s+"
     r"|(?P<pronoun>it|that|this|these|those|they|he|she|which|who|there)(?:'s|'re|\s+(?:is"
     r"|was|are|were|could be|might be|may be"
@@ -91,6 +98,15 @@ _LEAD = re.compile(
     r"|\s*(?:\#?\d{1,2}|[a-d]|one|two|three|four|i{1,3})\s*(?:[:.)=]|\s+(?:is|was))\s*|\s*[:=]\s*)"
     r"|(?:(?:first|second|third|fourth|next|last)(?:ly)?,\s+)"
     r"|[*+>-]\s+|#\d\s+)",
+    re.IGNORECASE,
+)
+_SOURCE = re.compile(
+    r"(?<=[\w.)\]}\"*$])\s+\(?(?:according to|(?:as )?per (?-i:[A-Z])"
+    r"|by (?:one|another|some|other|the (?:first|second))|in (?:one|another"
+    r"|the (?:first|second|other))(?: \w+)?$"
+    r"|with probability|\[\w\]$|(?:then|now|today|too|instead|respectively|officially"
+    r"|unofficially|(?:strictly|loosely) speaking)\W*$)"
+    r"(?:(?!\b(?:and|or|but|while)\b)[^.;,\n]){0,40}$",
     re.IGNORECASE,
 )
 OPENING = re.compile(  # what describes, and names nothing
@@ -150,6 +166,11 @@ def without_lead(text: str, *, is_truth: bool = False) -> tuple[str, bool]:
     return text, led
 
 
+def without_source(text: str) -> str:
+    """A part without where it comes from: 13 according to the first source."""
+    return _SOURCE.sub("", text)
+
+
 def is_range(text: str) -> bool:
     """Whether the text is a range, a bound, a frequency or a period, with a number in it."""
     if not re.search(r"\d", words_as_digits(text)) and spans.frequency(text) is None:
@@ -178,16 +199,18 @@ def _is_number_or_unit(word: str) -> bool:
 
 def is_split(text: str, *cuts: Cut) -> bool:
     """Whether a text is more than one line or sentence, or is cut by others of `cuts`."""
-    every = (lines, sentences, *cuts)
+    every = (marks, lines, sentences, *cuts)
     return any(len([one for one in cut(text) if one.strip(EDGE)]) > 1 for cut in every)
 
 
 def trimmed(text: str) -> str:
     """Without a bracket at an end that nothing closes or opens."""
     text = re.sub(
-        r"^(?:[*_`~]+(?=\w))+|(?<=\w)(?:[_`~]+|\*{2,})$", "", text.strip().rstrip(",;\\").strip()
+        r"^(?:[*_`~]+(?=[\w$]))+|(?<=\w)(?:[_`~]+|\*{2,})$", "", text.strip().rstrip(",;\\").strip()
     )
     text = re.sub(r"\s+(?:which|that|who|and|or|but|as well as)$", "", text)
+    if not re.fullmatch(r"\\[(\[].*\\[)\]]", text, re.DOTALL):
+        text = re.sub(r"^\\[(\[]|\\[)\]]$", "", text)
     pairs = ("()", "[]", "{}", *(("<>",) if not re.match(r"[<>]\s*[-+.$\d\\]", text) else ()))
     excess = {pair: text.count(pair[0]) - text.count(pair[1]) for pair in pairs}
     if not sum(excess.values()):
@@ -273,7 +296,12 @@ def is_conversion(one: Quantity, other: Quantity, text: str) -> bool:
 
 def rank_of(text: str) -> int:
     """0 for a place, 1 for a state, 2 for a country, 3 for a continent."""
-    return _RANKS.get(" ".join(re.findall(r"[\w']+", text.lower().removeprefix("the "))), 0)
+    name = " ".join(re.findall(r"[\w']+", text.lower().removeprefix("the ")))
+    if name in _PROVINCES:
+        return 1
+    if country_of(text):
+        return 2
+    return 1 if name in _STATES else 3 if name in _CONTINENTS else 0
 
 
 def is_of_place(bare: str, rank: int, part: Part) -> bool:
@@ -299,7 +327,7 @@ def is_note(text: str, part: Part) -> bool:
     is_kind = last.lower() in _NOTES or _OCCUPATION.fullmatch(last) is not None
     if is_kind and (not is_named(text) or (part.joint == "bracket" and " " not in text)):
         return True
-    return bool(part.joint or part.led) and is_nationality(text)
+    return (not part.starts or part.led) and is_nationality(text)
 
 
 def is_nationality(text: str) -> bool:

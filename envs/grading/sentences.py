@@ -90,7 +90,7 @@ _SURE = re.compile(
     re.IGNORECASE,
 )
 _APPOSITION = re.compile(
-    r"(?:,\s+(?:an?|the|who|which|whose|where|located|born|also)\s|,?\s+because\s|\s+-\s+).*",
+    r"(?:,\s+(?:an?|the|who|which|whose|where|located|born|also)\s|,?\s+because\s|\s+-\s+(?=[^\W\d_]{2})).*",
     re.DOTALL,
 )
 _MATH = re.compile(r"\$([^$]*[\\=^_][^$]*)\$")

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Literal
 
-# How a part is attached to the text before it: "" is a new start, as after a full stop or "or".
-Joint = Literal["", "alias", "bracket", "dash", "colon", "comma", "list", "equals"]
+# How a part is attached to the text before it: "" is a new start, as after a full stop; "or" is an
+# alternative, which describes nothing that stands beside it.
+Joint = Literal["", "or", "alias", "bracket", "dash", "colon", "comma", "list", "equals"]
 Cut = Callable[[str], list[str]]
 
 _QUOTES = "\"'\u201c\u201d\u2018\u2019"
@@ -18,17 +19,19 @@ _BULLETS = (
     "\u2605\u2713\u2714\u203b\xb6"
 )
 _LINES = re.compile(
-    r"[\n\r\t\v\f\x1c-\x1f\x85\u2028\u2029]+|\\\\(?![a-z])|\\(?:newline|par|item|q?quad)\b"
-    r"|</?[a-z]{1,10}\s*/?>"
-    rf"|\s*[{_BULLETS}]\s*|(?:^|\s)[*+]\s(?=[^\W\d])|\s\xb7\s|(?<=[^\W\d_])\xb7(?=[^\W\d_])"
+    r"[\n\r\t\v\f\x1c-\x1f\x85\u2028\u2029]+|\\[nrt](?![a-z])|\\\\(?![a-z])"
+    r"|\\(?:newline|par|item|q?quad)\b|</?[a-z]{1,10}\s*/?>"
     r"|(?:^|\s)(?:(?:The|My)(?: final| correct| best)? answer"
-    r"|(?:Final |Correct |The |My )?Answer)(?: is| was|\s*[:=])\s+"
-    r"|\s*\|{2,}\s*|\s\|\s?|\|\s|(?<=\w)[|\u00a6](?=\w)"
-    r"|(?:^|\s)(?:[-*_=#~]{3,}|#{1,6}|>{1,3}|%{1,3}|@)(?=\s)"
-    rf"|(?<=[*_`${_QUOTES}])\s+(?=[*_`${_QUOTES}])"
-    r"|(?<=\})\s*(?=\\(?:f?boxed|text\w*|math\w+|mbox)\s*\{)|[\u3000\xa0]+| {3,}"
+    r"|(?:Final |Correct |The |My )?Answer|(?:FINAL )?ANSWER)(?: is| was|\s*[:=])\s+"
+    r"|(?:^|\s)(?:[-*_=#~]{3,}|#{1,6}|%{1,3}|@)(?=\s)|[\u2002\u2003\u3000\xa0]+"
 )
-_ENUMERATED = re.compile(r"(?:^|(?<=\s))(?:\(?([1-9a-e]|i{1,3}|iv|v)[).]|#?([1-9])[.)])(?=\s)")
+_MARKS = re.compile(  # bullets, cells and spans of markup that follow each other
+    rf"\s*[{_BULLETS}]\s*|(?:^|\s)[*+]\s(?=[^\W\d])|\s\xb7\s|(?<=[^\W\d_])\xb7(?=[^\W\d_])"
+    r"|\s*\|{2,}\s*|\s\|\s?|\|\s|(?<=\w)[|\u00a6](?=\w)|(?:^|\s)>{1,3}(?=\s)| {3,}"
+    rf"|(?<=[*_`$~{_QUOTES}])\s+(?=[*_`$~{_QUOTES}])|(?<=\\[\])])\s*(?=\\[\[(])"
+    r"|(?<=\})\s*(?:\(\s*)?(?=\\(?:f?boxed|text\w*|math\w+|mbox)\s*\{)"
+)
+_ENUMERATED = re.compile(r"(?:^|(?<=\s))(?:\(?([1-9a-eA-E]|i{1,3}|iv|v)[).]|#?([1-9])[.)])(?=\s)")
 _END = re.compile(
     rf"(?P<stop>\.)[{_QUOTES})\]*_`$]*(?:\s+|(?=[A-Z\u0410-\u042f][a-z\u0430-\u044f]))"
     rf"|[!?;\u037e\u0387\u061b\u061f\u0964\u203c\u203d\u2047-\u2049\u3002\uff01\uff1b"
@@ -56,11 +59,32 @@ _NAMES = (  # what gives another name for what stands before it
     r"|in other words|that is to say|that is(?=[,:])|namely|alias|equals|is equal to"
     r"|n[\u00e9e]e(?=\s[A-Z])|d/?b/?a"
 )
-_ALTERNATIVES = (
-    r"and/or|or else|either|or|nor|xor|else|otherwise|alternatively|alternately|possibly|perhaps"
-    r"|maybe|probably|if not|failing that|then|next|followed by|afterwards|later|versus|vs\.?"
-    r"|additionally|similarly|likewise|equivalently|but|another (?:option|possibility|answer)"
+_ADVERBS = (  # conjunctive adverbs, a closed class
+    r"hence|thus|therefore|so(?=,? (?-i:[A-Z\d$\\\\]))|then|next|later|ergo|whence"
+    r"|consequently|subsequently|accordingly|afterwards|finally|ultimately|overall|additionally|furthermore|moreover|besides"
+    r"|similarly|likewise|equivalently|alternatively|alternately|equally|otherwise|or else|else"
+    r"|also|not to mention|to say nothing of|in addition to"
+    r"|as opposed to (?:possibly|perhaps|maybe)"
+    r"|in conclusion|in short|in sum|as a result|all in all|to sum up|but(?: also)?|cf\.?|p\.?s\.?"
 )
+_ALTERNATIVES = (
+    r"(?:and/or|or rather|either|or|nor|xor|and(?= (?:possibly|perhaps|maybe|probably|also)\b)"
+    rf"|possibly|perhaps|maybe|probably|if not|failing that|versus|vs\.?|resp\.?|{_ADVERBS}"
+    r"|(?:followed|preceded|succeeded|replaced|superseded) by|as well as(?= possibly)"
+    r"|another (?:option|possibility|answer)|fallback|runner-up|oder|ou(?: bien)?)"
+)
+_SUBJECT = (
+    r"(?:it|he|she|they|that|this|we|i|one|(?:the|my|another|an?) (?:\w+ )?(?:answer|result"
+    r"|solution|guess|option|possibility|candidate))"
+)
+_CLAUSE = re.compile(  # The answer is A and the answer is B; it is A, it is also B
+    r"(?:,\s*|\s+)(?:(?:and|but|or|yet|though|although|while|whereas)\s+)"
+    rf"(?={_SUBJECT}(?:'s|\s+\w+)\s)",
+    re.IGNORECASE,
+)
+_SPLICE = re.compile(rf",\s+(?={_SUBJECT}(?:'s|\s+(?:is|was|are|were|could|might|may))\s)", re.I)
+_CAPITALS = re.compile(r"(?:[A-Z\d$\"][^\s,]{0,40}\s+){0,8}[A-Z\d$\"][^\s,]{0,40},\s")
+_STATES = re.compile(rf"{_SUBJECT}(?:'s|\s+(?:is|was|are|were|could|might|may))\s", re.I)
 _ARROWS = (
     r"[-=~]{1,3}>{1,2}|<{1,2}[-=~]{1,3}>?"
     r"|[\u2190-\u21ff\u27f5-\u27ff\u2794\u2799-\u27be\u2b05-\u2b0d]\ufe0f?"
@@ -68,17 +92,19 @@ _ARROWS = (
     r"|>{2,}|<{2,}"
 )
 _HAN_OR = (
-    "\u6216\u8005|\u6216\u662f|\u6216|\u8fd8\u662f|\u53c8\u540d|\u4ea6\u79f0|\u4e5f\u53eb"
-    "|\u53c8\u79f0|\u4ee5\u53ca"
+    "\u6216\u8005|(?<=[A-Za-z\\d.)])[\u548c\u4e0e\u53ca](?=[A-Za-z\\d(])|\u6216\u662f|\u6216|\u8fd8\u662f|\u53c8\u540d|\u4ea6\u79f0|\u4e5f\u53eb"
+    "|\u53c8\u79f0|\u4ee5\u53ca|\u4e5f\u5c31\u662f|\u5373(?=[\\dA-Za-z])"
 )
 _NAMED = re.compile(rf",?\s*(?<!\w)(?:{_NAMES})(?!\w),?:?\s*", re.IGNORECASE)
 _WORDS = re.compile(
-    rf",?\s*(?<!\w)(?:{_ALTERNATIVES})(?!\w)[,:]?\s*|\s*(?:{_ARROWS}|{_HAN_OR})\s*", re.IGNORECASE
+    rf",?\s*(?<![\w-])(?:{_ALTERNATIVES}[,:]?\s+){{0,3}}{_ALTERNATIVES}(?![\w-])[,:]?\s*"
+    rf"|\s*(?:{_ARROWS}|{_HAN_OR})\s*",
+    re.IGNORECASE,
 )
 _BRACKET = re.compile(
     "\\s*[\u3010\u300c\u300e\u300a\u3008\u3014\uff08\uff3b\uff5b\xab\u2039\u27e8]\\s*"
     "|\\s*[\u3011\u300d\u300f\u300b\u3009\u3015\uff09\uff3d\uff5d\xbb\u203a\u27e9]\\s*"
-    r"|\s+\\?[(\[<]\s*(?=\S)|(?<=[^\W_])[(\[<](?=\S)(?=[^()\[\]{}<>]*[)\]>])"
+    r"|\s+\\?[(\[<]\s*(?=\S)|(?<=[^\W_]|[\"'*`\u201d\u2019])[(\[<](?=\S)(?=[^()\[\]{}<>]*[)\]>])"
     r"|\s*\\?[)\]>](?=\s|$|[.,:])\s*|\s\\?\{\s*(?=[^{}]*\\?\}\s*$)|\s\{\s*(?=\\\w+\{)"
 )
 _DASHES = re.compile(
@@ -121,16 +147,21 @@ _CORRECTION = re.compile(
 
 
 def lines(text: str) -> list[str]:
-    """Lines, cells, bullets, boxes and spans of markup that follow each other."""
-    marks = list(_ENUMERATED.finditer(text))
-    values = [match[1] or match[2] for match in marks]
-    if len(values) > 1 and values[0] in ("1", "a", "i") and len(set(values)) == len(values):
-        ends = [0, *(match.start() for match in marks), len(text)]
+    """Lines, and answers that are labelled as such."""
+    return _LINES.split(text)
+
+
+def marks(text: str) -> list[str]:
+    """Cells, bullets, numbered alternatives, boxes and spans of markup that follow each other."""
+    found = list(_ENUMERATED.finditer(text))
+    values = [match[1] or match[2] for match in found]
+    if len(values) > 1 and values[0] in ("1", "a", "A", "i") and len(set(values)) == len(values):
+        ends = [0, *(match.start() for match in found), len(text)]
         pieces = [text[start:end] for start, end in pairwise(ends)]
         bare = [_ENUMERATED.sub("", piece, count=1) for piece in pieces]
         if all(piece.strip() for piece in bare[1:]):
-            return [part for piece in bare for part in _LINES.split(piece)]
-    return _LINES.split(text)
+            return [part for piece in bare for part in _MARKS.split(piece)]
+    return _MARKS.split(text)
 
 
 def sentences(text: str) -> list[str]:
@@ -161,8 +192,18 @@ def named_again(text: str) -> list[str]:
     return _NAMED.split(text)
 
 
+def clauses(text: str) -> list[str]:
+    """Around "and it is" and "but the answer was", which begin a sentence of their own."""
+    halves = _CLAUSE.split(text)
+    return [
+        one
+        for half in halves
+        for one in (_SPLICE.split(half) if _STATES.match(half) or _CAPITALS.match(half) else [half])
+    ]
+
+
 def alternatives(text: str) -> list[str]:
-    """Around or, then, possibly and the like, and arrows."""
+    """Around or, hence, possibly and the like, and arrows."""
     return _WORDS.split(text)
 
 
@@ -177,10 +218,13 @@ def corrections(text: str) -> list[str]:
 
 
 def _is_condition(text: str, match: re.Match[str]) -> bool:
-    """Whether a correction is only thought of: if that is wrong."""
+    """Whether a correction is only thought of, as in "if that is wrong", or is a label that two
+    answers have: the final answer is 13, the final answer is 14."""
+    before = text[: match.start()]
+    is_repeated = "answer" in match[0].lower() and match[0].strip().lower() in before.lower()
     return (
-        re.search(r"\b(?:if|unless|maybe|perhaps|possibly)\s*$", text[: match.start()], re.I)
-        is not None
+        is_repeated
+        or re.search(r"\b(?:if|unless|maybe|perhaps|possibly)\s*$", before, re.I) is not None
     )
 
 
@@ -194,11 +238,13 @@ def last_correction(text: str, *, is_truth: bool = False) -> Iterator[str]:
 
 
 LEVELS: tuple[tuple[Joint, Cut], ...] = (
+    ("or", marks),
     ("", lines),
     ("", corrections),
     ("", sentences),
+    ("", clauses),
     ("alias", named_again),
-    ("", alternatives),
+    ("or", alternatives),
     ("bracket", _BRACKET.split),
     ("dash", _DASHES.split),
     ("colon", _COLONS.split),
@@ -207,4 +253,4 @@ LEVELS: tuple[tuple[Joint, Cut], ...] = (
     ("equals", EQUALS.split),
 )
 OF_A_CLAUSE = (alternatives, _COMMAS.split, _LISTS.split, EQUALS.split)  # these belong to a clause
-OF_A_SENTENCE = tuple(cut for _, cut in LEVELS[3:])
+OF_A_SENTENCE = tuple(cut for _, cut in LEVELS[5:])

@@ -66,11 +66,12 @@ _CHARGE = re.compile(r"\^\{?(\d*[+-])(?:\}|(?![\w({]))")  # Ca^{2+} as Ca2+
 _BOLD = re.compile(r"(?<![\w)}*])\*\*([^*\n]+)\*\*(?![\w({*])")
 _WRAPPERS = (
     re.compile(r'\{\s*"\w+"\s*:\s*"?([^{}"]*)"?\s*\}'),
-    re.compile(r"\$\$(.*)\$\$", re.DOTALL),
+    re.compile(r"\$\$([^$]*)\$\$"),
+    re.compile(r"\$(\$\d[^$]*)\$"),
     re.compile(r"\$([^$]*[^$\s][^$]*)\$", re.DOTALL),
-    re.compile(r"\\\((.*)\\\)", re.DOTALL),
-    re.compile(r"\\\[(.*)\\\]", re.DOTALL),
-    re.compile(r"\*\*(.*)\*\*", re.DOTALL),
+    re.compile(r"\\\(((?:(?!\\[()]).)*)\\\)", re.DOTALL),
+    re.compile(r"\\\[((?:(?!\\[\[\]]).)*)\\\]", re.DOTALL),
+    re.compile(r"\*\*((?:(?!\*\*).)*)\*\*", re.DOTALL),
     re.compile(r"`+([^`]*)`+"),
     re.compile(r'"([^"]*)"'),
     re.compile(r"'([^']*)'"),

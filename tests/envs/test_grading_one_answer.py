@@ -7,7 +7,7 @@ import json
 import random
 from collections import defaultdict
 from functools import cache
-from itertools import product
+from itertools import combinations, permutations, product
 from pathlib import Path
 
 import pytest
@@ -115,6 +115,49 @@ def test_two_candidates_are_wrong_in_either_order(chunk: int) -> None:
         answer = joint.format(one, other)
         accepted += [(gold, answer) for gold in (one, other) if compare(answer, gold)[0]]
     assert not accepted
+
+
+UNSEEN = [  # joints that no rule was written for
+    "{}, followed by {}", "{}, succeeded by {}", "{} superseded by {}", "{}, whence {}",
+    "{} hence {}",
+    "{}. Consequently, {}.", "{}. Ultimately, {}.", "{}, not to mention {}",
+    "The answer is {} and the answer is {}.", "The answer is {} but the answer is {}.",
+    "It is {} and it is also {}.", "Wikipedia says {}; Britannica says {}.",
+    "Passage 1 says {}. Passage 2 says {}.", "{} in one source, {} in another",
+    "{} per Wikipedia, {} per Britannica", "FINAL ANSWER: {}\nFINAL ANSWER: {}",
+    "\\[{}\\] \\[{}\\]", "\\({}\\) \\({}\\)", "A. {}\nB. {}",
+    "{}\u548c{}", "{}\uff0c\u4e5f\u5c31\u662f{}", "{{\"answer\": \"{}\"}} {{\"answer\": \"{}\"}}",
+]  # fmt: skip
+TRIPLES = [
+    "{}, {}, {}", "{} or {} or {}", "{}, {} or {}", "{}\n{}\n{}", "{}. {}. {}.",
+    "{}; {}; {}",
+    "{} / {} / {}", "1. {}\n2. {}\n3. {}", "Either {}, {} or {}.",
+    "One of {}, {}, {}", "{} ({}, {})",
+    "{} -> {} -> {}", "({}) ({}) ({})", "**{}** **{}** **{}**", "{} aka {} aka {}", "{}\n{}, {}",
+]  # fmt: skip
+WHOLE = ("number", "date", "words")  # the kinds of which a name may be put into any sentence
+
+
+def test_joints_without_a_rule_and_three_candidates() -> None:
+    drawn, accepted = random.Random(7), []
+    for number in range(150):
+        texts = drawn.sample(golds()[WHOLE[number % 3]], 3)
+        if not all(are_two(*pair) for pair in combinations(texts, 2)):
+            continue
+        answers = [UNSEEN[number % len(UNSEEN)].format(*side) for side in permutations(texts[:2])]
+        answers += [TRIPLES[number % len(TRIPLES)].format(*side) for side in permutations(texts)]
+        accepted += [answer for answer in answers if compare(answer, texts[0])[0]]
+    assert len(accepted) < 3, accepted  # of 1,200
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("yes", "no"), ("True", "False"), ("B", "D"), ("(C) Paris", "(E) London"), ("E. 12", "B. 13")],
+)
+def test_yes_and_no_and_two_letters(one: str, other: str) -> None:
+    for joint in (*JOINTS, "{}. If not, {}.", "{}. If that is wrong, {}."):
+        for answer in (joint.format(one, other), joint.format(other, one)):
+            assert not compare(answer, one)[0], answer
 
 
 @pytest.mark.parametrize(
