@@ -7,29 +7,46 @@ tree starts `lead` seconds before the moment at which the learner is expected to
                                      ^ now + the rest of L       ^ + L
     tree of step c+2                       | starts .. lead .... |
 
-L is the median time of the recent updates. When the learner takes a batch, it is known which lead
-the batch needed: the time of its slowest tree, and by how much the learner asked sooner than was
-expected at the start of that tree. With it, after each batch,
+L is the median time of the recent updates. When the learner has a batch, the lead that the batch
+needed is known: the time of its slowest tree, plus the time by which the learner asked sooner than
+was expected when that tree started. Then
 
-    lead <- max(lead, need)                            if the learner had to wait for the batch,
-    lead <- lead - NARROW * max(lead - need, 0)        if not.
+    lead <- max(lead, MARGIN * need)                   if the learner had to wait for its trees;
+    lead <- lead - NARROW * max(lead - need, 0)        if not, and as long as the learner's recent
+                                                       waits are at most WAITING of its time.
 
-So a wait moves later starts forward by the time that was lost and no more, however many trees grow
-beside each other, and trees that took long in a crowd without a wait change nothing. In the long run
-the learner waits NARROW times as long as its trees are early. The lead is at most what the slots can
-give. Until both durations are known, and while the learner waits for the trees of this very step, a
-tree starts at once.
+Only a wait widens the lead, and only to what this batch needed: a long tree for which nobody waited
+(as in a crowd: where all slots are full, trees take longer) widens nothing. So a short wait cannot
+fill the slots, which would lengthen the trees, which would fill the slots. The lead is at most what
+the slots allow. Until the lead and L are known, and while the learner waits for the trees of this
+very step, a tree starts at once.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from statistics import median
 
+from msgspec import Struct
+
 NUM_UPDATES = 5  # of which the median counts: one with an evaluation in it is no measure
-NARROW = 0.1
+MARGIN = 1.5  # batches that have started already come as late as the one that was waited for
+NARROW = 0.2  # a step: a lead that is too long halves in three
+WAITING, FORGET = 0.02, 0.95  # share of the learner's time, in which a step ago counts less
 LEAST_S = 1e-3  # below it a wait would not move a clock that rounds
+
+
+class Grown(Struct, frozen=True):
+    """A tree from its start to its end, and when the learner was expected to ask for it."""
+
+    began_s: float
+    ended_s: float
+    due_s: float
+
+    def needed_s(self, asked_s: float) -> float:
+        """The lead with which it would have ended when the learner asked."""
+        return self.ended_s - self.began_s + max(0.0, self.due_s - max(asked_s, self.began_s))
 
 
 class Pace:
@@ -38,39 +55,41 @@ class Pace:
     def __init__(self, max_staleness: int) -> None:
         self.max_staleness = max_staleness
         self._lead_s = 0.0
-        self._learner_s: deque[float] = deque(maxlen=NUM_UPDATES)
+        self._updates_s: deque[float] = deque(maxlen=NUM_UPDATES)
         self._since_s = 0.0  # the learner waits, or is busy
         self._waits = True
+        self._waited_s = self._passed_s = 0.0  # recently
 
     def learner_asks(self, now_s: float) -> None:
         """The learner is ready for a batch."""
         if not self._waits:
-            self._learner_s.append(now_s - self._since_s)
+            self._updates_s.append(now_s - self._since_s)
             self._since_s, self._waits = now_s, True
 
-    def learner_takes(self, now_s: float, trees: Iterable[tuple[float, float, float]]) -> None:
-        """The learner has its batch. Of each tree that is a measure: its start, its end, and when
-        the learner was expected to ask for it."""
+    def learner_takes(self, now_s: float, trees: Sequence[Grown]) -> None:
+        """The learner has its batch, of which these trees are a measure."""
         asked_s = self._since_s
-        late, timely = [0.0], [0.0]  # the leads that trees needed
-        for start_s, end_s, due_s in trees:
-            sooner_s = max(0.0, due_s - max(asked_s, start_s))
-            (late if end_s > asked_s else timely).append(end_s - start_s + sooner_s)
-        if len(late) > 1:
-            self._lead_s = max(self._lead_s, *late)
-        elif len(timely) > 1:
-            self._lead_s -= NARROW * max(0.0, self._lead_s - max(timely))
-        if self._learner_s:
-            most_s = (self.max_staleness + 1) * median(self._learner_s)
+        if self._updates_s:  # the first batch is always waited for
+            waited_s = now_s - asked_s
+            self._waited_s = FORGET * self._waited_s + waited_s
+            self._passed_s = FORGET * self._passed_s + waited_s + self._updates_s[-1]
+        late = [tree.needed_s(asked_s) for tree in trees if tree.ended_s > asked_s]
+        if late:
+            self._lead_s = max(self._lead_s, MARGIN * max(late))
+        elif trees and self._waited_s <= WAITING * self._passed_s:
+            needed_s = max(tree.needed_s(asked_s) for tree in trees)
+            self._lead_s -= NARROW * max(0.0, self._lead_s - needed_s)
+        if self._updates_s:
+            most_s = (self.max_staleness + 1) * median(self._updates_s)
             self._lead_s = min(self._lead_s, most_s)
         self._since_s, self._waits = now_s, False
 
     def due_s(self, now_s: float, steps_ahead: int) -> float:
-        """When the learner is expected to ask for a tree, if it asks for `steps_ahead` batches
-        before the one that has this tree."""
-        if not self._learner_s:
+        """When the learner is expected to ask for a tree; `steps_ahead` batches are delivered
+        before the one that has it."""
+        if not self._updates_s:
             return now_s
-        update_s = median(self._learner_s)
+        update_s = median(self._updates_s)
         asks_s = now_s if self._waits else max(now_s, self._since_s + update_s)
         return asks_s + steps_ahead * update_s
 
@@ -79,4 +98,4 @@ class Pace:
         if not self._lead_s:
             return 0.0
         early_s = self.due_s(now_s, steps_ahead) - self._lead_s - now_s
-        return 0.0 if early_s < LEAST_S else early_s
+        return early_s if early_s >= LEAST_S else 0.0

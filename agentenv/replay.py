@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from agentenv.pace import Pace
+from agentenv.pace import Grown, Pace
 from agentenv.tree import TrajectoryTree
 
 
@@ -40,6 +40,11 @@ class Waiting:
 
     def _ends(self, rollout: asyncio.Task[TrajectoryTree]) -> None:
         self.ended_s = rollout.get_loop().time()
+
+    def grown(self) -> Grown | None:
+        """Its times after its end, if they are a measure."""
+        ended_s = self.rollout.get_loop().time() if self.ended_s is None else self.ended_s
+        return None if self.due_s is None else Grown(self.began_s, ended_s, self.due_s)
 
     def age_s(self) -> float:
         """Seconds since it ended; 0 before the loop has come round to that."""
@@ -178,20 +183,14 @@ class ReplayQueue:
                 else:
                     self.flow.selected(one.age_s())
                     self.release(1)
+                self._changed.set()
         except BaseException:
             self._rollouts.extendleft(reversed(taken))
             raise
         finally:
             self._num_taken = 0
         if self._pace is not None:
-            self._pace.learner_takes(
-                now(),
-                [
-                    (one.began_s, one.ended_s or now(), one.due_s)
-                    for one in taken
-                    if one.due_s is not None
-                ],
-            )
+            self._pace.learner_takes(now(), [*filter(None, (one.grown() for one in taken))])
             self._changed.set()
         for one in taken:  # together they are a step
             self.flow.selected(one.age_s())
