@@ -12,6 +12,7 @@ needed is known: the time of its slowest tree, plus the time by which the learne
 was expected when that tree started. Then
 
     lead <- max(lead, MARGIN * need)                   if the learner had to wait for its trees;
+    lead <- max(lead, need)                            if they started before L was known;
     lead <- lead - NARROW * max(lead - need, 0)        if not, and as long as the learner's recent
                                                        waits are at most WAITING of its time.
 
@@ -74,8 +75,9 @@ class Pace:
             self._waited_s = FORGET * self._waited_s + waited_s
             self._passed_s = FORGET * self._passed_s + waited_s + self._updates_s[-1]
         late = [tree.needed_s(asked_s) for tree in trees if tree.ended_s > asked_s]
-        if late:
-            self._lead_s = max(self._lead_s, MARGIN * max(late))
+        first = [tree.needed_s(asked_s) for tree in trees if tree.due_s <= tree.began_s]
+        if late or first:
+            self._lead_s = max(self._lead_s, *(MARGIN * one for one in late), *first)
         elif trees and self._waited_s <= WAITING * self._passed_s:
             needed_s = max(tree.needed_s(asked_s) for tree in trees)
             self._lead_s -= NARROW * max(0.0, self._lead_s - needed_s)

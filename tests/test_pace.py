@@ -14,7 +14,7 @@ from agentenv.types import Task
 from agentenv.virtual_clock import run_virtual
 
 TASK = Task("t", "toy", "q", ("a",))
-GROUPS, BOUND, NUM_STEPS = 4, 3, 12
+GROUPS, BOUND, NUM_STEPS = 4, 3, 30
 
 
 class Shown(NamedTuple):
