@@ -11,10 +11,9 @@ L is the median time of the recent updates. When the learner has a batch, the le
 needed is known: the time of its slowest tree, plus the time by which the learner asked sooner than
 was expected when that tree started. Then
 
-    lead <- max(lead, MARGIN * need)                   if the learner had to wait for its trees;
-    lead <- max(lead, need)                            if they started before L was known;
-    lead <- lead - NARROW * max(lead - need, 0)        if not, and as long as the learner's recent
-                                                       waits are at most WAITING of its time.
+    lead <- max(lead, need)                        if the learner had to wait for its trees, or
+                                                   they started before L was known;
+    lead <- lead - NARROW * max(lead - need, 0)    otherwise.
 
 Only a wait widens the lead, and only to what this batch needed: a long tree for which nobody waited
 (as in a crowd: where all slots are full, trees take longer) widens nothing. So a short wait cannot
@@ -32,9 +31,7 @@ from statistics import median
 from msgspec import Struct
 
 NUM_UPDATES = 5  # of which the median counts: one with an evaluation in it is no measure
-MARGIN = 1.5  # batches that have started already come as late as the one that was waited for
-NARROW = 0.2  # a step: a lead that is too long halves in three
-WAITING, FORGET = 0.02, 0.95  # share of the learner's time, in which a step ago counts less
+NARROW = 0.1  # in the long run waits are at most this share of the time that batches are early
 LEAST_S = 1e-3  # below it a wait would not move a clock that rounds
 
 
@@ -59,7 +56,6 @@ class Pace:
         self._updates_s: deque[float] = deque(maxlen=NUM_UPDATES)
         self._since_s = 0.0  # the learner waits, or is busy
         self._waits = True
-        self._waited_s = self._passed_s = 0.0  # recently
 
     def learner_asks(self, now_s: float) -> None:
         """The learner is ready for a batch."""
@@ -70,15 +66,11 @@ class Pace:
     def learner_takes(self, now_s: float, trees: Sequence[Grown]) -> None:
         """The learner has its batch, of which these trees are a measure."""
         asked_s = self._since_s
-        if self._updates_s:  # the first batch is always waited for
-            waited_s = now_s - asked_s
-            self._waited_s = FORGET * self._waited_s + waited_s
-            self._passed_s = FORGET * self._passed_s + waited_s + self._updates_s[-1]
         late = [tree.needed_s(asked_s) for tree in trees if tree.ended_s > asked_s]
         first = [tree.needed_s(asked_s) for tree in trees if tree.due_s <= tree.began_s]
         if late or first:
-            self._lead_s = max(self._lead_s, *(MARGIN * one for one in late), *first)
-        elif trees and self._waited_s <= WAITING * self._passed_s:
+            self._lead_s = max(self._lead_s, *late, *first)
+        elif trees:
             needed_s = max(tree.needed_s(asked_s) for tree in trees)
             self._lead_s -= NARROW * max(0.0, self._lead_s - needed_s)
         if self._updates_s:
