@@ -147,6 +147,8 @@ def test_a_tree_starts_at_once_until_both_durations_are_known() -> None:
 
 
 def test_only_a_wait_widens_the_lead() -> None:
+    pace, now_s = Pace(BOUND), 1.0
+
     def lead_s() -> float:
         return pace.due_s(now_s, 3) - now_s - pace.early_s(now_s, 3)
 
@@ -157,7 +159,6 @@ def test_only_a_wait_widens_the_lead() -> None:
         ended_s = now_s if wait_s else asked_s - 1.0
         pace.learner_takes(now_s, [Grown(ended_s - tree_s, ended_s, asked_s)])
 
-    pace, now_s = Pace(BOUND), 1.0
     pace.learner_takes(now_s, [Grown(0.0, 1.0, 0.0)])
     step(5.0, 0.0)
     first_s = lead_s()
