@@ -17,34 +17,34 @@ that trees are no staler than the learner's share of the work makes them.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from agentenv.pace import Pace
+from agentenv.pace import Grown, Pace
 from agentenv.tree import TrajectoryTree
-
-LOOK_S = 1.0  # a tree that takes longer than any before brings the next start forward by then
 
 
 class Waiting:
     """A rollout that is not delivered, and when it began and ended, on the loop's clock."""
 
-    __slots__ = ("began_s", "ended_s", "pace", "rollout")
+    __slots__ = ("began_s", "due_s", "ended_s", "rollout")
 
-    def __init__(self, rollout: asyncio.Task[TrajectoryTree], pace: Pace | None) -> None:
-        """`pace`: where the time that the rollout takes is recorded, if it is a measure."""
+    def __init__(self, rollout: asyncio.Task[TrajectoryTree], due_s: float | None) -> None:
+        """`due_s`: when the learner is expected to ask for it; None: its time is no measure."""
         self.rollout = rollout
-        self.pace = pace
+        self.due_s = due_s
         self.began_s = rollout.get_loop().time()
         self.ended_s: float | None = None
         rollout.add_done_callback(self._ends)
 
     def _ends(self, rollout: asyncio.Task[TrajectoryTree]) -> None:
         self.ended_s = rollout.get_loop().time()
-        if self.pace is not None and not rollout.cancelled():
-            self.pace.tree_ended(self.ended_s - self.began_s)
+
+    def grown(self) -> Grown | None:
+        """Its times after its end, if they are a measure."""
+        ended_s = self.rollout.get_loop().time() if self.ended_s is None else self.ended_s
+        return None if self.due_s is None else Grown(self.began_s, ended_s, self.due_s)
 
     def age_s(self) -> float:
         """Seconds since it ended; 0 before the loop has come round to that."""
@@ -97,7 +97,7 @@ class ReplayQueue:
         self.capacity = groups_per_step * (max_staleness + 1)
         self.num_reserved = 0
         self.flow = Flow()
-        self._pace = Pace() if just_in_time and max_staleness else None
+        self._pace = Pace(max_staleness) if just_in_time and max_staleness else None
         self._num_taken = 0  # by the get() that runs
         self._kept: deque[bool] = deque([True], maxlen=4 * groups_per_step)  # which trees were
         self._rollouts: deque[Waiting] = deque()
@@ -120,7 +120,7 @@ class ReplayQueue:
         while not at_once and (left_s := self._next_is_early_s(now())):
             self._changed.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(left_s, LOOK_S)):
+                async with asyncio.timeout(left_s):
                     await self._changed.wait()
         early_s = now() - began_s
         self.flow.early(early_s)
@@ -129,20 +129,20 @@ class ReplayQueue:
 
     def _next_is_early_s(self, now_s: float) -> float:
         """The seconds after which the next tree should start."""
-        if self._pace is None:
-            return 0.0
-        share, count = sum(self._kept) / len(self._kept), len(self._rollouts)
-        spread = math.sqrt(count * share * (1 - share))  # where trees are replaced; else 0
-        num_before = max(0.0, self._num_taken + count * share - spread)
-        growing = (one for one in self._rollouts if one.ended_s is None)
-        oldest = next(growing, None)
-        oldest_s = 0.0 if oldest is None else now_s - oldest.began_s
-        return self._pace.early_s(now_s, int(num_before // self.groups_per_step), oldest_s)
+        return 0.0 if self._pace is None else self._pace.early_s(now_s, self._steps_ahead())
+
+    def _steps_ahead(self) -> int:
+        """The batches that are expected to be delivered before the one of the next tree."""
+        share = sum(self._kept) / len(self._kept)
+        return int(self._num_taken + len(self._rollouts) * share) // self.groups_per_step
 
     def put(self, rollout: asyncio.Task[TrajectoryTree], *, is_new: bool = True) -> None:
         """Add a rollout that holds a slot, right after it was started. One that is not new goes on
         with what an earlier process began: the time it takes is no measure."""
-        self._rollouts.append(Waiting(rollout, self._pace if is_new else None))
+        due_s = None
+        if self._pace is not None and is_new:
+            due_s = self._pace.due_s(rollout.get_loop().time(), self._steps_ahead())
+        self._rollouts.append(Waiting(rollout, due_s))
         self._arrived.set()
 
     def finish(self) -> None:
@@ -183,13 +183,14 @@ class ReplayQueue:
                 else:
                     self.flow.selected(one.age_s())
                     self.release(1)
+                self._changed.set()
         except BaseException:
             self._rollouts.extendleft(reversed(taken))
             raise
         finally:
             self._num_taken = 0
         if self._pace is not None:
-            self._pace.learner_takes(now())
+            self._pace.learner_takes(now(), [*filter(None, (one.grown() for one in taken))])
             self._changed.set()
         for one in taken:  # together they are a step
             self.flow.selected(one.age_s())

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from statistics import fmean
 from typing import NamedTuple
 
-from agentenv.pace import Pace
+import pytest
+
+from agentenv.pace import Grown, Pace
 from agentenv.queue import ReplayQueue
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 from agentenv.virtual_clock import run_virtual
 
 TASK = Task("t", "toy", "q", ("a",))
-GROUPS, BOUND, NUM_STEPS = 4, 3, 12
+GROUPS, BOUND, NUM_STEPS = 4, 3, 30
 
 
 class Shown(NamedTuple):
@@ -26,20 +28,20 @@ class Shown(NamedTuple):
 
 
 async def shown(
-    tree_s: Callable[[int], float],
-    learner_s: float,
+    grow: Callable[[int], Awaitable[None]],
+    learner_s: Callable[[int], float],
     *,
     just_in_time: bool,
     refuse: Callable[[int], bool] = lambda index: False,
 ) -> Shown:
-    """A feeder, trees that take `tree_s` each, and a learner that takes `learner_s` a step."""
+    """A feeder, trees that `grow`, and a learner that takes `learner_s` for each step."""
     queue = ReplayQueue(GROUPS, BOUND, just_in_time=just_in_time)
     version, early_s = 0, 0.0
     staleness: list[float] = []
 
     async def rollout(index: int) -> TrajectoryTree:
         tree = TrajectoryTree(TASK, index=index, policy_version=version)
-        await asyncio.sleep(tree_s(index))
+        await grow(index)
         return tree
 
     async def feed(group: asyncio.TaskGroup) -> None:
@@ -51,11 +53,11 @@ async def shown(
 
     async with asyncio.TaskGroup() as group:
         feeder = group.create_task(feed(group))
-        for _ in range(NUM_STEPS):
+        for step in range(NUM_STEPS):
             trees = await queue.get(lambda tree: not refuse(tree.index))
             staleness.append(fmean(version - tree.policy_version for tree in trees))
             assert max(version - tree.policy_version for tree in trees) <= BOUND
-            await asyncio.sleep(learner_s)
+            await asyncio.sleep(learner_s(step))
             version += 1
             queue.release(len(trees))
             early_s += queue.flow.take()["flow/producer_early_s"]
@@ -66,20 +68,20 @@ async def shown(
 
 
 def both(
-    tree_s: Callable[[int], float],
-    learner_s: float,
+    grow: Callable[[int], Awaitable[None]],
+    learner_s: Callable[[int], float] = lambda step: 10.0,
     refuse: Callable[[int], bool] = lambda index: False,
 ) -> tuple[Shown, Shown]:
     """As early as the bound allows, and just in time."""
     early, timely = (
-        run_virtual(shown(tree_s, learner_s, just_in_time=one, refuse=refuse))
+        run_virtual(shown(grow, learner_s, just_in_time=one, refuse=refuse))
         for one in (False, True)
     )
     return early, timely
 
 
 def test_with_a_slow_learner_trees_are_one_version_old_and_not_three() -> None:
-    early, timely = both(lambda index: 2.0, 10.0)
+    early, timely = both(lambda index: asyncio.sleep(2.0))
     assert early.staleness[BOUND:] == [BOUND] * (NUM_STEPS - BOUND)
     assert timely.staleness[-6:] == [1.0] * 6
     assert timely.seconds == early.seconds
@@ -87,49 +89,94 @@ def test_with_a_slow_learner_trees_are_one_version_old_and_not_three() -> None:
 
 
 def test_with_slow_tools_every_slot_is_filled_as_before() -> None:
-    early, timely = both(lambda index: 40.0, 10.0)
+    early, timely = both(lambda index: asyncio.sleep(40.0))
     assert timely == early
     assert timely.staleness[-1] == BOUND
 
 
 def test_trees_of_two_updates_start_two_updates_ahead() -> None:
-    early, timely = both(lambda index: 13.0, 10.0)
+    early, timely = both(lambda index: asyncio.sleep(13.0))
     assert timely.seconds == early.seconds
     assert timely.staleness[-6:] == [2.0] * 6
 
 
 def test_replaced_trees_count_as_what_the_learner_needs() -> None:
-    early, timely = both(lambda index: 2.0, 10.0, refuse=lambda index: index % 4 == 0)
+    early, timely = both(lambda index: asyncio.sleep(2.0), refuse=lambda index: index % 4 == 0)
     assert timely.seconds <= early.seconds * 1.05
     assert fmean(timely.staleness[-4:]) < fmean(early.staleness[-4:])
 
 
 def test_a_learner_that_had_to_wait_gets_its_trees_earlier_from_then_on() -> None:
     """Each eighth tree takes six times as long as the others: the margin learns that."""
-    early, timely = both(lambda index: 18.0 if index % 32 == 7 else 3.0, 10.0)
+    early, timely = both(lambda index: asyncio.sleep(18.0 if index % 32 == 7 else 3.0))
     assert timely.seconds <= early.seconds * 1.1
     assert fmean(timely.staleness[-6:]) < BOUND
 
 
+def test_a_short_wait_does_not_fill_the_slots_of_a_shared_engine() -> None:
+    """Trees take longer the more of them grow, and two updates are much shorter than the others."""
+    growing = 0
+
+    async def grow(index: int) -> None:
+        nonlocal growing
+        growing += 1
+        left_s = 1.2
+        while left_s > 0:
+            await asyncio.sleep(0.1)
+            left_s -= 0.1 * GROUPS / growing
+        growing -= 1
+
+    def learner_s(step: int) -> float:
+        return 0.3 if step in (10, 11) else 2.5
+
+    early, timely = both(grow, learner_s)
+    assert timely.seconds <= early.seconds * 1.03
+    assert max(timely.staleness[BOUND + 1 :]) == 2.0, timely.staleness
+    assert timely.staleness[-4:] == [1.0] * 4
+    assert fmean(early.staleness[BOUND:]) == BOUND
+
+
 def test_a_tree_starts_at_once_until_both_durations_are_known() -> None:
-    pace = Pace()
-    assert pace.early_s(0.0, 3, 0.0) == 0.0
-    pace.tree_ended(1.0)
-    pace.learner_takes(2.0)
-    assert pace.early_s(2.0, 3, 0.0) == 0.0
+    pace = Pace(BOUND)
+    assert pace.early_s(0.0, 3) == 0.0
+    pace.learner_takes(2.0, [Grown(1.0, 2.0, 1.0)])
+    assert pace.early_s(2.0, 3) == 0.0
     pace.learner_asks(12.0)
-    assert pace.early_s(12.0, 0, 0.0) == 0.0
-    assert pace.early_s(12.0, 1, 0.0) > 8.0
-    assert pace.early_s(12.0, 1, 20.0) == 0.0  # a tree that still grows takes longer than it
+    assert pace.early_s(12.0, 0) == 0.0
+    assert pace.early_s(12.0, 1) > 8.0
+
+
+def test_only_a_wait_widens_the_lead() -> None:
+    pace, now_s = Pace(BOUND), 1.0
+
+    def lead_s() -> float:
+        return pace.due_s(now_s, 3) - now_s - pace.early_s(now_s, 3)
+
+    def step(tree_s: float, wait_s: float) -> None:
+        nonlocal now_s
+        pace.learner_asks(asked_s := now_s + 10.0)
+        now_s = asked_s + wait_s
+        ended_s = now_s if wait_s else asked_s - 1.0
+        pace.learner_takes(now_s, [Grown(ended_s - tree_s, ended_s, asked_s)])
+
+    pace.learner_takes(now_s, [Grown(0.0, 1.0, 0.0)])
+    step(5.0, 0.0)
+    first_s = lead_s()
+    step(9.0, 0.0)  # nobody waited for it
+    assert lead_s() <= first_s
+    step(6.0, 0.5)
+    widest_s = lead_s()
+    assert widest_s == pytest.approx(6.0)
+    step(4.0, 0.0)
+    assert 4.0 < lead_s() < widest_s
 
 
 def test_an_update_with_an_evaluation_in_it_is_no_measure() -> None:
-    pace = Pace()
-    pace.tree_ended(1.0)
-    for since_s, until_s in ((0.0, 10.0), (10.0, 100.0)):
-        pace.learner_takes(since_s)
+    pace = Pace(BOUND)
+    for since_s, until_s in ((0.0, 10.0), (10.0, 20.0), (20.0, 110.0)):
+        pace.learner_takes(since_s, [Grown(since_s - 1.0, since_s, since_s)])
         pace.learner_asks(until_s)
-    assert pace.early_s(100.0, 1, 0.0) < 10.0
+    assert pace.early_s(110.0, 1) < 10.0
 
 
 def test_a_tree_of_an_earlier_process_starts_at_once_and_is_no_measure() -> None:
