@@ -18,7 +18,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from agentenv.pipelines.evaluation import regrade
+from agentenv.launchers import evaluate
 from tests.support.stored_evaluation import mixed_rows, write_evaluation
 
 NUM_SAMPLES = 8
@@ -57,7 +57,7 @@ def main() -> int:
         place = write_evaluation(Path(folder) / "e", rows, {"kind": "layered"})
         size = (place / "rows.jsonl").stat().st_size / 1e6
         own_before, meter, start = time.process_time(), CpuMeter(), time.perf_counter()
-        code = regrade.main([str(place)])
+        code = evaluate.main(["regrade", str(place)])
         wall = time.perf_counter() - start
         own, others = meter.stop()
     print(

@@ -1,9 +1,7 @@
-"""Compares two evaluations question by question: `launchers/evaluate.py compare A B`."""
+"""Compares two evaluations question by question, with paired tests."""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -29,9 +27,8 @@ from agentenv.pipelines.evaluation.figures import (
     sign_flip,
 )
 from agentenv.pipelines.evaluation.scores import make_scorer, score_rows, stored_rows
-from agentenv.pipelines.run.arguments import Parser
 from agentenv.pipelines.run.tables import Table, lines_of, markdown, number, short
-from agentenv.pipelines.run.terminal import View, to_its_end
+from agentenv.pipelines.run.terminal import View
 
 # What differs between two evaluations of the same questions, and whether it is chance.
 
@@ -216,7 +213,7 @@ def difference(
         difference=float(change.mean()),
         low=None if found is None else float(found[0]),
         high=None if found is None else float(found[1]),
-        p=mcnemar(worse, better) if single else sign_flip(change.tolist()),
+        p=mcnemar(worse, better) if single else sign_flip(change),
         test="McNemar" if single else "sign flip",
     )
 
@@ -230,29 +227,13 @@ MAX_LISTED = 30
 MAX_CELL = 70
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
-    parser = Parser(
-        prog="launchers/evaluate.py compare",
-        description="Compare two stored evaluations on the questions that both asked, in pairs.",
-    )
-    parser.add_argument("first", type=Path, metavar="A")
-    parser.add_argument("second", type=Path, metavar="B")
-    parser.add_argument("--out", type=Path, help="Markdown file with all questions that changed")
-    arguments = parser.parse_args(argv)
-    view = View()
-    return to_its_end(
-        lambda: asyncio.run(_run(arguments, view)), view, writing="writing the comparison"
-    )
-
-
-async def _run(arguments: argparse.Namespace, view: View) -> None:
-    """Score the rows of both by one scorer, and print what differs."""
-    folders: tuple[Path, Path] = (arguments.first, arguments.second)
+async def compare(first: Path, second: Path, out: Path | None, view: View) -> None:
+    """Score the rows of both by one scorer and show the differences; `out` is a Markdown file for
+    all questions that changed. Raises DataError if the two share no question."""
     scorer = make_scorer(view.say)
     sides: list[list[QuestionRows]] = []
     try:
-        for folder in folders:
+        for folder in (first, second):
             async with stored_rows(folder, scorer) as rows:
                 await score_rows(rows, scorer)
             sides.append(questions_of(rows))
@@ -260,20 +241,19 @@ async def _run(arguments: argparse.Namespace, view: View) -> None:
     finally:
         await close_shared()
     tables, left = tables_of(pairing, MAX_LISTED)
-    say = paired_line(pairing)
-    view.say(f"A = {folders[0]}, B = {folders[1]}")
+    paired = paired_line(pairing)
+    view.say(f"A = {first}, B = {second}")
     for table in tables:
         view.show(table)
     if left:
-        hint = "" if arguments.out else "; --out FILE lists all"
-        view.say(f"and {left} questions more that changed{hint}")
-    view.say(say)
-    if arguments.out is not None:
+        view.say(f"and {left} questions more that changed{'' if out else '; --out FILE lists all'}")
+    view.say(paired)
+    if out is not None:
         tables, _ = tables_of(pairing, len(pairing.pairs))
-        head = f"# {markdown(str(folders[0]))} (A) against {markdown(str(folders[1]))} (B)"
-        text = f"{head}\n\n{markdown(say)}\n\n{lines_of(tables)}"
-        write_whole(arguments.out, text.encode("utf-8", "replace"))
-        view.say(f"written to {arguments.out}")
+        head = f"# {markdown(str(first))} (A) against {markdown(str(second))} (B)"
+        text = f"{head}\n\n{markdown(paired)}\n\n{lines_of(tables)}"
+        write_whole(out, text.encode("utf-8", "replace"))
+        view.say(f"written to {out}")
 
 
 def paired_line(pairing: Pairing) -> str:

@@ -1,4 +1,4 @@
-"""Grades a stored evaluation again: `launchers/evaluate.py regrade DIR [grader.key=value ...]`.
+"""Grades the trajectories of a stored evaluation again, without generating.
 
 DIR/rows.jsonl is replaced at once, what it held is kept in rows.before.jsonl; DIR/config.json gets
 the new grader, regrade.md lists what changed, and the report is written anew.
@@ -6,7 +6,6 @@ the new grader, regrade.md lists what changed, and the report is written anew.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import copy
 from collections import Counter
@@ -24,7 +23,7 @@ from agentenv.errors import ConfigError, CrashError, GraderError
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import EnvConfig
-from agentenv.pipelines.evaluation.report import report_rows
+from agentenv.pipelines.evaluation.report import figures, show_report
 from agentenv.pipelines.evaluation.scores import CONCURRENCY, make_scorer
 from agentenv.pipelines.evaluation.store import (
     CONFIG_FILE,
@@ -37,9 +36,8 @@ from agentenv.pipelines.evaluation.store import (
     save,
 )
 from agentenv.pipelines.records.row import EvalRow, calls_that_ran, prediction, written
-from agentenv.pipelines.run.arguments import Parser
 from agentenv.pipelines.run.tables import Table, as_markdown, short
-from agentenv.pipelines.run.terminal import View, to_its_end
+from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.setup.data import EnvMaker, Resolve
 from agentenv.tool_env import Grader, graded, start_grader
 from agentenv.types import Task
@@ -179,30 +177,13 @@ MAX_LISTED = 40
 MAX_CELL = 60
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
-    parser = Parser(
-        prog="launchers/evaluate.py regrade",
-        description="Grade the stored trajectories of an evaluation again, without generating.",
-        epilog="grader.kind=KIND starts from that kind's defaults; other grader.key=value change "
-        "the grader that the evaluation had; sets.NAME.grader.key=value that of one set. Without "
-        "any, the same grader grades again.",
-    )
-    parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="grader.key=value")
-    arguments = parser.parse_args(argv)
-    view = View()
-    return to_its_end(
-        lambda: asyncio.run(_run(arguments, view)), view, writing="writing the grades"
-    )
-
-
-async def _run(arguments: argparse.Namespace, view: View) -> None:
-    folder: Path = arguments.folder
+async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
+    """Grade all rows by the graders of the stored configuration, which `overrides` change, and
+    replace rows and report. Raises ConfigError, DataError, GraderError; then nothing is changed."""
     saved = load_saved(folder)
-    tree = regraded_config(saved.config, arguments.overrides)
+    tree = regraded_config(saved.config, overrides)
     source = str(folder / CONFIG_FILE)
-    with blaming(source, arguments.overrides):
+    with blaming(source, overrides):
         config = build_config(EvaluateConfig, tree, source)
     try:
         with lock(folder):
@@ -215,10 +196,11 @@ async def _run(arguments: argparse.Namespace, view: View) -> None:
             view.end()
             after = [change.after for change in changes]
             _show(changes, folder, view)
-            await report_rows(folder, after, scorer, view)  # fills in the scores, too
+            found = await figures(folder, after, scorer)
             replace_rows(folder, after, BEFORE_FILE)
             new = Saved(subject=saved.subject, run=saved.run, config=to_plain(config))
             save(folder, new)
+            await show_report(folder, *found, view)
     finally:
         await close_shared()
     view.say(f"{folder / ROWS_FILE} is graded anew; what it held is in {BEFORE_FILE}")
