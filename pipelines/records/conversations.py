@@ -8,7 +8,7 @@ Question     a task with its prompt, and everything that was tried on it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +17,6 @@ import numpy as np
 from msgspec import Struct, field
 
 from agentenv.archive import KeptTree
-from agentenv.data_files import Row
 from agentenv.pipelines.records.row import EvalRow
 from agentenv.redact import Redactor
 from agentenv.tree import Node
@@ -213,7 +212,7 @@ def _key(node: Node) -> str:
 
 def of_row(row: EvalRow) -> Question:
     """A trajectory of an evaluation, of which only text is known."""
-    prompt, turns = _turns(row.segments, row.tool_calls)
+    prompt, turns = turns_of(row.segments, row.tool_calls)
     failed = row.end == "failed"
     branch = Branch(
         name="0",
@@ -252,7 +251,7 @@ def of_row(row: EvalRow) -> Question:
     )
 
 
-def _turns(
+def turns_of(
     segments: Iterable[dict[str, str]], calls: Sequence[dict[str, Any]]
 ) -> tuple[str, list[Turn]]:
     """Prompt and turns of the segments of a row. Which turn made which call is not written down:
@@ -275,19 +274,6 @@ def _turns(
     if left and not answered and turns:  # a call whose result no turn read
         turns[-1].calls = left
     return prompt, turns
-
-
-def of_rows(rows: Iterable[Row]) -> Iterator[Question]:
-    """Rows as monitors get them, of training or of an evaluation."""
-    for row in rows:
-        known = {name: row[name] for name in EvalRow.__struct_fields__ if name in row}
-        known |= {"dataset": row.get("dataset", ""), "sample": row.get("sample", 0)}
-        question = of_row(msgspec.convert(known, EvalRow, strict=False))
-        if "tree" in row:
-            question.id = f"tree-{row['tree']:06d}-{row['branch']}"
-            question.branches[0].name = row["branch"]
-            question.facts |= {"tree": row["tree"], "fork_parent": row["fork_parent"]}
-        yield question
 
 
 def redacted(question: Question, redactor: Redactor) -> Question:
