@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from agentenv import hub
 from agentenv.config import blaming, to_plain
 from agentenv.errors import ConfigError
+from agentenv.launchers.command import add_subject
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
 from agentenv.pipelines.config.help import Parser
 from agentenv.pipelines.evaluation.live import SET, Asked, ask_one
@@ -33,7 +34,6 @@ from agentenv.pipelines.evaluation.subject import (
     LAST,
     START,
     Subject,
-    add_arguments,
     find_subject,
     given_keys,
     weights_digest,
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda: _run(arguments, view),
         view,
         writing="writing the evaluation",
-        interrupted="interrupted; the same command goes on with what is missing",
+        interrupted="interrupted; the same command goes on with the missing trajectories",
     )
 
 
@@ -129,10 +129,10 @@ def _chosen(config: EvaluateConfig, names: Sequence[str], num_tasks: int) -> Eva
 
 def _name(config: EvaluateConfig, subject: Subject) -> str:
     """A directory of its own for each thing asked: the same command finds it again."""
-    told = {"url": subject.name}
+    asked = {"url": subject.name}
     if subject.model is not None:
-        told = {"weights": weights_digest(subject.model)}
-    saved = Saved(subject=told, run="", config=to_plain(config))
+        asked = {"weights": weights_digest(subject.model)}
+    saved = Saved(subject=asked, run="", config=to_plain(config))
     digest = hashlib.sha256(msgspec.json.encode(identity(saved), order="sorted")).hexdigest()
     return f"{subject.name.replace('/', '-')}-{'-'.join(config.sets)}"[:80] + f"-{digest[:6]}"
 
@@ -146,7 +146,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     out = f"where rows and report go, and are taken up again; default {FOLDER}/NAME"
     add_dry_run(parser)
-    add_arguments(parser, EvaluateConfig, out)
+    add_subject(parser, EvaluateConfig, out)
     parser.add_argument(
         "--set", default="", metavar="NAMES", help="sets by name, with commas; of a run: the one "
         "that it reports"

@@ -3,7 +3,7 @@
 CHECKPOINT is a checkpoint of a run, or a run, whose last one is taken. transformers, vLLM and
 SGLang load OUT: weights, config, tokenizer, chat template and generation_config.
 
-`python launchers/export.py transcripts SOURCE OUT --format inspect|atif` writes what agents did
+`python launchers/export.py transcripts SOURCE OUT --format inspect|atif` writes trajectories
 instead: the trees of a run or the rows of an evaluation, for other viewers.
 """
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         checkpoint = find_checkpoint(arguments.checkpoint, best=arguments.best)
-        from agentenv.learners.export import export  # slow to load: mistakes are told before
+        from agentenv.learners.export import export  # slow to load: mistakes are reported before
 
         export(
             checkpoint,
@@ -48,7 +48,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="launchers/export.py",
         description="Write a checkpoint as a Hugging Face directory, without a learner.",
-        epilog=f"`{TRANSCRIPTS} SOURCE OUT --format inspect|atif` writes what agents did "
+        epilog=f"`{TRANSCRIPTS} SOURCE OUT --format inspect|atif` writes trajectories "
         f"instead: launchers/export.py {TRANSCRIPTS} --help",
     )
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")

@@ -30,8 +30,6 @@ from agentenv.pipelines.evaluation.scores import make_scorer, score_rows, stored
 from agentenv.pipelines.run.tables import Table, lines_of, markdown, number, short
 from agentenv.pipelines.run.terminal import View
 
-# What differs between two evaluations of the same questions, and whether it is chance.
-
 
 class QuestionPair(Struct, frozen=True):
     """One question in both evaluations."""
@@ -153,7 +151,7 @@ class Failed(Struct, frozen=True):
 
 
 def failed_of(questions: Sequence[QuestionRows]) -> Failed:
-    """What `success`, which is of the others alone, leaves out."""
+    """The failures that `success`, a mean over the others, leaves out."""
     num_samples = sum(len(one.rows) for one in questions)
     least = [sum(row.success for row in one.done) / len(one.rows) for one in questions]
     num_done = sum(len(one.done) for one in questions)
@@ -162,10 +160,8 @@ def failed_of(questions: Sequence[QuestionRows]) -> Failed:
 
 def _in_success(pairs: Sequence[QuestionPair]) -> Difference:
     single = all(len(pair.first.done) == len(pair.second.done) == 1 for pair in pairs)
-    first, second = (
-        [success(pair.first) for pair in pairs],
-        [success(pair.second) for pair in pairs],
-    )
+    first = [success(pair.first) for pair in pairs]
+    second = [success(pair.second) for pair in pairs]
     return difference("success", first, second, _samples(pairs), single=single)
 
 
@@ -257,16 +253,10 @@ async def compare(first: Path, second: Path, out: Path | None, view: View) -> No
 
 
 def paired_line(pairing: Pairing) -> str:
-    """What is compared, and what is not."""
-    missing = [
-        f"{count} {what}"
-        for count, what in (
-            (pairing.only_first, "only in A"),
-            (pairing.only_second, "only in B"),
-            (pairing.failed, "failed in one of them"),
-        )
-        if count
-    ]
+    """How many questions are compared, and how many are left out."""
+    counts = {"only in A": pairing.only_first, "only in B": pairing.only_second}
+    counts["failed in one of them"] = pairing.failed
+    missing = [f"{count} {where}" for where, count in counts.items() if count]
     rest = f"; left out: {', '.join(missing)}" if missing else "; none is left out"
     return f"{len(pairing.pairs)} questions are in both{rest}"
 
@@ -308,7 +298,7 @@ def _row(name: str, one: Difference) -> list[str]:
 
 
 def _failed_table(pairing: Pairing) -> Table | None:
-    """What the success of both leaves out, of all shared questions; None: nothing failed."""
+    """The failures of all shared questions, which the success of both leaves out; None without."""
     rows, has_failed = [], False
     for name, pairs in groups_of([*pairing.pairs, *pairing.lost]):
         sides = [failed_of([one.first for one in pairs]), failed_of([one.second for one in pairs])]

@@ -1,4 +1,4 @@
-"""The figures of an evaluation: what its rows say, over all questions and by group."""
+"""The figures of an evaluation, computed from its rows, over all questions and by group."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from agentenv.pipelines.config.benchmarks import groups as benchmark_groups
 from agentenv.pipelines.evaluation import intervals
 from agentenv.pipelines.evaluation.scores import CONCURRENCY, Scorer, Votes, count_votes, score_rows
-from agentenv.pipelines.records.row import EvalRow
-
-# What an evaluation reports: estimates with intervals, spreads, tool use, agreement.
+from agentenv.pipelines.records.row import FAILED, EvalRow
 
 
 class Estimate(Struct, kw_only=True):
@@ -88,8 +86,8 @@ class Figures(Struct, kw_only=True):
 
 
 class Summary(Struct, kw_only=True):
-    """The content of summary.json. `groups` are figures by field and value: dataset, kind, and what
-    a benchmark is split by, e.g. groups["gaia level"]["1"]. `average` is the plain mean of the
+    """The content of summary.json. `groups` are figures by field and value: dataset, kind, and the
+    fields of a benchmark, e.g. groups["gaia level"]["1"]. `average` is the plain mean of the
     datasets' success, as the papers average their tables.
     """
 
@@ -108,7 +106,7 @@ NUM_FLIPS, MAX_FLIPPED = 9_999, 1_000  # drawn sign patterns; differences that t
 _CHUNK = 1_000_000  # drawn signs at a time
 
 Floats = NDArray[np.float64]
-Estimates = dict[str, Estimate]
+Ratios = dict[str, tuple[float, float]]  # of a question: numerator and denominator by figure
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -224,7 +222,7 @@ class QuestionRows(Struct, kw_only=True):
     @property
     def done(self) -> list[EvalRow]:
         """Those that did not fail."""
-        return [row for row in self.rows if row.end != "failed"]
+        return [row for row in self.rows if row.end != FAILED]
 
 
 def questions_of(rows: Iterable[EvalRow]) -> list[QuestionRows]:
@@ -247,40 +245,33 @@ def default_ks(questions: Iterable[QuestionRows]) -> tuple[int, ...]:
 def figures_of(
     questions: Sequence[QuestionRows],
     ks: Sequence[int],
-    *,
-    table: Floats | None = None,
+    known: Mapping[int, Ratios] | None = None,
 ) -> Figures:
-    """The figures of these questions. `table` has what `table_of` would give, if it is known."""
+    """The figures of these questions. `known` has their ratios by the id of the object."""
     rows = [row for question in questions for row in question.rows]
-    done = [row for row in rows if row.end != "failed"]
-    estimates = _estimates(table_of(questions, ks) if table is None else table, questions, ks)
+    done = [row for row in rows if row.end != FAILED]
+    each = [known[id(one)] if known else ratios(one, ks) for one in questions]
+    estimates = _estimates(each, questions, ks)
     pass_at = {k: estimates.pop(f"pass@{k}") for k in ks}
     majority_at = {k: estimates.pop(f"maj@{k}") for k in ks}
-    success, calls = estimates["success"], estimates["tool_calls"].value or 0.0
-    by_question = [
-        sum(row.success for row in question.done) / len(question.rows) for question in questions
-    ]
-    failed = [row for row in rows if row.end == "failed"]
-    truncated = [row.limit or "unknown" for row in done if row.end == "truncated"]
+    success, calls = estimates["success"].value or 0.0, estimates["tool_calls"].value or 0.0
+    least = [sum(row.success for row in one.done) / len(one.rows) for one in questions]
+    spreads = {"tool_calls": _spread([len(row.tool_calls) for row in done])}
+    for name in ("turns", "prompt_tokens", "action_tokens", "tool_tokens", "seconds"):
+        key = "num_turns" if name == "turns" else name
+        spreads[name] = _spread([getattr(row, key) for row in done])
     return Figures(
         num_questions=len(questions),
         num_trajectories=len(done),
-        num_failed=len(failed),
-        failures=_counted(row.failure_kind for row in failed),
+        num_failed=len(rows) - len(done),
+        failures=_counted(row.failure_kind for row in rows if row.end == FAILED),
         estimates={name: one for name, one in estimates.items() if one.num_questions},
-        success_if_failed_wrong=float(np.mean(by_question)) if by_question else 0.0,
+        success_if_failed_wrong=fmean(least) if least else 0.0,
         pass_at={k: one for k, one in pass_at.items() if one.num_questions},
         majority_at={k: one for k, one in majority_at.items() if one.num_questions},
-        arpo_tool_productivity=(success.value or 0.0) * calls / (calls + CALLS_OFFSET) * 100,
-        spreads={
-            "tool_calls": _spread([len(row.tool_calls) for row in done]),
-            "turns": _spread([row.num_turns for row in done]),
-            "prompt_tokens": _spread([row.prompt_tokens for row in done]),
-            "action_tokens": _spread([row.action_tokens for row in done]),
-            "tool_tokens": _spread([row.tool_tokens for row in done]),
-            "seconds": _spread([row.seconds for row in done]),
-        },
-        truncations=_counted(truncated),
+        arpo_tool_productivity=success * calls / (calls + CALLS_OFFSET) * 100,
+        spreads=spreads,
+        truncations=_counted(row.limit or "unknown" for row in done if row.end == "truncated"),
         tools=_tools(done),
         agreement=agreement_of(done),
         assist=_total(row.assist for row in done),
@@ -290,42 +281,36 @@ def figures_of(
 def agreement_of(rows: Iterable[EvalRow]) -> Agreement | None:
     """Of the rows whose grade holds both verdicts; None where no judge was asked."""
     asked = [row.parts for row in rows if {"judge", "judge_unparsed"} & row.parts.keys()]
-    both = [
+    both = Counter(
         (parts["judge"] >= 1, parts["rule"] >= 1)
         for parts in asked
         if "judge" in parts and "rule" in parts
-    ]
+    )
     num_unparsed = sum(parts.get("judge_unparsed", 0) > 0 for parts in asked)
     if not both and not num_unparsed:
         return None
-    counts = Counter(both)
-    cells = [counts[True, True], counts[True, False], counts[False, True], counts[False, False]]
+    cells = [both[True, True], both[True, False], both[False, True], both[False, False]]
     return Agreement(
         both_right=cells[0],
         only_judge=cells[1],
         only_rules=cells[2],
         both_wrong=cells[3],
-        share=(cells[0] + cells[3]) / max(1, len(both)),
-        kappa=cohen_kappa(*cells) if both else None,
+        share=(cells[0] + cells[3]) / max(1, both.total()),
+        kappa=cohen_kappa(*cells),
         num_unparsed=num_unparsed,
     )
 
 
-def table_of(questions: Sequence[QuestionRows], ks: Sequence[int]) -> Floats:
-    """Every ratio of every question: [question, figure, numerator and denominator]."""
-    values = [list(ratios(question, ks).values()) for question in questions]
-    return np.array(values, dtype=np.float64).reshape(
-        len(questions), len(ratios(QuestionRows(rows=[]), ks)), 2
-    )
-
-
-def _estimates(table: Floats, questions: Sequence[QuestionRows], ks: Sequence[int]) -> Estimates:
+def _estimates(
+    each: Sequence[Ratios], questions: Sequence[QuestionRows], ks: Sequence[int]
+) -> dict[str, Estimate]:
     """Every ratio of the figures with its interval."""
     counts = np.array([len(question.done) for question in questions], dtype=np.float64)
-    names = ratios(QuestionRows(rows=[]), ks)
+    names = list(ratios(QuestionRows(rows=[]), ks))
+    table = np.array([list(one.values()) for one in each], dtype=np.float64)
+    parts = table.reshape(len(each), len(names), 2).transpose(1, 2, 0)
     return {
-        name: estimate(name, table[:, place, 0], table[:, place, 1], counts)
-        for place, name in enumerate(names)
+        name: estimate(name, one[0], one[1], counts) for name, one in zip(names, parts, strict=True)
     }
 
 
@@ -358,28 +343,26 @@ def independent_samples(name: str, counts: Floats) -> Floats:
     return np.maximum(1.0, counts / int(k or 1))
 
 
-def ratios(question: QuestionRows, ks: Sequence[int]) -> dict[str, tuple[float, float]]:
+def ratios(question: QuestionRows, ks: Sequence[int]) -> Ratios:
     """Numerator and denominator of each figure of a question; (0, 0) where it does not have the
     figure. The denominator is 1 for a mean over samples, pass@k and maj@k."""
     done = question.done
     with_tools = [row for row in done if row.tool_calls]
-    found = {
+    num_right, calls = sum(row.success for row in done), [len(row.tool_calls) for row in done]
+    right_with_tools = sum(row.success for row in with_tools)
+    found: Ratios = {
         "success": _mean([row.success for row in done]),
         "reward": _mean([row.reward for row in done]),
         **{
             name: _mean([row.scores[name] for row in done if name in row.scores]) for name in SCORES
         },
-        "tool_calls": _mean([len(row.tool_calls) for row in done]),
-        "tool_productivity": (
-            float(sum(row.success for row in done)),
-            float(sum(len(row.tool_calls) for row in done)),
-        ),
-        "tool_efficiency": (float(sum(row.success for row in with_tools)), float(len(with_tools))),
+        "tool_calls": _mean(calls),
+        "tool_productivity": (num_right, sum(calls)),
+        "tool_efficiency": (right_with_tools, len(with_tools)),
         "action_tokens": _mean([row.action_tokens for row in done]),
         "tool_tokens": _mean([row.tool_tokens for row in done]),
         "seconds": _mean([row.seconds for row in done]),
     }
-    num_right = sum(row.success for row in done)
     within = tuple(k for k in ks if k <= len(done))
     votes = question.votes
     if votes is None and len(done) == 1:  # nothing to vote about
@@ -408,10 +391,9 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def _tools(rows: Iterable[EvalRow]) -> dict[str, ToolUse]:
-    calls = Counter(call["name"] for row in rows for call in row.tool_calls)
-    errors = Counter(
-        call["name"] for row in rows for call in row.tool_calls if not call.get("ok", True)
-    )
+    every = [call for row in rows for call in row.tool_calls]
+    calls = Counter(call["name"] for call in every)
+    errors = Counter(call["name"] for call in every if not call.get("ok", True))
     return {name: ToolUse(calls=calls[name], errors=errors[name]) for name in sorted(calls)}
 
 
@@ -457,16 +439,10 @@ def summary_of(
 ) -> Summary:
     """The same of questions whose rows have scores, and votes, as far as they are known."""
     ks = tuple(sorted(set(ks))) or default_ks(questions)
-    by_group = _by_group(questions)
-    table = table_of(questions, ks)
-    places = {id(question): place for place, question in enumerate(questions)}
-
-    def of(own: Sequence[QuestionRows]) -> Figures:
-        return figures_of(own, ks, table=table[[places[id(one)] for one in own]])
-
+    known = {id(question): ratios(question, ks) for question in questions}
     groups = {
-        field: {value: of(own) for value, own in values.items()}
-        for field, values in by_group.items()
+        field: {value: figures_of(own, ks, known) for value, own in values.items()}
+        for field, values in _by_group(questions).items()
     }
     rows = [row for question in questions for row in question.rows]
     versions = [version for row in rows for version in row.policy_versions]
@@ -476,7 +452,7 @@ def summary_of(
         num_samples=max((len(question.rows) for question in questions), default=0),
         policy_versions=[min(versions), max(versions)] if versions else [],
         average=_average(groups),
-        overall=of(questions),
+        overall=figures_of(questions, ks, known),
         groups=groups,
     )
 

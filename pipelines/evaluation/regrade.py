@@ -1,7 +1,7 @@
 """Grades the trajectories of a stored evaluation again, without generating.
 
-DIR/rows.jsonl is replaced at once, what it held is kept in rows.before.jsonl; DIR/config.json gets
-the new grader, regrade.md lists what changed, and the report is written anew.
+DIR/rows.jsonl is replaced at once, the former rows are kept in rows.before.jsonl; DIR/config.json
+gets the new grader, regrade.md lists the changes, and the report is written anew.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Change(NamedTuple):
 
     @property
     def flipped(self) -> bool:
-        """Whether the verdict is another; a failed row has none."""
+        """Whether the verdict changed; a failed row has none."""
         return verdict(self.before) != verdict(self.after)
 
 
@@ -114,10 +114,11 @@ def _without_tools(env: EnvConfig) -> EnvConfig:
 
 
 async def regrade_rows(
-    rows: Sequence[EvalRow], graders: Graders, on_row: Callable[[int], None] = lambda number: None
+    rows: Sequence[EvalRow], graders: Graders, on_row: Callable[[int], None]
 ) -> list[Change]:
     """Grade all rows that ended, and those whose grader failed. A row whose grader fails now is
-    failed, with the reason; the other figures of a row stay. `on_row` hears how many are graded.
+    failed, with the reason; the other figures of a row stay. `on_row` is
+    called with the number of graded rows.
 
     Raises ConfigError for graders that cannot be made or keys that none reads, GraderError when
     the grader gives no verdict at all.
@@ -143,8 +144,8 @@ async def regrade_rows(
 
 
 def may_be_graded(row: EvalRow) -> bool:
-    """Whether a row ended with something to grade: an infrastructure failure did not, a grader's
-    did."""
+    """Whether a row has something to grade: one whose grader failed has, after any other failure
+    there is nothing."""
     return row.end != "failed" or (row.error or "").startswith(GRADER_FAILED)
 
 
@@ -203,12 +204,12 @@ async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
             await show_report(folder, *found, view)
     finally:
         await close_shared()
-    view.say(f"{folder / ROWS_FILE} is graded anew; what it held is in {BEFORE_FILE}")
+    view.say(f"{folder / ROWS_FILE} is graded anew; the former rows are in {BEFORE_FILE}")
 
 
 def regraded_config(config: Tree, overrides: Sequence[str]) -> Tree:
-    """The configuration with other graders. `grader.` keys hold for every set, and for what
-    environments the rows of a set choose; `sets.NAME.grader.` ones for that set."""
+    """The configuration with other graders. `grader.` keys hold for every set and for the
+    environments that the rows of a set choose; `sets.NAME.grader.` ones for that set."""
     tree = copy.deepcopy(config)
     for override in overrides:
         start, is_grader, _ = override.partition("=")[0].strip().rpartition("grader.")
@@ -241,14 +242,15 @@ def _override(place: Tree, asked: Sequence[str]) -> None:
 
 
 def changes_table(changes: Sequence[Change]) -> Table:
-    """What changed, right to wrong first."""
+    """The changed verdicts, right to wrong first."""
     flipped = [change for change in changes if change.flipped]
     moves = Counter((verdict(one), verdict(two)) for one, two in flipped)
     rewards = sum(one.reward != two.reward for one, two in changes)
-    told = ", ".join(f"{count} {one} -> {two}" for (one, two), count in sorted(moves.items()))
+    moved = ", ".join(f"{count} {one} -> {two}" for (one, two), count in sorted(moves.items()))
     flipped.sort(key=lambda change: (verdict(change.after), change.after.key))
     return Table(
-        title=f"{len(flipped)} of {len(changes)} verdicts changed" + (f": {told}" if told else ""),
+        title=f"{len(flipped)} of {len(changes)} verdicts changed"
+        + (f": {moved}" if moved else ""),
         columns=["trajectory", "expected", "answered", "before", "after", "why"],
         rows=[
             [

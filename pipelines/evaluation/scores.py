@@ -3,7 +3,7 @@
 em        equal to a gold after normalising (numbers as numbers)
 f1        SQuAD token F1
 contains  the words of a gold stand in the prediction, in a row (`acc` of the published code)
-rule      what the layered grader says: text, numbers, units, dates, lists, words, math-verify
+rule      the layered grader's verdict: text, numbers, units, dates, lists, words, math-verify
 math      the same, of questions of mathematics only
 judge     right by the rules or by an LLM judge, where one graded
 
@@ -157,7 +157,7 @@ def _reference_scores(row: EvalRow) -> dict[str, float]:
     return {**scores, "math": scores["rule"]} if task == "math" else scores
 
 
-# The vote behind maj@k: which samples of a question give the same answer.
+# The vote of maj@k: which samples of a question give the same answer.
 
 MAX_EXPRESSIONS = 4  # of the most frequent answers, which math-verify compares the others with
 
@@ -172,7 +172,7 @@ class Votes(NamedTuple):
 
 
 async def count_votes(rows: Sequence[EvalRow], scorer: Scorer) -> Votes:
-    """Count the answers of one question. What the grader found right is one answer, since it
+    """Count the answers of one question. Right samples give one answer, since it
     equals a gold; wrong ones are the same if the layered grader says so. An expression is compared
     with the few most frequent ones only, which decide a vote.
 

@@ -1,6 +1,6 @@
 """The directory of an evaluation, which any moment may cut off and the same command takes up.
 
-DIR/config.json    what was asked of whom; another evaluation is refused
+DIR/config.json    the subject and the configuration; another evaluation is refused
 DIR/rows.jsonl     one EvalRow a line, written as each trajectory ends
 """
 
@@ -25,7 +25,7 @@ from agentenv.pipelines.config.rl import WHERE
 from agentenv.pipelines.records.row import FAILED, EvalRow, Key, Wanted
 from agentenv.pipelines.run.rundir import Holder
 
-# Who writes in the directory of an evaluation: one command at a time.
+# The lock of the directory of an evaluation: one command at a time writes there.
 
 LOCK_FILE = ".lock"
 
@@ -64,7 +64,7 @@ def _holder(file: BinaryIO) -> str:
 
 CONFIG_FILE, ROWS_FILE = "config.json", "rows.jsonl"
 
-# What changes no answer: how fast it goes, how many are asked, where the same questions are.
+# Keys that change no answer: speed, number of questions and samples, paths of the same questions.
 _FREE = {"concurrency", "num_samples", "roles", "engine"}
 _FREE_OF_SET = {"path", "max_tasks", "num_samples"}
 _FREE_LIMITS = {
@@ -84,7 +84,7 @@ _ENGINE_KEYS = ("name", "model", "dtype", "tokenizer", "script", "continuation",
 
 
 class Saved(Struct, kw_only=True):
-    """config.json. `subject` names who was asked and tells its weights; `run` is the directory
+    """config.json. `subject` names the evaluated model and its weights; `run` is the directory
     that {run} stands for in `config`, the plain EvaluateConfig with all tables of all sets."""
 
     subject: dict[str, Any]
@@ -126,8 +126,8 @@ class Store:
             self.rows[row.key] = row
 
     def missing(self, wanted: Iterable[Wanted]) -> list[Wanted]:
-        """What is still to be asked; failed ones are asked again. Raises ConfigError if a stored
-        row of the same name is about another question."""
+        """The trajectories still to be asked; failed ones are asked again. Raises ConfigError
+        if a stored row of the same name is about another question."""
         found = []
         for one in wanted:
             row = self.rows.get(one.key)
@@ -206,7 +206,7 @@ def read_rows(folder: Path) -> list[EvalRow]:
 
 def load_rows(folder: Path) -> list[EvalRow]:
     """`read_rows` of an evaluation that has some. Raises DataError for anything else."""
-    load_saved(folder)  # which says what is wrong with the folder
+    load_saved(folder)  # which names the fault of the folder
     rows = read_rows(folder)
     if not rows:
         raise DataError(f"{folder} holds no rows of an evaluation")
@@ -240,7 +240,7 @@ def _reason(error: Exception) -> str:
 
 
 def identity(saved: Saved) -> Tree:
-    """What two evaluations must have in common for their rows to be of one."""
+    """The keys that two evaluations must share for their rows to be of one."""
     config = saved.config
     tree: Tree = {key: value for key, value in config.items() if key not in _FREE}
     tree["engine"] = {key: config["engine"].get(key) for key in _ENGINE_KEYS}
@@ -291,7 +291,7 @@ def _lines(path: Path) -> Iterator[bytes]:
                 yield line
 
 
-# What the first report fills into stored rows, so that no answer is scored twice.
+# Scores and votes that the first report stores, so that no answer is scored twice.
 
 
 def num_filled(rows: Sequence[EvalRow]) -> int:

@@ -1,5 +1,5 @@
-"""Who is evaluated: a run, a checkpoint, a model directory, or an endpoint that somebody runs; and
-the parts of asking that subject sets of questions.
+"""The subject of an evaluation: a run, a checkpoint, a model directory, or an endpoint; and the
+parts of asking it sets of questions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from agentenv.offload import in_thread
 from agentenv.pipelines.config.benchmarks import load_benchmark
 from agentenv.pipelines.config.cluster import FOLDER
 from agentenv.pipelines.config.evaluation import EvaluateConfig, QuestionSet, merged
-from agentenv.pipelines.config.help import Parser, add_key_help
 from agentenv.pipelines.config.rl import TABLES
 from agentenv.pipelines.config.verl_keys import refuse_verl_keys
 from agentenv.pipelines.run.rundir import BEST, CONFIG_FILE, find_checkpoint
@@ -206,12 +205,12 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
                 raise ConfigError("engine.name: the engine of a URL is 'openai'")
             return self.subject.model
         if self.subject.model is not None:
-            raise ConfigError("engine.name = 'openai': give the endpoint's URL as what to evaluate")
+            raise ConfigError("engine.name = 'openai': give the endpoint's URL as SUBJECT")
         return Path(engine.tokenizer) if engine.tokenizer else None
 
     @cached_property
     def pieces(self) -> Pieces:
-        """What stands for tokens where messages go to an endpoint."""
+        """Pieces of text in place of tokens, where messages go to an endpoint."""
         return Pieces()
 
     @once
@@ -375,7 +374,7 @@ def with_own_names(tasks: Sequence[Task], say: Say) -> list[Task]:
         named.append(replace(task, id=f"{task.id}#{seen[task.id]}") if again else task)
     twice = sum(count - 1 for count in seen.values())
     if twice:
-        say(f"{twice} questions have the name of an earlier one; they are told apart by a number")
+        say(f"{twice} questions have the name of an earlier one; each of them gets a number")
     return named
 
 
@@ -392,35 +391,14 @@ def _remove_unless_failed(logs: Path, failed: type[BaseException] | None, *_: ob
         shutil.rmtree(logs, ignore_errors=True)
 
 
-# The arguments that commands which ask a policy have in common, and the configuration in them.
-
-
-def add_arguments(parser: Parser, config_type: type[msgspec.Struct], out: str) -> None:
-    """SUBJECT [key.sub=value ...] and the options of both; `out` is the help of --out."""
-    parser.add_argument(
-        "subject", metavar="SUBJECT", help="run, checkpoint, model directory, or http(s)://HOST"
-    )
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of its settings")
-    parser.add_argument("--env", default="", help="environment id; of a run: its own")
-    parser.add_argument("--n", type=int, default=0, help="first n questions of each set; 0: all")
-    parser.add_argument("--model", default="", help="of an endpoint: the model's name there")
-    parser.add_argument(
-        "--tokenizer", default="", metavar="DIR",
-        help="of a vLLM or SGLang server: its tokenizer, so that token ids go in and out"
-    )  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="DIR", help=out)
-    add_key_help(parser, config_type)
-
-
 def given_keys(
     arguments: argparse.Namespace,
     subject: Subject,
     config_type: type[msgspec.Struct],
     say: Say,
 ) -> tuple[Tree, str]:
-    """The keys of the subject, over them those of the file, over both the command line; and what
-    messages call them. Raises ConfigError."""
+    """The keys of the subject, over them those of the file, over both the command line; and their
+    name in messages. Raises ConfigError."""
     raw, source = of_env(subject.raw, arguments.env, say), str(arguments.subject)
     if arguments.config is not None:
         source = str(arguments.config)
@@ -441,14 +419,14 @@ def given_keys(
 
 
 def of_env(raw: Tree, env_id: str, say: Say) -> Tree:
-    """The keys of a run, without those that mean nothing to another environment than its own;
-    `say` is told which."""
+    """The keys of a run, without those that mean nothing to another environment than its own,
+    which `say` reports."""
     env = raw.get("env", {})
     left = [key for key in ("kwargs", "tools") if env.get(key)]
     if not left or env_id in ("", env["id"]):
         return raw
-    told = " and ".join(f"env.{key}" for key in left)
-    say(f"{told} of the run left out: they are of {env['id']}, not of {env_id}")
+    keys = " and ".join(f"env.{key}" for key in left)
+    say(f"{keys} of the run left out: they are of {env['id']}, not of {env_id}")
     return {**raw, "env": {key: value for key, value in env.items() if key not in left}}
 
 

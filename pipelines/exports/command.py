@@ -34,7 +34,7 @@ TOKENIZER = "tokenizer.json"
 
 
 class Part(NamedTuple):
-    """What becomes one log: a step, or a set of an evaluation."""
+    """The content of one log: a step, or a set of an evaluation."""
 
     name: str
     questions: list[Question]

@@ -1,7 +1,7 @@
 """Trees and evaluations as logs of Inspect (`.eval`), which `inspect view` and Inspect Scout read.
 
-One sample a question: what began from scratch first is the sample's own conversation; every other
-trajectory is a branch, a span below the one that it was forked from, after the anchor of the turn
+One sample a question: the first trajectory from scratch is the sample's own conversation; every
+other one is a branch, a span below the one that it was forked from, after the anchor of the turn
 that both have. The sample's timeline holds the same tree for the viewer. With one sample a
 trajectory instead, each is an epoch of its question and names its parent in its metadata.
 
@@ -239,7 +239,7 @@ class _Events:
         return self.name(f"{turn.key}-call-{place}")
 
     def _messages(self, turn: Turn) -> list[ChatMessage]:
-        """A turn and what was read after it: one text, which stands with the last of its calls."""
+        """A turn and its answer: one text, which stands with the last of its calls."""
         calls = [
             ToolCall(
                 id=self._call(turn, place),
@@ -295,7 +295,7 @@ class _Events:
 
 
 def _title(branch: Branch) -> str:
-    """Name of a branch and what became of it."""
+    """Name of a branch with its reward and limit."""
     reward = "failed" if branch.reward is None else f"{branch.reward:g}"
     return " ".join(filter(None, [branch.name, reward, branch.limit or ""]))
 

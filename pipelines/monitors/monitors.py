@@ -1,5 +1,5 @@
-"""Monitors of a run beside metrics.jsonl: TensorBoard, Weights & Biases, Trackio, OpenTelemetry, or
-one of your own.
+"""Monitors of a run, besides metrics.jsonl: TensorBoard, Weights & Biases, Trackio, OpenTelemetry,
+or one of your own.
 
 A monitor is a class with the three methods of `Monitor`; `make_monitors` makes those that the
 table [monitor] asks for. `Monitors` runs them in a thread of its own, so that nothing waits for
@@ -121,7 +121,7 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # what it is a part of is not there
+    except ModuleNotFoundError:  # its parent package is not there
         return False
 
 
@@ -234,7 +234,7 @@ class Monitors:
         monitor.trajectories(title, [self._redactor.tree(row) for row in rows], axis)
 
     def finish(self, exit_code: int) -> None:
-        """Wait for what is left, a minute at most."""
+        """Flush, and wait for it a minute at most."""
         for name, monitor in self._working.items():
             self._hand(name, partial(monitor.finish, exit_code))
         thread, self._thread = self._thread, None

@@ -1,8 +1,8 @@
-"""What agents did, as text: between the archive or an evaluation and the formats of others.
+"""Trajectories as text, between the archive or an evaluation and other formats.
 
 Question     a task with its prompt, and everything that was tried on it
 +-- Branch   a trajectory from where it leaves another one: a fork; or from the prompt
-    +-- Turn what the policy wrote, the tools that it called, what it read then
+    +-- Turn the policy's text, its tool calls, and the observation after them
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Turn(Struct, kw_only=True):
 
 
 class Branch(Struct, kw_only=True):
-    """A trajectory without what it shares with an earlier branch, `parent`, up to the turn
+    """A trajectory without the turns that it shares with an earlier branch, `parent`, up to
     `forked_at`. Both are None of one that began from scratch. `facts` has how it ended."""
 
     name: str
@@ -60,7 +60,7 @@ class Branch(Struct, kw_only=True):
 
 
 class Question(Struct, kw_only=True):
-    """A task, and what was tried on it. `sample` counts repetitions of the same task, from 1."""
+    """A task and its trajectories. `sample` counts repetitions of the same task, from 1."""
 
     id: str
     task: str
@@ -96,7 +96,7 @@ class _Reader:
     def __init__(self, kept: KeptTree, decode: Decode, with_tokens: bool) -> None:
         self._kept, self._tree, self._decode = kept, kept.tree, decode
         self._with_tokens = with_tokens
-        self._owner: dict[int, str] = {}  # branch of a node that was told
+        self._owner: dict[int, str] = {}  # branch of a node that was read
         self._names: set[str] = set()
 
     def question(self) -> Question:
@@ -202,7 +202,7 @@ def _mean(name: str, values: Any) -> dict[str, float]:
 
 
 def _depth(leaf: Node) -> tuple[int, int]:
-    """From-scratch ones first, forks behind what they were taken from."""
+    """From-scratch ones first, each fork after its parent."""
     return leaf.branch.count("+"), leaf.index
 
 

@@ -1,9 +1,9 @@
-"""What is learned from, in tokens: sequences to imitate, pairs to prefer one of, demonstrations.
+"""Training data in tokens: sequences to imitate, pairs to prefer one of, demonstrations.
 
-Rows are dialogues (`pipelines/supervised/dialogues.py`) or, for pairs, what rollouts gave:
+Rows are dialogues (`pipelines/supervised/dialogues.py`) or, for pairs, the results of rollouts:
 
 {"prompt_ids": [..], "chosen_ids": [..], "chosen_mask": [0, 1, ..], "rejected_ids": [..],
- "rejected_mask": [..]}        masks are 1 on what the policy sampled
+ "rejected_mask": [..]}        masks are 1 on the policy's tokens
 {"task": .., "nodes": [..]}    a tree (agentenv/tree.py); its leaves are paired by reward
 """
 
@@ -76,7 +76,7 @@ def is_pair_row(row: Row) -> bool:
 
 
 def read_pair_row(row: Row, threshold: float, limit: int, rng: Random) -> list[PairRow]:
-    """The pairs of a row; raises DataError with key and what was expected."""
+    """The pairs of a row; raises DataError that names key and expectation."""
     if "prompt_ids" in row:
         return [converted(row, PairRow)]
     return list(pairs_of(converted(row, TrajectoryTree), threshold, limit, rng))
@@ -133,7 +133,7 @@ logger = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple, Generic[T]):
-    """What is learned from and what only measures, and the tokens of the longest sequence."""
+    """Training and held-out data, and the tokens of the longest sequence."""
 
     train: list[T]
     eval: list[T]
@@ -141,7 +141,7 @@ class Loaded(NamedTuple, Generic[T]):
 
 
 class Cut:
-    """Holds sequences to the cut-off length, and counts what that changed. `longest` is the length
+    """Holds sequences to the cut-off length, and counts the changed ones. `longest` is the length
     of the longest one that is left, in tokens."""
 
     def __init__(self, config: ChatDataConfig) -> None:
@@ -168,8 +168,8 @@ class Cut:
         self.longest = limit
         return cut
 
-    def tell(self, say: Say) -> None:
-        """What the limit did to the rows, if anything."""
+    def report(self, say: Say) -> None:
+        """Say how many rows the limit changed, if any."""
         if self.num_cut or self.num_left_out:
             say(
                 f"data.max_length = {self.config.max_length}: {self.num_cut} rows lost their end, "
@@ -218,7 +218,7 @@ def load_pairs(
             if kept[0].equals(kept[1]):
                 if both[0].equals(both[1]):
                     raise DataError("the chosen and the rejected answer are the same")
-                cut.num_left_out += 1  # they differed behind the cut
+                cut.num_left_out += 1  # they differed after the cut
                 continue
             pairs.append(encode_pair(*kept))
         return pairs
@@ -285,7 +285,7 @@ def _load(
                     break
             if len(rows) == limit:
                 break
-        _tell_bad(problems, say)
+        _report_bad(problems, say)
         if not any(rows):
             raise DataError(f"{', '.join(listed)}: there is no row to learn from")
         return rows
@@ -294,7 +294,7 @@ def _load(
     measured: list[list[T]] = load(config.eval, 0) if config.eval else []
     if config.eval_split:
         rows, measured = split(rows, config.eval_split, seed)
-    cut.tell(say)
+    cut.report(say)
     learned, held = [one for row in rows for one in row], [one for row in measured for one in row]
     return Loaded(learned, held, cut.longest)
 
@@ -321,7 +321,7 @@ def _read_rows(
     problems: list[str],
     ends: int = 0,
 ) -> Iterator[list[T]]:
-    """What each good row gives; raises DataError for a bad one unless they are skipped."""
+    """The results of each good row; raises DataError for a bad one unless they are skipped."""
     for raw in read_rows(path, ends):
         try:
             if raw.problem:
@@ -334,7 +334,7 @@ def _read_rows(
             problems.append(text)
 
 
-def _tell_bad(problems: list[str], say: Say) -> None:
+def _report_bad(problems: list[str], say: Say) -> None:
     if problems:
         say(f"data.skip_bad_rows: {len(problems)} bad rows are left out")
         for text in problems[:MAX_LISTED]:
@@ -347,11 +347,11 @@ Demonstrations = dict[str, dict[str, list[EncodedTree]]]  # by stage, then by ki
 def load_demonstrations(
     path: Path, renderer: Renderer, tools: list[dict[str, Any]], system: str = ""
 ) -> Demonstrations:
-    """Read dialogues with the keys "kind" and "stage" beside them, encoded: rows {"question",
+    """Read dialogues with the keys "kind" and "stage", encoded: rows {"question",
     "turns": [{"action", "result"}, ...]} or any other form of `pipelines.supervised.dialogues`.
 
     The stage "" holds all rows. Rows without a system prompt get that of the episodes.
-    Only what the policy writes is trained: actions and, after the last, the end-of-sequence token.
+    Only the policy's text is trained: actions and, after the last, the end-of-sequence token.
     Raises DataError with file and row, also for messages that a rollout refuses between turns.
     """
     demonstrations: Demonstrations = {"": {}}
@@ -372,7 +372,7 @@ def load_demonstrations(
 
 
 def _check_observations(conversation: Conversation) -> None:
-    """Refuse what the policy would never read in a rollout."""
+    """Refuse messages that the policy would never read in a rollout."""
     messages = list(dropwhile(lambda one: one.role != "assistant", conversation.messages))
     try:
         check_observation([one for one in messages if one.role != "assistant"], "tags")

@@ -6,8 +6,8 @@
     turns      {"question", "turns": [{"action", "result"}, ..]}, as of the quick start
 
 A preference has a prompt in one of these forms and "chosen" and "rejected": a text, a message, or
-a list of messages with tool results between them. Where there is no prompt, it is what both lists
-begin with.
+a list of messages with tool results between them. Where there is no prompt, it is the common
+beginning of both lists.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class RowFormat(Struct, frozen=True):
 
 
 def converted(raw: Any, kind: type[T], where: str = "") -> T:
-    """What a file holds as the type that it should be. DataError says what in it is not, and
-    begins with `where`."""
+    """A value of a file as the expected type. Raises DataError that names the fault and begins
+    with `where`."""
     try:
         return convert(raw, kind)
     except ForeignError as error:
@@ -192,7 +192,7 @@ class Preference(Struct, frozen=True):
 
 
 def read_conversation(row: Row, form: RowFormat) -> Conversation:
-    """The dialogue of a row; raises DataError with key and what was expected."""
+    """The dialogue of a row; raises DataError that names key and expectation."""
     found = _kind(row, form)
     if found == "turns":
         messages = _turns(row)
@@ -208,7 +208,7 @@ def read_conversation(row: Row, form: RowFormat) -> Conversation:
 
 
 def read_preference(row: Row, form: RowFormat) -> Preference:
-    """The two answers of a row; raises DataError with key and what was expected."""
+    """The two answers of a row; raises DataError that names key and expectation."""
     columns = form.columns
     for column in (columns.chosen, columns.rejected):
         if row.get(column) is None:
@@ -309,10 +309,10 @@ def _tools(row: Row, form: RowFormat) -> list[dict[str, Any]]:
 
 def _alpaca_prompt(row: Row, form: RowFormat) -> list[Message]:
     columns, messages = form.columns, []
-    told = converted(
+    turns = converted(
         row.get(columns.history) or [], list[tuple[str, str]], f"key {columns.history!r}"
     )
-    for question, answer in told:
+    for question, answer in turns:
         messages += [Message("user", question), Message("assistant", answer)]
     texts = [_text(row, columns.prompt), _text(row, columns.query, optional=True)]
     messages.append(Message("user", "\n".join(filter(None, texts))))
@@ -371,7 +371,7 @@ def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
 #                     "tags": {"role_tag": "from", ...}, "ranking": false, "num_samples": 1000}}
 #
 # As there, `formatting` is alpaca unless it is given, and a system prompt or tools are read only
-# where `columns` names them. What would be downloaded from a hub is refused.
+# where `columns` names them. Entries of a hub are refused.
 
 HUBS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 UNREAD = ("images", "videos", "audios", "kto_tag")

@@ -84,7 +84,7 @@ def fill_rows(lengths: Sequence[int], size: int, seed: int) -> list[list[int]]:
     Random(f"{seed}/packing").shuffle(order)
     order.sort(key=lambda place: -lengths[place])
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # what is left in each row, sorted, and its number
+    room: list[tuple[int, int]] = []  # tokens left in each row, sorted, and its number
     for place in order:
         length = lengths[place]
         found = bisect_left(room, (length, -1))
@@ -117,7 +117,7 @@ class SupervisedAssembly(Assembly[SupervisedRunConfig]):
 
     @once
     async def encoder(self) -> ChatEncoder:
-        """What makes sequences of dialogues."""
+        """The encoder of dialogues."""
         config = self.config
         return ChatEncoder(
             (await self.renderers())[""],
@@ -173,7 +173,7 @@ async def preference_figures(
 
 
 class SupervisedState(Struct):
-    """What a checkpoint remembers beside the learner's own state."""
+    """The state in a checkpoint, besides the learner's own."""
 
     step: int = 0
     num_tokens: int = 0
@@ -185,7 +185,7 @@ class SupervisedState(Struct):
 
 
 class Objective(Protocol):
-    """What is learned from `num_rows` rows. `name` begins the keys of the metrics, `plotted` are
+    """An objective over `num_rows` rows. `name` begins the keys of the metrics, `plotted` are
     the metrics that are plotted."""
 
     name: str

@@ -1,4 +1,4 @@
-"""What the viewer shows of a stored evaluation: its rows, figures, and the difference of two."""
+"""A stored evaluation in the viewer: its rows, figures, and the difference of two."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import msgspec
 
 from agentenv.errors import DataError, ForeignError
 from agentenv.pipelines.records.row import FAILED, EvalRow
-from agentenv.pipelines.viewing.jsonl import Lines, size_of
+from agentenv.pipelines.viewing.jsonl import JsonLines, size_of
 from agentenv.untrusted import decode, decode_loose
 
 if TYPE_CHECKING:  # the first picture of a run waits for none of these
@@ -48,7 +49,7 @@ class Evaluation:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
         self.name = name
-        self._lines = Lines(folder / ROWS_FILE)
+        self._lines = JsonLines(folder / ROWS_FILE)
         self._lock = threading.Lock()
         self._computing = threading.Lock()  # figures, which several windows ask for
         self._rows: dict[tuple[str, str, int], tuple[EvalRow, int, int]] = {}
@@ -59,18 +60,12 @@ class Evaluation:
         return size_of(self.folder / ROWS_FILE)
 
     def about(self) -> Figures:
-        """Who was asked what, as its config.json says."""
-        try:
+        """The subject and the configuration, as its config.json says."""
+        found: Figures = {"subject": {}, "config": {}}
+        with suppress(OSError, ForeignError, KeyError, TypeError):
             saved = decode_loose((self.folder / CONFIG_FILE).read_bytes())
-            subject, config = saved["subject"], saved["config"]
-        except (OSError, ForeignError, KeyError, TypeError):
-            return {"name": self.name, "folder": str(self.folder), "subject": {}, "config": {}}
-        return {
-            "name": self.name,
-            "folder": str(self.folder),
-            "subject": subject,
-            "config": config,
-        }
+            found = {"subject": saved["subject"], "config": saved["config"]}
+        return {"name": self.name, "folder": str(self.folder), **found}
 
     def index(self) -> Figures:
         """A row of each trajectory; those of one question stand together."""
@@ -118,7 +113,7 @@ class Evaluation:
 
     def figures(self) -> Figures:
         """Estimates with intervals, of all and by group: those of its last report, if no row is
-        newer; else without what a report computes first (scores of answers, votes)."""
+        newer; else without scores and votes that only a report computes."""
         summary = self.folder / SUMMARY_FILE
         rows = self.folder / ROWS_FILE
         try:
@@ -173,35 +168,27 @@ class Evaluation:
 
 def compare(first: Evaluation, second: Evaluation) -> Figures:
     """The questions that both asked, in pairs. Raises DataError if there is none."""
-    from agentenv.pipelines.evaluation.compare import (
-        by_group,
-        changed,
-        failed_of,
-        other_differences,
-        pair_up,
-    )
+    from agentenv.pipelines.evaluation import compare as paired
 
-    pairing = pair_up(first.questions(), second.questions())
-    pairs, shared = changed(pairing), [*pairing.pairs, *pairing.lost]
+    pairing = paired.pair_up(first.questions(), second.questions())
+    pairs, shared = paired.changed(pairing), [*pairing.pairs, *pairing.lost]
     shown = [*pairs[: MAX_CHANGED // 2], *pairs[MAX_CHANGED // 2 :][-MAX_CHANGED // 2 :]]
+    sides = [[pair.first for pair in shared], [pair.second for pair in shared]]
     found: Figures = msgspec.to_builtins(
         {
             "num_questions": len(pairing.pairs),
             "only_first": pairing.only_first,
             "only_second": pairing.only_second,
             "failed": pairing.failed,
-            "sides": [
-                failed_of([one.first for one in shared]),
-                failed_of([one.second for one in shared]),
-            ],
-            "success": by_group(pairing),
-            "others": other_differences(pairing),
+            "sides": [paired.failed_of(side) for side in sides],
+            "success": paired.by_group(pairing),
+            "others": paired.other_differences(pairing),
             "num_changed": len(pairs),
             "changed": [
                 {
                     "set": pair.dataset,
                     "task": pair.first.rows[0].task,
-                    "kind": pair.first.rows[0].kind,
+                    "kind": pair.kind,
                     "question": pair.first.rows[0].question[:MAX_CHARS],
                     "change": pair.change,
                     "first": pair.first.rows[0].prediction[:MAX_CHARS],

@@ -1,5 +1,5 @@
-"""Writes down what the page would ask for: one HTML file that needs nothing else, or a folder for
-any web server. The newest trees go in first; what does not fit is left out, and said."""
+"""Writes the answers that the page would ask for: one HTML file that needs nothing else, or a
+folder for any web server. The newest trees go in first; the rest is left out, and said."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SCRIPT = '<script src="static/viewer.js" defer></script>'
 
 
 def export(folder: Folder, out: Path, max_mb: float) -> Iterator[str]:
-    """Write OUT, and say what was written. Raises ConfigError if OUT is something else already."""
+    """Write OUT, and report it. Raises ConfigError if OUT is something else already."""
     is_file = out.suffix.lower() in FILE_SUFFIXES
     if out.is_dir() == is_file and out.exists():
         expected = "a file" if is_file else "a folder"
@@ -47,7 +47,7 @@ def export(folder: Folder, out: Path, max_mb: float) -> Iterator[str]:
 
 
 def _collect(folder: Folder, writer: _Writer) -> list[str]:
-    """Add the answers; what did not fit."""
+    """Add the answers; descriptions of those that did not fit."""
     left_out = []
     writer.add("metrics", folder.metrics(), always=True)
     writer.add("log", folder.answer("log"), always=True)
@@ -117,7 +117,7 @@ class _Writer:
         return True
 
     def finish(self, out: Path) -> int:
-        """Write what is not written yet; the bytes of all."""
+        """Write the rest; the bytes of all."""
         raise NotImplementedError
 
     def _packed(self, data: bytes) -> bytes:
