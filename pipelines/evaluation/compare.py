@@ -102,11 +102,9 @@ def pair_up(first: Sequence[QuestionRows], second: Sequence[QuestionRows]) -> Pa
         (pairs if can_compare else lost).append(QuestionPair(question, other))
     shared = len(pairs) + len(lost)
     if not pairs:
-        why = (
-            f"all {shared} shared questions failed in one of them"
-            if shared
-            else (f"none is shared: the first has {_names(first)}, the second {_names(second)}")
-        )
+        why = f"none is shared: the first has {_names(first)}, the second {_names(second)}"
+        if lost:
+            why = f"all {shared} shared questions failed in one of them"
         raise DataError(f"there is no question to compare: {why}")
     only_first, only_second = len(first) - shared, len(second) - shared
     return Pairing(pairs=pairs, only_first=only_first, only_second=only_second, lost=lost)
@@ -267,24 +265,18 @@ def tables_of(pairing: Pairing, max_listed: int) -> tuple[list[Table], int]:
     other = [_row(one.name, one) for one in other_differences(pairing)]
     columns = ["questions", "n", "A", "B", "B - A [95 %]", "p", "test"]
     note = "95 % intervals are over questions; p-values are two-sided and paired."
-    tables = [
-        Table(title="Success", columns=columns, rows=success, note=note),
-        *([failed] if (failed := _failed_table(pairing)) else []),
-        Table(title="Scores and cost", columns=["figure", *columns[1:]], rows=other),
-    ]
+    tables = [Table(title="Success", columns=columns, rows=success, note=note)]
+    tables += _failed_table(pairing)
+    tables += [Table(title="Scores and cost", columns=["figure", *columns[1:]], rows=other)]
     pairs = changed(pairing)
     shown = [*pairs[: max_listed - max_listed // 2], *pairs[-(max_listed // 2) :]]
     shown = pairs if len(pairs) <= max_listed else shown
     if pairs:
         lost = sum(pair.change < 0 for pair in pairs)
-        tables.append(
-            Table(
-                title=f"Changed: {lost} worse and {len(pairs) - lost} better in B",
-                columns=["question", "", "A", "B", "A answered", "B answered", "expected"],
-                rows=[_changed_row(pair) for pair in shown],
-                left=[0, 1, 4, 5, 6],
-            )
-        )
+        title = f"Changed: {lost} worse and {len(pairs) - lost} better in B"
+        columns = ["question", "", "A", "B", "A answered", "B answered", "expected"]
+        rows = [_changed_row(pair) for pair in shown]
+        tables.append(Table(title=title, columns=columns, rows=rows, left=[0, 1, 4, 5, 6]))
     return tables, len(pairs) - len(shown)
 
 
@@ -297,8 +289,8 @@ def _row(name: str, one: Difference) -> list[str]:
     return [name, str(one.num_questions), *values]
 
 
-def _failed_table(pairing: Pairing) -> Table | None:
-    """The failures of all shared questions, which the success of both leaves out; None without."""
+def _failed_table(pairing: Pairing) -> list[Table]:
+    """The failures of all shared questions, which the success of both leaves out; empty without."""
     rows, has_failed = [], False
     for name, pairs in groups_of([*pairing.pairs, *pairing.lost]):
         sides = [failed_of([one.first for one in pairs]), failed_of([one.second for one in pairs])]
@@ -308,26 +300,16 @@ def _failed_table(pairing: Pairing) -> Table | None:
             for one in sides
         ]
         rows.append([name, *shares, *(number(one.success_if_wrong) for one in sides)])
-    if not has_failed:
-        return None
-    return Table(
-        title="Failed trajectories, and success if all of them were wrong",
-        columns=["questions", "A failed", "B failed", "A, at least", "B, at least"],
-        rows=rows,
-    )
+    title = "Failed trajectories, and success if all of them were wrong"
+    columns = ["questions", "A failed", "B failed", "A, at least", "B, at least"]
+    return [Table(title=title, columns=columns, rows=rows)] if has_failed else []
 
 
 def _changed_row(pair: QuestionPair) -> list[str]:
-    row = pair.first.rows[0]
-    return [
-        f"{row.dataset}/{row.task}",
-        short(row.question, MAX_CELL),
-        _right(pair.first),
-        _right(pair.second),
-        short(pair.first.done[0].prediction, MAX_CELL),
-        short(pair.second.done[0].prediction, MAX_CELL),
-        short(" | ".join(row.answers), MAX_CELL),
-    ]
+    row, answers = pair.first.rows[0], [one.done[0].prediction for one in (pair.first, pair.second)]
+    texts = [short(text, MAX_CELL) for text in (row.question, *answers, " | ".join(row.answers))]
+    name = f"{row.dataset}/{row.task}"
+    return [name, texts[0], _right(pair.first), _right(pair.second), *texts[1:]]
 
 
 def _right(question: QuestionRows) -> str:

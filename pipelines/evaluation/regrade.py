@@ -35,7 +35,7 @@ from agentenv.pipelines.evaluation.store import (
     replace_rows,
     save,
 )
-from agentenv.pipelines.records.row import EvalRow, calls_that_ran, prediction, written
+from agentenv.pipelines.records.row import FAILED, EvalRow, calls_that_ran, prediction, written
 from agentenv.pipelines.run.tables import Table, as_markdown, short
 from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.setup.data import EnvMaker, Resolve
@@ -77,16 +77,12 @@ class Graders:
     def check(self, rows: Sequence[EvalRow]) -> None:
         """Refuse sets that the configuration lacks, and grader keys that no environment reads.
         Raises ConfigError."""
-        tasks: dict[str, list[Task]] = {}
-        for row in rows:
-            if row.dataset not in self._makers:
+        for name in dict.fromkeys(row.dataset for row in rows):
+            if name not in self._makers:
                 raise ConfigError(
-                    f"config.json: the rows are of the set {row.dataset!r}, it has "
-                    f"{sorted(self._makers)}"
+                    f"config.json: the rows are of the set {name!r}, it has {sorted(self._makers)}"
                 )
-            tasks.setdefault(row.dataset, []).append(self._task(row))
-        for name, own in tasks.items():
-            self._makers[name].check_read(own)
+            self._makers[name].check_read([self._task(one) for one in rows if one.dataset == name])
 
     async def of(self, row: EvalRow) -> tuple[Task, Grader]:
         """The task of a row and its grader, started. Raises ConfigError where there is none."""
@@ -132,7 +128,7 @@ async def regrade_rows(
             return Change(row, row)
         async with slots:
             after = await _regrade(row, graders)
-        counts["failed" if after.end == "failed" else "graded"] += 1
+        counts["failed" if after.end == FAILED else "graded"] += 1
         if not counts["graded"] and counts["failed"] >= MAX_FAILED_AT_FIRST:
             raise GraderError(f"nothing is changed; no row could be graded: {after.error}")
         on_row(counts["graded"] + counts["failed"])
@@ -146,30 +142,30 @@ async def regrade_rows(
 def may_be_graded(row: EvalRow) -> bool:
     """Whether a row has something to grade: one whose grader failed has, after any other failure
     there is nothing."""
-    return row.end != "failed" or (row.error or "").startswith(GRADER_FAILED)
+    return row.end != FAILED or (row.error or "").startswith(GRADER_FAILED)
 
 
 async def _regrade(row: EvalRow, graders: Graders) -> EvalRow:
     task, grader = await graders.of(row)
     messages = written(row)
+    graded_row = replace(row, scores={}, same_as=None)
     try:
         grade = await graded(grader, task, messages, calls_that_ran(row))
     except (GraderError, CrashError) as error:
         return replace(
-            row, end="failed", error=f"GraderError: {error}", success=False, reward=0.0,
-            reason="", parts={}, scores={}, same_as=None,
+            graded_row, end=FAILED, error=f"{GRADER_FAILED} {error}", success=False, reward=0.0,
+            reason="", parts={},
         )  # fmt: skip
+    ended = "truncated" if row.limit else "terminated"
     return replace(
-        row,
+        graded_row,
         prediction=prediction(messages),
-        end=row.end if row.end != "failed" else "truncated" if row.limit else "terminated",
+        end=ended if row.end == FAILED else row.end,
         error=None,
         reward=grade.reward,
         success=grade.success,
         reason=grade.reason,
         parts=dict(grade.parts),
-        scores={},
-        same_as=None,
     )
 
 
@@ -245,25 +241,19 @@ def changes_table(changes: Sequence[Change]) -> Table:
     """The changed verdicts, right to wrong first."""
     flipped = [change for change in changes if change.flipped]
     moves = Counter((verdict(one), verdict(two)) for one, two in flipped)
-    rewards = sum(one.reward != two.reward for one, two in changes)
     moved = ", ".join(f"{count} {one} -> {two}" for (one, two), count in sorted(moves.items()))
     flipped.sort(key=lambda change: (verdict(change.after), change.after.key))
+    rows = []
+    for before, after in flipped:
+        texts = [" | ".join(after.answers), after.prediction, after.error or after.reason]
+        expected, answered, why = (short(text, MAX_CELL) for text in texts)
+        name = "/".join(map(str, after.key))
+        rows.append([name, expected, answered, verdict(before), verdict(after), why])
     return Table(
-        title=f"{len(flipped)} of {len(changes)} verdicts changed"
-        + (f": {moved}" if moved else ""),
+        title=f"{len(flipped)} of {len(changes)} verdicts changed{moved and f': {moved}'}",
         columns=["trajectory", "expected", "answered", "before", "after", "why"],
-        rows=[
-            [
-                "/".join(map(str, after.key)),
-                short(" | ".join(after.answers), MAX_CELL),
-                short(after.prediction, MAX_CELL),
-                verdict(before),
-                verdict(after),
-                short(after.error or after.reason, MAX_CELL),
-            ]
-            for before, after in flipped
-        ],
-        note=f"{rewards} rewards changed.",
+        rows=rows,
+        note=f"{sum(one.reward != two.reward for one, two in changes)} rewards changed.",
         left=list(range(6)),
     )
 
@@ -283,4 +273,4 @@ def _show(changes: Sequence[Change], folder: Path, view: View) -> None:
 
 def verdict(row: EvalRow) -> str:
     """failed, right, or wrong."""
-    return "failed" if row.end == "failed" else "right" if row.success else "wrong"
+    return "failed" if row.end == FAILED else "right" if row.success else "wrong"

@@ -201,20 +201,18 @@ async def run_evaluation(
         def make_row(name: str, answer: Answer) -> EvalRow:
             return row_of(name, answer, assembly.seed(name))
 
+        many = config.concurrency
         with rolling_out(), watched(actors.values, view):
-            await ask_into(
-                store, missing, actors, make_row, progress.add, concurrency=config.concurrency
-            )
+            await ask_into(store, missing, actors, make_row, progress.add, concurrency=many)
         counted = [f"{name} {value:g}" for name, value in shared_stats().items() if value]
         if counted:
             view.say(f"environments: {', '.join(counted)}")
-        problem = None
         try:
             for actor in actors.values():
                 actor.failures.check_share()
         except TooManyFailuresError as error:
-            problem = error
-        return Outcome(progress.num_failed, problem)
+            return Outcome(progress.num_failed, error)
+        return Outcome(progress.num_failed)
 
 
 def share_failures(actors: Iterable[Actor], config: EvaluateConfig) -> FailureLog:

@@ -130,12 +130,11 @@ def evaluation_of(saved: Tree, names: Sequence[str], more_keys: Collection[str] 
     are read, and `more_keys`."""
     sets = saved["eval"]["sets"]
     keys = {"path", *RowsConfig.__struct_fields__, *more_keys}
+    chosen = {name: {k: v for k, v in sets[name].items() if k in keys} for name in names}
     return {
         "env": saved["env"],
         **{name: saved[name] for name in TABLES if saved.get(name) is not None},
-        "sets": {
-            name: {key: value for key, value in sets[name].items() if key in keys} for name in names
-        },
+        "sets": chosen,
         "prompt": saved.get("prompt", {}),
         "renderer": saved.get("renderer", {"name": "tags"}),
         "limits": saved["limits"],
@@ -174,13 +173,8 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
         say: Say,
         given: Mapping[str, Sequence[Task]] | None = None,
     ) -> None:
-        super().__init__(
-            config,
-            subject.run,
-            stack,
-            say,
-            sets={name: as_asked(name, one) for name, one in config.sets.items()},
-        )
+        sets = {name: as_asked(name, one) for name, one in config.sets.items()}
+        super().__init__(config, subject.run, stack, say, sets=sets)
         self.servers = ServerFactory(lambda: self._log_folder, stack, say)
         self.subject = subject
         self.has_weights = config.engine.has_weights
@@ -189,7 +183,9 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
     @cached_property
     def _log_folder(self) -> Path:
         """A temporary folder: the subject may be a model directory, where nothing is written."""
-        return _make_log_folder(self.stack)
+        logs = Path(tempfile.mkdtemp(prefix="agentenv-evaluate-"))
+        self.stack.push(partial(_remove_unless_failed, logs))
+        return logs
 
     @cached_property
     def logs(self) -> Path:
@@ -318,17 +314,16 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
             (one.limits for one in self.sets.values()),
             key=lambda limits: limits.max_prompt_tokens + limits.max_response_tokens,
         )
-        return await self.config.engine.start(
-            EngineStart(
-                model=model,
-                tokenizer=await self.tokenizer(),
-                policy_version=0,
-                limits=limits,
-                stack=self.stack,
-                servers=self.servers,
-                seed=self.config.seed,
-            )
+        start = EngineStart(
+            model=model,
+            tokenizer=await self.tokenizer(),
+            policy_version=0,
+            limits=limits,
+            stack=self.stack,
+            servers=self.servers,
+            seed=self.config.seed,
         )
+        return await self.config.engine.start(start)
 
     async def actor(self, name: str, engine: Engine) -> Actor:
         """The actor of a set. Its seed does not depend on what else is asked."""
@@ -350,18 +345,8 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
 def as_asked(name: str, one: QuestionSet) -> SetConfig:
     """A set that `resolve_sets` has filled up, nothing left open."""
     assert one.env is not None
-    return SetConfig(
-        f"sets.{name}",
-        one,
-        one.env,
-        one.prompt,
-        one.limits,
-        one.sampling,
-        one.num_samples,
-        one.python,
-        one.search,
-        one.grader,
-    )
+    asked = (one.prompt, one.limits, one.sampling, one.num_samples)
+    return SetConfig(f"sets.{name}", one, one.env, *asked, one.python, one.search, one.grader)
 
 
 def with_own_names(tasks: Sequence[Task], say: Say) -> list[Task]:
@@ -378,15 +363,8 @@ def with_own_names(tasks: Sequence[Task], say: Say) -> list[Task]:
     return named
 
 
-def _make_log_folder(stack: AsyncExitStack) -> Path:
-    """For the logs of servers and of environments' processes, named when one of them fails."""
-    logs = Path(tempfile.mkdtemp(prefix="agentenv-evaluate-"))
-    stack.push(partial(_remove_unless_failed, logs))
-    return logs
-
-
 def _remove_unless_failed(logs: Path, failed: type[BaseException] | None, *_: object) -> None:
-    """The servers' logs stay when they may say why."""
+    """The servers' logs stay where they may name the reason."""
     if failed is None:
         shutil.rmtree(logs, ignore_errors=True)
 

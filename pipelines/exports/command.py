@@ -78,14 +78,8 @@ def _write_inspect(part: Part, out: Path, model: str, *, per_tree: bool) -> None
     from agentenv.pipelines.exports import inspect_log  # slow to load, and an extra
 
     questions = part.questions if per_tree else inspect_log.by_trajectory(part.questions)
-    inspect_log.write_log(
-        out / f"{part.name}.eval",
-        questions,
-        task=part.name,
-        model=model,
-        at=part.at,
-        metadata=part.facts,
-    )
+    path = out / f"{part.name}.eval"
+    inspect_log.write_log(path, questions, part.name, model, part.at, part.facts)
 
 
 def _write_atif(part: Part, out: Path, model: str) -> None:
@@ -94,9 +88,7 @@ def _write_atif(part: Part, out: Path, model: str) -> None:
     for question in part.questions:
         place = f"{part.facts['run']}/{part.name}/{question.id}"
         for branch in question.branches:
-            document = atif.trajectory(
-                question, branch, session=place, model=model, source=part.facts
-            )
+            document = atif.trajectory(question, branch, place, model, part.facts)
             text = json.dumps(document, ensure_ascii=False, allow_nan=False)
             name = f"{question.id}-{branch.name}.json".replace("/", "_")
             (folder / name).write_text(text + "\n", encoding="utf-8")
@@ -112,10 +104,8 @@ def _of_run(arguments: argparse.Namespace) -> tuple[str, Iterator[Part]]:
             "is 0" + _evaluations(run)
         )
     if arguments.step is not None and arguments.step not in steps:
-        raise DataError(
-            f"{run / ARCHIVE} holds no step {arguments.step}; there are {min(steps)} to "
-            f"{max(steps)}"
-        )
+        known = f"there are {min(steps)} to {max(steps)}"
+        raise DataError(f"{run / ARCHIVE} holds no step {arguments.step}; {known}")
     chosen = [path for step, path in steps.items() if arguments.step in (None, step)]
     decode = _decoder(run, settings)
     redactor = Redactor(settings)
@@ -142,18 +132,11 @@ def _of_run(arguments: argparse.Namespace) -> tuple[str, Iterator[Part]]:
 
 
 def _step_part(run: Path, path: Path, step: Step, questions: list[Question]) -> Part:
-    header = step.header
-    return Part(
-        f"step-{header.step:06d}",
-        questions,
-        datetime.fromtimestamp(path.stat().st_mtime, UTC),
-        {
-            "run": run.resolve().name,
-            "step": header.step,
-            "policy_version": header.policy_version,
-            "incarnation": header.incarnation,
-        },
-    )
+    names = ("step", "policy_version", "incarnation")
+    facts = {name: getattr(step.header, name) for name in names}
+    at = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+    name = f"step-{step.header.step:06d}"
+    return Part(name, questions, at, {"run": run.resolve().name, **facts})
 
 
 def _questions(

@@ -68,7 +68,6 @@ PROMPT = "prompt"  # the anchor from which other trajectories begin from scratch
 def write_log(
     path: Path,
     questions: Sequence[Question],
-    *,
     task: str,
     model: str,
     at: datetime,

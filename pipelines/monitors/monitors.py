@@ -87,6 +87,12 @@ else:
     AnyMonitor = MONITORS.key
 
 
+_OWN = (
+    "[[monitor.own]]: monitors from elsewhere and their keys; name is 'module:Class', or the entry "
+    "point of an installed package in agentenv.monitors"
+)
+
+
 class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where metrics go beside metrics.jsonl."""
 
@@ -96,22 +102,19 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     otel: Annotated[
         OtelConfig | None, Meta(description="send spans and metrics by OpenTelemetry")
     ] = None
-    own: Annotated[
-        list[AnyMonitor],
-        Meta(
-            description="[[monitor.own]]: monitors from elsewhere and their keys; name is "
-            "'module:Class', or the entry point of an installed package in agentenv.monitors"
-        ),
-    ] = field(default_factory=list)
+    own: Annotated[list[AnyMonitor], Meta(description=_OWN)] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for key, package, extra, asked in (
-            ("tensorboard", "tensorboard", "monitor", self.tensorboard),
-            ("wandb", "wandb", "monitor", self.wandb),
-            ("trackio", "trackio", "trackio", self.trackio),
-            ("otel", "opentelemetry.exporter.otlp.proto.http", "otel", self.otel),
-        ):
-            if asked and not _is_installed(package):
+        otlp = "opentelemetry.exporter.otlp.proto.http"
+        extras = {
+            "tensorboard": "monitor",
+            "wandb": "monitor",
+            "trackio": "trackio",
+            "otel": "otel",
+        }
+        for key, extra in extras.items():
+            package = otlp if key == "otel" else key
+            if getattr(self, key) and not _is_installed(package):
                 raise ConfigError(
                     f"monitor.{key}: the package {package} is not installed; "
                     f"`pip install 'agentenv[{extra}]'` brings it"
@@ -219,10 +222,9 @@ class Monitors:
         config = self._config
         if not self._working or not isinstance(config, RolloutMonitorConfig):
             return 0
-        every, training = config.trajectories_every, name.startswith("step-")
-        if training and not (every and self._axis.step % every == 0):
-            return 0
-        return config.num_trajectories
+        every = config.trajectories_every
+        is_due = not name.startswith("step-") or (every and self._axis.step % every == 0)
+        return config.num_trajectories if is_due else 0
 
     def trajectories(self, name: str, rows: Sequence[Row]) -> None:
         """Hand a sample of the trajectories of "step-N" or "eval-SET-WHEN" to every monitor."""
@@ -244,10 +246,8 @@ class Monitors:
             self._calls.put_nowait(None)
         thread.join(FINISH_TIMEOUT_S)
         if thread.is_alive() or self._dropped:
-            logger.warning(
-                "monitors: not everything was taken within %g s; metrics.jsonl has all of it",
-                FINISH_TIMEOUT_S,
-            )
+            text = "monitors: not everything was taken within %g s; metrics.jsonl has all of it"
+            logger.warning(text, FINISH_TIMEOUT_S)
 
     def _hand(self, name: str, call: Callable[[], None]) -> None:
         if self._full():
@@ -272,9 +272,5 @@ class Monitors:
             call()
         except Exception as error:  # whatever a third party raises; the run goes on without it
             self._working = {key: one for key, one in self._working.items() if key != name}
-            logger.warning(
-                "%s is not followed any more: %s: %s; metrics.jsonl has all of it",
-                name,
-                type(error).__name__,
-                error,
-            )
+            text = "%s is not followed any more: %s: %s; metrics.jsonl has all of it"
+            logger.warning(text, name, type(error).__name__, error)

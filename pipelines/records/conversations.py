@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from agentenv.archive import KeptTree
-from agentenv.pipelines.records.row import EvalRow
+from agentenv.pipelines.records.row import FAILED, EvalRow
 from agentenv.redact import Redactor
 from agentenv.tree import Node
 
@@ -103,11 +103,9 @@ class _Reader:
         """The tree as a question with a branch for each leaf."""
         tree, task, kept = self._tree, self._tree.task, self._kept
         branches = [self._branch(leaf) for leaf in sorted(tree.leaves(), key=_depth)]
-        rewards = [one.reward for one in branches if one.reward is not None]
-        scores = {}
-        if rewards:
-            done = [one.success for one in branches if one.reward is not None]
-            scores = {"reward": fmean(rewards), "success": fmean(done)}
+        done = [(one.reward, one.success) for one in branches if one.reward is not None]
+        means = [fmean(values) for values in zip(*done, strict=True)]
+        versions = {"policy_version": tree.policy_version, "oldest_version": tree.oldest_version()}
         return Question(
             id=f"tree-{tree.index:06d}",
             task=task.id,
@@ -115,15 +113,14 @@ class _Reader:
             answers=list(task.answers),
             kind=task.kind,
             prompt=self._decode(tree.root.observation_ids),
-            scores=scores,
+            scores=dict(zip(("reward", "success"), means, strict=False)),
             branches=branches,
             facts={
                 "tree": tree.index,
                 "fate": kept.fate,
                 "why": kept.why,
                 "env_id": task.env_id,
-                "policy_version": tree.policy_version,
-                "oldest_version": tree.oldest_version(),
+                **versions,
                 "num_roots": tree.num_roots,
                 "num_forks": tree.num_forks,
                 "metadata": msgspec.to_builtins(task.metadata, enc_hook=str),
@@ -142,17 +139,15 @@ class _Reader:
         self._names.add(name)
         parent = self._owner[shared[-1].index] if shared else None
         self._owner |= dict.fromkeys((node.index for node in own), name)
-        failed = leaf.end == "failed"
-        advantage = math.nan if credit is None else credit.advantages[leaf.index]
         facts: dict[str, Any] = {"parts": leaf.info.get("parts", {})}
-        if advantage == advantage:
-            facts["advantage"] = advantage
+        if credit is not None and not math.isnan(credit.advantages[leaf.index]):
+            facts["advantage"] = credit.advantages[leaf.index]
         return Branch(
             name=name,
             parent=parent,
             forked_at=_key(shared[-1]) if shared else None,
             turns=[self._turn(node) for node in own],
-            reward=None if failed else sum(node.reward for node in tree.path(leaf)),
+            reward=None if leaf.end == FAILED else sum(node.reward for node in tree.path(leaf)),
             success=bool(leaf.info.get("success", False)),
             end=leaf.end or "",
             limit=leaf.limit,
@@ -210,23 +205,20 @@ def _key(node: Node) -> str:
     return f"node-{node.index}"
 
 
+_ENDED = ("success", "end", "limit", "error", "reason")
+_FACTS = ("env_id", "seed", "metadata", "prompt_tokens", "action_tokens", "tool_tokens")
+
+
 def of_row(row: EvalRow) -> Question:
     """A trajectory of an evaluation, of which only text is known."""
     prompt, turns = turns_of(row.segments, row.tool_calls)
-    failed = row.end == "failed"
-    branch = Branch(
-        name="0",
-        turns=turns,
-        reward=None if failed else row.reward,
-        success=row.success,
-        end=row.end,
-        limit=row.limit,
-        error=row.error,
-        reason=row.reason,
-        facts={"parts": row.parts},
-    )
-    scores = {} if failed else {"reward": row.reward, "success": float(row.success), **row.scores}
-    versions = {"policy_versions": row.policy_versions} if row.policy_versions else {}
+    reward = None if row.end == FAILED else row.reward
+    ended = {name: getattr(row, name) for name in _ENDED}
+    branch = Branch(name="0", turns=turns, reward=reward, facts={"parts": row.parts}, **ended)
+    facts = {name: getattr(row, name) for name in _FACTS}
+    if row.policy_versions:
+        facts["policy_versions"] = row.policy_versions
+    scores = {} if reward is None else {"reward": reward, "success": float(row.success)}
     return Question(
         id=f"{row.task}-{row.sample}",
         task=row.task,
@@ -237,17 +229,9 @@ def of_row(row: EvalRow) -> Question:
         prompt=prompt,
         prediction=row.prediction,
         seconds=row.seconds,
-        scores=scores,
+        scores=scores and {**scores, **row.scores},
         branches=[branch],
-        facts={
-            "env_id": row.env_id,
-            "seed": row.seed,
-            "metadata": row.metadata,
-            "prompt_tokens": row.prompt_tokens,
-            "action_tokens": row.action_tokens,
-            "tool_tokens": row.tool_tokens,
-            **versions,
-        },
+        facts=facts,
     )
 
 
@@ -279,13 +263,10 @@ def turns_of(
 def redacted(question: Question, redactor: Redactor) -> Question:
     """The same without secrets, and without the tokens of a text that held one."""
     clean = msgspec.convert(redactor.tree(msgspec.to_builtins(question, enc_hook=str)), Question)
-    is_changed = clean.prompt != question.prompt
-    for old, new in zip(question.branches, clean.branches, strict=True):
-        for before, after in zip(old.turns, new.turns, strict=True):
-            if (before.text, before.answer) != (after.text, after.answer):
-                is_changed = True
-    if is_changed:
-        for branch in clean.branches:
-            for turn in branch.turns:
-                turn.prompt_ids, turn.token_ids, turn.logprobs = [], [], []
+    turns = [turn for branch in clean.branches for turn in branch.turns]
+    before = [turn for branch in question.branches for turn in branch.turns]
+    texts, old = ([(turn.text, turn.answer) for turn in both] for both in (turns, before))
+    if clean.prompt != question.prompt or texts != old:
+        for turn in turns:
+            turn.prompt_ids, turn.token_ids, turn.logprobs = [], [], []
     return clean

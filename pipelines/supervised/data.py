@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from itertools import dropwhile
+from itertools import dropwhile, islice
 from pathlib import Path
 from random import Random
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -54,20 +54,16 @@ class PairRow(Struct, frozen=True, omit_defaults=True):
 
     def answers(self) -> tuple[Answer, Answer]:
         """Each with the prompt, which is not the policy's."""
-        for name, ids, mask in (
-            ("chosen", self.chosen_ids, self.chosen_mask),
-            ("rejected", self.rejected_ids, self.rejected_mask),
-        ):
+        prompt, found = [0] * len(self.prompt_ids), []
+        for name in ("chosen", "rejected"):
+            ids, mask = getattr(self, f"{name}_ids"), getattr(self, f"{name}_mask")
             if len(ids) != len(mask) or not any(mask):
                 raise DataError(
                     f"key '{name}_mask': expected as many entries as {name}_ids has, {len(ids)}, "
                     f"at least one of them 1, got {len(mask)}"
                 )
-        prompt = [0] * len(self.prompt_ids)
-        return (
-            (self.prompt_ids + self.chosen_ids, prompt + self.chosen_mask),
-            (self.prompt_ids + self.rejected_ids, prompt + self.rejected_mask),
-        )
+            found.append((self.prompt_ids + ids, prompt + mask))
+        return found[0], found[1]
 
 
 def is_pair_row(row: Row) -> bool:
@@ -94,20 +90,12 @@ def pairs_of(tree: TrajectoryTree, threshold: float, limit: int, rng: Random) ->
     pairs = [(good, bad) for good in chosen for bad in rejected if good.token_ids != bad.token_ids]
     for good, bad in rng.sample(pairs, min(limit, len(pairs))):
         prompt = tree.root.observation_ids.tolist()
-        yield PairRow(
-            prompt_ids=prompt,
-            chosen_ids=good.token_ids[len(prompt) :],
-            chosen_mask=_mask(good, len(prompt)),
-            rejected_ids=bad.token_ids[len(prompt) :],
-            rejected_mask=_mask(bad, len(prompt)),
-            task=tree.task.id,
-            chosen_reward=good.reward,
-            rejected_reward=bad.reward,
-        )
+        texts = (*_after(good, len(prompt)), *_after(bad, len(prompt)))
+        yield PairRow(prompt, *texts, tree.task.id, good.reward, bad.reward)
 
 
-def _mask(trajectory: Trajectory, start: int) -> list[int]:
-    return [int(sampled) for sampled in trajectory.loss_mask[start:]]
+def _after(trajectory: Trajectory, start: int) -> tuple[list[int], list[int]]:
+    return trajectory.token_ids[start:], [int(sampled) for sampled in trajectory.loss_mask[start:]]
 
 
 def num_kinds(trees: Sequence[TrajectoryTree], threshold: float) -> dict[str, int]:
@@ -116,8 +104,8 @@ def num_kinds(trees: Sequence[TrajectoryTree], threshold: float) -> dict[str, in
     for tree in trees:
         found = {trajectory.reward >= threshold for trajectory in tree.trajectories()}
         if found:
-            one_kind = "all_chosen" if True in found else "all_rejected"
-            counts["mixed" if len(found) == 2 else one_kind] += 1
+            same = "all_chosen" if True in found else "all_rejected"
+            counts["mixed" if len(found) == 2 else same] += 1
     return counts
 
 
@@ -274,18 +262,17 @@ def _load(
 ) -> Loaded[T]:
     def load(names: str | list[str], limit: int) -> list[list[T]]:
         listed = [names] if isinstance(names, str) else names
-        rows: list[list[T]] = []
-        problems: list[str] = []
+        rows, problems = list[list[T]](), list[str]()
         for source in find_sources(config, listed, resolve, ranking=ranking):
-            skip = config.skip_bad_rows
+            skip, left = config.skip_bad_rows, limit - len(rows) if limit else None
             found = _read_rows(source.path, source.form, read, skip, problems, ends)
-            for number, row in enumerate(found, 1):
-                rows.append(row)
-                if number == source.max_samples or len(rows) == limit:
-                    break
-            if len(rows) == limit:
+            rows += islice(islice(found, source.max_samples or None), left)
+            if limit and len(rows) == limit:
                 break
-        _report_bad(problems, say)
+        if problems:
+            say(f"data.skip_bad_rows: {len(problems)} bad rows are left out")
+        for text in problems[:MAX_LISTED]:
+            logger.warning("%s", text)
         if not any(rows):
             raise DataError(f"{', '.join(listed)}: there is no row to learn from")
         return rows
@@ -332,13 +319,6 @@ def _read_rows(
             if not skip:
                 raise DataError(text) from None
             problems.append(text)
-
-
-def _report_bad(problems: list[str], say: Say) -> None:
-    if problems:
-        say(f"data.skip_bad_rows: {len(problems)} bad rows are left out")
-        for text in problems[:MAX_LISTED]:
-            logger.warning("%s", text)
 
 
 Demonstrations = dict[str, dict[str, list[EncodedTree]]]  # by stage, then by kind

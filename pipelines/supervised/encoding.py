@@ -221,8 +221,9 @@ class ChatEncoder:
             if not self._prompt.apply_chat_template:
                 self._frames = "\n\n", "\n"
                 return self._frames
-            chat = _chat(("user", "qQ"), ("assistant", "qTurnq"), ("user", STAND_IN))
-            rest = self._render(chat, generation=True).rpartition("qTurnq")[2]
+            turns = (("user", "qQ"), ("assistant", "qTurnq"), ("user", STAND_IN))
+            chat = [{"role": role, "content": content} for role, content in turns]
+            rest = self._render(chat).rpartition("qTurnq")[2]
             before, found, after = rest.partition(STAND_IN)
             end = self.renderer.decode([self.end_id])
             if not found or not before.startswith(end):
@@ -249,21 +250,13 @@ class ChatEncoder:
             )
         return found
 
-    def _render(self, chat: list[dict[str, str]], *, generation: bool) -> str:
-        text = self.tokenizer.apply_chat_template(
-            chat,
-            add_generation_prompt=generation,
-            tokenize=False,
-            **self._prompt.chat_template_kwargs,
-        )
-        return str(text)
+    def _render(self, chat: list[dict[str, str]]) -> str:
+        kwargs = self._prompt.chat_template_kwargs | {"tokenize": False}
+        render = self.tokenizer.apply_chat_template
+        return str(render(chat, add_generation_prompt=True, **kwargs))
 
 
 def _join(parts: list[Part]) -> Example:
     sizes = [len(ids) for ids, _ in parts]
     mask = np.repeat(np.array([is_policy for _, is_policy in parts], np.bool_), sizes)
     return Example.of([token for ids, _ in parts for token in ids], mask)
-
-
-def _chat(*turns: tuple[str, str]) -> list[dict[str, str]]:
-    return [{"role": role, "content": content} for role, content in turns]

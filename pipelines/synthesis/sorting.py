@@ -34,13 +34,8 @@ from agentenv.types import Task
 # Text of the policy and results of tools are distinguished by their author, never by their tags, so
 # nothing that a page says passes for structure (as it does in the published format rule).
 
-ALIASES = {
-    "thinking": "think",
-    "thought": "think",
-    "reasoning": "think",
-    "final_answer": "answer",
-    "final answer": "answer",
-}
+ALIASES = dict.fromkeys(("thinking", "thought", "reasoning"), "think")
+ALIASES |= dict.fromkeys(("final_answer", "final answer"), "answer")
 OURS = ("think", "answer", "result")
 
 Part = tuple[bool, str]  # whether the policy wrote it, and its text
@@ -122,12 +117,9 @@ def check_chain(parts: Sequence[Part], tools: Sequence[str], *, require_box: boo
 
 def call_keys(row: EvalRow) -> list[str]:
     """The identity of each call of a trajectory: tool and arguments, blanks and case aside."""
-    return [
-        msgspec.json.encode(
-            [call.get("name"), _plain(call.get("arguments"))], order="sorted", enc_hook=str
-        ).decode()
-        for call in row.tool_calls
-    ]
+    encoder = msgspec.json.Encoder(order="sorted", enc_hook=str)
+    calls = ([call.get("name"), _plain(call.get("arguments"))] for call in row.tool_calls)
+    return [encoder.encode(call).decode() for call in calls]
 
 
 def _plain(value: Any) -> Any:
@@ -274,14 +266,11 @@ def sort_question(question: JudgedQuestion, config: FilterConfig, seed: int) -> 
     direct = [one for one in clean if one.way == "direct"]
     tools = [one for one in clean if one.way != "direct"]
     right = (bool(direct), bool(tools))
-    if right[0]:
-        chosen, over = _drawn(direct, question, config, seed)
-        rejected += [*_because("surplus", over), *_because("answered_directly", tools)]
-        return Sorted(question, "direct", chosen, rejected, right)
-    if right[1]:
-        chosen, over = _drawn(tools, question, config, seed)
-        rejected += _because("surplus", over)
-        return Sorted(question, "tools", chosen, rejected, right)
+    if any(right):
+        chosen, over = _drawn(direct or tools, question, config, seed)
+        easy = _because("answered_directly", tools) if direct else []
+        rejected += [*_because("surplus", over), *easy]
+        return Sorted(question, "direct" if direct else "tools", chosen, rejected, right)
     failed = not question.is_whole or any(one.reason == "failed" for one in judged)
     return Sorted(question, "unfinished" if failed else "hard", [], rejected, right)
 

@@ -47,11 +47,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-STATIC = {  # of the folder `static`
-    "index.html": "text/html",
-    "viewer.js": "text/javascript",
-    "viewer.css": "text/css",
-}
+STATIC = {"viewer.js": "text/javascript", "viewer.css": "text/css"}  # of the folder `static`
 NUM_AT_ONCE = 4  # answers that are computed at the same time
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

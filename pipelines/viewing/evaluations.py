@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,6 @@ from agentenv.untrusted import decode, decode_loose
 
 if TYPE_CHECKING:  # the first picture of a run waits for none of these
     from agentenv.pipelines.evaluation.figures import QuestionRows
-    from agentenv.pipelines.evaluation.scores import Votes
 
 CONFIG_FILE, ROWS_FILE = "config.json", "rows.jsonl"
 
@@ -138,13 +136,13 @@ class Evaluation:
     def questions(self) -> list[QuestionRows]:
         """Its rows by question, without their text."""
         from agentenv.pipelines.evaluation.figures import questions_of
+        from agentenv.pipelines.evaluation.scores import known_votes
 
         questions = questions_of(row for row, _, _ in self._read())
-        votes = [_votes(question.done) for question in questions]
-        several = [len(question.done) > 1 for question in questions]
-        # of some questions only, as of those that are right in all samples, they say another thing
-        if all(one is not None for one, is_vote in zip(votes, several, strict=True) if is_vote):
-            for question, one in zip(questions, votes, strict=True):
+        several = [question for question in questions if len(question.done) > 1]
+        votes = [known_votes(question.done) for question in several]
+        if None not in votes:  # of some questions only, as of those always right, they mislead
+            for question, one in zip(several, votes, strict=True):
                 question.votes = one
         return questions
 
@@ -218,15 +216,3 @@ def _all_texts(row: EvalRow) -> Iterator[str]:
     yield row.error or ""
     for segment in row.segments:
         yield from segment.values()
-
-
-def _votes(done: list[EvalRow]) -> Votes | None:
-    """As far as a report has compared the wrong answers already."""
-    from agentenv.pipelines.evaluation.scores import Votes
-
-    given = [row for row in done if not row.success and row.prediction.strip()]
-    if len(done) < 2 or any(row.same_as is None for row in given):
-        return None
-    num_right = sum(row.success for row in done)
-    wrong = sorted(Counter(row.same_as for row in given).values(), reverse=True)
-    return Votes(num_right, tuple(wrong), len(done) - num_right - len(given))

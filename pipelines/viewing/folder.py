@@ -168,11 +168,8 @@ class Folder:
             with self._lock:
                 one = self._evaluations.setdefault(folder, Evaluation(folder, name))
             slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip(".") or "evaluation"
-            key, number = slug, 1
-            while key in found:
-                number += 1
-                key = f"{slug}-{number}"
-            found[key] = one
+            keys = (slug, *(f"{slug}-{number}" for number in range(2, len(found) + 3)))
+            found[next(key for key in keys if key not in found)] = one
         return found
 
     def evaluation(self, key: str) -> Evaluation:
@@ -195,17 +192,15 @@ class Folder:
                 yield from ((path, f"{name} {when}") for path, when in _within(other))
 
     def _tokenizers(self) -> Iterator[Path]:
-        name = "tokenizer.json"
-        for path in reversed(Checkpoints(self.path / "checkpoints").finished()):
-            yield path / name
-        yield self.path / "model" / name
-        yield self.path / "resumed" / name
+        own = [*reversed(Checkpoints(self.path / "checkpoints").finished())]
+        own += [self.path / "model", self.path / "resumed"]
         config = _json(self.path / CONFIG_FILE)
         model = config.get("model") if isinstance(config, dict) else None
+        named = model if isinstance(model, dict) else {}
         for key in ("tokenizer", "path"):
-            found = model.get(key) if isinstance(model, dict) else None
-            if isinstance(found, str) and found:
-                yield resolver(self.path)(found) / name
+            if isinstance(found := named.get(key), str) and found:
+                own.append(resolver(self.path)(found))
+        yield from (path / "tokenizer.json" for path in own)
 
 
 def _check_run(path: Path) -> None:

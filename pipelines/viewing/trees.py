@@ -116,11 +116,11 @@ class Trees:
     def texts(self) -> Texts | None:
         """The decoder of single tokens; None without a tokenizer."""
         with self._lock:
-            if self._texts is None:
-                for path in self._tokenizers():
-                    if path.is_file():
-                        self._texts = _load(path)
-                        break
+            path = None if self._texts else next(filter(Path.is_file, self._tokenizers()), None)
+            if path is not None:
+                from tokenizers import Tokenizer
+
+                self._texts = token_texts(Tokenizer.from_file(str(path)))
             return self._texts
 
     def _path(self, number: int) -> Path:
@@ -130,11 +130,7 @@ class Trees:
         return path
 
     def _step(self, path: Path) -> Step:
-        try:
-            found = path.stat()
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}") from error
-        size = found.st_mtime_ns, found.st_size
+        size = _state(path)
         with self._lock:
             known = self._steps.get(path)
         if known is not None and known[0] == size:
@@ -145,8 +141,7 @@ class Trees:
         return step
 
     def _step_details(self, step: Step) -> list[Figures]:
-        found = step.path.stat()
-        key = step.path, (found.st_mtime_ns, found.st_size)
+        key = step.path, _state(step.path)
         with self._lock:
             if key in self._details:
                 self._details.move_to_end(key)
@@ -164,10 +159,13 @@ class Trees:
         return details
 
 
-def _load(path: Path) -> Texts:
-    from tokenizers import Tokenizer
-
-    return token_texts(Tokenizer.from_file(str(path)))
+def _state(path: Path) -> tuple[int, int]:
+    """Time and size. Raises DataError without the file."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    return found.st_mtime_ns, found.st_size
 
 
 def _index_row(step: Step, entry: Entry) -> list[Any]:
