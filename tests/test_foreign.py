@@ -59,7 +59,6 @@ OURS = {
     "pipelines/evaluation/store.py": "a result directory of ours",
     "pipelines/evaluation/subject.py": "a run directory",
     "benchmarks/parts/load.py": "figures of ours",
-    "pipelines/monitors/monitors.py": "a run directory",
     "benchmarks/parts/overhead.py": "figures and frames of ours",
     "benchmarks/peers/contest.py": "figures of ours",
     "benchmarks/peers/drivers/art_gather.py": "a call of ours, where agentenv is not",
