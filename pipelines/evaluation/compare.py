@@ -19,7 +19,6 @@ from agentenv.pipelines.evaluation.figures import (
     SCORES,
     Floats,
     QuestionRows,
-    independent_samples,
     is_share,
     mcnemar,
     questions_of,
@@ -195,7 +194,7 @@ def difference(
     change = other - one
     found: Floats | None
     if is_share(name):
-        found = intervals.difference(one, other, independent_samples(name, samples))
+        found = intervals.difference(one, other, intervals.independent_samples(name, samples))
     else:
         found = intervals.ratio(change)
     worse, better = int((change < 0).sum()), int((change > 0).sum())

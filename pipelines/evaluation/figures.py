@@ -100,8 +100,6 @@ class Summary(Struct, kw_only=True):
     groups: dict[str, dict[str, Figures]]
 
 
-# Statistics of an evaluation: pass@k, maj@k, paired tests.
-
 NUM_FLIPS, MAX_FLIPPED = 9_999, 1_000  # drawn sign patterns; differences that they are drawn of
 _CHUNK = 1_000_000  # drawn signs at a time
 
@@ -322,7 +320,9 @@ def estimate(name: str, above: Floats, below: Floats, counts: Floats) -> Estimat
     if not below.any():
         return Estimate(value=None, low=None, high=None, num_questions=0)
     if is_share(name):
-        samples = below if name == "tool_efficiency" else independent_samples(name, counts)
+        samples = (
+            below if name == "tool_efficiency" else intervals.independent_samples(name, counts)
+        )
         found: Floats | None = intervals.share(above / below, samples, below)
     else:
         found = intervals.ratio(above, below)
@@ -334,13 +334,6 @@ def estimate(name: str, above: Floats, below: Floats, counts: Floats) -> Estimat
 def is_share(name: str) -> bool:
     """Whether a figure is a mean of values in [0, 1]."""
     return name in (*SCORES, "success", "tool_efficiency") or "@" in name
-
-
-def independent_samples(name: str, counts: Floats) -> Floats:
-    """Of how many independent samples a question's value is the mean: of n samples pass@k and
-    maj@k have n / k."""
-    _, _, k = name.partition("@")
-    return np.maximum(1.0, counts / int(k or 1))
 
 
 def ratios(question: QuestionRows, ks: Sequence[int]) -> Ratios:
@@ -407,8 +400,6 @@ def _total(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def _counted(names: Iterable[str]) -> dict[str, int]:
     return dict(Counter(names).most_common())
 
-
-# From the rows of an evaluation to its summary: scores, votes, figures by group.
 
 FALLBACK_FIELDS = ("level", "type", "category")  # of metadata, without a known benchmark
 MAX_GROUPS = 40  # values of a fallback field; with more it is no group but a number or a name
