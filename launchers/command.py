@@ -69,6 +69,25 @@ def make_parser(
     return parser
 
 
+def add_subject(parser: Parser, config_type: type[msgspec.Struct], out: str) -> None:
+    """SUBJECT [key.sub=value ...] and the options of commands that ask a policy; `out` is the help
+    of --out."""
+    parser.add_argument(
+        "subject", metavar="SUBJECT", help="run, checkpoint, model directory, or http(s)://HOST"
+    )
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of its settings")
+    parser.add_argument("--env", default="", help="environment id; of a run: its own")
+    parser.add_argument("--n", type=int, default=0, help="first n questions of each set; 0: all")
+    parser.add_argument("--model", default="", help="of an endpoint: the model's name there")
+    parser.add_argument(
+        "--tokenizer", default="", metavar="DIR",
+        help="of a vLLM or SGLang server: its tokenizer, so that token ids go in and out"
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="DIR", help=out)
+    add_key_help(parser, config_type)
+
+
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments; what follows --resume may be an override."""
     arguments = parser.parse_intermixed_args(argv)
@@ -129,7 +148,7 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
 
 
 def _looked_at(folder: Path, view: View) -> AbstractContextManager[None]:
-    from agentenv.pipelines.viewing.sidecar import viewed  # loads a server
+    from agentenv.pipelines.viewing.api import viewed  # loads a server
 
     # the address holds a token, which belongs into no log
     return viewed(folder, lambda text: view.console.print(text, soft_wrap=True, markup=False))

@@ -11,8 +11,8 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
 
 import argparse
+import asyncio
 import hashlib
-import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from agentenv import hub
 from agentenv.config import blaming, to_plain
 from agentenv.errors import ConfigError
+from agentenv.launchers.command import add_subject
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
 from agentenv.pipelines.config.help import Parser
 from agentenv.pipelines.evaluation.live import SET, Asked, ask_one
@@ -33,7 +34,6 @@ from agentenv.pipelines.evaluation.subject import (
     LAST,
     START,
     Subject,
-    add_arguments,
     find_subject,
     given_keys,
     weights_digest,
@@ -42,7 +42,6 @@ from agentenv.pipelines.run.rundir import BEST
 from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
 from agentenv.pipelines.setup.machine import add_dry_run, check_arguments
 
-STORED = ("compare", "regrade", "report")  # commands over stored evaluations
 FOLDER = "evals"
 EPILOG = "Of stored ones: evaluate.py report DIR, compare A B, regrade DIR [grader.key=value]"
 
@@ -52,16 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     dry run), 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in STORED:
-        found = importlib.import_module(f"agentenv.pipelines.evaluation.{argv[0]}")
-        code: int = found.main(argv[1:])
-        return code
+        return STORED[argv[0]](argv[1:])
     arguments = _parse(argv)
     view = View()
     return to_its_end(
         lambda: _run(arguments, view),
         view,
         writing="writing the evaluation",
-        interrupted="interrupted; the same command goes on with what is missing",
+        interrupted="interrupted; the same command goes on with the missing trajectories",
     )
 
 
@@ -132,10 +129,10 @@ def _chosen(config: EvaluateConfig, names: Sequence[str], num_tasks: int) -> Eva
 
 def _name(config: EvaluateConfig, subject: Subject) -> str:
     """A directory of its own for each thing asked: the same command finds it again."""
-    told = {"url": subject.name}
+    asked = {"url": subject.name}
     if subject.model is not None:
-        told = {"weights": weights_digest(subject.model)}
-    saved = Saved(subject=told, run="", config=to_plain(config))
+        asked = {"weights": weights_digest(subject.model)}
+    saved = Saved(subject=asked, run="", config=to_plain(config))
     digest = hashlib.sha256(msgspec.json.encode(identity(saved), order="sorted")).hexdigest()
     return f"{subject.name.replace('/', '-')}-{'-'.join(config.sets)}"[:80] + f"-{digest[:6]}"
 
@@ -149,7 +146,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     out = f"where rows and report go, and are taken up again; default {FOLDER}/NAME"
     add_dry_run(parser)
-    add_arguments(parser, EvaluateConfig, out)
+    add_subject(parser, EvaluateConfig, out)
     parser.add_argument(
         "--set", default="", metavar="NAMES", help="sets by name, with commas; of a run: the one "
         "that it reports"
@@ -171,6 +168,75 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_intermixed_args(argv)
     check_arguments(parser, arguments)
     return arguments
+
+
+# Commands over stored evaluations.
+
+
+def _report(argv: Sequence[str]) -> int:
+    parser = Parser(
+        prog="launchers/evaluate.py report",
+        description="Report a stored evaluation: terminal, summary.json, report.md, plots/.",
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("--k", default="", help="of pass@k and maj@k, e.g. 1,3,5; default 1,2,4,..")
+    parser.add_argument(
+        "--compat",
+        choices=("reference",),
+        default="",
+        help="reference: em, F1, contains and math as the published code has them",
+    )
+    arguments = parser.parse_args(argv)
+    ks = [int(k) if k.strip().isdecimal() else 0 for k in arguments.k.split(",") if k]
+    if not all(ks):
+        parser.error(f"--k {arguments.k}: expected numbers from 1, e.g. 1,3,5")
+    folder, compat, view = arguments.folder, arguments.compat, View()
+
+    def work() -> None:
+        write_report(folder, view, ks=ks, compat=compat)
+
+    return to_its_end(work, view, writing="writing the report")
+
+
+def _compare(argv: Sequence[str]) -> int:
+    parser = Parser(
+        prog="launchers/evaluate.py compare",
+        description="Compare two stored evaluations on the questions that both asked, in pairs.",
+    )
+    parser.add_argument("first", type=Path, metavar="A")
+    parser.add_argument("second", type=Path, metavar="B")
+    parser.add_argument("--out", type=Path, help="Markdown file with all questions that changed")
+    given, view = parser.parse_args(argv), View()
+
+    def work() -> None:
+        from agentenv.pipelines.evaluation.compare import compare
+
+        asyncio.run(compare(given.first, given.second, given.out, view))
+
+    return to_its_end(work, view, writing="writing the comparison")
+
+
+def _regrade(argv: Sequence[str]) -> int:
+    parser = Parser(
+        prog="launchers/evaluate.py regrade",
+        description="Grade the stored trajectories of an evaluation again, without generating.",
+        epilog="grader.kind=KIND starts from that kind's defaults; other grader.key=value change "
+        "the grader that the evaluation had; sets.NAME.grader.key=value that of one set. Without "
+        "any, the same grader grades again.",
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="grader.key=value")
+    given, view = parser.parse_args(argv), View()
+
+    def work() -> None:
+        from agentenv.pipelines.evaluation.regrade import regrade
+
+        asyncio.run(regrade(given.folder, given.overrides, view))
+
+    return to_its_end(work, view, writing="writing the grades")
+
+
+STORED = {"report": _report, "compare": _compare, "regrade": _regrade}
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 CHECKPOINT is a checkpoint of a run, or a run, whose last one is taken. transformers, vLLM and
 SGLang load OUT: weights, config, tokenizer, chat template and generation_config.
 
-`python launchers/export.py transcripts SOURCE OUT --format inspect|atif` writes what agents did
+`python launchers/export.py transcripts SOURCE OUT --format inspect|atif` writes trajectories
 instead: the trees of a run or the rows of an evaluation, for other viewers.
 """
 
@@ -25,15 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == [TRANSCRIPTS]:
-        from agentenv.pipelines.exports import command  # slow to load, as --help need not be
-
-        return command.main(argv[1:])
+        return _transcripts(argv[1:])
     arguments = _parse(argv)
     view = View()
 
     def work() -> None:
         checkpoint = find_checkpoint(arguments.checkpoint, best=arguments.best)
-        from agentenv.learners.export import export  # slow to load: mistakes are told before
+        from agentenv.learners.export import export  # slow to load: mistakes are reported before
 
         export(
             checkpoint,
@@ -50,7 +48,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="launchers/export.py",
         description="Write a checkpoint as a Hugging Face directory, without a learner.",
-        epilog=f"`{TRANSCRIPTS} SOURCE OUT --format inspect|atif` writes what agents did "
+        epilog=f"`{TRANSCRIPTS} SOURCE OUT --format inspect|atif` writes trajectories "
         f"instead: launchers/export.py {TRANSCRIPTS} --help",
     )
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
@@ -59,6 +57,38 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--best", action="store_true", help=f"of a run: checkpoints/{BEST}")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB")
     return parser.parse_args(argv)
+
+
+def _transcripts(argv: Sequence[str]) -> int:
+    parser = Parser(
+        prog=f"launchers/export.py {TRANSCRIPTS}",
+        description="Write the trees that a run kept, or the rows of an evaluation, as logs of "
+        "Inspect or as ATIF. Secrets are left out.",
+    )
+    parser.add_argument(
+        "source", type=Path, metavar="SOURCE", help="a run, or the directory of an evaluation"
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory, empty or new")
+    parser.add_argument("--format", choices=("inspect", "atif"), required=True)
+    parser.add_argument("--step", type=int, metavar="N", help="of a run: only this step, from 1")
+    parser.add_argument("--tree", type=int, metavar="I", help="of a run: only this tree")
+    parser.add_argument(
+        "--per",
+        choices=("tree", "trajectory"),
+        default="tree",
+        help="of inspect: a sample is a tree with its forks as branches, or one trajectory",
+    )
+    parser.add_argument(
+        "--tokens", action="store_true", help="of a run: with token ids and their log-probs"
+    )
+    arguments, view = parser.parse_args(argv), View()
+
+    def work() -> None:
+        from agentenv.pipelines.exports.command import export  # slow to load
+
+        export(arguments, view)
+
+    return to_its_end(work, view, writing=str(arguments.out))
 
 
 if __name__ == "__main__":

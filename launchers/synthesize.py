@@ -24,6 +24,7 @@ from agentenv.config import blaming
 from agentenv.engines.chat import ChatEngine
 from agentenv.engines.openai import TokensEngine
 from agentenv.errors import ConfigError
+from agentenv.launchers.command import add_subject
 from agentenv.pipelines.config.help import Parser
 from agentenv.pipelines.config.synthesis import SynthesisConfig, SynthesisPlan, make_plan, set_name
 from agentenv.pipelines.evaluation.run import saved_of
@@ -31,7 +32,6 @@ from agentenv.pipelines.evaluation.store import Store
 from agentenv.pipelines.evaluation.subject import (
     EvaluationAssembly,
     Subject,
-    add_arguments,
     find_subject,
     given_keys,
 )
@@ -112,7 +112,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     out = f"where the data goes, and is taken up again; default {FOLDER}/NAME"
     add_dry_run(parser)
-    add_arguments(parser, SynthesisConfig, out)
+    add_subject(parser, SynthesisConfig, out)
     arguments = parser.parse_intermixed_args(argv)
     check_arguments(parser, arguments)
     return arguments

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--max-mb",
         type=float,
         default=MAX_MB,
-        help=f"of an export; what does not fit is left out, and said; {MAX_MB:g} by default",
+        help=f"of an export; the rest is left out, and said; {MAX_MB:g} by default",
     )
     parser.add_argument("--awaited", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.max_mb <= 0:
         parser.error(f"--max-mb {arguments.max_mb:g}: expected more than 0")
 
-    from agentenv.pipelines.run.terminal import View, to_its_end  # --help is told before
+    from agentenv.pipelines.run.terminal import View, to_its_end  # after --help
 
     view = View()
 

@@ -53,7 +53,6 @@ OURS = {
     "pipelines/setup/data.py": "configuration",
     "pipelines/evaluation/store.py": "a result directory of ours",
     "pipelines/evaluation/subject.py": "a run directory",
-    "pipelines/monitors/monitors.py": "a run directory",
     "launchers/replay.py": "a run directory",
     "pipelines/rl/evaluations.py": "what was encoded before",
     "pipelines/rl/recorder.py": "a process of ours",

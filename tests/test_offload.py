@@ -76,7 +76,7 @@ ALLOWED = {
     "pipelines/monitors/monitors.py: threading.Thread": "they are handed rows, asked for nothing",
     "agentenv/gym.py: threading.Thread": "the loop of callers that have none",
     "agentenv/gym.py: new_event_loop": "the same",
-    "pipelines/viewing/sidecar.py: subprocess.Popen": "the viewer, which ends with the run",
+    "pipelines/viewing/api.py: subprocess.Popen": "the viewer, which ends with the run",
     # the clock of others
     "envs/sandbox/births.py: time.monotonic": "inside the zygote",
     "pipelines/run/waits.py: time.time": "when a wait began, for people",

@@ -1,1 +1,1 @@
-"""Evaluation: what `launchers/evaluate.py` is composed of."""
+"""Evaluation: the parts of `launchers/evaluate.py`."""

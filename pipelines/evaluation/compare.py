@@ -1,9 +1,7 @@
-"""Compares two evaluations question by question: `launchers/evaluate.py compare A B`."""
+"""Compares two evaluations question by question, with paired tests."""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -21,7 +19,6 @@ from agentenv.pipelines.evaluation.figures import (
     SCORES,
     Floats,
     QuestionRows,
-    independent_samples,
     is_share,
     mcnemar,
     questions_of,
@@ -29,11 +26,8 @@ from agentenv.pipelines.evaluation.figures import (
     sign_flip,
 )
 from agentenv.pipelines.evaluation.scores import make_scorer, score_rows, stored_rows
-from agentenv.pipelines.run.arguments import Parser
 from agentenv.pipelines.run.tables import Table, lines_of, markdown, number, short
-from agentenv.pipelines.run.terminal import View, to_its_end
-
-# What differs between two evaluations of the same questions, and whether it is chance.
+from agentenv.pipelines.run.terminal import View
 
 
 class QuestionPair(Struct, frozen=True):
@@ -107,11 +101,9 @@ def pair_up(first: Sequence[QuestionRows], second: Sequence[QuestionRows]) -> Pa
         (pairs if can_compare else lost).append(QuestionPair(question, other))
     shared = len(pairs) + len(lost)
     if not pairs:
-        why = (
-            f"all {shared} shared questions failed in one of them"
-            if shared
-            else (f"none is shared: the first has {_names(first)}, the second {_names(second)}")
-        )
+        why = f"none is shared: the first has {_names(first)}, the second {_names(second)}"
+        if lost:
+            why = f"all {shared} shared questions failed in one of them"
         raise DataError(f"there is no question to compare: {why}")
     only_first, only_second = len(first) - shared, len(second) - shared
     return Pairing(pairs=pairs, only_first=only_first, only_second=only_second, lost=lost)
@@ -156,7 +148,7 @@ class Failed(Struct, frozen=True):
 
 
 def failed_of(questions: Sequence[QuestionRows]) -> Failed:
-    """What `success`, which is of the others alone, leaves out."""
+    """The failures that `success`, a mean over the others, leaves out."""
     num_samples = sum(len(one.rows) for one in questions)
     least = [sum(row.success for row in one.done) / len(one.rows) for one in questions]
     num_done = sum(len(one.done) for one in questions)
@@ -165,10 +157,8 @@ def failed_of(questions: Sequence[QuestionRows]) -> Failed:
 
 def _in_success(pairs: Sequence[QuestionPair]) -> Difference:
     single = all(len(pair.first.done) == len(pair.second.done) == 1 for pair in pairs)
-    first, second = (
-        [success(pair.first) for pair in pairs],
-        [success(pair.second) for pair in pairs],
-    )
+    first = [success(pair.first) for pair in pairs]
+    second = [success(pair.second) for pair in pairs]
     return difference("success", first, second, _samples(pairs), single=single)
 
 
@@ -204,7 +194,7 @@ def difference(
     change = other - one
     found: Floats | None
     if is_share(name):
-        found = intervals.difference(one, other, independent_samples(name, samples))
+        found = intervals.difference(one, other, intervals.independent_samples(name, samples))
     else:
         found = intervals.ratio(change)
     worse, better = int((change < 0).sum()), int((change > 0).sum())
@@ -216,7 +206,7 @@ def difference(
         difference=float(change.mean()),
         low=None if found is None else float(found[0]),
         high=None if found is None else float(found[1]),
-        p=mcnemar(worse, better) if single else sign_flip(change.tolist()),
+        p=mcnemar(worse, better) if single else sign_flip(change),
         test="McNemar" if single else "sign flip",
     )
 
@@ -230,29 +220,13 @@ MAX_LISTED = 30
 MAX_CELL = 70
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
-    parser = Parser(
-        prog="launchers/evaluate.py compare",
-        description="Compare two stored evaluations on the questions that both asked, in pairs.",
-    )
-    parser.add_argument("first", type=Path, metavar="A")
-    parser.add_argument("second", type=Path, metavar="B")
-    parser.add_argument("--out", type=Path, help="Markdown file with all questions that changed")
-    arguments = parser.parse_args(argv)
-    view = View()
-    return to_its_end(
-        lambda: asyncio.run(_run(arguments, view)), view, writing="writing the comparison"
-    )
-
-
-async def _run(arguments: argparse.Namespace, view: View) -> None:
-    """Score the rows of both by one scorer, and print what differs."""
-    folders: tuple[Path, Path] = (arguments.first, arguments.second)
+async def compare(first: Path, second: Path, out: Path | None, view: View) -> None:
+    """Score the rows of both by one scorer and show the differences; `out` is a Markdown file for
+    all questions that changed. Raises DataError if the two share no question."""
     scorer = make_scorer(view.say)
     sides: list[list[QuestionRows]] = []
     try:
-        for folder in folders:
+        for folder in (first, second):
             async with stored_rows(folder, scorer) as rows:
                 await score_rows(rows, scorer)
             sides.append(questions_of(rows))
@@ -260,33 +234,26 @@ async def _run(arguments: argparse.Namespace, view: View) -> None:
     finally:
         await close_shared()
     tables, left = tables_of(pairing, MAX_LISTED)
-    say = paired_line(pairing)
-    view.say(f"A = {folders[0]}, B = {folders[1]}")
+    paired = paired_line(pairing)
+    view.say(f"A = {first}, B = {second}")
     for table in tables:
         view.show(table)
     if left:
-        hint = "" if arguments.out else "; --out FILE lists all"
-        view.say(f"and {left} questions more that changed{hint}")
-    view.say(say)
-    if arguments.out is not None:
+        view.say(f"and {left} questions more that changed{'' if out else '; --out FILE lists all'}")
+    view.say(paired)
+    if out is not None:
         tables, _ = tables_of(pairing, len(pairing.pairs))
-        head = f"# {markdown(str(folders[0]))} (A) against {markdown(str(folders[1]))} (B)"
-        text = f"{head}\n\n{markdown(say)}\n\n{lines_of(tables)}"
-        write_whole(arguments.out, text.encode("utf-8", "replace"))
-        view.say(f"written to {arguments.out}")
+        head = f"# {markdown(str(first))} (A) against {markdown(str(second))} (B)"
+        text = f"{head}\n\n{markdown(paired)}\n\n{lines_of(tables)}"
+        write_whole(out, text.encode("utf-8", "replace"))
+        view.say(f"written to {out}")
 
 
 def paired_line(pairing: Pairing) -> str:
-    """What is compared, and what is not."""
-    missing = [
-        f"{count} {what}"
-        for count, what in (
-            (pairing.only_first, "only in A"),
-            (pairing.only_second, "only in B"),
-            (pairing.failed, "failed in one of them"),
-        )
-        if count
-    ]
+    """How many questions are compared, and how many are left out."""
+    counts = {"only in A": pairing.only_first, "only in B": pairing.only_second}
+    counts["failed in one of them"] = pairing.failed
+    missing = [f"{count} {where}" for where, count in counts.items() if count]
     rest = f"; left out: {', '.join(missing)}" if missing else "; none is left out"
     return f"{len(pairing.pairs)} questions are in both{rest}"
 
@@ -297,24 +264,18 @@ def tables_of(pairing: Pairing, max_listed: int) -> tuple[list[Table], int]:
     other = [_row(one.name, one) for one in other_differences(pairing)]
     columns = ["questions", "n", "A", "B", "B - A [95 %]", "p", "test"]
     note = "95 % intervals are over questions; p-values are two-sided and paired."
-    tables = [
-        Table(title="Success", columns=columns, rows=success, note=note),
-        *([failed] if (failed := _failed_table(pairing)) else []),
-        Table(title="Scores and cost", columns=["figure", *columns[1:]], rows=other),
-    ]
+    tables = [Table(title="Success", columns=columns, rows=success, note=note)]
+    tables += _failed_table(pairing)
+    tables += [Table(title="Scores and cost", columns=["figure", *columns[1:]], rows=other)]
     pairs = changed(pairing)
     shown = [*pairs[: max_listed - max_listed // 2], *pairs[-(max_listed // 2) :]]
     shown = pairs if len(pairs) <= max_listed else shown
     if pairs:
         lost = sum(pair.change < 0 for pair in pairs)
-        tables.append(
-            Table(
-                title=f"Changed: {lost} worse and {len(pairs) - lost} better in B",
-                columns=["question", "", "A", "B", "A answered", "B answered", "expected"],
-                rows=[_changed_row(pair) for pair in shown],
-                left=[0, 1, 4, 5, 6],
-            )
-        )
+        title = f"Changed: {lost} worse and {len(pairs) - lost} better in B"
+        columns = ["question", "", "A", "B", "A answered", "B answered", "expected"]
+        rows = [_changed_row(pair) for pair in shown]
+        tables.append(Table(title=title, columns=columns, rows=rows, left=[0, 1, 4, 5, 6]))
     return tables, len(pairs) - len(shown)
 
 
@@ -327,8 +288,8 @@ def _row(name: str, one: Difference) -> list[str]:
     return [name, str(one.num_questions), *values]
 
 
-def _failed_table(pairing: Pairing) -> Table | None:
-    """What the success of both leaves out, of all shared questions; None: nothing failed."""
+def _failed_table(pairing: Pairing) -> list[Table]:
+    """The failures of all shared questions, which the success of both leaves out; empty without."""
     rows, has_failed = [], False
     for name, pairs in groups_of([*pairing.pairs, *pairing.lost]):
         sides = [failed_of([one.first for one in pairs]), failed_of([one.second for one in pairs])]
@@ -338,26 +299,16 @@ def _failed_table(pairing: Pairing) -> Table | None:
             for one in sides
         ]
         rows.append([name, *shares, *(number(one.success_if_wrong) for one in sides)])
-    if not has_failed:
-        return None
-    return Table(
-        title="Failed trajectories, and success if all of them were wrong",
-        columns=["questions", "A failed", "B failed", "A, at least", "B, at least"],
-        rows=rows,
-    )
+    title = "Failed trajectories, and success if all of them were wrong"
+    columns = ["questions", "A failed", "B failed", "A, at least", "B, at least"]
+    return [Table(title=title, columns=columns, rows=rows)] if has_failed else []
 
 
 def _changed_row(pair: QuestionPair) -> list[str]:
-    row = pair.first.rows[0]
-    return [
-        f"{row.dataset}/{row.task}",
-        short(row.question, MAX_CELL),
-        _right(pair.first),
-        _right(pair.second),
-        short(pair.first.done[0].prediction, MAX_CELL),
-        short(pair.second.done[0].prediction, MAX_CELL),
-        short(" | ".join(row.answers), MAX_CELL),
-    ]
+    row, answers = pair.first.rows[0], [one.done[0].prediction for one in (pair.first, pair.second)]
+    texts = [short(text, MAX_CELL) for text in (row.question, *answers, " | ".join(row.answers))]
+    name = f"{row.dataset}/{row.task}"
+    return [name, texts[0], _right(pair.first), _right(pair.second), *texts[1:]]
 
 
 def _right(question: QuestionRows) -> str:

@@ -1,4 +1,4 @@
-"""The figures of an evaluation: what its rows say, over all questions and by group."""
+"""The figures of an evaluation, computed from its rows, over all questions and by group."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from statistics import fmean
 
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from agentenv.pipelines.config.benchmarks import groups as benchmark_groups
 from agentenv.pipelines.evaluation import intervals
 from agentenv.pipelines.evaluation.scores import CONCURRENCY, Scorer, Votes, count_votes, score_rows
-from agentenv.pipelines.records.row import EvalRow
-
-# What an evaluation reports: estimates with intervals, spreads, tool use, agreement.
+from agentenv.pipelines.records.row import FAILED, EvalRow
 
 
 class Estimate(Struct, kw_only=True):
@@ -88,8 +86,8 @@ class Figures(Struct, kw_only=True):
 
 
 class Summary(Struct, kw_only=True):
-    """The content of summary.json. `groups` are figures by field and value: dataset, kind, and what
-    a benchmark is split by, e.g. groups["gaia level"]["1"]. `average` is the plain mean of the
+    """The content of summary.json. `groups` are figures by field and value: dataset, kind, and the
+    fields of a benchmark, e.g. groups["gaia level"]["1"]. `average` is the plain mean of the
     datasets' success, as the papers average their tables.
     """
 
@@ -102,15 +100,11 @@ class Summary(Struct, kw_only=True):
     groups: dict[str, dict[str, Figures]]
 
 
-# Statistics of an evaluation: pass@k, maj@k, paired tests.
-
-NUM_FLIPS = 20_000
-MAX_EXACT_FLIPS = 14  # differences; up to 2 ** 14 sign patterns are all counted
-MAX_DRAWN = 5_000  # of more questions, blocks are drawn
+NUM_FLIPS, MAX_FLIPPED = 9_999, 1_000  # drawn sign patterns; differences that they are drawn of
 _CHUNK = 1_000_000  # drawn signs at a time
 
 Floats = NDArray[np.float64]
-Estimates = dict[str, Estimate]
+Ratios = dict[str, tuple[float, float]]  # of a question: numerator and denominator by figure
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -173,17 +167,6 @@ def _check_k(num_samples: int, k: int) -> None:
         raise ValueError(f"k = {k} of {num_samples} samples")
 
 
-def in_blocks(values: Floats, seed: int) -> Floats:
-    """At most MAX_DRAWN rows from [question, figure]: of more, the sums of as many blocks, each of
-    equally many questions (or one more) that are put together at random: blocks of independent
-    questions are independent."""
-    if len(values) <= MAX_DRAWN:
-        return values
-    order = np.random.default_rng(seed).permutation(len(values))
-    edges = np.arange(MAX_DRAWN) * len(values) // MAX_DRAWN
-    return np.asarray(np.add.reduceat(values[order], edges, axis=0))
-
-
 def mcnemar(only_first: int, only_second: int) -> float:
     """Two-sided exact p-value of McNemar's test (1947): of the questions that only one of two got
     right, half would be expected of each."""
@@ -193,27 +176,23 @@ def mcnemar(only_first: int, only_second: int) -> float:
     return float(binomtest(only_first, total).pvalue) if total else 1.0
 
 
-def sign_flip(differences: Sequence[float], *, seed: int = 0) -> float:
-    """Two-sided p-value of the paired permutation test (Fisher 1935): how often the mean is as far
-    from 0 when the sign of each difference is drawn at random. Exact for few differences; of more
-    than MAX_DRAWN, blocks are drawn."""
-    given = np.array([value for value in differences if value], dtype=np.float64)
-    values = in_blocks(given[:, None], seed)[:, 0]
-    if not len(values):
+def sign_flip(differences: ArrayLike, *, seed: int = 0) -> float:
+    """Two-sided p-value of the paired permutation test (Fisher 1935): how often the sum is as far
+    from 0 when the sign of each difference is drawn at random. Exact for up to 13 differences; of
+    more than MAX_FLIPPED, by the normal distribution that the sum then has."""
+    from scipy.stats import norm, permutation_test
+
+    given = np.asarray(differences, dtype=np.float64)
+    values = given[given != 0]
+    if len(values) < 2:
         return 1.0
-    # Of 1,000 differences 2 s; scipy's permutation_test takes 7 s, and a comparison has a dozen.
-    found = abs(values.sum()) * (1 - 1e-9)  # sums in another order differ by rounding
-    if len(values) <= MAX_EXACT_FLIPS:
-        patterns = np.arange(2 ** len(values))[:, None] >> np.arange(len(values)) & 1
-        return float(np.mean(np.abs((2 * patterns - 1) @ values) >= found))
-    rng = np.random.default_rng(seed)
-    num_as_far = 0
-    step = max(1, _CHUNK // len(values))
-    for start in range(0, NUM_FLIPS, step):
-        size = (min(step, NUM_FLIPS - start), len(values))
-        flips = 2 * rng.integers(0, 2, size=size) - 1
-        num_as_far += int(np.sum(np.abs(flips @ values) >= found))
-    return (1 + num_as_far) / (1 + NUM_FLIPS)
+    if len(values) > MAX_FLIPPED:
+        return float(2 * norm.sf(abs(values.sum()) / np.sqrt((values**2).sum())))
+    found = permutation_test(
+        (values,), np.sum, permutation_type="samples", vectorized=True, n_resamples=NUM_FLIPS,
+        batch=max(1, _CHUNK // len(values)), rng=seed,
+    )  # fmt: skip
+    return float(found.pvalue)
 
 
 def cohen_kappa(both: int, only_first: int, only_second: int, neither: int) -> float | None:
@@ -241,7 +220,7 @@ class QuestionRows(Struct, kw_only=True):
     @property
     def done(self) -> list[EvalRow]:
         """Those that did not fail."""
-        return [row for row in self.rows if row.end != "failed"]
+        return [row for row in self.rows if row.end != FAILED]
 
 
 def questions_of(rows: Iterable[EvalRow]) -> list[QuestionRows]:
@@ -264,40 +243,33 @@ def default_ks(questions: Iterable[QuestionRows]) -> tuple[int, ...]:
 def figures_of(
     questions: Sequence[QuestionRows],
     ks: Sequence[int],
-    *,
-    table: Floats | None = None,
+    known: Mapping[int, Ratios] | None = None,
 ) -> Figures:
-    """The figures of these questions. `table` has what `table_of` would give, if it is known."""
+    """The figures of these questions. `known` has their ratios by the id of the object."""
     rows = [row for question in questions for row in question.rows]
-    done = [row for row in rows if row.end != "failed"]
-    estimates = _estimates(table_of(questions, ks) if table is None else table, questions, ks)
+    done = [row for row in rows if row.end != FAILED]
+    each = [known[id(one)] if known else ratios(one, ks) for one in questions]
+    estimates = _estimates(each, questions, ks)
     pass_at = {k: estimates.pop(f"pass@{k}") for k in ks}
     majority_at = {k: estimates.pop(f"maj@{k}") for k in ks}
-    success, calls = estimates["success"], estimates["tool_calls"].value or 0.0
-    by_question = [
-        sum(row.success for row in question.done) / len(question.rows) for question in questions
-    ]
-    failed = [row for row in rows if row.end == "failed"]
-    truncated = [row.limit or "unknown" for row in done if row.end == "truncated"]
+    success, calls = estimates["success"].value or 0.0, estimates["tool_calls"].value or 0.0
+    least = [sum(row.success for row in one.done) / len(one.rows) for one in questions]
+    spreads = {"tool_calls": _spread([len(row.tool_calls) for row in done])}
+    for name in ("turns", "prompt_tokens", "action_tokens", "tool_tokens", "seconds"):
+        key = "num_turns" if name == "turns" else name
+        spreads[name] = _spread([getattr(row, key) for row in done])
     return Figures(
         num_questions=len(questions),
         num_trajectories=len(done),
-        num_failed=len(failed),
-        failures=_counted(row.failure_kind for row in failed),
+        num_failed=len(rows) - len(done),
+        failures=_counted(row.failure_kind for row in rows if row.end == FAILED),
         estimates={name: one for name, one in estimates.items() if one.num_questions},
-        success_if_failed_wrong=float(np.mean(by_question)) if by_question else 0.0,
+        success_if_failed_wrong=fmean(least) if least else 0.0,
         pass_at={k: one for k, one in pass_at.items() if one.num_questions},
         majority_at={k: one for k, one in majority_at.items() if one.num_questions},
-        arpo_tool_productivity=(success.value or 0.0) * calls / (calls + CALLS_OFFSET) * 100,
-        spreads={
-            "tool_calls": _spread([len(row.tool_calls) for row in done]),
-            "turns": _spread([row.num_turns for row in done]),
-            "prompt_tokens": _spread([row.prompt_tokens for row in done]),
-            "action_tokens": _spread([row.action_tokens for row in done]),
-            "tool_tokens": _spread([row.tool_tokens for row in done]),
-            "seconds": _spread([row.seconds for row in done]),
-        },
-        truncations=_counted(truncated),
+        arpo_tool_productivity=success * calls / (calls + CALLS_OFFSET) * 100,
+        spreads=spreads,
+        truncations=_counted(row.limit or "unknown" for row in done if row.end == "truncated"),
         tools=_tools(done),
         agreement=agreement_of(done),
         assist=_total(row.assist for row in done),
@@ -307,42 +279,36 @@ def figures_of(
 def agreement_of(rows: Iterable[EvalRow]) -> Agreement | None:
     """Of the rows whose grade holds both verdicts; None where no judge was asked."""
     asked = [row.parts for row in rows if {"judge", "judge_unparsed"} & row.parts.keys()]
-    both = [
+    both = Counter(
         (parts["judge"] >= 1, parts["rule"] >= 1)
         for parts in asked
         if "judge" in parts and "rule" in parts
-    ]
+    )
     num_unparsed = sum(parts.get("judge_unparsed", 0) > 0 for parts in asked)
     if not both and not num_unparsed:
         return None
-    counts = Counter(both)
-    cells = [counts[True, True], counts[True, False], counts[False, True], counts[False, False]]
+    cells = [both[True, True], both[True, False], both[False, True], both[False, False]]
     return Agreement(
         both_right=cells[0],
         only_judge=cells[1],
         only_rules=cells[2],
         both_wrong=cells[3],
-        share=(cells[0] + cells[3]) / max(1, len(both)),
-        kappa=cohen_kappa(*cells) if both else None,
+        share=(cells[0] + cells[3]) / max(1, both.total()),
+        kappa=cohen_kappa(*cells),
         num_unparsed=num_unparsed,
     )
 
 
-def table_of(questions: Sequence[QuestionRows], ks: Sequence[int]) -> Floats:
-    """Every ratio of every question: [question, figure, numerator and denominator]."""
-    values = [list(ratios(question, ks).values()) for question in questions]
-    return np.array(values, dtype=np.float64).reshape(
-        len(questions), len(ratios(QuestionRows(rows=[]), ks)), 2
-    )
-
-
-def _estimates(table: Floats, questions: Sequence[QuestionRows], ks: Sequence[int]) -> Estimates:
+def _estimates(
+    each: Sequence[Ratios], questions: Sequence[QuestionRows], ks: Sequence[int]
+) -> dict[str, Estimate]:
     """Every ratio of the figures with its interval."""
     counts = np.array([len(question.done) for question in questions], dtype=np.float64)
-    names = ratios(QuestionRows(rows=[]), ks)
+    names = list(ratios(QuestionRows(rows=[]), ks))
+    table = np.array([list(one.values()) for one in each], dtype=np.float64)
+    parts = table.reshape(len(each), len(names), 2).transpose(1, 2, 0)
     return {
-        name: estimate(name, table[:, place, 0], table[:, place, 1], counts)
-        for place, name in enumerate(names)
+        name: estimate(name, one[0], one[1], counts) for name, one in zip(names, parts, strict=True)
     }
 
 
@@ -354,7 +320,9 @@ def estimate(name: str, above: Floats, below: Floats, counts: Floats) -> Estimat
     if not below.any():
         return Estimate(value=None, low=None, high=None, num_questions=0)
     if is_share(name):
-        samples = below if name == "tool_efficiency" else independent_samples(name, counts)
+        samples = (
+            below if name == "tool_efficiency" else intervals.independent_samples(name, counts)
+        )
         found: Floats | None = intervals.share(above / below, samples, below)
     else:
         found = intervals.ratio(above, below)
@@ -368,35 +336,26 @@ def is_share(name: str) -> bool:
     return name in (*SCORES, "success", "tool_efficiency") or "@" in name
 
 
-def independent_samples(name: str, counts: Floats) -> Floats:
-    """Of how many independent samples a question's value is the mean: of n samples pass@k and
-    maj@k have n / k."""
-    _, _, k = name.partition("@")
-    return np.maximum(1.0, counts / int(k or 1))
-
-
-def ratios(question: QuestionRows, ks: Sequence[int]) -> dict[str, tuple[float, float]]:
+def ratios(question: QuestionRows, ks: Sequence[int]) -> Ratios:
     """Numerator and denominator of each figure of a question; (0, 0) where it does not have the
     figure. The denominator is 1 for a mean over samples, pass@k and maj@k."""
     done = question.done
     with_tools = [row for row in done if row.tool_calls]
-    found = {
+    num_right, calls = sum(row.success for row in done), [len(row.tool_calls) for row in done]
+    right_with_tools = sum(row.success for row in with_tools)
+    found: Ratios = {
         "success": _mean([row.success for row in done]),
         "reward": _mean([row.reward for row in done]),
         **{
             name: _mean([row.scores[name] for row in done if name in row.scores]) for name in SCORES
         },
-        "tool_calls": _mean([len(row.tool_calls) for row in done]),
-        "tool_productivity": (
-            float(sum(row.success for row in done)),
-            float(sum(len(row.tool_calls) for row in done)),
-        ),
-        "tool_efficiency": (float(sum(row.success for row in with_tools)), float(len(with_tools))),
+        "tool_calls": _mean(calls),
+        "tool_productivity": (num_right, sum(calls)),
+        "tool_efficiency": (right_with_tools, len(with_tools)),
         "action_tokens": _mean([row.action_tokens for row in done]),
         "tool_tokens": _mean([row.tool_tokens for row in done]),
         "seconds": _mean([row.seconds for row in done]),
     }
-    num_right = sum(row.success for row in done)
     within = tuple(k for k in ks if k <= len(done))
     votes = question.votes
     if votes is None and len(done) == 1:  # nothing to vote about
@@ -425,10 +384,9 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def _tools(rows: Iterable[EvalRow]) -> dict[str, ToolUse]:
-    calls = Counter(call["name"] for row in rows for call in row.tool_calls)
-    errors = Counter(
-        call["name"] for row in rows for call in row.tool_calls if not call.get("ok", True)
-    )
+    every = [call for row in rows for call in row.tool_calls]
+    calls = Counter(call["name"] for call in every)
+    errors = Counter(call["name"] for call in every if not call.get("ok", True))
     return {name: ToolUse(calls=calls[name], errors=errors[name]) for name in sorted(calls)}
 
 
@@ -442,8 +400,6 @@ def _total(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def _counted(names: Iterable[str]) -> dict[str, int]:
     return dict(Counter(names).most_common())
 
-
-# From the rows of an evaluation to its summary: scores, votes, figures by group.
 
 FALLBACK_FIELDS = ("level", "type", "category")  # of metadata, without a known benchmark
 MAX_GROUPS = 40  # values of a fallback field; with more it is no group but a number or a name
@@ -474,16 +430,10 @@ def summary_of(
 ) -> Summary:
     """The same of questions whose rows have scores, and votes, as far as they are known."""
     ks = tuple(sorted(set(ks))) or default_ks(questions)
-    by_group = _by_group(questions)
-    table = table_of(questions, ks)
-    places = {id(question): place for place, question in enumerate(questions)}
-
-    def of(own: Sequence[QuestionRows]) -> Figures:
-        return figures_of(own, ks, table=table[[places[id(one)] for one in own]])
-
+    known = {id(question): ratios(question, ks) for question in questions}
     groups = {
-        field: {value: of(own) for value, own in values.items()}
-        for field, values in by_group.items()
+        field: {value: figures_of(own, ks, known) for value, own in values.items()}
+        for field, values in _by_group(questions).items()
     }
     rows = [row for question in questions for row in question.rows]
     versions = [version for row in rows for version in row.policy_versions]
@@ -493,7 +443,7 @@ def summary_of(
         num_samples=max((len(question.rows) for question in questions), default=0),
         policy_versions=[min(versions), max(versions)] if versions else [],
         average=_average(groups),
-        overall=of(questions),
+        overall=figures_of(questions, ks, known),
         groups=groups,
     )
 

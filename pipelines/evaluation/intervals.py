@@ -88,6 +88,13 @@ def _effective(values: Floats, weight: Floats, samples: Floats, p: Floats) -> Fl
     return np.asarray(np.where(agree, size / alike, size / r / (1 + differ * (inflation - 1))))
 
 
+def independent_samples(name: str, counts: Floats) -> Floats:
+    """Of how many independent samples a question's value is the mean: of n samples pass@k and
+    maj@k have n / k."""
+    _, _, k = name.partition("@")
+    return np.maximum(1.0, counts / int(k or 1))
+
+
 def difference(first: ArrayLike, second: ArrayLike, samples: ArrayLike = 1.0) -> Floats:
     """Interval [..., 2] of the mean of second - first, both [..., question] in [0, 1] and in pairs;
     `samples` as for `share`, of the one that has fewer. Questions that gained and questions that

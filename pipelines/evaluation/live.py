@@ -1,12 +1,12 @@
-"""One rollout for a person to watch: tokens as they come, tool calls, results, the grade."""
+"""One rollout shown live: tokens as they come, tool calls, results, the grade."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from msgspec.structs import replace
 from rich.console import Console
@@ -33,47 +33,39 @@ PARTIAL = "\ufffd"
 
 
 class Stage:
-    """Where a rollout is shown."""
+    """Shows a rollout in the terminal as it grows."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._at_start = True
+        self._console, self._at_start = console, True
 
-    def heading(self, name: str, style: str) -> None:
-        """Begin a part of the conversation."""
-        self.write("" if self._at_start else "\n", "")
+    def part(self, name: str, style: str, text: str = "", text_style: str = "") -> None:
+        """Begin a part of the conversation under its heading."""
+        self.write("" if self._at_start else "\n")
         self.write(f"[{name}]\n", f"bold {style}")
+        self.write(text, text_style)
 
-    def write(self, text: str, style: str) -> None:
+    def write(self, text: str, style: str = "") -> None:
         if text:
-            # not print of markup: what a model or tool writes is never an instruction to us
+            # no markup: the output of a model or tool is never an instruction to this program
             self._console.print(Text(text, style=style), end="", soft_wrap=True)
             self._console.file.flush()
             self._at_start = text.endswith("\n")
 
 
-class WatchedEngine:
+class LiveEngine:
     """An engine whose turns are shown while they are sampled."""
 
     def __init__(self, engine: Engine, stage: Stage, renderer: Renderer) -> None:
         self.engine, self._stage, self._renderer = engine, stage, renderer
         self._seen: list[int] = []
 
-    @property
-    def policy_version(self) -> int:
-        return self.engine.policy_version
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
     async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        session: str,
-        on_tokens: Callable[[Chunk], None] | None = None,
-        stream_interval: int = 1,
-        order: tuple[int, int] = (0, 0),
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, **options: Any
     ) -> Completion:
-        """As the engine does, and what is written is shown while it comes."""
+        """As the engine does; text is shown as its tokens come."""
         ids: list[int] = []
         shown = ""
 
@@ -86,32 +78,17 @@ class WatchedEngine:
                 shown = text
 
         if list(prompt_ids[: len(self._seen)]) != self._seen:  # a helper moved the rollout
-            self._stage.heading("taken again, or from a shorter context", "magenta")
-        self._stage.heading("policy", "green")
-        completion = await self.engine.generate(
-            prompt_ids,
-            sampling,
-            session=session,
-            on_tokens=show,
-            stream_interval=1,
-            order=order,
-        )
+            self._stage.part("taken again, or from a shorter context", "magenta")
+        self._stage.part("policy", "green")
+        options |= {"on_tokens": show, "stream_interval": 1}
+        completion = await self.engine.generate(prompt_ids, sampling, **options)
         self._seen = [*prompt_ids, *completion.token_ids]
         whole = self._renderer.decode(completion.token_ids)
         self._stage.write(whole[len(shown) :] if whole.startswith(shown) else "", "green")
         return completion
 
-    async def load_weights(self, source: Path, policy_version: int) -> None:
-        await self.engine.load_weights(source, policy_version)
 
-    def stats(self) -> dict[str, float]:
-        return self.engine.stats()
-
-    async def close(self) -> None:
-        await self.engine.close()
-
-
-class WatchedEnv(EnvWrapper):
+class LiveEnv(EnvWrapper):
     """An env whose prompt and answers are shown."""
 
     def __init__(self, env: Env, stage: Stage) -> None:
@@ -123,30 +100,27 @@ class WatchedEnv(EnvWrapper):
     ) -> tuple[list[Message], Info]:
         messages, info = await self.env.reset(seed=seed, options=options)
         for message in messages:
-            self._stage.heading(message.role, "blue")
-            self._stage.write(message.content, "")
+            self._stage.part(message.role, "blue", message.content)
         return messages, info
 
     async def step(self, action: Message) -> StepResult:
         outcome = await self.env.step(action)
-        records = outcome[4].get("tool_calls", ())
-        for number, message in enumerate(outcome[0]):
-            record = records[number] if number < len(records) else {}
+        records = [*outcome[4].get("tool_calls", ()), *({} for _ in outcome[0])]
+        for message, record in zip(outcome[0], records, strict=False):
             failed = record.get("error") is not None
             seconds = f", {record['duration_s']:.2f} s" if "duration_s" in record else ""
-            name = f"{message.name or message.role}{', error' if failed else ''}{seconds}"
             repair = (record.get("info") or {}).get("debugger")
             if repair is not None:
-                self._stage.heading("debugger", "cyan")
-                self._stage.write(repair["code"] if repair["fixed"] else repair["problem"], "cyan")
-            self._stage.heading(name, "red" if failed else "yellow")
-            self._stage.write(message.content, "")
+                text = repair["code"] if repair["fixed"] else repair["problem"]
+                self._stage.part("debugger", "cyan", text, "cyan")
+            name = f"{message.name or message.role}{', error' if failed else ''}{seconds}"
+            self._stage.part(name, "red" if failed else "yellow", message.content)
         return outcome
 
 
 class Asked(NamedTuple):
-    """What --question says: a text, a row of the set as "#17" or by its id, or a row as JSON; and
-    what --answer says, which comes before the answers of the row."""
+    """The values of --question, a text, a row of the set as "#17" or by its id, or a row as JSON;
+    and of --answer, which replaces the answers of the row."""
 
     text: str
     answers: tuple[str, ...] = ()
@@ -214,30 +188,30 @@ async def ask_one(config: EvaluateConfig, subject: Subject, asked: Asked, view: 
                 "--question '#17', the id of a row of the set, or the row as JSON: '{...}'"
             ) from error
         renderer = (await assembly.questions())[name].renderer
-        engine = WatchedEngine(await assembly.engine(), stage, renderer)
-        actor = await assembly.actor(name, engine)
+        engine = LiveEngine(await assembly.engine(), stage, renderer)
+        actor = await assembly.actor(name, cast(Engine, engine))
         make_env = actor.make_env
-        actor.make_env = lambda task: WatchedEnv(make_env(task), stage)
+        actor.make_env = lambda task: LiveEnv(make_env(task), stage)
         tree = await actor.rollout(task, Independent(1), session=task.id, max_failures=0)
     return _conclude(tree, graded, stage, view)
 
 
 def _conclude(tree: TrajectoryTree, graded: bool, stage: Stage, view: View) -> int:
     (leaf,) = tree.leaves()
-    stage.heading("end", "magenta")
+    stage.part("end", "magenta")
     if leaf.end == "failed":
-        stage.write("\n", "")
+        stage.write("\n")
         view.fail(f"the rollout failed: {leaf.error}")
         return EXIT_FAILED
     done = Trajectory(tree.history(leaf))
     how = f"{leaf.end}" + (f" by the limit of {leaf.limit}" if leaf.limit is not None else "")
     counts = f"{done.num_tool_calls} tool calls, {done.num_action_tokens} tokens sampled"
-    stage.write(f"{how}; {counts}\n", "")
+    stage.write(f"{how}; {counts}\n")
     helped = leaf.info.get("assist") or {}
     if helped:
-        stage.write(", ".join(f"{key} {value:g}" for key, value in helped.items()) + "\n", "")
+        stage.write(", ".join(f"{key} {value:g}" for key, value in helped.items()) + "\n")
     if graded:
         style = "bold green" if done.success else "bold red"
         stage.write("right" if done.success else "wrong", style)
-        stage.write(f", reward {done.reward:g}: {leaf.info.get('reason', '')}\n", "")
+        stage.write(f", reward {done.reward:g}: {leaf.info.get('reason', '')}\n")
     return 0

@@ -1,12 +1,11 @@
-"""Grades a stored evaluation again: `launchers/evaluate.py regrade DIR [grader.key=value ...]`.
+"""Grades the trajectories of a stored evaluation again, without generating.
 
-DIR/rows.jsonl is replaced at once, what it held is kept in rows.before.jsonl; DIR/config.json gets
-the new grader, regrade.md lists what changed, and the report is written anew.
+DIR/rows.jsonl is replaced at once, the former rows are kept in rows.before.jsonl; DIR/config.json
+gets the new grader, regrade.md lists the changes, and the report is written anew.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import copy
 from collections import Counter
@@ -24,7 +23,7 @@ from agentenv.errors import ConfigError, CrashError, GraderError
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import EnvConfig
-from agentenv.pipelines.evaluation.report import report_rows
+from agentenv.pipelines.evaluation.report import figures, show_report
 from agentenv.pipelines.evaluation.scores import CONCURRENCY, make_scorer
 from agentenv.pipelines.evaluation.store import (
     CONFIG_FILE,
@@ -36,10 +35,9 @@ from agentenv.pipelines.evaluation.store import (
     replace_rows,
     save,
 )
-from agentenv.pipelines.records.row import EvalRow, calls_that_ran, prediction, written
-from agentenv.pipelines.run.arguments import Parser
+from agentenv.pipelines.records.row import FAILED, EvalRow, calls_that_ran, prediction, written
 from agentenv.pipelines.run.tables import Table, as_markdown, short
-from agentenv.pipelines.run.terminal import View, to_its_end
+from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.setup.data import EnvMaker, Resolve
 from agentenv.tool_env import Grader, graded, start_grader
 from agentenv.types import Task
@@ -58,7 +56,7 @@ class Change(NamedTuple):
 
     @property
     def flipped(self) -> bool:
-        """Whether the verdict is another; a failed row has none."""
+        """Whether the verdict changed; a failed row has none."""
         return verdict(self.before) != verdict(self.after)
 
 
@@ -79,16 +77,12 @@ class Graders:
     def check(self, rows: Sequence[EvalRow]) -> None:
         """Refuse sets that the configuration lacks, and grader keys that no environment reads.
         Raises ConfigError."""
-        tasks: dict[str, list[Task]] = {}
-        for row in rows:
-            if row.dataset not in self._makers:
+        for name in dict.fromkeys(row.dataset for row in rows):
+            if name not in self._makers:
                 raise ConfigError(
-                    f"config.json: the rows are of the set {row.dataset!r}, it has "
-                    f"{sorted(self._makers)}"
+                    f"config.json: the rows are of the set {name!r}, it has {sorted(self._makers)}"
                 )
-            tasks.setdefault(row.dataset, []).append(self._task(row))
-        for name, own in tasks.items():
-            self._makers[name].check_read(own)
+            self._makers[name].check_read([self._task(one) for one in rows if one.dataset == name])
 
     async def of(self, row: EvalRow) -> tuple[Task, Grader]:
         """The task of a row and its grader, started. Raises ConfigError where there is none."""
@@ -116,10 +110,11 @@ def _without_tools(env: EnvConfig) -> EnvConfig:
 
 
 async def regrade_rows(
-    rows: Sequence[EvalRow], graders: Graders, on_row: Callable[[int], None] = lambda number: None
+    rows: Sequence[EvalRow], graders: Graders, on_row: Callable[[int], None]
 ) -> list[Change]:
     """Grade all rows that ended, and those whose grader failed. A row whose grader fails now is
-    failed, with the reason; the other figures of a row stay. `on_row` hears how many are graded.
+    failed, with the reason; the other figures of a row stay. `on_row` is
+    called with the number of graded rows.
 
     Raises ConfigError for graders that cannot be made or keys that none reads, GraderError when
     the grader gives no verdict at all.
@@ -133,7 +128,7 @@ async def regrade_rows(
             return Change(row, row)
         async with slots:
             after = await _regrade(row, graders)
-        counts["failed" if after.end == "failed" else "graded"] += 1
+        counts["failed" if after.end == FAILED else "graded"] += 1
         if not counts["graded"] and counts["failed"] >= MAX_FAILED_AT_FIRST:
             raise GraderError(f"nothing is changed; no row could be graded: {after.error}")
         on_row(counts["graded"] + counts["failed"])
@@ -145,32 +140,32 @@ async def regrade_rows(
 
 
 def may_be_graded(row: EvalRow) -> bool:
-    """Whether a row ended with something to grade: an infrastructure failure did not, a grader's
-    did."""
-    return row.end != "failed" or (row.error or "").startswith(GRADER_FAILED)
+    """Whether a row has something to grade: one whose grader failed has, after any other failure
+    there is nothing."""
+    return row.end != FAILED or (row.error or "").startswith(GRADER_FAILED)
 
 
 async def _regrade(row: EvalRow, graders: Graders) -> EvalRow:
     task, grader = await graders.of(row)
     messages = written(row)
+    graded_row = replace(row, scores={}, same_as=None)
     try:
         grade = await graded(grader, task, messages, calls_that_ran(row))
     except (GraderError, CrashError) as error:
         return replace(
-            row, end="failed", error=f"GraderError: {error}", success=False, reward=0.0,
-            reason="", parts={}, scores={}, same_as=None,
+            graded_row, end=FAILED, error=f"{GRADER_FAILED} {error}", success=False, reward=0.0,
+            reason="", parts={},
         )  # fmt: skip
+    ended = "truncated" if row.limit else "terminated"
     return replace(
-        row,
+        graded_row,
         prediction=prediction(messages),
-        end=row.end if row.end != "failed" else "truncated" if row.limit else "terminated",
+        end=ended if row.end == FAILED else row.end,
         error=None,
         reward=grade.reward,
         success=grade.success,
         reason=grade.reason,
         parts=dict(grade.parts),
-        scores={},
-        same_as=None,
     )
 
 
@@ -179,30 +174,13 @@ MAX_LISTED = 40
 MAX_CELL = 60
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
-    parser = Parser(
-        prog="launchers/evaluate.py regrade",
-        description="Grade the stored trajectories of an evaluation again, without generating.",
-        epilog="grader.kind=KIND starts from that kind's defaults; other grader.key=value change "
-        "the grader that the evaluation had; sets.NAME.grader.key=value that of one set. Without "
-        "any, the same grader grades again.",
-    )
-    parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="grader.key=value")
-    arguments = parser.parse_args(argv)
-    view = View()
-    return to_its_end(
-        lambda: asyncio.run(_run(arguments, view)), view, writing="writing the grades"
-    )
-
-
-async def _run(arguments: argparse.Namespace, view: View) -> None:
-    folder: Path = arguments.folder
+async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
+    """Grade all rows by the graders of the stored configuration, which `overrides` change, and
+    replace rows and report. Raises ConfigError, DataError, GraderError; then nothing is changed."""
     saved = load_saved(folder)
-    tree = regraded_config(saved.config, arguments.overrides)
+    tree = regraded_config(saved.config, overrides)
     source = str(folder / CONFIG_FILE)
-    with blaming(source, arguments.overrides):
+    with blaming(source, overrides):
         config = build_config(EvaluateConfig, tree, source)
     try:
         with lock(folder):
@@ -215,18 +193,19 @@ async def _run(arguments: argparse.Namespace, view: View) -> None:
             view.end()
             after = [change.after for change in changes]
             _show(changes, folder, view)
-            await report_rows(folder, after, scorer, view)  # fills in the scores, too
+            found = await figures(folder, after, scorer)
             replace_rows(folder, after, BEFORE_FILE)
             new = Saved(subject=saved.subject, run=saved.run, config=to_plain(config))
             save(folder, new)
+            await show_report(folder, *found, view)
     finally:
         await close_shared()
-    view.say(f"{folder / ROWS_FILE} is graded anew; what it held is in {BEFORE_FILE}")
+    view.say(f"{folder / ROWS_FILE} is graded anew; the former rows are in {BEFORE_FILE}")
 
 
 def regraded_config(config: Tree, overrides: Sequence[str]) -> Tree:
-    """The configuration with other graders. `grader.` keys hold for every set, and for what
-    environments the rows of a set choose; `sets.NAME.grader.` ones for that set."""
+    """The configuration with other graders. `grader.` keys hold for every set and for the
+    environments that the rows of a set choose; `sets.NAME.grader.` ones for that set."""
     tree = copy.deepcopy(config)
     for override in overrides:
         start, is_grader, _ = override.partition("=")[0].strip().rpartition("grader.")
@@ -259,27 +238,22 @@ def _override(place: Tree, asked: Sequence[str]) -> None:
 
 
 def changes_table(changes: Sequence[Change]) -> Table:
-    """What changed, right to wrong first."""
+    """The changed verdicts, right to wrong first."""
     flipped = [change for change in changes if change.flipped]
     moves = Counter((verdict(one), verdict(two)) for one, two in flipped)
-    rewards = sum(one.reward != two.reward for one, two in changes)
-    told = ", ".join(f"{count} {one} -> {two}" for (one, two), count in sorted(moves.items()))
+    moved = ", ".join(f"{count} {one} -> {two}" for (one, two), count in sorted(moves.items()))
     flipped.sort(key=lambda change: (verdict(change.after), change.after.key))
+    rows = []
+    for before, after in flipped:
+        texts = [" | ".join(after.answers), after.prediction, after.error or after.reason]
+        expected, answered, why = (short(text, MAX_CELL) for text in texts)
+        name = "/".join(map(str, after.key))
+        rows.append([name, expected, answered, verdict(before), verdict(after), why])
     return Table(
-        title=f"{len(flipped)} of {len(changes)} verdicts changed" + (f": {told}" if told else ""),
+        title=f"{len(flipped)} of {len(changes)} verdicts changed{moved and f': {moved}'}",
         columns=["trajectory", "expected", "answered", "before", "after", "why"],
-        rows=[
-            [
-                "/".join(map(str, after.key)),
-                short(" | ".join(after.answers), MAX_CELL),
-                short(after.prediction, MAX_CELL),
-                verdict(before),
-                verdict(after),
-                short(after.error or after.reason, MAX_CELL),
-            ]
-            for before, after in flipped
-        ],
-        note=f"{rewards} rewards changed.",
+        rows=rows,
+        note=f"{sum(one.reward != two.reward for one, two in changes)} rewards changed.",
         left=list(range(6)),
     )
 
@@ -299,4 +273,4 @@ def _show(changes: Sequence[Change], folder: Path, view: View) -> None:
 
 def verdict(row: EvalRow) -> str:
     """failed, right, or wrong."""
-    return "failed" if row.end == "failed" else "right" if row.success else "wrong"
+    return "failed" if row.end == FAILED else "right" if row.success else "wrong"

@@ -1,14 +1,11 @@
-"""Writes the report of a stored evaluation: `launchers/evaluate.py report DIR`.
-
-DIR/summary.json  report.md  plots/*.png  report.html (the page of launchers/view.py as one file)
-"""
+"""Writes the report of a stored evaluation: DIR/summary.json, report.md and plots/*.png."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,12 +18,9 @@ from agentenv.pipelines.evaluation.scores import Compat, Scorer, make_scorer, st
 from agentenv.pipelines.evaluation.store import load_saved
 from agentenv.pipelines.evaluation.tables import groups_of, tables_of, terminal_tables_of
 from agentenv.pipelines.records.row import EvalRow
-from agentenv.pipelines.run.arguments import Parser
 from agentenv.pipelines.run.plots import panels, png
-from agentenv.pipelines.run.tables import Table, lines_of, markdown, plain
-from agentenv.pipelines.run.terminal import View, to_its_end
-from agentenv.pipelines.viewing.export import export
-from agentenv.pipelines.viewing.folder import Folder
+from agentenv.pipelines.run.tables import lines_of, markdown, plain
+from agentenv.pipelines.run.terminal import View
 
 # The plots of a report, as PNG.
 
@@ -41,13 +35,10 @@ def plots_of(summary: Summary, questions: Sequence[QuestionRows]) -> dict[str, b
     if summary.num_samples > 1:
         plots["pass_at_k"] = _pass_at_k(summary)
     if done := [row for question in questions for row in question.done]:
-        plots["tool_calls"] = _histogram(
-            done, "tool calls", lambda row: len(row.tool_calls), whole=True
-        )
-        plots["tokens"] = _histogram(
-            done, "sampled tokens", lambda row: row.action_tokens, whole=True
-        )
-        plots["seconds"] = _histogram(done, "seconds", lambda row: row.seconds)
+        calls, tokens = [len(row.tool_calls) for row in done], [row.action_tokens for row in done]
+        plots["tool_calls"] = _histogram(done, "tool calls", calls, whole=True)
+        plots["tokens"] = _histogram(done, "sampled tokens", tokens, whole=True)
+        plots["seconds"] = _histogram(done, "seconds", [row.seconds for row in done])
     return plots
 
 
@@ -64,8 +55,8 @@ def _label(text: str) -> str:
 
 def _groups(summary: Summary) -> bytes:
     bars = [
-        (_label(value if name in ("", "dataset", "kind") else f"{name} {value}"), estimate)
-        for name, value, figures in groups_of(summary)
+        (_label(label), estimate)
+        for _, label, figures in groups_of(summary)
         if (estimate := figures.estimates.get("success")) is not None
     ]
     bars = [*bars[: MAX_BARS - 1], bars[-1]] if len(bars) > MAX_BARS else bars
@@ -100,17 +91,17 @@ def _pass_at_k(summary: Summary) -> bytes:
 
 
 def _histogram(
-    done: Sequence[EvalRow], unit: str, of: Callable[[EvalRow], float], *, whole: bool = False
+    done: Sequence[EvalRow], unit: str, values: Sequence[float], *, whole: bool = False
 ) -> bytes:
-    """`whole`: what is counted are whole numbers."""
-    values = [[of(row) for row in done if row.success is right] for right in (True, False)]
-    labels = [f"{name} ({len(own)})" for name, own in zip(("right", "wrong"), values, strict=True)]
-    least, most = min(map(of, done)), max(map(of, done))
-    bins = whole_bins(int(least), int(most)) if whole else MAX_BARS
+    """`whole`: the values are whole numbers."""
+    pairs = list(zip(done, values, strict=True))
+    sides = [[value for row, value in pairs if row.success is right] for right in (True, False)]
+    labels = [f"{name} ({len(own)})" for name, own in zip(("right", "wrong"), sides, strict=True)]
     figure, axes = _figure()
-    axes.hist(values, bins=bins, stacked=True, color=[RIGHT, WRONG], label=labels)
+    bins = whole_bins(int(min(values)), int(max(values))) if whole else MAX_BARS
+    axes.hist(sides, bins=bins, stacked=True, color=[RIGHT, WRONG], label=labels)
     for percent, label, style in ((50, "median", "-"), (95, "95th percentile", ":")):
-        place = float(np.percentile([of(row) for row in done], percent))
+        place = float(np.percentile(values, percent))
         axes.axvline(place, color="black", linestyle=style, linewidth=1.2, label=label)
     axes.xaxis.get_major_locator().set_params(integer=whole)
     axes.yaxis.get_major_locator().set_params(integer=True)
@@ -131,114 +122,68 @@ def _bounds(estimate: Estimate) -> tuple[float, float, float]:
     return value, estimate.low or 0.0, estimate.high or 0.0
 
 
-SUMMARY_FILE, MARKDOWN_FILE, HTML_FILE, PLOTS = (
-    "summary.json", "report.md", "report.html", "plots",
-)  # fmt: skip
-HTML_MB = 10.0  # of the page; rows beyond are left out, and said there
-
-
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input."""
-    parser = Parser(
-        prog="launchers/evaluate.py report",
-        description="Report a stored evaluation: terminal, summary.json, report.md, report.html.",
-    )
-    parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("--k", default="", help="of pass@k and maj@k, e.g. 1,3,5; default 1,2,4,..")
-    parser.add_argument(
-        "--compat",
-        choices=[one for one in get_args(Compat) if one],
-        default="",
-        help="reference: em, F1, contains and math as the published code has them",
-    )
-    arguments = parser.parse_args(argv)
-    try:
-        ks = [int(k) for k in arguments.k.split(",") if k]
-    except ValueError:
-        parser.error(f"--k {arguments.k}: expected numbers, e.g. 1,3,5")
-    if any(k < 1 for k in ks):
-        parser.error(f"--k {arguments.k}: expected numbers from 1")
-    view = View()
-    compat = cast(Compat, arguments.compat)
-
-    def work() -> None:
-        write_report(arguments.folder, view, ks=ks, compat=compat)
-
-    return to_its_end(work, view, writing="writing the report")
+SUMMARY_FILE, MARKDOWN_FILE, PLOTS = "summary.json", "report.md", "plots"
 
 
 def write_report(
     folder: Path, view: View, *, ks: Sequence[int] = (), compat: Compat = ""
 ) -> Summary:
-    """Compute the figures of the rows in `folder`, show the tables and write the files. Raises
-    DataError where there are none. Not to be called where an event loop runs."""
-    return asyncio.run(report(folder, view, ks=ks, compat=compat))
+    """Compute the figures of the rows in `folder`, show the tables and write the files. `ks` are
+    those of pass@k and maj@k. Raises DataError without rows. Not to be called in an event loop."""
+
+    async def report() -> Summary:
+        try:
+            scorer = make_scorer(view.say, compat)
+            async with stored_rows(folder, scorer) as rows:
+                found = await figures(folder, rows, scorer, ks)
+            return await show_report(folder, *found, view)
+        finally:
+            await close_shared()
+
+    return asyncio.run(report())
 
 
-async def report(
-    folder: Path, view: View, *, ks: Sequence[int] = (), compat: Compat = ""
-) -> Summary:
-    """`write_report` within an event loop; it closes what the process shares."""
-    try:
-        scorer = make_scorer(view.say, compat)
-        async with stored_rows(folder, scorer) as rows:
-            return await report_rows(folder, rows, scorer, view, ks=ks)
-    finally:
-        await close_shared()
-
-
-async def report_rows(
-    folder: Path,
-    rows: Sequence[EvalRow],
-    scorer: Scorer,
-    view: View,
-    *,
-    ks: Sequence[int] = (),
-) -> Summary:
-    """Report these rows in `folder`."""
-    subject = load_saved(folder).subject
-    name = f"{folder.name}: {subject.get('name', '')}".rstrip(": ")
+async def figures(
+    folder: Path, rows: Sequence[EvalRow], scorer: Scorer, ks: Sequence[int] = ()
+) -> tuple[Summary, list[QuestionRows]]:
+    """The summary of these rows of the evaluation in `folder`, and its questions; scores and votes
+    are filled into the rows."""
+    name = f"{folder.name}: {load_saved(folder).subject.get('name', '')}".rstrip(": ")
     again = bool(scorer.compat)  # stored scores are those without it
-    summary, questions = await summarise(name, rows, scorer, ks=ks, again=again)
-    tables = tables_of(summary)
+    return await summarise(name, rows, scorer, ks=ks, again=again)
+
+
+async def show_report(
+    folder: Path, summary: Summary, questions: Sequence[QuestionRows], view: View
+) -> Summary:
+    """Show the tables and write the files, newer than the rows: the viewer takes its figures from
+    summary.json only then."""
     for table in terminal_tables_of(summary):
         view.show(table)
-    await in_thread(_write, folder, summary, _weights_of(subject), questions, tables)
-    view.say(f"written to {folder}: {SUMMARY_FILE}, {MARKDOWN_FILE}, {HTML_FILE}, {PLOTS}/")
+    await in_thread(_write, folder, summary, questions)
+    view.say(f"written to {folder}: {SUMMARY_FILE}, {MARKDOWN_FILE}, {PLOTS}/")
     return summary
 
 
-def _weights_of(subject: Mapping[str, Any]) -> str:
-    """Which weights of a run were asked; those of a model directory are named by it alone."""
-    if "step" not in subject:
-        return ""
-    return f", after step {subject['step']} (policy version {subject['policy_version']})"
-
-
-def _write(
-    folder: Path,
-    summary: Summary,
-    weights: str,
-    questions: Sequence[QuestionRows],
-    tables: Sequence[Table],
-) -> None:
-    plots = plots_of(summary, questions)
+def _write(folder: Path, summary: Summary, questions: Sequence[QuestionRows]) -> None:
+    plots, overall = plots_of(summary, questions), summary.overall
     (folder / PLOTS).mkdir(exist_ok=True)
     for name, data in plots.items():
         write_whole(folder / PLOTS / f"{name}.png", data)
-    head = f"# {markdown(summary.name)}\n\n{markdown(_subtitle(summary) + weights)}"
-    text = f"{head}\n\n{lines_of(tables)}\n"
+    subtitle = (
+        f"{overall.num_questions} questions, {overall.num_trajectories} graded trajectories, "
+        f"{overall.num_failed} failed{_weights_of(load_saved(folder).subject)}"
+    )
+    head = f"# {markdown(summary.name)}\n\n{markdown(subtitle)}"
+    text = f"{head}\n\n{lines_of(tables_of(summary))}\n"
     text += "## Plots\n\n" + "".join(f"![{name}]({PLOTS}/{name}.png)\n\n" for name in plots)
     write_whole(folder / MARKDOWN_FILE, text.encode("utf-8", "replace"))
     encoded = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     write_whole(folder / SUMMARY_FILE, encoded + b"\n")
-    for _ in export(Folder(folder), folder / HTML_FILE, HTML_MB):
-        pass  # the page says itself what was left out
 
 
-def _subtitle(summary: Summary) -> str:
-    overall = summary.overall
-    return (
-        f"{overall.num_questions} questions, {overall.num_trajectories} graded trajectories, "
-        f"{overall.num_failed} failed"
-    )
+def _weights_of(subject: Mapping[str, Any]) -> str:
+    """The weights of a run that were asked; those of a model directory are named by it alone."""
+    if "step" not in subject:
+        return ""
+    return f", after step {subject['step']} (policy version {subject['policy_version']})"

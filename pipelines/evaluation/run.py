@@ -1,4 +1,4 @@
-"""Runs an evaluation into its directory: what is stored is not asked again."""
+"""Runs an evaluation into its directory; stored trajectories are not asked again."""
 
 from __future__ import annotations
 
@@ -35,19 +35,17 @@ from agentenv.redact import Redactor
 from agentenv.renderer import Renderer, TextCodec
 from agentenv.tree import Node, Trajectory
 
-# What a person sees while an evaluation goes on.
-
 INTERVAL_S = 1.0
 
 
 class Progress:
-    """Trajectories done, success so far, tokens a second and failures, which `look` shows."""
+    """Reports trajectories done, success so far, tokens a second and failures to `show`."""
 
     def __init__(
-        self, look: Callable[[int, str], None], engine: Engine, stored: Iterable[EvalRow] = ()
+        self, show: Callable[[int, str], None], engine: Engine, stored: Iterable[EvalRow] = ()
     ) -> None:
         self.num_done = self.num_right = self.num_failed = 0
-        self._look, self._engine = look, engine
+        self._report, self._engine = show, engine
         self._throughput, self._rate = Throughput(), 0.0
         for row in stored:
             self.num_done += 1
@@ -77,7 +75,7 @@ class Progress:
         success = self.num_right / self.num_done if self.num_done else 0.0
         failed = f"  {self.num_failed} failed" if self.num_failed else ""
         note = f"success {success:.3f}  {self._rate:.0f} tok/s{failed}"
-        self._look(self.num_done + self.num_failed, note)
+        self._report(self.num_done + self.num_failed, note)
 
 
 MAX_FAILED = 32  # trajectories; if all the first ones failed, the others are not asked
@@ -152,8 +150,8 @@ def segments_of(path: list[Node], renderer: Renderer | TextCodec) -> list[dict[s
 
 
 def _counts(trajectory: Trajectory, renderer: Renderer) -> tuple[int, int]:
-    """Tokens of the prompt and of what the env wrote after it; where pieces of text stand for
-    tokens, as the endpoint counted them, if it did."""
+    """Tokens of the prompt and of the env's text after it; where pieces of text stand for tokens,
+    as the endpoint counted them, if it did."""
     turns = trajectory.turns
     prompt = len(trajectory.path[0].observation_ids)
     tools = sum(len(node.observation_ids) for node in turns if node.parent is not None)
@@ -177,7 +175,7 @@ class Outcome(NamedTuple):
 async def run_evaluation(
     config: EvaluateConfig, subject: Subject, out: Path, view: View
 ) -> Outcome:
-    """Ask what `out` does not hold yet."""
+    """Ask the trajectories that `out` does not hold yet."""
     async with AsyncExitStack() as stack:
         assembly = EvaluationAssembly(config, subject, stack, view.say)
         await refuse(assembly)
@@ -203,20 +201,18 @@ async def run_evaluation(
         def make_row(name: str, answer: Answer) -> EvalRow:
             return row_of(name, answer, assembly.seed(name))
 
+        many = config.concurrency
         with rolling_out(), watched(actors.values, view):
-            await ask_into(
-                store, missing, actors, make_row, progress.add, concurrency=config.concurrency
-            )
+            await ask_into(store, missing, actors, make_row, progress.add, concurrency=many)
         counted = [f"{name} {value:g}" for name, value in shared_stats().items() if value]
         if counted:
             view.say(f"environments: {', '.join(counted)}")
-        problem = None
         try:
             for actor in actors.values():
                 actor.failures.check_share()
         except TooManyFailuresError as error:
-            problem = error
-        return Outcome(progress.num_failed, problem)
+            return Outcome(progress.num_failed, error)
+        return Outcome(progress.num_failed)
 
 
 def share_failures(actors: Iterable[Actor], config: EvaluateConfig) -> FailureLog:
@@ -242,7 +238,7 @@ async def ask_into(
     *,
     concurrency: int,
 ) -> None:
-    """Ask what `store` lacks, each set by its actor, and store each row as its trajectory ends.
+    """Ask the trajectories that `store` lacks, each set by its actor, and store a row as each ends.
     `make_row` makes it of the set's name and the answer, `on_row` sees it. Raises `broken` when the
     first MAX_FAILED that end, or all, have failed: something is broken, not unlucky."""
     names = {id(actor): name for name, actor in actors.items()}
@@ -281,11 +277,11 @@ def _wanted(name: str, one: Questions) -> Iterator[Wanted]:
 def saved_of(
     config: EvaluateConfig, subject: Subject, endpoint: ChatEngine | TokensEngine | None
 ) -> Saved:
-    """What is stored of an evaluation beside its rows."""
-    told: dict[str, Any] = {"name": subject.name}
+    """The content of config.json of an evaluation."""
+    asked_of: dict[str, Any] = {"name": subject.name}
     if subject.model is not None:
-        told |= {"path": str(subject.model), "weights": weights_digest(subject.model)}
+        asked_of |= {"path": str(subject.model), "weights": weights_digest(subject.model)}
     if endpoint is not None:
         found = endpoint.endpoint
-        told |= {"name": found.model, "model": found.model, "root": found.served_from}
-    return Saved(subject=told, run=str(subject.run.absolute()), config=to_plain(config))
+        asked_of |= {"name": found.model, "model": found.model, "root": found.served_from}
+    return Saved(subject=asked_of, run=str(subject.run.absolute()), config=to_plain(config))

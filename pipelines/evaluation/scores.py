@@ -3,7 +3,7 @@
 em        equal to a gold after normalising (numbers as numbers)
 f1        SQuAD token F1
 contains  the words of a gold stand in the prediction, in a row (`acc` of the published code)
-rule      what the layered grader says: text, numbers, units, dates, lists, words, math-verify
+rule      the layered grader's verdict: text, numbers, units, dates, lists, words, math-verify
 math      the same, of questions of mathematics only
 judge     right by the rules or by an LLM judge, where one graded
 
@@ -148,16 +148,15 @@ def _reference_scores(row: EvalRow) -> dict[str, float]:
 
     found = reference_extract(whole_text(row)) if row.segments else row.prediction
     task = "math" if is_math(row) else "qa"
-    best: dict[str, float] = {}
-    for gold in row.answers:
-        for key, value in reference_metrics(task, found, gold).items():
-            best[key] = max(best.get(key, 0.0), value)
-    scores = {"em": best.get("em", 0.0), "f1": best.get("f1", 0.0)}
-    scores["contains"], scores["rule"] = best.get("acc", 0.0), best.get("math_equal", 0.0)
+    each = [reference_metrics(task, found, gold) for gold in row.answers]
+    names = {"em": "em", "f1": "f1", "contains": "acc", "rule": "math_equal"}
+    scores = {
+        name: max((one.get(key, 0.0) for one in each), default=0.0) for name, key in names.items()
+    }
     return {**scores, "math": scores["rule"]} if task == "math" else scores
 
 
-# The vote behind maj@k: which samples of a question give the same answer.
+# The vote of maj@k: which samples of a question give the same answer.
 
 MAX_EXPRESSIONS = 4  # of the most frequent answers, which math-verify compares the others with
 
@@ -172,26 +171,37 @@ class Votes(NamedTuple):
 
 
 async def count_votes(rows: Sequence[EvalRow], scorer: Scorer) -> Votes:
-    """Count the answers of one question. What the grader found right is one answer, since it
+    """Count the answers of one question. Right samples give one answer, since it
     equals a gold; wrong ones are the same if the layered grader says so. An expression is compared
     with the few most frequent ones only, which decide a vote.
 
     Rows keep in `same_as` what was found, and are not compared again as long as no sample is
     added.
     """
-    num_right = sum(row.success for row in rows)
-    given = [row for row in rows if not row.success and row.prediction.strip()]
-    if any(row.same_as is None for row in given):
-        clusters = await _clusters(given, scorer)
-    else:
-        clusters = list(Counter(row.same_as for row in given).values())
-    return Votes(
-        num_right, tuple(sorted(clusters, reverse=True)), len(rows) - num_right - len(given)
-    )
+    votes = known_votes(rows)
+    if votes is None:
+        await _compare(_wrong(rows), scorer)
+        votes = known_votes(rows)
+    assert votes is not None
+    return votes
 
 
-async def _clusters(rows: Sequence[EvalRow], scorer: Scorer) -> list[int]:
-    """How many rows give each of the answers, which the rows keep."""
+def known_votes(rows: Sequence[EvalRow]) -> Votes | None:
+    """The votes of rows whose wrong answers have been compared; None where some have not."""
+    wrong, num_right = _wrong(rows), sum(row.success for row in rows)
+    if any(row.same_as is None for row in wrong):
+        return None
+    clusters = sorted(Counter(row.same_as for row in wrong).values(), reverse=True)
+    return Votes(num_right, tuple(clusters), len(rows) - num_right - len(wrong))
+
+
+def _wrong(rows: Sequence[EvalRow]) -> list[EvalRow]:
+    """The rows with a wrong answer."""
+    return [row for row in rows if not row.success and row.prediction.strip()]
+
+
+async def _compare(rows: Sequence[EvalRow], scorer: Scorer) -> None:
+    """Write into each row which sample has the same answer."""
     by_text: dict[str, list[EvalRow]] = {}
     for row in rows:
         by_text.setdefault(_form(row.prediction), []).append(row)
@@ -206,20 +216,19 @@ async def _clusters(rows: Sequence[EvalRow], scorer: Scorer) -> list[int]:
         lowest = min(row.sample for row in members)
         for row in members:
             row.same_as = lowest
-    return [len(members) for _, members in clusters]
 
 
 async def _place(text: str, known: Sequence[str], scorer: Scorer) -> int | None:
     """The place of the known answer that is the same."""
-    open_places = []
+    undecided = []
     for place, other in enumerate(known):
         same, _ = compare(text, other)
         if same:
             return place
         if same is None:
-            open_places.append(place)
-        await asyncio.sleep(0)  # others may want to go on: comparing takes up to a millisecond
-    for place in open_places[:MAX_EXPRESSIONS]:
+            undecided.append(place)
+        await asyncio.sleep(0)  # comparing takes up to a millisecond: let others go on
+    for place in undecided[:MAX_EXPRESSIONS]:
         if await scorer.equal(text, [known[place]]):
             return place
     return None

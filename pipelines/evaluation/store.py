@@ -1,6 +1,6 @@
 """The directory of an evaluation, which any moment may cut off and the same command takes up.
 
-DIR/config.json    what was asked of whom; another evaluation is refused
+DIR/config.json    the subject and the configuration; another evaluation is refused
 DIR/rows.jsonl     one EvalRow a line, written as each trajectory ends
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
@@ -25,7 +25,7 @@ from agentenv.pipelines.config.rl import WHERE
 from agentenv.pipelines.records.row import FAILED, EvalRow, Key, Wanted
 from agentenv.pipelines.run.rundir import Holder
 
-# Who writes in the directory of an evaluation: one command at a time.
+# The lock of the directory of an evaluation: one command at a time writes there.
 
 LOCK_FILE = ".lock"
 
@@ -64,27 +64,17 @@ def _holder(file: BinaryIO) -> str:
 
 CONFIG_FILE, ROWS_FILE = "config.json", "rows.jsonl"
 
-# What changes no answer: how fast it goes, how many are asked, where the same questions are.
+# Keys that change no answer: speed, number of questions and samples, paths of the same questions.
 _FREE = {"concurrency", "num_samples", "roles", "engine"}
 _FREE_OF_SET = {"path", "max_tasks", "num_samples"}
-_FREE_LIMITS = {
-    "engine_timeout_s",
-    "max_crashed_share",
-    "max_failed_share",
-    "strict",
-    "env_timeout_s",
-    "max_failures",
-    "max_turn_retries",
-    "max_tree_seconds",
-    "outage_s",
-}
-_SINCE_RENDERER = {"tools_in_prompt": "several"}  # as evaluations before that key were asked
+_FREE_LIMITS = {"engine_timeout_s", "env_timeout_s", "max_tree_seconds", "outage_s", "strict"}
+_FREE_LIMITS |= {"max_crashed_share", "max_failed_share", "max_failures", "max_turn_retries"}
 _FREE_HELPER = {"url", "api_key_env", "timeout_s", "num_retries", "max_concurrency"}
 _ENGINE_KEYS = ("name", "model", "dtype", "tokenizer", "script", "continuation", "extra_body")
 
 
 class Saved(Struct, kw_only=True):
-    """config.json. `subject` names who was asked and tells its weights; `run` is the directory
+    """config.json. `subject` names the evaluated model and its weights; `run` is the directory
     that {run} stands for in `config`, the plain EvaluateConfig with all tables of all sets."""
 
     subject: dict[str, Any]
@@ -126,8 +116,8 @@ class Store:
             self.rows[row.key] = row
 
     def missing(self, wanted: Iterable[Wanted]) -> list[Wanted]:
-        """What is still to be asked; failed ones are asked again. Raises ConfigError if a stored
-        row of the same name is about another question."""
+        """The trajectories still to be asked; failed ones are asked again. Raises ConfigError
+        if a stored row of the same name is about another question."""
         found = []
         for one in wanted:
             row = self.rows.get(one.key)
@@ -148,18 +138,13 @@ class Store:
         found = {entry.name for entry in self.path.iterdir()} - {LOCK_FILE}
         if CONFIG_FILE not in found:
             if found - {CONFIG_FILE + PARTIAL}:
-                raise ConfigError(
-                    f"{self.path} is not empty and no evaluation: it holds "
-                    f"{sorted(found)[0]!r}; choose another --out"
-                )
+                problem = f"is not empty and no evaluation: it holds {min(found)!r}"
+                raise ConfigError(f"{self.path} {problem}; choose another --out")
         else:
             before = load_saved(self.path)
             saved = msgspec.json.decode(msgspec.json.encode(saved), type=Saved)  # tuples are lists
             _refuse_changes(self.path, before, saved)
-            sets = {**before.config.get("sets", {}), **saved.config["sets"]}
-            saved = Saved(
-                subject=saved.subject, run=saved.run, config={**saved.config, "sets": sets}
-            )
+            saved.config["sets"] = {**before.config.get("sets", {}), **saved.config["sets"]}
         save(self.path, saved)
 
     def _cut_torn_line(self) -> None:
@@ -188,25 +173,24 @@ def read_rows(folder: Path) -> list[EvalRow]:
     """The rows of an evaluation, the last one of each key, in the order of the keys: figures must
     not depend on which trajectory ended first. A torn last line is left out. Raises DataError
     with file and line."""
-    path = folder / ROWS_FILE
+    path, decoder = folder / ROWS_FILE, msgspec.json.Decoder(EvalRow)
     rows: dict[Key, EvalRow] = {}
-    try:
-        for number, row in enumerate(_lines(path), 1):
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
             try:
-                one = msgspec.json.decode(row, type=EvalRow)
+                row = decoder.decode(line)
             except msgspec.DecodeError as error:
-                raise DataError(
-                    f"{path}, line {number}: no row of an evaluation: {error}"
-                ) from None
-            rows[one.key] = one
-    except FileNotFoundError:
-        return []
+                where = f"{path}, line {number}"
+                raise DataError(f"{where}: no row of an evaluation: {error}") from None
+            rows[row.key] = row
     return [rows[key] for key in sorted(rows)]
 
 
 def load_rows(folder: Path) -> list[EvalRow]:
     """`read_rows` of an evaluation that has some. Raises DataError for anything else."""
-    load_saved(folder)  # which says what is wrong with the folder
+    load_saved(folder)  # which names the fault of the folder
     rows = read_rows(folder)
     if not rows:
         raise DataError(f"{folder} holds no rows of an evaluation")
@@ -240,24 +224,20 @@ def _reason(error: Exception) -> str:
 
 
 def identity(saved: Saved) -> Tree:
-    """What two evaluations must have in common for their rows to be of one."""
+    """The keys that two evaluations must share for their rows to be of one."""
     config = saved.config
     tree: Tree = {key: value for key, value in config.items() if key not in _FREE}
     tree["engine"] = {key: config["engine"].get(key) for key in _ENGINE_KEYS}
     tree["roles"] = {name: role.get("model") for name, role in config.get("roles", {}).items()}
     tree["limits"] = _without(config["limits"], _FREE_LIMITS)
     tree["env"] = _without(config.get("env") or {}, WHERE)
-    tree["renderer"] = {**_SINCE_RENDERER, **(config.get("renderer") or {})}
+    tree["renderer"] = config.get("renderer") or {}
     helpers = config.get("assist") or {}
     tree["assist"] = {name: _without(one or {}, _FREE_HELPER) for name, one in helpers.items()}
-    tree["sets"] = {
-        name: {
-            **_without(one, _FREE_OF_SET),
-            "limits": _without(one["limits"] or {}, _FREE_LIMITS),
-            "env": _without(one.get("env") or {}, WHERE),
-        }
-        for name, one in config["sets"].items()
-    }
+    tree["sets"] = {name: _without(one, _FREE_OF_SET) for name, one in config["sets"].items()}
+    for one in tree["sets"].values():
+        one["limits"] = _without(one["limits"] or {}, _FREE_LIMITS)
+        one["env"] = _without(one.get("env") or {}, WHERE)
     subject = {key: value for key, value in saved.subject.items() if key not in ("name", "path")}
     return {"subject": subject, **tree}
 
@@ -284,14 +264,7 @@ def _without(tree: Tree, keys: Iterable[str]) -> Tree:
     return {key: value for key, value in tree.items() if key not in keys}
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield line
-
-
-# What the first report fills into stored rows, so that no answer is scored twice.
+# Scores and votes that the first report stores, so that no answer is scored twice.
 
 
 def num_filled(rows: Sequence[EvalRow]) -> int:
@@ -304,16 +277,13 @@ def keep_filled(folder: Path, rows: Sequence[EvalRow]) -> None:
     left alone. Nothing is stored, and computed again next time, while one writes there or where
     nothing can be written."""
     known = {row.key: row for row in rows}
-    try:
-        with lock(folder):
-            now = read_rows(folder)
-            for row in now:
-                one = known.get(row.key)
-                if one is not None and _graded(one) == _graded(row):
-                    row.scores, row.same_as = one.scores, one.same_as
-            replace_rows(folder, now)
-    except ConfigError:
-        return
+    with suppress(ConfigError), lock(folder):
+        now = read_rows(folder)
+        for row in now:
+            one = known.get(row.key)
+            if one is not None and _graded(one) == _graded(row):
+                row.scores, row.same_as = one.scores, one.same_as
+        replace_rows(folder, now)
 
 
 def _graded(row: EvalRow) -> tuple[str, str, bool]:

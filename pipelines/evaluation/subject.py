@@ -1,5 +1,5 @@
-"""Who is evaluated: a run, a checkpoint, a model directory, or an endpoint that somebody runs; and
-the parts of asking that subject sets of questions.
+"""The subject of an evaluation: a run, a checkpoint, a model directory, or an endpoint; and the
+parts of asking it sets of questions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from agentenv.offload import in_thread
 from agentenv.pipelines.config.benchmarks import load_benchmark
 from agentenv.pipelines.config.cluster import FOLDER
 from agentenv.pipelines.config.evaluation import EvaluateConfig, QuestionSet, merged
-from agentenv.pipelines.config.help import Parser, add_key_help
 from agentenv.pipelines.config.rl import TABLES
 from agentenv.pipelines.config.verl_keys import refuse_verl_keys
 from agentenv.pipelines.run.rundir import BEST, CONFIG_FILE, find_checkpoint
@@ -131,12 +130,11 @@ def evaluation_of(saved: Tree, names: Sequence[str], more_keys: Collection[str] 
     are read, and `more_keys`."""
     sets = saved["eval"]["sets"]
     keys = {"path", *RowsConfig.__struct_fields__, *more_keys}
+    chosen = {name: {k: v for k, v in sets[name].items() if k in keys} for name in names}
     return {
         "env": saved["env"],
         **{name: saved[name] for name in TABLES if saved.get(name) is not None},
-        "sets": {
-            name: {key: value for key, value in sets[name].items() if key in keys} for name in names
-        },
+        "sets": chosen,
         "prompt": saved.get("prompt", {}),
         "renderer": saved.get("renderer", {"name": "tags"}),
         "limits": saved["limits"],
@@ -175,13 +173,8 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
         say: Say,
         given: Mapping[str, Sequence[Task]] | None = None,
     ) -> None:
-        super().__init__(
-            config,
-            subject.run,
-            stack,
-            say,
-            sets={name: as_asked(name, one) for name, one in config.sets.items()},
-        )
+        sets = {name: as_asked(name, one) for name, one in config.sets.items()}
+        super().__init__(config, subject.run, stack, say, sets=sets)
         self.servers = ServerFactory(lambda: self._log_folder, stack, say)
         self.subject = subject
         self.has_weights = config.engine.has_weights
@@ -190,7 +183,9 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
     @cached_property
     def _log_folder(self) -> Path:
         """A temporary folder: the subject may be a model directory, where nothing is written."""
-        return _make_log_folder(self.stack)
+        logs = Path(tempfile.mkdtemp(prefix="agentenv-evaluate-"))
+        self.stack.push(partial(_remove_unless_failed, logs))
+        return logs
 
     @cached_property
     def logs(self) -> Path:
@@ -206,12 +201,12 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
                 raise ConfigError("engine.name: the engine of a URL is 'openai'")
             return self.subject.model
         if self.subject.model is not None:
-            raise ConfigError("engine.name = 'openai': give the endpoint's URL as what to evaluate")
+            raise ConfigError("engine.name = 'openai': give the endpoint's URL as SUBJECT")
         return Path(engine.tokenizer) if engine.tokenizer else None
 
     @cached_property
     def pieces(self) -> Pieces:
-        """What stands for tokens where messages go to an endpoint."""
+        """Pieces of text in place of tokens, where messages go to an endpoint."""
         return Pieces()
 
     @once
@@ -319,17 +314,16 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
             (one.limits for one in self.sets.values()),
             key=lambda limits: limits.max_prompt_tokens + limits.max_response_tokens,
         )
-        return await self.config.engine.start(
-            EngineStart(
-                model=model,
-                tokenizer=await self.tokenizer(),
-                policy_version=0,
-                limits=limits,
-                stack=self.stack,
-                servers=self.servers,
-                seed=self.config.seed,
-            )
+        start = EngineStart(
+            model=model,
+            tokenizer=await self.tokenizer(),
+            policy_version=0,
+            limits=limits,
+            stack=self.stack,
+            servers=self.servers,
+            seed=self.config.seed,
         )
+        return await self.config.engine.start(start)
 
     async def actor(self, name: str, engine: Engine) -> Actor:
         """The actor of a set. Its seed does not depend on what else is asked."""
@@ -351,18 +345,8 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
 def as_asked(name: str, one: QuestionSet) -> SetConfig:
     """A set that `resolve_sets` has filled up, nothing left open."""
     assert one.env is not None
-    return SetConfig(
-        f"sets.{name}",
-        one,
-        one.env,
-        one.prompt,
-        one.limits,
-        one.sampling,
-        one.num_samples,
-        one.python,
-        one.search,
-        one.grader,
-    )
+    asked = (one.prompt, one.limits, one.sampling, one.num_samples)
+    return SetConfig(f"sets.{name}", one, one.env, *asked, one.python, one.search, one.grader)
 
 
 def with_own_names(tasks: Sequence[Task], say: Say) -> list[Task]:
@@ -375,42 +359,14 @@ def with_own_names(tasks: Sequence[Task], say: Say) -> list[Task]:
         named.append(replace(task, id=f"{task.id}#{seen[task.id]}") if again else task)
     twice = sum(count - 1 for count in seen.values())
     if twice:
-        say(f"{twice} questions have the name of an earlier one; they are told apart by a number")
+        say(f"{twice} questions have the name of an earlier one; each of them gets a number")
     return named
 
 
-def _make_log_folder(stack: AsyncExitStack) -> Path:
-    """For the logs of servers and of environments' processes, named when one of them fails."""
-    logs = Path(tempfile.mkdtemp(prefix="agentenv-evaluate-"))
-    stack.push(partial(_remove_unless_failed, logs))
-    return logs
-
-
 def _remove_unless_failed(logs: Path, failed: type[BaseException] | None, *_: object) -> None:
-    """The servers' logs stay when they may say why."""
+    """The servers' logs stay where they may name the reason."""
     if failed is None:
         shutil.rmtree(logs, ignore_errors=True)
-
-
-# The arguments that commands which ask a policy have in common, and the configuration in them.
-
-
-def add_arguments(parser: Parser, config_type: type[msgspec.Struct], out: str) -> None:
-    """SUBJECT [key.sub=value ...] and the options of both; `out` is the help of --out."""
-    parser.add_argument(
-        "subject", metavar="SUBJECT", help="run, checkpoint, model directory, or http(s)://HOST"
-    )
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of its settings")
-    parser.add_argument("--env", default="", help="environment id; of a run: its own")
-    parser.add_argument("--n", type=int, default=0, help="first n questions of each set; 0: all")
-    parser.add_argument("--model", default="", help="of an endpoint: the model's name there")
-    parser.add_argument(
-        "--tokenizer", default="", metavar="DIR",
-        help="of a vLLM or SGLang server: its tokenizer, so that token ids go in and out"
-    )  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="DIR", help=out)
-    add_key_help(parser, config_type)
 
 
 def given_keys(
@@ -419,8 +375,8 @@ def given_keys(
     config_type: type[msgspec.Struct],
     say: Say,
 ) -> tuple[Tree, str]:
-    """The keys of the subject, over them those of the file, over both the command line; and what
-    messages call them. Raises ConfigError."""
+    """The keys of the subject, over them those of the file, over both the command line; and their
+    name in messages. Raises ConfigError."""
     raw, source = of_env(subject.raw, arguments.env, say), str(arguments.subject)
     if arguments.config is not None:
         source = str(arguments.config)
@@ -441,14 +397,14 @@ def given_keys(
 
 
 def of_env(raw: Tree, env_id: str, say: Say) -> Tree:
-    """The keys of a run, without those that mean nothing to another environment than its own;
-    `say` is told which."""
+    """The keys of a run, without those that mean nothing to another environment than its own,
+    which `say` reports."""
     env = raw.get("env", {})
     left = [key for key in ("kwargs", "tools") if env.get(key)]
     if not left or env_id in ("", env["id"]):
         return raw
-    told = " and ".join(f"env.{key}" for key in left)
-    say(f"{told} of the run left out: they are of {env['id']}, not of {env_id}")
+    keys = " and ".join(f"env.{key}" for key in left)
+    say(f"{keys} of the run left out: they are of {env['id']}, not of {env_id}")
     return {**raw, "env": {key: value for key, value in env.items() if key not in left}}
 
 

@@ -8,6 +8,15 @@ from agentenv.assist.helpers import HELPERS
 from agentenv.pipelines.evaluation.figures import Agreement, Estimate, Figures, Summary
 from agentenv.pipelines.run.tables import Table, number
 
+Cell = Callable[[Figures], str]
+
+SCORE_TITLES = {
+    **{"reward": "reward", "em": "EM", "f1": "F1", "contains": "contains"},
+    **{"math": "math", "rule": "rules", "judge": "judge"},
+}
+NOT_SHORT = ("reward", "contains", "rule")
+MAX_UNREADABLE_SHARE = 0.05  # of the replies of a judge, above which the report warns
+
 
 def interval(estimate: Estimate | None) -> str:
     """A value with its 95 % interval."""
@@ -18,69 +27,17 @@ def interval(estimate: Estimate | None) -> str:
     return f"{number(estimate.value)} [{number(estimate.low)}, {number(estimate.high)}]"
 
 
-# The table of helpers: debugger, backtracer, refiner, browser agent.
-
-
-def assist_table(figures: Figures) -> Table:
-    """Uses, successes and tokens of each helper that was used, over all trajectories."""
-    total, counts = figures.num_trajectories, figures.assist
-    rows = []
-    for helper in HELPERS:
-        uses, ok = counts.get(f"{helper}_uses", 0.0), counts.get(f"{helper}_ok", 0.0)
-        if uses:
-            tokens = counts.get(f"{helper}_tokens", 0.0)
-            share = f"{ok / uses:.1%}"
-            rows.append([helper, f"{uses:.0f}", number(uses / total), share, f"{tokens:.0f}"])
-    return Table(
-        title="Helpers",
-        columns=["helper", "uses", "a trajectory", "helped", "its tokens"],
-        rows=rows,
-        note=_note(figures),
-    )
-
-
-def _note(figures: Figures) -> str:
-    counts = figures.assist
-    notes = []
-    if "abandoned_calls" in counts:
-        notes.append(
-            f"Taken back: {counts['abandoned_calls']:.0f} calls and "
-            f"{counts['abandoned_tokens']:.0f} sampled tokens, which no other table counts."
-        )
-    if "backtracer_refused" in counts:
-        notes.append(
-            f"{counts['backtracer_refused']:.0f} turns could not be taken back: their "
-            "environment could not be copied."
-        )
-    return " ".join(notes)
-
-
-# The tables of a report for Markdown and HTML, and the narrower ones of the terminal.
-
-ALL = "all"
-SCORE_TITLES = {
-    "reward": "reward",
-    "em": "EM",
-    "f1": "F1",
-    "contains": "contains",
-    "math": "math",
-    "rule": "rules",
-    "judge": "judge",
-}
-
-
 def tables_of(summary: Summary) -> list[Table]:
     """All tables of the report that have something to say."""
-    tables = [_scores(summary)]
+    overall, tables = summary.overall, [_scores(summary)]
     if summary.num_samples > 1:
         tables.append(_by_k(summary, "pass@k", lambda figures: figures.pass_at))
         tables.append(_by_k(summary, "maj@k", lambda figures: figures.majority_at))
     tables.append(_cost(summary))
-    overall = summary.overall
     if overall.tools:
         tables.append(_tools(overall))
     if overall.assist:
-        tables.append(assist_table(overall))
+        tables.append(_helpers(overall))
     if overall.truncations or overall.num_failed:
         tables.append(_ends(overall))
     if overall.agreement is not None:
@@ -89,38 +46,39 @@ def tables_of(summary: Summary) -> list[Table]:
 
 
 def terminal_tables_of(summary: Summary) -> list[Table]:
-    """What fits into a terminal."""
+    """The tables that fit into a terminal."""
     tables = [_scores(summary, short=True)]
     if summary.num_samples > 1:
         tables.append(_overall_by_k(summary.overall))
     tables.append(_cost(summary, short=True))
-    return [*tables, assist_table(summary.overall)] if summary.overall.assist else tables
+    return [*tables, _helpers(summary.overall)] if summary.overall.assist else tables
 
 
 def groups_of(summary: Summary) -> Iterator[tuple[str, str, Figures]]:
-    """(field, value, figures), all questions last."""
+    """(field, label, figures) of each group, all questions last."""
     for field_name, values in summary.groups.items():
         if field_name == "dataset" and len(values) == 1:
             continue
         for value, figures in values.items():
-            yield field_name, value, figures
-    yield "", ALL, summary.overall
+            is_plain = field_name in ("dataset", "kind")
+            yield field_name, value if is_plain else f"{field_name} {value}", figures
+    yield "", "all", summary.overall
 
 
 def _grouped(
-    summary: Summary, cells: Callable[[Figures], list[str]], fields: Collection[str] = ()
-) -> tuple[list[list[str]], list[int]]:
-    """Rows by group, of these fields only if any are given, and where sections begin."""
+    title: str, summary: Summary, cells: dict[str, Cell], note: str, fields: Collection[str] = ()
+) -> Table:
+    """A row for each group, of these fields only if any are given, with a cell for each column."""
     rows, sections, before = [], [], None
-    for name, value, figures in groups_of(summary):
+    for name, label, figures in groups_of(summary):
         if fields and name not in fields:
             continue
         if before is not None and name != before:
             sections.append(len(rows))
         before = name
-        label = value if name in ("", "dataset", "kind") else f"{name} {value}"
-        rows.append([label, *cells(figures)])
-    return rows, sections
+        rows.append([label, *(cell(figures) for cell in cells.values())])
+    columns = ["questions", *cells]
+    return Table(title=title, columns=columns, rows=rows, note=note, sections=sections)
 
 
 def _scores(summary: Summary, short: bool = False) -> Table:
@@ -128,40 +86,18 @@ def _scores(summary: Summary, short: bool = False) -> Table:
     own = summary.overall.estimates
     same = own.get("math") == own.get("rule")
     known = [name for name in SCORE_TITLES if name in own and not (same and name == "rule")]
-    if short:
-        known = [name for name in known if name not in ("reward", "contains", "rule")]
-
-    def cells(figures: Figures) -> list[str]:
-        own = figures.estimates
-        return [
-            *([] if short else [str(figures.num_questions)]),
-            str(figures.num_trajectories),
-            interval(own.get("success")),
-            *(number(own[name].value) if name in own else "-" for name in known),
-            str(figures.num_failed),
-        ]
-
-    rows, sections = _grouped(summary, cells)
-    datasets = summary.groups.get("dataset", {})
-    if len(datasets) > 1:
-        blank = [""] * (len(known) + 1)
+    known = [name for name in known if not (short and name in NOT_SHORT)]
+    cells: dict[str, Cell] = {} if short else {"asked": lambda one: str(one.num_questions)}
+    cells["graded"] = lambda one: str(one.num_trajectories)
+    cells["success [95 %]"] = lambda one: interval(one.estimates.get("success"))
+    cells |= {SCORE_TITLES[name]: _value_of(name) for name in known}
+    cells["failed"] = lambda one: str(one.num_failed)
+    table = _grouped(f"Scores of {summary.name}", summary, cells, _scores_note(summary))
+    if len(summary.groups.get("dataset", {})) > 1:
         before = [""] if short else ["", ""]
-        rows.append(["mean of datasets", *before, number(summary.average), *blank])
-    asked = [] if short else ["asked"]
-    return Table(
-        title=f"Scores of {summary.name}",
-        columns=[
-            "questions",
-            *asked,
-            "graded",
-            "success [95 %]",
-            *(SCORE_TITLES[name] for name in known),
-            "failed",
-        ],
-        rows=rows,
-        note=_scores_note(summary),
-        sections=sections,
-    )
+        blank = [""] * (len(known) + 1)
+        table.rows.append(["mean of datasets", *before, number(summary.average), *blank])
+    return table
 
 
 def _scores_note(summary: Summary) -> str:
@@ -188,39 +124,18 @@ def _overall_by_k(figures: Figures) -> Table:
 
 
 def _by_k(summary: Summary, title: str, of: Callable[[Figures], dict[int, Estimate]]) -> Table:
-    ks = list(of(summary.overall))
-    rows, sections = _grouped(summary, lambda one: [interval(of(one).get(k)) for k in ks])
-    least = {k: of(summary.overall)[k].num_questions for k in ks}
-    few = {k: count for k, count in least.items() if count < summary.overall.num_questions}
-    short = ", ".join(f"k = {k}: {count}" for k, count in few.items())
-    return Table(
-        title=title,
-        columns=["questions", *(f"k = {k}" for k in ks)],
-        rows=rows,
-        note=f"Questions with k samples that ended: {short}." if short else "",
-        sections=sections,
-    )
+    known = of(summary.overall)
+    few = {k: one.num_questions for k, one in known.items()}
+    short = [f"k = {k}: {n}" for k, n in few.items() if n < summary.overall.num_questions]
+    note = f"Questions with k samples that ended: {', '.join(short)}." if short else ""
+    cells: dict[str, Cell] = {
+        f"k = {k}": lambda figures, k=k: interval(of(figures).get(k))  # type: ignore[misc]
+        for k in known
+    }
+    return _grouped(title, summary, cells, note)
 
 
-def _cost(summary: Summary, short: bool = False) -> Table:
-    fields = ("", "dataset") if short else ()
-    columns = {name: cell for name, cell in _COST.items() if not short or name in _SHORT_COST}
-    rows, sections = _grouped(summary, lambda one: [cell(one) for cell in columns.values()], fields)
-    note = (
-        "right / call: all right answers over all tool calls. right with tools: share of right "
-        "ones among the trajectories that used a tool. ARPO productivity: success * calls / "
-        "(calls + 0.1) * 100."
-    )
-    return Table(
-        title="Cost of a trajectory",
-        columns=["questions", *columns],
-        rows=rows,
-        note="" if short else note,
-        sections=sections,
-    )
-
-
-def _value_of(name: str) -> Callable[[Figures], str]:
+def _value_of(name: str) -> Cell:
     def cell(figures: Figures) -> str:
         estimate = figures.estimates.get(name)
         return "-" if estimate is None else number(estimate.value)
@@ -228,11 +143,11 @@ def _value_of(name: str) -> Callable[[Figures], str]:
     return cell
 
 
-def _spread_of(name: str, *of: str) -> Callable[[Figures], str]:
+def _spread_of(name: str, *of: str) -> Cell:
     return lambda figures: " / ".join(number(getattr(figures.spreads[name], one)) for one in of)
 
 
-_COST: dict[str, Callable[[Figures], str]] = {
+_COST: dict[str, Cell] = {
     "tool calls": _spread_of("tool_calls", "mean"),
     "right / call": _value_of("tool_productivity"),
     "right with tools": _value_of("tool_efficiency"),
@@ -244,6 +159,17 @@ _COST: dict[str, Callable[[Figures], str]] = {
     "seconds median / p95": _spread_of("seconds", "median", "p95"),
 }
 _SHORT_COST = ("tool calls", "right / call", "tokens", "seconds median / p95")
+_COST_NOTE = (
+    "right / call: all right answers over all tool calls. right with tools: share of right ones "
+    "among the trajectories that used a tool. ARPO productivity: success * calls / (calls + 0.1) "
+    "* 100."
+)
+
+
+def _cost(summary: Summary, short: bool = False) -> Table:
+    cells = {name: _COST[name] for name in (_SHORT_COST if short else _COST)}
+    note, fields = ("", ("", "dataset")) if short else (_COST_NOTE, ())
+    return _grouped("Cost of a trajectory", summary, cells, note, fields)
 
 
 def _tools(figures: Figures) -> Table:
@@ -254,24 +180,43 @@ def _tools(figures: Figures) -> Table:
     return Table(title="Tools", columns=["tool", "calls", "errors", "share"], rows=rows)
 
 
+def _helpers(figures: Figures) -> Table:
+    """Uses, successes and tokens of each helper that was used, over all trajectories."""
+    total, counts, rows, notes = figures.num_trajectories, figures.assist, [], []
+    for helper in HELPERS:
+        uses, ok = counts.get(f"{helper}_uses", 0.0), counts.get(f"{helper}_ok", 0.0)
+        if uses:
+            tokens = counts.get(f"{helper}_tokens", 0.0)
+            shares = [number(uses / total), f"{ok / uses:.1%}"]
+            rows.append([helper, f"{uses:.0f}", *shares, f"{tokens:.0f}"])
+    if "abandoned_calls" in counts:
+        notes.append(
+            f"Taken back: {counts['abandoned_calls']:.0f} calls and "
+            f"{counts['abandoned_tokens']:.0f} sampled tokens, which no other table counts."
+        )
+    if "backtracer_refused" in counts:
+        notes.append(
+            f"{counts['backtracer_refused']:.0f} turns could not be taken back: their "
+            "environment could not be copied."
+        )
+    columns = ["helper", "uses", "a trajectory", "helped", "its tokens"]
+    return Table(title="Helpers", columns=columns, rows=rows, note=" ".join(notes))
+
+
 def _ends(figures: Figures) -> Table:
     total = figures.num_trajectories + figures.num_failed
     counts = [(f"limit {name}", count) for name, count in figures.truncations.items()]
     counts += [(f"failed {name}", count) for name, count in figures.failures.items()]
-    rows = [[name, str(count), f"{count / total:.1%}"] for name, count in counts]
     return Table(
         title="Cut off and failed",
         columns=["end", "trajectories", "share"],
-        rows=rows,
+        rows=[[name, str(count), f"{count / total:.1%}"] for name, count in counts],
         note="Cut off by a limit: graded by what is there. Failed: in no score.",
     )
 
 
-MAX_UNREADABLE_SHARE = 0.05  # of the replies of a judge, above which the report warns
-
-
 def _agreement(found: Agreement) -> Table:
-    """How often judge and rules say the same."""
+    """How often judge and rules agree."""
     kappa = "not defined" if found.kappa is None else f"{found.kappa:.3f}"
     total = found.both_right + found.only_judge + found.only_rules + found.both_wrong
     note = f"They agree on {found.share:.1%} of the {total} both graded; Cohen's kappa {kappa}."

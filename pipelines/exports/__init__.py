@@ -1,1 +1,1 @@
-"""What a run or an evaluation recorded, in the formats of others; and without secrets."""
+"""Exports of the trajectories of a run or an evaluation in other formats, without secrets."""

@@ -17,29 +17,21 @@ SCHEMA = "ATIF-v1.7"
 
 
 def trajectory(
-    question: Question, branch: Branch, *, session: str, model: str, source: dict[str, Any]
+    question: Question, branch: Branch, session: str, model: str, source: dict[str, Any]
 ) -> dict[str, Any]:
     """One document. `session` names the question within the run, `source` says where it is from."""
     path = question.path(branch)
     steps: list[dict[str, Any]] = [{"step_id": 1, "source": "user", "message": question.prompt}]
     for owner, turn in path:
         steps.append(_step(len(steps) + 1, turn, copied=owner is not branch))
-    extra: dict[str, Any] = {
-        **source,
-        "task": question.task,
-        "kind": question.kind,
-        "question": question.question,
-        "answers": question.answers,
-        **question.facts,
-        "branch": branch.name,
-    }
+    names = ("task", "kind", "question", "answers")
+    extra = {**source, **{name: getattr(question, name) for name in names}, **question.facts}
+    extra["branch"] = branch.name
     if branch.parent is not None:
         shared = sum(owner is not branch for owner, _ in path)
-        extra["forked_from"] = {
-            "trajectory_id": f"{session}/{branch.parent}",
-            "step_id": shared + 1,
-        }
-    document: dict[str, Any] = {
+        parent = f"{session}/{branch.parent}"
+        extra["forked_from"] = {"trajectory_id": parent, "step_id": shared + 1}
+    document = {
         "schema_version": SCHEMA,
         "session_id": session,
         "trajectory_id": f"{session}/{branch.name}",
@@ -68,20 +60,12 @@ def _final(
         "total_prompt_tokens": sum(contexts) if None not in contexts else None,
         "total_completion_tokens": sum(sampled) if None not in sampled else None,
         "total_steps": num_steps,
-        "extra": {
-            "reward": branch.reward,
-            "success": branch.success,
-            "end": branch.end,
-            "limit": branch.limit,
-            "error": branch.error,
-            "reason": branch.reason,
-            **scores,
-            **branch.facts,
-        },
+        "extra": {**{name: getattr(branch, name) for name in _ENDED}, **scores, **branch.facts},
     }
 
 
 _COUNTS = ("num_context", "num_tokens")
+_ENDED = ("reward", "success", "end", "limit", "error", "reason")
 
 
 def _step(step_id: int, turn: Turn, *, copied: bool) -> dict[str, Any]:

@@ -1,6 +1,4 @@
-"""`python launchers/export.py transcripts SOURCE OUT --format inspect|atif`.
-
-What agents did, in the formats of others.
+"""Trajectories in the formats of others: `launchers/export.py transcripts SOURCE OUT`.
 
 SOURCE is a run, of which the archived trees are taken, or the directory of an evaluation.
 """
@@ -11,7 +9,7 @@ import argparse
 import importlib.util
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,20 +23,18 @@ from agentenv.pipelines.evaluation.store import CONFIG_FILE as EVALUATION_FILE
 from agentenv.pipelines.evaluation.store import ROWS_FILE, load_rows, load_saved
 from agentenv.pipelines.exports import atif
 from agentenv.pipelines.records.conversations import Decode, Question, of_row, of_tree, redacted
-from agentenv.pipelines.run.arguments import Parser
 from agentenv.pipelines.run.rundir import CONFIG_FILE, find_checkpoint
-from agentenv.pipelines.run.terminal import View, to_its_end
+from agentenv.pipelines.run.terminal import View
 from agentenv.redact import Redactor
 
 logger = logging.getLogger(__name__)
 
-COMMAND = "transcripts"
 EVALUATIONS = "eval"  # folder of a run
 TOKENIZER = "tokenizer.json"
 
 
 class Part(NamedTuple):
-    """What becomes one log: a step, or a set of an evaluation."""
+    """The content of one log: a step, or a set of an evaluation."""
 
     name: str
     questions: list[Question]
@@ -46,40 +42,9 @@ class Part(NamedTuple):
     facts: dict[str, Any]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
-    arguments = _parse(argv)
-    view = View()
-    return to_its_end(lambda: export(arguments, view), view, writing=str(arguments.out))
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
-        prog=f"launchers/export.py {COMMAND}",
-        description="Write the trees that a run kept, or the rows of an evaluation, as logs of "
-        "Inspect or as ATIF. Secrets are left out.",
-    )
-    parser.add_argument(
-        "source", type=Path, metavar="SOURCE", help="a run, or the directory of an evaluation"
-    )
-    parser.add_argument("out", type=Path, metavar="OUT", help="directory, empty or new")
-    parser.add_argument("--format", choices=("inspect", "atif"), required=True)
-    parser.add_argument("--step", type=int, metavar="N", help="of a run: only this step, from 1")
-    parser.add_argument("--tree", type=int, metavar="I", help="of a run: only this tree")
-    parser.add_argument(
-        "--per",
-        choices=("tree", "trajectory"),
-        default="tree",
-        help="of inspect: a sample is a tree with its forks as branches, or one trajectory",
-    )
-    parser.add_argument(
-        "--tokens", action="store_true", help="of a run: with token ids and their log-probs"
-    )
-    return parser.parse_args(argv)
-
-
 def export(arguments: argparse.Namespace, view: View) -> None:
-    """All that was asked for. Raises ConfigError, DataError."""
+    """Write all that was asked for; `arguments` are those of `launchers/export.py transcripts`.
+    Raises ConfigError, DataError."""
     source, out = arguments.source, arguments.out
     if arguments.format == "inspect" and importlib.util.find_spec("inspect_ai") is None:
         raise ConfigError(
@@ -103,24 +68,18 @@ def export(arguments: argparse.Namespace, view: View) -> None:
         asked |= {(of, one.task, one.question) for one in part.questions}
         num_trajectories += sum(len(one.branches) for one in part.questions)
     questions = "1 question" if len(asked) == 1 else f"{len(asked)} questions"
-    told = f"{num_trajectories} trajectories of {questions} written to {out}"
+    done = f"{num_trajectories} trajectories of {questions} written to {out}"
     if arguments.format == "inspect":
-        told += f", logs: {num_logs}; look at them by `inspect view --log-dir {out}`"
-    view.say(told)
+        done += f", logs: {num_logs}; look at them by `inspect view --log-dir {out}`"
+    view.say(done)
 
 
 def _write_inspect(part: Part, out: Path, model: str, *, per_tree: bool) -> None:
     from agentenv.pipelines.exports import inspect_log  # slow to load, and an extra
 
     questions = part.questions if per_tree else inspect_log.by_trajectory(part.questions)
-    inspect_log.write_log(
-        out / f"{part.name}.eval",
-        questions,
-        task=part.name,
-        model=model,
-        at=part.at,
-        metadata=part.facts,
-    )
+    path = out / f"{part.name}.eval"
+    inspect_log.write_log(path, questions, part.name, model, part.at, part.facts)
 
 
 def _write_atif(part: Part, out: Path, model: str) -> None:
@@ -129,9 +88,7 @@ def _write_atif(part: Part, out: Path, model: str) -> None:
     for question in part.questions:
         place = f"{part.facts['run']}/{part.name}/{question.id}"
         for branch in question.branches:
-            document = atif.trajectory(
-                question, branch, session=place, model=model, source=part.facts
-            )
+            document = atif.trajectory(question, branch, place, model, part.facts)
             text = json.dumps(document, ensure_ascii=False, allow_nan=False)
             name = f"{question.id}-{branch.name}.json".replace("/", "_")
             (folder / name).write_text(text + "\n", encoding="utf-8")
@@ -147,10 +104,8 @@ def _of_run(arguments: argparse.Namespace) -> tuple[str, Iterator[Part]]:
             "is 0" + _evaluations(run)
         )
     if arguments.step is not None and arguments.step not in steps:
-        raise DataError(
-            f"{run / ARCHIVE} holds no step {arguments.step}; there are {min(steps)} to "
-            f"{max(steps)}"
-        )
+        known = f"there are {min(steps)} to {max(steps)}"
+        raise DataError(f"{run / ARCHIVE} holds no step {arguments.step}; {known}")
     chosen = [path for step, path in steps.items() if arguments.step in (None, step)]
     decode = _decoder(run, settings)
     redactor = Redactor(settings)
@@ -177,18 +132,11 @@ def _of_run(arguments: argparse.Namespace) -> tuple[str, Iterator[Part]]:
 
 
 def _step_part(run: Path, path: Path, step: Step, questions: list[Question]) -> Part:
-    header = step.header
-    return Part(
-        f"step-{header.step:06d}",
-        questions,
-        datetime.fromtimestamp(path.stat().st_mtime, UTC),
-        {
-            "run": run.resolve().name,
-            "step": header.step,
-            "policy_version": header.policy_version,
-            "incarnation": header.incarnation,
-        },
-    )
+    names = ("step", "policy_version", "incarnation")
+    facts = {name: getattr(step.header, name) for name in names}
+    at = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+    name = f"step-{step.header.step:06d}"
+    return Part(name, questions, at, {"run": run.resolve().name, **facts})
 
 
 def _questions(

@@ -1,1 +1,1 @@
-"""Monitors: where the metrics of a run go beside its own files."""
+"""Monitors: receivers of the metrics of a run, besides its own files."""

@@ -1,37 +1,35 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, Trackio, OpenTelemetry, or
-a monitor of your own.
+"""Monitors of a run, besides metrics.jsonl: TensorBoard, Weights & Biases, Trackio, OpenTelemetry,
+or one of your own.
 
 A monitor is a class with the three methods of `Monitor`; `make_monitors` makes those that the
 table [monitor] asks for. `Monitors` runs them in a thread of its own, so that nothing waits for
-them, and takes secrets out of what they are given.
+them, and redacts secrets in the rows.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
-import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from configparser import ConfigParser
-from configparser import Error as ConfigParserError
-from contextlib import suppress
 from functools import partial
-from netrc import NetrcParseError, netrc
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from msgspec import Meta, Struct, field
 
 from agentenv.config import ESSENTIAL
 from agentenv.data_files import Row
-from agentenv.disk import write_whole
 from agentenv.errors import ConfigError
 from agentenv.pipelines.monitors.otel import OtelConfig, OtelMonitor
-from agentenv.pipelines.monitors.trackio_runs import TrackioConfig, TrackioMonitor
+from agentenv.pipelines.monitors.trackers import Axis as Axis
+from agentenv.pipelines.monitors.trackers import (
+    TrackioConfig,
+    TrackioMonitor,
+    WandbConfig,
+    WandbMonitor,
+)
 from agentenv.pipelines.records.trajectories import readable
 from agentenv.redact import Redactor
 from agentenv.registry import Kind
@@ -39,17 +37,10 @@ from agentenv.registry import Kind
 COLD_START_STEP = "sft/step"
 
 
-class Axis(NamedTuple):
-    """Where a row stands: the key that counts, and its value."""
-
-    key: str
-    step: int
-
-
 class Monitor(Protocol):
-    """What follows a run. All calls come in order from one thread, never from the event loop, and
-    may take their time; the first one begins it. Whatever they raise is told once as a warning,
-    and the monitor is left alone from then on: the run does not depend on it."""
+    """Follows a run. All calls come in order from one thread, never from the event loop, and may
+    take their time; the first one begins it. The first exception is logged as a warning and ends
+    the monitor: the run does not depend on it."""
 
     def log(self, metrics: dict[str, float], axis: Axis) -> None:
         """The figures of one row of metrics.jsonl."""
@@ -60,7 +51,7 @@ class Monitor(Protocol):
         ...
 
     def finish(self, exit_code: int) -> None:
-        """Write what is left; called once, also when nothing was logged."""
+        """Flush; called once, also when nothing was logged."""
         ...
 
 
@@ -80,76 +71,6 @@ def figures(row: Row) -> dict[str, float]:
     }
 
 
-API_KEY, MODE = "WANDB_API_KEY", "WANDB_MODE"
-KEY_FILES = ("WANDB_API_KEY_FILE", "WANDB_IDENTITY_TOKEN_FILE")  # variables that name a file
-MODES = {"run": "online", "dryrun": "offline"}  # earlier names
-
-
-def wandb_mode(chosen: str) -> Literal["online", "offline", "disabled"]:
-    """Of WANDB_MODE where that is set, else the one that the configuration chose."""
-    named = os.environ.get(MODE, "").strip().lower() or chosen
-    match MODES.get(named, named):
-        case "online" | "offline" | "disabled" as mode:
-            return mode
-    raise ConfigError(f"{MODE} = {named!r}: expected online, offline or disabled")
-
-
-def is_logged_in() -> bool:
-    """Whether Weights & Biases finds a key: in the environment, or where `wandb login` puts it."""
-    if any(os.environ.get(name) for name in (API_KEY, *KEY_FILES)):
-        return True
-    host = urlsplit(_wandb_url()).netloc
-    paths = [Path(os.environ["NETRC"])] if os.environ.get("NETRC") else []
-    paths += [Path.home() / name for name in (".netrc", "_netrc")]
-    path = next((one.expanduser() for one in paths if one.expanduser().is_file()), None)
-    if path is None:
-        return False
-    try:
-        found = netrc(path).authenticators(host)
-    except (NetrcParseError, OSError) as error:
-        raise ConfigError(
-            f"monitor.wandb: {path} cannot be read: {error}; set {API_KEY}"
-        ) from error
-    return found is not None and bool(found[2])
-
-
-def _wandb_url() -> str:
-    """The server: of the environment, or of the last `wandb login --host`."""
-    if url := os.environ.get("WANDB_BASE_URL"):
-        return url
-    folder = os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb"
-    parser = ConfigParser(interpolation=None)
-    with suppress(ConfigParserError, OSError, UnicodeDecodeError):
-        parser.read(Path(folder).expanduser() / "settings")
-    return parser.get("default", "base_url", fallback="https://api.wandb.ai")
-
-
-class WandbConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Weights & Biases. Its key comes from the environment (WANDB_API_KEY) or from `wandb login`,
-    never from the configuration; WANDB_MODE comes before `mode`."""
-
-    project: Annotated[str, Meta(description="project of the run", extra=ESSENTIAL)] = "agentenv"
-    name: Annotated[str, Meta(description="name shown; empty: that of the run")] = ""
-    entity: Annotated[str, Meta(description="user or team; empty: the default one")] = ""
-    group: Annotated[str, Meta(description="group of runs, such as the seeds of one setting")] = ""
-    tags: Annotated[list[str], Meta(description="tags of the run")] = field(default_factory=list)
-    mode: Annotated[
-        Literal["online", "offline"],
-        Meta(
-            description="offline: written to the run's folder, for `wandb sync` later; the "
-            "environment variable WANDB_MODE comes before it"
-        ),
-    ] = "online"
-
-    def __post_init__(self) -> None:
-        if wandb_mode(self.mode) == "online" and not is_logged_in():
-            raise ConfigError(
-                f"monitor.wandb: the environment variable {API_KEY} is not set, and no netrc file "
-                f"has a key for {urlsplit(_wandb_url()).netloc}; set it or run `wandb login`, or "
-                'write to the run\'s folder with monitor.wandb.mode = "offline"'
-            )
-
-
 class MonitorPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"):
     """Base of the keys of a monitor from elsewhere, an entry of [[monitor.own]]."""
 
@@ -166,6 +87,12 @@ else:
     AnyMonitor = MONITORS.key
 
 
+_OWN = (
+    "[[monitor.own]]: monitors from elsewhere and their keys; name is 'module:Class', or the entry "
+    "point of an installed package in agentenv.monitors"
+)
+
+
 class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where metrics go beside metrics.jsonl."""
 
@@ -175,22 +102,19 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     otel: Annotated[
         OtelConfig | None, Meta(description="send spans and metrics by OpenTelemetry")
     ] = None
-    own: Annotated[
-        list[AnyMonitor],
-        Meta(
-            description="[[monitor.own]]: monitors from elsewhere and their keys; name is "
-            "'module:Class', or the entry point of an installed package in agentenv.monitors"
-        ),
-    ] = field(default_factory=list)
+    own: Annotated[list[AnyMonitor], Meta(description=_OWN)] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for key, package, extra, asked in (
-            ("tensorboard", "tensorboard", "monitor", self.tensorboard),
-            ("wandb", "wandb", "monitor", self.wandb),
-            ("trackio", "trackio", "trackio", self.trackio),
-            ("otel", "opentelemetry.exporter.otlp.proto.http", "otel", self.otel),
-        ):
-            if asked and not _is_installed(package):
+        otlp = "opentelemetry.exporter.otlp.proto.http"
+        extras = {
+            "tensorboard": "monitor",
+            "wandb": "monitor",
+            "trackio": "trackio",
+            "otel": "otel",
+        }
+        for key, extra in extras.items():
+            package = otlp if key == "otel" else key
+            if getattr(self, key) and not _is_installed(package):
                 raise ConfigError(
                     f"monitor.{key}: the package {package} is not installed; "
                     f"`pip install 'agentenv[{extra}]'` brings it"
@@ -200,7 +124,7 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # what it is a part of is not there
+    except ModuleNotFoundError:  # its parent package is not there
         return False
 
 
@@ -246,96 +170,6 @@ class TensorBoardMonitor:
             folder = self._folder if axis.key == "step" else self._folder / "cold_start"
             self._writers[axis.key] = SummaryWriter(str(folder), purge_step=axis.step)
         return self._writers[axis.key]
-
-
-ID_FILE = "wandb.json"
-INIT_TIMEOUT_S = 90.0
-COLUMNS = ("step", "kind", "question", "answers", "trajectory", "reward", "success", "tool calls")
-
-
-class WandbMonitor:
-    """One run there for one run here: its id and how many rows it has are kept in the run's
-    folder, so that a resumed run goes on under it. Curves are over the step of the run, whatever
-    the number of the row; a step that a resumed run repeats has two points."""
-
-    def __init__(self, config: WandbConfig, run: Path, settings: dict[str, Any]) -> None:
-        """`settings` is the whole configuration of the run, shown beside it."""
-        self._config = config
-        self._run = run
-        self._settings = settings
-        self._there: Any = None
-        self._axes: set[str] = set()
-        self._id, self._num_rows = self._continued()
-
-    def log(self, metrics: dict[str, float], axis: Axis) -> None:
-        there = self._begin()
-        if axis.key not in self._axes:
-            self._axes.add(axis.key)
-            shown = "*" if axis.key == "step" else f"{axis.key.partition('/')[0]}/*"
-            there.define_metric(shown, step_metric=axis.key)
-        self._log({**metrics, axis.key: axis.step})
-
-    def trajectories(self, name: str, rows: Sequence[Row], axis: Axis) -> None:
-        import wandb
-
-        self._begin()
-        table = wandb.Table(columns=list(COLUMNS))
-        for row in rows:
-            table.add_data(
-                axis.step,
-                row["kind"],
-                row["question"],
-                " | ".join(row["answers"]),
-                readable(row),
-                row["reward"],
-                row["success"],
-                len(row["tool_calls"]),
-            )
-        self._log({f"trajectories/{name}": table, axis.key: axis.step})
-
-    def finish(self, exit_code: int) -> None:
-        if self._there is not None:
-            self._there.finish(exit_code=exit_code)
-
-    def _log(self, row: Row) -> None:
-        self._there.log(row, step=self._num_rows)
-        self._num_rows += 1
-        self._save()
-
-    def _begin(self) -> Any:
-        if self._there is None:
-            import wandb
-
-            config, mode = self._config, wandb_mode(self._config.mode)
-            self._there = wandb.init(
-                project=config.project,
-                name=config.name or self._run.name,
-                entity=config.entity or None,
-                group=config.group or None,
-                tags=config.tags,
-                mode=mode,
-                dir=str(self._run),
-                id=self._id,
-                resume="allow" if mode == "online" else None,
-                config=self._settings,
-                settings=wandb.Settings(
-                    silent=True, console="off", init_timeout=INIT_TIMEOUT_S, x_disable_stats=True
-                ),
-            )
-            self._save()
-        return self._there
-
-    def _continued(self) -> tuple[str, int]:
-        """Id and number of rows of the earlier part of this run, or a fresh id."""
-        path = self._run / ID_FILE
-        if path.is_file():
-            saved = json.loads(path.read_text(encoding="utf-8"))
-            return str(saved["id"]), int(saved["num_rows"])
-        return os.urandom(6).hex(), 0
-
-    def _save(self) -> None:
-        saved = {"id": self._id, "num_rows": self._num_rows}
-        write_whole(self._run / ID_FILE, json.dumps(saved) + "\n")
 
 
 FINISH_TIMEOUT_S = 60.0
@@ -388,10 +222,9 @@ class Monitors:
         config = self._config
         if not self._working or not isinstance(config, RolloutMonitorConfig):
             return 0
-        every, training = config.trajectories_every, name.startswith("step-")
-        if training and not (every and self._axis.step % every == 0):
-            return 0
-        return config.num_trajectories
+        every = config.trajectories_every
+        is_due = not name.startswith("step-") or (every and self._axis.step % every == 0)
+        return config.num_trajectories if is_due else 0
 
     def trajectories(self, name: str, rows: Sequence[Row]) -> None:
         """Hand a sample of the trajectories of "step-N" or "eval-SET-WHEN" to every monitor."""
@@ -403,7 +236,7 @@ class Monitors:
         monitor.trajectories(title, [self._redactor.tree(row) for row in rows], axis)
 
     def finish(self, exit_code: int) -> None:
-        """Wait for what is left, a minute at most."""
+        """Flush, and wait for it a minute at most."""
         for name, monitor in self._working.items():
             self._hand(name, partial(monitor.finish, exit_code))
         thread, self._thread = self._thread, None
@@ -413,10 +246,8 @@ class Monitors:
             self._calls.put_nowait(None)
         thread.join(FINISH_TIMEOUT_S)
         if thread.is_alive() or self._dropped:
-            logger.warning(
-                "monitors: not everything was taken within %g s; metrics.jsonl has all of it",
-                FINISH_TIMEOUT_S,
-            )
+            text = "monitors: not everything was taken within %g s; metrics.jsonl has all of it"
+            logger.warning(text, FINISH_TIMEOUT_S)
 
     def _hand(self, name: str, call: Callable[[], None]) -> None:
         if self._full():
@@ -441,9 +272,5 @@ class Monitors:
             call()
         except Exception as error:  # whatever a third party raises; the run goes on without it
             self._working = {key: one for key, one in self._working.items() if key != name}
-            logger.warning(
-                "%s is not followed any more: %s: %s; metrics.jsonl has all of it",
-                name,
-                type(error).__name__,
-                error,
-            )
+            text = "%s is not followed any more: %s: %s; metrics.jsonl has all of it"
+            logger.warning(text, name, type(error).__name__, error)

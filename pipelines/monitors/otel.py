@@ -20,18 +20,19 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct
 
 from agentenv.data_files import Row
 from agentenv.errors import ConfigError
-
-if TYPE_CHECKING:
-    from agentenv.pipelines.monitors.monitors import Axis
+from agentenv.pipelines.monitors.trackers import Axis
+from agentenv.pipelines.records.conversations import Turn, turns_of
+from agentenv.pipelines.records.row import FAILED
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 EXPORT_S = 10.0  # of one request, its retries included
@@ -83,48 +84,41 @@ class OtelMonitor:
     """Sends each row and each sample of trajectories at once, and raises when it is not taken."""
 
     def __init__(self, config: OtelConfig, run: Path, settings: dict[str, Any]) -> None:
-        self._config = config
-        self._run = run.name
-        self._settings = settings
-        self._parts: _Parts | None = None
+        algorithm = settings.get("algorithm", {})
+        self._config, self._run = config, run.name
+        self._resource = {
+            "service.name": config.service,
+            "service.instance.id": run.name,
+            "agentenv.run": run.name,
+            "agentenv.algorithm": str(algorithm.get("name", "")),
+        }
+        self._exporter: _Exporter | None = None
 
     def log(self, metrics: dict[str, float], axis: Axis) -> None:
-        parts = self._begun()
-        parts.gauge(f"agentenv.{_metric_name(axis.key)}").set(axis.step)
-        for key, value in metrics.items():
-            parts.gauge(f"agentenv.{_metric_name(key)}").set(value)
-        parts.send_metrics()
+        exporter = self._begun()
+        for key, value in {axis.key: axis.step, **metrics}.items():
+            exporter.gauge(f"agentenv.{_metric_name(key)}").set(value)
+        exporter.send_metrics()
 
     def trajectories(self, name: str, rows: Sequence[Row], axis: Axis) -> None:
-        from agentenv.pipelines.records.conversations import of_rows
-
-        parts = self._begun()
+        exporter = self._begun()
         common = {"agentenv.set": name, f"agentenv.{_metric_name(axis.key)}": axis.step}
-        for row, question in zip(rows, of_rows(rows), strict=True):
-            _Rollout(parts, self._config, self._run).tell(row, question, common)
-        parts.send_spans()
+        for row in rows:
+            _Rollout(exporter.tracer, self._config, self._run, row).send(common)
+        exporter.send_spans()
 
     def finish(self, exit_code: int) -> None:
-        if self._parts is not None:
-            self._parts.close()
+        if self._exporter is not None:
+            self._exporter.close()
 
-    def _begun(self) -> _Parts:
-        if self._parts is None:
-            algorithm = self._settings.get("algorithm", {})
-            self._parts = _Parts(
-                self._config.address,
-                {
-                    "service.name": self._config.service,
-                    "service.instance.id": self._run,
-                    "agentenv.run": self._run,
-                    "agentenv.algorithm": str(algorithm.get("name", "")),
-                },
-            )
-        return self._parts
+    def _begun(self) -> _Exporter:
+        if self._exporter is None:
+            self._exporter = _Exporter(self._config.address, self._resource)
+        return self._exporter
 
 
-class _Parts:
-    """The pieces of the SDK: here they send when told to, so that a failure is seen."""
+class _Exporter:
+    """The pieces of the SDK. They send when asked to, so that a failure is seen here."""
 
     def __init__(self, address: str, resource: dict[str, str]) -> None:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
@@ -146,12 +140,7 @@ class _Parts:
         self._tracers = TracerProvider(resource=made, shutdown_on_exit=False)
         self._tracers.add_span_processor(SimpleSpanProcessor(self._ended))
         self.tracer = self._tracers.get_tracer("agentenv")
-        self._gauges: dict[str, Any] = {}
-
-    def gauge(self, name: str) -> Any:
-        if name not in self._gauges:
-            self._gauges[name] = self._meter.create_gauge(name)
-        return self._gauges[name]
+        self.gauge: Callable[[str], Any] = cache(self._meter.create_gauge)
 
     def send_metrics(self) -> None:
         data = self._reader.get_metrics_data()
@@ -163,9 +152,9 @@ class _Parts:
         self._ended.clear()
         self._check(self._spans.export(spans), "spans")
 
-    def _check(self, result: Any, what: str) -> None:
+    def _check(self, result: Any, sent: str) -> None:
         if result.name != "SUCCESS":
-            raise ConnectionError(f"{self.address} took no {what}")
+            raise ConnectionError(f"{self.address} took no {sent}")
 
     def close(self) -> None:
         for one in (self._tracers, self._meters, self._metrics, self._spans):
@@ -173,88 +162,80 @@ class _Parts:
 
 
 class _Rollout:
-    """The spans of one trajectory."""
+    """The spans of one trajectory, from its row."""
 
-    def __init__(self, parts: _Parts, config: OtelConfig, run: str) -> None:
-        self._tracer, self._config, self._run = parts.tracer, config, run
+    def __init__(self, tracer: Any, config: OtelConfig, run: str, row: Row) -> None:
+        self._tracer, self._config, self._run, self._row = tracer, config, run, row
+        self._prompt, self._turns = turns_of(row["segments"], row["tool_calls"])
+        self._in_tools_s = sum(_seconds(call) for turn in self._turns for call in turn.calls)
+        self._whole_s = max(row.get("seconds") or 0.0, self._in_tools_s)
 
-    def tell(self, row: Row, question: Any, common: dict[str, Any]) -> None:
-        """The spans of a question and of its turns and calls, with what they took."""
-        (branch,) = question.branches
-        calls_s = [[_seconds(call) for call in turn.calls] for turn in branch.turns]
-        in_tools_s = sum(map(sum, calls_s))
-        whole_s = max(question.seconds or 0.0, in_tools_s)
-        num_chars = sum(len(turn.text) for turn in branch.turns) or 1
+    def send(self, common: dict[str, Any]) -> None:
+        """Start and end the spans of the trajectory, its turns and their calls."""
         now = time.time_ns()
-        at = start = now - int(whole_s * NANO)
-        attributes = {
-            "gen_ai.operation.name": "invoke_agent",
-            "gen_ai.agent.name": self._config.service,
-            "gen_ai.conversation.id": f"{self._run}/{question.id}",
-            "gen_ai.request.model": self._run,
-            "agentenv.task": question.task,
-            "agentenv.kind": question.kind,
-            "agentenv.end": branch.end,
-            "agentenv.success": branch.success,
-            "agentenv.times": "shared" if question.seconds else "tools only",
-            **common,
-        }
-        optional = {
-            "agentenv.reward": branch.reward,
-            "agentenv.limit": branch.limit,
-            "agentenv.branch": branch.name if "tree" in row else None,
-            "gen_ai.usage.input_tokens": row.get("prompt_tokens"),
-            "gen_ai.usage.output_tokens": row.get("action_tokens"),
-            "error.type": branch.error and str(branch.error).partition(":")[0],
-        }
-        attributes |= {key: value for key, value in optional.items() if value is not None}
-        root = self._begin(f"invoke_agent {self._config.service}", attributes, None, start)
-        texts = [question.prompt]
-        for turn, each_s in zip(branch.turns, calls_s, strict=True):
-            sampling_s = (whole_s - in_tools_s) * len(turn.text) / num_chars
-            at = self._turn(root, turn, texts, at, sampling_s, each_s)
+        at = now - int(self._whole_s * NANO)
+        attributes = {**self._attributes(), **common}
+        root = self._begin(f"invoke_agent {self._config.service}", attributes, None, at)
+        num_chars = sum(len(turn.text) for turn in self._turns) or 1
+        texts = [self._prompt]
+        for turn in self._turns:
+            share = len(turn.text) / num_chars
+            at = self._turn(root, turn, texts, at, (self._whole_s - self._in_tools_s) * share)
             texts += [turn.text, turn.answer]
-        if branch.end == "failed":
+        if self._row["end"] == FAILED:
             from opentelemetry.trace import Status, StatusCode
 
-            root.set_status(Status(StatusCode.ERROR, branch.error or ""))
+            root.set_status(Status(StatusCode.ERROR, self._row.get("error") or ""))
         root.end(end_time=max(at, now))
 
-    def _turn(
-        self,
-        root: Any,
-        turn: Any,
-        texts: Sequence[str],
-        at: int,
-        sampling_s: float,
-        calls_s: Sequence[float],
-    ) -> int:
-        """Returns when it ended."""
+    def _attributes(self) -> dict[str, Any]:
+        row = self._row
+        name = f"{row['task']}-{row.get('sample', 0)}"
+        if "tree" in row:
+            name = f"tree-{row['tree']:06d}-{row['branch']}"
+        error = row.get("error")
+        found = {
+            "gen_ai.operation.name": "invoke_agent",
+            "gen_ai.agent.name": self._config.service,
+            "gen_ai.conversation.id": f"{self._run}/{name}",
+            "gen_ai.request.model": self._run,
+            "gen_ai.usage.input_tokens": row.get("prompt_tokens"),
+            "gen_ai.usage.output_tokens": row.get("action_tokens"),
+            "agentenv.task": row["task"],
+            "agentenv.kind": row["kind"],
+            "agentenv.end": row["end"],
+            "agentenv.success": row["success"],
+            "agentenv.times": "shared" if row.get("seconds") else "tools only",
+            "agentenv.reward": None if row["end"] == FAILED else row["reward"],
+            "agentenv.limit": row["limit"],
+            "agentenv.branch": row.get("branch"),
+            "error.type": error and str(error).partition(":")[0],
+        }
+        return {key: value for key, value in found.items() if value is not None}
+
+    def _turn(self, root: Any, turn: Turn, texts: Sequence[str], at: int, sampling_s: float) -> int:
+        """The spans of a turn from `at` (ns); its end."""
         span = self._begin(turn.key, {"agentenv.calls": len(turn.calls)}, root, at)
         chat = {"gen_ai.operation.name": "chat", "gen_ai.request.model": self._run}
         chat["gen_ai.provider.name"] = "agentenv"
         if self._config.content:
-            chat["gen_ai.input.messages"] = json.dumps(
-                [_message("user", text) for text in texts if text], ensure_ascii=False
-            )
-            chat["gen_ai.output.messages"] = json.dumps(
-                [_message("assistant", turn.text)], ensure_ascii=False
-            )
+            chat["gen_ai.input.messages"] = _messages("user", *texts)
+            chat["gen_ai.output.messages"] = _messages("assistant", turn.text)
         inner = self._begin(f"chat {self._run}", chat, span, at, client=True)
         at += int(sampling_s * NANO)
         inner.end(end_time=at)
-        for place, (call, call_s) in enumerate(zip(turn.calls, calls_s, strict=True), 1):
-            at = self._call(span, turn, place, call, at, call_s)
+        for place, call in enumerate(turn.calls, 1):
+            tool = self._begin(f"execute_tool {call['name']}", self._tool(turn, place), span, at)
+            at += int(_seconds(call) * NANO)
+            tool.end(end_time=at)
         span.end(end_time=at)
         return at
 
-    def _call(
-        self, span: Any, turn: Any, place: int, call: dict[str, Any], at: int, call_s: float
-    ) -> int:
-        name = str(call["name"])
+    def _tool(self, turn: Turn, place: int) -> dict[str, Any]:
+        call = turn.calls[place - 1]
         tool = {
             "gen_ai.operation.name": "execute_tool",
-            "gen_ai.tool.name": name,
+            "gen_ai.tool.name": str(call["name"]),
             "gen_ai.tool.type": "function",
             "gen_ai.tool.call.id": f"{turn.key}-call-{place}",
         }
@@ -265,10 +246,7 @@ class _Rollout:
             tool["gen_ai.tool.call.arguments"] = json.dumps(arguments, ensure_ascii=False)
             if place == len(turn.calls):
                 tool["gen_ai.tool.call.result"] = turn.answer
-        made = self._begin(f"execute_tool {name}", tool, span, at)
-        end = at + int(call_s * NANO)
-        made.end(end_time=end)
-        return end
+        return tool
 
     def _begin(
         self, name: str, attributes: dict[str, Any], above: Any, at: int, *, client: bool = False
@@ -283,8 +261,9 @@ class _Rollout:
         )
 
 
-def _message(role: str, text: str) -> dict[str, Any]:
-    return {"role": role, "parts": [{"type": "text", "content": text}]}
+def _messages(role: str, *texts: str) -> str:
+    found = [{"role": role, "parts": [{"type": "text", "content": one}]} for one in texts if one]
+    return json.dumps(found, ensure_ascii=False)
 
 
 def _seconds(call: dict[str, Any]) -> float:

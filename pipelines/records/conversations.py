@@ -1,14 +1,14 @@
-"""What agents did, as text: between the archive or an evaluation and the formats of others.
+"""Trajectories as text, between the archive or an evaluation and other formats.
 
 Question     a task with its prompt, and everything that was tried on it
 +-- Branch   a trajectory from where it leaves another one: a fork; or from the prompt
-    +-- Turn what the policy wrote, the tools that it called, what it read then
+    +-- Turn the policy's text, its tool calls, and the observation after them
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -17,8 +17,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from agentenv.archive import KeptTree
-from agentenv.data_files import Row
-from agentenv.pipelines.records.row import EvalRow
+from agentenv.pipelines.records.row import FAILED, EvalRow
 from agentenv.redact import Redactor
 from agentenv.tree import Node
 
@@ -44,7 +43,7 @@ class Turn(Struct, kw_only=True):
 
 
 class Branch(Struct, kw_only=True):
-    """A trajectory without what it shares with an earlier branch, `parent`, up to the turn
+    """A trajectory without the turns that it shares with an earlier branch, `parent`, up to
     `forked_at`. Both are None of one that began from scratch. `facts` has how it ended."""
 
     name: str
@@ -61,7 +60,7 @@ class Branch(Struct, kw_only=True):
 
 
 class Question(Struct, kw_only=True):
-    """A task, and what was tried on it. `sample` counts repetitions of the same task, from 1."""
+    """A task and its trajectories. `sample` counts repetitions of the same task, from 1."""
 
     id: str
     task: str
@@ -97,18 +96,16 @@ class _Reader:
     def __init__(self, kept: KeptTree, decode: Decode, with_tokens: bool) -> None:
         self._kept, self._tree, self._decode = kept, kept.tree, decode
         self._with_tokens = with_tokens
-        self._owner: dict[int, str] = {}  # branch of a node that was told
+        self._owner: dict[int, str] = {}  # branch of a node that was read
         self._names: set[str] = set()
 
     def question(self) -> Question:
         """The tree as a question with a branch for each leaf."""
         tree, task, kept = self._tree, self._tree.task, self._kept
         branches = [self._branch(leaf) for leaf in sorted(tree.leaves(), key=_depth)]
-        rewards = [one.reward for one in branches if one.reward is not None]
-        scores = {}
-        if rewards:
-            done = [one.success for one in branches if one.reward is not None]
-            scores = {"reward": fmean(rewards), "success": fmean(done)}
+        done = [(one.reward, one.success) for one in branches if one.reward is not None]
+        means = [fmean(values) for values in zip(*done, strict=True)]
+        versions = {"policy_version": tree.policy_version, "oldest_version": tree.oldest_version()}
         return Question(
             id=f"tree-{tree.index:06d}",
             task=task.id,
@@ -116,15 +113,14 @@ class _Reader:
             answers=list(task.answers),
             kind=task.kind,
             prompt=self._decode(tree.root.observation_ids),
-            scores=scores,
+            scores=dict(zip(("reward", "success"), means, strict=False)),
             branches=branches,
             facts={
                 "tree": tree.index,
                 "fate": kept.fate,
                 "why": kept.why,
                 "env_id": task.env_id,
-                "policy_version": tree.policy_version,
-                "oldest_version": tree.oldest_version(),
+                **versions,
                 "num_roots": tree.num_roots,
                 "num_forks": tree.num_forks,
                 "metadata": msgspec.to_builtins(task.metadata, enc_hook=str),
@@ -143,17 +139,15 @@ class _Reader:
         self._names.add(name)
         parent = self._owner[shared[-1].index] if shared else None
         self._owner |= dict.fromkeys((node.index for node in own), name)
-        failed = leaf.end == "failed"
-        advantage = math.nan if credit is None else credit.advantages[leaf.index]
         facts: dict[str, Any] = {"parts": leaf.info.get("parts", {})}
-        if advantage == advantage:
-            facts["advantage"] = advantage
+        if credit is not None and not math.isnan(credit.advantages[leaf.index]):
+            facts["advantage"] = credit.advantages[leaf.index]
         return Branch(
             name=name,
             parent=parent,
             forked_at=_key(shared[-1]) if shared else None,
             turns=[self._turn(node) for node in own],
-            reward=None if failed else sum(node.reward for node in tree.path(leaf)),
+            reward=None if leaf.end == FAILED else sum(node.reward for node in tree.path(leaf)),
             success=bool(leaf.info.get("success", False)),
             end=leaf.end or "",
             limit=leaf.limit,
@@ -203,7 +197,7 @@ def _mean(name: str, values: Any) -> dict[str, float]:
 
 
 def _depth(leaf: Node) -> tuple[int, int]:
-    """From-scratch ones first, forks behind what they were taken from."""
+    """From-scratch ones first, each fork after its parent."""
     return leaf.branch.count("+"), leaf.index
 
 
@@ -211,23 +205,20 @@ def _key(node: Node) -> str:
     return f"node-{node.index}"
 
 
+_ENDED = ("success", "end", "limit", "error", "reason")
+_FACTS = ("env_id", "seed", "metadata", "prompt_tokens", "action_tokens", "tool_tokens")
+
+
 def of_row(row: EvalRow) -> Question:
     """A trajectory of an evaluation, of which only text is known."""
-    prompt, turns = _turns(row.segments, row.tool_calls)
-    failed = row.end == "failed"
-    branch = Branch(
-        name="0",
-        turns=turns,
-        reward=None if failed else row.reward,
-        success=row.success,
-        end=row.end,
-        limit=row.limit,
-        error=row.error,
-        reason=row.reason,
-        facts={"parts": row.parts},
-    )
-    scores = {} if failed else {"reward": row.reward, "success": float(row.success), **row.scores}
-    versions = {"policy_versions": row.policy_versions} if row.policy_versions else {}
+    prompt, turns = turns_of(row.segments, row.tool_calls)
+    reward = None if row.end == FAILED else row.reward
+    ended = {name: getattr(row, name) for name in _ENDED}
+    branch = Branch(name="0", turns=turns, reward=reward, facts={"parts": row.parts}, **ended)
+    facts = {name: getattr(row, name) for name in _FACTS}
+    if row.policy_versions:
+        facts["policy_versions"] = row.policy_versions
+    scores = {} if reward is None else {"reward": reward, "success": float(row.success)}
     return Question(
         id=f"{row.task}-{row.sample}",
         task=row.task,
@@ -238,21 +229,13 @@ def of_row(row: EvalRow) -> Question:
         prompt=prompt,
         prediction=row.prediction,
         seconds=row.seconds,
-        scores=scores,
+        scores=scores and {**scores, **row.scores},
         branches=[branch],
-        facts={
-            "env_id": row.env_id,
-            "seed": row.seed,
-            "metadata": row.metadata,
-            "prompt_tokens": row.prompt_tokens,
-            "action_tokens": row.action_tokens,
-            "tool_tokens": row.tool_tokens,
-            **versions,
-        },
+        facts=facts,
     )
 
 
-def _turns(
+def turns_of(
     segments: Iterable[dict[str, str]], calls: Sequence[dict[str, Any]]
 ) -> tuple[str, list[Turn]]:
     """Prompt and turns of the segments of a row. Which turn made which call is not written down:
@@ -277,29 +260,13 @@ def _turns(
     return prompt, turns
 
 
-def of_rows(rows: Iterable[Row]) -> Iterator[Question]:
-    """Rows as monitors get them, of training or of an evaluation."""
-    for row in rows:
-        known = {name: row[name] for name in EvalRow.__struct_fields__ if name in row}
-        known |= {"dataset": row.get("dataset", ""), "sample": row.get("sample", 0)}
-        question = of_row(msgspec.convert(known, EvalRow, strict=False))
-        if "tree" in row:
-            question.id = f"tree-{row['tree']:06d}-{row['branch']}"
-            question.branches[0].name = row["branch"]
-            question.facts |= {"tree": row["tree"], "fork_parent": row["fork_parent"]}
-        yield question
-
-
 def redacted(question: Question, redactor: Redactor) -> Question:
     """The same without secrets, and without the tokens of a text that held one."""
     clean = msgspec.convert(redactor.tree(msgspec.to_builtins(question, enc_hook=str)), Question)
-    is_changed = clean.prompt != question.prompt
-    for old, new in zip(question.branches, clean.branches, strict=True):
-        for before, after in zip(old.turns, new.turns, strict=True):
-            if (before.text, before.answer) != (after.text, after.answer):
-                is_changed = True
-    if is_changed:
-        for branch in clean.branches:
-            for turn in branch.turns:
-                turn.prompt_ids, turn.token_ids, turn.logprobs = [], [], []
+    turns = [turn for branch in clean.branches for turn in branch.turns]
+    before = [turn for branch in question.branches for turn in branch.turns]
+    texts, old = ([(turn.text, turn.answer) for turn in both] for both in (turns, before))
+    if clean.prompt != question.prompt or texts != old:
+        for turn in turns:
+            turn.prompt_ids, turn.token_ids, turn.logprobs = [], [], []
     return clean

@@ -1,4 +1,4 @@
-"""One trajectory of an evaluation as it is stored, and back from it to what its grader saw.
+"""One trajectory of an evaluation as it is stored, and back from it to the input of its grader.
 
 Everything that is reported, compared or graded again is computed from these rows; nothing else has
 to be kept.
@@ -81,7 +81,7 @@ class EvalRow(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def key(self) -> Key:
-        """What names the trajectory within its evaluation."""
+        """The name of the trajectory within its evaluation."""
         return self.dataset, self.task, self.sample
 
     @property
@@ -90,7 +90,7 @@ class EvalRow(Struct, kw_only=True, omit_defaults=True):
         return (self.error or "unknown").partition(":")[0][:MAX_KIND_CHARS]
 
 
-# From a stored trajectory back to what its grader saw: the policy's own messages and calls.
+# From a stored trajectory back to the input of its grader: the policy's own messages and calls.
 
 _CALL_TAG = re.compile(rf"</(?!(?:{'|'.join(TAGS)})>)(\w+)>\Z")
 

@@ -98,8 +98,8 @@ def _row(tree: TrajectoryTree, trajectory: Trajectory, segments: list[Row]) -> R
 
 
 def readable(row: Row) -> str:
-    """A row, of training or of an evaluation, as text: the question, the verdict, and who wrote
-    what; without the prompt."""
+    """A row, of training or of an evaluation, as text: the question, the verdict, and each text
+    with its author; without the prompt."""
     ended = f"{row['end']} by {row['limit']}" if row["limit"] is not None else row["end"]
     lines = [
         f"--- {row['kind']}: {row['question']}",

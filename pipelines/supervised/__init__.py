@@ -1,1 +1,1 @@
-"""Fine-tuning and preferences: what `launchers/sft.py` and `launchers/dpo.py` are composed of."""
+"""Fine-tuning and preferences: the parts of `launchers/sft.py` and `launchers/dpo.py`."""

@@ -1,9 +1,9 @@
-"""What is learned from, in tokens: sequences to imitate, pairs to prefer one of, demonstrations.
+"""Training data in tokens: sequences to imitate, pairs to prefer one of, demonstrations.
 
-Rows are dialogues (`pipelines/supervised/dialogues.py`) or, for pairs, what rollouts gave:
+Rows are dialogues (`pipelines/supervised/dialogues.py`) or, for pairs, the results of rollouts:
 
 {"prompt_ids": [..], "chosen_ids": [..], "chosen_mask": [0, 1, ..], "rejected_ids": [..],
- "rejected_mask": [..]}        masks are 1 on what the policy sampled
+ "rejected_mask": [..]}        masks are 1 on the policy's tokens
 {"task": .., "nodes": [..]}    a tree (agentenv/tree.py); its leaves are paired by reward
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from itertools import dropwhile
+from itertools import dropwhile, islice
 from pathlib import Path
 from random import Random
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -54,20 +54,16 @@ class PairRow(Struct, frozen=True, omit_defaults=True):
 
     def answers(self) -> tuple[Answer, Answer]:
         """Each with the prompt, which is not the policy's."""
-        for name, ids, mask in (
-            ("chosen", self.chosen_ids, self.chosen_mask),
-            ("rejected", self.rejected_ids, self.rejected_mask),
-        ):
+        prompt, found = [0] * len(self.prompt_ids), []
+        for name in ("chosen", "rejected"):
+            ids, mask = getattr(self, f"{name}_ids"), getattr(self, f"{name}_mask")
             if len(ids) != len(mask) or not any(mask):
                 raise DataError(
                     f"key '{name}_mask': expected as many entries as {name}_ids has, {len(ids)}, "
                     f"at least one of them 1, got {len(mask)}"
                 )
-        prompt = [0] * len(self.prompt_ids)
-        return (
-            (self.prompt_ids + self.chosen_ids, prompt + self.chosen_mask),
-            (self.prompt_ids + self.rejected_ids, prompt + self.rejected_mask),
-        )
+            found.append((self.prompt_ids + ids, prompt + mask))
+        return found[0], found[1]
 
 
 def is_pair_row(row: Row) -> bool:
@@ -76,7 +72,7 @@ def is_pair_row(row: Row) -> bool:
 
 
 def read_pair_row(row: Row, threshold: float, limit: int, rng: Random) -> list[PairRow]:
-    """The pairs of a row; raises DataError with key and what was expected."""
+    """The pairs of a row; raises DataError that names key and expectation."""
     if "prompt_ids" in row:
         return [converted(row, PairRow)]
     return list(pairs_of(converted(row, TrajectoryTree), threshold, limit, rng))
@@ -94,20 +90,12 @@ def pairs_of(tree: TrajectoryTree, threshold: float, limit: int, rng: Random) ->
     pairs = [(good, bad) for good in chosen for bad in rejected if good.token_ids != bad.token_ids]
     for good, bad in rng.sample(pairs, min(limit, len(pairs))):
         prompt = tree.root.observation_ids.tolist()
-        yield PairRow(
-            prompt_ids=prompt,
-            chosen_ids=good.token_ids[len(prompt) :],
-            chosen_mask=_mask(good, len(prompt)),
-            rejected_ids=bad.token_ids[len(prompt) :],
-            rejected_mask=_mask(bad, len(prompt)),
-            task=tree.task.id,
-            chosen_reward=good.reward,
-            rejected_reward=bad.reward,
-        )
+        texts = (*_after(good, len(prompt)), *_after(bad, len(prompt)))
+        yield PairRow(prompt, *texts, tree.task.id, good.reward, bad.reward)
 
 
-def _mask(trajectory: Trajectory, start: int) -> list[int]:
-    return [int(sampled) for sampled in trajectory.loss_mask[start:]]
+def _after(trajectory: Trajectory, start: int) -> tuple[list[int], list[int]]:
+    return trajectory.token_ids[start:], [int(sampled) for sampled in trajectory.loss_mask[start:]]
 
 
 def num_kinds(trees: Sequence[TrajectoryTree], threshold: float) -> dict[str, int]:
@@ -116,8 +104,8 @@ def num_kinds(trees: Sequence[TrajectoryTree], threshold: float) -> dict[str, in
     for tree in trees:
         found = {trajectory.reward >= threshold for trajectory in tree.trajectories()}
         if found:
-            one_kind = "all_chosen" if True in found else "all_rejected"
-            counts["mixed" if len(found) == 2 else one_kind] += 1
+            same = "all_chosen" if True in found else "all_rejected"
+            counts["mixed" if len(found) == 2 else same] += 1
     return counts
 
 
@@ -133,7 +121,7 @@ logger = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple, Generic[T]):
-    """What is learned from and what only measures, and the tokens of the longest sequence."""
+    """Training and held-out data, and the tokens of the longest sequence."""
 
     train: list[T]
     eval: list[T]
@@ -141,7 +129,7 @@ class Loaded(NamedTuple, Generic[T]):
 
 
 class Cut:
-    """Holds sequences to the cut-off length, and counts what that changed. `longest` is the length
+    """Holds sequences to the cut-off length, and counts the changed ones. `longest` is the length
     of the longest one that is left, in tokens."""
 
     def __init__(self, config: ChatDataConfig) -> None:
@@ -168,8 +156,8 @@ class Cut:
         self.longest = limit
         return cut
 
-    def tell(self, say: Say) -> None:
-        """What the limit did to the rows, if anything."""
+    def report(self, say: Say) -> None:
+        """Say how many rows the limit changed, if any."""
         if self.num_cut or self.num_left_out:
             say(
                 f"data.max_length = {self.config.max_length}: {self.num_cut} rows lost their end, "
@@ -218,7 +206,7 @@ def load_pairs(
             if kept[0].equals(kept[1]):
                 if both[0].equals(both[1]):
                     raise DataError("the chosen and the rejected answer are the same")
-                cut.num_left_out += 1  # they differed behind the cut
+                cut.num_left_out += 1  # they differed after the cut
                 continue
             pairs.append(encode_pair(*kept))
         return pairs
@@ -274,18 +262,17 @@ def _load(
 ) -> Loaded[T]:
     def load(names: str | list[str], limit: int) -> list[list[T]]:
         listed = [names] if isinstance(names, str) else names
-        rows: list[list[T]] = []
-        problems: list[str] = []
+        rows, problems = list[list[T]](), list[str]()
         for source in find_sources(config, listed, resolve, ranking=ranking):
-            skip = config.skip_bad_rows
+            skip, left = config.skip_bad_rows, limit - len(rows) if limit else None
             found = _read_rows(source.path, source.form, read, skip, problems, ends)
-            for number, row in enumerate(found, 1):
-                rows.append(row)
-                if number == source.max_samples or len(rows) == limit:
-                    break
-            if len(rows) == limit:
+            rows += islice(islice(found, source.max_samples or None), left)
+            if limit and len(rows) == limit:
                 break
-        _tell_bad(problems, say)
+        if problems:
+            say(f"data.skip_bad_rows: {len(problems)} bad rows are left out")
+        for text in problems[:MAX_LISTED]:
+            logger.warning("%s", text)
         if not any(rows):
             raise DataError(f"{', '.join(listed)}: there is no row to learn from")
         return rows
@@ -294,7 +281,7 @@ def _load(
     measured: list[list[T]] = load(config.eval, 0) if config.eval else []
     if config.eval_split:
         rows, measured = split(rows, config.eval_split, seed)
-    cut.tell(say)
+    cut.report(say)
     learned, held = [one for row in rows for one in row], [one for row in measured for one in row]
     return Loaded(learned, held, cut.longest)
 
@@ -321,7 +308,7 @@ def _read_rows(
     problems: list[str],
     ends: int = 0,
 ) -> Iterator[list[T]]:
-    """What each good row gives; raises DataError for a bad one unless they are skipped."""
+    """The results of each good row; raises DataError for a bad one unless they are skipped."""
     for raw in read_rows(path, ends):
         try:
             if raw.problem:
@@ -334,24 +321,17 @@ def _read_rows(
             problems.append(text)
 
 
-def _tell_bad(problems: list[str], say: Say) -> None:
-    if problems:
-        say(f"data.skip_bad_rows: {len(problems)} bad rows are left out")
-        for text in problems[:MAX_LISTED]:
-            logger.warning("%s", text)
-
-
 Demonstrations = dict[str, dict[str, list[EncodedTree]]]  # by stage, then by kind
 
 
 def load_demonstrations(
     path: Path, renderer: Renderer, tools: list[dict[str, Any]], system: str = ""
 ) -> Demonstrations:
-    """Read dialogues with the keys "kind" and "stage" beside them, encoded: rows {"question",
+    """Read dialogues with the keys "kind" and "stage", encoded: rows {"question",
     "turns": [{"action", "result"}, ...]} or any other form of `pipelines.supervised.dialogues`.
 
     The stage "" holds all rows. Rows without a system prompt get that of the episodes.
-    Only what the policy writes is trained: actions and, after the last, the end-of-sequence token.
+    Only the policy's text is trained: actions and, after the last, the end-of-sequence token.
     Raises DataError with file and row, also for messages that a rollout refuses between turns.
     """
     demonstrations: Demonstrations = {"": {}}
@@ -372,7 +352,7 @@ def load_demonstrations(
 
 
 def _check_observations(conversation: Conversation) -> None:
-    """Refuse what the policy would never read in a rollout."""
+    """Refuse messages that the policy would never read in a rollout."""
     messages = list(dropwhile(lambda one: one.role != "assistant", conversation.messages))
     try:
         check_observation([one for one in messages if one.role != "assistant"], "tags")

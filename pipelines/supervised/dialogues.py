@@ -6,8 +6,8 @@
     turns      {"question", "turns": [{"action", "result"}, ..]}, as of the quick start
 
 A preference has a prompt in one of these forms and "chosen" and "rejected": a text, a message, or
-a list of messages with tool results between them. Where there is no prompt, it is what both lists
-begin with.
+a list of messages with tool results between them. Where there is no prompt, it is the common
+beginning of both lists.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
-from msgspec.structs import replace
 
 from agentenv.data_files import Row, find_files
 from agentenv.errors import DataError, ForeignError
@@ -43,24 +42,8 @@ class ChatTags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     system_tag: str = ""
 
 
-SHAREGPT_TAGS = ChatTags(
-    role_tag="from",
-    content_tag="value",
-    user_tag="human",
-    assistant_tag="gpt",
-    observation_tag="observation",
-    function_tag="function_call",
-    system_tag="system",
-)
-MESSAGE_TAGS = ChatTags(
-    role_tag="role",
-    content_tag="content",
-    user_tag="user",
-    assistant_tag="assistant",
-    observation_tag="tool",
-    function_tag="function",
-    system_tag="system",
-)
+SHAREGPT_TAGS = ("from", "value", "human", "gpt", "observation", "function_call", "system")
+MESSAGE_TAGS = ("role", "content", "user", "assistant", "tool", "function", "system")
 
 
 class RowFormat(Struct, frozen=True):
@@ -72,8 +55,8 @@ class RowFormat(Struct, frozen=True):
 
 
 def converted(raw: Any, kind: type[T], where: str = "") -> T:
-    """What a file holds as the type that it should be. DataError says what in it is not, and
-    begins with `where`."""
+    """A value of a file as the expected type. Raises DataError that names the fault and begins
+    with `where`."""
     try:
         return convert(raw, kind)
     except ForeignError as error:
@@ -100,8 +83,8 @@ def read_messages(row: Row, column: str, form: RowFormat) -> list[Message]:
 def _tags_of(raw: Row, form: RowFormat) -> ChatTags:
     sharegpt = form.format == "sharegpt" or (form.format == "auto" and "from" in raw)
     base = SHAREGPT_TAGS if sharegpt else MESSAGE_TAGS
-    own = {name: value for name, value in msgspec.structs.asdict(form.tags).items() if value}
-    return replace(base, **own)
+    own = msgspec.structs.asdict(form.tags)
+    return ChatTags(**{name: own[name] or tag for name, tag in zip(own, base, strict=True)})
 
 
 def read_message(raw: Any, key: str, form: RowFormat) -> Message:
@@ -116,21 +99,15 @@ def read_message(raw: Any, key: str, form: RowFormat) -> Message:
         tags.function_tag: "function",
         tags.system_tag: "system",
     }
-    role = roles.get(raw.get(tags.role_tag, ""))
+    given, called = raw.get(tags.role_tag, ""), raw.get("tool_calls") or ()
+    role, place = roles.get(given), f"{key}.{tags.content_tag}"
     if role is None:
-        raise DataError(
-            f"key '{key}.{tags.role_tag}': expected one of {sorted(roles)}, got "
-            f"{raw.get(tags.role_tag)!r:.60}"
-        )
-    text = _content(
-        raw.get(tags.content_tag), f"{key}.{tags.content_tag}", bool(raw.get("tool_calls"))
-    )
+        known = f"expected one of {sorted(roles)}, got {raw.get(tags.role_tag)!r:.60}"
+        raise DataError(f"key '{key}.{tags.role_tag}': {known}")
+    text = _content(raw.get(tags.content_tag), place, bool(called))
     if role == "function":
-        return Message("assistant", "", (_call(text, f"{key}.{tags.content_tag}"),))
-    calls = tuple(
-        _call(call, f"{key}.tool_calls[{number}]")
-        for number, call in enumerate(raw.get("tool_calls") or ())
-    )
+        return Message("assistant", "", (_call(text, place),))
+    calls = tuple(_call(one, f"{key}.tool_calls[{number}]") for number, one in enumerate(called))
     name = raw.get("name")
     return Message(role, text, calls, name if isinstance(name, str) else None)  # type: ignore[arg-type]
 
@@ -192,7 +169,7 @@ class Preference(Struct, frozen=True):
 
 
 def read_conversation(row: Row, form: RowFormat) -> Conversation:
-    """The dialogue of a row; raises DataError with key and what was expected."""
+    """The dialogue of a row; raises DataError that names key and expectation."""
     found = _kind(row, form)
     if found == "turns":
         messages = _turns(row)
@@ -208,7 +185,7 @@ def read_conversation(row: Row, form: RowFormat) -> Conversation:
 
 
 def read_preference(row: Row, form: RowFormat) -> Preference:
-    """The two answers of a row; raises DataError with key and what was expected."""
+    """The two answers of a row; raises DataError that names key and expectation."""
     columns = form.columns
     for column in (columns.chosen, columns.rejected):
         if row.get(column) is None:
@@ -218,12 +195,9 @@ def read_preference(row: Row, form: RowFormat) -> Preference:
     if _kind(row, form, preference=True) == "alpaca":
         prompt = _alpaca_prompt(row, form)
     elif column := _messages_column(row, form):
-        value = row[column]
-        if isinstance(value, str):
-            prompt = [Message("user", value)]
-        else:
-            prompt = read_messages(row, column, form)
-        prompt = _with_system(prompt, row, form)
+        plain = isinstance(row[column], str)
+        asked = [Message("user", row[column])] if plain else read_messages(row, column, form)
+        prompt = _with_system(asked, row, form)
         if chosen[: len(prompt)] == prompt and rejected[: len(prompt)] == prompt:
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     else:
@@ -233,9 +207,8 @@ def read_preference(row: Row, form: RowFormat) -> Preference:
         if not answer or answer[0].role != "assistant":
             raise DataError(f"key {name!r}: expected an answer that begins with the policy's turn")
         check_order([*prompt, *answer])
-    return Preference(
-        Conversation(tuple(prompt), _tools(row, form)), tuple(chosen), tuple(rejected)
-    )
+    whole = Conversation(tuple(prompt), _tools(row, form))
+    return Preference(whole, tuple(chosen), tuple(rejected))
 
 
 def check_order(messages: Sequence[Message]) -> None:
@@ -243,10 +216,9 @@ def check_order(messages: Sequence[Message]) -> None:
     before = ""
     for number, message in enumerate(messages):
         if message.role not in FOLLOWS[before]:
-            raise DataError(
-                f"message {number} is of the role {message.role!r}, which cannot follow "
-                f"{before or 'the beginning'!r}; expected {' or '.join(FOLLOWS[before])}"
-            )
+            pair = f"{message.role!r}, which cannot follow {before or 'the beginning'!r}"
+            expected = " or ".join(FOLLOWS[before])
+            raise DataError(f"message {number} is of the role {pair}; expected {expected}")
         before = message.role
 
 
@@ -266,13 +238,11 @@ def _kind(row: Row, form: RowFormat, *, preference: bool = False) -> str:
 
 def _messages_column(row: Row, form: RowFormat) -> str:
     """The column of the messages; empty if the row has none."""
-    if form.columns.messages:
-        if row.get(form.columns.messages) is None:
-            raise DataError(
-                f"key {form.columns.messages!r}, which columns.messages names, is missing; the "
-                f"row has {sorted(row)}"
-            )
-        return form.columns.messages
+    if named := form.columns.messages:
+        if row.get(named) is None:
+            missing = f"key {named!r}, which columns.messages names, is missing"
+            raise DataError(f"{missing}; the row has {sorted(row)}")
+        return named
     return next((name for name in MESSAGES if row.get(name) is not None), "")
 
 
@@ -309,10 +279,8 @@ def _tools(row: Row, form: RowFormat) -> list[dict[str, Any]]:
 
 def _alpaca_prompt(row: Row, form: RowFormat) -> list[Message]:
     columns, messages = form.columns, []
-    told = converted(
-        row.get(columns.history) or [], list[tuple[str, str]], f"key {columns.history!r}"
-    )
-    for question, answer in told:
+    history, key = row.get(columns.history) or [], f"key {columns.history!r}"
+    for question, answer in converted(history, list[tuple[str, str]], key):
         messages += [Message("user", question), Message("assistant", answer)]
     texts = [_text(row, columns.prompt), _text(row, columns.query, optional=True)]
     messages.append(Message("user", "\n".join(filter(None, texts))))
@@ -371,7 +339,7 @@ def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
 #                     "tags": {"role_tag": "from", ...}, "ranking": false, "num_samples": 1000}}
 #
 # As there, `formatting` is alpaca unless it is given, and a system prompt or tools are read only
-# where `columns` names them. What would be downloaded from a hub is refused.
+# where `columns` names them. Entries of a hub are refused.
 
 HUBS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 UNREAD = ("images", "videos", "audios", "kto_tag")
@@ -432,9 +400,8 @@ def _source(registry: Path, name: str, *, ranking: bool) -> Source:
     path = registry.parent / entry.file_name
     if not path.exists():
         raise DataError(f"{where}.file_name: there is no {path}")
-    return Source(
-        path, RowFormat(FORMATS[entry.formatting], columns, entry.tags), entry.num_samples
-    )
+    form = RowFormat(FORMATS[entry.formatting], columns, entry.tags)
+    return Source(path, form, entry.num_samples)
 
 
 def _entry(registry: Path, name: str) -> _Entry:
@@ -449,8 +416,7 @@ def _entry(registry: Path, name: str) -> _Entry:
         raise DataError(f"{registry}: there is no dataset {name!r}; {hint}")
     hub = [key for key in HUBS if key in raw]
     if hub and "file_name" not in raw:
-        raise DataError(
-            f"{registry}: {name}.{hub[0]}: nothing is downloaded; get the file and give file_name"
-        )
+        why = "nothing is downloaded; get the file and give file_name"
+        raise DataError(f"{registry}: {name}.{hub[0]}: {why}")
     own = {key: value for key, value in raw.items() if key not in HUBS}
     return converted(own, _Entry, f"{registry}: {name}")

@@ -1,7 +1,7 @@
 """Conversations into token ids and masks, by the renderer that rolls out the same policy.
 
     prompt      the system and user messages before the first answer: as the prompt of an episode
-    answer      what the policy writes, trained; then its end-of-turn token, unless a call of the
+    answer      the policy's text, trained; then its end-of-turn token, unless a call of the
                 tag protocol ends the turn
     tool result rendered as an environment's, never trained
     user again  rendered by the chat template, never trained
@@ -94,7 +94,7 @@ class ChatEncoder:
     def encode(self, conversation: Conversation, first_trained: int = 0) -> Example:
         """Answers are trained from message `first_trained` on, counted without the system prompt.
 
-        Raises DataError for what the renderer cannot write.
+        Raises DataError for messages that the renderer cannot write.
         """
         prompt, turns = self._split(conversation)
         tools = conversation.tools
@@ -136,7 +136,7 @@ class ChatEncoder:
     def _answer(
         self, answer: Message, tools: Sequence[dict[str, Any]], follower: str
     ) -> Iterator[Part]:
-        """What the policy writes in a turn, without a thought that the prompt has opened."""
+        """The policy's text of a turn, without a thought that the prompt has opened."""
         text = answer.content
         if self._opens_thought and text.lstrip().startswith(THOUGHT_OPEN):
             text = text.lstrip().removeprefix(THOUGHT_OPEN).lstrip("\n")
@@ -173,7 +173,7 @@ class ChatEncoder:
         if not opened == closed == len(found) or any("<result>" in one[1] for one in found):
             raise DataError(
                 f"an answer opens <result> {opened} times and closes it {closed} times, "
-                f"{len(found)} of them in pairs; results are told from the answer by their tags"
+                f"{len(found)} of them in pairs; results are found in the answer by their tags"
             )
         start = 0
         for one in found:
@@ -204,7 +204,7 @@ class ChatEncoder:
         return whole
 
     def _between(self, group: list[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        """What stands between two answers: tool results and messages of the user."""
+        """The text between two answers: tool results and messages of the user."""
         if self.is_native:
             return list(self.renderer.observation(group, tools, WHOLE))
         results = [message for message in group if message.role == "tool"]
@@ -216,13 +216,14 @@ class ChatEncoder:
         return ids
 
     def _user_frame(self) -> tuple[str, str]:
-        """What the chat template writes around a user's message that follows an answer."""
+        """The text that the chat template puts around a user's message that follows an answer."""
         if self._frames is None:
             if not self._prompt.apply_chat_template:
                 self._frames = "\n\n", "\n"
                 return self._frames
-            chat = _chat(("user", "qQ"), ("assistant", "qTurnq"), ("user", STAND_IN))
-            rest = self._render(chat, generation=True).rpartition("qTurnq")[2]
+            turns = (("user", "qQ"), ("assistant", "qTurnq"), ("user", STAND_IN))
+            chat = [{"role": role, "content": content} for role, content in turns]
+            rest = self._render(chat).rpartition("qTurnq")[2]
             before, found, after = rest.partition(STAND_IN)
             end = self.renderer.decode([self.end_id])
             if not found or not before.startswith(end):
@@ -249,21 +250,13 @@ class ChatEncoder:
             )
         return found
 
-    def _render(self, chat: list[dict[str, str]], *, generation: bool) -> str:
-        text = self.tokenizer.apply_chat_template(
-            chat,
-            add_generation_prompt=generation,
-            tokenize=False,
-            **self._prompt.chat_template_kwargs,
-        )
-        return str(text)
+    def _render(self, chat: list[dict[str, str]]) -> str:
+        kwargs = self._prompt.chat_template_kwargs | {"tokenize": False}
+        render = self.tokenizer.apply_chat_template
+        return str(render(chat, add_generation_prompt=True, **kwargs))
 
 
 def _join(parts: list[Part]) -> Example:
     sizes = [len(ids) for ids, _ in parts]
     mask = np.repeat(np.array([is_policy for _, is_policy in parts], np.bool_), sizes)
     return Example.of([token for ids, _ in parts for token in ids], mask)
-
-
-def _chat(*turns: tuple[str, str]) -> list[dict[str, str]]:
-    return [{"role": role, "content": content} for role, content in turns]

@@ -48,12 +48,14 @@ def plot_losses(run: Path, name: str, keys: tuple[str, ...]) -> None:
     rows = [json.loads(line) for line in lines if line.endswith("\n")]  # else it was cut off
     figure, places = panels(1, len(keys), (5.5 * len(keys), 4.2), run.name)
     for axes, key in zip(places, keys, strict=True):
-        steps, values = _series(rows, f"{name}/{key}")
-        axes.plot(steps, values, alpha=0.35, label="steps")
-        axes.plot(steps, smoothed(values), color="C0", label="running mean")
-        steps, values = _series(rows, f"eval/{key}")
-        if steps:
-            axes.plot(steps, values, "o-", color="C1", markersize=4, label="held out")
+        own, held_out = (
+            np.array([(row["step"], row[full]) for row in rows if full in row]).reshape(-1, 2).T
+            for full in (f"{name}/{key}", f"eval/{key}")
+        )
+        axes.plot(*own, alpha=0.35, label="steps")
+        axes.plot(own[0], smoothed(own[1].tolist()), color="C0", label="running mean")
+        if held_out.size:
+            axes.plot(*held_out, "o-", color="C1", markersize=4, label="held out")
         axes.set(title=key, xlabel="step")
     write_whole(run / "loss.png", png(figure))
 
@@ -65,11 +67,6 @@ def smoothed(values: list[float]) -> list[float]:
     means = lfilter([1 - SMOOTHING], [1, -SMOOTHING], values)
     found: list[float] = (means / (1 - SMOOTHING ** np.arange(1, len(values) + 1))).tolist()
     return found
-
-
-def _series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    found = [(row["step"], row[key]) for row in rows if key in row]
-    return [step for step, _ in found], [value for _, value in found]
 
 
 def fill_rows(lengths: Sequence[int], size: int, seed: int) -> list[list[int]]:
@@ -84,7 +81,7 @@ def fill_rows(lengths: Sequence[int], size: int, seed: int) -> list[list[int]]:
     Random(f"{seed}/packing").shuffle(order)
     order.sort(key=lambda place: -lengths[place])
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # what is left in each row, sorted, and its number
+    room: list[tuple[int, int]] = []  # tokens left in each row, sorted, and its number
     for place in order:
         length = lengths[place]
         found = bisect_left(room, (length, -1))
@@ -117,22 +114,18 @@ class SupervisedAssembly(Assembly[SupervisedRunConfig]):
 
     @once
     async def encoder(self) -> ChatEncoder:
-        """What makes sequences of dialogues."""
-        config = self.config
-        return ChatEncoder(
-            (await self.renderers())[""],
-            load_instruction(config.prompt, self.resolve),
-            compat=config.data.compat == "reference",
-        )
+        """The encoder of dialogues."""
+        compat = self.config.data.compat == "reference"
+        instruction = load_instruction(self.config.prompt, self.resolve)
+        return ChatEncoder((await self.renderers())[""], instruction, compat=compat)
 
     @once
     async def rows(self) -> Loaded[Any]:
         """Sequences to imitate, or pairs to prefer one of."""
         config, encoder = self.config, await self.encoder()
         load: Any = load_examples if isinstance(config, SFTRunConfig) else load_pairs
-        found: Loaded[Any] = await in_thread(
-            load, config.data, encoder, self.resolve, config.run.seed, self.say, self.ends
-        )
+        more = (self.resolve, config.run.seed, self.say, self.ends)
+        found: Loaded[Any] = await in_thread(load, config.data, encoder, *more)
         return found
 
     @once
@@ -173,7 +166,7 @@ async def preference_figures(
 
 
 class SupervisedState(Struct):
-    """What a checkpoint remembers beside the learner's own state."""
+    """The state in a checkpoint, besides the learner's own."""
 
     step: int = 0
     num_tokens: int = 0
@@ -185,7 +178,7 @@ class SupervisedState(Struct):
 
 
 class Objective(Protocol):
-    """What is learned from `num_rows` rows. `name` begins the keys of the metrics, `plotted` are
+    """An objective over `num_rows` rows. `name` begins the keys of the metrics, `plotted` are
     the metrics that are plotted."""
 
     name: str
@@ -250,13 +243,8 @@ class SupervisedTraining:
         objective: Objective,
         checkpoint: Path | None,
     ) -> None:
-        self.config = config
-        self.loop = config.loop
-        self.run = run
-        self.view = view
-        self.learner = learner
-        self.objective = objective
-        self.checkpoint = checkpoint
+        self.config, self.loop, self.run, self.view = config, config.loop, run, view
+        self.learner, self.objective, self.checkpoint = learner, objective, checkpoint
         self.state = SupervisedState()
         if checkpoint is not None:
             self.state = load_state(checkpoint, SupervisedState)
@@ -346,9 +334,8 @@ class SupervisedTraining:
         self.run.monitors.log(row)
         shown = " ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         self.view.say(f"held out after step {state.step}: {shown}")
-        if self.config.checkpoint.keep_best and (
-            state.best is None or metrics["loss"] < state.best
-        ):
+        is_best = state.best is None or metrics["loss"] < state.best
+        if self.config.checkpoint.keep_best and is_best:
             state.best = metrics["loss"]
             if state.step:
                 await self.saver.save()
@@ -356,18 +343,11 @@ class SupervisedTraining:
 
     def _finish(self) -> None:
         state = self.state
-        self.run.write_json(
-            "summary.json",
-            {
-                "num_rows": self.rows.num_rows,
-                "num_steps": state.step,
-                "num_skipped": state.num_skipped,
-                "num_tokens": state.num_tokens,
-                "before": state.first_eval,
-                "after": state.last_eval,
-                "wall_s": round(state.wall_s, 2),
-            },
-        )
+        counts = {"num_rows": self.rows.num_rows, "num_steps": state.step}
+        counts |= {"num_skipped": state.num_skipped, "num_tokens": state.num_tokens}
+        figures = {"before": state.first_eval, "after": state.last_eval}
+        summary = {**counts, **figures, "wall_s": round(state.wall_s, 2)}
+        self.run.write_json("summary.json", summary)
         plot_losses(self.run.path, self.objective.name, self.objective.plotted)
         self.view.say(
             f"written to {self.run.path}: summary.json, loss.png, metrics.jsonl, "

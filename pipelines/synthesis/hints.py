@@ -1,5 +1,5 @@
-"""Hint-based sampling: a language-only chain, cut at a doubt or behind its answer, goes on with
-tools behind a sentence of ours (Tool-Star, arXiv 2505.16410, section 3.1).
+"""Hint-based sampling: a language-only chain, cut at a doubt or after its answer, goes on with
+tools after a sentence of ours (Tool-Star, arXiv 2505.16410, section 3.1).
 
     uncertain   <think>facts. Perhaps it is Cusco..     ->  <think>facts. HINT
     answer      <think>facts.</think><answer>X</answer> ->  <think>facts. So it would be X. HINT
@@ -26,7 +26,7 @@ _SENTENCE_END = re.compile(r"[.!?\u3002\uff01\uff1f](?=\s|$)|[\u3002\uff01\uff1f
 
 
 class Hint(Struct, frozen=True):
-    """What a trajectory begins with: `prefix`, which ends with the sentence `text`. `sample` is
+    """The beginning of a trajectory: `prefix`, which ends with the sentence `text`. `sample` is
     the number of the language-only chain that it was cut from."""
 
     prefix: str
@@ -68,7 +68,7 @@ def cut_at_doubt(chain: str, phrases: Sequence[str]) -> str | None:
 
 
 def reopened(chain: str) -> str | None:
-    """The chain as one thought that has come to its answer; None if there is no answer behind a
+    """The chain as one thought that has come to its answer; None if there is no answer after a
     thought, or more than one of it."""
     before, tag, rest = chain.partition("<answer>")
     thought, closed, between = before.rpartition("</think>")
@@ -88,6 +88,6 @@ def _pattern(phrase: str) -> str:
 
 
 def _ready(text: str) -> str:
-    """With a blank behind the last sentence, none behind the tag."""
+    """With a blank after the last sentence, none after the tag."""
     text = text.rstrip()
     return text if text.endswith(">") else f"{text} "

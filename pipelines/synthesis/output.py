@@ -106,15 +106,9 @@ def rejected_rows(found: Iterable[Sorted], dropped: Iterable[Dropped]) -> Iterab
         if one_sorted.kind == "unfinished":
             yield _question_row(question.set_name, question.task, "unfinished", "see trajectories")
         for judged in one_sorted.rejected:
-            yield {
-                "what": "trajectory",
-                "set": question.set_name,
-                "id": question.task.id,
-                "way": judged.way,
-                "sample": judged.row.sample,
-                "reason": judged.reason,
-                "detail": judged.detail,
-            }
+            name = {"what": "trajectory", "set": question.set_name, "id": question.task.id}
+            sampled = {"way": judged.way, "sample": judged.row.sample}
+            yield {**name, **sampled, "reason": judged.reason, "detail": judged.detail}
 
 
 def write_data(
@@ -133,14 +127,8 @@ def write_data(
 
 
 def _question_row(set_name: str, task: Task, reason: str, detail: str) -> Row:
-    return {
-        "what": "question",
-        "set": set_name,
-        "id": task.id,
-        "question": task.question,
-        "reason": reason,
-        "detail": detail,
-    }
+    asked = {"what": "question", "set": set_name, "id": task.id, "question": task.question}
+    return {**asked, "reason": reason, "detail": detail}
 
 
 # Counts of a synthesis: summary.json, and tables in the terminal.
@@ -158,10 +146,10 @@ NUM_RIGHT = ("neither", "tools_only", "direct_only", "both")
 def summarise(plan: SynthesisPlan, found: Sequence[Sorted], dropped: Sequence[Dropped]) -> Row:
     """All counts. Questions add up over classes and reasons, trajectories over SFT and reasons."""
     classes = Counter(one.kind for one in found)
-    kinds = sorted({one.question.task.kind for one in found})
+    pairs = Counter((one.question.task.kind, one.kind) for one in found)
     by_kind = {
-        kind: _counted(Counter(o.kind for o in found if o.question.task.kind == kind), CLASSES)
-        for kind in kinds
+        kind: {name: pairs[kind, name] for name in CLASSES}
+        for kind in sorted({k for k, _ in pairs})
     }
     right = Counter(NUM_RIGHT[2 * one.right[0] + one.right[1]] for one in found)
     learned = Counter(judged.way for one in found for judged in one.chosen)
@@ -187,15 +175,10 @@ def summarise(plan: SynthesisPlan, found: Sequence[Sorted], dropped: Sequence[Dr
 def class_table(summary: Row) -> Table:
     """Questions by class and kind."""
     kinds = list(summary["by_kind"]) if len(summary["by_kind"]) > 1 else []
-    rows = [
-        [
-            name,
-            str(summary["classes"][name]),
-            *(str(summary["by_kind"][kind][name]) for kind in kinds),
-            GOES_TO[name],
-        ]
-        for name in CLASSES
-    ]
+    rows = []
+    for name in CLASSES:
+        counts = [summary["classes"][name], *(summary["by_kind"][kind][name] for kind in kinds)]
+        rows.append([name, *map(str, counts), GOES_TO[name]])
     for reason, count in summary["not_asked"].items():
         rows.append([reason, str(count), *("" for _ in kinds), "not asked"])
     columns = ["class", "all", *kinds, "goes to"]

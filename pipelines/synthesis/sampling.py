@@ -1,4 +1,4 @@
-"""Samples what a synthesis lacks, through the actor, environments and engines of evaluation."""
+"""Samples the missing trajectories of a synthesis, by the actor and engines of evaluation."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN
 from agentenv.rows import RowsConfig
 from agentenv.types import Info, Limit, Message, Task
 
-# Rollouts that begin behind a hint, and language-only ones; for data synthesis only.
+# Rollouts that begin after a hint, and language-only ones; for data synthesis only.
 
 NUM_PROMPT_TOKENS = "num_prompt_tokens"  # of the root's info: what follows is the hinted text
 
 
 class LanguageOnly(EnvWrapper):
-    """An environment whose policy hears of no tools: nothing it writes is a call, so its first
+    """An environment that offers its policy no tools: nothing it writes is a call, so its first
     turn is its answer, graded as ever."""
 
     async def reset(
@@ -47,9 +47,9 @@ class LanguageOnly(EnvWrapper):
 
 
 class HintGuide(Guide):
-    """Begins the trajectories of a task behind the hint in its metadata (`MARK`).
+    """Begins the trajectories of a task after the hint in its metadata (`MARK`).
 
-    The prefix of the hint stands in the root's observation, behind the prompt: context, never
+    The prefix of the hint stands in the root's observation, after the prompt: context, never
     sampled. The env reads it as the beginning of the first action.
     """
 
@@ -81,7 +81,7 @@ class HintGuide(Guide):
 
 
 def hinted_row(row: EvalRow, answer: Answer) -> EvalRow:
-    """The row with the hinted text where it belongs: at the beginning of what was written."""
+    """The row with the hinted text where it belongs: at the beginning of the policy's text."""
     root, renderer = answer.tree.root, answer.question.actor.renderer
     hint = {key: value for key, value in row.metadata[MARK].items() if key != "prefix"}
     row = replace(row, metadata={**row.metadata, MARK: hint})
@@ -130,7 +130,7 @@ class SynthesisSampling:
         await self._ask("with tools", [one for pair in pairs for one in self._with_tools(pair)])
         return [self._gather(pair) for pair in pairs]
 
-    # what is asked
+    # which samples are asked
 
     def _samples(self, pair: TaskPair, way: Way) -> Iterator[Wanted]:
         name = set_name(pair.name, way)
@@ -162,8 +162,8 @@ class SynthesisSampling:
             hint = make_hint(text, row.sample, config, rng)
             if hint is not None and self._has_room(name, hint):
                 count += 1
-                told = {**pair.tools.metadata, MARK: msgspec.to_builtins(hint)}
-                yield Wanted(name, replace(pair.tools, metadata=told), row.sample)
+                hinted = {**pair.tools.metadata, MARK: msgspec.to_builtins(hint)}
+                yield Wanted(name, replace(pair.tools, metadata=hinted), row.sample)
 
     def _has_room(self, name: str, hint: Hint) -> bool:
         one = self._sets[name]
@@ -172,18 +172,18 @@ class SynthesisSampling:
 
     # asking
 
-    async def _ask(self, what: str, wanted: Sequence[Wanted]) -> None:
+    async def _ask(self, stage: str, wanted: Sequence[Wanted]) -> None:
         missing = self.store.missing(wanted)
         if len(missing) < len(wanted):
             held = f"{len(wanted) - len(missing)} of {len(wanted)} trajectories"
-            self._view.say(f"{what}: {held} are there already")
+            self._view.say(f"{stage}: {held} are there already")
         if not missing:
             return
         if self._engine is None:
             self._engine = await self._assembly.engine()
         actors = {one.dataset: await self._actor(one.dataset, self._engine) for one in missing}
         failures = share_failures(actors.values(), self.plan.evaluation)
-        self._view.begin(what, len(missing))
+        self._view.begin(stage, len(missing))
         progress = Progress(self._view.advance, self._engine)
 
         def make_row(name: str, answer: Answer) -> EvalRow:
@@ -210,7 +210,7 @@ class SynthesisSampling:
             self._actors[name] = actor
         return self._actors[name]
 
-    # what is there
+    # which samples are stored
 
     def _gather(self, pair: TaskPair) -> JudgedQuestion:
         direct = list(self._samples(pair, "direct"))
@@ -272,7 +272,7 @@ async def read_questions(
 
 
 def plain_question(text: str) -> str:
-    """What two questions have in common if they are the same: blanks and case aside."""
+    """The text by which questions are compared: without regard to blanks and case."""
     return " ".join(text.casefold().split())
 
 

@@ -1,4 +1,4 @@
-"""Questions by difficulty, and what of them goes where (Tool-Star, arXiv 2505.16410, section 3.1).
+"""Questions by difficulty, and their data sets (Tool-Star, arXiv 2505.16410, section 3.1).
 
     answered without tools                 -> SFT, the language-only trajectory
     not so, but with tools or with hints   -> SFT, the trajectory with tools
@@ -31,16 +31,11 @@ from agentenv.types import Task
 #     (<think>..</think>)+ with calls <TOOL>..</TOOL><result>..</result> between them, then
 #     <answer>..</answer> and nothing more
 #
-# Text of the policy and results of tools are told apart by who wrote them, never by their tags, so
+# Text of the policy and results of tools are distinguished by their author, never by their tags, so
 # nothing that a page says passes for structure (as it does in the published format rule).
 
-ALIASES = {
-    "thinking": "think",
-    "thought": "think",
-    "reasoning": "think",
-    "final_answer": "answer",
-    "final answer": "answer",
-}
+ALIASES = dict.fromkeys(("thinking", "thought", "reasoning"), "think")
+ALIASES |= dict.fromkeys(("final_answer", "final answer"), "answer")
 OURS = ("think", "answer", "result")
 
 Part = tuple[bool, str]  # whether the policy wrote it, and its text
@@ -48,7 +43,7 @@ Problem = tuple[str, str]  # reason, "" if there is none, and what was found
 
 
 def parts_of(row: EvalRow, tools: Sequence[str]) -> list[Part]:
-    """The trajectory behind its prompt. Text of the policy in unified tags, a thought that the
+    """The trajectory after its prompt. Text of the policy in unified tags, a thought that the
     prompt has opened included; results without theirs."""
     if not row.segments:
         return []
@@ -114,20 +109,17 @@ def check_chain(parts: Sequence[Part], tools: Sequence[str], *, require_box: boo
         return "no_answer", "there is no <answer>"
     last = parts[-1][1]
     if last.rpartition("</answer>")[2].strip():
-        return "wrong_order", "there is text behind the answer"
+        return "wrong_order", "there is text after the answer"
     if require_box and last_boxed(last.rpartition("<answer>")[2]) is None:
         return "no_box", "the answer has no balanced \\boxed{}"
     return "", ""
 
 
 def call_keys(row: EvalRow) -> list[str]:
-    """What tells the calls of a trajectory apart: tool and arguments, blanks and case aside."""
-    return [
-        msgspec.json.encode(
-            [call.get("name"), _plain(call.get("arguments"))], order="sorted", enc_hook=str
-        ).decode()
-        for call in row.tool_calls
-    ]
+    """The identity of each call of a trajectory: tool and arguments, blanks and case aside."""
+    encoder = msgspec.json.Encoder(order="sorted", enc_hook=str)
+    calls = ([call.get("name"), _plain(call.get("arguments"))] for call in row.tool_calls)
+    return [encoder.encode(call).decode() for call in calls]
 
 
 def _plain(value: Any) -> Any:
@@ -256,7 +248,7 @@ class JudgedQuestion(Struct, frozen=True):
 
 
 class Sorted(Struct, frozen=True):
-    """A question's class, what is learned from it, and its other trajectories with reasons.
+    """A question's class, the trajectories to learn from, and its other trajectories with reasons.
     `right` says whether it was answered without and with tools."""
 
     question: JudgedQuestion
@@ -274,14 +266,11 @@ def sort_question(question: JudgedQuestion, config: FilterConfig, seed: int) -> 
     direct = [one for one in clean if one.way == "direct"]
     tools = [one for one in clean if one.way != "direct"]
     right = (bool(direct), bool(tools))
-    if right[0]:
-        chosen, over = _drawn(direct, question, config, seed)
-        rejected += [*_because("surplus", over), *_because("answered_directly", tools)]
-        return Sorted(question, "direct", chosen, rejected, right)
-    if right[1]:
-        chosen, over = _drawn(tools, question, config, seed)
-        rejected += _because("surplus", over)
-        return Sorted(question, "tools", chosen, rejected, right)
+    if any(right):
+        chosen, over = _drawn(direct or tools, question, config, seed)
+        easy = _because("answered_directly", tools) if direct else []
+        rejected += [*_because("surplus", over), *easy]
+        return Sorted(question, "direct" if direct else "tools", chosen, rejected, right)
     failed = not question.is_whole or any(one.reason == "failed" for one in judged)
     return Sorted(question, "unfinished" if failed else "hard", [], rejected, right)
 

@@ -1,7 +1,7 @@
 """The page and its answers over HTTP, for one person on this machine.
 
 Listens on loopback. Whoever asks has to know the token of the address that was printed: the page
-is opened with it and gets a cookie for what comes after. A request that names another host, or
+is opened with it and gets a cookie for later requests. A request that names another host, or
 comes from a page of another origin, is refused. Nothing can be changed through it.
 """
 
@@ -11,20 +11,29 @@ import asyncio
 import gc
 import os
 import secrets
+import subprocess
+import sys
 import webbrowser
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from agentenv.errors import ConfigError, DataError
+from agentenv.guard import guarded
 from agentenv.offload import in_thread
 from agentenv.pipelines.viewing.folder import Folder
+from agentenv.ports import hold_port, port_of
 
 HOST = "127.0.0.1"
-TOKEN_VARIABLE = "AGENTENV_VIEW_TOKEN"  # of the environment: the token that whoever starts it knows
+COMMAND = ("-m", "agentenv.launchers.view")
+GRACE_S = 1.0
+END_S = 5.0  # for the process of a viewer beside a run
+TOKEN_VARIABLE = "AGENTENV_VIEW_TOKEN"  # of the environment: the token, if the caller chose it
 NAMES = (HOST, "localhost", "[::1]")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -38,12 +47,8 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-STATIC = {  # of the folder `static`
-    "index.html": "text/html",
-    "viewer.js": "text/javascript",
-    "viewer.css": "text/css",
-}
-NUM_AT_ONCE = 4  # answers that are computed beside each other
+STATIC = {"viewer.js": "text/javascript", "viewer.css": "text/css"}  # of the folder `static`
+NUM_AT_ONCE = 4  # answers that are computed at the same time
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -156,7 +161,7 @@ class Server:
 
 
 def encode(answer: Any) -> bytes:
-    """JSON, in which what is nan is null; of what has no form there, its text."""
+    """JSON, in which nan is null; values without a form there are texts."""
     return msgspec.json.encode(answer, enc_hook=str)
 
 
@@ -180,3 +185,28 @@ async def serve(folder: Folder, port: int, say: Callable[[str], None], *, opens:
         await asyncio.Event().wait()
     finally:
         await server.close()
+
+
+@contextmanager
+def viewed(run: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Serve a run that has just been started from a process of its own, and say its address. That
+    process ends with this one, however this one ends; when it fails, the run goes on without."""
+    token = secrets.token_urlsafe(24)
+    with hold_port() as held:
+        command = [sys.executable, *COMMAND, str(run.resolve()), "--awaited"]
+        process = subprocess.Popen(
+            guarded([*command, "--port", str(port_of(held))], GRACE_S),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=os.environ | {TOKEN_VARIABLE: token},
+            start_new_session=True,
+        )
+        say(f"to look at it: {address_of(port_of(held), token)}")
+        try:
+            yield
+        finally:
+            if process.stdin is not None:
+                process.stdin.close()  # which ends it
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=END_S)
+            say(f"to look at it again: python launchers/view.py {run}")

@@ -1,11 +1,11 @@
-"""What the viewer shows of a stored evaluation: its rows, figures, and the difference of two."""
+"""A stored evaluation in the viewer: its rows, figures, and the difference of two."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +13,11 @@ import msgspec
 
 from agentenv.errors import DataError, ForeignError
 from agentenv.pipelines.records.row import FAILED, EvalRow
-from agentenv.pipelines.viewing.jsonl import Lines, size_of
+from agentenv.pipelines.viewing.jsonl import JsonLines, size_of
 from agentenv.untrusted import decode, decode_loose
 
 if TYPE_CHECKING:  # the first picture of a run waits for none of these
     from agentenv.pipelines.evaluation.figures import QuestionRows
-    from agentenv.pipelines.evaluation.scores import Votes
 
 CONFIG_FILE, ROWS_FILE = "config.json", "rows.jsonl"
 
@@ -48,7 +47,7 @@ class Evaluation:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
         self.name = name
-        self._lines = Lines(folder / ROWS_FILE)
+        self._lines = JsonLines(folder / ROWS_FILE)
         self._lock = threading.Lock()
         self._computing = threading.Lock()  # figures, which several windows ask for
         self._rows: dict[tuple[str, str, int], tuple[EvalRow, int, int]] = {}
@@ -59,18 +58,12 @@ class Evaluation:
         return size_of(self.folder / ROWS_FILE)
 
     def about(self) -> Figures:
-        """Who was asked what, as its config.json says."""
-        try:
+        """The subject and the configuration, as its config.json says."""
+        found: Figures = {"subject": {}, "config": {}}
+        with suppress(OSError, ForeignError, KeyError, TypeError):
             saved = decode_loose((self.folder / CONFIG_FILE).read_bytes())
-            subject, config = saved["subject"], saved["config"]
-        except (OSError, ForeignError, KeyError, TypeError):
-            return {"name": self.name, "folder": str(self.folder), "subject": {}, "config": {}}
-        return {
-            "name": self.name,
-            "folder": str(self.folder),
-            "subject": subject,
-            "config": config,
-        }
+            found = {"subject": saved["subject"], "config": saved["config"]}
+        return {"name": self.name, "folder": str(self.folder), **found}
 
     def index(self) -> Figures:
         """A row of each trajectory; those of one question stand together."""
@@ -118,7 +111,7 @@ class Evaluation:
 
     def figures(self) -> Figures:
         """Estimates with intervals, of all and by group: those of its last report, if no row is
-        newer; else without what a report computes first (scores of answers, votes)."""
+        newer; else without scores and votes that only a report computes."""
         summary = self.folder / SUMMARY_FILE
         rows = self.folder / ROWS_FILE
         try:
@@ -143,13 +136,13 @@ class Evaluation:
     def questions(self) -> list[QuestionRows]:
         """Its rows by question, without their text."""
         from agentenv.pipelines.evaluation.figures import questions_of
+        from agentenv.pipelines.evaluation.scores import known_votes
 
         questions = questions_of(row for row, _, _ in self._read())
-        votes = [_votes(question.done) for question in questions]
-        several = [len(question.done) > 1 for question in questions]
-        # of some questions only, as of those that are right in all samples, they say another thing
-        if all(one is not None for one, is_vote in zip(votes, several, strict=True) if is_vote):
-            for question, one in zip(questions, votes, strict=True):
+        several = [question for question in questions if len(question.done) > 1]
+        votes = [known_votes(question.done) for question in several]
+        if None not in votes:  # of some questions only, as of those always right, they mislead
+            for question, one in zip(several, votes, strict=True):
                 question.votes = one
         return questions
 
@@ -173,35 +166,27 @@ class Evaluation:
 
 def compare(first: Evaluation, second: Evaluation) -> Figures:
     """The questions that both asked, in pairs. Raises DataError if there is none."""
-    from agentenv.pipelines.evaluation.compare import (
-        by_group,
-        changed,
-        failed_of,
-        other_differences,
-        pair_up,
-    )
+    from agentenv.pipelines.evaluation import compare as paired
 
-    pairing = pair_up(first.questions(), second.questions())
-    pairs, shared = changed(pairing), [*pairing.pairs, *pairing.lost]
+    pairing = paired.pair_up(first.questions(), second.questions())
+    pairs, shared = paired.changed(pairing), [*pairing.pairs, *pairing.lost]
     shown = [*pairs[: MAX_CHANGED // 2], *pairs[MAX_CHANGED // 2 :][-MAX_CHANGED // 2 :]]
+    sides = [[pair.first for pair in shared], [pair.second for pair in shared]]
     found: Figures = msgspec.to_builtins(
         {
             "num_questions": len(pairing.pairs),
             "only_first": pairing.only_first,
             "only_second": pairing.only_second,
             "failed": pairing.failed,
-            "sides": [
-                failed_of([one.first for one in shared]),
-                failed_of([one.second for one in shared]),
-            ],
-            "success": by_group(pairing),
-            "others": other_differences(pairing),
+            "sides": [paired.failed_of(side) for side in sides],
+            "success": paired.by_group(pairing),
+            "others": paired.other_differences(pairing),
             "num_changed": len(pairs),
             "changed": [
                 {
                     "set": pair.dataset,
                     "task": pair.first.rows[0].task,
-                    "kind": pair.first.rows[0].kind,
+                    "kind": pair.kind,
                     "question": pair.first.rows[0].question[:MAX_CHARS],
                     "change": pair.change,
                     "first": pair.first.rows[0].prediction[:MAX_CHARS],
@@ -231,15 +216,3 @@ def _all_texts(row: EvalRow) -> Iterator[str]:
     yield row.error or ""
     for segment in row.segments:
         yield from segment.values()
-
-
-def _votes(done: list[EvalRow]) -> Votes | None:
-    """As far as a report has compared the wrong answers already."""
-    from agentenv.pipelines.evaluation.scores import Votes
-
-    given = [row for row in done if not row.success and row.prediction.strip()]
-    if len(done) < 2 or any(row.same_as is None for row in given):
-        return None
-    num_right = sum(row.success for row in done)
-    wrong = sorted(Counter(row.same_as for row in given).values(), reverse=True)
-    return Votes(num_right, tuple(wrong), len(done) - num_right - len(given))

@@ -1,5 +1,5 @@
-"""Writes down what the page would ask for: one HTML file that needs nothing else, or a folder for
-any web server. The newest trees go in first; what does not fit is left out, and said."""
+"""Writes the answers that the page would ask for: one HTML file that needs nothing else, or a
+folder for any web server. The newest trees go in first; the rest is left out, and said."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import hashlib
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import permutations
 from pathlib import Path
 
@@ -28,7 +29,7 @@ _SCRIPT = '<script src="static/viewer.js" defer></script>'
 
 
 def export(folder: Folder, out: Path, max_mb: float) -> Iterator[str]:
-    """Write OUT, and say what was written. Raises ConfigError if OUT is something else already."""
+    """Write OUT, and report it. Raises ConfigError if OUT is something else already."""
     is_file = out.suffix.lower() in FILE_SUFFIXES
     if out.is_dir() == is_file and out.exists():
         expected = "a file" if is_file else "a folder"
@@ -47,7 +48,7 @@ def export(folder: Folder, out: Path, max_mb: float) -> Iterator[str]:
 
 
 def _collect(folder: Folder, writer: _Writer) -> list[str]:
-    """Add the answers; what did not fit."""
+    """Add the answers; descriptions of those that did not fit."""
     left_out = []
     writer.add("metrics", folder.metrics(), always=True)
     writer.add("log", folder.answer("log"), always=True)
@@ -56,16 +57,12 @@ def _collect(folder: Folder, writer: _Writer) -> list[str]:
     evaluations = folder.evaluations()
     for key, one in evaluations.items():
         writer.add(f"evaluations/{key}", one.index(), always=True)
-        try:
+        with suppress(DataError):  # it has no row yet
             writer.add(f"evaluations/{key}/figures", one.figures(), always=True)
-        except DataError:  # it has no row yet
-            continue
     for first, second in permutations(list(evaluations)[-MAX_COMPARED:], 2):
         path = f"compare/{first}/{second}"
-        try:
+        with suppress(DataError):  # they ask other questions
             writer.add(path, folder.answer(path), always=True)
-        except DataError:  # they ask other questions
-            continue
     if num_rows := sum(_add_rows(folder, writer, key) for key in reversed(evaluations)):
         left_out.append(f"{num_rows} trajectories of evaluations")
     if num_trees := sum(_add_trees(folder, writer, step) for step in reversed(steps)):
@@ -104,26 +101,27 @@ class _Writer:
     """Takes answers up to a size."""
 
     def __init__(self, max_bytes: float) -> None:
-        self._left = max_bytes
-        self._max_bytes = max_bytes
+        self._left = self._max_bytes = max_bytes
 
     def add(self, path: str, answer: object, *, share: float = 1.0, always: bool = False) -> bool:
         """Whether it was taken: `always` is, and others within a share of the space."""
-        data = self._packed(encode(answer))
+        data = self.packed(encode(answer))
         if not always and self._left - len(data) < (1 - share) * self._max_bytes:
             return False
         self._left -= len(data)
-        self._put(path, data)
+        self.put(path, data)
         return True
 
+    def packed(self, data: bytes) -> bytes:
+        """The data as it is written."""
+        return data
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write the answer to a path, or keep it for the end."""
+        raise NotImplementedError
+
     def finish(self, out: Path) -> int:
-        """Write what is not written yet; the bytes of all."""
-        raise NotImplementedError
-
-    def _packed(self, data: bytes) -> bytes:
-        raise NotImplementedError
-
-    def _put(self, path: str, data: bytes) -> None:
+        """Write the rest; the bytes of all."""
         raise NotImplementedError
 
 
@@ -135,20 +133,21 @@ class _File(_Writer):
         super().__init__(max_bytes)
         self._parts: list[bytes] = []
 
-    def _packed(self, data: bytes) -> bytes:
+    def packed(self, data: bytes) -> bytes:
         return base64.b64encode(gzip.compress(data, 6, mtime=0))
 
-    def _put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes) -> None:
         name = re.sub(r"[^A-Za-z0-9_./-]", "-", path).encode()  # as all paths are
         self._parts.append(b'<script type="text/plain" data-path="%s">%s</script>\n' % (name, data))
 
     def finish(self, out: Path) -> int:
-        style, script = static("viewer.css").decode(), static("viewer.js").decode()
+        style, script, page = (
+            static(name).decode() for name in ("viewer.css", "viewer.js", "index.html")
+        )
         policy = (
             f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
             "img-src data:; base-uri 'none'; form-action 'none'"
         )
-        page = static("index.html").decode()
         meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         for old, new in (
             ('<meta charset="utf-8">', f'<meta charset="utf-8">\n    {meta}'),
@@ -170,20 +169,16 @@ class _Files(_Writer):
 
     def __init__(self, out: Path, max_bytes: float) -> None:
         super().__init__(max_bytes)
-        self._out = out
-        self._num_bytes = 0
+        self._out, self._num_bytes = out, 0
 
-    def _packed(self, data: bytes) -> bytes:
-        return data
-
-    def _put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes) -> None:
         self._write(f"{DATA}/{path}.json", data)
 
     def finish(self, out: Path) -> int:
-        page = static("index.html").decode().replace('data-source="server"', 'data-source="folder"')
-        self._write("static/viewer.css", static("viewer.css"))
-        self._write("static/viewer.js", static("viewer.js"))
-        self._write("index.html", page.encode())
+        page = static("index.html").replace(b'data-source="server"', b'data-source="folder"')
+        self._write("index.html", page)
+        for name in ("viewer.css", "viewer.js"):
+            self._write(f"static/{name}", static(name))
         return self._num_bytes
 
     def _write(self, name: str, data: bytes) -> None:

@@ -1,7 +1,7 @@
-"""The folder that is looked at: a run, or an evaluation. Every picture of the page is an answer to
+"""The viewed folder: a run, or an evaluation. Every picture of the page is an answer to
 a path, which the server gives as it is asked and an export writes down:
 
-    run                           what it is, how it stands, what there is to see
+    run                           kind, state, list of contents
     state                         figures that change whenever there is more to see
     metrics?from=N                rows of metrics.jsonl from number N on
     log                           the end of run.log
@@ -30,7 +30,7 @@ from agentenv.config import resolver
 from agentenv.errors import DataError, ForeignError
 from agentenv.pipelines.run.rundir import CONFIG_FILE, LOG_FILE, Checkpoints, Holder
 from agentenv.pipelines.viewing.evaluations import Evaluation, compare
-from agentenv.pipelines.viewing.jsonl import Lines, size_of, tail
+from agentenv.pipelines.viewing.jsonl import JsonLines, size_of, tail
 from agentenv.pipelines.viewing.trees import Trees
 from agentenv.untrusted import decode_loose
 
@@ -58,14 +58,14 @@ class Folder:
         self.others = list(others)
         self.trees = Trees(path, self._tokenizers)
         self._lock = threading.Lock()
-        self._metrics = Lines(path / METRICS)
+        self._metrics = JsonLines(path / METRICS)
         self._rows: list[Any] = []
         self._num_unreadable = 0
         self._epoch = 0  # one more whenever rows that were read are void
         self._evaluations: dict[Path, Evaluation] = {}
 
     def answer(self, path: str, query: Mapping[str, str] = {}) -> Any:
-        """Raises DataError for what is not there."""
+        """Raises DataError for a path without an answer."""
         parts = [part for part in path.split("/") if part]
         match parts:
             case ["run"]:
@@ -97,7 +97,7 @@ class Folder:
         raise DataError(f"there is no {path!r} to see")
 
     def run(self) -> Figures:
-        """What the first picture needs; reads no tree and no row."""
+        """The content of the first picture; reads no tree and no row."""
         checkpoints = Checkpoints(self.path / "checkpoints").finished() if self.is_run else []
         return {
             "name": self.path.resolve().name,
@@ -168,11 +168,8 @@ class Folder:
             with self._lock:
                 one = self._evaluations.setdefault(folder, Evaluation(folder, name))
             slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip(".") or "evaluation"
-            key, number = slug, 1
-            while key in found:
-                number += 1
-                key = f"{slug}-{number}"
-            found[key] = one
+            keys = (slug, *(f"{slug}-{number}" for number in range(2, len(found) + 3)))
+            found[next(key for key in keys if key not in found)] = one
         return found
 
     def evaluation(self, key: str) -> Evaluation:
@@ -195,17 +192,15 @@ class Folder:
                 yield from ((path, f"{name} {when}") for path, when in _within(other))
 
     def _tokenizers(self) -> Iterator[Path]:
-        name = "tokenizer.json"
-        for path in reversed(Checkpoints(self.path / "checkpoints").finished()):
-            yield path / name
-        yield self.path / "model" / name
-        yield self.path / "resumed" / name
+        own = [*reversed(Checkpoints(self.path / "checkpoints").finished())]
+        own += [self.path / "model", self.path / "resumed"]
         config = _json(self.path / CONFIG_FILE)
         model = config.get("model") if isinstance(config, dict) else None
+        named = model if isinstance(model, dict) else {}
         for key in ("tokenizer", "path"):
-            found = model.get(key) if isinstance(model, dict) else None
-            if isinstance(found, str) and found:
-                yield resolver(self.path)(found) / name
+            if isinstance(found := named.get(key), str) and found:
+                own.append(resolver(self.path)(found))
+        yield from (path / "tokenizer.json" for path in own)
 
 
 def _check_run(path: Path) -> None:
@@ -234,7 +229,7 @@ def _within(run: Path) -> list[tuple[Path, str]]:
 
 
 def _json(path: Path) -> Any:
-    """What a file of JSON says; None without one that can be read."""
+    """The content of a JSON file; None without a readable one."""
     try:
         return decode_loose(path.read_bytes())
     except (OSError, ForeignError):

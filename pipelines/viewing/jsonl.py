@@ -1,4 +1,4 @@
-"""Files of JSON lines that somebody may still be writing."""
+"""Files of JSON lines that may still be growing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 TAIL_BYTES = 64_000
 
 
-class Lines:
+class JsonLines:
     """Reads a file from where it stopped. A last line without its end is waited for."""
 
     def __init__(self, path: Path) -> None:
@@ -18,7 +18,7 @@ class Lines:
         self._file: tuple[int, int] | None = None  # which one it was
 
     def new(self) -> tuple[bool, Iterator[bytes]]:
-        """Whether it is another file, or was cut, so that what was read before is void; and the
+        """Whether it is another file, or was cut, so that the lines read before are void; and the
         whole lines since then."""
         try:
             found = self.path.stat()
@@ -43,7 +43,7 @@ class Lines:
 
 
 def size_of(path: Path) -> int:
-    """Bytes; 0 of what is not there."""
+    """Bytes; 0 without a file."""
     try:
         return path.stat().st_size
     except OSError:

@@ -1,4 +1,4 @@
-"""What the viewer shows of RUN/trees: the index of all steps, one step, one tree token by token."""
+"""RUN/trees in the viewer: the index of all steps, one step, one tree token by token."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Trees:
         self._details: OrderedDict[tuple[Path, tuple[int, int]], list[Figures]] = OrderedDict()
 
     def state(self) -> list[int]:
-        """Another one whenever there is more to see: number of files, the last, its size."""
+        """Changes whenever there is more to see: number of files, the last one, its size."""
         paths = steps_of(self.folder)
         if not paths:
             return [0, 0, 0]
@@ -52,8 +52,7 @@ class Trees:
 
     def index(self, since: int = 0) -> Figures:
         """The trees of all steps from `since` on, a row each; no tree is read."""
-        rows: list[list[Any]] = []
-        cut_off = []
+        rows, cut_off = list[list[Any]](), []
         for number, path in steps_of(self.folder).items():
             if number < since:
                 continue
@@ -68,7 +67,7 @@ class Trees:
         return {"columns": COLUMNS, "rows": rows, "cut_off": cut_off}
 
     def step(self, number: int) -> Figures:
-        """What only the trees themselves say, of each tree of a step, and the metrics of the
+        """The details of each tree of a step, which takes reading it, and the metrics of the
         step. Raises DataError if it is not there."""
         step = self._step(self._path(number))
         return {
@@ -97,7 +96,7 @@ class Trees:
 
     def search(self, number: int, text: str) -> Figures:
         """The trees of a step in which a text occurs, whatever the case: in question, answers, or
-        in what policy and environment wrote."""
+        in texts of policy and environment."""
         step = self._step(self._path(number))
         texts, wanted = self.texts(), text.casefold()
         until = time.thread_time() + SEARCH_S
@@ -115,13 +114,13 @@ class Trees:
         return {"trees": found, "num_searched": num_searched, "num_trees": len(step.entries)}
 
     def texts(self) -> Texts | None:
-        """What gives the text of tokens; None without a tokenizer."""
+        """The decoder of single tokens; None without a tokenizer."""
         with self._lock:
-            if self._texts is None:
-                for path in self._tokenizers():
-                    if path.is_file():
-                        self._texts = _load(path)
-                        break
+            path = None if self._texts else next(filter(Path.is_file, self._tokenizers()), None)
+            if path is not None:
+                from tokenizers import Tokenizer
+
+                self._texts = token_texts(Tokenizer.from_file(str(path)))
             return self._texts
 
     def _path(self, number: int) -> Path:
@@ -131,11 +130,7 @@ class Trees:
         return path
 
     def _step(self, path: Path) -> Step:
-        try:
-            found = path.stat()
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}") from error
-        size = found.st_mtime_ns, found.st_size
+        size = _state(path)
         with self._lock:
             known = self._steps.get(path)
         if known is not None and known[0] == size:
@@ -146,8 +141,7 @@ class Trees:
         return step
 
     def _step_details(self, step: Step) -> list[Figures]:
-        found = step.path.stat()
-        key = step.path, (found.st_mtime_ns, found.st_size)
+        key = step.path, _state(step.path)
         with self._lock:
             if key in self._details:
                 self._details.move_to_end(key)
@@ -165,10 +159,13 @@ class Trees:
         return details
 
 
-def _load(path: Path) -> Texts:
-    from tokenizers import Tokenizer
-
-    return token_texts(Tokenizer.from_file(str(path)))
+def _state(path: Path) -> tuple[int, int]:
+    """Time and size. Raises DataError without the file."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    return found.st_mtime_ns, found.st_size
 
 
 def _index_row(step: Step, entry: Entry) -> list[Any]:
@@ -233,9 +230,16 @@ def _all_texts(tree: TrajectoryTree, texts: Texts | None) -> Iterator[str]:
             yield "".join(texts([*node.action_ids, *node.observation_ids]))
 
 
+_TREE = ("num_roots", "num_forks", "num_retries", "num_retaken", "policy_version", "events", "lost")
+_NODE = ("index", "parent", "continues", "branch", "end", "limit", "error", "num_forks", "reward")
+_CREDIT = {"adv_pos": "adv_pos", "adv_neg": "adv_neg", "weight": "weight"}
+_CREDIT |= {"return": "returns", "advantage": "advantages"}  # by their name on the page
+
+
 def _tree(kept: KeptTree, entry: Entry, texts: Texts | None) -> Figures:
-    """A tree for the page, with its nodes and what became of it."""
+    """A tree for the page, with its nodes and its fate."""
     tree, task = kept.tree, kept.tree.task
+    asked = {name: getattr(task, name) for name in ("id", "kind", "question", "metadata")}
     return {
         "tree": tree.index,
         "fate": kept.fate,
@@ -245,39 +249,18 @@ def _tree(kept: KeptTree, entry: Entry, texts: Texts | None) -> Figures:
         "has_learner": bool(tree.scored),
         "num_tokens": entry.num_tokens,
         "num_sampled": entry.num_action_tokens,
-        "num_roots": tree.num_roots,
-        "num_forks": tree.num_forks,
-        "num_retries": tree.num_retries,
-        "num_retaken": tree.num_retaken,
-        "policy_version": tree.policy_version,
-        "events": tree.events,
-        "lost": tree.lost,
-        "task": {
-            "id": task.id,
-            "env": task.env_id,
-            "kind": task.kind,
-            "question": task.question,
-            "answers": list(task.answers),
-            "metadata": task.metadata,
-        },
+        **{name: getattr(tree, name) for name in _TREE},
+        "task": {**asked, "env": task.env_id, "answers": list(task.answers)},
         "nodes": [_node(kept, node, texts) for node in tree.nodes],
     }
 
 
 def _node(kept: KeptTree, node: Node, texts: Texts | None) -> Figures:
     """A node for the page: its place, tokens with their figures, and tool calls."""
-    tree, at = kept.tree, node.index
+    tree, at, credit = kept.tree, node.index, kept.credit
     scored = tree.scored[at] if at < len(tree.scored) else Scored()
     found: Figures = {
-        "index": at,
-        "parent": node.parent,
-        "continues": node.continues,
-        "branch": node.branch,
-        "end": node.end,
-        "limit": node.limit,
-        "error": node.error,
-        "num_forks": node.num_forks,
-        "reward": node.reward,
+        **{name: getattr(node, name) for name in _NODE},
         "info": {key: value for key, value in node.info.items() if key != "tool_calls"},
         "calls": list(node.info.get("tool_calls", ())),
         "ids": list(node.action_ids),
@@ -291,15 +274,8 @@ def _node(kept: KeptTree, node: Node, texts: Texts | None) -> Figures:
         "num_observed": len(node.observation_ids),
         "told": kept.told[at] if at < len(kept.told) else [],
     }
-    if kept.credit is not None:
-        credit = kept.credit
-        found |= {
-            "adv_pos": credit.adv_pos[at],
-            "adv_neg": credit.adv_neg[at],
-            "weight": credit.weight[at],
-            "return": credit.returns[at],
-            "advantage": credit.advantages[at],
-        }
+    if credit is not None:
+        found |= {key: getattr(credit, name)[at] for key, name in _CREDIT.items()}
     return found
 
 
@@ -308,4 +284,4 @@ def _texts(ids: Sequence[int], texts: Texts | None) -> list[str]:
 
 
 def _rounded(values: Any) -> list[float]:
-    return [round(float(value), 4) for value in values]  # what is nan is null in JSON
+    return [round(float(value), 4) for value in values]  # nan is null in JSON

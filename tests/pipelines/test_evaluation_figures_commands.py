@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentenv.launchers import evaluate
-from agentenv.pipelines.evaluation import compare, report
+from agentenv.launchers import evaluate, view
+from agentenv.pipelines.evaluation import report
 from agentenv.pipelines.records.row import EvalRow
 from tests.support.stored_evaluation import (
     QUICK,
@@ -66,9 +66,9 @@ class Page(HTMLParser):
 
 
 @pytest.mark.slow
-def test_a_report_is_terminal_json_markdown_html_and_plots(tmp_path, capsys):
+def test_a_report_is_terminal_json_markdown_and_plots(tmp_path, capsys):
     folder = write_evaluation(tmp_path / "e", mixed_rows(8, 4), QUICK)
-    assert report.main([str(folder), "--k", "1,3"]) == 0
+    assert evaluate.main(["report", str(folder), "--k", "1,3"]) == 0
     said = capsys.readouterr().out
     assert "pass@k" in said
     assert "Cost of a trajectory" in said
@@ -78,15 +78,23 @@ def test_a_report_is_terminal_json_markdown_html_and_plots(tmp_path, capsys):
     for name in ("groups", "pass_at_k", "tool_calls", "tokens", "seconds"):
         assert (folder / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert f"(plots/{name}.png)" in text
-    page = Page((folder / "report.html").read_text())
+    assert not list(folder.glob("**/*.partial"))
+    assert not (folder / "report.html").exists()
+
+
+def test_a_page_of_the_viewer_holds_the_figures_of_the_report(tmp_path):
+    folder = write_evaluation(tmp_path / "e", mixed_rows(8, 4), QUICK)
+    assert evaluate.main(["report", str(folder)]) == 0
+    assert view.main([str(folder), "--export", str(tmp_path / "page.html")]) == 0
+    page = Page((tmp_path / "page.html").read_text())
     assert page.answer("run")["exported"]["left_out"] == []
+    summary = json.loads((folder / "summary.json").read_text())
     assert page.answer("evaluations/e/figures") == summary
     assert len(page.answer("evaluations/e")["rows"]) == 32
     (first, *_) = page.answer("evaluations/e/rows/0")
     assert first["segments"]
     links = {value for name, value in page.attributes if name in ("src", "href")}
     assert links == {"data:,"}  # all is inside
-    assert not list(folder.glob("**/*.partial"))
 
 
 @pytest.mark.slow
@@ -96,9 +104,10 @@ def test_what_a_policy_wrote_cannot_act_in_a_report(tmp_path, capsys):
     rows[0].segments[-1]["policy"] += EVIL
     rows.append(EvalRow(dataset="x", task="2", sample=0, end="failed", error=f"{EVIL}: {EVIL}"))
     folder = write_evaluation(tmp_path / "e", rows, QUICK)
-    assert report.main([str(folder)]) == 0
+    assert evaluate.main(["report", str(folder)]) == 0
     assert "\x1b[31m" not in capsys.readouterr().out
-    html = (folder / "report.html").read_text()
+    assert view.main([str(folder), "--export", str(tmp_path / "page.html")]) == 0
+    html = (tmp_path / "page.html").read_text()
     page = Page(html)
     assert not {"img", "iframe", "object", "embed"} & set(page.tags)
     assert page.handlers == []
@@ -111,10 +120,10 @@ def test_what_a_policy_wrote_cannot_act_in_a_report(tmp_path, capsys):
 
 
 def test_a_report_needs_rows(tmp_path, capsys):
-    assert report.main([str(tmp_path)]) == 2
+    assert evaluate.main(["report", str(tmp_path)]) == 2
     assert "holds no evaluation" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        report.main([str(tmp_path), "--k", "0"])
+        evaluate.main(["report", str(tmp_path), "--k", "0"])
 
 
 @pytest.mark.slow
@@ -122,7 +131,7 @@ def test_failures_are_told_with_their_bound(tmp_path, capsys):
     rows = rows_of({"1": ["Paris"], "2": ["Rome"]})
     rows.append(EvalRow(dataset="qa", task="3", sample=0, end="failed", error="EngineError: no"))
     folder = write_evaluation(tmp_path / "e", rows, QUICK)
-    assert report.main([str(folder)]) == 0
+    assert evaluate.main(["report", str(folder)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "1 failed trajectories (EngineError 1) are in no score" in said
     assert "success would be 0.333" in said
@@ -132,7 +141,7 @@ def test_failures_are_told_with_their_bound(tmp_path, capsys):
 def test_a_report_leaves_the_rows_as_they_are(tmp_path):
     folder = write_evaluation(tmp_path / "e", mixed_rows(4, 2), QUICK)
     before = (folder / "rows.jsonl").read_bytes()
-    assert report.main([str(folder), "--compat", "reference"]) == 0
+    assert evaluate.main(["report", str(folder), "--compat", "reference"]) == 0
     assert (folder / "rows.jsonl").read_bytes() == before
     assert json.loads((folder / "summary.json").read_text())["compat"] == "reference"
 
@@ -149,7 +158,7 @@ def test_a_report_names_the_weights_that_were_asked(tmp_path, subject, told):
     folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"]}), QUICK)
     saved = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**saved, "subject": subject}))
-    assert report.main([str(folder)]) == 0
+    assert evaluate.main(["report", str(folder)]) == 0
     assert told in (folder / "report.md").read_text()
 
 
@@ -172,7 +181,7 @@ def test_two_evaluations_are_compared_question_by_question(tmp_path, capsys):
     first = write_evaluation(tmp_path / "a", one, QUICK)
     second = write_evaluation(tmp_path / "b", two, QUICK)
     out = tmp_path / "c.md"
-    assert compare.main([str(first), str(second), "--out", str(out)]) == 0
+    assert evaluate.main(["compare", str(first), str(second), "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "10 questions are in both; left out: 2 only in A" in said
     assert "Changed: 1 worse and 6 better in B" in said
@@ -191,7 +200,7 @@ def test_kinds_of_questions_are_compared_as_reports_have_them(tmp_path, capsys):
         write_evaluation(tmp_path / name, rows(of_hop), QUICK)
         for name, of_hop in (("a", "Rome"), ("b", "Paris"))
     ]
-    assert compare.main([*map(str, folders)]) == 0
+    assert evaluate.main(["compare", *map(str, folders)]) == 0
     said = capsys.readouterr().out
     assert re.search(r"calc +4 +1.000 +1.000 ", said)
     assert re.search(r"hop +2 +0.000 +1.000 ", said)
@@ -202,7 +211,7 @@ def test_several_samples_are_compared_as_rates(tmp_path, capsys):
     one = rows_of({str(i): ["Paris", "Rome"] for i in range(8)})
     two = rows_of({str(i): ["Paris", "Paris"] for i in range(8)})
     folders = [write_evaluation(tmp_path / n, r, QUICK) for n, r in (("a", one), ("b", two))]
-    assert compare.main([*map(str, folders)]) == 0
+    assert evaluate.main(["compare", *map(str, folders)]) == 0
     said = capsys.readouterr().out
     assert "sign flip" in said
     assert "pass@2" in said
@@ -217,7 +226,7 @@ def test_failed_samples_stand_beside_the_success_that_leaves_them_out(tmp_path, 
     for lost in [*two[:2], two[3]]:
         lost.end, lost.error, lost.success = "failed", "EnvError: closed", False
     folders = [write_evaluation(tmp_path / n, r, QUICK) for n, r in (("a", one), ("b", two))]
-    assert compare.main([*map(str, folders)]) == 0
+    assert evaluate.main(["compare", *map(str, folders)]) == 0
     said = capsys.readouterr().out
     assert "3 questions are in both; left out: 1 failed in one of them" in said
     assert re.search(r"all +3 +1.000 +1.000 ", said)
@@ -248,7 +257,7 @@ def test_evaluations_without_failures_have_no_table_of_them_and_failed_ones_no_s
 def test_equal_evaluations_show_how_far_they_are_known_to_be(tmp_path, capsys):
     rows = rows_of({str(i): ["Paris"] for i in range(40)})
     folders = [write_evaluation(tmp_path / name, rows, QUICK) for name in "ab"]
-    assert compare.main([*map(str, folders)]) == 0
+    assert evaluate.main(["compare", *map(str, folders)]) == 0
     said = capsys.readouterr().out
     found = re.search(r"all +40 +[\d.]+ +[\d.]+ +\+0.000 \[-0.077, \+0.077\] +1.000", said)
     assert found, said
@@ -258,7 +267,7 @@ def test_equal_evaluations_show_how_far_they_are_known_to_be(tmp_path, capsys):
 def test_evaluations_that_share_nothing_are_refused(tmp_path, capsys):
     one = write_evaluation(tmp_path / "a", rows_of({"1": ["Paris"]}), QUICK)
     two = write_evaluation(tmp_path / "b", rows_of({"2": ["Paris"]}), QUICK)
-    assert compare.main([str(one), str(two)]) == 2
+    assert evaluate.main(["compare", str(one), str(two)]) == 2
     assert "there is no question to compare: none is shared" in capsys.readouterr().err
 
 
@@ -266,5 +275,5 @@ def test_another_question_of_the_same_name_is_refused(tmp_path, capsys):
     one = rows_of({"1": ["Paris"]})
     two = [msgspec.structs.replace(row, question="Another one?") for row in one]
     folders = [write_evaluation(tmp_path / n, r, QUICK) for n, r in (("a", one), ("b", two))]
-    assert compare.main([*map(str, folders)]) == 2
+    assert evaluate.main(["compare", *map(str, folders)]) == 2
     assert "question 1 is not the same in both" in capsys.readouterr().err

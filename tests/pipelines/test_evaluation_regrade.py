@@ -18,8 +18,8 @@ from agentenv import Task, ToolEnv, register
 from agentenv.config import to_plain
 from agentenv.envs.grading.reward import ExactMatch
 from agentenv.errors import ConfigError
+from agentenv.launchers import evaluate
 from agentenv.pipelines.config.evaluation import resolve_sets
-from agentenv.pipelines.evaluation import regrade
 from agentenv.pipelines.evaluation.store import Saved, Store, load_saved, lock, read_rows
 from tests.support.stored_evaluation import QUICK, mixed_rows, rows_of, write_evaluation
 
@@ -28,10 +28,10 @@ from tests.support.stored_evaluation import QUICK, mixed_rows, rows_of, write_ev
 @pytest.mark.timeout(400)  # math-verify starts twice, which takes long on a busy machine
 def test_the_same_grader_gives_the_same_rows_and_figures(tmp_path, capsys):
     folder = write_evaluation(tmp_path / "e", mixed_rows(12, 3), {"kind": "layered"})
-    assert regrade.main([str(folder)]) == 0  # the labels of the rows become real grades
+    assert evaluate.main(["regrade", str(folder)]) == 0  # the labels of the rows become real grades
     rows, summary = read_rows(folder), (folder / "summary.json").read_bytes()
     capsys.readouterr()
-    assert regrade.main([str(folder)]) == 0
+    assert evaluate.main(["regrade", str(folder)]) == 0
     assert "0 of 36 verdicts changed" in capsys.readouterr().out
     assert read_rows(folder) == rows
     assert (folder / "summary.json").read_bytes() == summary
@@ -43,10 +43,10 @@ def test_the_same_grader_gives_the_same_rows_and_figures(tmp_path, capsys):
 def test_another_grader_flips_verdicts_and_says_which(tmp_path, capsys):
     answers = {"1": ["World War I"], "2": ["WWII"], "3": ["World War II"]}
     folder = write_evaluation(tmp_path / "e", rows_of(answers, "World War II"), QUICK)
-    assert regrade.main([str(folder)]) == 0
+    assert evaluate.main(["regrade", str(folder)]) == 0
     before = (folder / "rows.jsonl").read_bytes()
     capsys.readouterr()
-    assert regrade.main([str(folder), "grader.kind=exact"]) == 0
+    assert evaluate.main(["regrade", str(folder), "grader.kind=exact"]) == 0
     said = capsys.readouterr().out
     assert "1 of 3 verdicts changed: 1 right -> wrong" in said
     assert "qa/2/0" in said
@@ -63,7 +63,7 @@ def test_the_published_reward_is_graded_with_its_tools(tmp_path):
     rows[1].tool_calls[1]["ok"] = False
     rows[3].segments[-1]["policy"] = "Paris"  # no tags
     folder = write_evaluation(tmp_path / "e", rows, {**QUICK, "reward": "tools"})
-    assert regrade.main([str(folder)]) == 0
+    assert evaluate.main(["regrade", str(folder)]) == 0
     assert [row.reward for row in read_rows(folder)] == [1.1, 1.0, 0.0, -1.0]
 
 
@@ -72,7 +72,7 @@ def test_one_set_may_get_a_grader_of_its_own(tmp_path):
     rows = rows_of({"1": ["WWII"]}, "World War II", dataset="a")
     rows += rows_of({"1": ["WWII"]}, "World War II", dataset="b")
     folder = write_evaluation(tmp_path / "e", rows, QUICK)
-    assert regrade.main([str(folder), "sets.b.grader.kind=exact"]) == 0
+    assert evaluate.main(["regrade", str(folder), "sets.b.grader.kind=exact"]) == 0
     assert [row.success for row in read_rows(folder)] == [True, False]
 
 
@@ -83,7 +83,7 @@ def test_failed_trajectories_stay_failed_but_for_their_grader(tmp_path, capsys):
     rows[0] = msgspec.structs.replace(rows[0], end="failed", error=error, success=False)
     rows[1] = msgspec.structs.replace(rows[1], end="failed", error="EngineError: x", success=False)
     folder = write_evaluation(tmp_path / "e", rows, QUICK)
-    assert regrade.main([str(folder)]) == 0
+    assert evaluate.main(["regrade", str(folder)]) == 0
     assert "1 of 2 verdicts changed: 1 failed -> right" in capsys.readouterr().out
     found = read_rows(folder)
     assert [(row.end, row.success) for row in found] == [("terminated", True), ("failed", False)]
@@ -103,7 +103,7 @@ def test_rows_that_a_grader_cannot_grade_are_failed_not_wrong(tmp_path, capsys):
     path.write_text(GRADER)
     folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"], "2": ["Rome"]}), QUICK)
     keys = ["grader.kind=custom", f"grader.path={path}", "grader.success_at=0.5"]
-    assert regrade.main([str(folder), *keys]) == 0
+    assert evaluate.main(["regrade", str(folder), *keys]) == 0
     first, second = read_rows(folder)
     assert (first.reward, first.success) == (0.5, True)
     assert second.end == "failed"
@@ -117,7 +117,7 @@ def test_without_any_grade_nothing_is_changed(tmp_path, capsys):
     rows = rows_of({str(i): ["Rome"] for i in range(25)})
     folder = write_evaluation(tmp_path / "e", rows, QUICK)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert regrade.main([str(folder), "grader.kind=custom", f"grader.path={path}"]) == 1
+    assert evaluate.main(["regrade", str(folder), "grader.kind=custom", f"grader.path={path}"]) == 1
     assert "nothing is changed; no row could be graded" in capsys.readouterr().err
     after = {path.name: path.read_bytes() for path in folder.iterdir()}
     after.pop(".lock")
@@ -133,7 +133,7 @@ def test_regrading_refuses_what_it_does_not_read(tmp_path, capsys):
         ("grader.kidn=exact", "kidn"),
         ("grader.path=/tmp/x.py", "grader.path is read by kind custom only"),
     ):
-        assert regrade.main([str(folder), text]) == 2
+        assert evaluate.main(["regrade", str(folder), text]) == 2
         assert why in capsys.readouterr().err
 
 
@@ -148,7 +148,7 @@ def test_a_grader_that_the_environment_does_not_read_is_refused(tmp_path, capsys
     register("test/SelfGraded-v0", f"{__name__}:SelfGradedEnv")
     rows = rows_of({"1": ["Paris"]})
     folder = write_evaluation(tmp_path / "e", rows, env="test/SelfGraded-v0")
-    assert regrade.main([str(folder), "grader.kind=exact"]) == 2
+    assert evaluate.main(["regrade", str(folder), "grader.kind=exact"]) == 2
     assert "[grader]: not read by test/SelfGraded-v0" in capsys.readouterr().err
 
 
@@ -184,11 +184,11 @@ def test_a_judge_is_asked_once_and_its_agreement_with_the_rules_told(tmp_path, c
                 "cache": str(tmp_path / "verdicts.db")}  # fmt: skip
         asked = [f"grader.judge.{key}={value}" for key, value in keys.items()]
         asked += ["grader.kind=judge", "grader.math=false"]
-        assert regrade.main([str(folder), *asked]) == 0
+        assert evaluate.main(["regrade", str(folder), *asked]) == 0
         first = [answer for answer in JudgeServer.asked if any(name in answer for name in "PLRO")]
         assert len(first) >= 4
         JudgeServer.asked.clear()
-        assert regrade.main([str(folder)]) == 0
+        assert evaluate.main(["regrade", str(folder)]) == 0
         server.shutdown()
     stored = [answer for answer in JudgeServer.asked if "Lutetia" in answer or "Rome" in answer]
     assert stored == []  # verdicts of the rows come from the cache
@@ -207,7 +207,7 @@ def test_a_running_evaluation_is_not_regraded(tmp_path, capsys):
     folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"]}), QUICK)
     with (folder / ".lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert regrade.main([str(folder)]) == 2
+        assert evaluate.main(["regrade", str(folder)]) == 2
     assert "another command is writing this evaluation" in capsys.readouterr().err
 
 
@@ -245,7 +245,7 @@ def saved_with(folder: Path, grader: str) -> Saved:
 def test_a_command_with_the_new_grader_goes_on(tmp_path: Path) -> None:
     folder = write_evaluation(tmp_path / "e", mixed_rows(4, 1), {"kind": "layered"})
     Store(folder, saved_with(folder, "layered")).close()
-    assert regrade.main([str(folder), "grader.kind=exact"]) == 0
+    assert evaluate.main(["regrade", str(folder), "grader.kind=exact"]) == 0
     Store(folder, saved_with(folder, "exact")).close()
     with pytest.raises(ConfigError, match="another configuration"):
         Store(folder, saved_with(folder, "layered"))

@@ -14,7 +14,7 @@ from agentenv.archive import Archive, ArchiveConfig, StepHeader
 from agentenv.envs.quickstart_setup import build_tokenizer
 from agentenv.launchers import export
 from agentenv.pipelines.exports.atif import trajectory
-from agentenv.pipelines.records.conversations import Question, of_row, of_rows, of_tree, redacted
+from agentenv.pipelines.records.conversations import Question, of_row, of_tree, redacted, turns_of
 from agentenv.pipelines.records.row import EvalRow
 from agentenv.pipelines.records.trajectories import trajectory_rows
 from agentenv.redact import REDACTED, Redactor
@@ -155,13 +155,13 @@ def test_rows_of_training_are_what_the_tree_says(tokenizer: Any) -> None:
     kept = told_tree(encode(tokenizer))
     rows = list(trajectory_rows(kept.tree, tokenizer.decode))
     whole = of_tree(kept, tokenizer.decode)
-    for question in of_rows(rows):
-        (branch,) = question.branches
-        (same,) = [one for one in whole.branches if one.name == branch.name]
+    for one in rows:
+        _, turns = turns_of(one["segments"], one["tool_calls"])
+        (same,) = [branch for branch in whole.branches if branch.name == one["branch"]]
         path = [turn for _, turn in whole.path(same)]
-        assert [turn.text for turn in branch.turns] == [turn.text for turn in path]
-        assert [turn.calls for turn in branch.turns] == [turn.calls for turn in path]
-        assert (branch.reward, branch.limit) == (same.reward, same.limit)
+        assert [turn.text for turn in turns] == [turn.text for turn in path]
+        assert [turn.calls for turn in turns] == [turn.calls for turn in path]
+        assert (one["reward"], one["limit"]) == (same.reward, same.limit)
 
 
 # the command

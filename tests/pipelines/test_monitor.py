@@ -25,10 +25,13 @@ from agentenv.pipelines.monitors.monitors import (
     Monitors,
     RolloutMonitorConfig,
     Row,
+)
+from agentenv.pipelines.monitors.trackers import (
+    TrackioConfig,
+    TrackioMonitor,
     WandbConfig,
     wandb_mode,
 )
-from agentenv.pipelines.monitors.trackio_runs import TrackioConfig, TrackioMonitor
 from tests.pipelines.wandb_file import history, records
 
 SAMPLE: Row = {
@@ -305,4 +308,4 @@ def test_a_resumed_run_goes_on_in_trackio(tmp_path: Path, monkeypatch: pytest.Mo
     assert [step for _, step in trackio.logged] == [1, 1, 2, 2]
     assert trackio.logged[2][0] == {"reward/mean": 0.5}
     (row,) = trackio.logged[3][0]["trajectories/train"]
-    assert row[:3] == ["calc", "6 * 7?", "42"]
+    assert row[:4] == [2, "calc", "6 * 7?", "42"]

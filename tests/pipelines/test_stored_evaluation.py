@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.pipelines.evaluation import compare, regrade, report
+from agentenv.launchers import evaluate
 
 STORED = Path(__file__).parents[1] / "fixtures" / "stored_evaluation"
 
@@ -44,18 +44,18 @@ def assert_same_summary(folder: Path, name: str, before: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["first", "second"])
 def test_the_report_has_the_same_figures(folder: Path, name: str) -> None:
-    assert report.main([name]) == 0
+    assert evaluate.main(["report", name]) == 0
     assert_same_summary(folder, name, f"{name}.json")
 
 
 def test_the_comparison_says_the_same(folder: Path) -> None:
-    assert compare.main(["first", "second", "--out", "found.md"]) == 0
+    assert evaluate.main(["compare", "first", "second", "--out", "found.md"]) == 0
     assert (folder / "found.md").read_text() == (STORED / "compared.md").read_text()
 
 
 @pytest.mark.slow
 def test_grading_again_changes_the_same_verdicts(folder: Path) -> None:
     grader = ["grader.kind=layered", "grader.math=false", "grader.reward=answer"]
-    assert regrade.main(["second", *grader]) == 0
+    assert evaluate.main(["regrade", "second", *grader]) == 0
     assert (folder / "second" / "regrade.md").read_text() == (STORED / "regrade.md").read_text()
     assert_same_summary(folder, "second", "regraded.json")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.pipelines.evaluation import compare, regrade, report
+from agentenv.launchers import evaluate
 from agentenv.pipelines.evaluation.scores import Scorer
 from agentenv.pipelines.evaluation.store import lock, read_rows
 from tests.support.stored_evaluation import mixed_rows, write_evaluation
@@ -48,11 +48,11 @@ def summary(folder: Path) -> object:
 
 @pytest.mark.slow
 def test_the_second_report_asks_nothing_and_says_the_same(folder: Path, asked: list[str]) -> None:
-    assert report.main([str(folder)]) == 0
+    assert evaluate.main(["report", str(folder)]) == 0
     first, num = summary(folder), len(asked)
     assert num >= 48
     assert all({"em", "rule"} <= row.scores.keys() for row in read_rows(folder))
-    assert report.main([str(folder)]) == 0
+    assert evaluate.main(["report", str(folder)]) == 0
     assert len(asked) == num
     assert summary(folder) == first
 
@@ -62,12 +62,12 @@ def test_a_comparison_uses_what_the_report_stored_and_stores_its_own(
     folder: Path, tmp_path: Path, asked: list[str]
 ) -> None:
     other = write_evaluation(tmp_path / "other", mixed_rows(12, 4), GRADER)
-    assert report.main([str(folder)]) == 0
+    assert evaluate.main(["report", str(folder)]) == 0
     asked.clear()
-    assert compare.main([str(folder), str(other)]) == 0
+    assert evaluate.main(["compare", str(folder), str(other)]) == 0
     assert len(asked) == 48
     asked.clear()
-    assert compare.main([str(folder), str(other)]) == 0
+    assert evaluate.main(["compare", str(folder), str(other)]) == 0
     assert asked == []
 
 
@@ -79,27 +79,27 @@ def test_an_added_sample_is_scored_and_voted_with_the_others(
     whole = write_evaluation(folder.with_name("whole"), rows, GRADER)
     first = [row for row in rows if row.sample < 3]
     part = write_evaluation(folder.with_name("part"), first, GRADER)
-    assert report.main([str(part)]) == 0
+    assert evaluate.main(["report", str(part)]) == 0
     known = read_rows(part)
     write_evaluation(part, [*known, *(row for row in rows if row.sample == 3)], GRADER)
     asked.clear()
-    assert report.main([str(part)]) == 0
+    assert evaluate.main(["report", str(part)]) == 0
     assert len(asked) < len(rows)
-    assert report.main([str(whole)]) == 0
+    assert evaluate.main(["report", str(whole)]) == 0
     assert summary(part)["overall"] == summary(whole)["overall"]  # type: ignore[index]
 
 
 @pytest.mark.slow
 def test_regrading_scores_anew(folder: Path, asked: list[str]) -> None:
-    assert report.main([str(folder)]) == 0
+    assert evaluate.main(["report", str(folder)]) == 0
     asked.clear()
-    assert regrade.main([str(folder)]) == 0
+    assert evaluate.main(["regrade", str(folder)]) == 0
     assert len(asked) >= 48
 
 
 @pytest.mark.slow
 def test_scores_of_the_published_code_are_not_kept(folder: Path) -> None:
-    assert report.main([str(folder), "--compat", "reference"]) == 0
+    assert evaluate.main(["report", str(folder), "--compat", "reference"]) == 0
     assert not any(row.scores for row in read_rows(folder))
 
 
@@ -107,5 +107,5 @@ def test_scores_of_the_published_code_are_not_kept(folder: Path) -> None:
 def test_while_another_command_writes_they_are_computed_and_not_stored(folder: Path) -> None:
     before = (folder / "rows.jsonl").read_bytes()
     with lock(folder):
-        assert report.main([str(folder)]) == 0
+        assert evaluate.main(["report", str(folder)]) == 0
     assert (folder / "rows.jsonl").read_bytes() == before

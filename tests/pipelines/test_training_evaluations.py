@@ -81,7 +81,7 @@ def test_the_summary_and_the_report_have_the_same_figures(run: Path) -> None:
     assert overall["num_trajectories"] == of_run["num_trajectories"]["after_rl"] == 48
     assert overall["estimates"]["success"]["value"] == pytest.approx(of_run["success"]["after_rl"])
     assert overall["estimates"]["reward"]["value"] == pytest.approx(of_run["reward"]["after_rl"])
-    assert (run / "eval" / "after_rl" / "report.html").is_file()
+    assert (run / "eval" / "after_rl" / "report.md").is_file()
 
 
 def test_a_run_says_where_its_evaluations_are(

@@ -464,7 +464,7 @@ def test_the_command_says_its_options_before_it_loads_anything() -> None:
 
 
 def test_the_server_loads_no_torch(run: ViewedRun) -> None:
-    code = "import sys\nfrom agentenv.pipelines.viewing import api, export, sidecar\n"
+    code = "import sys\nfrom agentenv.pipelines.viewing import api, export\n"
     code += "print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
