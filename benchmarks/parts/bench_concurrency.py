@@ -50,7 +50,7 @@ async def throughput(
     )
     await pool.start(fresh=True)
     if limit is not None:
-        pool.fleet.members[0].limit = Fixed(limit, limit)
+        pool.servers[0].limit = Fixed(limit, limit)
     rng, live = Random(0), set[asyncio.Task[None]]()
     places = asyncio.Semaphore(NUM_OPEN)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from agentenv.engines.remote.weight_sync import top_k_entropies
+from agentenv.engines.remote.base import top_k_entropies
 from benchmarks.parts.engines import Ask, Client, Turn, bytes_client, cpu_s, pool_client
 
 MODEL = "policy"

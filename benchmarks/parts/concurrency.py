@@ -173,7 +173,7 @@ async def throughput(
     pool = EnginePool([server], folder, 0, vocab_size=VOCAB, eos_ids={EOS}, config=PoolConfig())
     await pool.start(fresh=True)
     if limit is not None:
-        pool.fleet.members[0].limit = Fixed(limit, limit)
+        pool.servers[0].limit = Fixed(limit, limit)
     rng, num_done = Random(seed), 0
     marks: list[tuple[float, int]] = []
     loop, over = asyncio.get_running_loop(), asyncio.Event()

@@ -131,7 +131,7 @@ def test_a_turn_that_runs_as_the_pool_dies_is_not_asked_for_again(folder: Path) 
         async with bench(folder, 1, max_retries=0) as b, leased(b.pool, folder) as engine:
             asking = ask(b, engine)
             await asyncio.sleep(0.5)
-            b.pool.fleet.end("all is over")
+            b.pool.end("all is over")
             with pytest.raises(EngineDeadError, match="all is over"):
                 await asking
             await hear_all()
@@ -180,7 +180,7 @@ def test_what_was_lost_with_an_earlier_process_does_not_count_against_the_next(
     async def work(b: Bench, engine: LeasedEngine) -> None:
         asking = ask(b, engine)
         await asyncio.sleep(0.5)
-        link, loop = engine._leased._link, asyncio.get_running_loop()
+        link, loop = engine._link, asyncio.get_running_loop()
         link.send = partial(loop.call_later, 5.0, link.send)  # type: ignore[assignment]
         b.servers[0].restart()
         lost_s = loop.time()
@@ -196,7 +196,7 @@ def test_what_was_lost_with_an_earlier_process_does_not_count_against_the_next(
 
 def test_tokens_of_a_lost_request_do_not_end_the_trial_of_a_server(folder: Path) -> None:
     async def work(b: Bench, engine: LeasedEngine) -> None:
-        (server,), (member,) = b.servers, b.pool.fleet.members
+        (server,), (member,) = b.servers, b.pool.servers
         first = ask(b, engine)
         await asyncio.sleep(0.5)
         member.on_trial = True  # while it runs
@@ -366,7 +366,7 @@ class Storm:
         await asyncio.sleep(5 * self.latency_s + 0.1)
         stats = self.b.pool.stats()
         assert (stats["running"], stats["waiting"]) == (0, 0)
-        assert not any(member.attempts or member.guests for member in self.b.pool.fleet.members)
+        assert not any(member.running or member.guests for member in self.b.pool.servers)
         while self.workers:
             await self.leave(0)
 

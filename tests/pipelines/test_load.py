@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from agentenv.engines.pool.stats import MEASURED, Account, told
+from agentenv.engines.pool.server import MIN_ANSWERS, PooledServer, problems
+from agentenv.server_config import PoolConfig
 from benchmarks import bench
 from benchmarks.parts import load
 
@@ -35,18 +38,19 @@ def test_all_faults_at_once_cost_no_trajectory_and_are_named() -> None:
     assert "other weights" in lines or "broke off" in lines, "of the one that was restarted"
 
 
-def test_a_server_is_slow_beside_the_others() -> None:
+async def test_a_server_is_slow_beside_the_others() -> None:
     """Known after a few answers; nobody is slow alone."""
-    accounts = [Account(name) for name in "abc"]
-    for _ in range(MEASURED - 1):
-        for account, seconds in zip(accounts, (1.0, 1.0, 2.1), strict=True):
-            account.answer(100, seconds)
-    assert told(accounts) == []
-    accounts[2].answer(100, 2.1)
-    assert told(accounts[2:]) == told(accounts) == []
-    for account in accounts[:2]:
-        account.answer(100, 1.0)
-    assert told(accounts) == ["c is slow: 48 tokens a second of a request, the others 100"]
+    clients = [cast(Any, SimpleNamespace(name=name)) for name in "abc"]
+    servers = [PooledServer(client, 0, PoolConfig(), lambda: None) for client in clients]
+    for _ in range(MIN_ANSWERS - 1):
+        for server, seconds in zip(servers, (1.0, 1.0, 2.1), strict=True):
+            server.answer(100, seconds)
+    assert problems(servers) == []
+    servers[2].answer(100, 2.1)
+    assert problems(servers[2:]) == problems(servers) == []
+    for server in servers[:2]:
+        server.answer(100, 1.0)
+    assert problems(servers) == ["c is slow: 48 tokens a second of a request, the others 100"]
 
 
 def test_what_is_lost_is_the_exit_status(

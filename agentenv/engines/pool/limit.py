@@ -24,7 +24,7 @@ FIRST_PAUSE, MAX_PAUSE = 1, 32  # trials of the better way before the other is t
 
 
 class ConcurrencyLimit:
-    """The limit of one server; `value` is the number of requests it may hold.
+    """The limit of one server; `value` is the number of requests it may hold, at least 1.
 
     Additive increase, multiplicative decrease by the engine's own figures (Chiu and Jain 1989,
     "Analysis of the increase and decrease algorithms for congestion avoidance"): while the engine
@@ -40,8 +40,8 @@ class ConcurrencyLimit:
     """
 
     def __init__(self, initial: int, maximum: int) -> None:
-        self._limit = float(min(initial, maximum))
         self._maximum = maximum
+        self._set(initial)
         self._num_preemptions: int | None = None
         self._num_queued = 0  # looks in a row that saw a long queue
         self._wanted = 0.0  # the largest share of the requests that they would have left
@@ -49,11 +49,6 @@ class ConcurrencyLimit:
         self._trials = Trials()
         self._sparse: float | None = None  # limit of a cache half free, once it has been full
         self._dense = 0.0  # limit of a full cache, while it is kept half free
-
-    @property
-    def value(self) -> int:
-        """Requests in flight that are allowed, at least 1."""
-        return int(self._limit)
 
     @property
     def has_been_full(self) -> bool:
@@ -113,6 +108,7 @@ class ConcurrencyLimit:
 
     def _set(self, limit: float) -> None:
         self._limit = min(float(self._maximum), max(1.0, limit))
+        self.value = int(self._limit)
 
     def refuse(self, in_flight: int) -> None:
         """The server refused one of so many requests, since it holds no more."""
