@@ -41,14 +41,13 @@ class Engine(Protocol):
         same cache. `on_tokens` is called on the event loop with the tokens not yet reported each
         time at least `stream_interval` of them are known, and never after generate has returned;
         tokens of an incomplete last chunk appear only in the Completion. Entropies that cost an
-        engine time may be NaN but for the tokens of the first chunk. Where turns wait for a place,
-        those of the smallest `order` go first: (1 for the first turn of a trajectory, else 0; place
-        of the tree in start order), so that a tree goes on while its prefixes are still in the
-        cache. While nobody works for the turn the clock of its rollout stands still
-        (agentenv/deadline.py). Cancelling the call
-        aborts the request. Raises EngineError for a request the engine cannot serve (empty or
-        too long prompt, ids outside the vocabulary, max_tokens < 1), and EngineDeadError when the
-        engine is gone for good.
+        engine time may be NaN but for the tokens of the first chunk. Where turns wait for a slot,
+        those of the smallest `order` go first: (1 for the first turn of a trajectory, else 0;
+        number of the tree in start order), so that a tree goes on while its prefixes are still in
+        the cache. While the turn waits the clock of its rollout stands still
+        (agentenv/deadline.py). Cancelling the call aborts the request. Raises EngineError for a
+        request the engine cannot serve (empty or too long prompt, ids outside the vocabulary,
+        max_tokens < 1), and EngineDeadError when the engine is gone for good.
         """
         ...
 

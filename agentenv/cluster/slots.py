@@ -39,15 +39,7 @@ from agentenv.cluster.messages import (
     raised,
 )
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.pool.server import (
-    Aborted,
-    Busy,
-    Lost,
-    Outcome,
-    PooledServer,
-    Reset,
-    Slot,
-)
+from agentenv.engines.pool.server import Aborted, Busy, Lost, Outcome, PooledServer, Reset, Slot
 from agentenv.engines.pool.turn import TurnEngine
 from agentenv.engines.remote.server import Server, ServerLostError
 from agentenv.errors import EngineDeadError

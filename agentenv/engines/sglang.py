@@ -21,17 +21,10 @@ from agentenv.engine import check_request
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.remote.base import HEALTH_S, Answer, LabelledSpan, read_metrics
 from agentenv.engines.remote.client import Count, HttpClient, Logprob, RefusedError
-from agentenv.engines.remote.server import (
-    BusyError,
-    PartEnd,
-    Request,
-    ServerLoad,
-    ServerLostError,
-)
+from agentenv.engines.remote.server import BusyError, PartEnd, Request, ServerLoad, ServerLostError
 from agentenv.engines.remote.sglang_probe import (
     TRANSFER,
     TRIED,
-    ModelInfo,
     ServerArgs,
     SGLangFacts,
     TokenLogprob,
@@ -116,7 +109,7 @@ def check_turn(request: Request, facts: SGLangFacts) -> None:
         raise EngineError(f"SGLang takes at most {MAX_STOPS} stop strings, found {sampling.stop}")
     if is_truncated(sampling) and _top_k(sampling, facts) > facts.max_top_k:
         raise EngineError(
-            "SGLang tells log-probs after top_p, top_k or min_p only together with top_k up to "
+            "SGLang returns log-probs after top_p, top_k or min_p only together with top_k up to "
             f"{facts.max_top_k}: set top_k, or start it with --sampling-mask-max-tokens N"
         )
 
@@ -339,7 +332,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
             await server.call("GET", "/server_info", timeout_s=HEALTH_S)
 
     async def load(self) -> ServerLoad:
-        """Sums over data-parallel ranks and workers; the fullest cache. Preemptions are told with
+        """Sums over data-parallel ranks and workers; the fullest cache. Preemptions count with
         --enable-metrics, else 0. The figures are up to 15 steps old, or as many as
         --load-snapshot-publish-interval says."""
         return await read_load(self._controls)
@@ -362,7 +355,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
         except RefusedError as error:
             if NOTHING_DONE in error.reason:
                 raise
-            raise ServerLostError(f"nobody knows what weights it has: {error}") from error
+            raise ServerLostError(f"its weights are unknown: {error}") from error
 
     async def _drop_prefixes(self) -> None:
         try:
@@ -377,8 +370,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
         await self._post("/update_weight_version", body)
 
     async def _read_label(self, server: HttpClient, *, fresh: bool = False) -> str:
-        model = await server.call_as(ModelInfo, "GET", "/model_info", fresh=fresh)
-        return model.weight_version or ""
+        return await server.read(str, "GET", "/model_info", "weight_version", "", fresh=fresh)
 
     async def _resume(self) -> None:
         await self._post("/continue_generation", {})

@@ -1,7 +1,6 @@
 """Client of a vLLM server; vLLM itself is needed only on the other side of the connection.
 
 request_body, VLLMAnswer   one request as vLLM takes it, and what it streams, read into chunks
-probe, check_trial         what a server is and can do, found out before the first request
 VLLMServer                 POST /inference/v1/generate (stream) --> chunks --> PartEnd; cancelled or
                            failed --> POST /inference/v1/abort_requests, at once; and the steps of
                            a change of weights (remote/weight_sync.py)
@@ -13,7 +12,6 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from math import nan
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -21,11 +19,7 @@ from msgspec import Struct
 
 from agentenv.engine import check_request
 from agentenv.engines.pool.engine import PooledEngineConfig
-from agentenv.engines.remote.base import (
-    Answer,
-    LabelledSpan,
-    read_metrics,
-)
+from agentenv.engines.remote.base import Answer, LabelledSpan, read_metrics
 from agentenv.engines.remote.client import (
     Count,
     FailedError,
@@ -46,26 +40,21 @@ from agentenv.engines.remote.server import (
 from agentenv.engines.remote.vllm_probe import (
     ABORT,
     GENERATE,
-    NEWER,
     REPACK,
     TRANSFER,
+    TRIAL,
     TRIED,
     WIRES,
     Models,
     VLLMFacts,
+    check_trial,
     probe,
 )
 from agentenv.engines.remote.weight_sync import WeightSync
-from agentenv.engines.remote.weights import (
-    Bucket,
-    Group,
-    Wire,
-    check_adapter,
-    is_adapter,
-)
+from agentenv.engines.remote.weights import Bucket, Group, Wire, check_adapter, is_adapter
 from agentenv.errors import ConfigError, EngineError, ForeignError
 from agentenv.offload import in_thread
-from agentenv.types import Chunk, SamplingParams, VersionSpan
+from agentenv.types import Chunk
 from agentenv.untrusted import decode
 
 # One request as vLLM takes it, and what it streams, read into chunks and their end. Rivals of a
@@ -162,11 +151,6 @@ def request_body(
     }
 
 
-def entropy_kind(top_k: int, vocab_size: int) -> Literal["exact", "top_k"]:
-    """What entropies from the `top_k` largest log-probs are; -1 stands for all."""
-    return "exact" if top_k == -1 or top_k >= vocab_size else "top_k"
-
-
 class VLLMAnswer(Answer):
     """Each event holds the tokens since the last one."""
 
@@ -206,44 +190,6 @@ class VLLMAnswer(Answer):
         rivals = positions if self._with_entropies else ()
         tops = [[top.logprob for top in position.top_logprobs] for position in rivals]
         return self._chunk(choice.token_ids, logprobs, tops)
-
-
-TRIAL = Request("", [0], SamplingParams(max_tokens=1, top_k=1))
-
-
-class _Label(Struct):
-    weight_version: str | None = None
-
-
-class _Dropped(Struct):
-    success: bool = True
-
-
-class _Paused(Struct):
-    is_paused: bool
-
-
-class _Ranks(Struct):
-    world_size: Count
-
-
-def check_trial(
-    name: str, answer: VLLMAnswer, chunks: Sequence[Chunk], policy_version: int
-) -> None:
-    """Raises ConfigError unless the answer to TRIAL has what every answer must have."""
-    done = answer.finish()
-    logprob, entropy = (chunks[0].logprobs[0], chunks[0].entropies[0]) if chunks else (nan, nan)
-    if not (abs(logprob) <= 1e-3 and entropy <= 1e-2):
-        raise ConfigError(
-            f"{name} gives log-prob {logprob:.4f} to the only token it may sample: start "
-            "it with --logprobs-mode processed_logprobs"
-        )
-    if done.version_spans != [VersionSpan(policy_version, 0, 1)]:
-        raise ConfigError(f"{name} does not say which weights sampled a token: {NEWER}")
-    if not answer.has_cached_tokens:
-        raise ConfigError(
-            f"{name} does not count cached tokens: start it with --enable-prompt-tokens-details"
-        )
 
 
 METRICS: dict[str, Callable[[list[float]], float]] = {
@@ -327,7 +273,8 @@ class VLLMServer(WeightSync[VLLMFacts]):
         self, request_id: str, request: Request, vocab_size: int, on_chunk: Callable[[Chunk], None]
     ) -> VLLMAnswer | None:
         """One request to the server; None if other weights came before its first token."""
-        kind, entropies = entropy_kind(self._top_k, vocab_size), request.with_entropies
+        exact, entropies = not 0 < self._top_k < vocab_size, request.with_entropies
+        kind: Literal["exact", "top_k"] = "exact" if exact else "top_k"
         answer = VLLMAnswer(self.name, kind, self._span, vocab_size, with_entropies=entropies)
         body = request_body(request_id, request, self._top_k, self._salt, self._adapter)
         sent = self._running[request_id] = Sent(on_chunk)
@@ -360,7 +307,8 @@ class VLLMServer(WeightSync[VLLMFacts]):
             chunks: list[Chunk] = []
             answer = await self._sample(request_id, TRIAL, size, chunks.append)
             assert answer is not None
-            check_trial(self.name, answer, chunks, self.policy_version)
+            end, counts_cached = answer.finish(), answer.has_cached_tokens
+            check_trial(self.name, end, chunks, self.policy_version, counts_cached=counts_cached)
         except ForeignWeightsError as error:
             raise ConfigError(
                 f"{self.name} does not say which weights sampled a token: {error}"
@@ -477,8 +425,8 @@ class VLLMServer(WeightSync[VLLMFacts]):
         held, a server that says otherwise has ignored `clear_cache`, as newer ones may."""
         strict = self._update_kv == "recompute" and not self._open.is_set()
         for server in self._controls:
-            dropped = await server.call_as(_Dropped, "POST", "/reset_prefix_cache")
-            if strict and not dropped.success:
+            dropped = await server.read(bool, "POST", "/reset_prefix_cache", "success", True)
+            if strict and not dropped:
                 raise ServerLostError(
                     f"{server.name} kept keys and values of the old weights in a pause; set "
                     'engine.update_kv = "keep"'
@@ -488,8 +436,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
         await self._post("/update_weight_version", {"new_version": label})
 
     async def _read_label(self, server: HttpClient, *, fresh: bool = False) -> str:
-        label = await server.call_as(_Label, "GET", "/weight_info", fresh=fresh)
-        return label.weight_version or ""
+        return await server.read(str, "GET", "/weight_info", "weight_version", "", fresh=fresh)
 
     async def _resume(self) -> None:
         await self._post("/resume")
@@ -504,14 +451,12 @@ class VLLMServer(WeightSync[VLLMFacts]):
         paths = [path for path in ("/wake_up", "/resume") if f"POST {path}" in routes]
         for server in self._controls:
             for path in paths:
-                if (await server.call_as(_Paused, "GET", "/is_paused")).is_paused:
+                if await server.read(bool, "GET", "/is_paused", "is_paused"):
                     await server.call("POST", path, timeout_s=self._load_s)
-
-    # weights by broadcast
 
     async def _num_workers(self, server: HttpClient) -> int:
         params = {"include_dp": "true"}
-        return (await server.call_as(_Ranks, "GET", "/get_world_size", params=params)).world_size
+        return await server.read(int, "GET", "/get_world_size", "world_size", params=params)
 
     @property
     def wire(self) -> Wire:

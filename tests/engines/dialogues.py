@@ -25,7 +25,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from agentenv.engines.remote.base import SESSION_HEADER, RemoteServer
+from agentenv.engines.remote.base import RemoteServer
+from agentenv.engines.remote.client import SESSION_HEADER
 from agentenv.engines.remote.server import Request, sampled
 from agentenv.engines.sglang import SGLangServer
 from agentenv.engines.vllm import VLLMServer

@@ -1,8 +1,8 @@
-"""One update of a pool by broadcast: everyone joins, then one sends and all others receive.
+"""One update of a pool by broadcast: all join, then one sends and all others receive.
 
-Each side may fail while the other waits for it, so that both run at the same time and the first
-failure calls the sender off, whose end of the connections ends the receivers'. Servers that it
-hurt are taken out of the pool, and come back with weights from a directory.
+Either side may fail while the other waits for it. So both run at the same time, and the first
+failure aborts the sender, whose end of the connections ends the receivers'. Servers that are left
+with unknown weights leave the pool, and come back with weights from a directory.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Broadcast:
         if self._group is not None and self._joined == wanted:
             return self._group
         await self._disband(sender)
-        world_size, places = 1, []
+        world_size, first_ranks = 1, []
         for keeper in keepers:
-            places.append(world_size)
+            first_ranks.append(world_size)
             world_size += await keeper.client.num_ranks()
         wires = {keeper.client.wire for keeper in keepers}
         if len(wires) > 1:
@@ -73,8 +73,8 @@ class Broadcast:
         group = Group(f"agentenv-{secrets.token_hex(8)}", address, world_size, self._timeout_s)
         self._group, self._joined = group, wanted
         joins = [
-            asyncio.create_task(keeper.client.join(group, place))
-            for keeper, place in zip(keepers, places, strict=True)
+            asyncio.create_task(keeper.client.join(group, first_rank))
+            for keeper, first_rank in zip(keepers, first_ranks, strict=True)
         ]
         try:
             await _together(sender, asyncio.create_task(sender.join(group)), joins)
@@ -105,10 +105,10 @@ async def _together(
         if not sending.done():
             await sender.abort()
             await asyncio.wait([sending])
-        if _error(sending) is None:  # all was sent: whoever is not done is only slow
+        if _error(sending) is None:  # all was sent: the others are only slow
             await asyncio.wait(others)
         else:
-            await sender.leave()  # whoever waits for it sees that it has gone
+            await sender.leave()  # receivers that wait see that it has gone
             await asyncio.wait(others, timeout=SETTLE_S)
     finally:
         await uncancelled(_call_off(sender, tasks))

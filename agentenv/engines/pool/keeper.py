@@ -322,7 +322,7 @@ class Keeper:
         An update that begins meanwhile waits for its end before the weights of before may be
         removed.
 
-        ServerLostError: nobody knows what the server has now, and it is out. EngineError: it
+        ServerLostError: the weights of the server are unknown now, and it is out. EngineError: it
         refused, and has what it had.
         """
         target = wanted()

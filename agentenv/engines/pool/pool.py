@@ -9,8 +9,7 @@ EnginePool     who takes part, who gets a slot, the weights that all should have
 PooledServer   one server: its state, and what outcomes of requests say of it (server.py)
 Turn           one call of generate, by requests to one server after the other (turn.py)
 
-Beside the way of a turn: a Keeper for each server (keeper.py), and the controller's part of
-weights by broadcast (broadcast.py).
+Beside it: a Keeper for each server (keeper.py), and weights by broadcast (broadcast.py).
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, Literal
@@ -129,16 +129,15 @@ class SlotQueue:
 
     def _choose(self, session: str, avoid: Collection[PooledServer]) -> PooledServer | None:
         serving = [server for server in self._servers if server.serving]
-        if avoid:
-            serving = [server for server in serving if server not in avoid] or serving
-        free = [server for server in serving if server.has_room]
+        wanted = [server for server in serving if server not in avoid] if avoid else serving
+        free = [server for server in wanted or serving if server.has_room]
         if not free:
             return None
         home = self._homes.get(session)
         if home in free:
             self._homes.move_to_end(session)
             return home
-        chosen = min(free, key=lambda server: server.pressure)
+        chosen = min(free, key=lambda server: server.in_flight / server.limit.value)
         if home is None or home.state is State.OUT:
             self._homes[session] = chosen
             self._homes.move_to_end(session)
@@ -221,9 +220,9 @@ class EnginePool(TurnEngine[PooledServer]):
     def require(self, feature: Literal["adapters", "broadcast", "sleep"]) -> None:
         """Raises ConfigError for a server without a feature that the configuration asks for; of
         one that was never there nothing is known."""
-        key, lack = LACKS[feature]
         for server in self.servers:
             if server.epoch and feature not in server.features:
+                key, lack = LACKS[feature]
                 raise ConfigError(f"{key}: {server.name} {lack}")
 
     def add_server(self, client: Server) -> None:
@@ -318,11 +317,9 @@ class EnginePool(TurnEngine[PooledServer]):
         found: dict[str, Completion] = {}
 
         async def ask(server: PooledServer) -> None:
-            try:
+            with suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(within_s):
                     found[server.name] = await sampled(server.client, request)
-            except (EngineError, TimeoutError):
-                pass
 
         await asyncio.gather(*(ask(server) for server in self.servers if server.is_there))
         return found
@@ -347,11 +344,10 @@ class EnginePool(TurnEngine[PooledServer]):
     async def _change(self, target: Target) -> None:
         async with self._updating:
             self.check_alive()
-            before, self.target = self.target, target
+            before, self.target, version = self.target, target, target.policy_version
             keepers = [self._keepers[server] for server in self.servers]
             await self._broadcast.update(target, keepers)
             refused = await self._update_all(keepers)
-            version = target.policy_version
             if refused and not any(keeper.server.serves(version) for keeper in keepers):
                 self.target = before
                 self.dispatch()
@@ -469,8 +465,6 @@ class EnginePool(TurnEngine[PooledServer]):
             await asyncio.wait({*tasks, *requests})
         await asyncio.gather(*(server.client.close() for server in servers))
 
-    # figures
-
     def stats(self) -> dict[str, float]:
         """Counters since the start, and figures of each server as server/N/..., N in the order in
         which they were named."""
@@ -490,15 +484,15 @@ class EnginePool(TurnEngine[PooledServer]):
 
     def account(self) -> dict[str, Any]:
         """For the summary of a run: counters, figures of each server that takes part, and `told`,
-        sentences on faults for a person."""
+        sentences on faults."""
         lines = problems(self.servers)
         if waits := self.counts["descriptor_waits"]:
             lines.append(f"requests waited {waits} times for a file descriptor; raise ulimit -n")
         if self.outage_s >= 1.0:
             lines.append(f"no server was there, or all slept, for {self.outage_s:.0f} s")
-        names = ("requests", "retries", "reconnections", "continuations")
+        names = "requests retries reconnections continuations"
         return {
-            **{name: self.counts[name] for name in names},
+            **{name: self.counts[name] for name in names.split()},
             "outage_s": round(self.outage_s, 1),
             "servers": {server.name: server.summary() for server in self.servers},
             "told": lines,

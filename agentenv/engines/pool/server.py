@@ -28,16 +28,14 @@ from agentenv.server_config import PoolConfig
 
 logger = logging.getLogger(__name__)
 
-# How the requests of a turn on one server ended.
-
 
 class Done(Struct, frozen=True, array_like=True, tag="done"):
     """The turn is whole."""
 
 
 class Aborted(Struct, frozen=True, array_like=True, tag="aborted"):
-    """The request was ended for a change of the server, or by its caller. With a `problem`, the
-    server aborted it by itself."""
+    """The request was ended for a change of the server, or by its caller; or, with a `problem`, by
+    the server itself."""
 
     problem: str = ""
 
@@ -163,7 +161,7 @@ class RequestMonitor:
 
 
 class Pausable(Protocol):
-    """A clock, or what another process knows of a server, while its weights are replaced."""
+    """A clock that stands still while a server is paused, here or in a rollout worker."""
 
     def begin(self) -> None: ...
     def end(self) -> None: ...
@@ -330,11 +328,6 @@ class PooledServer(Slot):
         room = 1 if self.on_trial else self.limit.value
         return self.in_flight < room and asyncio.get_running_loop().time() >= self._closed_until
 
-    @property
-    def pressure(self) -> float:
-        """Share of its limit that is in use."""
-        return self.in_flight / self.limit.value
-
     def serves(self, policy_version: int) -> bool:
         """Whether it serves these weights."""
         return self.serving and self.policy_version == policy_version
@@ -378,13 +371,12 @@ class PooledServer(Slot):
 
     def _fail(self, problem: str) -> None:
         """A request was lost on a server that was there."""
-        self._num_losses += 1
-        stay_s = 0.0
-        if self._num_losses > 1:
-            tries = self._num_losses - 2
-            stay_s = backoff_s(tries, self.name, first_s=FIRST_STAY_S, max_s=MAX_STAY_S)
-        self.out_until = asyncio.get_running_loop().time() + stay_s
-        (self.suspend if stay_s else self.leave)(problem)
+        tries, self._num_losses = self._num_losses - 1, self._num_losses + 1
+        self.out_until = asyncio.get_running_loop().time()
+        if tries < 0:
+            return self.leave(problem)
+        self.out_until += backoff_s(tries, self.name, first_s=FIRST_STAY_S, max_s=MAX_STAY_S)
+        self.suspend(problem)
 
     def _close(self, problem: str, wanted_s: float) -> Outcome:
         """It is full."""
@@ -393,14 +385,9 @@ class PooledServer(Slot):
         loop = asyncio.get_running_loop()
         if loop.time() >= self._closed_until:
             tries, self._num_refusals = self._num_refusals, self._num_refusals + 1
-            closed_s = backoff_s(
-                tries,
-                self.name,
-                first_s=FIRST_CLOSED_S,
-                max_s=MAX_CLOSED_S,
-                at_least_s=wanted_s,
+            self._closed_until = loop.time() + backoff_s(
+                tries, self.name, first_s=FIRST_CLOSED_S, max_s=MAX_CLOSED_S, at_least_s=wanted_s
             )
-            self._closed_until = loop.time() + closed_s
         if self._num_refusals > MAX_REFUSALS and self.in_flight <= 1:
             text = f"{self.name} refuses every request as if it were full"
             return self.settle(Lost("were lost", text))
@@ -423,7 +410,7 @@ class PooledServer(Slot):
         self.looked_for.set()
 
     def suspend(self, reason: str) -> None:
-        """The same, and people are told."""
+        """The same, and people are warned."""
         self.leave(reason)
         self.report_out(reason)
 
@@ -433,7 +420,7 @@ class PooledServer(Slot):
         self.abort_all()
 
     def report_out(self, reason: str) -> None:
-        """Why it still does not serve; people are told once, until it does."""
+        """Why it still does not serve; people are warned once, until it does."""
         self.reason = reason
         if not self.is_reported:
             self.is_reported = True
@@ -446,13 +433,11 @@ class PooledServer(Slot):
             logger.warning(text, self.name, self.policy_version, extra=SHOWN)
 
     async def rest(self, seconds: float) -> None:
-        """Until the keeper is asked to look, or was since its last rest; at most so long."""
+        """At most so long; until the keeper is asked to look, or was since its last rest."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.looked_for.wait()
         self.looked_for.clear()
-
-    # figures
 
     def figures(self) -> dict[str, float]:
         """For the metrics; running, waiting, kv_usage and preemptions as the server says."""
@@ -490,7 +475,7 @@ class PooledServer(Slot):
 
 
 def problems(servers: Sequence[PooledServer]) -> list[str]:
-    """What a person should know of the servers, a sentence each; none if all went well."""
+    """Faults of the servers, a sentence each."""
     lines = []
     for one in servers:
         for kind, count in one.losses.most_common():

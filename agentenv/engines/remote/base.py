@@ -3,30 +3,25 @@
 RemoteServer   connect, stream the answer to a request, labels of weights (changes of the weights
                themselves: weight_sync.py)
 Answer         what a server streams for one request, read into chunks and their end
-Ranks          data-parallel ranks behind one URL
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from hashlib import blake2b
+from contextlib import suppress
 from math import inf, isfinite, nan
 from typing import Any, ClassVar, Generic, Literal, TypeVar, cast
-from urllib.parse import quote
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.engines.remote.client import HttpClient, RefusedError, all_of
+from agentenv.engines.remote.client import HttpClient, Ranks, RefusedError, all_of, routing
 from agentenv.engines.remote.server import (
     ForeignWeightsError,
     NoDescriptorError,
@@ -129,56 +124,6 @@ class Answer(ABC):
         if not self._with_entropies:
             return Chunk(token_ids, logprobs, [nan] * len(token_ids))
         return Chunk(token_ids, logprobs, top_k_entropies(rivals))
-
-
-# Ranks, and what routers read.
-
-SESSION_HEADER, RANK_HEADER = "X-Session-ID", "X-data-parallel-rank"
-MAX_SESSIONS = 65536  # whose rank is remembered
-MAX_SESSION_CHARS = 200  # servers and proxies take headers of some kB in all
-PLAIN = re.compile(r"[!-$&-~]+( +[!-$&-~]+)*")  # what a header can hold, but for %
-
-
-class Ranks:
-    """Data-parallel ranks behind one URL, each with a prefix cache of its own: a session stays
-    with one, the rank that was least loaded when the session began."""
-
-    def __init__(self) -> None:
-        self.count = 1
-        self._homes: OrderedDict[str, int] = OrderedDict()
-        self._num_running: Counter[int] = Counter()
-
-    @contextmanager
-    def take(self, session: str) -> Iterator[int | None]:
-        """The rank for a request; None where it is the server's to choose."""
-        if self.count == 1 or not session:
-            yield None
-            return
-        rank = self._homes.get(session, self.count)
-        if rank >= self.count:
-            rank = min(range(self.count), key=self._num_running.__getitem__)
-        self._homes[session] = rank
-        self._homes.move_to_end(session)
-        if len(self._homes) > MAX_SESSIONS:
-            self._homes.popitem(last=False)
-        self._num_running[rank] += 1
-        try:
-            yield rank
-        finally:
-            self._num_running[rank] -= 1
-
-
-def routing(session: str, rank: int | None) -> dict[str, str]:
-    """Headers by which routers, and a server with ranks, find the prefixes of a session. A session
-    may have any name: one that no header can hold is written as in a URL, of a long one its hash
-    is sent."""
-    name = session
-    if not PLAIN.fullmatch(session):
-        name = quote(session, errors="surrogatepass")
-    if len(name) > MAX_SESSION_CHARS:
-        name = blake2b(name.encode(), digest_size=16).hexdigest()
-    headers = {SESSION_HEADER: name} if session else {}
-    return headers if rank is None else headers | {RANK_HEADER: str(rank)}
 
 
 # The connection.
@@ -480,7 +425,7 @@ async def post(
     server: HttpClient, path: str, body: Any = None, timeout_s: float | None = None, **params: str
 ) -> None:
     """To one server; RefusedError also for an answer with success: false."""
-    answer = await server.call_json("POST", path, body, params, timeout_s)
+    answer = await server.call_json("POST", path, body, params=params, timeout_s=timeout_s)
     if isinstance(answer, dict) and answer.get("success") is False:
         raise RefusedError(f"{server.name}{path} failed: {answer}", 200, str(answer))
 
@@ -492,8 +437,8 @@ def check_settings(name: str, *, speculative: Any, flag: str, quantization: str 
     """Raises ConfigError for what changes the samples of a server."""
     if speculative:
         raise ConfigError(
-            f"{name} decodes speculatively, several tokens a step, and nobody has shown that it "
-            "ends turns at stop strings and tells log-probs as it does otherwise: start it without "
+            f"{name} decodes speculatively, several tokens a step; its stop strings and log-probs "
+            "were not verified then: start it without "
             f"{flag}"
         )
     if quantization:

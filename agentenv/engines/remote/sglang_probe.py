@@ -9,12 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from agentenv.engines.remote.base import Facts, check_settings, vocabulary
-from agentenv.engines.remote.client import (
-    HttpClient,
-    Logprob,
-    MalformedReplyError,
-    RefusedError,
-)
+from agentenv.engines.remote.client import HttpClient, Logprob, MalformedReplyError, RefusedError
 from agentenv.engines.remote.server import ServerInfo
 from agentenv.engines.remote.weight_sync import TransferRoutes
 from agentenv.engines.remote.weights import Layout, find_layout
@@ -53,12 +48,12 @@ MODEL_SLACK = 4  # tokens by which prompt and turn together may exceed the longe
 PROBE_TEMPERATURE = 2.0
 PROBE_TOP_K = 4
 MAX_RATIO = 0.75  # of the distances; 0.5 is right, 1 is not
-LEAST_GAP = 0.02  # nats; below it rounding hides what the probe looks for
+LEAST_GAP = 0.02  # nats; below it rounding hides the difference
 
 
 class SGLangFacts(Facts, frozen=True):
-    """What a server takes: tokens of a prompt, the largest top_k for which it tells log-probs after
-    truncation, and seeds."""
+    """Limits of a server: tokens of a prompt, the largest top_k for which it returns log-probs
+    after truncation, and whether it uses seeds."""
 
     max_prompt: int
     max_top_k: int
@@ -92,7 +87,6 @@ class ModelInfo(Struct, frozen=True):
     model_path: str
     tokenizer_path: str
     is_generation: bool = True
-    weight_version: str | None = None
 
 
 async def probe(http: HttpClient, vocab_size: int | None, layout: Layout | None) -> SGLangFacts:
@@ -112,17 +106,17 @@ async def probe(http: HttpClient, vocab_size: int | None, layout: Layout | None)
         raise ConfigError(
             f"cannot read /server_info or /model_info: {error}; expected SGLang {TRIED} or newer"
         ) from error
-    places = [Path(model.model_path), Path(model.tokenizer_path)]
+    folders = [Path(model.model_path), Path(model.tokenizer_path)]
     await _check_fields(http, args)
     _check_args(http.name, args, model)
-    layout = layout or await in_thread(find_layout, places)
+    layout = layout or await in_thread(find_layout, folders)
     features = {"broadcast"} if routes >= TRANSFER.posts else set()
     if args.enable_memory_saver and routes.issuperset(MEMORY_SAVER):
         features.add("sleep")  # without the flag these routes end the server
     max_len = args.max_req_input_len + MODEL_SLACK
     return SGLangFacts(
         ServerInfo("sglang", args.version, model.served_model_name, max_len, frozenset(features)),
-        vocabulary(http.name, vocab_size, layout, str(places[0])),
+        vocabulary(http.name, vocab_size, layout, str(folders[0])),
         layout,
         args.dp_size,
         max_prompt=args.max_req_input_len - 1,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import nan
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,12 +11,14 @@ from msgspec import Meta, Struct
 
 from agentenv.engines.remote.base import Facts, check_settings, vocabulary
 from agentenv.engines.remote.client import Count, HttpClient, MalformedReplyError
-from agentenv.engines.remote.server import ServerInfo
+from agentenv.engines.remote.server import PartEnd, Request, ServerInfo
 from agentenv.engines.remote.weight_sync import TransferRoutes
 from agentenv.engines.remote.weights import Layout, Wire, find_layout
 from agentenv.errors import ConfigError
 from agentenv.offload import in_thread
+from agentenv.types import Chunk, SamplingParams, VersionSpan
 
+TRIAL = Request("", [0], SamplingParams(max_tokens=1, top_k=1))
 TRIED = "0.32"  # version of vLLM that this client was tested with
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
@@ -65,10 +69,6 @@ class VLLMFacts(Facts, frozen=True):
     routes: frozenset[str]
 
 
-class _Version(Struct):
-    version: str
-
-
 class _Model(Struct):
     id: str
     max_model_len: Count | None = None  # None: of an adapter
@@ -108,7 +108,7 @@ async def probe(http: HttpClient, vocab_size: int | None, entropy_top_k: int) ->
         if route not in routes:
             raise ConfigError(f"{http.name} has no route {route}: {cure}")
     try:
-        version = (await http.call_as(_Version, "GET", "/version")).version
+        version = await http.read(str, "GET", "/version", "version")
         model = (await http.call_as(Models, "GET", "/v1/models")).data[0]
         # The first answer takes seconds: vLLM looks at the packages of its whole environment.
         params = {"config_format": "json"}
@@ -194,4 +194,22 @@ def _check_prefill(name: str, settings: dict[str, Any]) -> None:
         raise ConfigError(
             f"{name} runs on the CPU and computes long prompts in parts, of which vLLM {TRIED} "
             "dies when a request has a seed: start it with --no-enable-chunked-prefill"
+        )
+
+
+def check_trial(
+    name: str, end: PartEnd, chunks: Sequence[Chunk], policy_version: int, *, counts_cached: bool
+) -> None:
+    """Raises ConfigError unless the answer to TRIAL has what every answer must have."""
+    logprob, entropy = (chunks[0].logprobs[0], chunks[0].entropies[0]) if chunks else (nan, nan)
+    if not (abs(logprob) <= 1e-3 and entropy <= 1e-2):
+        raise ConfigError(
+            f"{name} gives log-prob {logprob:.4f} to the only token it may sample: start "
+            "it with --logprobs-mode processed_logprobs"
+        )
+    if end.version_spans != [VersionSpan(policy_version, 0, 1)]:
+        raise ConfigError(f"{name} does not say which weights sampled a token: {NEWER}")
+    if not counts_cached:
+        raise ConfigError(
+            f"{name} does not count cached tokens: start it with --enable-prompt-tokens-details"
         )

@@ -169,7 +169,7 @@ class WeightSync(RemoteServer[F]):
                 await self._post(routes.receive, body, group.timeout_s + SLACK_S)
             await self._post(routes.finish, routes.empty, self._load_s)
         except EngineError as error:
-            raise ServerLostError(f"nobody knows what weights it has: {error}") from error
+            raise ServerLostError(f"its weights are unknown: {error}") from error
 
     # what differs
 
