@@ -15,9 +15,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from agentenv.cluster.messages import Leave, pack, read_answer
 from agentenv.cluster.slots import LeasedEngine
 from agentenv.deadline import WorkClock, working
 from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.pool.server import Aborted, Busy, Done, Lost, Outcome, Reset, Starved
 from agentenv.engines.remote.server import ForeignWeightsError, PartEnd, Request, ServerLostError
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, SamplingParams, VersionSpan
@@ -238,6 +240,15 @@ def test_tokens_right_behind_an_update_have_its_version(folder: Path) -> None:
         assert done.version_spans == [VersionSpan(0, 0, 5), VersionSpan(1, 5, len(TEXT))]
 
     shared(folder, work, count=2)
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [Done(), Aborted("why"), Busy("full", 2.5), Starved(), Reset("gone"), Lost("failed", "500")],
+)
+def test_a_worker_reports_every_outcome_as_it_is(outcome: Outcome) -> None:
+    left = Leave(7, 1, 2, [(2, 0.5)], {"requests": 1}, outcome)
+    assert read_answer(pack(left)) == left
 
 
 STEPS = "ask ask ask cancel kill restart load load refuse doubt sleep wake break fill leave join"

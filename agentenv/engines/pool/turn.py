@@ -360,7 +360,7 @@ class TurnEngine(ABC, Generic[S]):
         """Let one server sample. `failed` are servers that are avoided, and is added to. Raises
         what the server refuses for good."""
         self.check_alive()
-        with waiting("a slot on a server"):
+        with waiting("a place on a server"):
             slot = await self.acquire(session, order, failed)
         outcome: Outcome = Aborted()
         try:

@@ -83,7 +83,7 @@ class Endpoint:
         self.counts = {"requests": 0.0, "retries": 0.0, "sampled_tokens": 0.0, "prompt_tokens": 0.0}
         self._table = table
         self._slots = asyncio.Semaphore(config.max_concurrency)
-        self._slot = f"a slot at {self.api.name}"
+        self._slot = f"a place at {self.api.name}"
         self._closed = False
 
     async def start(self) -> None:
