@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentenv.deadline import uncancelled
-from agentenv.engines.pool.keeper import Keeper, Target
+from agentenv.engines.pool.keeper import Keeper
 from agentenv.engines.remote.weights import Group, Sender, TransferError
 from agentenv.errors import EngineError
 
@@ -32,13 +32,11 @@ class Broadcast:
         self._group: Group | None = None
         self._joined: list[tuple[Keeper, int]] = []
 
-    async def update(self, target: Target, keepers: Sequence[Keeper]) -> None:
-        """Send the target's weights to the servers that serve and can receive. Afterwards a server
-        has the weights and serves, or is out since its weights are unknown, or has what it had
-        before."""
-        sender = target.sender
+    async def update(self, sender: Sender, version: int, keepers: Sequence[Keeper]) -> None:
+        """Send these weights to the servers that serve and can receive. Afterwards a server has the
+        weights and serves, or is out since its weights are unknown, or has what it had before."""
         keepers = [k for k in keepers if k.server.serving and "broadcast" in k.server.features]
-        if sender is None or not keepers:
+        if not keepers:
             return
         try:
             group = await self._form(sender, keepers)
@@ -47,8 +45,7 @@ class Broadcast:
             logger.warning("weights go by a directory this time: %s", error)
             return
         calls = [
-            asyncio.create_task(keeper.receive(group, manifest, target.policy_version))
-            for keeper in keepers
+            asyncio.create_task(keeper.receive(group, manifest, version)) for keeper in keepers
         ]
         try:
             await _together(sender, asyncio.create_task(sender.send()), calls)

@@ -259,8 +259,6 @@ class EnginePool(TurnEngine[PooledServer]):
             logger.error("a keeper of the engine pool failed", exc_info=error)
             self.end(f"a keeper of the engine pool failed: {error!r}")
 
-    # turns
-
     def check_alive(self) -> None:
         if self.reason is not None:
             raise EngineDeadError(self.reason)
@@ -346,7 +344,8 @@ class EnginePool(TurnEngine[PooledServer]):
             self.check_alive()
             before, self.target, version = self.target, target, target.policy_version
             keepers = [self._keepers[server] for server in self.servers]
-            await self._broadcast.update(target, keepers)
+            if target.sender is not None:
+                await self._broadcast.update(target.sender, target.policy_version, keepers)
             refused = await self._update_all(keepers)
             if refused and not any(keeper.server.serves(version) for keeper in keepers):
                 self.target = before
