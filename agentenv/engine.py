@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
 
 from agentenv.config import ESSENTIAL
-from agentenv.errors import ConfigError
+from agentenv.errors import ConfigError, EngineError
 from agentenv.model_files import num_positions, read_model_config
 from agentenv.server_config import LaunchConfig, Served, ServersConfig
-from agentenv.types import Chunk, Completion, Limits, SamplingParams
+from agentenv.types import Chunk, Completion, Limits, SamplingParams, VersionSpan
 
 
 class Engine(Protocol):
@@ -40,14 +41,13 @@ class Engine(Protocol):
         same cache. `on_tokens` is called on the event loop with the tokens not yet reported each
         time at least `stream_interval` of them are known, and never after generate has returned;
         tokens of an incomplete last chunk appear only in the Completion. Entropies that cost an
-        engine time may be NaN but for the tokens of the first chunk. Where turns wait for a place,
-        those of the smallest `order` go first: (1 for the first turn of a trajectory, else 0; place
-        of the tree in start order), so that a tree goes on while its prefixes are still in the
-        cache. While nobody works for the turn the clock of its rollout stands still
-        (agentenv/deadline.py). Cancelling the call
-        aborts the request. Raises EngineError for a request the engine cannot serve (empty or
-        too long prompt, ids outside the vocabulary, max_tokens < 1), and EngineDeadError when the
-        engine is gone for good.
+        engine time may be NaN but for the tokens of the first chunk. Where turns wait for a slot,
+        those of the smallest `order` go first: (1 for the first turn of a trajectory, else 0;
+        number of the tree in start order), so that a tree goes on while its prefixes are still in
+        the cache. While the turn waits the clock of its rollout stands still
+        (agentenv/deadline.py). Cancelling the call aborts the request. Raises EngineError for a
+        request the engine cannot serve (empty or too long prompt, ids outside the vocabulary,
+        max_tokens < 1), and EngineDeadError when the engine is gone for good.
         """
         ...
 
@@ -220,3 +220,59 @@ def check_context(limits: Limits, max_model_len: int) -> None:
             f"{limits.max_response_tokens} = {needed} exceed the engine's context of "
             f"{max_model_len} tokens; lower them, or take an engine and a model that hold more"
         )
+
+
+# Used by engines for each request.
+
+MIN_TEMPERATURE = 1e-2  # vLLM raises smaller ones to it; 0 is greedy
+
+
+def check_request(
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    vocab_size: int,
+    max_model_len: int,
+    min_temperature: float = MIN_TEMPERATURE,
+) -> None:
+    """Raises EngineError for a request that a server would clamp, cut short, silently change or die
+    of."""
+    if not len(prompt):
+        raise EngineError("the prompt is empty; it needs at least one token id")
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= vocab_size:
+        raise EngineError(
+            f"the prompt has token ids from {low} to {high}, the vocabulary those from 0 to "
+            f"{vocab_size - 1}; do tokenizer and served model belong together?"
+        )
+    if sampling.max_tokens < 1:
+        raise EngineError(f"max_tokens must be at least 1, found {sampling.max_tokens}")
+    if len(prompt) + sampling.max_tokens > max_model_len:
+        raise EngineError(
+            f"{len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} exceed "
+            f"max_model_len {max_model_len} of the engine"
+        )
+    temperature, penalty = sampling.temperature, sampling.repetition_penalty
+    if temperature != 0 and not min_temperature <= temperature < float("inf"):
+        raise EngineError(
+            f"temperature must be 0 (greedy) or at least {min_temperature}, found {temperature}"
+        )
+    if not 0 < sampling.top_p <= 1:
+        raise EngineError(f"top_p must be above 0 and at most 1, found {sampling.top_p}")
+    if sampling.top_k != -1 and sampling.top_k < 1:
+        raise EngineError(f"top_k must be -1 (off) or at least 1, found {sampling.top_k}")
+    if not 0 <= sampling.min_p <= 1:
+        raise EngineError(f"min_p must be from 0 to 1, found {sampling.min_p}")
+    if not (isfinite(penalty) and penalty > 0):
+        raise EngineError(f"repetition_penalty must be above 0, found {penalty}")
+    if not all(sampling.stop):
+        raise EngineError("a stop string is empty")
+
+
+def extend_spans(spans: list[VersionSpan], span: VersionSpan) -> None:
+    """Append a span, as one with the last if both are of one version; empty ones vanish."""
+    if span.start == span.end:
+        return
+    if spans and spans[-1].version == span.version:
+        spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
+    else:
+        spans.append(span)

@@ -14,6 +14,7 @@ from agentenv.errors import ConfigError
 
 # Settings of engine servers that a run starts by itself.
 
+SGLANG_RESERVED = 2  # tokens of its context length that an SGLang server never fills
 ROLES = ("summarizer", "judge", "debugger", "refiner")  # besides the policy, which is [engine]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from agentenv.cluster.link import Link, StreamLink, linked
 from agentenv.cluster.messages import Alive, Ended, Figures, Say, pack
-from agentenv.cluster.slots import _Wait
+from agentenv.cluster.slots import _Held
 from agentenv.cluster.workers import Left, RolloutWorkers
 from agentenv.errors import TooManyFailuresError
 from agentenv.failures import Failure
@@ -175,12 +175,13 @@ async def test_the_version_of_a_server_goes_before_its_tokens(
         def write(self, data: bytes) -> None:
             written.append(data)
 
-    writer, member = cast(Any, Writer()), cast(Any, SimpleNamespace(policy_version=3))
+    writer, server = cast(Any, Writer()), cast(Any, SimpleNamespace(policy_version=3))
     link = StreamLink(asyncio.StreamReader(), writer)
     link.send(b"x")
     await asyncio.sleep(0)
     assert len(written) == 1
-    for begin_or_end in (_Wait(link, 7, member).begin, _Wait(link, 7, member).end):
+    held = _Held(cast(Any, None), link, 7, server)
+    for begin_or_end in (held.begin, held.end):
         before = len(written)
         begin_or_end()
         assert len(written) == before + 1

@@ -33,13 +33,14 @@ one.
 from __future__ import annotations
 
 from traceback import format_exception
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from agentenv import errors
 from agentenv.actor import BranchNow
+from agentenv.engines.pool.server import Outcome
 from agentenv.errors import AgentEnvError
 from agentenv.failures import Failure
 from agentenv.types import Chunk, Completion, Limits, SamplingParams, Task
@@ -246,24 +247,17 @@ class Heard(Struct, array_like=True, frozen=True, tag=8):
     number: int
 
 
-Trouble = Literal["lost", "silent", "broken", "foreign", "reset", "full"]
-
-
 class Leave(Struct, array_like=True, frozen=True, tag=9):
-    """The place is free again. `answers` are tokens and seconds of the requests that came to their
-    end, `trouble` is what ended the last one otherwise, `retry_after_s` of one that was "full",
-    which is answered with Settled. `is_complete`: the part of a turn came to its end. `counts` are
-    those of the worker's client since the last Leave."""
+    """The slot is free again. `answers` are tokens and seconds of the requests that came to their
+    end, `outcome` is that of the last one; Busy is answered with Settled. `counts` are those of the
+    worker's engine since the last Leave."""
 
     number: int
     num_requests: int
     num_tokens: int
     answers: list[tuple[int, float]]
     counts: dict[str, int]
-    is_complete: bool = False
-    trouble: Trouble | None = None
-    text: str = ""
-    retry_after_s: float = 0.0
+    outcome: Outcome
 
 
 class Leaving(Struct, array_like=True, frozen=True, tag=10):

@@ -2,7 +2,7 @@
 
 Actor, env, tools and limits stay as they are: they see lists of ids, whose length counts. Here the
 first id of a piece of text names the piece and the others only fill its length in tokens: exact
-for what was sampled, where the endpoint tells its usage, else estimated at four bytes a token.
+for sampled tokens where the endpoint reports its usage, else estimated at four bytes a token.
 """
 
 from __future__ import annotations
@@ -30,28 +30,15 @@ from agentenv.engines.remote.endpoint import (
 )
 from agentenv.errors import EngineError, ForeignError
 from agentenv.outcomes import check_observation
-from agentenv.renderer import (
-    RESULT_CLOSE,
-    RESULT_OPEN,
-    TextCodec,
-    ToolSchemas,
-    bounded,
-)
+from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN, TextCodec, ToolSchemas, bounded
 from agentenv.tags import Shown, check_tags, tagged_call, with_tools
-from agentenv.types import (
-    MALFORMED_CALL,
-    Chunk,
-    Completion,
-    Message,
-    SamplingParams,
-    ToolCall,
-)
+from agentenv.types import MALFORMED_CALL, Chunk, Completion, Message, SamplingParams, ToolCall
 from agentenv.untrusted import decode
 
 FILL = 0
 BYTES_PER_TOKEN = 4
 CUT_MARKER = " ... "
-# what looks like structure to most models, since nobody says what does to this one
+# structure to most models, since that of this one is unknown
 MARKERS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|start_header_id|>",
            "<|end_header_id|>", "<tool_call>", "</tool_call>")  # fmt: skip
 
@@ -173,7 +160,7 @@ class ChatRenderer:
 
 
 def native_call(raw: dict[str, Any]) -> ToolCall:
-    """A call as an endpoint writes it; one that cannot be read says what is wrong."""
+    """A call as an endpoint writes it; one that cannot be read names its problem."""
     function = raw.get("function") or {}
     name, text = function.get("name"), function.get("arguments")
     try:
@@ -265,7 +252,7 @@ class ChatEngine(EndpointEngine):
         return body | config.extra_body
 
     def _way(self) -> str:
-        """How the tag protocol goes on behind a result."""
+        """How the tag protocol goes on after a result."""
         chosen = self.config.continuation
         if chosen != "auto":
             return chosen
@@ -348,10 +335,10 @@ class ChatEngine(EndpointEngine):
 
     def _stop(self, choice: ChatChoice, content: str, sampling: SamplingParams) -> str | None:
         """The stop string that ended the turn. Where the endpoint does not say and leaves it out
-        of the text, a tag that was opened and not closed tells."""
-        for told in (choice.stop_reason, choice.matched_stop):
-            if isinstance(told, str) and told in sampling.stop:
-                return told
+        of the text, it is that of a tag that was opened and not closed."""
+        for reason in (choice.stop_reason, choice.matched_stop):
+            if isinstance(reason, str) and reason in sampling.stop:
+                return reason
         for stop in sampling.stop:
             if content.endswith(stop):
                 return stop

@@ -49,7 +49,7 @@ class OpenAIConfig(
     continuation: Annotated[
         Literal["auto", "continue", "prefix", "turns"],
         Meta(
-            description="how the tag protocol goes on behind a tool result in chat messages: "
+            description="how the tag protocol goes on after a tool result in chat messages: "
             "'continue' the assistant's text (vLLM, SGLang), with 'prefix' = true (DeepSeek, "
             "Mistral), or results as 'turns' of the user; auto: 'continue' where it is known"
         ),
@@ -86,15 +86,7 @@ class EndpointEngine:
 
     def __init__(self, config: OpenAIConfig) -> None:
         self.config = config
-        self.endpoint = Endpoint(
-            config.url,
-            config.model,
-            table="engine",
-            api_key_env=config.api_key_env,
-            timeout_s=config.timeout_s,
-            num_retries=config.num_retries,
-            max_concurrency=config.max_concurrency,
-        )
+        self.endpoint = Endpoint(config, "engine")
         self._dead = ""  # why
 
     @property
@@ -121,8 +113,8 @@ class EndpointEngine:
 
     @contextmanager
     def _alive(self, *, retried: bool) -> Iterator[None]:
-        """Around each request: tell what ends the run from what fails one turn. A connection that
-        is lost ends the run if it was `retried`."""
+        """Around each request: what ends the run is raised as EngineDeadError, as a lost connection
+        is if it was `retried`."""
         if self._dead:
             raise EngineDeadError(self._dead)
         try:

@@ -15,9 +15,7 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from agentenv.engine import EngineConfig, EngineStart
-from agentenv.engines.pool.turn import extend_spans
-from agentenv.engines.remote.client import check_request
+from agentenv.engine import EngineConfig, EngineStart, check_request, extend_spans
 from agentenv.errors import ConfigError, EngineDeadError
 from agentenv.model_files import num_positions, read_eos_ids, read_model_config
 from agentenv.offload import in_thread

@@ -1,83 +1,49 @@
-"""Client of one SGLang server (tried with 0.5.23). SGLang itself is not imported.
+"""Client of an SGLang server; SGLang itself is needed only on the other side of the connection.
 
-request_body, SGLangAnswer   what one request says to SGLang, and its answer read into chunks
-read_load                  load figures
-probe, check_logprobs      what a server is and can do, found out when the client connects
-SGLangServer               check -> POST /generate (stream, our own rid) -> chunks -> PartEnd;
-                           cancelled or failed -> POST /abort_request, at once; and the steps of a
-                           change of weights (remote.py)
+request_body, SGLangAnswer   one request as SGLang takes it, and its answer, read into chunks
+read_load                    load figures
+SGLangServer                 POST /generate (stream, our own rid) --> chunks --> PartEnd; cancelled
+                             or failed --> POST /abort_request, at once; and the steps of a change
+                             of weights (remote/weight_sync.py)
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from math import nan
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
 from msgspec import Struct
 
+from agentenv.engine import check_request
 from agentenv.engines.pool.engine import PooledEngineConfig
-from agentenv.engines.remote.client import (
-    Count,
-    HttpClient,
-    Logprob,
-    MalformedReplyError,
-    RefusedError,
-    check_request,
+from agentenv.engines.remote.base import HEALTH_S, Answer, LabelledSpan, read_metrics
+from agentenv.engines.remote.client import Count, HttpClient, Logprob, RefusedError
+from agentenv.engines.remote.server import BusyError, PartEnd, Request, ServerLoad, ServerLostError
+from agentenv.engines.remote.sglang_probe import (
+    TRANSFER,
+    TRIED,
+    ServerArgs,
+    SGLangFacts,
+    TokenLogprob,
+    check_logprobs,
+    probe,
 )
-from agentenv.engines.remote.server import (
-    BusyError,
-    NoDescriptorError,
-    PartEnd,
-    Request,
-    ServerInfo,
-    ServerLoad,
-    ServerLostError,
-)
-from agentenv.engines.remote.weight_sync import (
-    HEALTH_S,
-    QUANTIZED,
-    SPECULATIVE,
-    Answer,
-    Facts,
-    LabelledSpan,
-    RemoteServer,
-    TransferRoutes,
-    metric,
-    routing,
-    top_k_entropies,
-    vocabulary,
-)
-from agentenv.engines.remote.weights import Bucket, Group, Layout, Manifest, find_layout
+from agentenv.engines.remote.weight_sync import WeightSync
+from agentenv.engines.remote.weights import Bucket, Group, Manifest
 from agentenv.errors import ConfigError, EngineError, ForeignError
-from agentenv.offload import in_thread
+from agentenv.server_config import SGLANG_RESERVED
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 from agentenv.untrusted import decode
 
-logger = logging.getLogger(__name__)
-
-RESERVED = 2  # tokens of its context length that an SGLang server never fills
 QUEUE_FULL = "queue is full"  # a refusal by --max-queued-requests
 NOTHING_DONE = "Failed to get weights iterator"  # a refusal before any weight was touched
 
 # What one request says to SGLang, and how its answer becomes chunks and their end.
 
 MAX_STOPS = 32  # of one request, in SGLang
-
-TokenLogprob = tuple[Logprob | None, int, str | None]
-
-
-class SGLangFacts(Facts, frozen=True):
-    """What a server takes: tokens of a prompt, the largest top_k for which it tells log-probs after
-    truncation, and seeds."""
-
-    max_prompt: int
-    max_top_k: int
-    use_seed: bool
 
 
 class Reason(Struct, frozen=True):
@@ -143,7 +109,7 @@ def check_turn(request: Request, facts: SGLangFacts) -> None:
         raise EngineError(f"SGLang takes at most {MAX_STOPS} stop strings, found {sampling.stop}")
     if is_truncated(sampling) and _top_k(sampling, facts) > facts.max_top_k:
         raise EngineError(
-            "SGLang tells log-probs after top_p, top_k or min_p only together with top_k up to "
+            "SGLang returns log-probs after top_p, top_k or min_p only together with top_k up to "
             f"{facts.max_top_k}: set top_k, or start it with --sampling-mask-max-tokens N"
         )
 
@@ -207,37 +173,34 @@ class SGLangAnswer(Answer):
         vocab_size: int,
     ) -> None:
         self._truncated = is_truncated(request.sampling)
-        exact = entropy_top_k == -1 or self._truncated
-        super().__init__(
-            server,
-            "exact" if exact else "top_k",
-            name_span,
-            vocab_size,
-            with_entropies=request.with_entropies,
-        )
+        kind: Literal["exact", "top_k"] = "exact"
+        if entropy_top_k != -1 and not self._truncated:
+            kind = "top_k"
+        entropies = request.with_entropies
+        super().__init__(server, kind, name_span, vocab_size, with_entropies=entropies)
         self._max_tokens = request.sampling.max_tokens
 
-    def add(self, data: bytes) -> Chunk | None:
-        """The tokens that are new in an event."""
+    def add(self, event: bytes) -> Chunk | None:
         try:
-            event = decode(data, Event)
+            found = decode(event, Event)
         except ForeignError as error:
-            raise ServerLostError(
-                f"{self._server}/generate: cannot read an event: {error}"
-            ) from error
-        meta = event.meta_info
-        if event.error is not None or meta is None:
-            failure = event.error if isinstance(event.error, Failure) else Failure(event.error)
+            text = f"{self._server}/generate: cannot read an event: {error}"
+            raise ServerLostError(text) from error
+        meta = found.meta_info
+        if found.error is not None or meta is None:
+            failure = found.error if isinstance(found.error, Failure) else Failure(found.error)
             raise self._refusal(failure.message, failure.code)
         if meta.finish_reason is not None:
             self._end(meta, meta.finish_reason)
         num_new = meta.completion_tokens - self._num_tokens
         if num_new <= 0:
             return None
-        chunk = self._chunk(event.output_ids[-num_new:], meta, num_new)
-        if {len(chunk.token_ids), len(chunk.logprobs), len(chunk.entropies)} != {num_new}:
+        token_ids = found.output_ids[-num_new:]
+        logprobs, rivals = self._logprobs(token_ids, meta, num_new)
+        sizes = {len(token_ids), len(logprobs), len(rivals) if self._with_entropies else num_new}
+        if sizes != {num_new}:
             raise ServerLostError(f"{self._server}/generate: tokens are missing from the stream")
-        return self._take(chunk.token_ids, chunk.logprobs, chunk.entropies)
+        return self._chunk(token_ids, logprobs, rivals)
 
     def _end(self, meta: Meta, reason: Reason) -> None:
         if reason.type == "abort" and reason.status_code is not None:
@@ -256,29 +219,24 @@ class SGLangAnswer(Answer):
             )
         return super().finish()
 
-    def _chunk(self, token_ids: list[int], meta: Meta, num_new: int) -> Chunk:
+    def _logprobs(
+        self, token_ids: list[int], meta: Meta, num_new: int
+    ) -> tuple[list[float], list[list[float]]]:
+        """Those of the new tokens, and the largest of each position."""
         if self._truncated:
             masks = meta.output_token_sampling_mask[-num_new:]
             supports = meta.output_token_sampling_logprobs[-num_new:]
-            rows = list(zip(token_ids, masks, supports, strict=False))
+            rows = zip(token_ids, masks, supports, strict=False)
             known = [
                 support[mask.index(token)]
                 for token, mask, support in rows
                 if token in mask[: len(support)]
             ]
-            if not self._with_entropies:
-                return Chunk(token_ids, known, [nan] * len(supports))
-            return Chunk(token_ids, known, top_k_entropies(supports))
+            return known, supports
         sampled = meta.output_token_logprobs[-num_new:]
-        logprobs = [logprob for logprob, _, _ in sampled if logprob is not None]
-        if not self._with_entropies:
-            return Chunk(token_ids, logprobs, [nan] * len(logprobs))
-        tops = (meta.output_top_logprobs or [])[-num_new:]
-        return Chunk(
-            token_ids,
-            logprobs,
-            top_k_entropies([[p for p, _, _ in top or () if p is not None] for top in tops]),
-        )
+        tops = (meta.output_top_logprobs or [])[-num_new:] if self._with_entropies else []
+        rivals = [[p for p, _, _ in top or () if p is not None] for top in tops]
+        return [logprob for logprob, _, _ in sampled if logprob is not None], rivals
 
     def _refusal(self, message: str | None, code: int | None) -> EngineError:
         text = f"{self._server}/generate: {message or 'no reason given'}"
@@ -290,7 +248,7 @@ class SGLangAnswer(Answer):
 
 # Load figures.
 
-RETRACTED = b"sglang:num_retracted_requests_total"
+RETRACTED = "sglang:num_retracted_requests_total"
 
 
 class RankLoad(Struct, frozen=True):
@@ -328,200 +286,10 @@ async def _count_preemptions(worker: HttpClient) -> int:
         text = await worker.call("GET", "/metrics")
     except RefusedError:  # without --enable-metrics
         return 0
-    lines = (line for line in text.splitlines() if line.startswith(RETRACTED))
-    return sum(int(metric(line.decode(errors="replace"))) for line in lines)
+    return int(sum(read_metrics(text, {RETRACTED: 0})[RETRACTED]))
 
 
-# What an SGLang server is and can do, asked once when the client connects.
-
-TRIED = "0.5.23"
-NEEDED = (
-    "POST /generate",
-    "POST /abort_request",
-    "POST /pause_generation",
-    "POST /continue_generation",
-    "POST /update_weights_from_disk",
-    "POST /update_weight_version",
-    "POST /flush_cache",
-    "GET /model_info",
-    "GET /server_info",
-    "GET /v1/loads",
-)
-BROADCAST = (
-    "POST /init_weights_update_group",
-    "POST /begin_weight_update",
-    "POST /update_weights_from_distributed",
-    "POST /end_weight_update",
-    "POST /destroy_weights_update_group",
-)
-MEMORY_SAVER = ("POST /release_memory_occupation", "POST /resume_memory_occupation")
-FIELDS = ("rid", "cache_salt", "return_sampling_mask", "sampling_logprobs_mode")
-SAMPLING_FIELDS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop"}
-MODEL_SLACK = 4  # tokens by which prompt and turn together may exceed the longest prompt
-PROBE_TEMPERATURE = 2.0
-PROBE_TOP_K = 4
-MAX_RATIO = 0.75  # of the distances; 0.5 is right, 1 is not
-LEAST_GAP = 0.02  # nats; below it rounding hides what the probe looks for
-
-
-class ServerArgs(Struct, frozen=True):
-    """The part of /server_info that is read."""
-
-    version: str
-    max_req_input_len: int
-    sampling_mask_max_tokens: int = 0
-    skip_tokenizer_init: bool = False
-    incremental_streaming_output: bool = False
-    enable_deterministic_inference: bool = False
-    enable_memory_saver: bool = False
-    enable_metrics: bool = False
-    preferred_sampling_params: Any = None
-    speculative_algorithm: str | None = None
-    quantization: str | None = None
-    tp_size: int = 1
-    dp_size: int = 1
-    pp_size: int = 1
-
-
-class ModelInfo(Struct, frozen=True):
-    """The part of /model_info that is read. `model_path` follows updates, whose directories are
-    often gone; `tokenizer_path` does not."""
-
-    served_model_name: str
-    model_path: str
-    tokenizer_path: str
-    is_generation: bool = True
-    weight_version: str | None = None
-
-
-async def probe(http: HttpClient, vocab_size: int | None, layout: Layout | None) -> SGLangFacts:
-    """Reads routes, version, settings and limits; `layout`: of its model, if it is known already.
-
-    Raises ConfigError for what the run cannot do without.
-    """
-    routes = await http.routes()
-    if missing := [route for route in NEEDED if route not in routes]:
-        raise ConfigError(
-            f"{http.name} lacks {', '.join(missing)}; expected SGLang {TRIED} or newer"
-        )
-    try:
-        model = await http.call_as(ModelInfo, "GET", "/model_info")
-        args = await http.call_as(ServerArgs, "GET", "/server_info")
-    except MalformedReplyError as error:
-        raise ConfigError(
-            f"cannot read /server_info or /model_info: {error}; expected SGLang {TRIED} or newer"
-        ) from error
-    places = [Path(model.model_path), Path(model.tokenizer_path)]
-    await _check_fields(http, args)
-    _check_args(http.name, args, model)
-    layout = layout or await in_thread(find_layout, places)
-    features = {"broadcast"} if routes.issuperset(BROADCAST) else set()
-    if args.enable_memory_saver and routes.issuperset(MEMORY_SAVER):
-        features.add("sleep")  # without the flag these routes end the server
-    max_len = args.max_req_input_len + MODEL_SLACK
-    return SGLangFacts(
-        ServerInfo("sglang", args.version, model.served_model_name, max_len, frozenset(features)),
-        vocabulary(http.name, vocab_size, layout, str(places[0])),
-        layout,
-        args.dp_size,
-        max_prompt=args.max_req_input_len - 1,
-        max_top_k=args.sampling_mask_max_tokens,
-        use_seed=args.enable_deterministic_inference,
-    )
-
-
-async def _check_fields(http: HttpClient, args: ServerArgs) -> None:
-    """Unknown fields of a request would be ignored in silence."""
-    schema = await http.call_json("GET", "/openapi.json")
-    try:
-        known = schema["components"]["schemas"]["GenerateReqInput"]["properties"].keys()
-    except (LookupError, TypeError, AttributeError):
-        known = set()
-    missing = [field for field in FIELDS if field not in known]
-    if missing:
-        raise ConfigError(
-            f"{http.name}: POST /generate of SGLang {args.version} does not know "
-            f"{', '.join(missing)}; expected SGLang {TRIED} or newer"
-        )
-
-
-def _check_args(name: str, args: ServerArgs, model: ModelInfo) -> None:
-    """Raises ConfigError for a server that would change what is sampled."""
-    if not model.is_generation:
-        raise ConfigError(f"{name} serves an embedding model, which samples nothing")
-    if args.skip_tokenizer_init:
-        raise ConfigError(f"{name} finds no stop strings; start it without --skip-tokenizer-init")
-    preferred = args.preferred_sampling_params
-    if preferred and not (isinstance(preferred, dict) and preferred.keys() <= SAMPLING_FIELDS):
-        raise ConfigError(
-            f"{name} changes requests by --preferred-sampling-params {preferred}; start it without"
-        )
-    if not args.incremental_streaming_output:
-        raise ConfigError(
-            f"{name} repeats the whole turn in every event, which makes gigabytes of long turns; "
-            "start it with --incremental-streaming-output"
-        )
-    if args.speculative_algorithm:
-        raise ConfigError(SPECULATIVE.format(name, "--speculative-algorithm"))
-    if args.quantization:
-        raise ConfigError(QUANTIZED.format(name, args.quantization))
-    if not args.enable_metrics:
-        logger.warning(
-            "%s does not count preemptions, to which its number of requests is fitted; start it "
-            "with --enable-metrics",
-            name,
-        )
-    if not args.enable_deterministic_inference:
-        logger.info("%s ignores seeds; --enable-deterministic-inference makes it heed them", name)
-
-
-async def check_logprobs(http: HttpClient, vocab_size: int) -> None:
-    """Raises ConfigError unless log-probs are those after temperature.
-
-    Temperature 2 halves the distance between two of them, against greedy sampling, which
-    reports the distribution at temperature 1.
-    """
-    plain = await _ask(http, 0.0, vocab_size)
-    scaled = await _ask(http, PROBE_TEMPERATURE, vocab_size)
-    both = plain.keys() & scaled.keys()
-    if not both:
-        raise ConfigError(f"{http.name}/generate tells other tokens at another temperature")
-    top, low = max(both, key=plain.__getitem__), min(both, key=plain.__getitem__)
-    gap = plain[top] - plain[low]
-    if gap < LEAST_GAP:
-        logger.warning(
-            "%s: the log-probs of a probe are all alike, so it is not known whether they are those "
-            "after temperature",
-            http.name,
-        )
-    elif (scaled[top] - scaled[low]) / gap > MAX_RATIO:
-        raise ConfigError(
-            f"{http.name} reports log-probs before temperature; start it without "
-            "SGLANG_RETURN_ORIGINAL_LOGPROB"
-        )
-
-
-class _Probed(Struct, frozen=True):
-    meta_info: Meta
-
-
-async def _ask(http: HttpClient, temperature: float, vocab_size: int) -> dict[int, float]:
-    """The largest log-probs behind a fixed prompt, by token id."""
-    body = {
-        "input_ids": [index % vocab_size for index in range(8)],
-        "sampling_params": {"max_new_tokens": 1, "temperature": temperature, "ignore_eos": True},
-        "return_logprob": True,
-        "top_logprobs_num": PROBE_TOP_K,
-    }
-    try:
-        answer = await http.call_as(_Probed, "POST", "/generate", body)
-        top = (answer.meta_info.output_top_logprobs or [])[0] or []
-    except (RefusedError, MalformedReplyError, IndexError) as error:
-        raise ConfigError(f"{http.name}/generate tells no log-probs: {error}") from error
-    return {token: logprob for logprob, token, _ in top if logprob is not None}
-
-
-class SGLangServer(RemoteServer[SGLangFacts]):
+class SGLangServer(WeightSync[SGLangFacts]):
     """Server over one SGLang server, or several workers behind one URL (see RemoteServer).
 
     Entropies come from the `entropy_top_k` largest log-probs (-1: all, exact but slow); with top_p,
@@ -529,21 +297,14 @@ class SGLangServer(RemoteServer[SGLangFacts]):
     SGLang's order: top_k, top_p, min_p. Seeds count with --enable-deterministic-inference only.
     """
 
-    transfer = TransferRoutes(
-        join="/init_weights_update_group",
-        start="/begin_weight_update",
-        receive="/update_weights_from_distributed",
-        finish="/end_weight_update",
-        leave="/destroy_weights_update_group",
-        empty={},
-    )
+    transfer = TRANSFER
     tried = TRIED
     facts = SGLangFacts
 
     async def _probe(self) -> SGLangFacts:
         return await probe(self._controls[0], self._given_vocab_size, self._layout)
 
-    async def _go_on(self) -> None:
+    async def _unpause(self) -> None:
         await self._resume()
 
     async def _try_out(self) -> None:
@@ -551,62 +312,36 @@ class SGLangServer(RemoteServer[SGLangFacts]):
 
     async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
         """See Server.generate. While weights are being replaced a new request waits."""
-        await self._known()
-        facts = self._connected()
+        facts = await self._known()
         check_turn(request, facts)
         body = request_body(request, facts, self._top_k, self._salt)
         answer = SGLangAnswer(self.name, request, self._top_k, self._span, facts.vocab_size)
-        complete = False
-        try:
-            with self._ranks.take(request.session) as rank:
-                if rank is not None:
-                    body["routed_dp_rank"] = rank
-                headers = routing(request.session, rank)
-                async with self._http.stream("/generate", body, headers) as events:
-                    async for event in events:
-                        chunk = answer.add(event)
-                        if chunk is not None:
-                            on_chunk(chunk)
-            end = answer.finish()
-            complete = True
-        except NoDescriptorError:
-            complete = True  # there is nothing to abort
-            raise
-        finally:
-            if not complete:  # a disconnect alone would be noticed after seconds
-                self._spawn(self._abort(body["rid"]))
-        return end
+        await self._stream("/generate", body["rid"], body, request.session, answer, on_chunk)
+        return answer.finish()
 
-    async def _abort(self, rid: str) -> None:
-        """Errors do not matter: the request is gone with its server, or it has just ended."""
+    def _of_rank(self, rank: int | None) -> dict[str, Any]:
+        return {} if rank is None else {"routed_dp_rank": rank}
+
+    def _abort_calls(self, request_ids: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        for rid in request_ids:
+            yield "/abort_request", {"rid": rid}
+
+    async def _check_health(self) -> None:
+        """Its scheduler answers; unlike /health this neither generates nor takes 1 s."""
         for server in self._controls:
-            with suppress(EngineError):
-                await server.call("POST", "/abort_request", {"rid": rid})
-
-    async def healthy(self) -> bool:
-        """Whether its scheduler answers; unlike /health this neither generates nor takes 1 s."""
-        try:
-            for server in self._controls:
-                await server.call("GET", "/server_info", timeout_s=HEALTH_S)
-        except EngineError:
-            return False
-        return True
+            await server.call("GET", "/server_info", timeout_s=HEALTH_S)
 
     async def load(self) -> ServerLoad:
-        """Sums over data-parallel ranks and workers; the fullest cache. Preemptions are told with
+        """Sums over data-parallel ranks and workers; the fullest cache. Preemptions count with
         --enable-metrics, else 0. The figures are up to 15 steps old, or as many as
         --load-snapshot-publish-interval says."""
         return await read_load(self._controls)
 
     # weights
 
-    async def load_weights(self, source: Path, policy_version: int) -> None:
-        """See Server.load_weights. What runs goes back to the queue, keeps its tokens, and has its
-        keys and values computed again under the new weights."""
-        self._connected()
-        await super().load_weights(source, policy_version)
-
     async def _pause(self) -> None:
+        """What runs goes back to the queue, keeps its tokens, and has its keys and values computed
+        again under the new weights."""
         await self._post("/pause_generation", {"mode": "retract"})
 
     async def _reload(self, directory: Path) -> None:
@@ -620,7 +355,7 @@ class SGLangServer(RemoteServer[SGLangFacts]):
         except RefusedError as error:
             if NOTHING_DONE in error.reason:
                 raise
-            raise ServerLostError(f"nobody knows what weights it has: {error}") from error
+            raise ServerLostError(f"its weights are unknown: {error}") from error
 
     async def _drop_prefixes(self) -> None:
         try:
@@ -635,8 +370,7 @@ class SGLangServer(RemoteServer[SGLangFacts]):
         await self._post("/update_weight_version", body)
 
     async def _read_label(self, server: HttpClient, *, fresh: bool = False) -> str:
-        told = await server.call_as(ModelInfo, "GET", "/model_info", fresh=fresh)
-        return told.weight_version or ""
+        return await server.read(str, "GET", "/model_info", "weight_version", "", fresh=fresh)
 
     async def _resume(self) -> None:
         await self._post("/continue_generation", {})
@@ -707,7 +441,7 @@ class SGLangConfig(
     """SGLang servers."""
 
     client: ClassVar[type[SGLangServer]] = SGLangServer
-    _reserved: ClassVar[int] = RESERVED
+    _reserved: ClassVar[int] = SGLANG_RESERVED
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,74 +1,61 @@
-"""A vLLM server as the pool sees it; needs vLLM only on the other side of the connection.
+"""Client of a vLLM server; vLLM itself is needed only on the other side of the connection.
 
-request_body, VLLMAnswer  one request as vLLM takes it, and what it streams, read into chunks
-probe, check_*         what a server is and can do, found out before the first request
-VLLMServer             check --> POST /inference/v1/generate (stream) --> chunks ... --> PartEnd;
-                       cancelled or failed --> POST /inference/v1/abort_requests, at once; and the
-                       steps of a change of weights (remote.py)
+request_body, VLLMAnswer   one request as vLLM takes it, and what it streams, read into chunks
+VLLMServer                 POST /inference/v1/generate (stream) --> chunks --> PartEnd; cancelled or
+                           failed --> POST /inference/v1/abort_requests, at once; and the steps of
+                           a change of weights (remote/weight_sync.py)
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from math import nan
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
+from agentenv.engine import check_request
 from agentenv.engines.pool.engine import PooledEngineConfig
+from agentenv.engines.remote.base import Answer, LabelledSpan, read_metrics
 from agentenv.engines.remote.client import (
     Count,
     FailedError,
     HttpClient,
     Logprob,
-    MalformedReplyError,
     RefusedError,
     all_of,
-    check_request,
 )
 from agentenv.engines.remote.server import (
     BrokenOffError,
     BusyError,
     ForeignWeightsError,
-    NoDescriptorError,
     PartEnd,
     Request,
-    ServerInfo,
     ServerLoad,
     ServerLostError,
 )
-from agentenv.engines.remote.weight_sync import (
-    QUANTIZED,
-    SPECULATIVE,
-    Answer,
-    Facts,
-    LabelledSpan,
-    RemoteServer,
-    TransferRoutes,
-    metric,
-    routing,
-    top_k_entropies,
-    vocabulary,
+from agentenv.engines.remote.vllm_probe import (
+    ABORT,
+    GENERATE,
+    REPACK,
+    TRANSFER,
+    TRIAL,
+    TRIED,
+    WIRES,
+    Models,
+    VLLMFacts,
+    check_trial,
+    probe,
 )
-from agentenv.engines.remote.weights import (
-    Bucket,
-    Group,
-    Layout,
-    Wire,
-    check_adapter,
-    find_layout,
-    is_adapter,
-)
+from agentenv.engines.remote.weight_sync import WeightSync
+from agentenv.engines.remote.weights import Bucket, Group, Wire, check_adapter, is_adapter
 from agentenv.errors import ConfigError, EngineError, ForeignError
 from agentenv.offload import in_thread
-from agentenv.types import Chunk, SamplingParams, VersionSpan
+from agentenv.types import Chunk
 from agentenv.untrusted import decode
-
-TRIED = "0.32"  # version of vLLM that this client was tested with
 
 # One request as vLLM takes it, and what it streams, read into chunks and their end. Rivals of a
 # token are read where entropies are wanted only.
@@ -164,33 +151,23 @@ def request_body(
     }
 
 
-def entropy_kind(top_k: int, vocab_size: int) -> Literal["exact", "top_k"]:
-    """What entropies from the `top_k` largest log-probs are; -1 stands for all."""
-    return "exact" if top_k == -1 or top_k >= vocab_size else "top_k"
-
-
 class VLLMAnswer(Answer):
     """Each event holds the tokens since the last one."""
 
     has_cached_tokens = False
 
     def add(self, event: bytes) -> Chunk | None:
-        """Take one event; the new tokens, if it has any.
-
-        Raises ServerLostError for an error of the engine, EngineError for a refusal or for
-        tokens without a log-prob.
-        """
         try:
             found = decode(event, WITH_RIVALS if self._with_entropies else BARE)
         except ForeignError as error:
             text = f"{self._server} streamed what vLLM {TRIED} does not: {error}"
             raise ServerLostError(text) from None
-        if found.error is not None:
-            text = f"{self._server} broke off: {found.error.message}"
-            if found.error.code == 429:
+        if (failure := found.error) is not None:
+            text = f"{self._server} broke off: {failure.message}"
+            if failure.code == 429:
                 raise BusyError(text)
-            kind = FailedError if found.error.code >= 500 else RefusedError
-            raise kind(text, found.error.code, found.error.message)
+            kind = FailedError if failure.code >= 500 else RefusedError
+            raise kind(text, failure.code, failure.message)
         if found.usage is not None and found.usage.prompt_tokens_details is not None:
             cached = found.usage.prompt_tokens_details.cached_tokens
             self._num_cached_tokens = cached or 0
@@ -199,236 +176,20 @@ class VLLMAnswer(Answer):
 
     def _extend(self, choice: _Choice[Any]) -> Chunk | None:
         if choice.finish_reason is not None:
-            self._reason = choice.finish_reason
+            self._reason, self._spans = choice.finish_reason, choice.weight_versions or []
             if isinstance(choice.stop_reason, str):
                 self._stop = choice.stop_reason
-            self._spans = choice.weight_versions or []
         if not choice.token_ids:
             return None
         positions = choice.logprobs.content if choice.logprobs is not None else []
         logprobs = [position.logprob for position in positions]
         if len(logprobs) != len(choice.token_ids) or NO_LOGPROB in logprobs:
             raise EngineError(
-                f"{self._server} sampled a token without telling its log-prob; "
-                "its logits may be NaN"
+                f"{self._server} sampled a token without a log-prob; its logits may be NaN"
             )
-        if self._with_entropies:
-            rivals = [[top.logprob for top in position.top_logprobs] for position in positions]
-            entropies = top_k_entropies(rivals)
-        else:
-            entropies = [nan] * len(positions)
-        return self._take(choice.token_ids, logprobs, entropies)
-
-
-# What a vLLM server is and can do, found out before the first request.
-
-GENERATE = "/inference/v1/generate"
-ABORT = "/inference/v1/abort_requests"
-# A tied output head and experts stay stale on the CPU (vLLM 0.32 packs them once and for all), so
-# that a worker extension has to pack them again; this is the method by which it is recognised.
-REPACK = "reload_and_repack"
-EXTENSION = "agentenv_vllm_cpu.WorkerExtension"
-
-TRIAL = Request("", [0], SamplingParams(max_tokens=1, top_k=1))
-
-_NEWER = f"it takes vLLM {TRIED} or newer"
-_DEV = "set VLLM_SERVER_DEV_MODE=1 in the environment of the server"
-NEEDED = {
-    f"POST {GENERATE}": f"{_NEWER}, started with --enable-scale-out",
-    f"POST {ABORT}": _NEWER,
-    "GET /v1/models": "is this a vLLM server?",
-    "GET /health": "is this a vLLM server?",
-    "GET /metrics": _NEWER,
-    "POST /pause": _DEV,
-    "POST /resume": _DEV,
-    "GET /is_paused": _DEV,
-    "POST /collective_rpc": _DEV,
-    "POST /reset_prefix_cache": _DEV,
-    "GET /server_info": _DEV,
-    "POST /update_weight_version": f"{_NEWER}, and {_DEV}",
-    "GET /weight_info": f"{_NEWER}, and {_DEV}",
-}
-# Backends of weights by broadcast: vLLM's own, and that of the tests for the CPU.
-WIRES: dict[str, Wire] = {"nccl": "nccl", "agentenv_gloo": "torch"}
-JOIN, LEAVE = "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"
-START, RECEIVE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
-ROUTES = {
-    "broadcast": {f"POST {path}" for path in (JOIN, START, RECEIVE, FINISH)},
-    "adapters": {"POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter"},
-    "sleep": {"POST /sleep", "POST /wake_up"},
-}
-
-
-class VLLMFacts(Facts, frozen=True):
-    """`extension` is of its workers, `transfer` is their backend of weights by broadcast."""
-
-    transfer: str
-    extension: str
-    routes: frozenset[str]
-
-
-class _Version(Struct):
-    version: str
-
-
-class _Model(Struct):
-    id: str
-    max_model_len: Count | None = None  # None: of an adapter
-    root: str | None = None
-
-
-class _Models(Struct):
-    data: Annotated[list[_Model], Meta(min_length=1)]
-
-
-class _ModelSettings(Struct):
-    logprobs_mode: str = ""
-    max_logprobs: int = 20
-    enable_sleep_mode: bool = False
-    quantization: str | None = None
-
-
-class _Settings(Struct):
-    """What vLLM was started with, as far as it is read."""
-
-    device_config: dict[str, Any]
-    model_config: _ModelSettings
-    scheduler_config: dict[str, Any]
-    parallel_config: dict[str, Any]
-    weight_transfer_config: dict[str, Any] | None = None
-    speculative_config: dict[str, Any] | None = None
-
-
-class _Told(Struct):
-    vllm_config: _Settings
-
-
-class _Label(Struct):
-    weight_version: str | None = None
-
-
-class _Dropped(Struct):
-    success: bool = True
-
-
-class _Paused(Struct):
-    is_paused: bool
-
-
-class _Ranks(Struct):
-    world_size: Count
-
-
-async def probe(http: HttpClient, vocab_size: int | None, entropy_top_k: int) -> VLLMFacts:
-    """Ask the server. Raises ConfigError if it lacks something, ServerLostError if it is gone."""
-    routes = await http.routes()
-    for route, cure in NEEDED.items():
-        if route not in routes:
-            raise ConfigError(f"{http.name} has no route {route}: {cure}")
-    try:
-        version = (await http.call_as(_Version, "GET", "/version")).version
-        model = (await http.call_as(_Models, "GET", "/v1/models")).data[0]
-        # The first answer takes seconds: vLLM looks at the packages of its whole environment.
-        params = {"config_format": "json"}
-        told = await http.call_as(_Told, "GET", "/server_info", params=params, timeout_s=120)
-    except MalformedReplyError as error:
-        raise ConfigError(f"{error}; {_NEWER}") from error
-    info = told.vllm_config
-    cpu = "cpu" in str(info.device_config.get("device", ""))
-    _check_settings(http.name, info.model_config, entropy_top_k)
-    if info.speculative_config:
-        raise ConfigError(SPECULATIVE.format(http.name, "--speculative-config"))
-    if info.model_config.quantization:
-        raise ConfigError(QUANTIZED.format(http.name, info.model_config.quantization))
-    if cpu:
-        _check_prefill(http.name, info.scheduler_config)
-    root = model.root or ""
-    layout = await in_thread(find_layout, [Path(root)])
-    extension = str(info.parallel_config.get("worker_extension_cls") or "")
-    if cpu and layout is not None and not extension:
-        _check_packed(http.name, version, layout)
-    transfer = str((info.weight_transfer_config or {}).get("backend"))
-    able = {
-        "broadcast": transfer in WIRES,
-        "adapters": True,
-        # On the CPU no memory is given back, but a server takes part in every other way.
-        "sleep": cpu or info.model_config.enable_sleep_mode,
-    }
-    features = {name for name, wanted in ROUTES.items() if able[name] and routes >= wanted}
-    return VLLMFacts(
-        ServerInfo("vllm", version, model.id, model.max_model_len or 0, frozenset(features)),
-        vocabulary(http.name, vocab_size, layout, root),
-        layout,
-        _num_ranks(info.parallel_config),
-        transfer,
-        extension,
-        routes,
-    )
-
-
-def _num_ranks(settings: dict[str, Any]) -> int:
-    """Data-parallel engines among which the server chooses; those of other hosts it cannot name."""
-    several, elsewhere = settings.get("data_parallel_size"), ("external", "hybrid")
-    if any(settings.get(f"data_parallel_{kind}_lb") for kind in elsewhere):
-        return 1
-    return several if isinstance(several, int) and several > 0 else 1
-
-
-def check_trial(
-    name: str, answer: VLLMAnswer, chunks: Sequence[Chunk], policy_version: int
-) -> None:
-    """Raises ConfigError unless the answer to TRIAL, of one token, tells what every answer has to
-    tell."""
-    done = answer.finish()
-    logprob, entropy = (chunks[0].logprobs[0], chunks[0].entropies[0]) if chunks else (nan, nan)
-    if not (abs(logprob) <= 1e-3 and entropy <= 1e-2):
-        raise ConfigError(
-            f"{name} gives log-prob {logprob:.4f} to the only token it may sample: start "
-            "it with --logprobs-mode processed_logprobs"
-        )
-    if done.version_spans != [VersionSpan(policy_version, 0, 1)]:
-        raise ConfigError(f"{name} does not say which weights sampled a token: {_NEWER}")
-    if not answer.has_cached_tokens:
-        raise ConfigError(
-            f"{name} does not count cached tokens: start it with --enable-prompt-tokens-details"
-        )
-
-
-def _check_settings(name: str, settings: _ModelSettings, entropy_top_k: int) -> None:
-    mode = settings.logprobs_mode
-    if mode != "processed_logprobs":
-        raise ConfigError(
-            f"{name} reports log-probs of the mode {mode!r}, not those of the distribution it "
-            "samples from: start it with --logprobs-mode processed_logprobs"
-        )
-    most = settings.max_logprobs
-    if most != -1 and (entropy_top_k == -1 or entropy_top_k > most):
-        raise ConfigError(
-            f"{name} gives at most {most} log-probs a token, entropy_top_k is {entropy_top_k}: "
-            f"start it with --max-logprobs {entropy_top_k}, or lower entropy_top_k"
-        )
-
-
-def _check_packed(name: str, version: str, layout: Layout) -> None:
-    """What the CPU's kernels keep a packed copy of."""
-    for is_there, model, what, other in (
-        (layout.tied, "tied embeddings", "output head", "an untied model"),
-        (layout.has_experts, "experts", "experts", "a model without"),
-    ):
-        if is_there:
-            raise ConfigError(
-                f"{name} runs a model with {model} on the CPU, where vLLM {version} keeps the old "
-                f"{what} when weights are loaded: start it with --worker-extension-cls "
-                f"{EXTENSION}, or use {other}"
-            )
-
-
-def _check_prefill(name: str, settings: dict[str, Any]) -> None:
-    if settings.get("enable_chunked_prefill"):
-        raise ConfigError(
-            f"{name} runs on the CPU and computes long prompts in parts, of which vLLM {TRIED} "
-            "dies when a request has a seed: start it with --no-enable-chunked-prefill"
-        )
+        rivals = positions if self._with_entropies else ()
+        tops = [[top.logprob for top in position.top_logprobs] for position in rivals]
+        return self._chunk(choice.token_ids, logprobs, tops)
 
 
 METRICS: dict[str, Callable[[list[float]], float]] = {
@@ -443,9 +204,15 @@ class Sent:
     """A request on the server, which can be broken off; `on_purpose`: nothing is wrong, it may be
     sent again at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_chunk: Callable[[Chunk], None]) -> None:
         self.timeout = asyncio.timeout(None)  # to be entered; it expires when broken off
         self.has_tokens = self.on_purpose = False
+        self._on_chunk = on_chunk
+
+    def receive(self, chunk: Chunk) -> None:
+        if self.timeout.when() is None:
+            self.has_tokens = True
+            self._on_chunk(chunk)
 
     def break_off(self, *, on_purpose: bool = False) -> None:
         if self.timeout.when() is None:
@@ -458,7 +225,7 @@ MAX_BUCKET = 1 << 62  # bytes
 SETTLE_S = 0.02  # after a pause: tokens that were sampled before it are on their way
 
 
-class VLLMServer(RemoteServer[VLLMFacts]):
+class VLLMServer(WeightSync[VLLMFacts]):
     """Server over one vLLM API server, or several behind one URL (see RemoteServer).
 
     LoRA adapters are served one at a time, each version under a name of its own: the name is part
@@ -467,7 +234,7 @@ class VLLMServer(RemoteServer[VLLMFacts]):
     go on from their tokens under the new one.
     """
 
-    transfer = TransferRoutes(JOIN, START, RECEIVE, FINISH, LEAVE, empty=None)
+    transfer = TRANSFER
     tried = f"{TRIED}."
     facts = VLLMFacts
 
@@ -482,7 +249,7 @@ class VLLMServer(RemoteServer[VLLMFacts]):
         self._adapter = ""
         return facts
 
-    async def _go_on(self) -> None:
+    async def _unpause(self) -> None:
         await self._wake()
 
     # requests
@@ -493,11 +260,9 @@ class VLLMServer(RemoteServer[VLLMFacts]):
         it starts with."""
         num_sent = 0
         while True:
-            await self._known()
-            facts = self._connected()
-            check_request(
-                request.prompt_ids, request.sampling, facts.vocab_size, facts.info.max_model_len
-            )
+            facts = await self._known()
+            max_len = facts.info.max_model_len
+            check_request(request.prompt_ids, request.sampling, facts.vocab_size, max_len)
             request_id = f"{request.id}-{num_sent}" if num_sent else request.id
             num_sent += 1
             answer = await self._sample(request_id, request, facts.vocab_size, on_chunk)
@@ -508,23 +273,16 @@ class VLLMServer(RemoteServer[VLLMFacts]):
         self, request_id: str, request: Request, vocab_size: int, on_chunk: Callable[[Chunk], None]
     ) -> VLLMAnswer | None:
         """One request to the server; None if other weights came before its first token."""
-        kind = entropy_kind(self._top_k, vocab_size)
-        answer = VLLMAnswer(
-            self.name, kind, self._span, vocab_size, with_entropies=request.with_entropies
-        )
+        exact, entropies = not 0 < self._top_k < vocab_size, request.with_entropies
+        kind: Literal["exact", "top_k"] = "exact" if exact else "top_k"
+        answer = VLLMAnswer(self.name, kind, self._span, vocab_size, with_entropies=entropies)
         body = request_body(request_id, request, self._top_k, self._salt, self._adapter)
-        whole, sent = False, Sent()
-        self._running[request_id] = sent
+        sent = self._running[request_id] = Sent(on_chunk)
         try:
-            with self._ranks.take(request.session) as rank:
-                headers = routing(request.session, rank)
-                async with sent.timeout, self._http.stream(GENERATE, body, headers) as events:
-                    async for event in events:
-                        chunk = answer.add(event)
-                        if chunk is not None and sent.timeout.when() is None:
-                            sent.has_tokens = True
-                            on_chunk(chunk)
-            whole = True
+            async with sent.timeout:
+                await self._stream(
+                    GENERATE, request_id, body, request.session, answer, sent.receive
+                )
         except TimeoutError:
             if not sent.timeout.expired():
                 raise
@@ -533,17 +291,12 @@ class VLLMServer(RemoteServer[VLLMFacts]):
             if sent.on_purpose:
                 raise BrokenOffError(f"{self.name} got another adapter") from None
             raise ServerLostError(f"{self.name}: {self._doubt}") from None
-        except NoDescriptorError:
-            whole = True  # there is nothing to abort
-            raise
         except RefusedError as error:
             if error.status == 404 and self._adapter:  # another process, without the adapter
                 raise ServerLostError(str(error)) from error
             raise
         finally:
             del self._running[request_id]
-            if not whole:
-                self._spawn(self._abort([request_id]))
         return answer
 
     async def _try_out(self) -> None:
@@ -554,7 +307,8 @@ class VLLMServer(RemoteServer[VLLMFacts]):
             chunks: list[Chunk] = []
             answer = await self._sample(request_id, TRIAL, size, chunks.append)
             assert answer is not None
-            check_trial(self.name, answer, chunks, self._policy_version)
+            end, counts_cached = answer.finish(), answer.has_cached_tokens
+            check_trial(self.name, end, chunks, self.policy_version, counts_cached=counts_cached)
         except ForeignWeightsError as error:
             raise ConfigError(
                 f"{self.name} does not say which weights sampled a token: {error}"
@@ -569,16 +323,15 @@ class VLLMServer(RemoteServer[VLLMFacts]):
             sent.break_off(on_purpose=on_purpose)
         await self._abort(list(self._running))
 
-    async def _abort(self, request_ids: Sequence[str]) -> None:
-        """Errors do not matter: the request is gone with its server, or it has just ended."""
-        with suppress(EngineError):
-            await self._post(ABORT, {"request_ids": [ID_PREFIX + each for each in request_ids]})
+    def _abort_calls(self, request_ids: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield ABORT, {"request_ids": [ID_PREFIX + each for each in request_ids]}
 
     async def load(self) -> ServerLoad:
         """Summed over API servers and data-parallel engines."""
         found: dict[str, list[float]] = {name: [] for name in METRICS}
         for server in self._controls:
-            _read_metrics(await server.call("GET", "/metrics"), found)
+            for name, values in read_metrics(await server.call("GET", "/metrics"), METRICS).items():
+                found[name] += values
         for name, values in found.items():
             if not values:
                 raise ConfigError(
@@ -617,7 +370,7 @@ class VLLMServer(RemoteServer[VLLMFacts]):
                 body = {"lora_name": new, "lora_path": str(directory)}
                 await all_of(s.call("POST", "/v1/load_lora_adapter", body) for s in self._controls)
                 for server in self._controls:
-                    models = (await server.call_as(_Models, "GET", "/v1/models")).data
+                    models = (await server.call_as(Models, "GET", "/v1/models")).data
                     if not any(m.id == new and m.root == str(directory) for m in models):
                         raise ServerLostError(f"{server.name} does not list the adapter {new}")
             await self._break_off_all(on_purpose=True)
@@ -672,8 +425,8 @@ class VLLMServer(RemoteServer[VLLMFacts]):
         held, a server that says otherwise has ignored `clear_cache`, as newer ones may."""
         strict = self._update_kv == "recompute" and not self._open.is_set()
         for server in self._controls:
-            told = await server.call_as(_Dropped, "POST", "/reset_prefix_cache")
-            if strict and not told.success:
+            dropped = await server.read(bool, "POST", "/reset_prefix_cache", "success", True)
+            if strict and not dropped:
                 raise ServerLostError(
                     f"{server.name} kept keys and values of the old weights in a pause; set "
                     'engine.update_kv = "keep"'
@@ -683,8 +436,7 @@ class VLLMServer(RemoteServer[VLLMFacts]):
         await self._post("/update_weight_version", {"new_version": label})
 
     async def _read_label(self, server: HttpClient, *, fresh: bool = False) -> str:
-        told = await server.call_as(_Label, "GET", "/weight_info", fresh=fresh)
-        return told.weight_version or ""
+        return await server.read(str, "GET", "/weight_info", "weight_version", "", fresh=fresh)
 
     async def _resume(self) -> None:
         await self._post("/resume")
@@ -699,14 +451,12 @@ class VLLMServer(RemoteServer[VLLMFacts]):
         paths = [path for path in ("/wake_up", "/resume") if f"POST {path}" in routes]
         for server in self._controls:
             for path in paths:
-                if (await server.call_as(_Paused, "GET", "/is_paused")).is_paused:
+                if await server.read(bool, "GET", "/is_paused", "is_paused"):
                     await server.call("POST", path, timeout_s=self._load_s)
-
-    # weights by broadcast
 
     async def _num_workers(self, server: HttpClient) -> int:
         params = {"include_dp": "true"}
-        return (await server.call_as(_Ranks, "GET", "/get_world_size", params=params)).world_size
+        return await server.read(int, "GET", "/get_world_size", "world_size", params=params)
 
     @property
     def wire(self) -> Wire:
@@ -732,17 +482,8 @@ class VLLMServer(RemoteServer[VLLMFacts]):
         return {"init_info": info}
 
     def _bucket_body(self, group: Group, bucket: Bucket) -> dict[str, Any]:
-        names, dtypes, shapes = bucket.names, bucket.dtypes, bucket.shapes
-        return {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}}
-
-
-def _read_metrics(body: bytes, found: dict[str, list[float]]) -> None:
-    """Prometheus text: a line is NAME{LABELS} VALUE. Raises EngineError for what is no number."""
-    for line in body.decode(errors="replace").splitlines():
-        if line.startswith("vllm:"):
-            name = line.partition("{")[0]
-            if name in found:
-                found[name].append(metric(line))
+        info = {"names": bucket.names, "dtype_names": bucket.dtypes, "shapes": bucket.shapes}
+        return {"update_info": info}
 
 
 class VLLMConfig(

@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agentenv.engines.sglang import RESERVED
 from agentenv.errors import ConfigError
 from agentenv.model_files import num_experts, read_model_config
 from agentenv.offload import kill, start_process
-from agentenv.server_config import LaunchConfig, Served
+from agentenv.server_config import SGLANG_RESERVED, LaunchConfig, Served
 
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 VLLM_CPU_EXTENSION = "agentenv_vllm_cpu.WorkerExtension"  # packs head and experts again
@@ -157,7 +156,7 @@ def _sglang_arguments(served: Served, config: LaunchConfig, model: dict[str, Any
     found += ["--model-path", str(served.model), "--served-model-name", served.name]
     found += ["--dtype", _dtype(config, model), "--enable-metrics", "--log-level-http", "warning"]
     if served.max_model_len:
-        length = served.max_model_len + RESERVED
+        length = served.max_model_len + SGLANG_RESERVED
         of_model = int(model.get("max_position_embeddings") or length)
         found += ["--context-length", str(min(length, of_model))]
     if config.max_num_seqs:

@@ -25,8 +25,9 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from agentenv.engines.remote.base import RemoteServer
+from agentenv.engines.remote.client import SESSION_HEADER
 from agentenv.engines.remote.server import Request, sampled
-from agentenv.engines.remote.weight_sync import SESSION_HEADER, RemoteServer
 from agentenv.engines.sglang import SGLangServer
 from agentenv.engines.vllm import VLLMServer
 from agentenv.errors import EngineError

@@ -136,7 +136,7 @@ async def leased(
     made = guests if guests is not None else []
 
     def make(url: str) -> Guest:
-        (found,) = [member.server for member in pool.fleet.members if member.name == url]
+        (found,) = [member.client for member in pool.servers if member.name == url]
         assert isinstance(found, FaultyServer)
         made.append(Guest(found))
         return made[-1]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from agentenv.engines.remote.base import top_k_entropies
 from agentenv.engines.remote.client import FailedError, HttpClient, RefusedError
 from agentenv.engines.remote.server import (
     BrokenConnectionError,
@@ -20,7 +21,6 @@ from agentenv.engines.remote.server import (
     NoDescriptorError,
     ServerLostError,
 )
-from agentenv.engines.remote.weight_sync import top_k_entropies
 from agentenv.errors import ConfigError, EngineError
 from agentenv.pipelines.run.terminal import is_shown
 

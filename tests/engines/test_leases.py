@@ -15,9 +15,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from agentenv.cluster.messages import Leave, pack, read_answer
 from agentenv.cluster.slots import LeasedEngine
 from agentenv.deadline import WorkClock, working
 from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.pool.server import Aborted, Busy, Done, Lost, Outcome, Reset, Starved
 from agentenv.engines.remote.server import ForeignWeightsError, PartEnd, Request, ServerLostError
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, SamplingParams, VersionSpan
@@ -131,7 +133,7 @@ def test_a_turn_that_runs_as_the_pool_dies_is_not_asked_for_again(folder: Path) 
         async with bench(folder, 1, max_retries=0) as b, leased(b.pool, folder) as engine:
             asking = ask(b, engine)
             await asyncio.sleep(0.5)
-            b.pool.fleet.end("all is over")
+            b.pool.end("all is over")
             with pytest.raises(EngineDeadError, match="all is over"):
                 await asking
             await hear_all()
@@ -180,7 +182,7 @@ def test_what_was_lost_with_an_earlier_process_does_not_count_against_the_next(
     async def work(b: Bench, engine: LeasedEngine) -> None:
         asking = ask(b, engine)
         await asyncio.sleep(0.5)
-        link, loop = engine._leased._link, asyncio.get_running_loop()
+        link, loop = engine._link, asyncio.get_running_loop()
         link.send = partial(loop.call_later, 5.0, link.send)  # type: ignore[assignment]
         b.servers[0].restart()
         lost_s = loop.time()
@@ -196,7 +198,7 @@ def test_what_was_lost_with_an_earlier_process_does_not_count_against_the_next(
 
 def test_tokens_of_a_lost_request_do_not_end_the_trial_of_a_server(folder: Path) -> None:
     async def work(b: Bench, engine: LeasedEngine) -> None:
-        (server,), (member,) = b.servers, b.pool.fleet.members
+        (server,), (member,) = b.servers, b.pool.servers
         first = ask(b, engine)
         await asyncio.sleep(0.5)
         member.on_trial = True  # while it runs
@@ -238,6 +240,15 @@ def test_tokens_right_behind_an_update_have_its_version(folder: Path) -> None:
         assert done.version_spans == [VersionSpan(0, 0, 5), VersionSpan(1, 5, len(TEXT))]
 
     shared(folder, work, count=2)
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [Done(), Aborted("why"), Busy("full", 2.5), Starved(), Reset("gone"), Lost("failed", "500")],
+)
+def test_a_worker_reports_every_outcome_as_it_is(outcome: Outcome) -> None:
+    left = Leave(7, 1, 2, [(2, 0.5)], {"requests": 1}, outcome)
+    assert read_answer(pack(left)) == left
 
 
 STEPS = "ask ask ask cancel kill restart load load refuse doubt sleep wake break fill leave join"
@@ -366,7 +377,7 @@ class Storm:
         await asyncio.sleep(5 * self.latency_s + 0.1)
         stats = self.b.pool.stats()
         assert (stats["running"], stats["waiting"]) == (0, 0)
-        assert not any(member.attempts or member.guests for member in self.b.pool.fleet.members)
+        assert not any(member.running or member.guests for member in self.b.pool.servers)
         while self.workers:
             await self.leave(0)
 

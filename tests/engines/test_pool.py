@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from agentenv.engines.pool.slot import Voice
+from agentenv.engines.pool.server import Heartbeat
 from agentenv.engines.scripted import ScriptedEngine
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, VersionSpan
@@ -83,10 +83,10 @@ async def test_events_hold_what_their_server_gives_in_two_seconds(b: Bench) -> N
 @virtual(1)
 async def test_events_that_came_together_do_not_make_a_slow_server_a_fast_one(b: Bench) -> None:
     """One that gives two tokens a second would seem silent with events of 64."""
-    voice = Voice()
+    heartbeat = Heartbeat()
     for pace in (2.0, 2.0, 1e6):
-        voice.went(pace)
-    assert voice.interval == 16
+        heartbeat.observe(pace)
+    assert heartbeat.interval == 16
 
 
 def test_events_behind_a_fork_window_are_those_that_nobody_waits_for(folder: Path) -> None:

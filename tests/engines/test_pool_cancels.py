@@ -13,7 +13,7 @@ import pytest
 
 from agentenv.cluster.slots import LeasedEngine
 from agentenv.deadline import Deadline, WorkClock, working
-from agentenv.engines.pool.server_state import Member
+from agentenv.engines.pool.server import PooledServer
 from agentenv.errors import EngineError
 from tests.engines.pool_bench import Bench, bench, write_folder
 from tests.support.virtual_clock import run_virtual
@@ -108,16 +108,15 @@ def asleep(b: Bench) -> None:
 
 
 def assert_nothing_is_left(b: Bench) -> None:
-    for member in b.pool.fleet.members:
-        assert member.attempts == {}, member.name
+    for member in b.pool.servers:
+        assert member.running == {}, member.name
         assert member.in_flight == 0, member.name
         assert not member.guests
-    assert b.pool.fleet.places.num_waiting == 0
+    assert b.pool.queue.num_waiting == 0
     if isinstance(b.engine, LeasedEngine):
-        leased = b.engine._leased
-        assert not leased._sought
-        assert not leased._held
-        assert not leased._settling
+        assert not b.engine._sought
+        assert not b.engine._held
+        assert not b.engine._settling
     for server in b.servers:
         assert server.num_running == 0
 
@@ -148,7 +147,7 @@ async def one(folder: Path, happens: Callable[[Bench], None], is_leased: bool, *
         assert clock._count == 0
         assert_nothing_is_left(b)
         name = b.servers[0].name
-        (keeper,) = [k for m, k in b.pool.fleet._keepers.items() if m.name == name]
+        (keeper,) = [k.task for m, k in b.pool._keepers.items() if m.name == name]
         b.pool.remove_server(name)
         await asyncio.wait({keeper}, timeout=30)
         assert keeper.done()
@@ -192,7 +191,7 @@ def test_a_turn_whose_deadline_fires_before_its_tree_is_given_up_leaves_nothing(
             await asyncio.sleep(0.6)
             growing.cancel()
             await asyncio.sleep(0.1)
-            assert sum(member.in_flight for member in b.pool.fleet.members) == 1  # it still runs
+            assert sum(member.in_flight for member in b.pool.servers) == 1  # it still runs
             await asyncio.gather(growing, return_exceptions=True)
             assert growing.cancelled()
             assert_nothing_is_left(b)
@@ -205,19 +204,19 @@ def test_a_keeper_waits_for_what_has_not_ended(folder: Path) -> None:
 
     async def main() -> None:
         async with bench(folder, 2) as b:
-            member = b.pool.fleet.members[0]
+            member = b.pool.servers[0]
             done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             done.set_result(None)
-            member.attempts[done] = None  # type: ignore[assignment]
+            member.running[done] = None  # type: ignore[assignment]
             b.pool.remove_server(member.name)
             await asyncio.sleep(10)
-            assert member not in b.pool.fleet._keepers
-            del member.attempts[done]
+            assert member not in b.pool._keepers
+            del member.running[done]
 
     run_virtual(main())
 
 
-def resting(member: Member, looks: Callable[[], Awaitable[None]]) -> Any:
+def resting(member: PooledServer, looks: Callable[[], Awaitable[None]]) -> Any:
     async def timed() -> float:
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -230,14 +229,16 @@ def resting(member: Member, looks: Callable[[], Awaitable[None]]) -> Any:
 def test_a_look_that_is_asked_for_while_the_keeper_works_is_taken(folder: Path) -> None:
     async def main() -> None:
         async with bench(folder, 1) as b:
-            (member,) = b.pool.fleet.members
+            (member,) = b.pool.servers
             await asyncio.sleep(1.0)
-            b.pool.fleet._keepers[member].cancel()
+            keeping = b.pool._keepers[member].task
+            assert keeping is not None
+            keeping.cancel()
             await asyncio.sleep(1.0)
-            member.look()
+            member.looked_for.set()
             assert await resting(member, lambda: member.rest(7.0)) == 0.0
             assert await resting(member, lambda: member.rest(7.0)) == 7.0
-            asyncio.get_running_loop().call_later(2.0, member.look)
+            asyncio.get_running_loop().call_later(2.0, member.looked_for.set)
             assert await resting(member, lambda: member.rest(7.0)) == 2.0
 
     run_virtual(main())

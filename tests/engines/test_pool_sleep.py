@@ -128,7 +128,7 @@ async def test_a_server_that_gives_no_token_when_it_is_tried_out_is_left(b: Benc
     asking = [asyncio.create_task(b.ask(session="s")) for _ in range(2)]
     await asyncio.sleep(0.91)
     b.servers[0].silent = True
-    b.pool.fleet.members[0].suspend("somebody doubts it")
+    b.pool.servers[0].suspend("somebody doubts it")
     begin = asyncio.get_running_loop().time()
     assert [b.text(await one) for one in asking] == [TEXT, TEXT]
     assert asyncio.get_running_loop().time() - begin < 25.0

@@ -9,8 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from agentenv.engines.remote.client import HttpClient
-from agentenv.engines.remote.weight_sync import SESSION_HEADER, routing
+from agentenv.engines.remote.client import SESSION_HEADER, HttpClient, routing
 from agentenv.engines.vllm import VLLMServer
 
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from agentenv.engines.remote.weight_sync import RemoteServer
+from agentenv.engines.remote.base import RemoteServer
 from agentenv.engines.sglang import SGLangServer
 from agentenv.engines.vllm import VLLMServer
 

@@ -14,7 +14,8 @@ import pytest
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.remote.client import HttpClient
 from agentenv.engines.remote.server import ServerLostError
-from agentenv.engines.vllm import NEEDED, VLLMServer, probe
+from agentenv.engines.remote.vllm_probe import NEEDED, probe
+from agentenv.engines.vllm import VLLMServer
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 from tests.engines import contract

@@ -117,7 +117,7 @@ async def test_servers_join_and_leave_as_the_file_says(
 
     async def until_served_by(*names: str) -> None:
         for _ in range(1000):
-            members = [member.name for member in pool.fleet.members]
+            members = [member.name for member in pool.servers]
             if members == list(names) and pool.stats()["servers_up"] == len(names):
                 return
             await asyncio.sleep(0.02)

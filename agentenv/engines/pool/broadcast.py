@@ -1,8 +1,8 @@
-"""One update of a pool by broadcast: everyone joins, then one sends and all others receive.
+"""One update of a pool by broadcast: all join, then one sends and all others receive.
 
-Each side may fail while the other waits for it, so that both run at the same time and the first
-failure calls the sender off, whose end of the connections ends the receivers'. Servers that it
-hurt are taken out of the pool, and come back with weights from a directory.
+Either side may fail while the other waits for it. So both run at the same time, and the first
+failure aborts the sender, whose end of the connections ends the receivers'. Servers that are left
+with unknown weights leave the pool, and come back with weights from a directory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentenv.deadline import uncancelled
-from agentenv.engines.pool.server_state import Member, Target
+from agentenv.engines.pool.keeper import Keeper
 from agentenv.engines.remote.weights import Group, Sender, TransferError
 from agentenv.errors import EngineError
 
@@ -30,25 +30,22 @@ class Broadcast:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._group: Group | None = None
-        self._joined: list[tuple[Member, int]] = []
+        self._joined: list[tuple[Keeper, int]] = []
 
-    async def update(self, target: Target, members: Sequence[Member]) -> None:
-        """Send the target's weights to those of the members that serve and can receive. Afterwards
-        a member has the weights and serves, or is out since nobody knows what it has, or has what
-        it had before."""
-        sender = target.sender
-        members = [m for m in members if m.serving and "broadcast" in m.features]
-        if sender is None or not members:
+    async def update(self, sender: Sender, version: int, keepers: Sequence[Keeper]) -> None:
+        """Send these weights to the servers that serve and can receive. Afterwards a server has the
+        weights and serves, or is out since its weights are unknown, or has what it had before."""
+        keepers = [k for k in keepers if k.server.serving and "broadcast" in k.server.features]
+        if not keepers:
             return
         try:
-            group = await self._form(sender, members)
+            group = await self._form(sender, keepers)
             manifest = await sender.manifest()
         except EngineError as error:
             logger.warning("weights go by a directory this time: %s", error)
             return
         calls = [
-            asyncio.create_task(member.receive(group, manifest, target.policy_version))
-            for member in members
+            asyncio.create_task(keeper.receive(group, manifest, version)) for keeper in keepers
         ]
         try:
             await _together(sender, asyncio.create_task(sender.send()), calls)
@@ -56,25 +53,25 @@ class Broadcast:
             logger.warning("a broadcast of weights failed: %s", error)
             await self._disband(sender)
 
-    async def _form(self, sender: Sender, members: Sequence[Member]) -> Group:
+    async def _form(self, sender: Sender, keepers: Sequence[Keeper]) -> Group:
         """The group of these servers, which is kept for later updates."""
-        wanted = [(member, member.epoch) for member in members]
+        wanted = [(keeper, keeper.server.epoch) for keeper in keepers]
         if self._group is not None and self._joined == wanted:
             return self._group
         await self._disband(sender)
-        world_size, places = 1, []
-        for member in members:
-            places.append(world_size)
-            world_size += await member.server.num_ranks()
-        wires = {member.server.wire for member in members}
+        world_size, first_ranks = 1, []
+        for keeper in keepers:
+            first_ranks.append(world_size)
+            world_size += await keeper.client.num_ranks()
+        wires = {keeper.client.wire for keeper in keepers}
         if len(wires) > 1:
             raise EngineError("the servers cannot be in one group: their backends differ")
         address = await sender.open(wires.pop())
         group = Group(f"agentenv-{secrets.token_hex(8)}", address, world_size, self._timeout_s)
         self._group, self._joined = group, wanted
         joins = [
-            asyncio.create_task(member.server.join(group, place))
-            for member, place in zip(members, places, strict=True)
+            asyncio.create_task(keeper.client.join(group, first_rank))
+            for keeper, first_rank in zip(keepers, first_ranks, strict=True)
         ]
         try:
             await _together(sender, asyncio.create_task(sender.join(group)), joins)
@@ -89,7 +86,7 @@ class Broadcast:
         if group is not None:
             await sender.leave()
             await asyncio.gather(
-                *(m.server.leave(group) for m, epoch in joined if m.epoch == epoch)
+                *(k.client.leave(group) for k, epoch in joined if k.server.epoch == epoch)
             )
 
 
@@ -105,10 +102,10 @@ async def _together(
         if not sending.done():
             await sender.abort()
             await asyncio.wait([sending])
-        if _error(sending) is None:  # all was sent: whoever is not done is only slow
+        if _error(sending) is None:  # all was sent: the others are only slow
             await asyncio.wait(others)
         else:
-            await sender.leave()  # whoever waits for it sees that it has gone
+            await sender.leave()  # receivers that wait see that it has gone
             await asyncio.wait(others, timeout=SETTLE_S)
     finally:
         await uncancelled(_call_off(sender, tasks))

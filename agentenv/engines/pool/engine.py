@@ -33,25 +33,18 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
 
     urls: Annotated[
         list[str],
-        Meta(
-            description="servers that run already, http://HOST:PORT; empty: start [servers]",
-            extra=ESSENTIAL,
-        ),
+        Meta(description="running ones, http://HOST:PORT; empty: start [servers]", extra=ESSENTIAL),
     ] = field(default_factory=list)
     urls_file: Annotated[
         str,
         Meta(
-            description="file with one URL a line, looked at all the time: servers may be added "
-            "and taken away during the run; in place of urls",
+            description="in place of urls, a file with one URL a line, polled: servers come and go",
             extra=PATH,
         ),
     ] = ""
     control_urls: Annotated[
         list[str],
-        Meta(
-            description="when the one URL is a router (sglang-router): the workers behind it, "
-            "which get weights and aborts directly"
-        ),
+        Meta(description="workers behind a router at the one URL, which get weights and aborts"),
     ] = field(default_factory=list)
     servers: Annotated[ServersConfig | None, Meta(description="servers to start for the run")] = (
         None
@@ -78,26 +71,24 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     lora: Annotated[
         Literal["merged", "adapter"],
         Meta(
-            description="how a policy with learner.lora reaches the servers: as a whole model, or "
-            "(vLLM) as an adapter of the model that they were started with, which is small; "
-            "running requests then have their prefixes computed again at each update"
+            description="a policy with learner.lora reaches servers as a whole model, or (vLLM) "
+            "as a small adapter of their model, for which running requests are prefilled again"
         ),
     ] = "merged"
     entropies: Annotated[
         Literal["all", "window"],
         Meta(
-            description="tokens of which servers tell the largest log-probs, which costs both "
-            "sides more than the tokens do: those by which forks are decided (such a turn is two "
-            "requests; entropies of trained tokens are then the learner's exact ones, others are "
-            "unknown), or all (entropies are bounds)"
+            description="tokens with log-probs of rivals, which are costly: those by which forks "
+            "are decided (two requests a turn; trained tokens get the learner's entropies, "
+            "others none), or all (entropies are bounds)"
         ),
     ] = "window"
     update_kv: Annotated[
         Literal["recompute", "keep"],
         Meta(
-            description="keys and values of running requests at an update of the weights: computed "
-            "again by the new ones, which costs the servers a prefill of all that runs, or (vLLM) "
-            "kept, so that their next tokens are of neither version and tell it by their ratios"
+            description="keys and values of running requests at an update: computed again by the "
+            "new weights, a prefill of all that runs, or (vLLM) kept: their next tokens are of "
+            "neither version, which their ratios show"
         ),
     ] = "recompute"
     pool: PoolConfig = PoolConfig()
@@ -160,8 +151,8 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     @property
     def is_shared(self) -> bool:
         """Whether rollout workers ask the servers themselves. With the cache kept, and with
-        adapters, what a request must carry changes with each update, of which they would hear too
-        late: then their turns go through the controller."""
+        adapters, the salt or adapter of a request changes with each update, of which workers would
+        hear too late: then their turns go through the controller."""
         return self.update_kv == "recompute" and self.lora == "merged"
 
     def check_colocated(self, key: str) -> None:
@@ -274,7 +265,7 @@ async def watch_urls(path: Path, pool: EnginePool, make: Callable[[str], Server]
         await asyncio.sleep(WATCH_INTERVAL_S)
         try:
             servers = [make(url) for url in await in_thread(read_urls, path)]
-        except ConfigError as error:  # half written, or wrong: what is there stays
+        except ConfigError as error:  # half written, or wrong: nothing changes
             logger.warning("%s", error)
             continue
         for server in servers:

@@ -1,4 +1,4 @@
-"""How many requests a server gets at a time, found from what it says of its load.
+"""How many requests a server gets at a time, from its reports of its load.
 
 ConcurrencyLimit  the limit of one server
 Trials            whether its cache is better filled, or kept half free for prefixes
@@ -17,14 +17,14 @@ PATIENCE = 2  # looks in a row that must see a long queue: one of them may just 
 
 SPARSE = 0.6  # share of the cache that runs where prefixes are to be kept in the rest
 APPROACH = 0.1  # of the way there that the limit goes at each look
-ROUNDS = 16  # turns that each place takes in a trial
+ROUNDS = 16  # turns that each slot takes in a trial
 SETTLE = 5  # of them, which do not count: prefixes of the other way are still in the cache
 GAIN = 0.5  # weight of the last trial of a way among those before
 FIRST_PAUSE, MAX_PAUSE = 1, 32  # trials of the better way before the other is tried again
 
 
 class ConcurrencyLimit:
-    """The limit of one server; `value` is the number of requests it may hold.
+    """The limit of one server; `value` is the number of requests it may hold, at least 1.
 
     Additive increase, multiplicative decrease by the engine's own figures (Chiu and Jain 1989,
     "Analysis of the increase and decrease algorithms for congestion avoidance"): while the engine
@@ -40,8 +40,8 @@ class ConcurrencyLimit:
     """
 
     def __init__(self, initial: int, maximum: int) -> None:
-        self._limit = float(min(initial, maximum))
         self._maximum = maximum
+        self._set(initial)
         self._num_preemptions: int | None = None
         self._num_queued = 0  # looks in a row that saw a long queue
         self._wanted = 0.0  # the largest share of the requests that they would have left
@@ -49,11 +49,6 @@ class ConcurrencyLimit:
         self._trials = Trials()
         self._sparse: float | None = None  # limit of a cache half free, once it has been full
         self._dense = 0.0  # limit of a full cache, while it is kept half free
-
-    @property
-    def value(self) -> int:
-        """Requests in flight that are allowed, at least 1."""
-        return int(self._limit)
 
     @property
     def has_been_full(self) -> bool:
@@ -69,7 +64,7 @@ class ConcurrencyLimit:
         num_tokens: int = 0,
         now_s: float = 0.0,
     ) -> None:
-        """Adapt to what the engine says; `in_flight` requests of ours are on it, which has
+        """Adapt to the engine's load; `in_flight` requests of ours are on it, which has
         answered `num_turns` and sampled `num_tokens` so far."""
         before, self._num_preemptions = self._num_preemptions, load.num_preemptions
         preempted = before is not None and load.num_preemptions > before
@@ -113,6 +108,7 @@ class ConcurrencyLimit:
 
     def _set(self, limit: float) -> None:
         self._limit = min(float(self._maximum), max(1.0, limit))
+        self.value = int(self._limit)
 
     def refuse(self, in_flight: int) -> None:
         """The server refused one of so many requests, since it holds no more."""
@@ -129,7 +125,7 @@ class ConcurrencyLimit:
 
 class Trials:
     """Which of two ways to use a cache gives more tokens a second: filled by what runs, or
-    `is_sparse`, with room for prefixes of turns to come. Each trial lasts until every place has
+    `is_sparse`, with room for prefixes of turns to come. Each trial lasts until every slot has
     taken some turns; the worse way is tried again, ever more seldom while it stays the worse."""
 
     def __init__(self) -> None:
@@ -138,7 +134,7 @@ class Trials:
         self._best = False
         self._pause = self._left = FIRST_PAUSE  # trials of the better way
         self._seen: tuple[int, int, float] | None = None  # turns, tokens and time of the last look
-        self._rounds = 0.0  # turns that each place has taken in this trial
+        self._rounds = 0.0  # turns that each slot has taken in this trial
         self._num_tokens, self._seconds = 0, 0.0  # in the rounds that count
 
     def pause(self) -> None:
@@ -146,7 +142,7 @@ class Trials:
         self._seen = None
 
     def goes_on(self, in_flight: int, num_turns: int, num_tokens: int, now_s: float) -> bool:
-        """Whether the way stays the same, behind so many turns and tokens."""
+        """Whether the way stays the same, after so many turns and tokens."""
         seen, self._seen = self._seen, (num_turns, num_tokens, now_s)
         if seen is None:
             return True

@@ -5,31 +5,41 @@ no other is left; it waits for one that has caught up, within `max_outage_s`. Ot
 that a single server missed would break the bound on staleness. Requests that run on a server that
 refused an update go on there, under the versions that they report.
 
-EnginePool (here)  calls of generate, updates of the weights, figures
-PoolClient         one part of a turn after the other, each on a server (client.py)
-Fleet, Places      the servers, their keepers and updates, and who gets a place (fleet.py)
-Member             the state of one server (member.py)
-Turn               what is known of one turn (turn.py)
-Broadcast          the controller's part of weights by broadcast (broadcast.py)
+EnginePool     who takes part, who gets a slot, the weights that all should have (here)
+PooledServer   one server: its state, and what outcomes of requests say of it (server.py)
+Turn           one call of generate, by requests to one server after the other (turn.py)
+
+Beside it: a Keeper for each server (keeper.py), and weights by broadcast (broadcast.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+import logging
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, Literal
 
-from agentenv.engines.pool.client import PoolClient
-from agentenv.engines.pool.fleet import Fleet
-from agentenv.engines.pool.server_state import Member, Target
-from agentenv.engines.pool.stats import told
-from agentenv.engines.remote.server import Request, Server, sampled
+from agentenv.deadline import uncancelled
+from agentenv.engines.pool.broadcast import Broadcast
+from agentenv.engines.pool.keeper import Keeper, Target, WeightProbe
+from agentenv.engines.pool.limit import FULL
+from agentenv.engines.pool.server import Lost, Outcome, PooledServer, State, problems
+from agentenv.engines.pool.turn import TurnEngine
+from agentenv.engines.remote.server import BusyError, Request, Server, ServerLostError, sampled
 from agentenv.engines.remote.weights import Sender
-from agentenv.errors import ConfigError, EngineError
+from agentenv.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.server_config import PoolConfig
-from agentenv.types import Chunk, Completion, SamplingParams
+from agentenv.types import Completion, SamplingParams
 
+logger = logging.getLogger(__name__)
+
+MAX_SESSIONS = 65536  # whose home is remembered
+MAX_WAITING = 0.1  # turns that may wait for a slot before no tree begins, by slots
+MIN_RUNNING = 8  # requests from which on their use of the cache says something
 # By feature: the key that asks for it, and what a server lacks that has not got it.
 LACKS = {
     "adapters": (
@@ -49,11 +59,98 @@ LACKS = {
     ),
 }
 
+# order, number, slot, session, servers to avoid
+_Waiter = tuple[tuple[int, int], int, asyncio.Future[PooledServer], str, Collection[PooledServer]]
 
-class EnginePool:
+
+class SlotQueue:
+    """Turns that wait for a slot on a server: the smallest `order` goes first (Engine.generate),
+    and of equal ones the one that came first.
+
+    A session has a home, since that holds its prefixes; the session goes elsewhere while its home
+    is full or loads weights, and gets another home when the home is gone. Otherwise the least
+    loaded server is taken. A server that failed a turn gets it again only if no other serves.
+    """
+
+    def __init__(self, servers: list[PooledServer]) -> None:
+        self._servers = servers
+        self._homes: OrderedDict[str, PooledServer] = OrderedDict()
+        self._waiting: list[_Waiter] = []  # a heap
+        self._num_came = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(not slot.done() for _, _, slot, *_ in self._waiting)
+
+    def seek(
+        self, session: str, order: tuple[int, int] = (0, 0), avoid: Collection[PooledServer] = ()
+    ) -> PooledServer | asyncio.Future[PooledServer]:
+        """A server with room, or what will be one; cancelled, it is not waited for any more."""
+        self.dispatch()
+        server = None if self._waiting else self._choose(session, avoid)
+        if server is not None:
+            server.in_flight += 1
+            return server
+        slot: asyncio.Future[PooledServer] = asyncio.get_running_loop().create_future()
+        self._num_came += 1
+        heappush(self._waiting, (order, self._num_came, slot, session, avoid))
+        self.dispatch()  # there may be room for this one and not for those before it
+        return slot
+
+    def free(self, server: PooledServer) -> None:
+        """One request less is on the server."""
+        server.in_flight -= 1
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Serve those who wait as far as there is room. Who avoids the free servers is passed."""
+        passed: list[_Waiter] = []
+        while self._waiting:
+            _, _, slot, session, avoid = self._waiting[0]
+            if not slot.done():
+                server = self._choose(session, avoid)
+                if server is not None:
+                    server.in_flight += 1
+                    slot.set_result(server)
+                elif avoid:
+                    passed.append(self._waiting[0])
+                else:
+                    break
+            heappop(self._waiting)
+        for waiter in passed:
+            heappush(self._waiting, waiter)
+
+    def end(self, reason: str) -> None:
+        """All who wait raise EngineDeadError."""
+        while self._waiting:
+            _, _, slot, *_ = self._waiting.pop()
+            if not slot.done():
+                slot.set_exception(EngineDeadError(reason))
+
+    def _choose(self, session: str, avoid: Collection[PooledServer]) -> PooledServer | None:
+        serving = [server for server in self._servers if server.serving]
+        wanted = [server for server in serving if server not in avoid] if avoid else serving
+        free = [server for server in wanted or serving if server.has_room]
+        if not free:
+            return None
+        home = self._homes.get(session)
+        if home in free:
+            self._homes.move_to_end(session)
+            return home
+        chosen = min(free, key=lambda server: server.in_flight / server.limit.value)
+        if home is None or home.state is State.OUT:
+            self._homes[session] = chosen
+            self._homes.move_to_end(session)
+            if len(self._homes) > MAX_SESSIONS:
+                self._homes.popitem(last=False)
+        return chosen
+
+
+class EnginePool(TurnEngine[PooledServer]):
     """An Engine over servers. `start` must have returned before it is used.
 
-    `name` begins the ids of its requests and must be unique among the users of a server.
+    `servers` take part, whether they serve now or not; `policy_version` is that of the last update
+    that a server took; `reason` says why the pool serves no more, once it is so.
     """
 
     def __init__(
@@ -62,80 +159,150 @@ class EnginePool:
         model_path: Path,
         policy_version: int,
         *,
-        vocab_size: int,
-        eos_ids: Collection[int],
-        config: PoolConfig | None = None,
-        name: str = "agentenv",
-        seed: int | str = 0,
         adapter: Path | None = None,
-        entropies: Literal["all", "window"] = "all",
+        config: PoolConfig | None = None,
+        vocab_size: int,
+        **options: Any,
     ) -> None:
-        """`adapter`: what the policy is at first, on top of the model of `model_path`. With
-        `entropies` "window" only the tokens of a listener's first chunk have them."""
-        self.config = config or PoolConfig()
-        target = Target(adapter or model_path, policy_version)
-        self.fleet = Fleet(servers, target, self.config, vocab_size)
-        self.client: PoolClient[Member] = PoolClient(
-            self.fleet,
-            model_path,
-            vocab_size=vocab_size,
-            eos_ids=eos_ids,
-            config=self.config,
-            name=name,
-            seed=seed,
-            entropies=entropies,
-        )
+        """`adapter`: what the policy is at first, on top of the model of `model_path`; `options`:
+        see TurnEngine."""
+        super().__init__(model_path, config=config, vocab_size=vocab_size, **options)
+        self.servers: list[PooledServer] = []
+        self.queue = SlotQueue(self.servers)
+        self.dispatch = self.queue.dispatch
+        self.policy_version = policy_version
+        self.target = Target(adapter or model_path, policy_version)
+        self.is_asleep = False
+        self.reason: str | None = None
+        self._keepers: dict[PooledServer, Keeper] = {}
+        self._probe = WeightProbe(vocab_size)
+        self._broadcast = Broadcast(self.config.broadcast_timeout_s)
+        self._num_servers = 0  # so far, those that have left included
+        self._updating = asyncio.Lock()
+        self._returned = asyncio.Event()  # a server serves again, or none ever will
+        self._outage_began: float | None = None  # time of the loop; None: a server is there
+        self._past_outages_s = 0.0
+        self._outage_timer: asyncio.TimerHandle | None = None  # ends the pool after a long outage
+        for server in servers:
+            self._enlist(server)
+
+    # who takes part
 
     async def start(self, *, fresh: bool) -> None:
         """Connect to all servers. `fresh`: they were just started from `model_path`; others are
         made to load it, where they can. Raises ConfigError if one cannot be used, or none is
-        there; one that comes later takes part from then on."""
-        await self.fleet.start(fresh=fresh)
-
-    @property
-    def policy_version(self) -> int:
-        """Version of the last update that a server took."""
-        return self.fleet.version
-
-    @property
-    def outage_s(self) -> float:
-        """Seconds so far in which no server was there or all slept; see agentenv/deadline.py."""
-        return self.fleet.outage_s
+        there; one that is gone while others are there, or full, takes part as soon as it can."""
+        keepers = list(self._keepers.values())
+        outcomes = await asyncio.gather(
+            *(keeper.connect(self.target, fresh=fresh) for keeper in keepers),
+            return_exceptions=True,
+        )
+        is_there = any(not isinstance(one, ServerLostError) for one in outcomes)
+        found = list(zip(self.servers, outcomes, strict=True))
+        for server, outcome in found:
+            if is_there and isinstance(outcome, ServerLostError | BusyError):
+                server.suspend(str(outcome))
+            elif isinstance(outcome, EngineError):
+                raise ConfigError(f"engine server {server.name}: {outcome}") from outcome
+            elif outcome is not None:
+                raise outcome
+        for server, outcome in found:
+            if outcome is None:
+                self.serve(server)
+            self._keepers[server].start()
+        self.watch_outage()
 
     @property
     def max_model_len(self) -> int:
         """Tokens of prompt and turn that every server can hold."""
-        return min((m.max_model_len for m in self.fleet.members if m.max_model_len), default=0)
+        return min((s.max_model_len for s in self.servers if s.max_model_len), default=0)
 
-    def add_server(self, server: Server) -> None:
+    def require(self, feature: Literal["adapters", "broadcast", "sleep"]) -> None:
+        """Raises ConfigError for a server without a feature that the configuration asks for; of
+        one that was never there nothing is known."""
+        for server in self.servers:
+            if server.epoch and feature not in server.features:
+                key, lack = LACKS[feature]
+                raise ConfigError(f"{key}: {server.name} {lack}")
+
+    def add_server(self, client: Server) -> None:
         """Add a server, which serves once it holds the current weights."""
-        self.fleet.add(server)
+        self.check_alive()
+        self._keepers[self._enlist(client)].start()
 
     def remove_server(self, name: str) -> None:
         """Take the server of this name out for good; what runs on it ends there."""
-        self.fleet.remove(name)
+        for server in list(self.servers):
+            if server.name == name:
+                self.servers.remove(server)
+                server.suspend("it was removed from the pool")
+        self.watch_outage()
 
-    # turns
+    def _enlist(self, client: Server) -> PooledServer:
+        server = PooledServer(client, self._num_servers, self.config, self.dispatch)
+        self._num_servers += 1
+        self.servers.append(server)
+        self._keepers[server] = Keeper(self, server, self._probe)
+        return server
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        session: str,
-        on_tokens: Callable[[Chunk], None] | None = None,
-        stream_interval: int = 1,
-        order: tuple[int, int] = (0, 0),
-    ) -> Completion:
-        """Sample one turn; see Engine.generate. A server that is lost costs no token."""
-        return await self.client.generate(
-            prompt_ids,
-            sampling,
-            session=session,
-            on_tokens=on_tokens,
-            stream_interval=stream_interval,
-            order=order,
-        )
+    def serve(self, server: PooledServer) -> None:
+        """The server has the current weights, and may be asked."""
+        server.serve()
+        self._returned.set()
+        self.watch_outage()
+
+    def kept(self, keeper: Keeper) -> None:
+        """The keeper has ended, since its server left, or failed."""
+        del self._keepers[keeper.server]
+        task = keeper.task
+        if task is not None and not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a keeper of the engine pool failed", exc_info=error)
+            self.end(f"a keeper of the engine pool failed: {error!r}")
+
+    def check_alive(self) -> None:
+        if self.reason is not None:
+            raise EngineDeadError(self.reason)
+
+    async def acquire(
+        self, session: str, order: tuple[int, int], avoid: Collection[PooledServer]
+    ) -> PooledServer:
+        slot = self.queue.seek(session, order, avoid)
+        if isinstance(slot, PooledServer):
+            return slot
+        try:
+            return await slot
+        except asyncio.CancelledError:
+            if slot.done() and not slot.cancelled() and slot.exception() is None:
+                self.queue.free(slot.result())
+            raise
+
+    async def release(self, slot: PooledServer, outcome: Outcome) -> Outcome:
+        outcome = self.settle(slot, outcome)
+        self.queue.free(slot)
+        return outcome
+
+    def settle(self, server: PooledServer, outcome: Outcome, *, is_late: bool = False) -> Outcome:
+        """See PooledServer.settle. Outcomes of requests that ended with the pool say nothing."""
+        if self.reason is None:
+            outcome = server.settle(outcome, is_late=is_late)
+            if isinstance(outcome, Lost):
+                self.watch_outage()
+        return outcome
+
+    def has_room(self, num_live: int) -> bool:
+        """Whether another tree should begin beside so many trajectories that are under way: turns
+        hardly wait for slots, and the caches would hold all trajectories if each were as large as
+        those that are on a server now. Once each cache has been full, the limits of the servers
+        find by trials how much of it is best used, and waiting alone decides."""
+        serving = [server for server in self.servers if server.serving]
+        room = sum(server.limit.value for server in serving)
+        if not serving or self.queue.num_waiting > MAX_WAITING * room:
+            return False
+        if all(server.limit.has_been_full for server in serving):
+            return True
+        running = sum(server.load.num_running for server in serving)
+        usage = sum(server.load.kv_usage for server in serving)
+        return running < MIN_RUNNING or usage / running * num_live <= FULL * len(serving)
 
     async def generate_on_each(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, within_s: float
@@ -143,23 +310,16 @@ class EnginePool:
         """One request on every server that serves, by the server's name; what is lost, refused or
         not there within so many seconds is left out. For measuring: it is not counted and not
         sent again."""
-        self.client.counts["probes"] += 1
-        request = Request(
-            f"{self.client.name}-probe-{self.client.counts['probes']}", prompt_ids, sampling
-        )
-        serving = [member for member in self.fleet.members if member.is_there]
+        self.counts["probes"] += 1
+        request = Request(f"{self.name}-probe-{self.counts['probes']}", prompt_ids, sampling)
+        found: dict[str, Completion] = {}
 
-        async def ask(member: Member) -> Completion:
-            async with asyncio.timeout(within_s):
-                return await sampled(member.server, request)
+        async def ask(server: PooledServer) -> None:
+            with suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(within_s):
+                    found[server.name] = await sampled(server.client, request)
 
-        outcomes = await asyncio.gather(*map(ask, serving), return_exceptions=True)
-        found = {}
-        for member, outcome in zip(serving, outcomes, strict=True):
-            if isinstance(outcome, Completion):
-                found[member.name] = outcome
-            elif not isinstance(outcome, EngineError | TimeoutError):
-                raise outcome
+        await asyncio.gather(*(ask(server) for server in self.servers if server.is_there))
         return found
 
     # weights
@@ -169,79 +329,170 @@ class EnginePool:
 
         It returns when each server has taken the update or is out of the pool, and one has it. A
         server that comes back loads the update first, so `source` must stay until the next one.
-        Raises EngineError if none took it and the old weights are served, EngineDeadError if all
-        are gone.
+        Those that sleep wake up. Raises EngineError if none took it and the old weights are served,
+        EngineDeadError if all are gone.
         """
-        await self.fleet.load_weights(Target(source, policy_version))
+        await self._change(Target(source, policy_version))
 
     async def receive_weights(self, sender: Sender, policy_version: int) -> None:
         """Update every server by broadcast; otherwise like load_weights. A server that cannot, or
         that failed, gets a directory that `sender` writes."""
-        await self.fleet.load_weights(Target(None, policy_version, sender))
+        await self._change(Target(None, policy_version, sender))
+
+    async def _change(self, target: Target) -> None:
+        async with self._updating:
+            self.check_alive()
+            before, self.target, version = self.target, target, target.policy_version
+            keepers = [self._keepers[server] for server in self.servers]
+            if target.sender is not None:
+                await self._broadcast.update(target.sender, target.policy_version, keepers)
+            refused = await self._update_all(keepers)
+            if refused and not any(keeper.server.serves(version) for keeper in keepers):
+                self.target = before
+                self.dispatch()
+                reasons = "; ".join(f"{server.name}: {e}" for server, e in refused.items())
+                raise EngineError(f"no server took policy version {version}: {reasons}")
+            await self._until_taken()
+            self.policy_version = version
+            self.counts["weight_updates"] += 1
+            for server, error in refused.items():
+                server.suspend(f"it refused policy version {version}: {error}")
+            self.watch_outage()
 
     async def sleep(self) -> None:
         """Let all servers give their memory back. What runs, and what comes, waits without using
         up retries until `wake` or `load_weights`, which wakes them with other weights. Raises
         EngineError for a server that is there but does not sleep."""
-        self.client.counts["sleeps"] += 1
-        await self.fleet.sleep()
+        self.counts["sleeps"] += 1
+        async with self._updating:
+            self.check_alive()
+            self.is_asleep = True
+            outcomes = await asyncio.gather(
+                *(self._keepers[server].sleep() for server in self.servers), return_exceptions=True
+            )
+            self.watch_outage()
+            for outcome in outcomes:
+                if outcome is not None:
+                    raise outcome
 
     async def wake(self) -> None:
         """Let all servers serve again, with the weights that they had."""
-        await self.fleet.wake()
+        async with self._updating:
+            self.check_alive()
+            if self.is_asleep:
+                await self._update_all([self._keepers[server] for server in self.servers])
+                await self._until_taken()
 
-    def require(self, feature: Literal["adapters", "broadcast", "sleep"]) -> None:
-        """Raises ConfigError for a server without a feature that the configuration asks for; of
-        one that was never there nothing is known."""
-        key, lack = LACKS[feature]
-        for member in self.fleet.members:
-            if member.epoch and feature not in member.features:
-                raise ConfigError(f"{key}: {member.name} {lack}")
+    async def _update_all(self, keepers: list[Keeper]) -> dict[PooledServer, EngineError]:
+        """Why servers refused the target's weights, by server."""
+        outcomes = await asyncio.gather(*(self._update(keeper) for keeper in keepers))
+        self.is_asleep = False
+        for keeper in keepers:
+            keeper.server.looked_for.set()
+        self.watch_outage()
+        found = zip(keepers, outcomes, strict=True)
+        return {keeper.server: error for keeper, error in found if error is not None}
 
-    def has_room(self, num_live: int) -> bool:
-        """Whether another tree should begin beside so many trajectories that are under way; see
-        Fleet.has_room."""
-        return self.fleet.has_room(num_live)
+    async def _update(self, keeper: Keeper) -> EngineError | None:
+        refusal = await keeper.update(self.target)
+        if refusal is None and keeper.server.serving:  # else it may be about to be left
+            self.serve(keeper.server)
+        return refusal
 
-    # figures, and the end
+    async def _until_taken(self) -> None:
+        """If all servers are gone: wait for one that has come back with the new weights."""
+        while not any(server.serves(self.target.policy_version) for server in self.servers):
+            self.watch_outage()
+            self._returned.clear()
+            await self._returned.wait()
+            self.check_alive()
+
+    # outages, and the end
+
+    @property
+    def outage_s(self) -> float:
+        """Seconds so far in which no server was there or all slept; see agentenv/deadline.py."""
+        if self._outage_began is None:
+            return self._past_outages_s
+        return self._past_outages_s + asyncio.get_running_loop().time() - self._outage_began
+
+    def watch_outage(self) -> None:
+        """The clock of an outage runs while no server is there. The pool ends when the clock has
+        run for max_outage_s in one go, unless the servers sleep."""
+        out = self.reason is None and not any(server.is_there for server in self.servers)
+        loop = asyncio.get_running_loop()
+        if out and self._outage_began is None:
+            self._outage_began = loop.time()
+        elif not out and self._outage_began is not None:
+            self._past_outages_s, self._outage_began = self.outage_s, None
+        if out and not self.is_asleep and self._outage_timer is None:
+            self._outage_timer = loop.call_later(self.config.max_outage_s, self._end_outage)
+        elif (not out or self.is_asleep) and self._outage_timer is not None:
+            self._outage_timer.cancel()
+            self._outage_timer = None
+
+    def _end_outage(self) -> None:
+        reasons = [f"{server.name}: {server.reason}" for server in self.servers]
+        self.end(
+            f"no engine server was there for {self.config.max_outage_s:g} s "
+            f"(engine.pool.max_outage_s): {'; '.join(reasons) or 'all were removed'}"
+        )
+
+    def end(self, reason: str) -> None:
+        """No request can succeed any more: all that run, wait or come raise EngineDeadError."""
+        self.reason = self.reason or reason
+        self.watch_outage()
+        self._returned.set()
+        for server in self.servers:
+            server.is_reported = True  # the reason of the pool is enough
+            server.drop(self.reason)
+        self.queue.end(self.reason)
+
+    async def close(self) -> None:
+        """Abort what runs and drop the connections, however often it is cancelled. Idempotent; the
+        servers go on."""
+        self.end("the engine pool is closed")
+        await uncancelled(self._close())
+
+    async def _close(self) -> None:
+        servers = {*self.servers, *self._keepers}
+        tasks = {keeper.task for keeper in self._keepers.values() if keeper.task is not None}
+        for task in tasks:
+            task.cancel()
+        requests = [request for server in servers for request in server.running]
+        if tasks or requests:
+            await asyncio.wait({*tasks, *requests})
+        await asyncio.gather(*(server.client.close() for server in servers))
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and figures of each server as server/N/..., N in the order in
         which they were named."""
         names = (
             "requests sampled_tokens prompt_tokens cached_tokens retries reconnections "
-            "continuations sleeps descriptor_waits"
+            "continuations sleeps descriptor_waits weight_updates"
         )
-        found: dict[str, float] = {name: self.client.counts[name] for name in names.split()}
-        members = self.fleet.members
-        found["weight_updates"] = self.fleet.num_updates
+        found: dict[str, float] = {name: self.counts[name] for name in names.split()}
         found["outage_s"] = self.outage_s
-        found["running"] = sum(member.in_flight for member in members)
-        found["waiting"] = self.fleet.places.num_waiting
-        found["servers"] = len(members)
-        found["servers_up"] = sum(member.is_there for member in members)
-        for member in members:
-            found |= {f"server/{member.number}/{k}": v for k, v in member.figures().items()}
+        found["running"] = sum(server.in_flight for server in self.servers)
+        found["waiting"] = self.queue.num_waiting
+        found["servers"] = len(self.servers)
+        found["servers_up"] = sum(server.is_there for server in self.servers)
+        for server in self.servers:
+            found |= {f"server/{server.number}/{k}": v for k, v in server.figures().items()}
         return found
 
     def account(self) -> dict[str, Any]:
-        """What befell the servers since the start, for a summary: counters, figures of each that
-        takes part, and `told`, sentences for a person."""
-        accounts = [member.account for member in self.fleet.members]
-        lines = told(accounts)
-        if waits := self.client.counts["descriptor_waits"]:
+        """For the summary of a run: counters, figures of each server that takes part, and `told`,
+        sentences on faults."""
+        lines = problems(self.servers)
+        if waits := self.counts["descriptor_waits"]:
             lines.append(f"requests waited {waits} times for a file descriptor; raise ulimit -n")
         if self.outage_s >= 1.0:
             lines.append(f"no server was there, or all slept, for {self.outage_s:.0f} s")
-        names = ("requests", "retries", "reconnections", "continuations")
+        names = "requests retries reconnections continuations"
         return {
-            **{name: self.client.counts[name] for name in names},
+            **{name: self.counts[name] for name in names.split()},
             "outage_s": round(self.outage_s, 1),
-            "servers": {one.name: one.figures() for one in accounts},
+            "servers": {server.name: server.summary() for server in self.servers},
             "told": lines,
         }
-
-    async def close(self) -> None:
-        """Abort what runs and drop the connections. Idempotent; the servers go on."""
-        self.fleet.end("the engine pool is closed")
-        await self.fleet.close()

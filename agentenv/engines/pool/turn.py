@@ -1,35 +1,75 @@
-"""One call of generate, put together from what one or more servers sampled for it."""
+"""A turn: its tokens, which one or more servers sample, and the requests for them.
+
+TurnEngine.generate --acquire--> Slot --request--> Outcome --release--> ...
+    ^                                                 |
+    +-- Lost: the rest of the turn, from its tokens so far, elsewhere
+    +-- Reset: the same, once, on the same server
+    +-- Busy, Starved: the same, before all others that wait for a slot
+"""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from array import array
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import count
+from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from msgspec.structs import replace
 
-from agentenv.deadline import end
-from agentenv.engines.remote.server import PartEnd, Request, ServerLostError
-from agentenv.engines.remote.stop_strings import StopMatcher
+from agentenv.deadline import doing, doubting, end, uncancelled, waiting
+from agentenv.engine import extend_spans
+from agentenv.engines.pool.server import (
+    SILENT,
+    WATCH_S,
+    Aborted,
+    Busy,
+    Done,
+    Heartbeat,
+    Lost,
+    Outcome,
+    RequestMonitor,
+    Reset,
+    Slot,
+    Starved,
+)
+from agentenv.engines.remote.server import (
+    BrokenConnectionError,
+    BrokenOffError,
+    BusyError,
+    ForeignWeightsError,
+    NoDescriptorError,
+    PartEnd,
+    Request,
+    ServerLostError,
+)
+from agentenv.engines.remote.stop_strings import StopMatcher, StopStrings
 from agentenv.errors import EngineError
-from agentenv.tree import packed_ids
+from agentenv.server_config import PoolConfig
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 EntropyKind = Literal["exact", "top_k"]
+NO_DESCRIPTOR_S = 0.25  # between two tries of a request that finds no file descriptor
+FIRST = (-1, 0)  # the order of a turn that a full server has refused
+
+S = TypeVar("S", bound=Slot)
 
 
 class Turn:
-    """Tokens received so far, 20 bytes each. A part is what one server gives; when it is lost, the
-    next one continues behind the tokens of all parts before.
+    """Tokens received so far, 20 bytes each, and `completion` once it is whole. A part is the
+    tokens of one request; when it is lost, the next one continues after the tokens of all parts
+    before.
 
     Stop strings are looked for here in two cases: the server of a continuation does not know the
-    text before its part; and where each stop string has a token, the server is only told to end at
+    text before its part; and where each stop string has a token, the server is only asked to end at
     these tokens, which spares it decoding all that it samples. Versions of a part that is lost or
-    cut here are those its server had when the chunks came in: the server itself tells only with
-    the end of a request.
+    cut here are those its server had when the chunks came in: the server itself reports them only
+    with the end of a request.
     """
 
     def __init__(
@@ -42,15 +82,16 @@ class Turn:
         matcher: StopMatcher | None,
         *,
         num_entropies: int | None = None,
+        entropy_kind: EntropyKind = "top_k",
     ) -> None:
-        """`num_entropies`: so many first tokens need entropies, the others have NaN; None: all."""
-        self.token_ids = packed_ids(())
-        self.num_parts = 0
-        self.was_refused = False  # by a server that is full, and so waits before all others
-        self.was_starved = False  # this process had no file descriptor for it
-        self._broken_at = -1  # tokens that were there when a connection broke off
+        """`num_entropies`: so many first tokens need entropies, the others have NaN; None: all.
+        `entropy_kind` is that of a turn of which no request came to its end."""
+        self.token_ids = array("i")
+        self.completion: Completion | None = None
+        self.entropy_kind = entropy_kind
         self.is_stopped = False  # by a stop string that the server does not see
         self.loop = asyncio.get_running_loop()
+        self._broken_at = -1  # tokens that were there when a connection broke
         self._ended: asyncio.Future[None] | None = None  # the current part, or the turn
         self._prompt_ids, self._sampling = prompt_ids, sampling
         self._on_tokens, self._stream_interval = on_tokens, stream_interval
@@ -67,41 +108,34 @@ class Turn:
         self._stop: str | None = None
 
     def request(self, request_id: str, session: str, interval: int) -> Request:
-        """What the next part is asked for: the rest of the turn, with random numbers of its own.
-        `interval`: tokens of an event that nobody waits for, as behind a fork window."""
-        self.num_parts += 1
+        """The request for the rest of the turn, with random numbers of its own. `interval`: tokens
+        of an event that no fork rule waits for, as after a fork window."""
         whole = self._matcher.whole if self._matcher is not None else ()
         stops = tuple(sorted({*whole, *self._eos_ids}))  # a server may know other ends of a turn
-        sampling, done = self._sampling, len(self.token_ids)
-        if self._has_tokens:
-            sampling = replace(sampling, stop=())
-        window = self._num_entropies
+        sampling, done, window = self._sampling, len(self.token_ids), self._num_entropies
+        wanted = window is None or done < window
         self._ends_window = window is not None and done < window < sampling.max_tokens
         most = window if window is not None and self._ends_window else sampling.max_tokens
-        wanted = window is None or done < window
         if self._on_tokens is not None:
-            behind = window is not None and not wanted
-            interval = max(interval, self._stream_interval) if behind else self._stream_interval
-        if not done:
-            sampling = replace(sampling, max_tokens=most)
-            return Request(request_id, self._prompt_ids, sampling, interval, stops, session, wanted)
-        seed = None
-        if sampling.seed is not None:
-            seed = Random(f"{sampling.seed}/{done}").getrandbits(63)
-        rest = replace(sampling, max_tokens=most - done, seed=seed)
-        prompt_ids = [*self._prompt_ids, *self.token_ids]
+            interval = max(interval if not wanted else 0, self._stream_interval)
+        seed = sampling.seed
+        if done and seed is not None:
+            seed = Random(f"{seed}/{done}").getrandbits(63)
+        stop = () if self._has_tokens else sampling.stop
+        rest = replace(sampling, max_tokens=most - done, seed=seed, stop=stop)
+        prompt_ids = [*self._prompt_ids, *self.token_ids] if done else self._prompt_ids
         return Request(request_id, prompt_ids, rest, interval, stops, session, wanted)
 
-    async def until_ended(self, attempt: asyncio.Future[PartEnd]) -> None:
+    async def until_ended(self, request: asyncio.Future[PartEnd]) -> None:
         """Until the request for the current part has ended, or the turn has."""
         if self.is_stopped:
             return
         self._ended = self.loop.create_future()
-        attempt.add_done_callback(partial(end, self._ended))
+        request.add_done_callback(partial(end, self._ended))
         await self._ended
 
     def receive(self, chunk: Chunk, version: int) -> None:
-        """Tokens of the current part, sampled by `version` as far as anyone knows."""
+        """Tokens of the current part, sampled by `version` as far as is known."""
         if self.is_stopped:
             return
         start = len(self.token_ids)
@@ -113,76 +147,57 @@ class Turn:
         extend_spans(self._observed, VersionSpan(version, start, len(self.token_ids)))
         self._report()
 
-    def ends_window(self, part: PartEnd) -> bool:
-        """Whether the current part came to its end only because its tokens have entropies and
-        those of the next one, which `lose` makes room for, do not."""
-        if not self._ends_window or part.finish_reason != "length":
-            return False
-        self._num_cached = part.num_cached_tokens
-        return True
-
-    def complete(self, part: PartEnd) -> Completion:
-        """The current part came to its end, and with it the turn."""
+    def end_part(self, part: PartEnd | None) -> None:
+        """The current part came to its end, or ended early if there is no `part`; its tokens stay.
+        The turn is whole if that was its end, or if only the end of the answer was lost."""
+        length = len(self.token_ids)
+        if part is not None:
+            self.entropy_kind = part.entropy_kind
         if self.is_stopped:
-            return self.cut(part.entropy_kind)
-        self._adopt(part)
-        stop = part.stop
-        if stop is None and part.finish_reason == "stop":
-            stop = self._match(len(self.token_ids))  # it has ended at a token
-        return self._completion(part.finish_reason, stop, part.entropy_kind, part)
-
-    def cut(self, entropy_kind: EntropyKind) -> Completion:
-        """The turn after a stop string that began in an earlier part."""
-        self._settle(self._observed)
-        return self._completion("stop", self._stop, entropy_kind, None)
-
-    def lose(self, part: PartEnd | None, entropy_kind: EntropyKind) -> Completion | None:
-        """The current part ended too early; what it gave stays. Returns the turn if that was all
-        of it, since only the end of the answer was lost. `part`: aborted, its tokens known."""
-        if self.is_stopped:
-            return self.cut(entropy_kind)
-        if part is None:
             self._settle(self._observed)
-        else:
-            self._adopt(part)
-        self._base = len(self.token_ids)
-        if not self.token_ids:
+            return self._complete("stop", self._stop)
+        self._settle(self._observed if part is None else self._spans_of(part))
+        self._base = length
+        if part is not None and part.finish_reason == "length" and self._ends_window:
+            self._num_cached = part.num_cached_tokens
+        elif part is not None and part.finish_reason != "abort":
+            stop = part.stop
+            if stop is None and part.finish_reason == "stop":
+                stop = self._match(length)  # it has ended at a token
+            return self._complete(part.finish_reason, stop, part.num_cached_tokens)
+        if not length:
             return None
-        last = self.token_ids[-1]
-        if last in self._eos_ids:
-            return self._completion("stop", None, entropy_kind, None)
-        stop = self._match(len(self.token_ids))
-        if stop is not None:
-            return self._completion("stop", stop, entropy_kind, None)
-        if len(self.token_ids) >= self._sampling.max_tokens:
-            return self._completion("length", None, entropy_kind, None)
+        if self.token_ids[-1] in self._eos_ids:
+            return self._complete("stop", None)
+        if (stop := self._match(length)) is not None:
+            return self._complete("stop", stop)
+        if length >= self._sampling.max_tokens:
+            return self._complete("length", None)
         return None
 
     def breaks_again(self) -> bool:
-        """A connection broke off. Whether one did before, and no token came since."""
+        """A connection broke. Whether one did before, and no token came since."""
         before, self._broken_at = self._broken_at, len(self.token_ids)
         return before == self._broken_at
 
     def discard(self, error: EngineError) -> None:
         """Forget the current part, whose weights were not those that this run loaded. Raises
-        `error` if someone was told of its tokens, so that nothing can take their place."""
+        `error` if its tokens were reported, so that nothing can take their place."""
         if self._num_reported > self._base or self.is_stopped:
             raise error
         for tokens in (self.token_ids, self._logprobs, self._entropies):
             del tokens[self._base :]
         self._observed = []
 
-    def _adopt(self, part: PartEnd) -> None:
-        """The part has come to its end, which tells the versions of its tokens."""
+    def _spans_of(self, part: PartEnd) -> list[VersionSpan]:
+        """The versions of its tokens, by its server."""
         base = self._base
         if part.num_tokens != len(self.token_ids) - base:
-            raise ServerLostError(
+            raise EngineError(
                 f"the server sampled {part.num_tokens} tokens and streamed "
                 f"{len(self.token_ids) - base} of them"
             )
-        self._settle(
-            [VersionSpan(s.version, s.start + base, s.end + base) for s in part.version_spans]
-        )
+        return [VersionSpan(s.version, s.start + base, s.end + base) for s in part.version_spans]
 
     def _settle(self, spans: list[VersionSpan]) -> None:
         """The versions of the current part are known."""
@@ -228,33 +243,220 @@ class Turn:
                 )
             )
 
-    def _completion(
-        self,
-        reason: Literal["stop", "length", "abort"],
-        stop: str | None,
-        entropy_kind: EntropyKind,
-        part: PartEnd | None,
-    ) -> Completion:
-        cached = part.num_cached_tokens if part is not None else 0
+    def _complete(
+        self, reason: Literal["stop", "length", "abort"], stop: str | None, num_cached: int = 0
+    ) -> None:
         if self._num_cached is not None:
-            cached = self._num_cached
-        return Completion(
+            num_cached = self._num_cached
+        self.completion = Completion(
             token_ids=self.token_ids.tolist(),
             logprobs=self._logprobs.tolist(),
             entropies=self._entropies.tolist(),
             finish_reason=reason,
             version_spans=self._spans,
             stop=stop,
-            entropy_kind=entropy_kind,
-            num_cached_tokens=min(cached, len(self._prompt_ids)),
+            entropy_kind=self.entropy_kind,
+            num_cached_tokens=min(num_cached, len(self._prompt_ids)),
         )
 
 
-def extend_spans(spans: list[VersionSpan], span: VersionSpan) -> None:
-    """Append a span, as one with the last if both are of one version; empty ones vanish."""
-    if span.start == span.end:
-        return
-    if spans and spans[-1].version == span.version:
-        spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
-    else:
-        spans.append(span)
+class TurnEngine(ABC, Generic[S]):
+    """An Engine's turns on servers, of which `acquire` gives slots: in the controller's process
+    the pool itself, in a rollout worker by what the controller grants (agentenv/cluster/slots.py).
+    `counts` are those since the start."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        vocab_size: int,
+        eos_ids: Collection[int],
+        config: PoolConfig | None = None,
+        name: str = "agentenv",
+        seed: int | str = 0,
+        entropies: Literal["all", "window"] = "all",
+    ) -> None:
+        """`name` begins the ids of requests and must be unique among the users of a server. With
+        `entropies` "window" only the tokens of a listener's first chunk have them."""
+        self.name, self.config = name, config or PoolConfig()
+        self.counts: Counter[str] = Counter()
+        self._seed, self._eos_ids, self._entropies = seed, frozenset(eos_ids), entropies
+        self._num_turns, self._num_requests = count(1), count(1)
+        self._stop_strings = StopStrings(model_path, vocab_size)
+        self._entropy_kind: EntropyKind = "top_k"  # of the last part that came to its end
+        self._heartbeats: defaultdict[str, Heartbeat] = defaultdict(Heartbeat)  # by server
+        self._monitors: dict[asyncio.Task[PartEnd], RequestMonitor] = {}
+        self._watching: asyncio.TimerHandle | None = None
+
+    @abstractmethod
+    def check_alive(self) -> None:
+        """Raises EngineDeadError once no server is left."""
+
+    @abstractmethod
+    async def acquire(self, session: str, order: tuple[int, int], avoid: Collection[S]) -> S:
+        """A slot on a server that serves. Raises EngineDeadError."""
+
+    @abstractmethod
+    async def release(self, slot: S, outcome: Outcome) -> Outcome:
+        """The slot is free again. The outcome, or Lost where the server refuses everything; it
+        suspends only for a server that was Busy."""
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session: str,
+        on_tokens: Callable[[Chunk], None] | None = None,
+        stream_interval: int = 1,
+        order: tuple[int, int] = (0, 0),
+    ) -> Completion:
+        """Sample one turn; see Engine.generate. A server that is lost costs no token."""
+        self.check_alive()
+        if stream_interval < 1:
+            raise EngineError(f"stream_interval must be at least 1, found {stream_interval}")
+        matcher = await self._stop_strings.ready(sampling.stop)
+        window = stream_interval if on_tokens is not None else 0
+        turn = Turn(
+            prompt_ids,
+            sampling,
+            on_tokens,
+            stream_interval,
+            self._eos_ids,
+            matcher,
+            num_entropies=window if self._entropies == "window" else None,
+            entropy_kind=self._entropy_kind,
+        )
+        self.counts["requests"] += 1
+        key, retries, place = f"{self._seed}/{next(self._num_turns)}", 0, order
+        failed: set[S] = set()  # servers that have lost a part
+        while True:
+            outcome = await self._part(turn, session, place, failed)
+            if turn.completion is not None:
+                return turn.completion
+            self.check_alive()
+            self.counts["continuations"] += bool(turn.token_ids)
+            place = FIRST if isinstance(outcome, Busy | Starved) else order
+            match outcome:
+                case Starved():
+                    self.counts["descriptor_waits"] += 1
+                    with waiting("a free file descriptor"):
+                        await asyncio.sleep(NO_DESCRIPTOR_S)
+                case Reset():
+                    self.counts["reconnections"] += 1
+                case Lost(problem=problem) | Aborted(problem=problem) if problem:
+                    if retries == self.config.max_retries:
+                        raise EngineError(
+                            f"a turn was given up after {retries + 1} attempts: {problem}"
+                        )
+                    retries += 1
+                    self.counts["retries"] += 1
+                    with waiting("a break before another server is asked"):
+                        await asyncio.sleep(self.config.backoff_s(retries, key))
+
+    async def _part(
+        self, turn: Turn, session: str, order: tuple[int, int], failed: set[S]
+    ) -> Outcome:
+        """Let one server sample. `failed` are servers that are avoided, and is added to. Raises
+        what the server refuses for good."""
+        self.check_alive()
+        with waiting("a place on a server"):
+            slot = await self.acquire(session, order, failed)
+        outcome: Outcome = Aborted()
+        try:
+            while (ended := await self._request(slot, turn, session)) is None:
+                pass  # the fork window was whole, the rest of the turn follows
+            outcome = ended
+        finally:
+            outcome = await self.release(slot, outcome)
+        if isinstance(outcome, Lost) or (isinstance(outcome, Aborted) and outcome.problem):
+            failed.add(slot)
+        if isinstance(outcome, Lost) and outcome.kind == ForeignWeightsError.kind:
+            turn.discard(ForeignWeightsError(outcome.problem))
+        elif turn.completion is None:
+            turn.end_part(None)
+        self._entropy_kind = turn.entropy_kind
+        return outcome
+
+    async def _request(self, slot: S, turn: Turn, session: str) -> Outcome | None:
+        """One request on one server. None: the turn goes on there, by another one."""
+        if (closed := slot.closed()) is not None:
+            return closed
+        heartbeat = self._heartbeats[slot.name]
+        request = turn.request(
+            f"{self.name}-{next(self._num_requests)}", session, heartbeat.interval
+        )
+        self.counts["prompt_tokens"] += len(request.prompt_ids)
+        slot.num_requests += 1
+        monitor = RequestMonitor(slot, heartbeat)
+        began_s = turn.loop.time()
+        receive = partial(self._receive, slot, turn, monitor)
+        task = turn.loop.create_task(slot.client.generate(request, receive))
+        slot.run(task, monitor.wait)
+        self._monitors[task] = monitor
+        if self._watching is None:
+            self._watching = turn.loop.call_later(WATCH_S, self._watch)
+        try:
+            with doing(slot.label), doubting(monitor.doubt_s):
+                await turn.until_ended(task)
+        finally:
+            try:
+                if not task.done():
+                    task.cancel()
+                    await uncancelled(asyncio.wait({task}))
+            finally:  # a second cancellation leaves no request on the server's account
+                del slot.running[task], self._monitors[task]
+                monitor.end()
+                error = None if task.cancelled() else task.exception()
+        if turn.is_stopped:
+            return Aborted()
+        if task.cancelled() or error is not None:
+            return self._failure(slot, turn, monitor, error)
+        part = task.result()
+        slot.answer(part.num_tokens, turn.loop.time() - began_s)
+        turn.end_part(part)
+        self.counts["cached_tokens"] += part.num_cached_tokens
+        if part.finish_reason == "abort":
+            return Aborted(f"{slot.name} aborted the request")
+        return Done() if turn.completion is not None else None
+
+    def _failure(
+        self, slot: S, turn: Turn, monitor: RequestMonitor, error: BaseException | None
+    ) -> Outcome:
+        """Of a request that was cancelled, or raised. Raises an error that is not the server's."""
+        if slot.is_asleep:
+            return Aborted()
+        if error is None or isinstance(error, ServerLostError | ForeignWeightsError):
+            monitor.work.give_back()
+        match error:
+            case None if monitor.problem:
+                return Lost(SILENT, f"{slot.name}: {monitor.problem}")
+            case None:
+                return Lost(ServerLostError.kind, f"{slot.name}: {slot.reason}")
+            case BusyError():
+                return Busy(str(error), error.retry_after_s)
+            case NoDescriptorError():
+                return Starved()
+            case BrokenOffError():
+                return Aborted()
+            case BrokenConnectionError() if not turn.breaks_again():
+                return Reset(str(error))
+            case ServerLostError() | ForeignWeightsError():
+                return Lost(error.kind, str(error))
+        raise error
+
+    def _receive(self, slot: S, turn: Turn, monitor: RequestMonitor, chunk: Chunk) -> None:
+        num_tokens = len(chunk.token_ids)
+        monitor.beat(num_tokens)
+        self.counts["sampled_tokens"] += num_tokens
+        slot.receive(num_tokens)
+        turn.receive(chunk, slot.policy_version)
+
+    def _watch(self) -> None:
+        """End the requests that are silent for too long; they, and their servers, are lost."""
+        for task, monitor in self._monitors.items():
+            if monitor.is_lost(self.config):
+                task.cancel()
+        self._watching = None
+        if self._monitors:
+            self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._watch)

@@ -17,12 +17,15 @@ import asyncio
 import errno
 import logging
 import os
+import re
 import resource
 import socket
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from math import isfinite
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from hashlib import blake2b
 from typing import Annotated, Any, TypeVar
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -37,7 +40,6 @@ from agentenv.engines.remote.server import (
 )
 from agentenv.errors import SHOWN, ConfigError, EngineError, ForeignError
 from agentenv.http_errors import retry_after_s
-from agentenv.types import SamplingParams
 from agentenv.untrusted import decode
 
 # uvicorn closes an idle connection after 5 s; one that we reuse at that moment would be lost
@@ -155,16 +157,9 @@ class HttpClient:
         async with self._request(method, path, json, limit, params, fresh=fresh) as response:
             return await response.read()
 
-    async def call_json(
-        self,
-        method: str,
-        path: str,
-        json: Any = None,
-        params: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-    ) -> Any:
+    async def call_json(self, method: str, path: str, json: Any = None, **options: Any) -> Any:
         """Like `call`, decoded; None for an empty body. MalformedReplyError if it is no JSON."""
-        body = await self.call(method, path, json, params, timeout_s)
+        body = await self.call(method, path, json, **options)
         try:
             return decode(body) if body else None
         except ForeignError as error:
@@ -173,18 +168,10 @@ class HttpClient:
             ) from error
 
     async def call_as(
-        self,
-        kind: type[T],
-        method: str,
-        path: str,
-        json: Any = None,
-        params: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-        *,
-        fresh: bool = False,
+        self, kind: type[T], method: str, path: str, json: Any = None, **options: Any
     ) -> T:
         """Like `call`, decoded as `kind`. MalformedReplyError if it is something else."""
-        body = await self.call(method, path, json, params, timeout_s, fresh=fresh)
+        body = await self.call(method, path, json, **options)
         try:
             return decode(body, kind)
         except ForeignError as error:
@@ -192,6 +179,25 @@ class HttpClient:
                 f"{self.name}{path} answered something else than an engine that is known "
                 f"({error}): {_shorten(body)!r}"
             ) from error
+
+    async def read(
+        self,
+        kind: type[T],
+        method: str,
+        path: str,
+        key: str,
+        default: T | None = None,
+        **options: Any,
+    ) -> T:
+        """One key of an answer that is an object; `default` where it is not there, or null.
+        MalformedReplyError if it is something else than a `kind`."""
+        found = (await self.call_as(dict[str, Any], method, path, **options)).get(key)
+        found = default if found is None else found
+        if not isinstance(found, kind):
+            raise MalformedReplyError(
+                f"{self.name}{path} answered {key} = {found!r:.200}, no {kind.__name__}"
+            )
+        return found
 
     @asynccontextmanager
     async def stream(
@@ -340,7 +346,7 @@ class HttpClient:
 
 
 async def _read_end(response: aiohttp.ClientResponse) -> None:
-    """The end of the body, mostly in a packet of its own: only behind it the connection is kept."""
+    """The end of the body, mostly in a packet of its own: only after it the connection is kept."""
     if response.content.at_eof():
         return
     with suppress(aiohttp.ClientError, OSError):  # the answer is whole
@@ -409,46 +415,51 @@ def _shorten(body: bytes) -> str:
     return body[: 4 * MAX_REASON].decode(errors="replace")[:MAX_REASON]
 
 
-# Refuses what a server would clamp, cut short, silently change or die of.
+# Where the prefixes of a session are: ranks, and what routers read.
 
-MIN_TEMPERATURE = 1e-2  # vLLM raises smaller ones to it; 0 is greedy
+SESSION_HEADER, RANK_HEADER = "X-Session-ID", "X-data-parallel-rank"
+MAX_SESSIONS = 65536  # whose rank is remembered
+MAX_SESSION_CHARS = 200  # servers and proxies take headers of some kB in all
+PLAIN = re.compile(r"[!-$&-~]+( +[!-$&-~]+)*")  # what a header can hold, but for %
 
 
-def check_request(
-    prompt: Sequence[int],
-    sampling: SamplingParams,
-    vocab_size: int,
-    max_model_len: int,
-    min_temperature: float = MIN_TEMPERATURE,
-) -> None:
-    """Raises EngineError, which names what is wrong, unless an engine takes it as it is meant."""
-    if not len(prompt):
-        raise EngineError("the prompt is empty; it needs at least one token id")
-    low, high = min(prompt), max(prompt)
-    if low < 0 or high >= vocab_size:
-        raise EngineError(
-            f"the prompt has token ids from {low} to {high}, the vocabulary those from 0 to "
-            f"{vocab_size - 1}; do tokenizer and served model belong together?"
-        )
-    if sampling.max_tokens < 1:
-        raise EngineError(f"max_tokens must be at least 1, found {sampling.max_tokens}")
-    if len(prompt) + sampling.max_tokens > max_model_len:
-        raise EngineError(
-            f"{len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} exceed "
-            f"max_model_len {max_model_len} of the engine"
-        )
-    temperature, penalty = sampling.temperature, sampling.repetition_penalty
-    if temperature != 0 and not min_temperature <= temperature < float("inf"):
-        raise EngineError(
-            f"temperature must be 0 (greedy) or at least {min_temperature}, found {temperature}"
-        )
-    if not 0 < sampling.top_p <= 1:
-        raise EngineError(f"top_p must be above 0 and at most 1, found {sampling.top_p}")
-    if sampling.top_k != -1 and sampling.top_k < 1:
-        raise EngineError(f"top_k must be -1 (off) or at least 1, found {sampling.top_k}")
-    if not 0 <= sampling.min_p <= 1:
-        raise EngineError(f"min_p must be from 0 to 1, found {sampling.min_p}")
-    if not (isfinite(penalty) and penalty > 0):
-        raise EngineError(f"repetition_penalty must be above 0, found {penalty}")
-    if not all(sampling.stop):
-        raise EngineError("a stop string is empty")
+class Ranks:
+    """Data-parallel ranks behind one URL, each with a prefix cache of its own: a session stays
+    with one, the rank that was least loaded when the session began."""
+
+    def __init__(self) -> None:
+        self.count = 1
+        self._homes: OrderedDict[str, int] = OrderedDict()
+        self._num_running: Counter[int] = Counter()
+
+    @contextmanager
+    def take(self, session: str) -> Iterator[int | None]:
+        """The rank for a request; None where it is the server's to choose."""
+        if self.count == 1 or not session:
+            yield None
+            return
+        rank = self._homes.get(session, self.count)
+        if rank >= self.count:
+            rank = min(range(self.count), key=self._num_running.__getitem__)
+        self._homes[session] = rank
+        self._homes.move_to_end(session)
+        if len(self._homes) > MAX_SESSIONS:
+            self._homes.popitem(last=False)
+        self._num_running[rank] += 1
+        try:
+            yield rank
+        finally:
+            self._num_running[rank] -= 1
+
+
+def routing(session: str, rank: int | None) -> dict[str, str]:
+    """Headers by which routers, and a server with ranks, find the prefixes of a session. A session
+    may have any name: one that no header can hold is written as in a URL, of a long one its hash
+    is sent."""
+    name = session
+    if not PLAIN.fullmatch(session):
+        name = quote(session, errors="surrogatepass")
+    if len(name) > MAX_SESSION_CHARS:
+        name = blake2b(name.encode(), digest_size=16).hexdigest()
+    headers = {SESSION_HEADER: name} if session else {}
+    return headers if rank is None else headers | {RANK_HEADER: str(rank)}

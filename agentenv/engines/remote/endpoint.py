@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import os
 from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -21,12 +21,7 @@ from yarl import URL
 from agentenv.backoff import backoff_s
 from agentenv.call_blocks import after_thoughts
 from agentenv.deadline import admitted, waiting
-from agentenv.engines.remote.client import (
-    Count,
-    HttpClient,
-    MalformedReplyError,
-    RefusedError,
-)
+from agentenv.engines.remote.client import Count, HttpClient, MalformedReplyError, RefusedError
 from agentenv.engines.remote.server import BusyError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError, ForeignError
 from agentenv.untrusted import convert, decode
@@ -41,23 +36,31 @@ T = TypeVar("T")
 Json = dict[str, Any]
 
 
-class Endpoint:
-    """`send` asks. `start` finds the model where none is named, and what the endpoint tells of the
-    model: `owner` is who serves it, `served_from` its directory or hub name, `max_model_len` in
-    tokens; empty and 0 if it does not say. `table` is the one of the configuration that messages
-    name; an empty `api_key_env` means no key."""
+class EndpointConfig(Protocol):
+    """The keys of an endpoint; an empty `api_key_env` means no key, `timeout_s` is that of one
+    request."""
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        *,
-        table: str,
-        api_key_env: str,
-        timeout_s: float,
-        num_retries: int,
-        max_concurrency: int,
-    ) -> None:
+    @property
+    def url(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def api_key_env(self) -> str: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def num_retries(self) -> int: ...
+    @property
+    def max_concurrency(self) -> int: ...
+
+
+class Endpoint:
+    """`send` asks. `start` finds the model where none is named, and the endpoint's report of it:
+    `owner` is its server, `served_from` its directory or hub name, `max_model_len` in tokens; empty
+    and 0 if it does not say. `table` is the one of the configuration that errors name."""
+
+    def __init__(self, config: EndpointConfig, table: str) -> None:
+        url, key_env = config.url, config.api_key_env
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
                 f"{table}.url: expected http(s)://HOST of an OpenAI-compatible endpoint, "
@@ -65,21 +68,22 @@ class Endpoint:
             )
         base = URL(url.rstrip("/"))
         api = base if base.path.strip("/") else base / "v1"
-        key = os.environ.get(api_key_env, "") if api_key_env else ""
-        if api_key_env and not key:
-            raise ConfigError(f"{table}.api_key_env: {api_key_env} is not set")
-        self.model = model
+        key = os.environ.get(key_env, "") if key_env else ""
+        if key_env and not key:
+            raise ConfigError(f"{table}.api_key_env: {key_env} is not set")
+        timeout_s = config.timeout_s
+        self.model = config.model
         self.owner = self.served_from = ""
         self.max_model_len = 0
         self.api, self.root = (  # `root` has the routes beside the standard
             HttpClient(one, api_key=key, call_s=timeout_s, wait_s=timeout_s)
             for one in (str(api), str(api).removesuffix("/v1"))
         )
-        self.num_retries = num_retries
+        self.num_retries = config.num_retries
         self.counts = {"requests": 0.0, "retries": 0.0, "sampled_tokens": 0.0, "prompt_tokens": 0.0}
         self._table = table
-        self._slots = asyncio.Semaphore(max_concurrency)
-        self._place = f"a place at {self.api.name}"
+        self._slots = asyncio.Semaphore(config.max_concurrency)
+        self._slot = f"a place at {self.api.name}"
         self._closed = False
 
     async def start(self) -> None:
@@ -136,7 +140,7 @@ class Endpoint:
                     await asyncio.sleep(delay_s)
             self._check_open()
             try:
-                async with admitted(self._slots, self._place):
+                async with admitted(self._slots, self._slot):
                     self.counts["requests"] += 1
                     return read(await self._client(path).call_json("POST", path, body))
             except RefusedError:
@@ -150,7 +154,7 @@ class Endpoint:
     async def events(self, path: str, body: Json, kind: type[T]) -> AsyncIterator[T]:
         """The same as a stream of events, asked once."""
         self._check_open()
-        async with admitted(self._slots, self._place):
+        async with admitted(self._slots, self._slot):
             self.counts["requests"] += 1
             async with self._client(path).stream(path, {**body, "stream": True}) as events:
                 async for event in events:
@@ -201,7 +205,7 @@ class ChatFunction(Struct):
 
 
 class ChatCall(Struct):
-    """A tool call; in a stream the part of one, whose place `index` tells."""
+    """A tool call; in a stream the part of one, whose position is `index`."""
 
     id: str | None = None
     function: ChatFunction | None = None
@@ -219,7 +223,7 @@ class ChatMessage(Struct):
 
 
 class ChatChoice(Struct):
-    """`stop_reason` (vLLM) and `matched_stop` (SGLang) are what ended a turn, where they tell."""
+    """`stop_reason` (vLLM) and `matched_stop` (SGLang) are what ended a turn, if given."""
 
     message: ChatMessage
     finish_reason: str | None = None
@@ -288,7 +292,7 @@ def read_said(reply: Any) -> Said:
 
 def fenced(text: str, *, name: str = "DATA", digest_of: str = "") -> str:
     """Text for a model to read that others wrote, between marks that the text cannot hold: they
-    are drawn from the text, or from `digest_of`, which must tell all of it."""
+    are drawn from the text, or from `digest_of`, which must determine all of it."""
     digest = hashlib.sha256((digest_of or text).encode(errors="replace")).hexdigest()
     mark = f"{name}-{digest[:16]}"
     return f"[{mark}]\n{text}\n[/{mark}]"
@@ -330,15 +334,7 @@ class ChatModel:
 
     def __init__(self, config: ChatModelConfig, table: str, **settings: Any) -> None:
         self.name = table.rpartition(".")[2]
-        self.endpoint = Endpoint(
-            config.url,
-            config.model,
-            table=table,
-            api_key_env=config.api_key_env,
-            timeout_s=config.timeout_s,
-            num_retries=config.num_retries,
-            max_concurrency=config.max_concurrency,
-        )
+        self.endpoint = Endpoint(config, table)
         self._settings = {**settings, "max_tokens": config.max_tokens, **config.extra_body}
 
     async def ask(self, system: str, user: str) -> Said:
@@ -346,9 +342,9 @@ class ChatModel:
         return read_said(await self.reply(self.body(system, user)))
 
     def body(self, system: str, user: str) -> Json:
-        """A request with one question, and what the model is told about itself, if anything."""
-        told = [{"role": "system", "content": system}] if system else []
-        messages = [*told, {"role": "user", "content": user}]
+        """A request with one question, and a system prompt, if there is one."""
+        prompt = [{"role": "system", "content": system}] if system else []
+        messages = [*prompt, {"role": "user", "content": user}]
         return {"model": self.endpoint.model, "messages": messages, **self._settings}
 
     async def reply(self, body: Json) -> Json:

@@ -36,12 +36,6 @@ class BrokenConnectionError(ServerLostError):
     kind = "broke off"
 
 
-class SilentError(ServerLostError):
-    """The server has the request, and says nothing of it for too long."""
-
-    kind = "were left in silence"
-
-
 class BusyError(EngineError):
     """The server is well and takes no more requests now; nothing of this one was done.
     `retry_after_s`: for how long it asks to be left alone, 0 where it does not say."""
@@ -61,8 +55,8 @@ class BrokenOffError(EngineError):
 
 
 class ForeignWeightsError(EngineError):
-    """Tokens were sampled by weights that are not labelled as this client labelled them: another
-    process is behind the URL, or someone else changed its weights. None of them may be used."""
+    """Tokens were sampled by weights that this client did not label: another process answers at the
+    URL, or another run changed the weights. None of them may be used."""
 
     kind = "met other weights"
 
@@ -100,9 +94,9 @@ class Request(Struct, frozen=True):
     After the first token, `stream_interval` of them may come together: each event costs both sides
     time. The turn also ends with one of `stop_token_ids`: those that end a turn of the model, and
     those that hold a stop string whole, at which an engine can stop without decoding anything.
-    Requests of one `session` share prefixes, so that whatever is behind the URL should bring them
-    to the same cache; empty: of none. Without `with_entropies` those are NaN: the log-probs of a
-    token's rivals cost both sides time.
+    Requests of one `session` share prefixes, so that a router should bring them to the same cache;
+    empty: of none. Without `with_entropies` those are NaN: the log-probs of a token's rivals cost
+    both sides time.
     """
 
     id: str
@@ -180,7 +174,7 @@ class Server(Receiver, Protocol):
         """Pause keeping requests, load a Hugging Face directory, name the version, resume.
 
         No later request meets a prefix cache of another version. EngineError: refused, the old
-        weights are served under the old version. ServerLostError: nobody knows what it serves,
+        weights are served under the old version. ServerLostError: its weights are unknown,
         it must not be used before another load has succeeded.
         """
         ...

@@ -1,8 +1,8 @@
 """Finds stop strings in sampled tokens without decoding most of them.
 
 An engine looks at a few tokens only: those with which a stop string can end (`candidates`). At
-such a token it decodes the end of what it has sampled. Used by whatever samples or collects
-tokens: the embedded engine and the pool of servers.
+such a token it decodes the end of what it has sampled. The embedded engine and the pool of
+servers use it.
 """
 
 from __future__ import annotations
@@ -107,18 +107,15 @@ class StopStrings:
 
     def _load(self) -> Tokenizer:
         with self._loading:
-            return self._load_once()
-
-    def _load_once(self) -> Tokenizer:
-        if self._tokenizer is None:
-            if not self._path.is_file():
-                raise EngineError(f"stop strings need {self._path}, which does not exist")
-            tokenizer = Tokenizer.from_file(str(self._path))
-            # Each token twice: some decoders strip a space at the start, the second one has it.
-            # One by one, since decode_batch starts a pool of threads that dislikes forks.
-            self._texts = [
-                tokenizer.decode([index, index], skip_special_tokens=False)
-                for index in range(self._vocab_size)
-            ]
-            self._tokenizer = tokenizer
-        return self._tokenizer
+            if self._tokenizer is None:
+                if not self._path.is_file():
+                    raise EngineError(f"stop strings need {self._path}, which does not exist")
+                tokenizer = Tokenizer.from_file(str(self._path))
+                # Each token twice: some decoders strip a space at the start, the second one has it.
+                # One by one, since decode_batch starts a pool of threads that dislikes forks.
+                self._texts = [
+                    tokenizer.decode([index, index], skip_special_tokens=False)
+                    for index in range(self._vocab_size)
+                ]
+                self._tokenizer = tokenizer
+            return self._tokenizer

@@ -1,0 +1,414 @@
+"""Keeps one server of a pool: polls its load, brings it back, replaces its weights.
+
+Target        the weights that every server should have
+WeightProbe   whether a server has the same weights as the others
+Keeper        one server's way into the pool, and back into it
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from agentenv.backoff import backoff_s
+from agentenv.engines.pool.server import FIRST_CLOSED_S, PooledServer, State
+from agentenv.engines.remote.server import (
+    BusyError,
+    NoDescriptorError,
+    Request,
+    Server,
+    ServerLostError,
+    sampled,
+)
+from agentenv.engines.remote.weights import Group, Manifest, Sender
+from agentenv.errors import ConfigError, EngineError
+from agentenv.types import SamplingParams
+
+if TYPE_CHECKING:
+    from agentenv.engines.pool.pool import EnginePool
+
+
+class Target(Struct, frozen=True):
+    """The weights that every server of the pool should have: in a directory, or with a sender
+    that can also write one."""
+
+    source: Path | None
+    policy_version: int
+    sender: Sender | None = None
+
+    async def directory(self) -> Path:
+        """Raises EngineError if the sender has gone on to other weights."""
+        if self.source is not None:
+            return self.source
+        assert self.sender is not None
+        return await self.sender.write()
+
+
+PROBE_IDS = tuple(range(1, 17))
+MAX_PROBE_PAUSE_S = 5.0  # before a full server is asked again
+MAX_PROBE_GAP = 0.05  # nats; kernels of one engine differ by less, other weights by more
+
+
+class WeightProbe:
+    """The log-prob of the likeliest token after a fixed prompt.
+
+    The first server that took a policy version says what the log-prob is; a server that differs
+    from it has other weights, whatever their label says.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._prompt_ids = [token % vocab_size for token in PROBE_IDS]
+        self._num_asked = 0
+        self._version: int | None = None
+        self._first = ""  # name of the first server
+        self._logprob = 0.0  # nats
+
+    async def check(self, server: Server, within_s: float) -> None:
+        """Raises ServerLostError if the server has not the weights of the first server that took
+        its policy version, or gives no token in time. One that is full is asked again until then:
+        it refuses a request, not the weights."""
+        version = server.policy_version
+        try:
+            async with asyncio.timeout(within_s):
+                logprob = await self._ask(server)
+        except TimeoutError as error:
+            raise ServerLostError(
+                f"{server.name} gave no token within {within_s:g} s when asked for one"
+            ) from error
+        if self._version is not None and version < self._version:
+            return  # an update has come meanwhile
+        if version != self._version:
+            self._version, self._first, self._logprob = version, server.name, logprob
+        elif abs(logprob - self._logprob) > MAX_PROBE_GAP:
+            raise ServerLostError(
+                f"{server.name} does not hold the weights of policy version {version} that "
+                f"{self._first} has: log-probs differ by {abs(logprob - self._logprob):.3f} nats"
+            )
+
+    async def _ask(self, server: Server) -> float:
+        """The log-prob on this server, nats, as soon as it has room for the request."""
+        for attempt in count():
+            self._num_asked += 1
+            request = Request(
+                f"weights-{id(self):x}-{self._num_asked}",
+                self._prompt_ids,
+                SamplingParams(max_tokens=1, temperature=0.0),
+            )
+            wanted_s = 0.0
+            try:
+                return (await sampled(server, request)).logprobs[0]
+            except BusyError as error:
+                wanted_s = error.retry_after_s
+            except NoDescriptorError:
+                pass
+            pause_s = backoff_s(
+                attempt, server.name, first_s=FIRST_CLOSED_S, max_s=MAX_PROBE_PAUSE_S
+            )
+            await asyncio.sleep(max(pause_s, wanted_s))
+        raise AssertionError
+
+
+UNKNOWN_VERSION = -1  # of a server that came back, until it has loaded the current weights
+SETTLE_S = 0.2  # after a loss: by then the other connections to a dead process are down too
+NUM_LOADS = 2  # times that an update is offered to a server that refuses it
+AWAY_S = 5.0  # for other processes to end their requests
+FOREIGN = "it does not have the weights that this run gave it"
+
+
+class Keeper:
+    """Of one server of the pool. Whether a server still has its weights is known by their label,
+    which the server gives back (Server.keeps_label), and by a token of the probe."""
+
+    def __init__(self, pool: EnginePool, server: PooledServer, probe: WeightProbe) -> None:
+        self.server, self.client = server, server.client
+        self.task: asyncio.Task[None] | None = None
+        self._pool, self._config, self._probe = pool, pool.config, probe
+        self._returning = asyncio.Lock()  # held while the server may come back into the pool
+        self._return: asyncio.Timeout | None = None  # while it is being brought back
+        self._replacing = asyncio.Lock()  # held while its weights are being replaced
+        self.client.before_release = self._abort_guests
+        self.client.on_named = self._report_version
+
+    def start(self) -> None:
+        """Look after the server from now on."""
+        self.task = asyncio.create_task(self._keep())
+        self.task.add_done_callback(lambda _: self._pool.kept(self))
+
+    async def _keep(self) -> None:
+        """Until the server leaves; then let its requests end. While the pool sleeps its servers are
+        left alone."""
+        server, pool = self.server, self._pool
+        failures = 0
+        loop = asyncio.get_running_loop()
+        while server in pool.servers:
+            pause_s = self._config.poll_interval_s
+            if pool.is_asleep:
+                failures = 0
+            elif not server.is_there and server.out_until > loop.time():
+                pause_s = server.out_until - loop.time()
+            elif server.is_there:
+                failures = 0
+                await self._look()
+            elif await self._bring_back():
+                continue
+            else:
+                failures += 1
+                pause_s = self._config.backoff_s(failures, server.name)
+            await server.rest(pause_s)
+        while running := [one for one in server.running if not one.done()]:
+            await asyncio.wait(running)
+        await self.client.close()
+
+    async def _look(self) -> None:
+        try:
+            await self._poll()
+        except BusyError:
+            pass
+        except EngineError as error:
+            if not self._pool.is_asleep and self.server.is_there:
+                self.server.suspend(str(error))
+        self._pool.watch_outage()
+        self._pool.dispatch()  # its limit may have grown
+
+    async def _poll(self) -> None:
+        """Ask a server that serves for the label of its weights and for its load, and adapt the
+        limit. Raises ServerLostError if the server does not answer, or has other weights."""
+        if self._replacing.locked():  # paused: requests that wait now say nothing
+            return
+        server, within_s = self.server, self._config.poll_timeout_s
+        try:
+            async with asyncio.timeout(within_s):
+                load = await self.client.load()
+                keeps_label = await self.client.keeps_label()
+        except TimeoutError as error:
+            raise ServerLostError(
+                f"{server.name} did not say its load within {within_s:g} s"
+            ) from error
+        if not server.serving:
+            return
+        server.load = load
+        server.limit.observe(
+            load,
+            server.in_flight,
+            num_turns=server.counts["turns"],
+            num_tokens=server.num_tokens,
+            now_s=asyncio.get_running_loop().time(),
+        )
+        if not keeps_label:
+            server.drop(FOREIGN)
+
+    async def _abort_guests(self) -> None:
+        """End the requests of other processes, and wait until they have ended."""
+        guests = set(self.server.guests)
+        for guest in guests:
+            guest.cancel()
+        if guests:
+            await asyncio.wait(guests, timeout=AWAY_S)
+
+    def _report_version(self) -> None:
+        """Its next tokens are of other weights, which workers that ask it must know by then."""
+        if self.server.is_paused:
+            for pausable in self.server.running.values():
+                pausable.begin()
+
+    # into the pool
+
+    async def connect(self, target: Target, *, fresh: bool) -> None:
+        """At the start. `fresh`: it has just been started from the target's directory."""
+        await self._connect(target.policy_version)
+        if fresh:
+            await self._probe.check(self.client, self._config.first_token_s)
+        else:
+            await self._load(lambda: target)
+
+    async def _bring_back(self) -> bool:
+        """Let the server back in, with the current weights."""
+        server, pool = self.server, self._pool
+        async with self._returning:
+            if pool.is_asleep:
+                return False
+            is_new = not server.epoch
+            self._return = asyncio.timeout(None)  # expires if it is to sleep
+            try:
+                async with self._return:
+                    await self._restore()
+            except TimeoutError:
+                if not self._return.expired():
+                    raise
+                return False
+            except (EngineError, ConfigError) as error:
+                server.report_out(str(error))
+                return False
+            except OSError as error:  # ours: a directory that cannot be read now
+                server.report_out(f"it cannot be given its weights: {error}")
+                return False
+            finally:
+                self._return = None
+            is_late = server.policy_version != pool.target.policy_version
+            if server not in pool.servers or is_late or pool.reason is not None:
+                return False
+            server.is_reported |= is_new
+            pool.serve(server)
+            return True
+
+    async def _restore(self) -> None:
+        """Find out which weights a server that is out has, and load what it lacks of those that are
+        wanted by then: those of before may be removed. Raises EngineError or ConfigError."""
+        server, pool = self.server, self._pool
+        async with self._replacing:
+            pass
+        if not await self._is_unchanged():
+            if server.epoch:
+                server.drop(server.reason)
+            if not await self.client.healthy():
+                raise ServerLostError(f"{server.name} does not answer")
+            await self._connect(UNKNOWN_VERSION)
+            server.limit.restart()
+        if server.policy_version != pool.target.policy_version:
+            await self._load(lambda: pool.target)
+
+    async def _is_unchanged(self) -> bool:
+        """Whether it is the process that it was, with the weights that it had."""
+        if not self.server.epoch:
+            return False
+        await asyncio.sleep(SETTLE_S)
+        try:
+            if not await self.client.healthy() or not await self.client.keeps_label():
+                return False
+            await self._probe.check(self.client, self._config.first_token_s)
+        except BusyError:
+            raise
+        except EngineError:
+            return False
+        return True
+
+    async def _connect(self, policy_version: int) -> None:
+        info = await self.client.connect(policy_version)
+        self.server.epoch += 1
+        self.server.max_model_len, self.server.features = info.max_model_len, info.features
+
+    # weights
+
+    async def update(self, target: Target) -> EngineError | None:
+        """Load the target's weights. None: the server took them, or it is out. Otherwise the error
+        with which it refused them: it has the old weights, and is out if it slept before."""
+        if self.server.serves(target.policy_version):
+            return None
+        if self.server.is_asleep:
+            return await self._wake(target)
+        if self.server.state is State.OUT:
+            async with self._replacing:  # a load of older weights ends before they are removed
+                return None
+        refusal: EngineError | None = None
+        for attempt in range(NUM_LOADS):
+            if attempt:
+                await asyncio.sleep(self._config.backoff_s(attempt, self.server.name))
+            try:
+                await self._load(lambda: target)
+                return None
+            except ServerLostError:
+                return None
+            except EngineError as refused:
+                refusal = refused
+        return refusal
+
+    async def _load(self, wanted: Callable[[], Target]) -> None:
+        """Load the weights that are wanted when the load begins from a directory, and probe them.
+        An update that begins meanwhile waits for its end before the weights of before may be
+        removed.
+
+        ServerLostError: the weights of the server are unknown now, and it is out. EngineError: it
+        refused, and has what it had.
+        """
+        target = wanted()
+        source = await target.directory()
+
+        async def load() -> None:
+            nonlocal target, source
+            if (now := wanted()) is not target:  # an update has begun meanwhile
+                target, source = now, await now.directory()
+            await self.client.load_weights(source, target.policy_version)
+
+        await self._replace(load, target.policy_version)
+
+    async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
+        """Take weights that are broadcast meanwhile, and probe them; errors as of `_load`."""
+        await self._replace(
+            lambda: self.client.receive(group, manifest, policy_version), policy_version
+        )
+
+    async def _replace(self, load: Callable[[], Awaitable[None]], policy_version: int) -> None:
+        """Load these weights and serve them. Raises ServerLostError where that fails."""
+        server = self.server
+        async with self._replacing:
+            loop = asyncio.get_running_loop()
+            began_s = loop.time()
+            if server.serving:
+                server.state = State.LOADING
+            server.pause()
+            try:
+                async with asyncio.timeout(self._config.load_timeout_s):
+                    await load()
+                    await self._probe.check(self.client, self._config.first_token_s)
+            except TimeoutError as error:
+                lost = ServerLostError(
+                    f"{server.name} did not load policy version {policy_version} within "
+                    f"{self._config.load_timeout_s:g} s"
+                )
+                server.drop(f"its weights are in doubt: {lost}")
+                raise lost from error
+            except (ServerLostError, asyncio.CancelledError) as error:
+                text = str(error) or "their load was broken off"
+                server.drop(f"its weights are in doubt: {text}")
+                raise
+            finally:
+                if server.state is State.LOADING:
+                    server.state = State.SERVING
+                server.longest_update_s = max(server.longest_update_s, loop.time() - began_s)
+                server.resume()
+            server.limit.restart()  # an engine may preempt what runs to change its weights
+
+    # sleep
+
+    async def sleep(self) -> None:
+        """Abort what runs and let the server sleep, also while it is being brought back. A
+        server that is gone holds no memory.
+
+        Raises EngineError for a server that is there and does not sleep.
+        """
+        server = self.server
+        if self._return is not None:
+            self._return.reschedule(asyncio.get_running_loop().time())
+        async with self._returning:
+            server.leave("it sleeps")
+            server.state = State.ASLEEP
+            requests = list(server.running)
+            server.abort_all()
+            if requests:
+                await asyncio.wait(requests)
+            try:
+                await self.client.sleep()
+            except EngineError as error:
+                if await self.client.healthy():
+                    raise EngineError(f"{server.name} does not sleep: {error}") from error
+                server.suspend(str(error))
+
+    async def _wake(self, target: Target) -> EngineError | None:
+        """Wake the server up and load the target's weights, in any case: another process may have
+        taken the place of the one that fell asleep."""
+        self.server.leave("it wakes up")
+        try:
+            await self.client.wake()
+            await self._load(lambda: target)
+        except ServerLostError as lost:
+            self.server.drop(f"it did not wake up: {lost}")
+        except EngineError as refused:
+            return refused
+        else:
+            self.server.serve()
+        return None

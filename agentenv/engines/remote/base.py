@@ -1,0 +1,477 @@
+"""What the clients of vLLM and SGLang share: the connection to a server, requests and answers.
+
+RemoteServer   connect, stream the answer to a request, labels of weights (changes of the weights
+               themselves: weight_sync.py)
+Answer         what a server streams for one request, read into chunks and their end
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import suppress
+from math import inf, isfinite, nan
+from typing import Any, ClassVar, Generic, Literal, TypeVar, cast
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from agentenv.engines.remote.client import HttpClient, Ranks, RefusedError, all_of, routing
+from agentenv.engines.remote.server import (
+    ForeignWeightsError,
+    NoDescriptorError,
+    PartEnd,
+    ServerInfo,
+    ServerLostError,
+)
+from agentenv.engines.remote.weights import Layout
+from agentenv.errors import ConfigError, EngineError
+from agentenv.types import Chunk, VersionSpan
+
+logger = logging.getLogger(__name__)
+
+HEALTH_S = 5.0
+NUM_LOOKS = 4  # questions by which several servers behind one URL show
+LAST_S = 5.0  # for background calls when the client is closed
+UpdateKV = Literal["recompute", "keep"]
+
+# Answers.
+
+
+def top_k_entropies(positions: Sequence[Sequence[float]]) -> list[float]:
+    """-sum p ln p - r ln r in nats of each position, from its largest log-probs; r = 1 - sum p, all
+    that is left, is taken as one token.
+
+    A lower bound of the entropy: splitting the remainder can only add to it. Exact if a position
+    has the log-probs of the whole vocabulary. Tokens that cannot be sampled may be listed with
+    -inf, or with a very low number in its place.
+    """
+    if not positions:
+        return []
+    width = max(map(len, positions))
+    logprobs = np.array([[*one, *(-inf,) * (width - len(one))] for one in positions])
+    p = np.exp(logprobs)
+    parts = np.where(p > 0.0, logprobs, 0.0)
+    rest = np.maximum(1.0 - p.sum(1), 0.0)
+    entropies = -(p * parts).sum(1) - rest * np.log(np.where(rest > 0.0, rest, 1.0))
+    found: list[float] = np.maximum(entropies, 0.0).tolist()
+    return found
+
+
+class LabelledSpan(Struct, frozen=True):
+    """Tokens from `start` to `end` were sampled by the weights of a label."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Answer(ABC):
+    """What a server streams for one request, event by event. `name_span` turns the label of weights
+    into their version; see RemoteServer."""
+
+    def __init__(
+        self,
+        server: str,
+        entropy_kind: Literal["exact", "top_k"],
+        name_span: Callable[[str, int, int], VersionSpan],
+        vocab_size: int,
+        *,
+        with_entropies: bool = True,
+    ) -> None:
+        self._with_entropies = with_entropies
+        self._server, self._name_span, self._vocab_size = server, name_span, vocab_size
+        self._reason: str | None = None  # why the turn ended
+        self._spans: list[LabelledSpan] = []
+        self._entropy_kind: Literal["exact", "top_k"] = entropy_kind
+        self._stop: str | None = None
+        self._num_cached_tokens = 0
+        self._num_tokens = 0  # so far
+
+    @abstractmethod
+    def add(self, event: bytes) -> Chunk | None:
+        """The new tokens of an event, if it has any. Raises ServerLostError for an error of the
+        engine, EngineError for a refusal or for tokens without a log-prob."""
+
+    def finish(self) -> PartEnd:
+        """The end. ServerLostError if the stream ended without a finish reason."""
+        if self._reason not in ("stop", "length", "abort"):
+            raise ServerLostError(f"{self._server} ended the stream with {self._reason!r}")
+        spans = [self._name_span(span.version, span.start, span.end) for span in self._spans]
+        if [0, *(s.end for s in spans)] != [*(s.start for s in spans), self._num_tokens]:
+            raise EngineError(
+                f"{self._server} gave version spans {spans} for {self._num_tokens} tokens"
+            )
+        reason = cast(Literal["stop", "length", "abort"], self._reason)
+        kind, num_cached = self._entropy_kind, self._num_cached_tokens
+        return PartEnd(reason, spans, self._num_tokens, self._stop, kind, num_cached)
+
+    def _chunk(
+        self, token_ids: list[int], logprobs: list[float], rivals: Sequence[Sequence[float]]
+    ) -> Chunk:
+        """The turn goes on by these tokens; `rivals` are the largest log-probs of each position."""
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            raise EngineError(
+                f"{self._server} sampled the token {max(token_ids)}, the vocabulary has "
+                f"{self._vocab_size}"
+            )
+        self._num_tokens += len(token_ids)
+        if not self._with_entropies:
+            return Chunk(token_ids, logprobs, [nan] * len(token_ids))
+        return Chunk(token_ids, logprobs, top_k_entropies(rivals))
+
+
+# The connection.
+
+
+class Facts(Struct, frozen=True):
+    """What a probe found out. `layout` is of the directory that the server was started from, None
+    if that cannot be read from here; `num_ranks` are data-parallel."""
+
+    info: ServerInfo
+    vocab_size: int
+    layout: Layout | None
+    num_ranks: int
+
+
+F = TypeVar("F", bound=Facts)
+
+
+class Handed(Struct, Generic[F], array_like=True, frozen=True):
+    """See Server.handed; `nonce` is that with which all labels of the client begin."""
+
+    facts: F
+    salt: str
+    nonce: str
+
+
+async def _no_guests() -> None:
+    """No other process has requests on the server."""
+
+
+class RemoteServer(ABC, Generic[F]):
+    """One engine server; see Server.
+
+    `url` samples; `control_urls` are the API servers or workers behind it, which hold the same
+    weights, if it is a router. Entropies come from the `entropy_top_k` largest log-probs (-1: all).
+    Without `vocab_size` it is read from the directory that the server was started from. `load_s`
+    is the deadline in seconds of a load, and of a request that waits for one. `update_kv`: see
+    weight_sync.py.
+    """
+
+    tried: ClassVar[str]  # what a version begins with that the contract tests ran with
+    facts: ClassVar[type[Facts]]
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        entropy_top_k: int = 20,
+        load_s: float = 600.0,
+        vocab_size: int | None = None,
+        api_key: str = "",
+        control_urls: Sequence[str] = (),
+        update_kv: UpdateKV = "recompute",
+    ) -> None:
+        if entropy_top_k != -1 and entropy_top_k < 1:
+            raise ConfigError(f"entropy_top_k must be -1 (all) or at least 1, not {entropy_top_k}")
+        self.url = url
+        self._http, *controls = (
+            HttpClient(each, api_key=api_key, wait_s=load_s, fresh_posts=True)
+            for each in (url, *control_urls)
+        )
+        self.name = self._http.name
+        self._controls = controls or [self._http]
+        self._load_s = load_s
+        self._top_k, self._given_vocab_size = entropy_top_k, vocab_size
+        self._facts: F | None = None
+        self._layout: Layout | None = None  # of the weights that it takes, if known
+        self.policy_version = 0
+        self._label = ""
+        self._update_kv = update_kv
+        self._run_salt = ""
+        self._nonce = secrets.token_hex(8)  # in all labels of this client
+        self._num_labels = 0
+        self._doubt = "connect was not called"  # why its weights are unknown; empty: known
+        self._half_loaded = False  # since a load that was not completed: not to be sampled from
+        self._changing = asyncio.Lock()  # held while the weights are changed
+        self._open = asyncio.Event()  # cleared while they are being replaced
+        self._open.set()
+        self._ranks = Ranks()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.before_release: Callable[[], Awaitable[None]] = _no_guests
+        self.on_named: Callable[[], None] = lambda: None
+
+    async def connect(self, policy_version: int) -> ServerInfo:
+        """See Server.connect; a server that was left paused goes on. After a load that was not
+        completed it would sample nonsense, or die of a request: it serves nothing before
+        load_weights has succeeded."""
+        async with self._changing:
+            facts = self._facts = await self._probe()
+            self._layout = facts.layout
+            self._ranks.count = facts.num_ranks
+            self._run_salt = secrets.token_hex(8)
+            self._warn_untried(facts.info.version)
+            await self._unpause()
+            await self._name(policy_version)
+            await self._check_alone()
+            if not self._half_loaded:
+                await self._try_out()
+                self._doubt = ""
+            return facts.info
+
+    def handed(self) -> bytes:
+        """See Server.handed. With the cache kept, salts change with each update, which other
+        processes hear of too late: they must not be given such a server."""
+        facts = replace(self._connected(), layout=None)
+        return msgspec.msgpack.encode(Handed(facts, self._run_salt, self._nonce))
+
+    def take_over(self, handed: bytes) -> None:
+        """See Server.take_over."""
+        found = msgspec.msgpack.decode(handed, type=Handed[self.facts])  # type: ignore[name-defined]
+        self._facts, self._run_salt, self._nonce = found.facts, found.salt, found.nonce
+        self._ranks.count, self._doubt = found.facts.num_ranks, ""
+
+    async def healthy(self) -> bool:
+        """See Server.healthy."""
+        try:
+            await self._check_health()
+        except EngineError:
+            return False
+        return True
+
+    async def _check_health(self) -> None:
+        await self._http.call("GET", "/health", timeout_s=HEALTH_S)
+
+    async def keeps_label(self) -> bool:
+        """See Server.keeps_label; all servers behind the URL must give it back."""
+        if self._doubt:
+            return False
+        label = self._label
+        found = await all_of(self._read_label(each) for each in self._controls)
+        return label != self._label or all(each == label for each in found)
+
+    async def close(self) -> None:
+        """Drop the connections, after background calls. Idempotent."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LAST_S)
+        for task in self._tasks:
+            task.cancel()
+        for http in {self._http, *self._controls}:
+            await http.close()
+
+    # requests
+
+    async def _stream(
+        self,
+        path: str,
+        request_id: str,
+        body: dict[str, Any],
+        session: str,
+        answer: Answer,
+        on_chunk: Callable[[Chunk], None],
+    ) -> None:
+        """Read the whole answer to a request. One that is cancelled or fails is aborted at once: a
+        server would notice a lost connection after seconds."""
+        is_over = False
+        try:
+            with self._ranks.take(session) as rank:
+                body |= self._of_rank(rank)
+                async with self._http.stream(path, body, routing(session, rank)) as events:
+                    async for event in events:
+                        if (chunk := answer.add(event)) is not None:
+                            on_chunk(chunk)
+            is_over = True
+        except NoDescriptorError:
+            is_over = True  # nothing was sent
+            raise
+        finally:
+            if not is_over:
+                self._spawn(self._abort([request_id]))
+
+    def _of_rank(self, rank: int | None) -> dict[str, Any]:
+        """Keys of a request that a rank is to take; most servers read the header alone."""
+        return {}
+
+    async def _known(self) -> F:
+        """Wait while weights are being replaced. ServerLostError if they are unknown then."""
+        await self._open.wait()
+        if self._doubt:
+            raise self._lost()
+        return self._connected()
+
+    @property
+    def _salt(self) -> str:
+        """Keeps a request from prefixes of other weights, and of other runs."""
+        return self._label if self._update_kv == "keep" else self._run_salt
+
+    def _connected(self) -> F:
+        if self._facts is None:
+            raise self._lost()
+        return self._facts
+
+    def _lost(self) -> ServerLostError:
+        return ServerLostError(f"{self.name} cannot be used: {self._doubt}")
+
+    def _span(self, label: str, start: int, end: int) -> VersionSpan:
+        """The version that sampled the tokens from `start` to `end`. ForeignWeightsError if this
+        client gave no weights of the server such a label."""
+        version, _, nonce = label.rpartition("-")
+        if not nonce.startswith(self._nonce):
+            raise ForeignWeightsError(
+                f"{self.name} sampled tokens {start} to {end} with weights labelled {label!r}, "
+                "which this run did not load: was it restarted, or does someone else load weights "
+                "into it?"
+            )
+        return VersionSpan(int(version), start, end)
+
+    # labels, and calls to all servers behind the URL
+
+    async def _name(self, policy_version: int) -> None:
+        """Give the weights in place, whatever they are, a label of this version."""
+        self._num_labels += 1
+        label = f"{policy_version}-{self._nonce}{self._num_labels}"
+        await self._write_label(label)
+        self._label, self.policy_version = label, policy_version
+        self.on_named()
+
+    async def _check_alone(self) -> None:
+        """Raises ConfigError if several servers answer behind one URL, of which each update would
+        reach one. Each question has a connection of its own, so that it may go elsewhere."""
+        for server in self._controls:
+            found = [await self._read_label(server, fresh=True) for _ in range(NUM_LOOKS)]
+            if any(label != self._label for label in found):
+                raise ConfigError(
+                    f"{server.name} does not give back the label of its weights. Are several "
+                    "servers behind this URL, or several API servers of one (--api-server-count)? "
+                    "Give each a URL of its own in engine.urls, or name those behind a router in "
+                    "engine.control_urls. Or does another run load weights into it?"
+                )
+
+    def _warn_untried(self, version: str) -> None:
+        """Its routes are there, what they mean may differ."""
+        if not version.startswith(self.tried):
+            logger.warning(
+                "%s runs version %s, which was not tried (%s was, see docs/engines.md); watch "
+                "parity/logprob_gap_max",
+                self.name,
+                version,
+                self.tried.rstrip("."),
+            )
+
+    async def _post(
+        self, path: str, body: Any = None, timeout_s: float | None = None, **params: str
+    ) -> None:
+        """To all API servers at once, until each has answered. RefusedError if all refused, else
+        any failure is a ServerLostError: they may differ now."""
+        calls = (post(each, path, body, timeout_s, **params) for each in self._controls)
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        for error in errors:
+            if not isinstance(error, RefusedError):
+                raise error
+        if errors and len(errors) < len(outcomes):
+            raise ServerLostError(f"not all servers did it: {errors[0]}") from errors[0]
+        if errors:
+            raise errors[0]
+
+    async def _abort(self, request_ids: Sequence[str]) -> None:
+        """Errors do not matter: the request is gone with its server, or it has just ended."""
+        for path, body in self._abort_calls(request_ids):
+            with suppress(EngineError):
+                await self._post(path, body)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Work that no caller waits for: a cancelled caller must end at once."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # what differs
+
+    @abstractmethod
+    async def _probe(self) -> F:
+        """Ask what the server is and can do. Raises ConfigError for what a run cannot do
+        without."""
+
+    @abstractmethod
+    async def _unpause(self) -> None:
+        """Resume a server that an earlier run left paused."""
+
+    @abstractmethod
+    async def _try_out(self) -> None:
+        """Sample, since a probe does not show all. Raises ConfigError as `_probe`."""
+
+    @abstractmethod
+    def _abort_calls(self, request_ids: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Paths and bodies that abort these requests."""
+
+    @abstractmethod
+    async def _write_label(self, label: str) -> None:
+        """Tokens from now on are labelled so."""
+
+    @abstractmethod
+    async def _read_label(self, server: HttpClient, *, fresh: bool = False) -> str:
+        """The label of the weights on one server; `fresh`: asked on a connection of its own."""
+
+
+async def post(
+    server: HttpClient, path: str, body: Any = None, timeout_s: float | None = None, **params: str
+) -> None:
+    """To one server; RefusedError also for an answer with success: false."""
+    answer = await server.call_json("POST", path, body, params=params, timeout_s=timeout_s)
+    if isinstance(answer, dict) and answer.get("success") is False:
+        raise RefusedError(f"{server.name}{path} failed: {answer}", 200, str(answer))
+
+
+# Checks of probes.
+
+
+def check_settings(name: str, *, speculative: Any, flag: str, quantization: str | None) -> None:
+    """Raises ConfigError for what changes the samples of a server."""
+    if speculative:
+        raise ConfigError(
+            f"{name} decodes speculatively, several tokens a step; its stop strings and log-probs "
+            "were not verified then: start it without "
+            f"{flag}"
+        )
+    if quantization:
+        raise ConfigError(
+            f"{name} runs quantized weights ({quantization}), which the learner's do not fit, and "
+            "whose log-probs differ from its own: start it without, or only ask it, with "
+            'engine.name = "openai"'
+        )
+
+
+def vocabulary(name: str, given: int | None, layout: Layout | None, model: str) -> int:
+    """Size of the served vocabulary. Raises ConfigError if it is unknown."""
+    size = given or (layout.vocab_size if layout is not None else None)
+    if size is None:
+        raise ConfigError(
+            f"{name} serves {model!r}, whose config.json cannot be read from here: give the size "
+            "of its vocabulary (vocab_size)"
+        )
+    return size
+
+
+def read_metrics(body: bytes, names: Mapping[str, object]) -> dict[str, list[float]]:
+    """Values of Prometheus text by name; a line is NAME{LABELS} VALUE. Raises EngineError for a
+    value that is no finite number."""
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for line in body.decode(errors="replace").splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in found:
+            try:
+                value = float(line.rpartition(" ")[2])
+            except ValueError:
+                value = nan
+            if not isfinite(value):
+                raise EngineError(f"the metrics of a server hold no number: {line[:200]!r}")
+            found[name].append(value)
+    return found

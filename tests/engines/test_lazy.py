@@ -1,0 +1,31 @@
+"""An engine loads the files of no other engine, and HTTP only where its servers are behind it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HTTP = ("aiohttp", "agentenv.engines.remote.client")
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("agentenv.engine", (*HTTP, "agentenv.engines")),
+        ("agentenv.server_config", (*HTTP, "agentenv.engines")),
+        ("agentenv.engines.scripted", (*HTTP, "agentenv.engines.pool")),
+        pytest.param("agentenv.engines.embedded.engine", HTTP, marks=pytest.mark.slow),
+        ("agentenv.engines.pool.engine", ("agentenv.engines.vllm", "agentenv.engines.sglang")),
+        ("agentenv.engines.vllm", ("vllm", "agentenv.engines.sglang")),
+        ("agentenv.engines.sglang", ("sglang", "agentenv.engines.vllm")),
+        ("agentenv.pipelines.serving.server_commands", ("agentenv.engines.sglang",)),
+    ],
+)
+def test_an_engine_loads_no_file_of_another(module: str, absent: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print([name for name in {absent} if name in sys.modules])"
+    run = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=100
+    )
+    assert run.stdout.strip() == "[]"
