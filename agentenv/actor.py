@@ -59,7 +59,6 @@ from agentenv.plan import RolloutPlan
 from agentenv.renderer import Renderer
 from agentenv.tree import Node, Prefix, TrajectoryTree, packed_ids
 from agentenv.types import (
-    TIMES,
     Chunk,
     Completion,
     Info,
@@ -75,7 +74,7 @@ logger = logging.getLogger(__name__)
 FIRST_RETRY_S, MAX_RETRY_S = 0.5, 20.0  # before a turn or a step is taken again
 
 TURN, STEP = "a turn of the engine", "the environment's step"
-HELD = "the run, which is paused, to go on"
+PAUSED = "the run, which is paused, to go on"
 
 T = TypeVar("T")
 Opening = Callable[[], Awaitable[None]]  # gives a branch its env and its tokens
@@ -222,7 +221,7 @@ class _OutOfTimeError(Exception):
     """A branch has reached its limit of seconds."""
 
 
-class _GivenUpError(Exception):
+class _ClosedError(Exception):
     """Nothing can be started any more in the task group of a tree."""
 
 
@@ -260,8 +259,7 @@ class Rollout:
         self.clock = WorkClock()  # runs while that of any branch does
         self.branches: set[Branch] = set()  # that are not over
         self._is_over = False  # the tree has no time left: nothing begins any more
-        self._given_up = ""  # why a person did; empty: nobody has
-        self._alarm: Alarm | None = None  # of the time of the tree, while it grows
+        self._cancelled = ""  # why; empty: it is not
         self._growing: dict[Deadline, None] = {}  # of branches that are not at their end, in order
         self._guide = actor.make_guide(self)
         self._group = asyncio.TaskGroup()
@@ -272,14 +270,13 @@ class Rollout:
         self._env_seed = Random(f"{actor.seed}/{tree.task.id}").getrandbits(31)
 
     async def run(
-        self, first_root: int, recorded: Recorded | None = None, given_up: str = ""
+        self, first_root: int, recorded: Recorded | None = None, cancelled: str = ""
     ) -> None:
         """Grow the tree to its last leaf, from its start or from where it was recorded, and until
-        that is written. The next root is named `first_root`. `given_up`: see `Actor.rollout`."""
+        that is written. The next root is named `first_root`. `cancelled`: see `Actor.rollout`."""
         self._next_root = first_root
         alarm = Alarm(self.limits.seconds_of_tree, self.clock, self._run_out)
         alarm.set()
-        self._alarm = alarm
         self.actor.rollouts.add(self)
         try:
             async with self._group:
@@ -290,17 +287,15 @@ class Rollout:
                     self._start_roots(number)
                 else:
                     self._go_on(recorded)
-                if given_up:  # no branch has run yet
-                    self.give_up(given_up)
+                if cancelled:  # no branch has run yet
+                    self.cancel(cancelled)
             if self._record is not None:
                 self.clock.now("the journal")
                 await self._record.finished()
         finally:
             alarm.cancel()
             self.actor.rollouts.discard(self)
-            # Both hold the rollout, so that its tree would be there until the collector looks.
-            self._alarm = None
-            del self._guide
+            del self._guide  # which holds the rollout: its tree would stay until a collection
 
     def clocks(self) -> list[WorkClock]:
         """Of the live branches; of the tree when all have ended."""
@@ -328,22 +323,14 @@ class Rollout:
             found = [BranchNow("", self.clock.doing, now - self.clock.since, worked_s=worked_s)]
         return found
 
-    def give_up(self, reason: str) -> int:
-        """A person wants no more of the tree: its live branches fail, as cancelled, and none is
-        replaced. Returns how many; one that is ending already does so as it would have."""
-        self._given_up = reason
+    def cancel(self, reason: str) -> int:
+        """Cancel the tree on a person's request: its live branches fail, with the kind `cancelled`,
+        and none is replaced. Returns their number; a branch that is ending already ends as it would
+        have."""
+        self._cancelled = reason
         number = len(self._growing)
         self._run_out()
         return number
-
-    def set_times(self, limits: Limits) -> None:
-        """Live branches and those to come have these limits of time."""
-        own = self.limits
-        self.limits = replace(own, **{name: getattr(limits, name) for name in TIMES})
-        for deadline in self._growing:
-            deadline.move(limits.max_seconds)
-        if self._alarm is not None:
-            self._alarm.move(limits.seconds_of_tree)
 
     def _run_out(self) -> None:
         """The time of the tree is over: its live branches end by their limit of seconds."""
@@ -366,7 +353,7 @@ class Rollout:
         for _ in range(0 if self._is_over else number):
             branch = Branch(str(self._next_root), self.tree.root, WorkClock(outer=self.clock))
             self._next_root += 1
-            with suppress(_GivenUpError):
+            with suppress(_ClosedError):
                 self._start(branch, partial(self._open_root, branch))
                 self.tree.num_roots += 1
 
@@ -377,7 +364,7 @@ class Rollout:
             task = self._group.create_task(growing, context=context)
         except RuntimeError as error:
             growing.close()
-            raise _GivenUpError from error
+            raise _ClosedError from error
         self.tree.num_started += 1
         self.tree.num_live += 1
         if self._record is not None:
@@ -490,7 +477,7 @@ class Rollout:
                 task = self._start(sibling, partial(self._open_fork, sibling, branch, held))
                 task.add_done_callback(partial(_set, held))  # and when it never began
                 branch.holding.append(held)
-        except _GivenUpError:  # a last chunk, while the tree is being given up
+        except _ClosedError:  # a last chunk, while the tree is being given up
             pass
         except Exception as error:  # whoever streams is not to blame: the rollout raises it
             self._group.create_task(_raise(error))
@@ -555,8 +542,8 @@ class Rollout:
                 branch.is_open = True
                 return await self._turns(branch)
         except _OutOfTimeError:
-            if self._given_up:
-                raise GivenUpError(self._given_up) from None
+            if self._cancelled:
+                raise GivenUpError(self._cancelled) from None
             return Limit.SECONDS, None
         finally:
             self._growing.pop(deadline, None)
@@ -602,8 +589,8 @@ class Rollout:
         """Sample the next turn, once more with the same seed where the engine failed."""
         branch.was_asked, branch.holding, attempt = False, [], 0
         while True:
-            if self.actor.held is not None:
-                await self.actor.until_let_go()
+            if self.actor.is_paused:
+                await self.actor.until_resumed()
             branch.clock.now(TURN)
             marks = branch.clock.marks(branch.clock.since)
             try:
@@ -812,7 +799,8 @@ class Actor:
         self.prefixes = PrefixHits()
         self.probes = ProbeWaits()
         self.rollouts: set[Rollout] = set()  # that go on
-        self.held: asyncio.Event | None = None  # set, when turns that are held back go on
+        self._goes_on = asyncio.Event()  # unless turns are paused
+        self._goes_on.set()
         self.failures = Failures(limits.max_failed_share, strict=limits.strict)
         self._draws = Random()  # one for all turns, since making it costs as much as its draw
 
@@ -827,14 +815,14 @@ class Actor:
         max_failures: int | None = None,
         record: TreeRecord | None = None,
         recorded: Recorded | None = None,
-        given_up: str = "",
+        cancelled: str = "",
     ) -> TrajectoryTree:
         """Grow one tree. `index` is its place in start order.
 
         What happens to it is written to `record`, and the tree is returned once that is on the
         disk. `recorded` is the tree as an earlier process left it, which goes on from there; it
         begins again if its task has another prompt by now, or if a guide took part in it. With a
-        reason in `given_up` the tree ends at once: its live branches fail as cancelled, and no
+        reason in `cancelled` the tree ends at once: its live branches fail as cancelled, and no
         environment is made and no turn is sampled.
 
         For trees that hold parts of one group: `session` names those whose prompts are alike (by
@@ -853,14 +841,14 @@ class Actor:
         )
         if recorded is not None and self.make_guide is Guide:
             try:
-                return await self._go_on(make, recorded, record, given_up)
+                return await self._go_on(make, recorded, record, cancelled)
             except* _OtherPromptError:
                 logger.warning("task %s has another prompt than its tree: it begins again", task.id)
         tree = TrajectoryTree(task, index=index, policy_version=self.engine.policy_version)
         tree.add(None)
         if record is not None:
             record.began(tree)
-        await make(tree).run(first_root, given_up=given_up)
+        await make(tree).run(first_root, cancelled=cancelled)
         return tree
 
     def seed_of(self, key: str) -> int:
@@ -885,40 +873,35 @@ class Actor:
         """The rollout of the tree with this index, while it goes on."""
         return next((one for one in self.rollouts if one.tree.index == index), None)
 
-    def hold(self) -> None:
-        """No turn begins from now on; what is under way comes to its end."""
-        self.held = self.held or asyncio.Event()
+    @property
+    def is_paused(self) -> bool:
+        return not self._goes_on.is_set()
 
-    def let_go(self) -> None:
-        """Turns begin again."""
-        held, self.held = self.held, None
-        if held is not None:
-            held.set()
+    def pause(self) -> None:
+        """Begin no turn until `resume`; those under way end."""
+        self._goes_on.clear()
 
-    async def until_let_go(self) -> None:
-        """Wait while turns are held back; nobody works for the rollout meanwhile."""
-        with waiting(HELD):
-            while self.held is not None:
-                await self.held.wait()
+    def resume(self) -> None:
+        """End a pause."""
+        self._goes_on.set()
 
-    def set_times(self, limits: Limits) -> None:
-        """These limits of time hold from now on, also for rollouts that go on."""
-        self.limits = replace(self.limits, **{name: getattr(limits, name) for name in TIMES})
-        self.envs.timeout_s = limits.env_timeout_s
-        for rollout in self.rollouts:
-            rollout.set_times(limits)
+    async def until_resumed(self) -> None:
+        """Wait while turns are paused; the clock of the rollout stands meanwhile."""
+        with waiting(PAUSED):
+            while self.is_paused:
+                await self._goes_on.wait()
 
     async def _go_on(
         self,
         make: Callable[[TrajectoryTree], Rollout],
         recorded: Recorded,
         record: TreeRecord | None,
-        given_up: str,
+        cancelled: str,
     ) -> TrajectoryTree:
         tree = recorded.tree
         if record is not None:
             record.goes_on(recorded)
         names = [node.branch for node in tree.nodes] + [one.name for one in recorded.branches]
         roots = [int(name) for name in names if name.isdecimal()]
-        await make(tree).run(max(roots, default=-1) + 1, recorded, given_up)
+        await make(tree).run(max(roots, default=-1) + 1, recorded, cancelled)
         return tree

@@ -2,7 +2,7 @@
 
 rollout_metrics    lengths, rewards, failures and staleness of the trees of a step
 trained_metrics    what of them was trained, beside what was offered
-Ledger             the conservation law: where every offered tree went
+TreeCounters       the conservation law: where every offered tree went
 entropy_profile    does uncertainty rise after tool results, the premise of ARPO and AEPO?
 LoopLag            how late the event loop wakes a sleeper
 """
@@ -209,8 +209,8 @@ def _tool_metrics(calls: dict[str, list[Info]]) -> Metrics:
     return metrics
 
 
-class Ledger(Struct):
-    """Where every offered tree went. `check` is the conservation law, asserted at each step:
+class TreeCounters(Struct):
+    """The fates of all offered trees. `check` is the conservation law, asserted at each step:
 
     offered = trained + filtered + failed + in flight
     """

@@ -53,7 +53,6 @@ ALLOWED = {
     "pipelines/evaluation/scores.py score: benchmark_of": "the tables of benchmarks, read once",
     "pipelines/evaluation/subject.py contexts: self.config.engine.max_context": BEFORE,
     "pipelines/rl/ray_resources.py open_ray: found.open": NO_DISK,
-    "pipelines/rl/control.py run_steered: last_values": BEFORE,
     "pipelines/rl/training.py _announce: self.recorder.archive.forget_after": BEFORE,
     "pipelines/rl/training.py _announce: self.run.forget_metrics_after": BEFORE,
     "pipelines/rl/training.py run_rounds: self.run.forget_metrics_after": BEFORE,

@@ -224,7 +224,7 @@ class RolloutWorkers:
             session=growing.session,
             record=record,
             recorded=growing.recorded,
-            given_up=growing.given_up,
+            cancelled=growing.given_up,
         )
         self._remember(growing.index, num_lost)  # also if it is wanted again, of other weights
         return tree
@@ -491,7 +491,7 @@ class RolloutWorkers:
 
     def _tell_steered(self, worker: _Worker) -> None:
         actor = self._actor
-        worker.link.send(pack(Steer(actor.held is not None, actor.limits)))
+        worker.link.send(pack(Steer(actor.is_paused, actor.limits)))
 
     def give_up(self, index: int, reason: str) -> bool:
         """Cancel a tree on a person's request, wherever it grows: its worker receives the order;

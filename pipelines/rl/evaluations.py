@@ -30,7 +30,7 @@ from agentenv.evaluate import Answer
 from agentenv.failures import NUM_NAMED
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
-from agentenv.pipelines.config.rl import EvalConfig, TrainConfig
+from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.evaluation.run import Progress, ask_into, broken, row_of
 from agentenv.pipelines.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from agentenv.pipelines.evaluation.subject import evaluation_of
@@ -78,11 +78,11 @@ class Evaluator:
         self._folder = run.path / EVALUATIONS
         self._weights = run.path / "evaluating"
         self._evaluations = Evaluations(config, run.path, parts.eval_tasks, recorder.view)
-        self.timeout_s = config.eval.timeout_s
 
-    def set(self, config: EvalConfig) -> None:
-        """What holds for evaluations that begin from now on."""
-        self.timeout_s, self._evaluations.concurrency = config.timeout_s, config.concurrency
+    def due(self, step: int) -> list[str]:
+        """The sets that are evaluated after this step."""
+        sets = self.config.eval.sets
+        return [name for name, one in sets.items() if one.every and step % one.every == 0]
 
     async def around(self, phase: str) -> None:
         """Evaluate the sets that are reported before and after the phase, and keep their reports
@@ -236,7 +236,7 @@ class Evaluator:
         self, evaluation: Coroutine[Any, Any, dict[str, BriefReport]], what: Evaluating
     ) -> dict[str, BriefReport]:
         """What it finds, or nothing where it takes longer than `eval.timeout_s`."""
-        limit_s = self.timeout_s
+        limit_s = self.config.eval.timeout_s
         deadline = asyncio.timeout(limit_s)
         try:
             async with deadline:
@@ -297,7 +297,6 @@ class Evaluations:
     ) -> None:
         self._view = view
         self._config, self._run, self._tasks = config, run, tasks
-        self.concurrency = config.eval.concurrency  # of those that begin from now on
 
     @asynccontextmanager
     async def begin(self, what: Evaluating, when: str) -> AsyncIterator[Ask]:
@@ -354,7 +353,7 @@ class Evaluations:
 
         samples = range(own.num_samples)
         wanted = [Wanted(name, task, sample) for task in self._tasks[name] for sample in samples]
-        missing, many = store.missing(wanted), self.concurrency
+        missing, many = store.missing(wanted), self._config.eval.concurrency
         pulse = Pulse(self._view, f"evaluation of {name}", len(missing))
         progress = Progress(pulse.look, actor.engine)
         try:

@@ -5,6 +5,7 @@ the GPUs meanwhile.
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -16,12 +17,16 @@ from msgspec import Struct
 from agentenv.deadline import uncancelled
 from agentenv.engine import Engine, SleepingEngine
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.errors import ConfigError, EngineDeadError, LearnerError
+from agentenv.errors import SHOWN, ConfigError, EngineDeadError, LearnerError
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
-from agentenv.learners.learner import Learner
+from agentenv.learners.learner import Agreement, Learner, Metrics
 from agentenv.offload import in_thread
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.serving.gpus import trains_on_gpu
 from agentenv.types import Completion, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 PROBE_S = 120.0  # in which a server answers a prompt of a probe; else it is left out
 
@@ -34,6 +39,23 @@ class Gap(Struct, frozen=True):
     mean: float
     max: float
     worst: str = ""
+
+
+class ParityGap(Struct):
+    """|engine log-prob - learner log-prob| on the probe batch, nats, over all publishes."""
+
+    num_tokens: int = 0
+    sum: float = 0.0
+    max: float = 0.0
+
+    def add(self, gap: Gap) -> None:
+        self.num_tokens += gap.num_tokens
+        self.sum += gap.mean * gap.num_tokens
+        self.max = max(self.max, gap.max)
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.num_tokens if self.num_tokens else 0.0
 
 
 class ParityProbe:
@@ -104,6 +126,60 @@ class ParityProbe:
         if self._sampling is not None:
             self._sampling.cancel()
             await asyncio.gather(self._sampling, return_exceptions=True)
+
+
+class ParityCheck:
+    """Judges the gaps that the probe of one run finds. `total` sums them up."""
+
+    def __init__(
+        self, config: TrainConfig, probe: ParityProbe, learner: Learner, total: ParityGap
+    ) -> None:
+        self.limits = config.train
+        self.probe = probe
+        self.learner = learner
+        self.total = total
+        self.is_exact = is_exact(config)
+        self.agreement: Agreement = "exact" if self.is_exact else "unknown"
+
+    async def check(self) -> Metrics:
+        """The gap that the probe found since the last call, as metrics. Warns if it is wider than
+        `train.max_logprob_gap`; raises LearnerError if engine and learner compute two models."""
+        gap = await self.probe.finish()
+        if gap is None:
+            return {}
+        self.total.add(gap)
+        allowed = self.limits.max_logprob_gap
+        if not self.is_exact:
+            self.agreement = "close" if gap.max <= allowed else "unknown"
+        stop, version = max(self.limits.stop_logprob_gap, allowed), self.learner.policy_version
+        if gap.mean > stop:
+            raise LearnerError(
+                f"{gap.worst or 'the engine'} and the learner disagree by {gap.mean:.2g} nats a "
+                f"token at policy version {version}, more than train.stop_logprob_gap = {stop:g}: "
+                "they do not compute the same model; look for another dtype, quantization or model "
+                "path"
+            )
+        if gap.max > allowed:
+            logger.warning(
+                "%s and learner disagree by up to %.4f nats at policy version %d "
+                "(train.max_logprob_gap = %g)",
+                gap.worst or "engine",
+                gap.max,
+                version,
+                allowed,
+                extra=SHOWN,
+            )
+        return {"parity/logprob_gap_mean": gap.mean, "parity/logprob_gap_max": gap.max}
+
+
+def is_exact(config: TrainConfig) -> bool:
+    """Whether the engine's figures are the learner's up to rounding in float32: both round to
+    bfloat16 in places of their own."""
+    local = config.engine.local_model
+    if local is None or not config.engine.is_exact:
+        return config.engine.is_exact
+    learner = config.learner.resolved(on_gpu=trains_on_gpu(config))
+    return learner.dtype == local.dtype == "float32"
 
 
 class Colocation:

@@ -10,43 +10,32 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import psutil
 
-from agentenv.archive import ARCHIVE, Archive, Credit, Fate, KeptTree, StepHeader
+from agentenv.archive import ARCHIVE, Archive, Credit, KeptTree, StepHeader
 from agentenv.data_files import Row
 from agentenv.deadline import uncancelled
 from agentenv.encoder import decoder
 from agentenv.envs.common.workers import JobError, WorkerPool
 from agentenv.errors import ConfigError, InfraError
-from agentenv.learners.credit import TreeCredit
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.records.row import EvalRow
 from agentenv.pipelines.records.trajectories import write_rows
 from agentenv.pipelines.rl import report
+from agentenv.pipelines.rl.batching import Batch, FirstEntropies, Settled
 from agentenv.pipelines.rl.report import entropy_line, write_entropy, write_plots
 from agentenv.pipelines.rl.state import BriefReport, RunState
 from agentenv.pipelines.run.rundir import LOG_FILE, RunDirectory
 from agentenv.pipelines.run.terminal import View
 from agentenv.tree import TrajectoryTree, to_frame
 
-Told = dict[int, list[list[float]]]  # of trees by their index: first entropies of each node
 
-
-class Settled(NamedTuple):
-    """What became of a tree that a step took, and why, where it was not trained."""
-
-    tree: TrajectoryTree
-    credit: TreeCredit | None
-    fate: Fate
-    why: str = ""
-
-
-def first_entropies(trees: Sequence[TrajectoryTree], num_tokens: int) -> Told:
-    """What plans saw of the engine's entropies."""
+def first_entropies(trees: Sequence[TrajectoryTree], num_tokens: int) -> FirstEntropies:
+    """The engine's entropies, as far as plans saw them."""
     if not num_tokens:
         return {}
     return {
@@ -54,13 +43,13 @@ def first_entropies(trees: Sequence[TrajectoryTree], num_tokens: int) -> Told:
     }
 
 
-def kept_tree(settled: Settled, told: Told) -> KeptTree:
+def kept_tree(settled: Settled, entropies: FirstEntropies) -> KeptTree:
     """A tree for the archive."""
     tree, credit, fate, why = settled
     figures = None
     if credit is not None:
         figures = Credit(*(getattr(credit, name).tolist() for name in Credit.__struct_fields__))
-    return KeptTree(tree, fate, why, figures, told.get(tree.index, []))
+    return KeptTree(tree, fate, why, figures, entropies.get(tree.index, []))
 
 
 def cpu_seconds() -> float:
@@ -269,9 +258,10 @@ class Recorder:
         await self.written()
         self._writing = asyncio.create_task(self.write_trajectories(name, trees))
 
-    async def keep_trees(self, header: StepHeader, settled: Sequence[Settled], told: Told) -> None:
+    async def keep_trees(self, header: StepHeader, batch: Batch) -> None:
         """The trees of a step, for the archive, while other work goes on."""
-        await self.archive.write_behind(header, (kept_tree(one, told) for one in settled))
+        trees = (kept_tree(one, batch.first_entropies) for one in batch.settled)
+        await self.archive.write_behind(header, trees)
 
     async def close(self) -> None:
         """Wait for what is being written, whatever becomes of it."""

@@ -108,7 +108,7 @@ class LiveFigures:
 
     def lines(self) -> Lines:
         """A title and figures a line."""
-        row, stats, ledger = self.row, self.engine.stats(), self.state.ledger
+        row, stats, counters = self.row, self.engine.stats(), self.state.counters
         rate = self._throughput.rate(stats)
         lines = [
             (
@@ -119,9 +119,9 @@ class LiveFigures:
             ),
             (
                 "trees",
-                f"{ledger.trained} trained, {ledger.equal} of them with equal returns, "
-                f"{ledger.filtered} filtered, {ledger.num_failed} failed"
-                + "".join(f", {count} {kind}" for kind, count in ledger.failed.items()),
+                f"{counters.trained} trained, {counters.equal} of them with equal returns, "
+                f"{counters.filtered} filtered, {counters.num_failed} failed"
+                + "".join(f", {count} {kind}" for kind, count in counters.failed.items()),
             ),
         ]
         return lines + (step_lines(row) if row else [])
@@ -451,7 +451,7 @@ def summarize(
             for phase, report in reports.items()
         }
 
-    totals, ledger = state.totals, state.ledger
+    totals, counters = state.totals, state.counters
     trees = max(1, totals.num_trees)
     return {
         "seed": seed,
@@ -476,7 +476,7 @@ def summarize(
         },
         "tool_calls_total": totals.tool_calls,
         "forks_total": totals.forks,
-        "trees": {**ledger.counts(in_flight), "failed_by_kind": ledger.failed},
+        "trees": {**counters.counts(in_flight), "failed_by_kind": counters.failed},
         "staleness": {"max": totals.staleness_max, "mean": totals.staleness_sum / trees},
         "tokens": {
             "sampled": totals.sampled_tokens,

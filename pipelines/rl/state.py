@@ -17,12 +17,12 @@ from agentenv.deadline import uncancelled, within
 from agentenv.errors import AgentEnvError
 from agentenv.journal import Journal
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
-from agentenv.metrics import EntropyProfile, Ledger, Metrics
+from agentenv.metrics import EntropyProfile, Metrics, TreeCounters
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import CheckpointConfig
 from agentenv.pipelines.evaluation import intervals
 from agentenv.pipelines.records.row import EvalRow
-from agentenv.pipelines.rl.publishing import Gap
+from agentenv.pipelines.rl.publishing import ParityGap
 from agentenv.pipelines.run.rundir import Checkpoints, load_state
 from agentenv.pipelines.run.saver import Saver
 from agentenv.pipelines.run.terminal import View
@@ -60,23 +60,6 @@ class Totals(Struct):
     def failed_share(self) -> float:
         """Of all trajectories that ended."""
         return self.num_failed / max(1, self.num_failed + self.num_trajectories)
-
-
-class ParityGap(Struct):
-    """|engine log-prob - learner log-prob| on the probe batch, nats, over all publishes."""
-
-    num_tokens: int = 0
-    sum: float = 0.0
-    max: float = 0.0
-
-    def add(self, gap: Gap) -> None:
-        self.num_tokens += gap.num_tokens
-        self.sum += gap.mean * gap.num_tokens
-        self.max = max(self.max, gap.max)
-
-    @property
-    def mean(self) -> float:
-        return self.sum / self.num_tokens if self.num_tokens else 0.0
 
 
 class Evaluating(Struct, frozen=True):
@@ -188,7 +171,7 @@ class RunState(Struct):
     position: int = 0
     incarnation: int = 0
     line: int = 0
-    ledger: Ledger = field(default_factory=Ledger)
+    counters: TreeCounters = field(default_factory=TreeCounters, name="ledger")
     totals: Totals = field(default_factory=Totals)
     parity: ParityGap = field(default_factory=ParityGap)
     entropy: EntropyProfile = EntropyProfile()
@@ -202,8 +185,8 @@ class RunState(Struct):
     def resumable(self) -> RunState:
         """The state for a checkpoint: trees in flight are not offered yet, since a resumed run
         offers them again."""
-        ledger = self.ledger
-        return replace(self, ledger=replace(ledger, offered=ledger.num_delivered))
+        counters = self.counters
+        return replace(self, counters=replace(counters, offered=counters.num_delivered))
 
 
 class RunSaver(Saver):

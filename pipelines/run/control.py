@@ -1,4 +1,4 @@
-"""Steering a run from outside: what `launchers/ctl.py` asks, and how it reaches the process.
+"""Runtime control of a run: the requests of `launchers/ctl.py`, and the socket they arrive at.
 
     launchers/ctl.py  --a Request, a line of JSON-->  RUN/ctl/socket   the training process
                       <--a Reply, a line of JSON----
@@ -8,8 +8,8 @@ asks the system for the user of the other. The system takes paths of up to 107 b
 one the socket is in a folder of its own among the temporary files, which RUN/ctl/place names. What
 a process that was killed has left is removed by the next one.
 
-One request a connection. It is of limited size, comes within a few seconds or not at all, and holds
-up nothing. What was changed is kept in RUN/steering.jsonl.
+One request a connection. Its size and the seconds in which it has to arrive are limited, so that no
+client holds up the run.
 """
 
 from __future__ import annotations
@@ -28,16 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Struct
 
 from agentenv.deadline import uncancelled
-from agentenv.disk import append_whole
-from agentenv.errors import AgentEnvError, ConfigError, DataError, ForeignError
+from agentenv.errors import AgentEnvError, ConfigError, ForeignError
 from agentenv.offload import in_thread
 from agentenv.untrusted import decode
 
 FOLDER, SOCKET, PLACE = "ctl", "socket", "place"
-LOG = "steering.jsonl"
 SHORT = "agentenv-ctl-"  # how folders among the temporary files begin
 MAX_PATH = 107  # bytes, of the system's own
 MAX_REQUEST, MAX_REPLY = 1 << 16, 1 << 22  # bytes
@@ -45,7 +43,6 @@ MAX_CLIENTS = 16  # at a time
 READ_S, WRITE_S = 5.0, 5.0
 ANSWER_S = 10.0  # for what is answered at once
 LONG_S = 4 * 3600.0  # for what has to be done first: a checkpoint, an evaluation
-MAX_ROWS = 1000
 
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
@@ -54,32 +51,18 @@ _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
 class AskStatus(Struct, tag="status", forbid_unknown_fields=True):
-    """How the run stands."""
-
-
-class AskRollouts(Struct, tag="rollouts", forbid_unknown_fields=True):
-    """The rollouts that are under way, those that have waited longest first. With `text` the
-    questions too."""
-
-    max_rows: int = 50
-    text: bool = False
+    """The status of the run."""
 
 
 class AskWhy(Struct, tag="why", forbid_unknown_fields=True):
-    """What all rollouts await, or one tree in detail; with `text` its question and last turns."""
+    """The waits of all rollouts, or one tree in detail; with `text` its question and last turns."""
 
     tree: int | None = None
     text: bool = False
 
 
 class Cancel(Struct, tag="cancel", forbid_unknown_fields=True):
-    """Give trees up: they fail, of kind `cancelled`."""
-
-    trees: list[int]
-
-
-class Requeue(Struct, tag="requeue", forbid_unknown_fields=True):
-    """Let trees begin again, in the place that they have."""
+    """Cancel trees: they fail, with the kind `cancelled`."""
 
     trees: list[int]
 
@@ -89,11 +72,11 @@ class Pause(Struct, tag="pause", forbid_unknown_fields=True):
 
 
 class Resume(Struct, tag="resume", forbid_unknown_fields=True):
-    """They begin again."""
+    """End a pause."""
 
 
 class Checkpoint(Struct, tag="checkpoint", forbid_unknown_fields=True):
-    """Write one between two updates; answered when it is there."""
+    """Write a checkpoint between two updates; answered when it is written."""
 
 
 class Evaluate(Struct, tag="evaluate", forbid_unknown_fields=True):
@@ -102,24 +85,7 @@ class Evaluate(Struct, tag="evaluate", forbid_unknown_fields=True):
     sets: list[str] = []
 
 
-class Set(Struct, tag="set", forbid_unknown_fields=True):
-    """Change keys of the configuration, each as KEY=VALUE; none: tell those that can be."""
-
-    values: list[str] = []
-
-
-Request = (
-    AskStatus
-    | AskRollouts
-    | AskWhy
-    | Cancel
-    | Requeue
-    | Pause
-    | Resume
-    | Checkpoint
-    | Evaluate
-    | Set
-)
+Request = AskStatus | AskWhy | Cancel | Pause | Resume | Checkpoint | Evaluate
 SLOW = (Checkpoint, Evaluate)
 
 
@@ -127,14 +93,14 @@ SLOW = (Checkpoint, Evaluate)
 
 
 class Refused(Struct, tag="refused"):
-    """It is not done, and why."""
+    """The request is refused, with the reason."""
 
     why: str
 
 
 class Status(Struct, tag="status"):
-    """`phase`: set-up, cold start, RL, end. `doing` is what an interruption would wait for.
-    `trees`: where every tree went. `set` are keys that were changed in flight."""
+    """`phase`: set-up, cold start, RL, end. `doing`: the work that an interruption waits for.
+    `trees`: how many trees ended how."""
 
     run: str
     pid: int
@@ -154,42 +120,21 @@ class Status(Struct, tag="status"):
     engine: dict[str, float] = {}
     workers: dict[str, float] = {}
     longest_wait: str = ""
-    set: dict[str, Any] = {}
 
 
-class RolloutRow(Struct):
-    """A tree that is under way. `of`: training or evaluation. `state`: begins, grows, ended (it
-    waits for the learner). `what` is awaited by the branch that has waited longest, for `for_s`
-    seconds, since `since`; of a tree in a worker only `why` asks. `num_before`: trees that the
-    learner takes before this one."""
+class TreeRow(Struct):
+    """A tree in flight. `state`: begins, grows, ended (it waits for the learner)."""
 
     tree: int
     task: str
-    of: str
     state: str
-    age_s: float = 0.0
-    what: str = ""
-    for_s: float = 0.0
-    since: str = ""
-    branch: str = ""
-    num_branches: int = 0
-    num_turns: int = 0
-    num_failures: int = 0
-    num_before: int | None = None
+    age_s: float
     worker: str = ""
     question: str | None = None
 
 
-class Rollouts(Struct, tag="rollouts"):
-    """`num_left_out` rows are not shown."""
-
-    rows: list[RolloutRow]
-    num_left_out: int = 0
-    note: str = ""
-
-
 class Wait(Struct):
-    """What several branches await. `is_long`: longer than expected. `advice`: what it may mean."""
+    """A wait of several branches. `is_long`: longer than expected. `advice`: its likely cause."""
 
     what: str
     num_branches: int
@@ -203,14 +148,14 @@ class Wait(Struct):
 
 
 class Waits(Struct, tag="waits"):
-    """Of all rollouts, those that are awaited longest first; `lines`: what else holds the run."""
+    """The waits of all rollouts, the longest first; `lines`: what else holds up the run."""
 
     waits: list[Wait]
     lines: list[str]
 
 
 class BranchRow(Struct):
-    """A live branch of a tree. `limit_s`: of the seconds that it may be worked for."""
+    """A live branch of a tree. `limit_s`: its limit of seconds worked."""
 
     branch: str
     what: str
@@ -226,10 +171,10 @@ class BranchRow(Struct):
 
 
 class Why(Struct, tag="why"):
-    """One tree. `ends` counts its branches that are at their end, by how; `failures` those that
-    failed and were replaced, by kind."""
+    """One tree. `ends` counts its ended branches by their end, `failures` the failed and replaced
+    ones by kind."""
 
-    row: RolloutRow
+    row: TreeRow
     branches: list[BranchRow]
     ends: dict[str, int]
     failures: dict[str, int]
@@ -237,27 +182,13 @@ class Why(Struct, tag="why"):
 
 
 class Done(Struct, tag="done"):
-    """What was done, for people, and its facts."""
+    """The result: lines for people, and facts."""
 
     lines: list[str]
     facts: dict[str, Any] = {}
 
 
-class Knob(Struct):
-    """A key that can be changed in flight: its value, that of the configuration, what it means."""
-
-    key: str
-    value: Any
-    configured: Any
-    meaning: str
-    reach: str
-
-
-class Knobs(Struct, tag="knobs"):
-    knobs: list[Knob]
-
-
-Reply = Refused | Status | Rollouts | Waits | Why | Done | Knobs
+Reply = Refused | Status | Waits | Why | Done
 Answer = Callable[[Request], Awaitable[Reply]]
 
 
@@ -265,9 +196,9 @@ Answer = Callable[[Request], Awaitable[Reply]]
 
 
 def _user_of(connection: Any) -> int:
-    """The user of the process at the other end, whom the system names."""
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    uid: int = _PEER.unpack(told)[1]
+    """The user of the process at the other end, as the system reports it."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    uid: int = _PEER.unpack(found)[1]
     return uid
 
 
@@ -285,8 +216,8 @@ def place_of(run: Path) -> Path:
 
 
 def _sweep(run: Path) -> None:
-    """Remove what processes that were killed have left: of this run, whose folder is ours alone,
-    and among the temporary files what is ours and nobody listens to."""
+    """Remove the leftovers of killed processes: in the run's folder, which is ours alone, and our
+    own among the temporary files where no process listens."""
     shutil.rmtree(run / FOLDER, ignore_errors=True)
     for folder in Path(tempfile.gettempdir()).glob(f"{SHORT}*"):
         with suppress(OSError):
@@ -327,8 +258,8 @@ def _make_place(run: Path) -> Path:
 
 @asynccontextmanager
 async def listening(run: Path, answer: Answer, warn: Callable[[str], None]) -> AsyncIterator[None]:
-    """Inside, requests are answered. A run that cannot be steered, since its place takes no
-    sockets, goes on without; `warn` is told."""
+    """Answer requests inside. A run whose file system takes no sockets goes on without control,
+    with a warning by `warn`."""
     server, place = None, None
     try:
         await in_thread(_sweep, run)
@@ -339,7 +270,7 @@ async def listening(run: Path, answer: Answer, warn: Callable[[str], None]) -> A
             listener.bind(str(place / SOCKET))
         finally:
             os.umask(before)
-        serve = Desk(answer).serve
+        serve = ControlServer(answer).serve
         server = await asyncio.start_unix_server(serve, sock=listener, limit=MAX_REQUEST)
     except OSError as error:
         warn(f"launchers/ctl.py cannot reach this run: {error}")
@@ -357,7 +288,7 @@ def _remove(*folders: Path | None) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class Desk:
+class ControlServer:
     """Answers connections, MAX_CLIENTS at a time."""
 
     def __init__(self, answer: Answer) -> None:
@@ -365,7 +296,7 @@ class Desk:
         self._num_clients = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection. Whatever it says, or however it ends, only itself is concerned."""
+        """One connection; none of its failures reaches the run."""
         self._num_clients += 1
         try:
             reply = await self._reply(reader, writer)
@@ -407,12 +338,12 @@ class Desk:
 
 
 class UnreachableError(AgentEnvError):
-    """No process can be asked about this run; the text says why."""
+    """No process answers for this run; the text says why."""
 
 
 def ask(run: Path, request: Request, timeout_s: float | None = None) -> Reply:
-    """What the process that trains in `run` replies. Raises UnreachableError, and ConfigError for
-    what it refuses; `timeout_s` is by default what the request may take."""
+    """The reply of the process that trains in `run`. Raises UnreachableError, and ConfigError for a
+    refusal; `timeout_s` defaults to the limit of the request."""
     if timeout_s is None:
         timeout_s = LONG_S if isinstance(request, SLOW) else ANSWER_S + READ_S
     path = place_of(run)
@@ -429,7 +360,7 @@ def ask(run: Path, request: Request, timeout_s: float | None = None) -> Reply:
         except TimeoutError as error:
             raise UnreachableError(
                 f"the run gave no answer within {timeout_s:g} s: its event loop is held up, which "
-                f"{run / 'run.log'} tells of after a while, or it is at its end"
+                f"{run / 'run.log'} reports after a while, or the run is ending"
             ) from error
         except PermissionError as error:
             raise UnreachableError(f"{path} is not yours: {error.strerror}") from error
@@ -457,71 +388,3 @@ def _received(connection: socket.socket) -> bytes:
         if size > MAX_REPLY:
             raise OSError("its answer is too long")
     return b"".join(parts)
-
-
-# What was changed.
-
-
-class Change(Struct):
-    """A line of RUN/steering.jsonl: a command that changed something, after which update."""
-
-    time: str
-    command: str
-    step: int
-    policy_version: int
-    incarnation: int
-    facts: dict[str, Any] = field(default_factory=dict)
-
-
-def write_change(run: Path, change: Change) -> None:
-    """Add a line, durably."""
-    append_whole(run / LOG, msgspec.json.encode(change) + b"\n", durable=True)
-
-
-def read_changes(run: Path) -> list[Change]:
-    """Everything that was changed in the run, in order; a line that a crash cut off is left out.
-    Raises DataError for another one that cannot be read."""
-    path = run / LOG
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
-    try:
-        return [decode(line, Change) for line in lines[:-1] if line]
-    except ForeignError as error:
-        raise DataError(f"{path}: {error}; remove the line") from error
-
-
-def last_values(run: Path) -> dict[str, Any]:
-    """Keys that were set in flight, with what they were set to last."""
-    found: dict[str, Any] = {}
-    for change in read_changes(run):
-        if change.command == "set":
-            found |= change.facts.get("values", {})
-    return found
-
-
-def settings_of(run: Path, current: dict[str, Any]) -> dict[str, Any]:
-    """What was set in flight and still holds for a run that goes on: keys that the configuration of
-    today, `current` in plain values, has as the run began with; for others the word of today
-    counts."""
-    values = last_values(run)
-    if not values:
-        return {}
-    path = run / "config.json"
-    try:
-        saved = decode(path.read_bytes())
-    except (OSError, ForeignError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-    return {
-        key: value
-        for key, value in values.items()
-        if looked_up(saved, key) == looked_up(current, key) != value
-    }
-
-
-def looked_up(plain: Any, key: str) -> Any:
-    """The value of "table.key" among plain values."""
-    for part in key.split("."):
-        plain = plain.get(part) if isinstance(plain, dict) else None
-    return plain

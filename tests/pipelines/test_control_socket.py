@@ -154,6 +154,7 @@ def test_what_a_killed_process_has_left_is_in_nobodys_way(
         (b"rm -rf /\n", b"refused"),
         (b'{"type":"status","more":1}\n', b"unknown field"),
         (b'{"type":"cancel","trees":"all"}\n', b"refused"),
+        (b'{"type":"set","values":[]}\n', b"refused"),  # of an earlier version
         (b"[" * 5000 + b"\n", b"refused"),
         (b"x" * (2 * MAX_REQUEST), b"refused"),
     ],
@@ -231,7 +232,9 @@ def test_a_folder_that_is_not_there_is_bad_input(capsys: pytest.CaptureFixture[s
     assert "there is no such folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [["cancel"], ["cancel", "x"], ["bogus"], ["rollouts", "--max=0"]])
+@pytest.mark.parametrize(
+    "wrong", [["cancel"], ["cancel", "x"], ["bogus"], ["set"], ["requeue", "1"]]
+)
 def test_wrong_arguments_are_told_before_anybody_is_asked(run: Path, wrong: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         ctl.main([str(run), *wrong])
