@@ -7,10 +7,11 @@ from collections.abc import Awaitable, Callable
 from itertools import count
 from random import Random
 
-from agentenv.actor import PAUSED, TURN, Actor
+from agentenv.actor import PAUSED, Actor
 from agentenv.learners.credit import tree_credit
 from agentenv.metrics import failure_kind
 from agentenv.plan import Independent
+from agentenv.recovery import TURN
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, Task
 from tests.support.toy import CountingEnv

@@ -55,7 +55,7 @@ ALLOWED = {
     "pipelines/rl/ray_resources.py open_ray: found.open": NO_DISK,
     "pipelines/rl/training.py _announce: self.recorder.archive.forget_after": BEFORE,
     "pipelines/rl/training.py _announce: self.run.forget_metrics_after": BEFORE,
-    "pipelines/rl/training.py run_rounds: self.run.forget_metrics_after": BEFORE,
+    "pipelines/rl/rounds.py run_rounds: self.run.forget_metrics_after": BEFORE,
     "pipelines/serving/servers.py start: self._specs": BEFORE,
     "pipelines/supervised/run.py encoder: load_instruction": BEFORE,
     "pipelines/supervised/run.py train_supervised: run.checkpoints.to_resume": BEFORE,

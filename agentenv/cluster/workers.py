@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from agentenv.actor import Actor, BranchNow
+from agentenv.actor import Actor
 from agentenv.cluster.engine import Turns
 from agentenv.cluster.link import Link
 from agentenv.cluster.messages import (
@@ -69,6 +69,7 @@ from agentenv.journal import (
     pack_recorded,
 )
 from agentenv.plan import Independent, RolloutPlan
+from agentenv.rollout import BranchNow
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 

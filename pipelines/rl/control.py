@@ -14,7 +14,7 @@ from collections import Counter
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from agentenv.actor import PAUSED, STEP, TURN, Actor, Awaited, BranchNow, Rollout
+from agentenv.actor import PAUSED, Actor, Awaited, awaited_by
 from agentenv.encoder import decoder
 from agentenv.errors import ConfigError
 from agentenv.metrics import failure_kind_of
@@ -43,6 +43,8 @@ from agentenv.pipelines.run.control import (
     listening,
 )
 from agentenv.pipelines.run.waits import by_what, expected_s
+from agentenv.recovery import STEP, TURN
+from agentenv.rollout import BranchNow, Rollout
 
 PIECE = 200  # rollouts that are looked at before others go on
 MAX_TEXT = 2000  # characters of a turn that are shown
@@ -181,7 +183,7 @@ class Control:
         awaited: list[Awaited] = []
         for actor in self._actors():
             for number, rollout in enumerate(list(actor.rollouts)):
-                awaited += rollout.awaited()
+                awaited += awaited_by(rollout)
                 if number % PIECE == PIECE - 1:
                     await asyncio.sleep(0)
         waits = []

@@ -26,11 +26,9 @@ from agentenv.disk import (
 )
 from agentenv.encoder import encode_beside
 from agentenv.engine import Engine, EngineStart, ServerStarter
-from agentenv.engines.pool.engine import PooledEngineConfig
-from agentenv.engines.pool.pool import EnginePool
 from agentenv.env import Env
 from agentenv.errors import ConfigError
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender, start_ranks
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner, start_ranks
 from agentenv.learners.learner import read_saved
 from agentenv.learners.lora import ADAPTER_FOLDER, frozen_model
 from agentenv.learners.ranks import RankGroup, RankPlaces
@@ -40,12 +38,10 @@ from agentenv.pipelines.cluster.ray_places import RayPlaces
 from agentenv.pipelines.config.cluster import RayCluster
 from agentenv.pipelines.config.rl import DataConfig, EvalSet, Sampling, TrainConfig
 from agentenv.pipelines.rl.publishing import (
-    AdapterPublisher,
-    BroadcastPublisher,
     Colocation,
-    DirectoryPublisher,
     ParityProbe,
     Publisher,
+    make_publisher,
     sleeping_engine,
 )
 from agentenv.pipelines.rl.ray_resources import RayRanks, far_servers, open_ray
@@ -480,28 +476,3 @@ def adapter_rank(config: TrainConfig) -> int:
 def eval_key(name: str) -> str:
     """The key of an evaluation set, which is the set's name among all sets of a run."""
     return f"eval.sets.{name}"
-
-
-def make_publisher(
-    config: TrainConfig,
-    engine: Engine,
-    learner: DeepSpeedLearner,
-    folder: Path,
-    colocation: Colocation | None,
-) -> Publisher:
-    """How new weights reach the engine, by its configuration."""
-    if config.engine.new_weights == "adapter":
-        return AdapterPublisher(engine, learner, folder, colocation)
-    if config.engine.new_weights == "directory":
-        return DirectoryPublisher(engine, learner, folder, colocation)
-    assert isinstance(config.engine, PooledEngineConfig)
-    assert isinstance(engine, EnginePool)
-    pool = config.engine.pool
-    sender = LearnerSender(
-        learner,
-        folder,
-        pool.broadcast_timeout_s,
-        pool.broadcast_port,
-        pool.broadcast_interface,
-    )
-    return BroadcastPublisher(engine, sender)

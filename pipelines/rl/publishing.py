@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from agentenv.deadline import uncancelled
 from agentenv.engine import Engine, SleepingEngine
+from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.errors import SHOWN, ConfigError, EngineDeadError, LearnerError
 from agentenv.learners.batch import encode_sequence
@@ -311,3 +312,28 @@ class BroadcastPublisher:
         version = await self.sender.publish()
         await self.engine.receive_weights(self.sender, version)
         await in_thread(shutil.rmtree, self.sender.folder / f"v{version - 1}", ignore_errors=True)
+
+
+def make_publisher(
+    config: TrainConfig,
+    engine: Engine,
+    learner: DeepSpeedLearner,
+    folder: Path,
+    colocation: Colocation | None,
+) -> Publisher:
+    """How new weights reach the engine, by its configuration."""
+    if config.engine.new_weights == "adapter":
+        return AdapterPublisher(engine, learner, folder, colocation)
+    if config.engine.new_weights == "directory":
+        return DirectoryPublisher(engine, learner, folder, colocation)
+    assert isinstance(config.engine, PooledEngineConfig)
+    assert isinstance(engine, EnginePool)
+    pool = config.engine.pool
+    sender = LearnerSender(
+        learner,
+        folder,
+        pool.broadcast_timeout_s,
+        pool.broadcast_port,
+        pool.broadcast_interface,
+    )
+    return BroadcastPublisher(engine, sender)

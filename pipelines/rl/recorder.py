@@ -27,7 +27,8 @@ from agentenv.pipelines.records.row import EvalRow
 from agentenv.pipelines.records.trajectories import write_rows
 from agentenv.pipelines.rl import report
 from agentenv.pipelines.rl.batching import Batch, FirstEntropies, Settled
-from agentenv.pipelines.rl.report import entropy_line, write_entropy, write_plots
+from agentenv.pipelines.rl.curves import write_entropy, write_plots
+from agentenv.pipelines.rl.report import entropy_line
 from agentenv.pipelines.rl.state import BriefReport, RunState
 from agentenv.pipelines.run.rundir import LOG_FILE, RunDirectory
 from agentenv.pipelines.run.terminal import View

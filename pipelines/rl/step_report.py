@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+from agentenv.entropy_profile import entropy_profile
 from agentenv.env import shared_stats
 from agentenv.learners.credit import counted_leaves
 from agentenv.learners.learner import Metrics
@@ -12,7 +13,6 @@ from agentenv.learners.score import step_score
 from agentenv.metrics import (
     LoopLag,
     Throughput,
-    entropy_profile,
     rollout_metrics,
     trained_metrics,
 )

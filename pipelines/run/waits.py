@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 
-from agentenv.actor import PAUSED, TURN, Actor, Awaited
+from agentenv.actor import PAUSED, Actor, Awaited
 from agentenv.offload import look_again
 from agentenv.pipelines.run.terminal import View
+from agentenv.recovery import TURN
 
 LOOK_S = 5.0
 EXPECTED_S = 60.0
