@@ -105,7 +105,7 @@ class Actor:
     ) -> TrajectoryTree:
         """Grow one tree. `index` is its place in start order.
 
-        What happens to it is written to `record`, and the tree is returned once that is on the
+        Its events are written to `record`, and the tree is returned once that is on the
         disk. `recorded` is the tree as an earlier process left it, which goes on from there; it
         begins again if its task has another prompt by now, or if hooks took part in it. With a
         reason in `cancelled` the tree ends at once: its live branches fail as cancelled, and no
@@ -147,7 +147,7 @@ class Actor:
         return [one for rollout in self.rollouts for one in awaited_by(rollout)]
 
     def longest(self) -> dict[str, float]:
-        """What is awaited, and since when by who has awaited it longest (time of the loop)."""
+        """Each wait, and the start of its longest one (time of the loop)."""
         found: dict[str, float] = {}
         for rollout in self.rollouts:
             for clock in rollout.clocks():

@@ -45,7 +45,7 @@ class RolloutHooks:
         return self.rollout.actor.sampling
 
     async def step(self, branch: Branch, action: Message) -> StepResult:
-        """What the env answers to the action."""
+        """The env's answer to the action."""
         assert branch.env is not None
         return await self.rollout.actor.envs.step(branch.env, action)
 

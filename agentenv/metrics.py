@@ -88,7 +88,7 @@ def _median(counts: Counter[int]) -> int:
 
 
 class _Seen:
-    """What one pass over the trees of a step finds."""
+    """The figures of one pass over the trees of a step."""
 
     def __init__(self, learner_version: int) -> None:
         self._version = learner_version
@@ -146,8 +146,7 @@ class _Seen:
             self._parts.setdefault(f"reward/{name}", []).append(value)
 
     def metrics(self, trees: Sequence[TrajectoryTree]) -> Metrics:
-        """What one update took: counts, rewards, ends and lengths of its trees, as metrics by
-        name."""
+        """Counts, rewards, ends and lengths of the trees of one update, as metrics by name."""
         counts = self._counts
         done = [one for of_kind in self._done.values() for one in of_kind]
         metrics: Metrics = {

@@ -76,7 +76,7 @@ class Recovery:
             attempt += 1
 
     async def step(self, branch: Branch, action: Message) -> StepResult:
-        """What the env answers. A step that the env fails is taken again in a fresh env that was
+        """The env's answer. A step that the env fails is taken again in a fresh env that was
         led to the same place, if that is possible."""
         assert branch.env is not None
         attempt = 0
@@ -122,8 +122,8 @@ class Recovery:
             raise EnvError("a fresh env answers otherwise than the first did")
 
     async def through_outage(self, branch: Branch, use: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Call until the machinery behind it works, for `outage_s` of the limits. What was worked
-        for a call that failed is given back."""
+        """Call until infrastructure works again, for `outage_s` of the limits at most. The time
+        worked for a failed call does not count."""
         began_s: float | None = None
         for attempt in count():
             work = Work()

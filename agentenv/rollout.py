@@ -8,7 +8,7 @@
              then the plan may start fresh roots, and a failed branch is replaced by one
     failure  a turn that the engine failed is sampled again; a step that the env failed is taken
              again, in a fresh env that has been led to the same place; only then the branch fails;
-             what is down is waited for, be it for a step or for the grade
+             an outage is waited out, be it in a step or in grading
     time     a branch is out of time once it was worked for `max_seconds`, its tree after
              `max_tree_seconds`: what is live then ends, and nothing is tried again
 
@@ -248,7 +248,8 @@ class Rollout:
     # forking
 
     def _fork(self, branch: Branch, origin: Branch, entropies: list[float]) -> None:
-        """Ask the plan and start the siblings; `branch.holding` tells when each holds its env.
+        """Ask the plan and start the siblings; `branch.holding` has an event for each, set when it
+        holds its env.
 
         `origin` is the branch as it was before the turn; the branch itself may be further on.
         """
@@ -427,7 +428,7 @@ class Rollout:
         self._start_roots(1)
 
     def _end(self, leaf: Node) -> None:
-        """A place of the group is done with; the plan says what begins now."""
+        """A place of the group has ended; the plan decides what begins now."""
         self.tree.num_live -= 1
         number = self.plan.on_leaf_end(self.tree, leaf)
         if number and self._probes_since is not None:

@@ -111,8 +111,8 @@ class Evaluator:
             await self.saver.consider_best(step, report)
 
     async def asked(self, names: list[str]) -> tuple[str, dict[str, BriefReport]]:
-        """Evaluate these sets now, which a person asked for, and where that is stored: beside what
-        is due. What is there already is not asked again."""
+        """Evaluate these sets on a person's request; also the name of the folder, which is not that
+        of an evaluation that is due. Stored answers are used again."""
         await self.finish()  # one beside the training
         for number in count(1):
             when = f"asked-{self.state.step:06d}" + (f"-{number}" if number > 1 else "")
@@ -133,7 +133,7 @@ class Evaluator:
             return
         beside = self.parts.overlapping
         if not self._has_sets(what):
-            self._tell_gap(what, "eval.sets does not have them any more")
+            self._warn_of_gap(what, "eval.sets does not have them any more")
         elif await in_thread(self._evaluations.is_done, what):
             await self._consider_again(what)
         elif beside is not None and await in_thread(self._weights_of(what).is_dir):
@@ -141,7 +141,7 @@ class Evaluator:
         elif what.step == self.state.step:
             return await self.after_step(what.sets)
         else:
-            self._tell_gap(what, "its weights are gone")
+            self._warn_of_gap(what, "its weights are gone")
         self.state.evaluating = None
 
     async def _consider_again(self, what: Evaluating) -> None:
@@ -157,7 +157,7 @@ class Evaluator:
         """Whether the configuration still knows of all that is evaluated."""
         return self.config.eval.sets.keys() >= set(what.sets)
 
-    def is_told(self, phase: str) -> bool:
+    def is_recorded(self, phase: str) -> bool:
         """Whether its rows of metrics are all there, and stay so when the run goes on."""
         if phase in PHASES:
             return phase in self.state.reports
@@ -173,7 +173,7 @@ class Evaluator:
             self._beside = None
 
     def cancel(self) -> None:
-        """Stop the evaluation beside the training; the state still says that it is due."""
+        """Stop the evaluation beside the training; in the state it is still due."""
         if self._beside is not None:
             self._beside.cancel()
 
@@ -200,8 +200,8 @@ class Evaluator:
         self._beside = asyncio.create_task(self._evaluate_beside(actor, what))
 
     async def _evaluate_beside(self, actor: Actor, what: Evaluating) -> None:
-        """To its end, or to a gap in the curve: the training does not depend on it. What every
-        trajectory failed of is another matter, since those of the training meet it too."""
+        """To its end, or to a gap in the curve: the training does not depend on it. A failure of
+        every trajectory is raised, since those of the training meet it too."""
         try:
             found = await self._or_gap(self._with_weights(actor, what), what)
             for report in found.values():
@@ -211,7 +211,7 @@ class Evaluator:
             of_env = isinstance(error, TooManyFailuresError) and not error.is_of_engine
             if isinstance(error, EnvError) or of_env:
                 raise
-            self._tell_gap(what, str(error))
+            self._warn_of_gap(what, str(error))
         self.state.evaluating = None
         await in_thread(self._forget_weights)
 
@@ -235,7 +235,7 @@ class Evaluator:
     async def _or_gap(
         self, evaluation: Coroutine[Any, Any, dict[str, BriefReport]], what: Evaluating
     ) -> dict[str, BriefReport]:
-        """What it finds, or nothing where it takes longer than `eval.timeout_s`."""
+        """The result, or nothing where it takes longer than `eval.timeout_s`."""
         limit_s = self.config.eval.timeout_s
         deadline = asyncio.timeout(limit_s)
         try:
@@ -244,10 +244,10 @@ class Evaluator:
         except TimeoutError:
             if not deadline.expired():
                 raise
-        self._tell_gap(what, f"it took longer than {limit_s:g} s (eval.timeout_s)")
+        self._warn_of_gap(what, f"it took longer than {limit_s:g} s (eval.timeout_s)")
         return {}
 
-    def _tell_gap(self, what: Evaluating, reason: str) -> None:
+    def _warn_of_gap(self, what: Evaluating, reason: str) -> None:
         logger.warning("there is no evaluation %s: %s", what.phase, reason, extra=SHOWN)
 
     async def _evaluate(self, actor: Actor, what: Evaluating) -> dict[str, BriefReport]:
@@ -259,7 +259,7 @@ class Evaluator:
                 rows = await ask(actor, name)
                 refuse_failed(name, rows, is_before=what.when in BEFORE_TRAINING)
                 found[name] = brief_report(name, rows)
-                await self.recorder.tell(found[name], rows, what.step, what.phase)
+                await self.recorder.record_evaluation(found[name], rows, what.step, what.phase)
         return found
 
 
@@ -289,8 +289,8 @@ def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False
 
 
 class Evaluations:
-    """Begins the evaluations of the run in the folder `run`, and says to `view` how far they
-    are."""
+    """Begins the evaluations of the run in the folder `run`, and shows their progress in
+    `view`."""
 
     def __init__(
         self, config: TrainConfig, run: Path, tasks: Mapping[str, Sequence[Task]], view: View

@@ -74,7 +74,7 @@ LEARNER_LOG = "learner.log"
 
 @dataclass
 class Parts:
-    """What the loop of a run works with. `overlapping` is the actor of evaluations beside the
+    """The parts that the loop works with. `overlapping` is the actor of evaluations beside the
     training, on an engine of its own; `demonstrations` are those of a cold start that is still to
     come, and those that measure it."""
 
@@ -248,7 +248,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
 
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
-        """What takes long starts beside what goes on inside: all of a run that was found in order
+        """Slow parts start while other work goes on inside: all of a run that was found in order
         before, else the ranks of the learner, which import for seconds."""
         work: Coroutine[Any, Any, object]
         if self.checkpoint is not None and not self.config.roles:  # whose servers come first
@@ -392,8 +392,8 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
 
     @once
     async def passage(self) -> Passage:
-        """What all machines see that have an engine or the learner; else shared memory, where that
-        has room. Raises ConfigError where nothing has."""
+        """A folder that all machines with an engine or the learner see; else shared memory, where
+        that has room. Raises ConfigError where nothing has."""
         config, model = self.config, await self.model()
         chosen = config.resources.weights_dir
         return await in_thread(

@@ -60,7 +60,7 @@ class ParityGap(Struct):
 
 
 class ParityProbe:
-    """After a publish the engine, each server of a pool, samples a few tokens behind fixed
+    """After a publish the engine, each server of a pool, samples a few tokens after fixed
     prompts; before its next step the learner, still at that version, scores the same tokens."""
 
     def __init__(
@@ -243,7 +243,7 @@ class Colocation:
         async with self._moving:
             if self.owner == "learner":
                 await self._learner.sleep()
-                with suppress(EngineDeadError):  # whoever asks it next is told
+                with suppress(EngineDeadError):  # the next request reports it
                     await self._engine.wake()
                 self.owner = "engine"
 

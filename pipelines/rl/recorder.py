@@ -1,5 +1,4 @@
-"""What a run measures of itself and writes: seconds, metrics, trajectories, evaluations, and the
-report at its end."""
+"""The records of a run: seconds, metrics, trajectories, evaluations, and the report at its end."""
 
 from __future__ import annotations
 
@@ -64,8 +63,8 @@ def cpu_seconds() -> float:
 
 
 def _family(pid: int) -> list[int]:
-    """The process and all below it. Where the kernel tells the children of one, the others of the
-    machine, which may be thousands, are not looked through."""
+    """The process and all below it. Where the kernel lists the children of a process, the others of
+    the machine, which may be thousands, are not searched."""
     folder = Path(f"/proc/{pid}/task")
     try:
         texts = [(thread / "children").read_text() for thread in folder.iterdir()]
@@ -148,7 +147,9 @@ class Recorder:
         await in_thread(self.run.write_metrics, row)
         self.run.monitors.log(row)
 
-    async def tell(self, result: BriefReport, rows: list[EvalRow], step: int, when: str) -> None:
+    async def record_evaluation(
+        self, result: BriefReport, rows: list[EvalRow], step: int, when: str
+    ) -> None:
         """An evaluation of one set after `step`: metrics, a line, samples for monitors and, of
         the set that is reported, for samples.txt."""
         name = f"eval-{result.name}-{when}"
@@ -171,8 +172,8 @@ class Recorder:
         engine: dict[str, Any],
         failures: Sequence[str] = (),
     ) -> None:
-        """Summary, table, curves; the wall time of phases is complete by now. `engine`: what
-        befell it since this process started; `failures`: the causes of failed rollouts."""
+        """Summary, table, curves; the wall time of phases is complete by now. `engine`: its
+        statistics since this process started; `failures`: the causes of failed rollouts."""
         config, state = self.config, self.state
         summary = report.summarize(
             state,
@@ -254,8 +255,8 @@ class Recorder:
                 logger.warning("trajectories are written in the run's own process: %s", error)
         return await in_thread(write_rows, trees, decoder(self.tokenizer), path, wanted)
 
-    async def write_behind(self, name: str, trees: list[TrajectoryTree]) -> None:
-        """The same while other work goes on; only what is still being written is waited for."""
+    async def write_later(self, name: str, trees: list[TrajectoryTree]) -> None:
+        """`write_trajectories` while other work goes on, once the write before has ended."""
         await self.written()
         self._writing = asyncio.create_task(self.write_trajectories(name, trees))
 
@@ -265,7 +266,7 @@ class Recorder:
         await self.archive.write_behind(header, trees)
 
     async def close(self) -> None:
-        """Wait for what is being written, whatever becomes of it."""
+        """Wait until writes have ended, well or not."""
         await self.archive.close()
         if self._writing is not None:
             await asyncio.wait({self._writing})

@@ -23,7 +23,7 @@ from agentenv.pipelines.run.tables import Table
 from agentenv.pipelines.run.terminal import View
 from agentenv.queue import ReplayQueue
 
-WINDOW = 20  # tokens of the line that is said
+WINDOW = 20  # tokens of the entropy line
 
 
 def entropy_line(profile: EntropyProfile) -> str:
@@ -119,7 +119,7 @@ TITLES = {
 
 
 def phase_title(when: str, *, cold_start: bool) -> str:
-    """What a person reads of a phase, or of a step ("step-000040"); without a cold start the
+    """The title of a phase, or of a step ("step-000040"); without a cold start the
     phases before and after it are one."""
     if when not in PHASES:
         what, _, number = when.rpartition("-")
@@ -146,7 +146,7 @@ def step_line(row: dict[str, Any], num_steps: int) -> str:
 
 
 def _share(failed: float) -> str:
-    """Behind a success, where some trajectories failed: of how many it says nothing."""
+    """The share that failed, after a success, which leaves those out."""
     return f" ({_percent(failed)} failed)" if failed else ""
 
 
@@ -320,7 +320,7 @@ def summarize(
 
 def run_rate(state: RunState, more_s: float = 0.0) -> float:
     """Sampled tokens of all steps for each second of the RL phase, which a last step with little
-    left to sample says nothing of. `more_s` are seconds that the phase has not counted yet."""
+    left to sample does not show. `more_s` are seconds that the phase has not counted yet."""
     seconds = state.wall_s.get("rl", 0.0) + more_s
     return state.totals.sampled_tokens / seconds if seconds else 0.0
 

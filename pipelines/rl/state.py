@@ -1,5 +1,5 @@
-"""What a run remembers beside the learner's own state, the figures of its evaluations among it, and
-how both are saved."""
+"""The state of a run beside the learner's own, figures of evaluations among it, and how both are
+saved."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Imitating(Struct):
     measured: list[dict[str, float]] = field(default_factory=list)
 
 
-# What a run follows of its evaluations; the report of a stored evaluation has all figures.
+# Brief figures of evaluations; the report of a stored evaluation has all figures.
 
 
 class BriefFigures(Struct, frozen=True):
@@ -258,7 +258,7 @@ class RunSaver(Saver):
         return min((load_state(path, RunState).position for path in newest), default=0)
 
     async def _at_last(self, what: str, writing: Awaitable[None]) -> None:
-        """Wait for `finish_s` at most, and only say what goes wrong."""
+        """Wait for `finish_s` at most, and only log a failure."""
         try:
             shielded = asyncio.shield(writing)  # which a disk that hangs keeps from its end
             await within(self.config.finish_s, f"writing {what}", shielded)
@@ -291,7 +291,7 @@ class RunSaver(Saver):
         return None if best is None else load_state(best, RunState).step
 
     async def _keep_best(self, step: int, value: float) -> None:
-        """Only what is there is remembered; see Evaluator.resume."""
+        """Only a checkpoint that exists is remembered; see Evaluator.resume."""
         if await in_thread(self._has, step):
             await in_thread(self.checkpoints.keep_best, step)
         elif await in_thread(self._best_step) != step:

@@ -94,7 +94,7 @@ class StepReport:
         self.live.row = row
         self.view.say(report.step_line(row, self.parts.num_steps))
         self.view.advance(self.state.step)
-        await self.recorder.write_behind(f"step-{self.state.step:06d}", batch.delivered)
+        await self.recorder.write_later(f"step-{self.state.step:06d}", batch.delivered)
 
     def _row(self, metrics: Metrics, hits: Metrics) -> dict[str, float]:
         state, queue = self.state, self.queue

@@ -64,8 +64,8 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
 
 
 def rollout_settings(config: TrainConfig) -> str:
-    """Names what trees depend on, but for weights and limits of time: one that was begun under
-    other settings is not gone on with."""
+    """A hash of all settings that trees depend on but weights and limits of time: a tree begun
+    under other settings is not resumed."""
     tables = ("model", "data", "env", "python", "search", "grader", "prompt", "renderer", "limits")
     plain = to_plain(config)
     plain["env"] = {key: value for key, value in plain["env"].items() if key not in WHERE}
@@ -142,7 +142,7 @@ class Training:
             stack.callback(measuring.cancel)
             stack.enter_context(watched(self._actors, self.view))
             if self.workers is not None:
-                self.view.behind = partial(self._behind, self.view.behind, self.workers)
+                self.view.behind = partial(self._longest_waits, self.view.behind, self.workers)
             stack.callback(self.actions.close, "the run is at its end")
             with rolling_out():
                 if "after_sft" not in self.state.reports:
@@ -178,8 +178,8 @@ class Training:
         return [parts.actor, parts.eval_actor]
 
     @staticmethod
-    def _behind(here: Callable[[], str], workers: RolloutWorkers) -> str:
-        """Who waits longest, in this process and in workers."""
+    def _longest_waits(here: Callable[[], str], workers: RolloutWorkers) -> str:
+        """The longest waits, in this process and in workers."""
         return "; ".join(filter(None, [here(), workers.behind()]))
 
     def _critic(self) -> SelfCritic | None:
@@ -262,17 +262,17 @@ class Training:
     async def _announce(self) -> None:
         """The run has begun, or goes on: from here on its folder stays. Say what it will do."""
         config, parts = self.config, self.parts
-        is_told = self.evaluator.is_told
+        is_recorded = self.evaluator.is_recorded
         if self.checkpoint is None:
-            self.run.forget_metrics_after(0, is_told, 0)  # of a start that was ended early
+            self.run.forget_metrics_after(0, is_recorded, 0)  # of a start that was ended early
             self.run.begin(config)
         else:
             imitating = self.state.imitating
             self.recorder.archive.forget_after(self.state.step)
             done = imitating.step if imitating else None
-            goes_back = self.run.go_on(config, self.state.step, self.view.say, is_told, done)
+            goes_back = self.run.go_on(config, self.state.step, self.view.say, is_recorded, done)
             if goes_back and self.journal is not None:
-                await self.journal.rotate(sys.maxsize)  # trees of weights that are given up
+                await self.journal.rotate(sys.maxsize)  # trees of abandoned weights
         self.view.say(
             f"{config.algorithm_name} on {config.env.id}: {len(parts.tasks)} training questions, "
             f"{parts.num_steps} updates; an update takes {config.size_of_update}"
