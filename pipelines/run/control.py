@@ -4,9 +4,8 @@
                       <--a Reply, a line of JSON----
 
 The socket is in a folder that only its owner can enter (mode 0700), has mode 0600, and each end
-asks the system for the user of the other. The system takes paths of up to 107 bytes: for a longer
-one the socket is in a folder of its own among the temporary files, which RUN/ctl/place names. What
-a process that was killed has left is removed by the next one.
+asks the system for the user of the other. A killed process leaves its socket, which the next one
+replaces.
 
 One request a connection. Its size and the seconds in which it has to arrive are limited, so that no
 client holds up the run.
@@ -18,12 +17,10 @@ import asyncio
 import os
 import shutil
 import socket
-import stat
 import struct
-import tempfile
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +32,7 @@ from agentenv.errors import AgentEnvError, ConfigError, ForeignError
 from agentenv.offload import in_thread
 from agentenv.untrusted import decode
 
-FOLDER, SOCKET, PLACE = "ctl", "socket", "place"
-SHORT = "agentenv-ctl-"  # how folders among the temporary files begin
-MAX_PATH = 107  # bytes, of the system's own
+FOLDER, SOCKET = "ctl", "socket"
 MAX_REQUEST, MAX_REPLY = 1 << 16, 1 << 22  # bytes
 MAX_CLIENTS = 16  # at a time
 READ_S, WRITE_S = 5.0, 5.0
@@ -202,55 +197,29 @@ def _user_of(connection: Any) -> int:
     return uid
 
 
-def _is_short(path: Path) -> bool:
-    return len(os.fsencode(path)) <= MAX_PATH
-
-
-def place_of(run: Path) -> Path:
-    """The socket of the process that has the run's folder."""
-    here = run.absolute() / FOLDER
+@contextmanager
+def short_path(run: Path) -> Iterator[str]:
+    """The path of the run's socket, short enough for the system however long that of the run is."""
+    folder = os.open(run / FOLDER, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        return Path((here / PLACE).read_text(encoding="utf-8").strip()) / SOCKET
-    except (FileNotFoundError, NotADirectoryError):
-        return here / SOCKET
+        yield f"/proc/self/fd/{folder}/{SOCKET}"
+    finally:
+        os.close(folder)
 
 
-def _sweep(run: Path) -> None:
-    """Remove the leftovers of killed processes: in the run's folder, which is ours alone, and our
-    own among the temporary files where no process listens."""
+def _listener(run: Path) -> socket.socket:
+    """A socket in a folder that nobody else can enter, in place of that of a killed process."""
     shutil.rmtree(run / FOLDER, ignore_errors=True)
-    for folder in Path(tempfile.gettempdir()).glob(f"{SHORT}*"):
-        with suppress(OSError):
-            found = folder.lstat()
-            is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-            if is_ours and time.time() - found.st_mtime > READ_S and not _is_heard(folder / SOCKET):
-                shutil.rmtree(folder)
-
-
-def _is_heard(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return False
-        except OSError:
-            return True
-        return True
-
-
-def _make_place(run: Path) -> Path:
-    """A folder for the socket that nobody else can enter."""
-    folder = run.absolute() / FOLDER
-    folder.mkdir(mode=0o700)
-    if _is_short(folder / SOCKET):
-        return folder
-    short = Path(tempfile.mkdtemp(prefix=SHORT))  # mode 0700
-    if not _is_short(short / SOCKET):
-        short.rmdir()
-        raise OSError(f"{short} is too long for a socket; set TMPDIR to a shorter place")
-    (folder / PLACE).write_text(f"{short}\n", encoding="utf-8")
-    return short
+    (run / FOLDER).mkdir(mode=0o700)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        with short_path(run) as path:
+            listener.bind(path)
+            os.chmod(path, 0o600)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 # The end in the training process.
@@ -260,16 +229,9 @@ def _make_place(run: Path) -> Path:
 async def listening(run: Path, answer: Answer, warn: Callable[[str], None]) -> AsyncIterator[None]:
     """Answer requests inside. A run whose file system takes no sockets goes on without control,
     with a warning by `warn`."""
-    server, place = None, None
+    server = None
     try:
-        await in_thread(_sweep, run)
-        place = await in_thread(_make_place, run)
-        before = os.umask(0o177)
-        try:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-            listener.bind(str(place / SOCKET))
-        finally:
-            os.umask(before)
+        listener = await in_thread(_listener, run)
         serve = ControlServer(answer).serve
         server = await asyncio.start_unix_server(serve, sock=listener, limit=MAX_REQUEST)
     except OSError as error:
@@ -279,13 +241,7 @@ async def listening(run: Path, answer: Answer, warn: Callable[[str], None]) -> A
     finally:
         if server is not None:
             server.close()
-        await uncancelled(in_thread(_remove, run / FOLDER, place))
-
-
-def _remove(*folders: Path | None) -> None:
-    for folder in folders:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        await uncancelled(in_thread(partial(shutil.rmtree, run / FOLDER, ignore_errors=True)))
 
 
 class ControlServer:
@@ -346,11 +302,12 @@ def ask(run: Path, request: Request, timeout_s: float | None = None) -> Reply:
     refusal; `timeout_s` defaults to the limit of the request."""
     if timeout_s is None:
         timeout_s = LONG_S if isinstance(request, SLOW) else ANSWER_S + READ_S
-    path = place_of(run)
+    path = run / FOLDER / SOCKET
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)
         try:
-            connection.connect(str(path))
+            with short_path(run) as short:
+                connection.connect(short)
             user = _user_of(connection)
             if user != os.geteuid():
                 raise UnreachableError(f"{path} is listened to by user {user}, and not by you")
