@@ -26,7 +26,7 @@ from agentenv.learners.entropies import forget_entropies
 from agentenv.learners.learner import Metrics, lr_factor
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.batching import Batch, BatchBuilder
-from agentenv.pipelines.rl.evaluations import Evaluator
+from agentenv.pipelines.rl.evaluations import Evaluator, first_of
 from agentenv.pipelines.rl.feeder import Feeder
 from agentenv.pipelines.rl.listeners import Listener
 from agentenv.pipelines.rl.parts import Parts
@@ -91,20 +91,13 @@ class PendingActions:
             done.set_result(result)
 
 
-def first_of(error: Exception) -> Exception:
-    """The first error of a group."""
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 def is_harmless(error: Exception) -> bool:
     """Whether the run can go on after an action failed with this error."""
     first = first_of(error)
     return isinstance(first, AgentEnvError | OSError) and not isinstance(first, LearnerError)
 
 
-def _fail(done: asyncio.Future[Any], error: Exception) -> None:
+def _fail(done: asyncio.Future[Any], error: BaseException) -> None:
     if not done.done():
         done.set_exception(error)
 

@@ -15,7 +15,7 @@ from agentenv.disk import explain
 from agentenv.entropy_profile import EntropyProfile
 from agentenv.learners.deepspeed_learner import Evidence
 from agentenv.pipelines.records.trajectories import write_rows
-from agentenv.pipelines.rl import report
+from agentenv.pipelines.rl import curves, report
 from agentenv.pipelines.run.timings import Timings
 from agentenv.pipelines.supervised import run as supervised
 from tests.learners.trees import random_tree
@@ -44,12 +44,12 @@ def begun_timings(path: Path) -> None:
 def plots(folder: Path) -> None:
     metrics = folder / "metrics.jsonl"
     metrics.write_text(json.dumps({"step": 1, "trees/offered": 1, "loss": 0.5}) + "\n")
-    report.write_plots(metrics, folder, "run")
+    curves.write_plots(metrics, folder, "run")
     supervised.plot_losses(folder, "sft", ("loss",))
 
 
 def entropy(folder: Path) -> None:
-    report.write_entropy(EntropyProfile(), folder, "run")
+    curves.write_entropy(EntropyProfile(), folder, "run")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_pictures_are_drawn_of_the_rows_that_a_full_disk_did_not_cut_off(
     for module in (report, supervised):
         monkeypatch.setattr(module, "png", lambda *_: b"picture")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
-    assert report.write_plots(tmp_path / "metrics.jsonl", tmp_path, "run") == ["curve.png"]
+    assert curves.write_plots(tmp_path / "metrics.jsonl", tmp_path, "run") == ["curve.png"]
     supervised.plot_losses(tmp_path, "sft", ("loss",))
     assert seen == [[{"step": 1}]] * 3
 
