@@ -70,7 +70,7 @@ def test_a_full_disk_names_the_file(
     name: str, write: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervised, "smoothed", list)
-    for module in (report, supervised):
+    for module in (curves, supervised):
         monkeypatch.setattr(module, "png", lambda *_, **__: b"picture")
     full(tmp_path / name)
     with pytest.raises(OSError, match="No space left") as raised:
@@ -88,10 +88,10 @@ def test_pictures_are_drawn_of_the_rows_that_a_full_disk_did_not_cut_off(
         seen.append(rows)
         return [], []
 
-    monkeypatch.setattr(report, "learning_curve", series)
+    monkeypatch.setattr(curves, "learning_curve", series)
     monkeypatch.setattr(supervised, "_series", series)
     monkeypatch.setattr(supervised, "smoothed", list)
-    for module in (report, supervised):
+    for module in (curves, supervised):
         monkeypatch.setattr(module, "png", lambda *_: b"picture")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
     assert curves.write_plots(tmp_path / "metrics.jsonl", tmp_path, "run") == ["curve.png"]
