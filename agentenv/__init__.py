@@ -5,7 +5,10 @@ What an environment of your own needs can be imported from here; the rest lives 
     nouns      types      task, message, tool call, completion, limits
                tree       node, trajectory, tree
                errors     every failure by its name
-    rollout    actor      grows a tree: turns, forks, ends; Guide, which takes part in that
+    rollout    actor      rolls out tasks
+               rollout    grows a tree: turns, forks, ends
+               recovery   what is tried again, and how a killed rollout goes on
+               hooks      what takes part in a rollout
                branch     one growing trajectory, and the envs that are open
                deadline   how long is waited, and what ends in spite of cancellations
                plan       the seam that decides on roots and forks
@@ -16,6 +19,7 @@ What an environment of your own needs can be imported from here; the rest lives 
                archive    every tree that was taken for a step
                replay     one of them grown again, to compare
                metrics    figures of rollouts
+               entropy_profile  entropy by position in a turn
     tokens     renderer   messages to token ids and back: the tag protocol
                tags       its calls: read, written, described
                native     the same by the chat template of the model

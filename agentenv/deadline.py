@@ -328,12 +328,6 @@ class _Timed:
     def set(self) -> None:
         self._look_in(self._when - self._clock(), asyncio.get_running_loop())
 
-    def move(self, when: float) -> None:
-        """It is due at another time of its clock from now on."""
-        self._when = when
-        self.cancel()
-        self.set()
-
     def cancel(self) -> None:
         if self.timer is not None:
             self.timer.cancel()

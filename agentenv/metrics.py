@@ -1,9 +1,10 @@
-"""Figures of rollouts: of one step's trees, of entropies after tool results, of the event loop.
+"""Figures of rollouts: of one step's trees, of the engine's prefix cache, of the event loop.
 
 rollout_metrics    lengths, rewards, failures and staleness of the trees of a step
 trained_metrics    what of them was trained, beside what was offered
-Ledger             the conservation law: where every offered tree went
-entropy_profile    does uncertainty rise after tool results, the premise of ARPO and AEPO?
+TreeCounters       the conservation law: where every offered tree went
+PrefixHits         prompt tokens that the engine had cached
+ProbeWaits         how long roots waited for a probe
 LoopLag            how late the event loop wakes a sleeper
 """
 
@@ -12,16 +13,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 import numpy as np
 from msgspec import Struct, field
 
+from agentenv.branch import Branch
 from agentenv.offload import look_again
 from agentenv.tree import CANCELLED, Node, Trajectory, TrajectoryTree
-from agentenv.types import Info
+from agentenv.types import Completion, Info
 
 Metrics = dict[str, float]
 
@@ -87,7 +88,7 @@ def _median(counts: Counter[int]) -> int:
 
 
 class _Seen:
-    """What one pass over the trees of a step finds."""
+    """The figures of one pass over the trees of a step."""
 
     def __init__(self, learner_version: int) -> None:
         self._version = learner_version
@@ -145,8 +146,7 @@ class _Seen:
             self._parts.setdefault(f"reward/{name}", []).append(value)
 
     def metrics(self, trees: Sequence[TrajectoryTree]) -> Metrics:
-        """What one update took: counts, rewards, ends and lengths of its trees, as metrics by
-        name."""
+        """Counts, rewards, ends and lengths of the trees of one update, as metrics by name."""
         counts = self._counts
         done = [one for of_kind in self._done.values() for one in of_kind]
         metrics: Metrics = {
@@ -209,8 +209,8 @@ def _tool_metrics(calls: dict[str, list[Info]]) -> Metrics:
     return metrics
 
 
-class Ledger(Struct):
-    """Where every offered tree went. `check` is the conservation law, asserted at each step:
+class TreeCounters(Struct):
+    """The fates of all offered trees. `check` is the conservation law, asserted at each step:
 
     offered = trained + filtered + failed + in flight
     """
@@ -274,119 +274,67 @@ def failure_kind_of(leaf: Node) -> str:
     return (leaf.error or "unknown").partition(":")[0]
 
 
-NO_TOOL = "no tool"  # an observation that answers no call
 STALL_MS = 50.0  # a loop that is later than this is stalled
-OTHER_TOOLS = "other tools"  # a policy can make up any number of names
-MAX_TOOLS = 32  # that a merged profile keeps apart
 
 
-class EntropyCurve(Struct, frozen=True):
-    """The mean entropy (nats) of the tokens at each position of a turn, and the `count` of turns
-    that were that long."""
+class PrefixHits:
+    """Prompt tokens of turns whose keys and values the engine still had, since the last `take`:
+    of turns that go on with their own trajectory, and of the first turns of forks."""
 
-    mean: list[float] = []
-    count: list[int] = []
+    def __init__(self) -> None:
+        self._sums: dict[str, list[int]] = {}  # tokens cached, and in all
 
-    def merged(self, other: EntropyCurve) -> EntropyCurve:
-        """The curve of the turns of both."""
-        count = [sum(pair) for pair in zip_longest(self.count, other.count, fillvalue=0)]
-        sums = zip_longest(self._sums(), other._sums(), fillvalue=0.0)
-        return EntropyCurve([sum(pair) / n for pair, n in zip(sums, count, strict=True)], count)
+    def add(self, branch: Branch, completion: Completion) -> None:
+        if branch.num_turns:
+            kind = "turn_hits" if branch.cursor.branch == branch.name else "fork_hits"
+            sums = self._sums.setdefault(kind, [0, 0])
+            sums[0] += completion.num_cached_tokens
+            sums[1] += len(branch.prefix_ids)
 
-    def _sums(self) -> list[float]:
-        return [mean * count for mean, count in zip(self.mean, self.count, strict=True)]
+    def take(self) -> dict[str, float]:
+        """The shares by kind; none of a kind without turns."""
+        return {f"prefix/{kind}": hit / num for kind, (hit, num) in self.drain().items()}
 
-    def window(self, size: int) -> float:
-        """Mean over the tokens of the first `size` positions; nan without one."""
-        pairs = list(zip(self.mean, self.count, strict=True))[:size]
-        total = sum(count for _, count in pairs)
-        return sum(mean * count for mean, count in pairs) / total if total else float("nan")
+    def drain(self) -> dict[str, list[int]]:
+        """The sums themselves, which `merge` adds to those of another actor."""
+        sums, self._sums = self._sums, {}
+        return sums
 
-
-class EntropyProfile(Struct, frozen=True):
-    """Curves of first turns, of all turns after a tool result, and of those by tool.
-
-    The figure of ARPO and AEPO is `after` each tool against `start`, the first turn of a
-    trajectory, over the first 10 to 50 tokens.
-    """
-
-    start: EntropyCurve = EntropyCurve()
-    after_result: EntropyCurve = EntropyCurve()
-    after: dict[str, EntropyCurve] = {}
-
-    def merged(self, other: EntropyProfile) -> EntropyProfile:
-        """The profile of the trees of both; of more than MAX_TOOLS tools those that came last are
-        counted together, so that a run can merge for ever."""
-        after = dict(self.after)
-        for tool, curve in other.after.items():
-            known = tool in after or len(after.keys() - {OTHER_TOOLS}) < MAX_TOOLS
-            name = tool if known else OTHER_TOOLS
-            after[name] = after.get(name, EntropyCurve()).merged(curve)
-        return EntropyProfile(
-            start=self.start.merged(other.start),
-            after_result=self.after_result.merged(other.after_result),
-            after={tool: after[tool] for tool in sorted(after)},
-        )
-
-    def curves(self) -> dict[str, EntropyCurve]:
-        """By name: start, after_result, after/TOOL."""
-        curves = {"start": self.start, "after_result": self.after_result}
-        return curves | {f"after/{tool}": curve for tool, curve in self.after.items()}
-
-    def rows(self) -> list[dict[str, float | int | str]]:
-        """A table: one row per curve and position."""
-        return [
-            {"curve": name, "position": place, "entropy": mean, "turns": count}
-            for name, curve in self.curves().items()
-            for place, (mean, count) in enumerate(zip(curve.mean, curve.count, strict=True))
-        ]
+    def merge(self, others: dict[str, list[int]]) -> None:
+        """Those of an actor of another process."""
+        for kind, sums in others.items():
+            mine = self._sums.setdefault(kind, [0, 0])
+            mine[:] = [a + b for a, b in zip(mine, sums, strict=True)]
 
 
-def entropy_profile(trees: Iterable[TrajectoryTree], num_positions: int = 50) -> EntropyProfile:
-    """Curves over all turns of the trees, each shared turn counted once.
+class ProbeWaits:
+    """How long roots waited for a probe, the one root that some plans begin with (AEPO), since the
+    last `take`: from the start of a tree until its first leaf let others begin."""
 
-    A result that answers calls of several tools counts for each of them once.
-    """
-    start: list[Sequence[float]] = []
-    after: dict[str, list[Sequence[float]]] = {}
-    followed: list[Sequence[float]] = []
-    for tree in trees:
-        for node in tree.nodes[1:]:
-            if not node.entropies or node.parent is None:
-                continue
-            first = node.entropies[:num_positions]
-            above = tree.nodes[node.parent]
-            if above.parent is None:
-                start.append(first)
-            elif above.observation_ids:
-                followed.append(first)
-                for tool in _tools(above):
-                    after.setdefault(tool, []).append(first)
-    return EntropyProfile(
-        start=_curve(start),
-        after_result=_curve(followed),
-        after={tool: _curve(after[tool]) for tool in sorted(after)},
-    )
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
 
+    def add(self, seconds: float) -> None:
+        self._seconds.append(seconds)
 
-def _tools(node: Node) -> list[str]:
-    names = {str(call["name"]) for call in node.info.get("tool_calls", ())}
-    return sorted(names) or [NO_TOOL]
+    def take(self) -> dict[str, float]:
+        """Mean and longest wait; nothing where none waited."""
+        seconds = self.drain()
+        if not seconds:
+            return {}
+        return {
+            "rollout/probe_wait_s": sum(seconds) / len(seconds),
+            "rollout/probe_wait_s_max": max(seconds),
+        }
 
+    def drain(self) -> list[float]:
+        """The seconds themselves, which `merge` adds to those of another actor."""
+        seconds, self._seconds = self._seconds, []
+        return seconds
 
-def _curve(turns: Sequence[Sequence[float]]) -> EntropyCurve:
-    """Of the positions up to the first at which no turn has an entropy that is known."""
-    length = max(map(len, turns), default=0)
-    if not length:
-        return EntropyCurve()
-    figures = np.full((len(turns), length), np.nan)
-    for row, turn in zip(figures, turns, strict=True):
-        row[: len(turn)] = turn
-    is_known = ~np.isnan(figures)
-    count = is_known.sum(0)
-    size = length if count.all() else int(np.argmin(count > 0))
-    sums = np.where(is_known, figures, 0.0).sum(0)
-    return EntropyCurve((sums[:size] / count[:size]).tolist(), count[:size].tolist())
+    def merge(self, others: list[float]) -> None:
+        """Those of an actor of another process."""
+        self._seconds += others
 
 
 class LoopLag:

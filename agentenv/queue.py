@@ -52,7 +52,7 @@ class Waiting:
 
 
 class Flow:
-    """What of the time between feeder and learner was waiting, since it was taken last."""
+    """Waiting times between feeder and learner, since they were taken last."""
 
     def __init__(self) -> None:
         self._ages_s: list[float] = []

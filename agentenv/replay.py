@@ -18,12 +18,14 @@ from typing import Any, NamedTuple, Self
 from msgspec.structs import replace
 
 from agentenv import errors
-from agentenv.actor import Actor, Guide, Rollout
+from agentenv.actor import Actor
 from agentenv.branch import Branch
 from agentenv.env import ForkMode, StepResult
 from agentenv.errors import AgentEnvError, EngineError
+from agentenv.hooks import RolloutHooks
 from agentenv.plan import RolloutPlan
 from agentenv.renderer import Renderer, ToolSchemas
+from agentenv.rollout import Rollout
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Chunk, Completion, Info, Limit, Limits, Message, SamplingParams, ToolCall
 
@@ -99,7 +101,7 @@ async def differences(
         endless,
         SamplingParams(max_tokens=1),
         seed,
-        record.guide,
+        record.hooks,
     )
     try:
         tree = await actor.rollout(recorded.task, _Plan(plan, record), index=recorded.index)
@@ -165,9 +167,9 @@ class _Record:
         node = self.places.get((branch, depth))
         return node if node is not None and node.index in self.tree.lost else None
 
-    def guide(self, rollout: Rollout) -> Guide:
+    def hooks(self, rollout: Rollout) -> RolloutHooks:
         self.rollout = rollout
-        return _Guide(rollout, self)
+        return _Hooks(rollout, self)
 
     def entropies(self, node: Node) -> list[float]:
         """As the engine told them."""
@@ -335,7 +337,7 @@ class _Renderer(Renderer):
         raise AssertionError
 
 
-class _Guide(Guide):
+class _Hooks(RolloutHooks):
     """Answers in place of envs."""
 
     def __init__(self, rollout: Rollout, record: _Record) -> None:
@@ -378,7 +380,7 @@ class _Guide(Guide):
 
 
 class _Env:
-    """Holds a place: the guide answers."""
+    """Holds a place: the hooks answer."""
 
     def __init__(self, record: _Record) -> None:
         self._record = record

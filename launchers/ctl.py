@@ -1,7 +1,7 @@
-"""Steers a run that goes on: `python launchers/ctl.py RUN [COMMAND ...]`, see docs/steering.md.
+"""Controls a run while it trains: `python launchers/ctl.py RUN [COMMAND ...]`, see docs/control.md.
 
-The process that trains in RUN answers over a socket that only its owner can open. What is told is
-metadata, and nothing that a policy, a page or a dataset wrote, unless --text asks for it.
+The process that trains in RUN answers over a socket that only its owner can open. Replies are
+metadata; text of a policy, a page or a dataset is in them with --text only.
 """
 
 from __future__ import annotations
@@ -25,20 +25,17 @@ from agentenv.untrusted import decode
 
 EPILOG = """commands:
   status                  phase, step, trees, queue, engine, who waits longest (the default)
-  rollouts [--max N]      trees that are under way, and what each awaits since when
-  why [TREE]              what holds rollouts up: all, by what they await, or one tree in detail
-  cancel TREE ...         give trees up: they fail, of kind `cancelled`, and are not trained
-  requeue TREE ...        let trees begin again, in their place
-  pause, resume           no tree, no turn and no update begins, until they go on
+  why [TREE]              what rollouts wait for: all of them, or one tree in detail
+  cancel TREE ...         cancel trees: they fail, with the kind `cancelled`, and are not trained
+  pause, resume           between them no tree, no turn and no update begins
   checkpoint              write one before the next update
   evaluate [SET ...]      evaluate before the next update (default: all sets)
-  set [KEY=VALUE ...]     change keys in flight; without any: which can be changed, and their values
 
 exit codes: 0 done, 1 no process trains in RUN, or it gives no answer, 2 refused or bad arguments"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 nobody answers, 2 refused or bad arguments."""
+    """Returns the exit code: 0 done, 1 no answer, 2 refused or bad arguments."""
     arguments = make_parser().parse_args(argv)
     view = View()
     return to_its_end(lambda: _run(arguments, view), view, writing=str(arguments.run))
@@ -51,11 +48,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--json", action="store_true", default=argparse.SUPPRESS, help="the reply as JSON"
     )  # no default: what stands before the command holds
     texts = Parser(add_help=False)
-    texts.add_argument("--text", action="store_true", help="questions, and what was written, too")
+    texts.add_argument("--text", action="store_true", help="also questions and generated text")
     parser = Parser(
         prog="launchers/ctl.py",
         usage="launchers/ctl.py RUN [COMMAND ...] [--json]",
-        description="Steer a run that goes on.",
+        description="Control a run while it trains.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -69,39 +66,22 @@ def make_parser() -> argparse.ArgumentParser:
         return command
 
     add("status")
-    rollouts = add("rollouts", texts)
-    rollouts.add_argument(
-        "--max", type=_count, default=50, metavar="N", help="rows to show (default: 50)"
-    )
     add("why", texts).add_argument("tree", type=int, nargs="?", metavar="TREE")
-    for name in ("cancel", "requeue"):
-        add(name).add_argument("trees", type=int, nargs="+", metavar="TREE")
+    add("cancel").add_argument("trees", type=int, nargs="+", metavar="TREE")
     add("pause")
     add("resume")
     add("checkpoint")
     add("evaluate").add_argument("sets", nargs="*", metavar="SET")
-    add("set").add_argument("values", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--json", action="store_true", help="the reply as JSON")
     return parser
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if not 1 <= number <= ask.MAX_ROWS:
-        raise argparse.ArgumentTypeError(f"expected 1 to {ask.MAX_ROWS}")
-    return number
-
-
 def _request(arguments: argparse.Namespace) -> Request:
     match arguments.command:
-        case "rollouts":
-            return ask.AskRollouts(arguments.max, arguments.text)
         case "why":
             return ask.AskWhy(arguments.tree, arguments.text)
         case "cancel":
             return ask.Cancel(arguments.trees)
-        case "requeue":
-            return ask.Requeue(arguments.trees)
         case "pause":
             return ask.Pause()
         case "resume":
@@ -110,8 +90,6 @@ def _request(arguments: argparse.Namespace) -> Request:
             return ask.Checkpoint()
         case "evaluate":
             return ask.Evaluate(arguments.sets)
-        case "set":
-            return ask.Set(arguments.values)
         case _:
             return ask.AskStatus()
 
@@ -139,7 +117,7 @@ class _Holder(msgspec.Struct):
 
 
 def _who(run: Path) -> str:
-    """Who trains there, as far as the folder says."""
+    """The process that trains there, as far as the folder says."""
     try:
         holder = decode((run / "lock").read_bytes() or b"null", _Holder | None)
     except (OSError, ForeignError):
@@ -150,8 +128,8 @@ def _who(run: Path) -> str:
         return f"no process trains in {run} now (start it again with --resume)"
     if holder.host != socket.gethostname():
         return (
-            f"{run} is trained by process {holder.pid} on {holder.host}, which can be steered from "
-            "there only"
+            f"{run} is trained by process {holder.pid} on {holder.host}, which can be controlled "
+            "from there only"
         )
     if not os.path.exists(f"/proc/{holder.pid}"):
         return f"the process that trained in {run} was killed (start it again with --resume)"
@@ -166,29 +144,15 @@ def show(reply: Reply, view: View) -> None:
     match reply:
         case ask.Status():
             _show_status(reply, view)
-        case ask.Rollouts():
-            _show_rollouts(reply, view)
         case ask.Waits():
             _show_waits(reply, view)
         case ask.Why():
             _show_why(reply, view)
-        case ask.Knobs():
-            rows = [
-                [one.key, _value(one.value), _value(one.configured), one.meaning, one.reach]
-                for one in reply.knobs
-            ]
-            columns = ["key", "now", "configured", "meaning", "reaches"]
-            title = "what can be changed in flight"
-            view.show(Table(title=title, columns=columns, rows=rows, left=[0, 3, 4]))
         case ask.Done():
             for line in reply.lines:
                 view.say(line)
         case ask.Refused():
             view.fail(reply.why)
-
-
-def _value(value: object) -> str:
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _seconds(seconds: float) -> str:
@@ -210,7 +174,6 @@ def _show_status(one: ask.Status, view: View) -> None:
         ("event loop", _figures(one.loop)),
         ("workers", _figures(one.workers)),
         ("longest wait", one.longest_wait),
-        ("set in flight", _figures(one.set)),
     ):
         if text:
             view.say(f"  {title:<18} {text}")
@@ -220,32 +183,6 @@ def _figures(figures: dict[str, int] | dict[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in figures.items())
 
 
-def _show_rollouts(reply: ask.Rollouts, view: View) -> None:
-    if not reply.rows:
-        return view.say("no rollout is under way")
-    rows = [
-        [
-            str(one.tree),
-            one.task,
-            "evaluation" if one.of == "evaluation" else one.state,
-            f"{one.what} ({one.branch})" if one.branch else one.what or one.worker,
-            one.since,
-            _seconds(one.for_s) if one.what else "",
-            _seconds(one.age_s) if one.age_s else "",
-            str(one.num_branches or ""),
-        ]
-        for one in reply.rows
-    ]
-    columns = ["tree", "task", "state", "awaits", "since", "for", "age", "branches"]
-    title = f"{len(rows) + reply.num_left_out} rollouts under way"
-    notes = [f"{reply.num_left_out} more (--max)"] if reply.num_left_out else []
-    note = "; ".join([*notes, *([reply.note] if reply.note else [])])
-    view.show(Table(title=title, columns=columns, rows=rows, left=[0, 1, 2, 3], note=note))
-    for one in reply.rows:
-        if one.question is not None:
-            view.say(f"tree {one.tree}: {one.question}")
-
-
 def _show_waits(reply: ask.Waits, view: View) -> None:
     rows = []
     for one in reply.waits:
@@ -253,19 +190,19 @@ def _show_waits(reply: ask.Waits, view: View) -> None:
         longest = _seconds(one.longest_s) + (" !" if one.is_long else "")
         rows.append([one.what, str(one.num_branches), one.since, longest, first])
     if rows:
-        columns = ["awaited", "branches", "since", "for", "first"]
-        title = "what rollouts await"
+        columns = ["wait", "branches", "since", "for", "first"]
+        title = "waits of rollouts"
         note = "!: longer than expected" if any(one.is_long for one in reply.waits) else ""
         view.show(Table(title=title, columns=columns, rows=rows, left=[0, 4], note=note))
         _say_advice(((one.what, one.advice) for one in reply.waits), view)
     else:
-        view.say("no rollout awaits anything in this process")
+        view.say("no rollout waits in this process")
     for line in reply.lines:
         view.say(line)
 
 
 def _say_advice(waits: Iterable[tuple[str, str]], view: View) -> None:
-    """What each wait may mean, once."""
+    """The likely cause of each wait, once."""
     for what, advice in dict(waits).items():
         if advice:
             view.say(f"{what}: {advice}")
@@ -280,7 +217,7 @@ def _show_why(reply: ask.Why, view: View) -> None:
     rows = [
         [
             branch.branch or "(tree)",
-            branch.what or "only begins",
+            branch.what or "starting",
             branch.since,
             _seconds(branch.for_s),
             f"{branch.worked_s:.1f} of {branch.limit_s:g} s",
@@ -291,7 +228,7 @@ def _show_why(reply: ask.Why, view: View) -> None:
         for branch in reply.branches
     ]
     if rows:
-        columns = ["branch", "awaits", "since", "for", "worked", "turns", "tokens", "calls"]
+        columns = ["branch", "wait", "since", "for", "worked", "turns", "tokens", "calls"]
         view.show(Table(title="live branches", columns=columns, rows=rows, left=[0, 1]))
         _say_advice(((branch.what, branch.advice) for branch in reply.branches), view)
     if reply.ends:

@@ -75,11 +75,9 @@ def self_critic(num_rounds: int) -> Work:
     def work(
         config: TrainConfig, run: RunDirectory, view: View, resume: str
     ) -> Coroutine[Any, Any, None]:
-        from agentenv.pipelines.rl.training import (
-            Training,  # slow to load: mistakes are told before
-        )
+        from agentenv.pipelines.rl.rounds import SelfCriticRun  # slow to load
 
-        return Training(config, run, view, resume=resume).run_rounds(num_rounds)
+        return SelfCriticRun(config, run, view, resume=resume).run_rounds(num_rounds)
 
     return work
 

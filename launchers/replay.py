@@ -229,7 +229,7 @@ class Replay:
         self, entries: Sequence[Entry], *, with_loss: bool = True
     ) -> tuple[list[str], list[str]]:
         """Differences, and what could not be compared."""
-        from agentenv.pipelines.rl.training import credits_of_update
+        from agentenv.pipelines.rl.batching import credits_of_update
 
         found: list[str] = []
         notes: list[str] = []

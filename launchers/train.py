@@ -7,8 +7,10 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
 
+import logging
 import sys
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 from agentenv.launchers.command import make_parser, parse, run_command
@@ -34,12 +36,19 @@ def reinforce(
     config: TrainConfig, run: RunDirectory, view: View, resume: str
 ) -> Coroutine[Any, Any, None]:
     """The run of the configuration."""
-    from agentenv.pipelines.rl.control import run_steered, with_settings  # slow to load
-    from agentenv.pipelines.rl.training import Training  # mistakes are told before
+    from agentenv.pipelines.rl.control import controlled  # slow to load
+    from agentenv.pipelines.rl.training import Training  # mistakes are reported before
 
+    logging.getLogger().setLevel(config.log.level.upper())
     if resume:
-        config = with_settings(config, run, view)
-    return run_steered(Training(config, run, view, resume=resume))
+        warn_of_values_set(run.path / "steering.jsonl", view)
+    return Training(config, run, view, resume=resume, subscribers=[controlled]).run_all()
+
+
+def warn_of_values_set(path: Path, view: View) -> None:
+    """Keys that an earlier version changed in flight have the values of the configuration again."""
+    if path.exists() and b'"command":"set"' in path.read_bytes():
+        view.warn(f"{path} holds values set in flight, which are ignored; set them as overrides")
 
 
 if __name__ == "__main__":

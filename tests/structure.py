@@ -57,7 +57,7 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # Where a walk begins: a file (regular expression) and functions, of this code or an older one.
 ENTRIES = {
-    "turn": (r"agentenv/(actor|growth|branch)\.py", ("_generate", "generate")),
+    "turn": (r"agentenv/(actor|rollout|growth|branch)\.py", ("_generate", "generate")),
     "weights": (r"(?:launchers|pipelines)/rl/\w+\.py", ("publish",)),
     "gradient": (
         r"(?:launchers|pipelines)/rl/\w+\.py|learners/(deepspeed_learner|trainer)\.py",

@@ -21,7 +21,6 @@ from agentenv.disk import append_whole, make_folder, write_whole
 from agentenv.errors import ConfigError
 from agentenv.journal import Began, Journal, JournalConfig
 from agentenv.learners.tensor_file import write_tensors
-from agentenv.pipelines.run.control import Change, write_change
 from agentenv.pipelines.run.rundir import Checkpoints, RunDirectory, save_state
 from tests.test_archive import header, kept
 
@@ -64,8 +63,6 @@ def test_the_name_of_a_durable_file_is_durable(tmp_path: Path, synced: Synced) -
     make_folder(tmp_path / "a" / "b" / "c")
     for name in ("a", "a/b", "a/b/c"):
         assert synced.has(tmp_path / name), name
-    write_change(tmp_path / "a", Change("now", "pause", 1, 1, 1))
-    assert synced.has(tmp_path / "a" / "steering.jsonl")
 
 
 async def test_those_of_a_journal_are(tmp_path: Path, synced: Synced) -> None:

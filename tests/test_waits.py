@@ -46,7 +46,7 @@ FOREVER = "until a signal, or as long as what it looks after lives"
 
 HERE = "a queue or a lock in this process"
 ALLOWED = {
-    "agentenv/actor.py Actor.until_let_go: self.held.wait": PERSON,
+    "agentenv/actor.py Actor.until_resumed: self._goes_on.wait": PERSON,
     "agentenv/branch.py Branch.held: event.wait": SAME,
     "agentenv/cluster/envs.py EnvWorkers.place: self._changed.wait": "until one is up or none will",
     "agentenv/cluster/link.py StreamLink.receive: self._reader.readexactly": BEATS,

@@ -17,13 +17,15 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from agentenv.actor import Actor, Guide, Rollout
+from agentenv.actor import Actor
 from agentenv.assist.helpers import Assist, Counts, HelperModel, add, count_calls, debugged
 from agentenv.branch import Branch
 from agentenv.engines.remote.endpoint import Said
 from agentenv.env import Env, StepResult
 from agentenv.errors import ConfigError, EnvError, InfraError
+from agentenv.hooks import RolloutHooks
 from agentenv.plan import Independent
+from agentenv.rollout import Rollout
 from agentenv.tool_env import ToolEnv
 from agentenv.tree import packed_ids
 from agentenv.types import Info, Message, SamplingParams, Task
@@ -79,7 +81,7 @@ class Notes:
         return int(self.counts.get(f"{helper}_uses", 0))
 
 
-class AssistGuide(Guide):
+class AssistHooks(RolloutHooks):
     """Takes backtracer and refiner along in one rollout, of an evaluation.
 
     What a trajectory was sampled from is not what training would need, so other plans than
@@ -254,4 +256,4 @@ def assist_actor(actor: Actor, assist: Assist) -> None:
         return env
 
     actor.make_env = debuggable
-    actor.make_guide = partial(AssistGuide, assist=assist)
+    actor.make_hooks = partial(AssistHooks, assist=assist)

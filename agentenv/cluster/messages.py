@@ -39,10 +39,10 @@ import msgspec
 from msgspec import Struct
 
 from agentenv import errors
-from agentenv.actor import BranchNow
 from agentenv.engines.pool.server import Outcome
 from agentenv.errors import AgentEnvError
 from agentenv.failures import Failure
+from agentenv.rollout import BranchNow
 from agentenv.types import Chunk, Completion, Limits, SamplingParams, Task
 from agentenv.untrusted import packed
 
@@ -210,8 +210,8 @@ class Quit(Struct, array_like=True, frozen=True, tag=4):
 
 class Figures(Struct, array_like=True):
     """Of a worker. `hits` and `probe_waits_s` are those since the last ones, of
-    `agentenv.actor.PrefixHits` and `ProbeWaits`; `env` and `num_cut` since its start. `behind` says
-    what its rollouts have waited for longest; empty: there are none."""
+    `agentenv.metrics.PrefixHits` and `ProbeWaits`; `env` and `num_cut` since its start. `behind`
+    says what its rollouts have waited for longest; empty: there are none."""
 
     num_trees: int = 0
     num_open_envs: int = 0

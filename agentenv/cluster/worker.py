@@ -158,10 +158,9 @@ class RolloutWorker:
 
     def _steer(self, asked: Steer) -> None:
         if asked.holds:
-            self._actor.hold()
+            self._actor.pause()
         else:
-            self._actor.let_go()
-        self._actor.set_times(asked.limits)
+            self._actor.resume()
 
     def _of_tree(self, asked: GiveUp | Look) -> None:
         """As soon as the tree has begun to grow, which a new one does at once."""
@@ -173,7 +172,7 @@ class RolloutWorker:
         elif isinstance(asked, Look):
             self._link.send(pack(Looked(asked.number, rollout.now())))
         else:
-            rollout.give_up(asked.reason)
+            rollout.cancel(asked.reason)
 
     async def _grow(self, asked: Grow) -> None:
         recorded = None

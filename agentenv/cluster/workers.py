@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from agentenv.actor import Actor, BranchNow
+from agentenv.actor import Actor
 from agentenv.cluster.engine import Turns
 from agentenv.cluster.link import Link
 from agentenv.cluster.messages import (
@@ -69,6 +69,7 @@ from agentenv.journal import (
     pack_recorded,
 )
 from agentenv.plan import Independent, RolloutPlan
+from agentenv.rollout import BranchNow
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 
@@ -224,7 +225,7 @@ class RolloutWorkers:
             session=growing.session,
             record=record,
             recorded=growing.recorded,
-            given_up=growing.given_up,
+            cancelled=growing.given_up,
         )
         self._remember(growing.index, num_lost)  # also if it is wanted again, of other weights
         return tree
@@ -491,7 +492,7 @@ class RolloutWorkers:
 
     def _tell_steered(self, worker: _Worker) -> None:
         actor = self._actor
-        worker.link.send(pack(Steer(actor.held is not None, actor.limits)))
+        worker.link.send(pack(Steer(actor.is_paused, actor.limits)))
 
     def give_up(self, index: int, reason: str) -> bool:
         """Cancel a tree on a person's request, wherever it grows: its worker receives the order;

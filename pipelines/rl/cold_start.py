@@ -94,7 +94,7 @@ class ColdStart:
         self._losses: list[float] = []
         self._checkpoint = checkpoint
         self._done = state.imitating = state.imitating or Imitating()
-        self._until = self._done.step  # what is done is gone through again without the learner
+        self._until = self._done.step  # steps done are repeated without the learner
         self._saver = Saver(
             replace(config.checkpoint, every=0),  # which counts updates
             checkpoints,
@@ -169,7 +169,7 @@ class ColdStart:
             self.state.line = self.state.incarnation
 
     async def _end(self) -> None:
-        """From here on what is saved is of updates."""
+        """From here on checkpoints are of updates."""
         async with self._saver.moving():
             await self.parts.learner.reset_optimizer(optimizer_of(self.learner_config))
             self.state.imitating = None

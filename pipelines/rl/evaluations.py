@@ -30,7 +30,7 @@ from agentenv.evaluate import Answer
 from agentenv.failures import NUM_NAMED
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
-from agentenv.pipelines.config.rl import EvalConfig, TrainConfig
+from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.evaluation.run import Progress, ask_into, broken, row_of
 from agentenv.pipelines.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from agentenv.pipelines.evaluation.subject import evaluation_of
@@ -78,11 +78,11 @@ class Evaluator:
         self._folder = run.path / EVALUATIONS
         self._weights = run.path / "evaluating"
         self._evaluations = Evaluations(config, run.path, parts.eval_tasks, recorder.view)
-        self.timeout_s = config.eval.timeout_s
 
-    def set(self, config: EvalConfig) -> None:
-        """What holds for evaluations that begin from now on."""
-        self.timeout_s, self._evaluations.concurrency = config.timeout_s, config.concurrency
+    def due(self, step: int) -> list[str]:
+        """The sets that are evaluated after this step."""
+        sets = self.config.eval.sets
+        return [name for name, one in sets.items() if one.every and step % one.every == 0]
 
     async def around(self, phase: str) -> None:
         """Evaluate the sets that are reported before and after the phase, and keep their reports
@@ -111,8 +111,8 @@ class Evaluator:
             await self.saver.consider_best(step, report)
 
     async def asked(self, names: list[str]) -> tuple[str, dict[str, BriefReport]]:
-        """Evaluate these sets now, which a person asked for, and where that is stored: beside what
-        is due. What is there already is not asked again."""
+        """Evaluate these sets on a person's request; also the name of the folder, which is not that
+        of an evaluation that is due. Stored answers are used again."""
         await self.finish()  # one beside the training
         for number in count(1):
             when = f"asked-{self.state.step:06d}" + (f"-{number}" if number > 1 else "")
@@ -133,7 +133,7 @@ class Evaluator:
             return
         beside = self.parts.overlapping
         if not self._has_sets(what):
-            self._tell_gap(what, "eval.sets does not have them any more")
+            self._warn_of_gap(what, "eval.sets does not have them any more")
         elif await in_thread(self._evaluations.is_done, what):
             await self._consider_again(what)
         elif beside is not None and await in_thread(self._weights_of(what).is_dir):
@@ -141,7 +141,7 @@ class Evaluator:
         elif what.step == self.state.step:
             return await self.after_step(what.sets)
         else:
-            self._tell_gap(what, "its weights are gone")
+            self._warn_of_gap(what, "its weights are gone")
         self.state.evaluating = None
 
     async def _consider_again(self, what: Evaluating) -> None:
@@ -157,7 +157,7 @@ class Evaluator:
         """Whether the configuration still knows of all that is evaluated."""
         return self.config.eval.sets.keys() >= set(what.sets)
 
-    def is_told(self, phase: str) -> bool:
+    def is_recorded(self, phase: str) -> bool:
         """Whether its rows of metrics are all there, and stay so when the run goes on."""
         if phase in PHASES:
             return phase in self.state.reports
@@ -173,7 +173,7 @@ class Evaluator:
             self._beside = None
 
     def cancel(self) -> None:
-        """Stop the evaluation beside the training; the state still says that it is due."""
+        """Stop the evaluation beside the training; in the state it is still due."""
         if self._beside is not None:
             self._beside.cancel()
 
@@ -200,8 +200,8 @@ class Evaluator:
         self._beside = asyncio.create_task(self._evaluate_beside(actor, what))
 
     async def _evaluate_beside(self, actor: Actor, what: Evaluating) -> None:
-        """To its end, or to a gap in the curve: the training does not depend on it. What every
-        trajectory failed of is another matter, since those of the training meet it too."""
+        """To its end, or to a gap in the curve: the training does not depend on it. A failure of
+        every trajectory is raised, since those of the training meet it too."""
         try:
             found = await self._or_gap(self._with_weights(actor, what), what)
             for report in found.values():
@@ -211,7 +211,7 @@ class Evaluator:
             of_env = isinstance(error, TooManyFailuresError) and not error.is_of_engine
             if isinstance(error, EnvError) or of_env:
                 raise
-            self._tell_gap(what, str(error))
+            self._warn_of_gap(what, str(error))
         self.state.evaluating = None
         await in_thread(self._forget_weights)
 
@@ -235,8 +235,8 @@ class Evaluator:
     async def _or_gap(
         self, evaluation: Coroutine[Any, Any, dict[str, BriefReport]], what: Evaluating
     ) -> dict[str, BriefReport]:
-        """What it finds, or nothing where it takes longer than `eval.timeout_s`."""
-        limit_s = self.timeout_s
+        """The result, or nothing where it takes longer than `eval.timeout_s`."""
+        limit_s = self.config.eval.timeout_s
         deadline = asyncio.timeout(limit_s)
         try:
             async with deadline:
@@ -244,10 +244,10 @@ class Evaluator:
         except TimeoutError:
             if not deadline.expired():
                 raise
-        self._tell_gap(what, f"it took longer than {limit_s:g} s (eval.timeout_s)")
+        self._warn_of_gap(what, f"it took longer than {limit_s:g} s (eval.timeout_s)")
         return {}
 
-    def _tell_gap(self, what: Evaluating, reason: str) -> None:
+    def _warn_of_gap(self, what: Evaluating, reason: str) -> None:
         logger.warning("there is no evaluation %s: %s", what.phase, reason, extra=SHOWN)
 
     async def _evaluate(self, actor: Actor, what: Evaluating) -> dict[str, BriefReport]:
@@ -259,7 +259,7 @@ class Evaluator:
                 rows = await ask(actor, name)
                 refuse_failed(name, rows, is_before=what.when in BEFORE_TRAINING)
                 found[name] = brief_report(name, rows)
-                await self.recorder.tell(found[name], rows, what.step, what.phase)
+                await self.recorder.record_evaluation(found[name], rows, what.step, what.phase)
         return found
 
 
@@ -289,15 +289,14 @@ def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False
 
 
 class Evaluations:
-    """Begins the evaluations of the run in the folder `run`, and says to `view` how far they
-    are."""
+    """Begins the evaluations of the run in the folder `run`, and shows their progress in
+    `view`."""
 
     def __init__(
         self, config: TrainConfig, run: Path, tasks: Mapping[str, Sequence[Task]], view: View
     ) -> None:
         self._view = view
         self._config, self._run, self._tasks = config, run, tasks
-        self.concurrency = config.eval.concurrency  # of those that begin from now on
 
     @asynccontextmanager
     async def begin(self, what: Evaluating, when: str) -> AsyncIterator[Ask]:
@@ -354,7 +353,7 @@ class Evaluations:
 
         samples = range(own.num_samples)
         wanted = [Wanted(name, task, sample) for task in self._tasks[name] for sample in samples]
-        missing, many = store.missing(wanted), self.concurrency
+        missing, many = store.missing(wanted), self._config.eval.concurrency
         pulse = Pulse(self._view, f"evaluation of {name}", len(missing))
         progress = Progress(pulse.look, actor.engine)
         try:

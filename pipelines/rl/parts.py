@@ -26,11 +26,9 @@ from agentenv.disk import (
 )
 from agentenv.encoder import encode_beside
 from agentenv.engine import Engine, EngineStart, ServerStarter
-from agentenv.engines.pool.engine import PooledEngineConfig
-from agentenv.engines.pool.pool import EnginePool
 from agentenv.env import Env
 from agentenv.errors import ConfigError
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender, start_ranks
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner, start_ranks
 from agentenv.learners.learner import read_saved
 from agentenv.learners.lora import ADAPTER_FOLDER, frozen_model
 from agentenv.learners.ranks import RankGroup, RankPlaces
@@ -40,12 +38,10 @@ from agentenv.pipelines.cluster.ray_places import RayPlaces
 from agentenv.pipelines.config.cluster import RayCluster
 from agentenv.pipelines.config.rl import DataConfig, EvalSet, Sampling, TrainConfig
 from agentenv.pipelines.rl.publishing import (
-    AdapterPublisher,
-    BroadcastPublisher,
     Colocation,
-    DirectoryPublisher,
     ParityProbe,
     Publisher,
+    make_publisher,
     sleeping_engine,
 )
 from agentenv.pipelines.rl.ray_resources import RayRanks, far_servers, open_ray
@@ -78,7 +74,7 @@ LEARNER_LOG = "learner.log"
 
 @dataclass
 class Parts:
-    """What the loop of a run works with. `overlapping` is the actor of evaluations beside the
+    """The parts that the loop works with. `overlapping` is the actor of evaluations beside the
     training, on an engine of its own; `demonstrations` are those of a cold start that is still to
     come, and those that measure it."""
 
@@ -252,7 +248,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
 
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
-        """What takes long starts beside what goes on inside: all of a run that was found in order
+        """Slow parts start while other work goes on inside: all of a run that was found in order
         before, else the ranks of the learner, which import for seconds."""
         work: Coroutine[Any, Any, object]
         if self.checkpoint is not None and not self.config.roles:  # whose servers come first
@@ -396,8 +392,8 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
 
     @once
     async def passage(self) -> Passage:
-        """What all machines see that have an engine or the learner; else shared memory, where that
-        has room. Raises ConfigError where nothing has."""
+        """A folder that all machines with an engine or the learner see; else shared memory, where
+        that has room. Raises ConfigError where nothing has."""
         config, model = self.config, await self.model()
         chosen = config.resources.weights_dir
         return await in_thread(
@@ -480,28 +476,3 @@ def adapter_rank(config: TrainConfig) -> int:
 def eval_key(name: str) -> str:
     """The key of an evaluation set, which is the set's name among all sets of a run."""
     return f"eval.sets.{name}"
-
-
-def make_publisher(
-    config: TrainConfig,
-    engine: Engine,
-    learner: DeepSpeedLearner,
-    folder: Path,
-    colocation: Colocation | None,
-) -> Publisher:
-    """How new weights reach the engine, by its configuration."""
-    if config.engine.new_weights == "adapter":
-        return AdapterPublisher(engine, learner, folder, colocation)
-    if config.engine.new_weights == "directory":
-        return DirectoryPublisher(engine, learner, folder, colocation)
-    assert isinstance(config.engine, PooledEngineConfig)
-    assert isinstance(engine, EnginePool)
-    pool = config.engine.pool
-    sender = LearnerSender(
-        learner,
-        folder,
-        pool.broadcast_timeout_s,
-        pool.broadcast_port,
-        pool.broadcast_interface,
-    )
-    return BroadcastPublisher(engine, sender)

@@ -5,6 +5,7 @@ the GPUs meanwhile.
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -15,13 +16,18 @@ from msgspec import Struct
 
 from agentenv.deadline import uncancelled
 from agentenv.engine import Engine, SleepingEngine
+from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.errors import ConfigError, EngineDeadError, LearnerError
+from agentenv.errors import SHOWN, ConfigError, EngineDeadError, LearnerError
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
-from agentenv.learners.learner import Learner
+from agentenv.learners.learner import Agreement, Learner, Metrics
 from agentenv.offload import in_thread
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.serving.gpus import trains_on_gpu
 from agentenv.types import Completion, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 PROBE_S = 120.0  # in which a server answers a prompt of a probe; else it is left out
 
@@ -36,8 +42,25 @@ class Gap(Struct, frozen=True):
     worst: str = ""
 
 
+class ParityGap(Struct):
+    """|engine log-prob - learner log-prob| on the probe batch, nats, over all publishes."""
+
+    num_tokens: int = 0
+    sum: float = 0.0
+    max: float = 0.0
+
+    def add(self, gap: Gap) -> None:
+        self.num_tokens += gap.num_tokens
+        self.sum += gap.mean * gap.num_tokens
+        self.max = max(self.max, gap.max)
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.num_tokens if self.num_tokens else 0.0
+
+
 class ParityProbe:
-    """After a publish the engine, each server of a pool, samples a few tokens behind fixed
+    """After a publish the engine, each server of a pool, samples a few tokens after fixed
     prompts; before its next step the learner, still at that version, scores the same tokens."""
 
     def __init__(
@@ -106,6 +129,60 @@ class ParityProbe:
             await asyncio.gather(self._sampling, return_exceptions=True)
 
 
+class ParityCheck:
+    """Judges the gaps that the probe of one run finds. `total` sums them up."""
+
+    def __init__(
+        self, config: TrainConfig, probe: ParityProbe, learner: Learner, total: ParityGap
+    ) -> None:
+        self.limits = config.train
+        self.probe = probe
+        self.learner = learner
+        self.total = total
+        self.is_exact = is_exact(config)
+        self.agreement: Agreement = "exact" if self.is_exact else "unknown"
+
+    async def check(self) -> Metrics:
+        """The gap that the probe found since the last call, as metrics. Warns if it is wider than
+        `train.max_logprob_gap`; raises LearnerError if engine and learner compute two models."""
+        gap = await self.probe.finish()
+        if gap is None:
+            return {}
+        self.total.add(gap)
+        allowed = self.limits.max_logprob_gap
+        if not self.is_exact:
+            self.agreement = "close" if gap.max <= allowed else "unknown"
+        stop, version = max(self.limits.stop_logprob_gap, allowed), self.learner.policy_version
+        if gap.mean > stop:
+            raise LearnerError(
+                f"{gap.worst or 'the engine'} and the learner disagree by {gap.mean:.2g} nats a "
+                f"token at policy version {version}, more than train.stop_logprob_gap = {stop:g}: "
+                "they do not compute the same model; look for another dtype, quantization or model "
+                "path"
+            )
+        if gap.max > allowed:
+            logger.warning(
+                "%s and learner disagree by up to %.4f nats at policy version %d "
+                "(train.max_logprob_gap = %g)",
+                gap.worst or "engine",
+                gap.max,
+                version,
+                allowed,
+                extra=SHOWN,
+            )
+        return {"parity/logprob_gap_mean": gap.mean, "parity/logprob_gap_max": gap.max}
+
+
+def is_exact(config: TrainConfig) -> bool:
+    """Whether the engine's figures are the learner's up to rounding in float32: both round to
+    bfloat16 in places of their own."""
+    local = config.engine.local_model
+    if local is None or not config.engine.is_exact:
+        return config.engine.is_exact
+    learner = config.learner.resolved(on_gpu=trains_on_gpu(config))
+    return learner.dtype == local.dtype == "float32"
+
+
 class Colocation:
     """Who has the GPUs, where engine and learner share them. Every command to the learner takes
     the GPUs for itself; `learner.turn`, which is `turn` here, keeps them for several commands.
@@ -166,7 +243,7 @@ class Colocation:
         async with self._moving:
             if self.owner == "learner":
                 await self._learner.sleep()
-                with suppress(EngineDeadError):  # whoever asks it next is told
+                with suppress(EngineDeadError):  # the next request reports it
                     await self._engine.wake()
                 self.owner = "engine"
 
@@ -235,3 +312,28 @@ class BroadcastPublisher:
         version = await self.sender.publish()
         await self.engine.receive_weights(self.sender, version)
         await in_thread(shutil.rmtree, self.sender.folder / f"v{version - 1}", ignore_errors=True)
+
+
+def make_publisher(
+    config: TrainConfig,
+    engine: Engine,
+    learner: DeepSpeedLearner,
+    folder: Path,
+    colocation: Colocation | None,
+) -> Publisher:
+    """How new weights reach the engine, by its configuration."""
+    if config.engine.new_weights == "adapter":
+        return AdapterPublisher(engine, learner, folder, colocation)
+    if config.engine.new_weights == "directory":
+        return DirectoryPublisher(engine, learner, folder, colocation)
+    assert isinstance(config.engine, PooledEngineConfig)
+    assert isinstance(engine, EnginePool)
+    pool = config.engine.pool
+    sender = LearnerSender(
+        learner,
+        folder,
+        pool.broadcast_timeout_s,
+        pool.broadcast_port,
+        pool.broadcast_interface,
+    )
+    return BroadcastPublisher(engine, sender)

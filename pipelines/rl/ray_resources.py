@@ -21,7 +21,7 @@ from agentenv.server_config import LaunchConfig
 
 
 def needed(config: TrainConfig, cluster: RayCluster) -> Iterator[tuple[str, dict[str, float]]]:
-    """What has to fit for the run to begin, with the keys that ask for it."""
+    """Resources that have to be free for the run to begin, with the keys that ask for them."""
     launched = config.engine.launched
     if cluster.learner:
         for _ in range(config.learner.num_ranks):
@@ -53,7 +53,7 @@ async def open_ray(
 def far_servers(
     cluster: RayCluster, places: RayPlaces, folder: Path, stack: AsyncExitStack, say: Say
 ) -> ClusterServers:
-    """What starts the servers of the engine on nodes."""
+    """The starter of the engine's servers on nodes."""
 
     def kind(config: LaunchConfig) -> Kind:
         return Kind(

@@ -1,5 +1,4 @@
-"""What a run measures of itself and writes: seconds, metrics, trajectories, evaluations, and the
-report at its end."""
+"""The records of a run: seconds, metrics, trajectories, evaluations, and the report at its end."""
 
 from __future__ import annotations
 
@@ -10,43 +9,33 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import psutil
 
-from agentenv.archive import ARCHIVE, Archive, Credit, Fate, KeptTree, StepHeader
+from agentenv.archive import ARCHIVE, Archive, Credit, KeptTree, StepHeader
 from agentenv.data_files import Row
 from agentenv.deadline import uncancelled
 from agentenv.encoder import decoder
 from agentenv.envs.common.workers import JobError, WorkerPool
 from agentenv.errors import ConfigError, InfraError
-from agentenv.learners.credit import TreeCredit
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.records.row import EvalRow
 from agentenv.pipelines.records.trajectories import write_rows
 from agentenv.pipelines.rl import report
-from agentenv.pipelines.rl.report import entropy_line, write_entropy, write_plots
+from agentenv.pipelines.rl.batching import Batch, FirstEntropies, Settled
+from agentenv.pipelines.rl.curves import write_entropy, write_plots
+from agentenv.pipelines.rl.report import entropy_line
 from agentenv.pipelines.rl.state import BriefReport, RunState
 from agentenv.pipelines.run.rundir import LOG_FILE, RunDirectory
 from agentenv.pipelines.run.terminal import View
 from agentenv.tree import TrajectoryTree, to_frame
 
-Told = dict[int, list[list[float]]]  # of trees by their index: first entropies of each node
 
-
-class Settled(NamedTuple):
-    """What became of a tree that a step took, and why, where it was not trained."""
-
-    tree: TrajectoryTree
-    credit: TreeCredit | None
-    fate: Fate
-    why: str = ""
-
-
-def first_entropies(trees: Sequence[TrajectoryTree], num_tokens: int) -> Told:
-    """What plans saw of the engine's entropies."""
+def first_entropies(trees: Sequence[TrajectoryTree], num_tokens: int) -> FirstEntropies:
+    """The engine's entropies, as far as plans saw them."""
     if not num_tokens:
         return {}
     return {
@@ -54,13 +43,13 @@ def first_entropies(trees: Sequence[TrajectoryTree], num_tokens: int) -> Told:
     }
 
 
-def kept_tree(settled: Settled, told: Told) -> KeptTree:
+def kept_tree(settled: Settled, entropies: FirstEntropies) -> KeptTree:
     """A tree for the archive."""
     tree, credit, fate, why = settled
     figures = None
     if credit is not None:
         figures = Credit(*(getattr(credit, name).tolist() for name in Credit.__struct_fields__))
-    return KeptTree(tree, fate, why, figures, told.get(tree.index, []))
+    return KeptTree(tree, fate, why, figures, entropies.get(tree.index, []))
 
 
 def cpu_seconds() -> float:
@@ -74,8 +63,8 @@ def cpu_seconds() -> float:
 
 
 def _family(pid: int) -> list[int]:
-    """The process and all below it. Where the kernel tells the children of one, the others of the
-    machine, which may be thousands, are not looked through."""
+    """The process and all below it. Where the kernel lists the children of a process, the others of
+    the machine, which may be thousands, are not searched."""
     folder = Path(f"/proc/{pid}/task")
     try:
         texts = [(thread / "children").read_text() for thread in folder.iterdir()]
@@ -158,7 +147,9 @@ class Recorder:
         await in_thread(self.run.write_metrics, row)
         self.run.monitors.log(row)
 
-    async def tell(self, result: BriefReport, rows: list[EvalRow], step: int, when: str) -> None:
+    async def record_evaluation(
+        self, result: BriefReport, rows: list[EvalRow], step: int, when: str
+    ) -> None:
         """An evaluation of one set after `step`: metrics, a line, samples for monitors and, of
         the set that is reported, for samples.txt."""
         name = f"eval-{result.name}-{when}"
@@ -181,8 +172,8 @@ class Recorder:
         engine: dict[str, Any],
         failures: Sequence[str] = (),
     ) -> None:
-        """Summary, table, curves; the wall time of phases is complete by now. `engine`: what
-        befell it since this process started; `failures`: the causes of failed rollouts."""
+        """Summary, table, curves; the wall time of phases is complete by now. `engine`: its
+        statistics since this process started; `failures`: the causes of failed rollouts."""
         config, state = self.config, self.state
         summary = report.summarize(
             state,
@@ -264,17 +255,18 @@ class Recorder:
                 logger.warning("trajectories are written in the run's own process: %s", error)
         return await in_thread(write_rows, trees, decoder(self.tokenizer), path, wanted)
 
-    async def write_behind(self, name: str, trees: list[TrajectoryTree]) -> None:
-        """The same while other work goes on; only what is still being written is waited for."""
+    async def write_later(self, name: str, trees: list[TrajectoryTree]) -> None:
+        """`write_trajectories` while other work goes on, once the write before has ended."""
         await self.written()
         self._writing = asyncio.create_task(self.write_trajectories(name, trees))
 
-    async def keep_trees(self, header: StepHeader, settled: Sequence[Settled], told: Told) -> None:
+    async def keep_trees(self, header: StepHeader, batch: Batch) -> None:
         """The trees of a step, for the archive, while other work goes on."""
-        await self.archive.write_behind(header, (kept_tree(one, told) for one in settled))
+        trees = (kept_tree(one, batch.first_entropies) for one in batch.settled)
+        await self.archive.write_behind(header, trees)
 
     async def close(self) -> None:
-        """Wait for what is being written, whatever becomes of it."""
+        """Wait until writes have ended, well or not."""
         await self.archive.close()
         if self._writing is not None:
             await asyncio.wait({self._writing})

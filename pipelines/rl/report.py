@@ -1,15 +1,8 @@
-"""What a person sees of a training run: lines while it goes on, then table, summary, pictures and
-sample trajectories.
-
-ARPO (arXiv 2507.19849) and AEPO (arXiv 2510.14545) rest on a rise of entropy in the first tokens
-after a tool result; entropy.csv and entropy.png show whether the user's own policy has one.
-"""
+"""The report of a training run for people: lines while it goes on, then table, summary and sample
+trajectories."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,31 +13,17 @@ import msgspec
 from agentenv.data_files import Row
 from agentenv.disk import append_whole, write_whole
 from agentenv.engine import Engine
-from agentenv.metrics import EntropyProfile, Throughput
+from agentenv.entropy_profile import EntropyProfile
+from agentenv.metrics import Throughput
 from agentenv.offload import look_again
 from agentenv.pipelines.records.row import EvalRow
 from agentenv.pipelines.records.trajectories import readable
 from agentenv.pipelines.rl.state import BriefFigures, BriefReport, RunState
-from agentenv.pipelines.run.plots import panels, png
 from agentenv.pipelines.run.tables import Table
 from agentenv.pipelines.run.terminal import View
 from agentenv.queue import ReplayQueue
 
-COLUMNS = ("curve", "position", "entropy", "turns")
-WINDOW = 20  # tokens of the line that is said
-SHOWN_SHARE = 0.05  # of a curve's turns; means over fewer are noise and are only in the table
-
-
-def write_entropy(profile: EntropyProfile, folder: Path, name: str) -> None:
-    """entropy.csv and entropy.png: mean entropy (nats) by token position from the start of a turn,
-    of first turns and of turns after a tool result, by tool; beside it how many turns each point
-    is the mean of."""
-    text = io.StringIO(newline="")
-    table = csv.DictWriter(text, COLUMNS)
-    table.writeheader()
-    table.writerows(profile.rows())
-    write_whole(folder / "entropy.csv", text.getvalue())
-    _plot(profile, folder / "entropy.png", name)
+WINDOW = 20  # tokens of the entropy line
 
 
 def entropy_line(profile: EntropyProfile) -> str:
@@ -57,31 +36,6 @@ def entropy_line(profile: EntropyProfile) -> str:
         f"entropy of a turn's first {WINDOW} tokens, nats: first turn {means['start']:.3f}, after "
         f"a tool result {means['after_result']:.3f} ({tools})"
     )
-
-
-def _plot(profile: EntropyProfile, target: Path, name: str) -> None:
-    # Wide and pale below its tools, of which there may be but one.
-    styles: dict[str, dict[str, Any]] = {
-        "start": {"color": "black", "linestyle": "--"},
-        "after_result": {"color": "black", "linewidth": 4, "alpha": 0.3},
-    }
-    titles = {"start": "first turn", "after_result": "after any tool result"}
-    title = f"{name}: entropy by position, rollouts of the whole run"
-    figure, (left, right) = panels(1, 2, (11, 4.2), title)
-    for label, curve in profile.curves().items():
-        if not curve.count:
-            continue
-        style = styles.get(label, {})
-        length = sum(count >= SHOWN_SHARE * curve.count[0] for count in curve.count)
-        for axes, values in ((left, curve.mean[:length]), (right, curve.count)):
-            axes.plot(values, label=titles.get(label, label.replace("/", " ")), **style)
-    left.set(
-        title="mean entropy, nats, while 5 % of the turns are that long",
-        xlabel="token of the turn",
-        ylim=(0, None),
-    )
-    right.set(title="turns that were that long", xlabel="token of the turn", ylim=(0, None))
-    write_whole(target, png(figure))
 
 
 INTERVAL_S = 0.5
@@ -108,7 +62,7 @@ class LiveFigures:
 
     def lines(self) -> Lines:
         """A title and figures a line."""
-        row, stats, ledger = self.row, self.engine.stats(), self.state.ledger
+        row, stats, counters = self.row, self.engine.stats(), self.state.counters
         rate = self._throughput.rate(stats)
         lines = [
             (
@@ -119,9 +73,9 @@ class LiveFigures:
             ),
             (
                 "trees",
-                f"{ledger.trained} trained, {ledger.equal} of them with equal returns, "
-                f"{ledger.filtered} filtered, {ledger.num_failed} failed"
-                + "".join(f", {count} {kind}" for kind, count in ledger.failed.items()),
+                f"{counters.trained} trained, {counters.equal} of them with equal returns, "
+                f"{counters.filtered} filtered, {counters.num_failed} failed"
+                + "".join(f", {count} {kind}" for kind, count in counters.failed.items()),
             ),
         ]
         return lines + (step_lines(row) if row else [])
@@ -156,137 +110,6 @@ def step_lines(row: Row) -> Lines:
     return [*lines, ("tools", "; ".join(shown))] if shown else lines
 
 
-PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("trees that wait, and that grow", ("queue/ready", "trees/in_flight")),
-    ("staleness, in versions of the policy", ("staleness/max", "staleness/trained_mean")),
-    ("forks and roots a step", ("rollout/forks", "rollout/roots")),
-    ("failed trajectories, turns taken again", ("failed/trajectories", "failed/retaken")),
-    (
-        "lengths of trajectories, tokens",
-        ("length/offered_p50", "length/trained_p50", "length/offered_p90", "length/trained_p90"),
-    ),
-    ("turns and calls of a trajectory", ("rollout/turns", "rollout/calls_per_trajectory")),
-    ("shares of trained tokens clipped", ("learner/clipped_high", "learner/clipped_low")),
-    ("KL, nats", ("learner/kl_to_proximal", "learner/kl_to_reference")),
-    ("gradient norm", ("learner/grad_norm",)),
-    ("entropy of sampled tokens, nats", ("rollout/entropy", "learner/entropy")),
-)
-
-
-def write_plots(metrics: Path, folder: Path, name: str) -> list[str]:
-    """curve.png and training.png in `folder`; returns their names, none without a row."""
-    if not metrics.is_file():
-        return []
-    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # else it was cut off
-    write_whole(folder / "curve.png", png(learning_curve(rows, name)))
-    if not _steps(rows):
-        return ["curve.png"]
-    write_whole(folder / "training.png", png(training_figures(rows, name), dpi=100))
-    return ["curve.png", "training.png"]
-
-
-def learning_curve(rows: Sequence[Row], name: str) -> Any:
-    """A figure of training reward and success by step, and of the evaluations."""
-    steps = _steps(rows)
-    figure, (left, right) = panels(1, 2, (11, 5), name)
-    # Often equal, so that the one must not cover the other.
-    curves = [("reward/success", "success", "-"), ("reward/mean", "reward", "--")]
-    if any(row.get("failed/share") for row in steps):
-        curves += [
-            ("failed/share", "share that failed", ":"),
-            ("reward/success_if_failed_wrong", "success if failed were wrong", "-."),
-        ]
-    for key, label, style in curves:
-        left.plot([r["step"] for r in steps], [r.get(key) for r in steps], style, label=label)
-    left.set(title="training rollouts (sampled)", xlabel="update", ylim=(-1.05, 1.15))
-    for key, style in _eval_keys(rows):
-        _evaluation(right, [row for row in rows if key in row], key, style)
-    right.set(title="evaluation success (sampled)", xlabel="update", ylim=(-0.02, 1.02))
-    for axes in (left, right):
-        axes.locator_params(axis="x", integer=True)
-    return figure
-
-
-def _evaluation(axes: Any, rows: Sequence[Row], key: str, style: str) -> None:
-    """Success of a set, or of a kind of its questions; of a set with its interval and, where some
-    failed, their share and the success if they were wrong."""
-    place = key.removesuffix("/success")
-    label = place.removeprefix("eval/")
-    steps, values = zip(*((row["step"], row[key]) for row in rows), strict=True)
-    latest = dict(zip(steps, values, strict=True))  # what came before a cold start stands by itself
-    joined = len(latest) > 2  # which two points alone are not: nobody looked in between
-    curve = style if joined else style[0]
-    (line,) = axes.plot(latest.keys(), latest.values(), curve, label=label, markersize=5)
-    axes.plot(steps, values, style[0], color=line.get_color(), markersize=5)
-    if key.count("/") > 2:
-        return
-    known = [row for row in rows if f"{place}/success_high" in row]
-    bounds = [[row[f"{place}/success_{end}"] for row in known] for end in ("low", "high")]
-    axes.vlines([row["step"] for row in known], *bounds, color=line.get_color(), alpha=0.5)
-    failed = [row for row in rows if row.get(f"{place}/failed_share")]
-    for name, what, marker in (
-        ("failed_share", "share that failed", "x"),
-        ("success_if_failed_wrong", "success if failed were wrong", "v"),
-    ):
-        if failed:
-            points = [(row["step"], row[f"{place}/{name}"]) for row in failed]
-            axes.plot(*zip(*points, strict=True), marker, color=line.get_color(),
-                      label=f"{label}: {what}")  # fmt: skip
-
-
-def _eval_keys(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Success keys with marker and line: whole sets solid, kinds of questions dotted."""
-    keys = sorted({k for row in rows for k in row if k.startswith("eval/")})
-    keys = [key for key in keys if key.endswith("/success")]
-    return [(key, "o-" if key.count("/") == 2 else ".:") for key in keys]
-
-
-def training_figures(rows: Sequence[Row], name: str) -> Any:
-    """A figure of all beside the reward, by step: trees, lengths, tools, learner, seconds."""
-    steps = _steps(rows)
-    figure, axes = panels(4, 3, (13, 14), f"{name}: by update")
-    places = iter(axes)
-    calls = sorted({key for row in steps for key in row if _is_tool(key, ("calls", "errors"))})
-    for title, keys in (*PANELS, ("tool calls a step", calls)):
-        _panel(next(places), title, steps, keys)
-    _seconds(next(places), steps)
-    return figure
-
-
-def _panel(axes: Any, title: str, steps: Sequence[Row], keys: Sequence[str]) -> None:
-    for key in keys:
-        points = [(row["step"], row[key]) for row in steps if key in row]
-        if points:
-            label = key.removeprefix("tool/")
-            dotted = ":" if key.endswith("/errors") else "-"
-            marker = "." if len(points) < 3 else ""
-            axes.plot(*zip(*points, strict=True), dotted + marker, label=label)
-    axes.set_title(title, fontsize="medium")
-    axes.locator_params(axis="x", integer=True)
-
-
-def _seconds(axes: Any, steps: Sequence[Row]) -> None:
-    """Wall seconds of a step, stacked by what the learner did."""
-    parts = sorted({k for row in steps for k in row if k.startswith("time/") and k.endswith("_s")})
-    parts = [key for key in parts if not key.endswith("tokens_per_s")]
-    values = [[row.get(key, 0.0) for row in steps] for key in parts]
-    labels = [key.removeprefix("time/").removesuffix("_s") for key in parts]
-    if parts:
-        axes.stackplot([row["step"] for row in steps], values, labels=labels)
-    axes.set_title("seconds of a step, by part", fontsize="medium")
-    axes.locator_params(axis="x", integer=True)
-
-
-def _is_tool(key: str, figures: Sequence[str]) -> bool:
-    return key.startswith("tool/") and key.rpartition("/")[2] in figures
-
-
-def _steps(rows: Sequence[Row]) -> list[Row]:
-    """The rows of updates."""
-    return [row for row in rows if "trees/offered" in row]
-
-
 PHASES = ("before_sft", "after_sft", "after_rl")
 TITLES = {
     "before_sft": "before cold start",
@@ -296,7 +119,7 @@ TITLES = {
 
 
 def phase_title(when: str, *, cold_start: bool) -> str:
-    """What a person reads of a phase, or of a step ("step-000040"); without a cold start the
+    """The title of a phase, or of a step ("step-000040"); without a cold start the
     phases before and after it are one."""
     if when not in PHASES:
         what, _, number = when.rpartition("-")
@@ -323,7 +146,7 @@ def step_line(row: dict[str, Any], num_steps: int) -> str:
 
 
 def _share(failed: float) -> str:
-    """Behind a success, where some trajectories failed: of how many it says nothing."""
+    """The share that failed, after a success, which leaves those out."""
     return f" ({_percent(failed)} failed)" if failed else ""
 
 
@@ -451,7 +274,7 @@ def summarize(
             for phase, report in reports.items()
         }
 
-    totals, ledger = state.totals, state.ledger
+    totals, counters = state.totals, state.counters
     trees = max(1, totals.num_trees)
     return {
         "seed": seed,
@@ -476,7 +299,7 @@ def summarize(
         },
         "tool_calls_total": totals.tool_calls,
         "forks_total": totals.forks,
-        "trees": {**ledger.counts(in_flight), "failed_by_kind": ledger.failed},
+        "trees": {**counters.counts(in_flight), "failed_by_kind": counters.failed},
         "staleness": {"max": totals.staleness_max, "mean": totals.staleness_sum / trees},
         "tokens": {
             "sampled": totals.sampled_tokens,
@@ -497,7 +320,7 @@ def summarize(
 
 def run_rate(state: RunState, more_s: float = 0.0) -> float:
     """Sampled tokens of all steps for each second of the RL phase, which a last step with little
-    left to sample says nothing of. `more_s` are seconds that the phase has not counted yet."""
+    left to sample does not show. `more_s` are seconds that the phase has not counted yet."""
     seconds = state.wall_s.get("rl", 0.0) + more_s
     return state.totals.sampled_tokens / seconds if seconds else 0.0
 

@@ -56,6 +56,10 @@ class SelfCritic:
         self.run = run
         self.actor = actor
 
+    def is_due(self, step: int) -> bool:
+        """Whether a round precedes the update after this step."""
+        return step > 0 and step % self.config.every == 0
+
     async def learn(self, number: int, trees: Sequence[TrajectoryTree]) -> Metrics:
         """Pair and train; the weights that result are not published. `number` keys all that is
         random. Metrics begin with self_critic/; without a pair nothing is trained."""

@@ -1,5 +1,5 @@
-"""What a run remembers beside the learner's own state, the figures of its evaluations among it, and
-how both are saved."""
+"""The state of a run beside the learner's own, figures of evaluations among it, and how both are
+saved."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from msgspec.structs import replace
 
 from agentenv.archive import Archive
 from agentenv.deadline import uncancelled, within
+from agentenv.entropy_profile import EntropyProfile
 from agentenv.errors import AgentEnvError
 from agentenv.journal import Journal
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
-from agentenv.metrics import EntropyProfile, Ledger, Metrics
+from agentenv.metrics import Metrics, TreeCounters
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import CheckpointConfig
 from agentenv.pipelines.evaluation import intervals
 from agentenv.pipelines.records.row import EvalRow
-from agentenv.pipelines.rl.publishing import Gap
+from agentenv.pipelines.rl.publishing import ParityGap
 from agentenv.pipelines.run.rundir import Checkpoints, load_state
 from agentenv.pipelines.run.saver import Saver
 from agentenv.pipelines.run.terminal import View
@@ -62,23 +63,6 @@ class Totals(Struct):
         return self.num_failed / max(1, self.num_failed + self.num_trajectories)
 
 
-class ParityGap(Struct):
-    """|engine log-prob - learner log-prob| on the probe batch, nats, over all publishes."""
-
-    num_tokens: int = 0
-    sum: float = 0.0
-    max: float = 0.0
-
-    def add(self, gap: Gap) -> None:
-        self.num_tokens += gap.num_tokens
-        self.sum += gap.mean * gap.num_tokens
-        self.max = max(self.max, gap.max)
-
-    @property
-    def mean(self) -> float:
-        return self.sum / self.num_tokens if self.num_tokens else 0.0
-
-
 class Evaluating(Struct, frozen=True):
     """An evaluation of these sets that goes on, of the weights of this step that the process of
     this number made. Those of one that overlaps the training are in the run's folder until the
@@ -104,7 +88,7 @@ class Imitating(Struct):
     measured: list[dict[str, float]] = field(default_factory=list)
 
 
-# What a run follows of its evaluations; the report of a stored evaluation has all figures.
+# Brief figures of evaluations; the report of a stored evaluation has all figures.
 
 
 class BriefFigures(Struct, frozen=True):
@@ -188,7 +172,7 @@ class RunState(Struct):
     position: int = 0
     incarnation: int = 0
     line: int = 0
-    ledger: Ledger = field(default_factory=Ledger)
+    counters: TreeCounters = field(default_factory=TreeCounters, name="ledger")
     totals: Totals = field(default_factory=Totals)
     parity: ParityGap = field(default_factory=ParityGap)
     entropy: EntropyProfile = EntropyProfile()
@@ -202,8 +186,8 @@ class RunState(Struct):
     def resumable(self) -> RunState:
         """The state for a checkpoint: trees in flight are not offered yet, since a resumed run
         offers them again."""
-        ledger = self.ledger
-        return replace(self, ledger=replace(ledger, offered=ledger.num_delivered))
+        counters = self.counters
+        return replace(self, counters=replace(counters, offered=counters.num_delivered))
 
 
 class RunSaver(Saver):
@@ -274,7 +258,7 @@ class RunSaver(Saver):
         return min((load_state(path, RunState).position for path in newest), default=0)
 
     async def _at_last(self, what: str, writing: Awaitable[None]) -> None:
-        """Wait for `finish_s` at most, and only say what goes wrong."""
+        """Wait for `finish_s` at most, and only log a failure."""
         try:
             shielded = asyncio.shield(writing)  # which a disk that hangs keeps from its end
             await within(self.config.finish_s, f"writing {what}", shielded)
@@ -307,7 +291,7 @@ class RunSaver(Saver):
         return None if best is None else load_state(best, RunState).step
 
     async def _keep_best(self, step: int, value: float) -> None:
-        """Only what is there is remembered; see Evaluator.resume."""
+        """Only a checkpoint that exists is remembered; see Evaluator.resume."""
         if await in_thread(self._has, step):
             await in_thread(self.checkpoints.keep_best, step)
         elif await in_thread(self._best_step) != step:

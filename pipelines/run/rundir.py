@@ -14,7 +14,6 @@ runs/NAME/config.json  run.log  servers/*.log  metrics.jsonl  summary.json  curv
           skipped/                               batches whose step was not finite
           lock                                   who trains in it now
           ctl/                                   the socket of launchers/ctl.py, while it lives
-          steering.jsonl                         what launchers/ctl.py has changed
           starts                                 how many processes have begun or gone on with it
           resumed/                               the model that a resumed run began with
 """
@@ -310,7 +309,8 @@ LOGS = ("learner.log", "servers", "workers")  # of what was started
 OURS = {
     "timings.jsonl",
     *("checkpoints", "data", "eval", "model", LOG_FILE, *LOGS),
-    *(JOURNAL, ARCHIVE, STARTS, "trajectories", "ctl", "steering.jsonl"),
+    *(JOURNAL, ARCHIVE, STARTS, "trajectories", "ctl"),
+    "steering.jsonl",  # of an earlier version
     *("metrics.jsonl", "skipped", "pairs", "reference.npz", "tensorboard", "wandb", "wandb.json"),
 }
 Row = dict[str, Any]

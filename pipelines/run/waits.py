@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 
-from agentenv.actor import HELD, TURN, Actor, Awaited
+from agentenv.actor import PAUSED, Actor, Awaited
 from agentenv.offload import look_again
 from agentenv.pipelines.run.terminal import View
+from agentenv.recovery import TURN
 
 LOOK_S = 5.0
 EXPECTED_S = 60.0
@@ -29,7 +30,7 @@ _OLDEST = attrgetter("since", "tree", "branch")
 
 def expected_s(what: str) -> float:
     """How long a rollout may wait for this before it is told of."""
-    if what == HELD:  # by a person, who knows
+    if what == PAUSED:  # by a person, who knows
         return math.inf
     return LONG_S if what == TURN or what.startswith("a place") else EXPECTED_S
 

@@ -10,12 +10,13 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.actor import Actor, Guide
+from agentenv.actor import Actor
 from agentenv.branch import Branch
 from agentenv.engine import Engine
 from agentenv.env import EnvWrapper, StepResult
 from agentenv.errors import ConfigError, DataError
 from agentenv.evaluate import Answer
+from agentenv.hooks import RolloutHooks
 from agentenv.pipelines.config.synthesis import WITH_TOOLS, SynthesisPlan, Way, set_name
 from agentenv.pipelines.evaluation.run import Progress, ask_into, row_of, share_failures
 from agentenv.pipelines.evaluation.store import Store
@@ -46,7 +47,7 @@ class LanguageOnly(EnvWrapper):
         return messages, {**info, "tools": ()}
 
 
-class HintGuide(Guide):
+class HintHooks(RolloutHooks):
     """Begins the trajectories of a task after the hint in its metadata (`MARK`).
 
     The prefix of the hint stands in the root's observation, after the prompt: context, never
@@ -206,7 +207,7 @@ class SynthesisSampling:
                 make_env = actor.make_env
                 actor.make_env = lambda task: LanguageOnly(make_env(task))
             elif name.endswith(".hints"):
-                actor.make_guide = HintGuide
+                actor.make_hooks = HintHooks
             self._actors[name] = actor
         return self._actors[name]
 

@@ -24,7 +24,7 @@ from agentenv.learners.deepspeed_learner import encode_groups, in_order
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.policy import Policy
 from agentenv.learners.trainer import Trainer
-from agentenv.pipelines.rl.training import credits_of_update
+from agentenv.pipelines.rl.batching import credits_of_update
 from agentenv.tree import TrajectoryTree
 from tests.learners.oracle import VERSION, Oracle, grow
 from tests.learners.trees import VOCABULARY, tiny_model

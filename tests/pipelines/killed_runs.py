@@ -106,7 +106,7 @@ class KilledRun:
         last = Checkpoints(self.path / "checkpoints").finished()[-1]
         state = load_state(last, RunState)
         assert state.step == NUM_STEPS
-        assert state.position == NUM_STEPS * GROUPS == state.ledger.num_delivered
+        assert state.position == NUM_STEPS * GROUPS == state.counters.num_delivered
         return last
 
     def trained_again(self) -> KilledRun:

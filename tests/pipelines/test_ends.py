@@ -23,11 +23,11 @@ from agentenv.engines.scripted import ScriptedEngine
 from agentenv.errors import DataError, EngineDeadError, EnvError, LearnerError
 from agentenv.launchers import train
 from agentenv.learners.credit import TreeCredit
-from agentenv.pipelines.rl import evaluations, training
+from agentenv.pipelines.rl import evaluations, step_report
+from agentenv.pipelines.rl.alarms import Alarms
 from agentenv.pipelines.rl.parts import TrainingAssembly
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.state import RunSaver
-from agentenv.pipelines.rl.training import StepAccounts
 from agentenv.pipelines.run import saver
 from agentenv.pipelines.run.rundir import Checkpoints
 from agentenv.pipelines.setup import checks
@@ -342,7 +342,7 @@ def test_whatever_else_ends_a_run_is_said_after_saving(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(StepAccounts, "look_at_hits"), (training, "rollout_metrics")]
+    ("owner", "name"), [(Alarms, "look_at_hits"), (step_report, "rollout_metrics")]
 )
 def test_a_bug_of_the_core_ends_the_run_with_a_checkpoint(
     warehouse: Path, rank: type[ToyRank], owner: Any, name: str

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from agentenv.pipelines.records.row import EvalRow
+from agentenv.pipelines.rl.curves import learning_curve
 from agentenv.pipelines.rl.report import (
     final_table,
-    learning_curve,
     report_line,
     report_metrics,
     run_rate,

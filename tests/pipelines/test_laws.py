@@ -20,7 +20,6 @@ from contextlib import ExitStack, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -36,6 +35,7 @@ from hypothesis.stateful import (
 from agentenv.errors import AgentEnvError
 from agentenv.frames import frames_of
 from agentenv.offload import Inline, replaced
+from agentenv.pipelines.rl.batching import Batch
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.rundir import RunDirectory
@@ -117,11 +117,11 @@ class Runs(RuleBasedStateMachine):
             resume="latest" if resume else "",
             build=self.world.build,
         )
-        accounts, settle = self.training.accounts, self.training.accounts.settle
+        batches, settle = self.training.batches, self.training.batches.settle
 
-        def settling(trees: list[TrajectoryTree]) -> Any:
-            self.delivered[self.training.state.step] = trees
-            return settle(trees)
+        def settling(batch: Batch) -> None:
+            self.delivered[self.training.state.step] = batch.delivered
+            settle(batch)
 
         queue, drain = self.training.queue, self.training.queue.drain
         self.num_held = 0
@@ -130,7 +130,7 @@ class Runs(RuleBasedStateMachine):
             self.num_held = queue.num_waiting
             return drain()
 
-        accounts.settle, queue.drain = settling, draining  # type: ignore[method-assign]
+        batches.settle, queue.drain = settling, draining  # type: ignore[method-assign]
         self.main = self.loop.create_task(self.training.run_all())
         self.advance(0.1)
 
@@ -239,11 +239,11 @@ class Runs(RuleBasedStateMachine):
             fate = "failed" if credit is None else "filtered" if is_filtered else "trained"
             fates[fate].append(tree.index)
         assert learner.trained == fates["trained"], "each once, in order"
-        ledger = state.ledger
-        found = (ledger.trained, ledger.filtered, ledger.num_failed)
+        counters = state.counters
+        found = (counters.trained, counters.filtered, counters.num_failed)
         assert found == tuple(map(len, fates.values()))
-        assert ledger.equal == num_equal
-        assert ledger.offered == len(delivered) + self.num_held
+        assert counters.equal == num_equal
+        assert counters.offered == len(delivered) + self.num_held
         assert self.training.queue.num_reserved == 0, "a slot is left"
 
 

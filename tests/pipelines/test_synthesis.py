@@ -21,7 +21,7 @@ from agentenv.pipelines.run.terminal import EXIT_MISSING
 from agentenv.pipelines.setup.assembly import make_renderer
 from agentenv.pipelines.supervised.dialogues import RowFormat, find_sources, read_conversation
 from agentenv.pipelines.supervised.encoding import ChatEncoder
-from agentenv.pipelines.synthesis.sampling import HintGuide
+from agentenv.pipelines.synthesis.sampling import HintHooks
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TagsConfig
 from agentenv.rows import RowsConfig
@@ -161,7 +161,7 @@ def test_a_hint_is_read_by_policy_and_grader_and_trained_by_nobody(
 
     async def kept(self: Actor, *rest: Any, **keys: Any) -> Any:
         tree = await rollout(self, *rest, **keys)
-        if self.make_guide is HintGuide:
+        if self.make_hooks is HintHooks:
             trees.append((tree, self.renderer))
         return tree
 

@@ -17,8 +17,9 @@ from agentenv.launchers import evaluate, train
 from agentenv.model_files import load_tokenizer
 from agentenv.pipelines.config.rl import SFTStage, TrainConfig, TrainingConfig
 from agentenv.pipelines.rl.cold_start import why_lower
+from agentenv.pipelines.rl.curves import learning_curve, training_figures
 from agentenv.pipelines.rl.recorder import Recorder
-from agentenv.pipelines.rl.report import learning_curve, phase_title, training_figures
+from agentenv.pipelines.rl.report import phase_title
 from agentenv.pipelines.rl.state import RunState
 from agentenv.pipelines.run.plots import panels, png
 from agentenv.pipelines.run.rundir import RunDirectory

@@ -69,7 +69,7 @@ def test_a_terminal_that_is_gone_costs_nothing(warehouse: Path, is_told: bool) -
     name = f"no-terminal-{is_told}".lower()
     ours, theirs = os.openpty()
     command = ("launchers/train.py", str(warehouse), f"run.name={name}", "train.num_steps=8")
-    folders = [str(warehouse.parent), ranks.PACKAGES]
+    folders = [str(warehouse.parent), str(ranks.PACKAGES)]
     process = Forked(
         project().fork(
             [*command, "engine.latency_s=0.05"],

@@ -100,7 +100,7 @@ def trained(
             training.storm, training.seed, training.links = storm, seed, {}
         with redirect_stdout(StringIO()):
             run_virtual(training.run_all())
-        training.state.ledger.check(in_flight=0)
+        training.state.counters.check(in_flight=0)
         run.close()
     assert {env.num_closed for env in world.envs} == {1}
     assert world.engine.num_running == 0

@@ -105,7 +105,7 @@ class Command(Forked):
         self, *arguments: str, log: Path, path: Sequence[Path] = (), modules: Sequence[str] = ()
     ) -> None:
         self.log = log
-        folders = [*map(str, path), ranks.PACKAGES]
+        folders = [*map(str, path), str(ranks.PACKAGES)]
         chosen = {"PYTHONPATH": os.pathsep.join(folders)}
         if modules:
             chosen[PYTHON] = str(project().stand_in(*modules))

@@ -19,10 +19,12 @@ from agentenv.learners.batch import encode
 from agentenv.learners.credit import TreeCredit
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.records.row import EvalRow
+from agentenv.pipelines.rl.alarms import Alarms
+from agentenv.pipelines.rl.batching import Batch, BatchBuilder
 from agentenv.pipelines.rl.evaluations import refuse_failed
+from agentenv.pipelines.rl.publishing import is_exact
 from agentenv.pipelines.rl.report import step_line
 from agentenv.pipelines.rl.state import RunState
-from agentenv.pipelines.rl.training import StepAccounts
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limit
 from tests.learners.trees import credited, random_tree
@@ -37,10 +39,16 @@ class Counting(ARPO, frozen=True, kw_only=True, tag="counting"):
         return super().credit(tree)
 
 
-def accounts(algorithm: Algorithm, **queue: Any) -> StepAccounts:
+def builder(algorithm: Algorithm, **queue: Any) -> BatchBuilder:
     config = load_config(TrainConfig, CONFIG)
     config = replace(config, algorithm=algorithm, queue=replace(config.queue, **queue))
-    return StepAccounts(config, RunState())
+    return BatchBuilder(config, RunState())
+
+
+def settled(ours: BatchBuilder, delivered: list[TrajectoryTree]) -> Batch:
+    batch = ours.open(delivered)
+    ours.settle(batch)
+    return batch
 
 
 def trees() -> list[TrajectoryTree]:
@@ -56,7 +64,7 @@ def trees() -> list[TrajectoryTree]:
 def test_a_tool_that_always_fails_and_a_policy_that_jumps_are_said_once_and_shown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ours = accounts(ARPO(group_size=4))
+    ours = Alarms(load_config(TrainConfig, CONFIG))
     calm = {"tool/search/calls": 40.0, "tool/search/errors": 39.0, "learner/kl_to_proximal": 0.01}
     sick = {**calm, "tool/search/errors": 40.0, "learner/kl_to_proximal": 7.0}
     few = {"tool/search/calls": 2.0, "tool/search/errors": 2.0}
@@ -77,13 +85,13 @@ def test_a_tool_that_always_fails_and_a_policy_that_jumps_are_said_once_and_show
 def test_credit_of_a_tree_is_computed_once_an_update() -> None:
     """Though refilling asks before, accounting afterwards, and the learner encodes."""
     credit_calls.clear()
-    ours, delivered = accounts(Counting(group_size=4)), trees()
+    ours, delivered = builder(Counting(group_size=4)), trees()
     assert [ours.has_signal(tree) for tree in delivered] == [True, True, False, False]
-    groups = ours.settle(delivered)
+    groups = settled(ours, delivered).trained
     assert [tree.index for tree, _ in groups] == [0, 1, 2]
     assert all(encode(tree, credit, 0).num_action_tokens for tree, credit in groups)
     assert credit_calls == [0, 1, 2, 3]
-    ours.settle(trees())  # the same places in another run of the step
+    settled(ours, trees())  # the same places in another run of the step
     assert credit_calls == [0, 1, 2, 3] * 2
 
 
@@ -101,17 +109,17 @@ def test_credit_of_a_tree_is_computed_once_an_update() -> None:
 def test_a_group_of_equal_returns_is_trained_and_counted_or_filtered(
     keys: dict[str, Any], taken: list[int], counts: tuple[int, int, int]
 ) -> None:
-    ours = accounts(ARPO(group_size=4), **keys)
-    found = ours.settle(trees())
-    assert [tree.index for tree, _ in found] == taken
-    ledger = ours.state.ledger
-    assert (ledger.trained, ledger.equal, ledger.filtered) == counts
-    assert ledger.failed == {"EnvError": 1}
-    ledger.offered = 4
-    ledger.check(in_flight=0)
+    ours = builder(ARPO(group_size=4), **keys)
+    batch = settled(ours, trees())
+    assert [tree.index for tree, _ in batch.trained] == taken
+    counters = ours.state.counters
+    assert (counters.trained, counters.equal, counters.filtered) == counts
+    assert counters.failed == {"EnvError": 1}
+    counters.offered = 4
+    counters.check(in_flight=0)
     fates = ["trained", "trained", "trained" if 2 in taken else "filtered", "failed"]
-    assert [one.fate for one in ours.settled] == fates
-    assert [one.why for one in ours.settled] == ["", "", "with equal returns", "EnvError"]
+    assert [one.fate for one in batch.settled] == fates
+    assert [one.why for one in batch.settled] == ["", "", "with equal returns", "EnvError"]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +130,7 @@ def test_a_group_of_equal_returns_is_trained_and_counted_or_filtered(
 def test_the_number_of_optimizer_steps_does_not_depend_on_returns(
     keys: dict[str, Any], number: int | None
 ) -> None:
-    ours = accounts(ARPO(group_size=4), **keys)  # 16 groups, 8 a mini-batch
+    ours = builder(ARPO(group_size=4), **keys)  # 16 groups, 8 a mini-batch
     assert ours.num_minibatches(16) == number
     assert ("up to " in ours.config.size_of_update) == (number is None)
     assert ours.config.size_of_update.endswith("2 optimizer steps")
@@ -139,18 +147,18 @@ def test_groups_that_are_replaced_cannot_be_counted(
     algorithm: Algorithm, keys: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf'queue.equal_groups = "count": {told}'):
-        accounts(algorithm, **keys)
-    assert not accounts(DAPO()).config.counts_equal_groups
-    assert not accounts(DAPO(), equal_groups="drop").config.counts_equal_groups
+        builder(algorithm, **keys)
+    assert not builder(DAPO()).config.counts_equal_groups
+    assert not builder(DAPO(), equal_groups="drop").config.counts_equal_groups
 
 
 def test_what_drop_leaves_out_beside_the_mean_is_said() -> None:
     rules = AEPO(kl_loss=0.1, entropy_bonus=0.01)
-    told = accounts(rules, equal_groups="drop").config.dropped_terms
+    told = builder(rules, equal_groups="drop").config.dropped_terms
     for name in ("kl_loss", "entropy_bonus", "entropy_advantage"):
         assert f"algorithm.{name}" in told
-    assert not accounts(rules).config.dropped_terms
-    assert not accounts(ARPO(), equal_groups="drop").config.dropped_terms
+    assert not builder(rules).config.dropped_terms
+    assert not builder(ARPO(), equal_groups="drop").config.dropped_terms
 
 
 def failing(error: str) -> list[TrajectoryTree]:
@@ -171,22 +179,22 @@ def masked() -> list[TrajectoryTree]:
 
 def test_a_run_that_trains_nothing_ends_with_the_reasons(caplog: pytest.LogCaptureFixture) -> None:
     """A step that trains a tree begins the count again; what goes wrong is said once, at once."""
-    ours = accounts(ARPO(group_size=4))
+    ours = builder(ARPO(group_size=4))
     ours.config = replace(ours.config, train=replace(ours.config.train, max_untrained_steps=3))
     for step in (failing("EngineError: gone"), masked(), trees(), masked(), masked()):
-        ours.settle(step)
+        settled(ours, step)
     told = [record.getMessage() for record in caplog.records]
     assert [text.split()[0] for text in told] == ["2", "10", "2", "10"]
     assert "2 of 2 trees of the step were dropped: 2 EngineError" in told[0]
     assert "limits.max_seconds" in told[1]
-    assert ours.state.ledger.failed == {"EngineError": 2, "EnvError": 1, "seconds (masked)": 6}
+    assert ours.state.counters.failed == {"EngineError": 2, "EnvError": 1, "seconds (masked)": 6}
     with pytest.raises(EnvError, match=r"no tree had a signal in 3 steps.*2 seconds \(masked\)"):
-        ours.settle(masked())
+        settled(ours, masked())
 
 
 def test_a_step_that_never_fills_ends_the_run_too() -> None:
     """Where trees without a signal are replaced, so many in a row are a step without any."""
-    ours = accounts(ARPO(group_size=4))
+    ours = builder(ARPO(group_size=4))
     config = replace(ours.config, train=replace(ours.config.train, max_untrained_steps=2))
     ours.config = replace(config, queue=replace(config.queue, groups_per_step=4))
     good = trees()[1]
@@ -209,11 +217,11 @@ def alike(*, right: bool) -> list[TrajectoryTree]:
 def test_a_policy_that_does_nothing_right_is_told_from_one_that_has_learned_all(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ours = accounts(ARPO(group_size=4))
-    ours.settle(alike(right=True))
+    ours = builder(ARPO(group_size=4))
+    settled(ours, alike(right=True))
     assert not caplog.records
-    ours.settle(alike(right=False))
-    ours.settle(alike(right=False))
+    settled(ours, alike(right=False))
+    settled(ours, alike(right=False))
     (told,) = caplog.records
     assert "no tree of the step teaches anything" in told.getMessage()
     assert "prompt.template" in told.getMessage()
@@ -247,22 +255,22 @@ def test_an_evaluation_in_which_everything_failed_is_refused() -> None:
 
 def test_what_is_trained_is_normalised_over_the_update() -> None:
     algorithm = ReinforcePP(group_size=4)
-    found = accounts(algorithm, equal_groups="drop").settle(trees())
+    found = settled(builder(algorithm, equal_groups="drop"), trees()).trained
     expected = credited(trees()[:2], algorithm)
     assert [tree.index for tree, _ in found] == [0, 1]
     for (_, credit), (_, wanted) in zip(found, expected, strict=True):
         assert credit.adv_pos.tolist() == wanted.adv_pos.tolist()
-    of_all = accounts(algorithm).settle(trees())
+    of_all = settled(builder(algorithm), trees()).trained
     assert [tree.index for tree, _ in of_all] == [0, 1, 2]
     assert all(credit.has_signal for _, credit in of_all), "a mean that is not 0 is taken off"
 
 
 def test_a_run_whose_groups_are_all_equal_ends_though_they_are_counted() -> None:
-    ours = accounts(ARPO(group_size=4))
+    ours = builder(ARPO(group_size=4))
     ours.config = replace(ours.config, train=replace(ours.config.train, max_untrained_steps=2))
-    assert len(ours.settle(alike(right=True))) == 2
+    assert len(settled(ours, alike(right=True)).trained) == 2
     with pytest.raises(EnvError, match=r"no tree had a signal in 2 steps.*2 with equal returns"):
-        ours.settle(alike(right=True))
+        settled(ours, alike(right=True))
 
 
 def test_failures_by_kind_stand_beside_the_reward() -> None:
@@ -289,4 +297,4 @@ def test_figures_of_the_embedded_engine_are_the_learners_in_float32_only(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     config = load_config(TrainConfig, CONFIG, overrides)
-    assert StepAccounts(config, RunState()).agreement == agreement
+    assert is_exact(config) == (agreement == "exact")

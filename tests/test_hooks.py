@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from agentenv.actor import Guide, Rollout
 from agentenv.branch import Branch
 from agentenv.env import StepResult
 from agentenv.errors import ConfigError
+from agentenv.hooks import RolloutHooks
 from agentenv.plan import Independent
+from agentenv.rollout import Rollout
 from agentenv.tree import Trajectory
 from agentenv.types import Info, Limit, Limits, Message, SamplingParams
 from tests.support.toy import CharTokenizer, CountingEnv
@@ -24,7 +25,7 @@ def encode(text: str) -> list[int]:
     return CharTokenizer().encode(text)
 
 
-class Prefixed(Guide):
+class Prefixed(RolloutHooks):
     """Begins every trajectory with a text, and shows it to the env."""
 
     def prefix(self, branch: Branch, prompt_ids: list[int]) -> list[int]:
@@ -37,7 +38,7 @@ class Prefixed(Guide):
 
 def test_a_prefix_is_context_that_counts_as_response() -> None:
     actor = make_actor(limits=Limits(max_prompt_tokens=len(TASK.question) + 1))
-    actor.make_guide = Prefixed
+    actor.make_hooks = Prefixed
     tree = rollout(actor, Independent(2))
     for found in tree.trajectories():
         text = CharTokenizer().decode(found.token_ids)
@@ -47,12 +48,12 @@ def test_a_prefix_is_context_that_counts_as_response() -> None:
         assert found.loss_mask[size]
         assert found.turns[0].info["read"].startswith("So <think>")
     actor = make_actor(limits=Limits(max_response_tokens=30))
-    actor.make_guide = Prefixed
+    actor.make_hooks = Prefixed
     (leaf,) = rollout(actor, Independent(1)).leaves()
     assert (leaf.limit, len(leaf.action_ids)) == (Limit.RESPONSE_TOKENS, 27)
 
 
-class TurnedBack(Guide):
+class TurnedBack(RolloutHooks):
     """Takes the first turn again, colder, and goes on from a prompt of its own after the second."""
 
     def sampling(self, branch: Branch) -> SamplingParams:
@@ -71,9 +72,9 @@ class TurnedBack(Guide):
         return False
 
 
-def test_a_branch_goes_on_from_where_the_guide_has_moved_it() -> None:
+def test_a_branch_goes_on_from_where_hooks_moved_it() -> None:
     actor = make_actor()
-    actor.make_guide = TurnedBack
+    actor.make_hooks = TurnedBack
     tree = rollout(actor, Independent(1))
     (leaf,) = tree.leaves()
     assert [(node.branch, node.parent) for node in tree.nodes[1:4]] == [
@@ -87,7 +88,7 @@ def test_a_branch_goes_on_from_where_the_guide_has_moved_it() -> None:
     assert text.startswith("short<think>")
 
 
-class Watching(Guide):
+class Watching(RolloutHooks):
     """Notes what ends, and grades what a limit ends."""
 
     ended: list[str]
@@ -102,17 +103,17 @@ class Watching(Guide):
         self.ended.append(branch.name)
 
 
-def test_a_guide_hears_of_every_end_also_of_a_cancelled_one() -> None:
+def test_hooks_are_called_at_every_end_also_of_a_cancelled_branch() -> None:
     actor = make_actor(limits=Limits(max_turns=1))
     ended: list[str] = []
     Watching.ended = ended
-    actor.make_guide = Watching
+    actor.make_hooks = Watching
     tree = rollout(actor, Independent(2))
     assert sorted(ended) == ["0", "1"]
     assert [(leaf.reward, leaf.info["limit"]) for leaf in tree.leaves()] == [(5.0, "turns")] * 2
     ended.clear()
     slow = make_actor(latency_s=50.0)
-    slow.make_guide = Watching
+    slow.make_hooks = Watching
 
     async def cancelled() -> None:
         running = asyncio.create_task(slow.rollout(TASK, Independent(2)))
@@ -125,13 +126,13 @@ def test_a_guide_hears_of_every_end_also_of_a_cancelled_one() -> None:
     assert CountingEnv.num_open == 0
 
 
-class Refusing(Guide):
+class Refusing(RolloutHooks):
     def __init__(self, rollout: Rollout) -> None:
         raise ConfigError("not with this plan")
 
 
-def test_a_guide_may_refuse_a_rollout() -> None:
+def test_hooks_may_refuse_a_rollout() -> None:
     actor: Any = make_actor()
-    actor.make_guide = Refusing
+    actor.make_hooks = Refusing
     with pytest.raises(ConfigError, match="not with this plan"):
         rollout(actor, Independent(1))

@@ -1,4 +1,4 @@
-"""What a person can do to rollouts that grow: give them up, hold them back, move their limits."""
+"""Control of rollouts in flight: cancel them, pause them, see what they wait for."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from collections.abc import Awaitable, Callable
 from itertools import count
 from random import Random
 
-import pytest
-from msgspec.structs import replace
-
-from agentenv.actor import HELD, TURN, Actor
+from agentenv.actor import PAUSED, Actor
 from agentenv.learners.credit import tree_credit
 from agentenv.metrics import failure_kind
 from agentenv.plan import Independent
+from agentenv.recovery import TURN
 from agentenv.tree import TrajectoryTree
-from agentenv.types import Limit, Limits, Task
+from agentenv.types import Limits, Task
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, make_actor
 
 
-def steered(actor: Actor, act: Callable[[], Awaitable[None]]) -> TrajectoryTree:
+def controlled(actor: Actor, act: Callable[[], Awaitable[None]]) -> TrajectoryTree:
     """A rollout of four, beside which `act` goes on."""
 
     async def main() -> TrajectoryTree:
@@ -39,17 +37,17 @@ def one_quick_env() -> Callable[[Task], CountingEnv]:
     return lambda task: CountingEnv(task, 0.0 if next(numbers) == 0 else 1e3, rng=Random(1))
 
 
-def test_what_is_given_up_fails_as_cancelled_and_is_no_group() -> None:
+def test_a_cancelled_rollout_fails_as_cancelled_and_is_no_group() -> None:
     actor = make_actor()
     actor.make_env = one_quick_env()
 
-    async def give_up() -> None:
+    async def cancel() -> None:
         await asyncio.sleep(50.0)
         rollout = actor.growing(3)
         assert rollout is not None
-        assert rollout.give_up("enough") == 3  # one has ended well, and stays so
+        assert rollout.cancel("enough") == 3  # one has ended well, and stays so
 
-    tree = steered(actor, give_up)
+    tree = controlled(actor, cancel)
     assert [leaf.error for leaf in tree.failures()] == ["cancelled: enough"] * 3
     assert len(list(tree.trajectories())) == 1
     assert tree.num_started == 4  # none was replaced
@@ -58,7 +56,7 @@ def test_what_is_given_up_fails_as_cancelled_and_is_no_group() -> None:
 
 
 def test_a_cancelled_tree_is_no_group_though_enough_leaves_ended_well() -> None:
-    tree = steered(make_actor(latency_s=1.0), _nothing)
+    tree = controlled(make_actor(latency_s=1.0), _nothing)
     assert tree_credit(tree, group_size=4) is not None
     leaf = next(iter(tree.leaves()))
     leaf.end, leaf.error = "failed", "EnvError: broken"
@@ -71,36 +69,20 @@ async def _nothing() -> None:
     pass
 
 
-def test_a_rollout_that_is_held_back_waits_without_its_clock() -> None:
+def test_the_clock_of_a_paused_rollout_stands() -> None:
     actor = make_actor(engine={"latency_s": 1.0}, limits=Limits(max_seconds=20.0))
     seen: list[str] = []
 
-    async def hold() -> None:
+    async def pause() -> None:
         await asyncio.sleep(0.5)
-        actor.hold()
+        actor.pause()
         await asyncio.sleep(1000.0)
         seen.extend(one.what for one in actor.awaited())
-        actor.let_go()
+        actor.resume()
 
-    tree = steered(actor, hold)
-    assert seen == [HELD] * 4
+    tree = controlled(actor, pause)
+    assert seen == [PAUSED] * 4
     assert [leaf.end for leaf in tree.leaves()] == ["terminated"] * 4
-
-
-@pytest.mark.parametrize(("before", "after", "limit"), [(50.0, 5.0, True), (5.0, 1e4, False)])
-def test_limits_of_time_move_for_rollouts_that_go_on(
-    before: float, after: float, limit: bool
-) -> None:
-    limits = Limits(max_seconds=before)
-    actor = make_actor(engine={"latency_s": 3.0}, limits=limits)
-
-    async def move() -> None:
-        await asyncio.sleep(2.0)
-        actor.set_times(replace(limits, max_seconds=after))
-
-    tree = steered(actor, move)
-    assert [leaf.limit is Limit.SECONDS for leaf in tree.leaves()] == [limit] * 4
-    assert actor.limits.max_seconds == after
 
 
 def test_each_branch_says_what_it_awaits_since_when_and_what_it_has_taken() -> None:
@@ -122,4 +104,4 @@ def test_each_branch_says_what_it_awaits_since_when_and_what_it_has_taken() -> N
         assert all(one.num_turns == one.num_tool_calls == 1 for one in now)
         assert all(one.num_response_tokens > 0 for one in now)
 
-    steered(actor, look)
+    controlled(actor, look)

@@ -1,0 +1,213 @@
+"""Recovery of rollouts: a turn, a step, a fork or a grade is tried again after infrastructure
+failed, and a branch goes on where an earlier process left it.
+
+A fresh env is led to the place of a branch by the branch's own actions; where its answers differ
+from those in the tree, the branch fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from itertools import count
+from random import Random
+from typing import TYPE_CHECKING, TypeVar
+
+from agentenv.backoff import backoff_s
+from agentenv.branch import Branch
+from agentenv.deadline import Work, waiting
+from agentenv.env import StepResult
+from agentenv.errors import (
+    AgentEnvError,
+    CrashError,
+    EngineDeadError,
+    EngineError,
+    EnvError,
+    GraderError,
+    InfraError,
+    OutageError,
+)
+from agentenv.tree import Prefix, packed_ids
+from agentenv.types import Completion, Info, Message
+
+if TYPE_CHECKING:
+    from agentenv.rollout import Rollout
+
+FIRST_RETRY_S, MAX_RETRY_S = 0.5, 20.0  # before a turn or a step is taken again
+TURN, STEP = "a turn of the engine", "the environment's step"
+
+T = TypeVar("T")
+
+
+class OtherPromptError(Exception):
+    """A recorded tree has another prompt than its task has now."""
+
+
+class Recovery:
+    """Gives branches of a rollout their envs, and leads them back to their places."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        self._rollout = rollout
+        self._actor, self._tree = rollout.actor, rollout.tree
+        self._env_seed = Random(f"{self._actor.seed}/{self._tree.task.id}").getrandbits(31)
+
+    async def sample(
+        self, branch: Branch, generate: Callable[[Branch], Awaitable[Completion]]
+    ) -> Completion:
+        """The next turn; `generate` is called again, with the same seed, if the engine fails."""
+        branch.was_asked, branch.holding, attempt = False, [], 0
+        while True:
+            if self._actor.is_paused:
+                await self._actor.until_resumed()
+            branch.clock.now(TURN)
+            marks = branch.clock.marks(branch.clock.since)
+            try:
+                completion = await generate(branch)
+                self._actor.prefixes.add(branch, completion)
+                return completion
+            except EngineDeadError:
+                raise
+            except EngineError as error:
+                if error.is_final or attempt == self._rollout.limits.max_turn_retries:
+                    raise
+                branch.clock.give_back(marks)
+            await self.rest(branch, "turn", attempt)
+            attempt += 1
+
+    async def step(self, branch: Branch, action: Message) -> StepResult:
+        """The env's answer. A step that the env fails is taken again in a fresh env that was
+        led to the same place, if that is possible."""
+        assert branch.env is not None
+        attempt = 0
+        while True:
+            try:
+                if attempt:
+                    await self.lead_back(branch)
+                branch.clock.now(STEP)
+                step = partial(self._rollout.hooks.step, branch, action)
+                return await self.through_outage(branch, "step", step)
+            except (OutageError, CrashError):
+                raise
+            except (EnvError, GraderError):
+                can_copy = branch.env is None or branch.env.fork_mode != "none"
+                allowed = self._rollout.limits.max_turn_retries if can_copy else 0
+                if attempt == allowed or branch.actions is None:
+                    raise
+            await self.rest(branch, "step", attempt)
+            attempt += 1
+
+    async def lead_back(self, branch: Branch) -> None:
+        """Take the actions of the branch again in a fresh env. Raises EnvError where that answers
+        otherwise than the tree has it."""
+        await self._lead(branch, there=await self.reset(branch) == self._rollout.prompt_messages)
+
+    async def _lead(self, branch: Branch, *, there: bool) -> None:
+        """Take the actions of the branch in its env, which was just reset; `there`: to the prompt
+        of the tree."""
+        assert branch.actions is not None
+        assert branch.env is not None
+        size = self._rollout.limits.max_tool_result_tokens
+        path = self._tree.path(branch.cursor)[1:]
+        for node, action in zip(path, branch.actions, strict=True):
+            step = partial(self._actor.envs.step, branch.env, action)
+            result = await self.through_outage(branch, "step", step)
+            messages, _, terminated, truncated, _ = result
+            await self._actor.renderer.prepare(messages, branch.tools, size)
+            ids = self._actor.renderer.observation(messages, branch.tools, size)
+            same = packed_ids(ids) == node.observation_ids
+            there = there and not terminated and not truncated and same
+        if not there:
+            branch.actions = None  # nor would another env be
+            raise EnvError("a fresh env answers otherwise than the first did")
+
+    async def through_outage(self, branch: Branch, use: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Call until infrastructure works again, for `outage_s` of the limits at most. The time
+        worked for a failed call does not count."""
+        began_s: float | None = None
+        for attempt in count():
+            work = Work()
+            try:
+                return await call()
+            except InfraError as error:
+                work.give_back()
+                now = asyncio.get_running_loop().time()
+                began_s = now if began_s is None else began_s
+                if now - began_s >= self._rollout.limits.outage_s:
+                    raise OutageError(f"{use} failed for {now - began_s:g} s: {error}") from error
+            await self.rest(branch, use, attempt)
+        raise AssertionError
+
+    async def rest(self, branch: Branch, use: str, attempt: int) -> None:
+        """Wait before a turn or a step is taken again."""
+        self._tree.num_retaken += 1
+        key = self._rollout.key(branch, use)
+        with waiting(f"a break before the {use} is tried again"):
+            await asyncio.sleep(backoff_s(attempt, key, first_s=FIRST_RETRY_S, max_s=MAX_RETRY_S))
+
+    async def open_again(self, branch: Branch, stops: dict[int, str]) -> None:
+        """Give a branch of an earlier process its tokens, and an env that was led to its place."""
+        rollout, tree, renderer = self._rollout, self._tree, self._actor.renderer
+        messages = await self.reset(branch)
+        if rollout.prompt_messages is None:
+            prompt_ids = renderer.prompt(messages, branch.tools)
+            if list(tree.root.observation_ids) != prompt_ids:
+                raise OtherPromptError
+            rollout.prompt_messages, rollout.num_prompt_tokens = messages, len(prompt_ids)
+        branch.prefix_ids = Prefix((tree.root.observation_ids,))
+        branch.num_prompt_tokens = rollout.num_prompt_tokens
+        assert branch.actions is not None
+        path = tree.path(branch.cursor)[1:]
+        for node in path:
+            stop = stops.get(node.index)
+            done = Completion(list(node.action_ids), [], [], "stop", [], stop)
+            action = renderer.parse(done, branch.tools, branch.prefix_ids)
+            branch.actions.append(action)
+            branch.num_tool_calls += len(action.tool_calls)
+            branch.prefix_ids = branch.prefix_ids.plus(node.action_ids).plus(node.observation_ids)
+        branch.num_turns = len(path)
+        assert branch.env is not None
+        if path and branch.env.fork_mode == "none":
+            raise OutageError("its env, which has no copies, ended with an earlier process")
+        await self._lead(branch, there=messages == rollout.prompt_messages)
+        may_ask = bool(path) and branch.cursor.num_forks is None
+        branch.may_fork = may_ask and rollout.has_room_to_fork(branch)
+
+    async def open_fork(self, sibling: Branch, branch: Branch, held: asyncio.Event) -> None:
+        """Give a sibling its copy of the branch's env; `held` is set once it has that, or failed to
+        get it."""
+        assert branch.env is not None
+        try:
+            sibling.env = await self._actor.envs.fork(branch.env)
+        except (OutageError, CrashError):
+            raise
+        except EnvError:  # its process may be lost
+            if sibling.actions is None or not self._rollout.limits.max_turn_retries:
+                raise
+            held.set()
+            await self.rest(sibling, "fork", 0)
+            await self.lead_back(sibling)
+        finally:
+            held.set()
+
+    async def reset(self, branch: Branch) -> list[Message]:
+        """Give the branch a fresh env; the messages of its prompt."""
+
+        async def reset() -> tuple[list[Message], Info]:
+            await self._drop_env(branch)
+            try:
+                branch.env = self._actor.make_env(self._tree.task)
+            except AgentEnvError:
+                raise
+            except Exception as error:
+                raise CrashError(f"making the environment raised {error!r}") from error
+            return await self._actor.envs.reset(branch.env, self._env_seed)
+
+        messages, info = await self.through_outage(branch, "reset", reset)
+        branch.tools = info.get("tools", ())
+        return messages
+
+    async def _drop_env(self, branch: Branch) -> None:
+        env, branch.env = branch.env, None
+        if env is not None:
+            await self._actor.envs.close(env, self._tree.task.id)

@@ -1,0 +1,453 @@
+"""A rollout: grows the trajectory tree of a task, one coroutine a branch.
+
+    branch   generate a turn -> add a node -> env.step -> render the observation -> again
+    fork     the first k tokens after a tool result have streamed in -> the plan is asked ->
+             siblings start from the node that holds the result; the branch itself goes on,
+             and steps its env only after every sibling holds its own copy
+    end      terminated (by the env), truncated (by which limit), or failed (infrastructure);
+             then the plan may start fresh roots, and a failed branch is replaced by one
+    failure  a turn that the engine failed is sampled again; a step that the env failed is taken
+             again, in a fresh env that has been led to the same place; only then the branch fails;
+             an outage is waited out, be it in a step or in grading
+    time     a branch is out of time once it was worked for `max_seconds`, its tree after
+             `max_tree_seconds`: what is live then ends, and nothing is tried again
+
+`recovery.py` tries again and resumes after a kill, `hooks.py` lets others take part, `branch.py`
+holds the state of a branch. Each env and each fork is closed exactly once, by the coroutine that
+opened it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from agentenv.branch import Branch
+from agentenv.deadline import Alarm, Deadline, WorkClock, waiting, working
+from agentenv.errors import (
+    AgentEnvError,
+    ConfigError,
+    DataError,
+    EngineDeadError,
+    EnvError,
+    GivenUpError,
+    WorkerError,
+)
+from agentenv.failures import failure_of, kind_of
+from agentenv.journal import Recorded, TreeRecord
+from agentenv.plan import RolloutPlan
+from agentenv.recovery import Recovery
+from agentenv.tree import Node, Prefix, TrajectoryTree, packed_ids
+from agentenv.types import Chunk, Completion, Limit, Limits, Message
+
+if TYPE_CHECKING:
+    from agentenv.actor import Actor
+
+Opening = Callable[[], Awaitable[None]]  # gives a branch its env and its tokens
+
+
+class BranchNow(Struct, array_like=True, frozen=True):
+    """State of a live branch of a tree (of the tree itself: ""): its wait and the seconds of that,
+    its counts so far, and the seconds for which it was worked."""
+
+    branch: str
+    what: str
+    for_s: float
+    num_turns: int = 0
+    num_response_tokens: int = 0
+    num_tool_calls: int = 0
+    worked_s: float = 0.0
+
+
+class _OutOfTimeError(Exception):
+    """A branch has reached its limit of seconds."""
+
+
+class _ClosedError(Exception):
+    """Nothing can be started any more in the task group of a tree."""
+
+
+def _branch_now(one: Branch, now_s: float) -> BranchNow:
+    waited_s = now_s - one.clock.since if one.clock.doing else 0.0
+    counts = one.num_turns, one.num_response_tokens, one.num_tool_calls
+    return BranchNow(one.name, one.clock.doing, waited_s, *counts, one.clock())
+
+
+def _set(event: asyncio.Event, task: object) -> None:
+    event.set()
+
+
+async def _raise(error: Exception) -> None:
+    raise error
+
+
+class Rollout:
+    """Grows one tree: a coroutine a branch, all of them in one task group."""
+
+    def __init__(
+        self,
+        actor: Actor,
+        tree: TrajectoryTree,
+        plan: RolloutPlan,
+        limits: Limits,
+        session: str,
+        record: TreeRecord | None = None,
+    ) -> None:
+        self.actor = actor
+        self.tree = tree
+        self.plan = plan
+        self.limits = limits
+        self.prompt_messages: list[Message] | None = None  # of the first root
+        self._session = session
+        self._record = record
+        self.clock = WorkClock()  # runs while that of any branch does
+        self.branches: set[Branch] = set()  # that are not over
+        self._is_over = False  # the tree has no time left: nothing begins any more
+        self._cancelled = ""  # why; empty: it is not
+        self._growing: dict[Deadline, None] = {}  # of branches that are not at their end, in order
+        self.hooks = actor.make_hooks(self)
+        self._group = asyncio.TaskGroup()
+        self._context = copy_context()
+        self._next_root = 0
+        self._probes_since: float | None = None  # time of the loop, while a single root grows
+        self.num_prompt_tokens = 0
+        self._recovery = Recovery(self)
+
+    async def run(
+        self, first_root: int, recorded: Recorded | None = None, cancelled: str = ""
+    ) -> None:
+        """Grow the tree to its last leaf, from its start or from where it was recorded, and until
+        that is written. The next root is named `first_root`. `cancelled`: see `Actor.rollout`."""
+        self._next_root = first_root
+        alarm = Alarm(self.limits.seconds_of_tree, self.clock, self._run_out)
+        alarm.set()
+        self.actor.rollouts.add(self)
+        try:
+            async with self._group:
+                if recorded is None:
+                    number = self.plan.on_start(self.tree)
+                    if number == 1 < self.plan.group_size:
+                        self._probes_since = asyncio.get_running_loop().time()
+                    self._start_roots(number)
+                else:
+                    self._go_on(recorded)
+                if cancelled:  # no branch has run yet
+                    self.cancel(cancelled)
+            if self._record is not None:
+                self.clock.now("the journal")
+                await self._record.finished()
+        finally:
+            alarm.cancel()
+            self.actor.rollouts.discard(self)
+            # Both hold the rollout: its tree would stay until a garbage collection.
+            del self.hooks, self._recovery
+
+    def clocks(self) -> list[WorkClock]:
+        """Of the live branches; of the tree when all have ended."""
+        return [branch.clock for branch in self.branches] or [self.clock]
+
+    def now(self) -> list[BranchNow]:
+        """The state of each live branch, or of the tree when all have ended."""
+        now_s = asyncio.get_running_loop().time()
+        found = [_branch_now(one, now_s) for one in self.branches]
+        if not found and self.clock.doing:
+            waited_s, worked_s = now_s - self.clock.since, self.clock()
+            found = [BranchNow("", self.clock.doing, waited_s, worked_s=worked_s)]
+        return found
+
+    def cancel(self, reason: str) -> int:
+        """Cancel the tree on a person's request: its live branches fail, with the kind `cancelled`,
+        and none is replaced. Returns their number; a branch that is ending already ends as it would
+        have."""
+        self._cancelled = reason
+        number = len(self._growing)
+        self._run_out()
+        return number
+
+    def _run_out(self) -> None:
+        """The time of the tree is over: its live branches end by their limit of seconds."""
+        self._is_over = True
+        for deadline in list(self._growing):
+            deadline.expire()
+
+    # starting branches
+
+    def _go_on(self, recorded: Recorded) -> None:
+        """Start the branches that were live when the tree was recorded."""
+        for one in recorded.branches:
+            cursor = self.tree.nodes[one.cursor]
+            branch = Branch(one.name, cursor, WorkClock(one.seconds, self.clock))
+            opening = partial(self._recovery.open_again, branch, recorded.stops)
+            self._group.create_task(self._grow(branch, opening), context=self._context.copy())
+
+    def _start_roots(self, number: int) -> None:
+        """Start branches from scratch, unless the tree is out of time."""
+        for _ in range(0 if self._is_over else number):
+            branch = Branch(str(self._next_root), self.tree.root, WorkClock(outer=self.clock))
+            self._next_root += 1
+            with suppress(_ClosedError):
+                self._start(branch, partial(self._open_root, branch))
+                self.tree.num_roots += 1
+
+    def _start(self, branch: Branch, opening: Opening) -> asyncio.Task[None]:
+        context = self._context.copy()  # without the clock of the branch that it forks from
+        growing = self._grow(branch, opening)
+        try:
+            task = self._group.create_task(growing, context=context)
+        except RuntimeError as error:
+            growing.close()
+            raise _ClosedError from error
+        self.tree.num_started += 1
+        self.tree.num_live += 1
+        if self._record is not None:
+            self._record.opened(branch.name, branch.cursor, branch.clock())
+        return task
+
+    async def _open_root(self, branch: Branch) -> None:
+        messages = await self._recovery.reset(branch)
+        if messages != self.prompt_messages:  # rendered once for all roots
+            self._render_prompt(messages, branch)
+        branch.prefix_ids = Prefix((self.tree.root.observation_ids,))
+        branch.num_prompt_tokens = self.num_prompt_tokens
+
+    def _render_prompt(self, messages: list[Message], branch: Branch) -> None:
+        if self.prompt_messages is not None:
+            raise EnvError(f"task {self.tree.task.id}: two resets with one seed gave two prompts")
+        prompt_ids = self.actor.renderer.prompt(messages, branch.tools)
+        if len(prompt_ids) > self.limits.max_prompt_tokens:
+            raise DataError(
+                f"task {self.tree.task.id}: its prompt has {len(prompt_ids)} tokens, "
+                f"limits.max_prompt_tokens is {self.limits.max_prompt_tokens}"
+            )
+        self.prompt_messages = messages
+        self.num_prompt_tokens = len(prompt_ids)
+        opening = self.hooks.prefix(branch, prompt_ids)
+        self.tree.root.observation_ids = packed_ids(prompt_ids + opening)
+        self._complete(self.tree.root, branch)
+
+    def _complete(self, node: Node, branch: Branch, stop: str | None = None) -> None:
+        """The node will not change any more, but for the forks taken there."""
+        self.tree.events.append(node.index)
+        if self._record is not None:
+            self._record.turned(node, branch.clock(), stop)
+
+    def has_room_to_fork(self, branch: Branch) -> bool:
+        assert branch.env is not None
+        has_room = self.tree.num_started < self.plan.group_size
+        return has_room and branch.env.fork_mode != "none"
+
+    # forking
+
+    def _fork(self, branch: Branch, origin: Branch, entropies: list[float]) -> None:
+        """Ask the plan and start the siblings; `branch.holding` has an event for each, set when it
+        holds its env.
+
+        `origin` is the branch as it was before the turn; the branch itself may be further on.
+        """
+        branch.was_asked = True
+        try:
+            rng = Random(self.key(origin, "fork"))
+            first = array("f", entropies)  # as nodes hold them, so that equal ones stay equal
+            wanted = self.plan.on_fork_point(self.tree, origin.cursor, first, rng)
+            origin.cursor.num_forks = num_forks = 0 if self._is_over else wanted
+            self.tree.events.append(~origin.cursor.index)
+            if self._record is not None:
+                self._record.asked(origin.cursor)
+            for number in range(1, num_forks + 1):
+                name = f"{origin.name}.{origin.num_turns}+{number}"
+                sibling = origin.sibling(name, self.clock)
+                held = asyncio.Event()  # also set when the sibling failed to get its env
+                opening = partial(self._recovery.open_fork, sibling, branch, held)
+                task = self._start(sibling, opening)
+                task.add_done_callback(partial(_set, held))  # and when it never began
+                branch.holding.append(held)
+        except _ClosedError:  # a last chunk, while the tree is ending
+            pass
+        except Exception as error:  # the rollout raises it, not the stream
+            self._group.create_task(_raise(error))
+
+    # one branch from opening to end
+
+    async def _grow(self, branch: Branch, opening: Opening) -> None:
+        """Grow one branch from its opening to its end, and close its env, whatever the end is."""
+        self.branches.add(branch)
+        try:
+            cut = await self._in_time(branch, opening)
+            if cut is not None and not branch.is_open:
+                raise EnvError(f"no env within {branch.clock():g} s")
+            if cut is not None:
+                await self._truncate(branch, *cut)
+        except (EngineDeadError, WorkerError, DataError, ConfigError):  # not better a second time
+            raise
+        except AgentEnvError as error:
+            self._fail(branch, error)
+        else:
+            assert branch.pending is not None
+            assert branch.pending.end is not None
+            self._complete(branch.pending, branch)
+            self.actor.failures.add(None)
+            self._end(branch.pending)
+        finally:
+            branch.clock.now("its environment to close")
+            try:
+                await self._close(branch)
+            finally:
+                self.branches.discard(branch)
+
+    async def _in_time(
+        self, branch: Branch, opening: Opening
+    ) -> tuple[Limit, Message | None] | None:
+        """Open the branch and take its turns while there is time; returns what `_turns` does."""
+        deadline = Deadline(self.limits.max_seconds, branch.clock, _OutOfTimeError)
+        try:
+            with working(branch.clock), deadline:
+                branch.clock.now("its environment")
+                self._growing[deadline] = None
+                if self._is_over:  # before an environment is made, which may kill its process
+                    raise _OutOfTimeError
+                await opening()
+                branch.is_open = True
+                return await self._turns(branch)
+        except _OutOfTimeError:
+            if self._cancelled:
+                raise GivenUpError(self._cancelled) from None
+            return Limit.SECONDS, None
+        finally:
+            self._growing.pop(deadline, None)
+
+    async def _turns(self, branch: Branch) -> tuple[Limit, Message | None] | None:
+        """Take turns until the env ends the episode, or return the limit that does, with an
+        action that the env has not seen."""
+        renderer, limits = self.actor.renderer, self.limits
+        while True:
+            completion = await self._recovery.sample(branch, self._generate)
+            action = renderer.parse(completion, branch.tools, branch.prefix_ids)
+            branch.action = action
+            node = branch.add_action(self.tree, completion)
+            if branch.holding:
+                with waiting("the copies of its environment that its forks take"):
+                    await branch.held()
+            limit = branch.limit_of_action(completion, action, limits)
+            if limit is not None:
+                return limit, action
+            result = await self._recovery.step(branch, action)
+            branch.clock.now("its observation to be tokenized")
+            messages, node.reward, terminated, truncated, info = result
+            node.info.update(info)
+            if terminated or truncated:
+                node.end = "terminated" if terminated else "truncated"
+                node.limit = None if terminated else Limit.ENV
+                return None
+            room = limits.max_tool_result_tokens
+            await renderer.prepare(messages, branch.tools, room)
+            observation_ids = renderer.observation(messages, branch.tools, room)
+            if await self.hooks.redirect(branch, observation_ids):
+                continue
+            limit = branch.limit_of_observation(observation_ids, limits)
+            if limit is not None:
+                return limit, None
+            branch.add_observation(observation_ids)
+            self._complete(branch.cursor, branch, completion.stop)
+            if branch.actions is not None:
+                branch.actions.append(action)
+            branch.may_fork = self.has_room_to_fork(branch)
+
+    async def _generate(self, branch: Branch) -> Completion:
+        """Sample the next turn. Where the branch may fork, `_fork` starts as soon as the entropies
+        of the first `fork_window` tokens are there, or at the end of a shorter turn."""
+        actor, limits, window = self.actor, self.limits, self.plan.fork_window
+        asks = branch.may_fork and window > 0 and not branch.was_asked
+        origin = branch.sibling(branch.name, self.clock) if asks else branch
+        # The first entropies of the first turn, and of a probe, are what others are compared with.
+        full = self.tree.num_started >= self.plan.group_size
+        reads = window > 0 and (asks or branch.num_turns == 0 or not full)
+        sampling = self.hooks.sampling(branch)
+        sampling = replace(
+            sampling,
+            max_tokens=min(
+                limits.max_turn_tokens, limits.max_response_tokens - branch.num_response_tokens
+            ),
+            stop=(*actor.renderer.stop(branch.tools), *sampling.stop),
+            seed=self.actor.seed_of(self.key(branch, "turn")),
+        )
+        first: list[float] = []
+
+        def on_tokens(chunk: Chunk) -> None:
+            first.extend(chunk.entropies)
+            if asks and not branch.was_asked and len(first) >= window:
+                self._fork(branch, origin, first[:window])
+
+        completion = await actor.engine.generate(
+            branch.prefix_ids,
+            sampling,
+            session=self._session,
+            on_tokens=on_tokens if reads else None,
+            stream_interval=max(1, window),
+            order=(int(branch.num_turns == 0), self.tree.index),
+        )
+        if asks and not branch.was_asked:
+            self._fork(branch, origin, completion.entropies[:window])
+        return completion
+
+    # ends
+
+    async def _truncate(self, branch: Branch, limit: Limit, action: Message | None) -> None:
+        """End the branch by a limit; its env, if it has one, grades what there is."""
+        leaf = branch.leaf(self.tree, "truncated")
+        leaf.limit = limit
+        if branch.env is not None:
+            finish = partial(self.hooks.finish, branch, limit, action)
+            with working(branch.clock):
+                branch.clock.now("its environment to finish")
+                reward, info = await self._recovery.through_outage(branch, "finish", finish)
+            leaf.reward += reward
+            leaf.info.update(info)
+
+    def _fail(self, branch: Branch, error: AgentEnvError) -> None:
+        """Record the failure; its place in the group goes to a fresh root while retries last."""
+        leaf = branch.leaf(self.tree, "failed")
+        leaf.error = f"{kind_of(error)}: {error}"
+        self._complete(leaf, branch)
+        self.actor.failures.add(failure_of(error, self.tree.task, branch.action), error)
+        if self._is_over or self.tree.num_retries >= self.limits.max_failures:
+            self._end(leaf)
+            return
+        self.tree.num_live -= 1
+        self.tree.num_retries += 1
+        self.tree.num_started -= 1
+        self.tree.num_roots -= branch.is_root
+        self._start_roots(1)
+
+    def _end(self, leaf: Node) -> None:
+        """A place of the group has ended; the plan decides what begins now."""
+        self.tree.num_live -= 1
+        number = self.plan.on_leaf_end(self.tree, leaf)
+        if number and self._probes_since is not None:
+            self.actor.probes.add(asyncio.get_running_loop().time() - self._probes_since)
+            self._probes_since = None
+        self._start_roots(number)
+
+    async def _close(self, branch: Branch) -> None:
+        """Close the env after the last sibling took its copy, even while being cancelled."""
+        try:
+            try:
+                await self.hooks.end(branch)
+            finally:
+                await branch.held()
+        finally:
+            if branch.env is not None:
+                await self.actor.envs.close(branch.env, self.tree.task.id)
+
+    def key(self, branch: Branch, use: str) -> str:
+        tree = self.tree
+        place = f"{tree.index}/{tree.task.id}/{branch.name}/{branch.num_turns}"
+        return f"{self.actor.seed}/{place}/{use}"

@@ -1,0 +1,174 @@
+"""The feeder: starts a rollout for each slot of the queue, in the order of the task stream, and
+keeps the table of rollouts in flight.
+
+A tree that an earlier process has finished comes from the journal; one that it had begun goes on
+from there; every other one grows in this process or in a rollout worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from agentenv.cluster.workers import RolloutWorkers
+from agentenv.dataset import TaskStream
+from agentenv.engines.pool.pool import EnginePool
+from agentenv.journal import Journal, Recorded
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.rl.batching import BatchBuilder
+from agentenv.pipelines.rl.listeners import Listener
+from agentenv.pipelines.rl.parts import Parts
+from agentenv.pipelines.rl.recorder import adding
+from agentenv.pipelines.rl.state import RunState
+from agentenv.queue import ReplayQueue
+from agentenv.tree import TrajectoryTree
+from agentenv.types import Task
+
+ROOM_S = 0.2  # between two looks at whether a tree may begin
+
+
+class InflightRollout:
+    """A tree that holds a slot, from its start until weights trained on it are live."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.began_s = asyncio.get_running_loop().time()
+        self.growing: asyncio.Task[TrajectoryTree] | None = None
+        self.num_known = 0  # nodes that an earlier process grew
+
+    @property
+    def has_ended(self) -> bool:
+        """The tree is whole, and waits for the learner."""
+        return self.growing is not None and self.growing.done()
+
+
+class Feeder:
+    """Feeds the queue of one run. A pause holds back new trees, new turns, and the learner."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        state: RunState,
+        parts: Parts,
+        queue: ReplayQueue,
+        batches: BatchBuilder,
+        journal: Journal | None,
+        listeners: Sequence[Listener],
+    ) -> None:
+        self.config = config
+        self.state = state
+        self.parts = parts
+        self.queue = queue
+        self.batches = batches
+        self.journal = journal
+        self.listeners = listeners
+        self.workers: RolloutWorkers | None = None  # where rollouts grow, unless in this process
+        self.inflight: dict[int, InflightRollout] = {}  # by place in start order
+        self.held_back = {"s": 0.0}  # seconds for which trees were
+        self._goes_on = asyncio.Event()  # unless the run is paused
+        self._goes_on.set()
+
+    async def run(self, rollouts: asyncio.TaskGroup) -> None:
+        """Start rollouts as slots allow; without refill no more than the run will train."""
+        parts, config = self.parts, self.config
+        needed = None if config.refills else parts.num_steps * self.queue.groups_per_step
+        stream = TaskStream(parts.tasks, config.run.seed, self.state.position)
+        for position, task in stream:
+            if needed is not None and position >= needed:
+                break
+            is_new = self.journal is None or not self.journal.started(position)
+            early_s = await self.queue.reserve(at_once=not is_new)
+            await self._until_allowed()
+            await self._until_room()
+            if is_new:
+                for listener in self.listeners:
+                    listener.started(position, self.state.step, early_s)
+            self.state.counters.offered += 1
+            one = self.inflight[position] = InflightRollout(task)
+            one.growing = rollouts.create_task(self._roll_out(one, position))
+            self.queue.put(one.growing, is_new=is_new)
+            await asyncio.sleep(0)  # so that not all of them begin in one go
+        self.queue.finish()
+
+    @property
+    def is_paused(self) -> bool:
+        return not self._goes_on.is_set()
+
+    def pause(self) -> None:
+        """Begin no tree, no turn and no update until `resume`; evaluations go on."""
+        self._goes_on.clear()
+        self.parts.actor.pause()
+        self._report_pause()
+
+    def resume(self) -> None:
+        """End a pause."""
+        self._goes_on.set()
+        self.parts.actor.resume()
+        self._report_pause()
+
+    def _report_pause(self) -> None:
+        if self.workers is not None:
+            self.workers.steer()
+
+    async def until_resumed(self) -> None:
+        """Wait while the run is paused."""
+        await self._goes_on.wait()
+
+    def num_open_envs(self) -> int:
+        """Trajectories under way, in this process and in workers."""
+        elsewhere = 0 if self.workers is None else self.workers.num_open_envs
+        return self.parts.actor.envs.count + elsewhere
+
+    def taken(self, trees: list[TrajectoryTree]) -> dict[int, int]:
+        """These trees are trained: how many nodes of each an earlier process grew."""
+        found = {tree.index: self.inflight.pop(tree.index, None) for tree in trees}
+        return {index: 0 if one is None else one.num_known for index, one in found.items()}
+
+    async def _until_allowed(self) -> None:
+        """Hold the next tree back while the run is paused, or queue.max_rollouts trees grow."""
+        while self.is_paused or self._grows_enough():  # noqa: ASYNC110 (many things change it)
+            await asyncio.sleep(ROOM_S)
+
+    def _grows_enough(self) -> bool:
+        allowed = self.config.queue.max_rollouts
+        return bool(allowed) and self.queue.num_waiting - self.queue.num_ready >= allowed
+
+    async def _until_room(self) -> None:
+        """Hold the next tree back while the engine has more than it can do, or more than its caches
+        hold: trees under way end sooner, on prefixes that are still cached. One tree always
+        grows."""
+        engine = self.parts.engine
+        if not isinstance(engine, EnginePool):
+            return
+        with adding(self.held_back, "s"):
+            while self.queue.num_waiting > self.queue.num_ready:
+                if engine.has_room(self.num_open_envs()):
+                    return
+                await asyncio.sleep(ROOM_S)
+
+    async def _roll_out(self, one: InflightRollout, position: int) -> TrajectoryTree:
+        """The tree of this place, from the journal, gone on with, or grown."""
+        recorded, journal = None, self.journal
+        await asyncio.sleep(0)
+        if journal is not None and journal.knows(position):
+            recorded = await journal.recall(position, one.task)
+            one.num_known = 0 if recorded is None else len(recorded.tree.nodes)
+        if recorded is not None and recorded.is_finished:
+            tree = recorded.tree
+        else:
+            tree = await self._grow(one.task, position, recorded)
+        self.batches.credit(tree)  # now, while others grow: not of a whole step at once
+        return tree
+
+    async def _grow(self, task: Task, position: int, recorded: Recorded | None) -> TrajectoryTree:
+        """In a worker, or here."""
+        parts, journal = self.parts, self.journal
+        if self.workers is not None:
+            return await self.workers.rollout(task, index=position, recorded=recorded)
+        return await parts.actor.rollout(
+            task,
+            parts.plan,
+            index=position,
+            record=None if journal is None else journal.record(position),
+            recorded=recorded,
+        )

@@ -1,0 +1,246 @@
+"""The loop of reinforcement learning: `Loop.run` and `Loop.step` are all of it.
+
+    take       the trees of a step, in start order                  agentenv/queue.py
+    credit     parity, credit of each tree, choice of the trained   batching.py
+    update     the self-critic's round and the learner's update     learners/
+    publish    new weights into the engine, trees into the archive  publishing.py, recorder.py
+    release    the slots of the trees, for new rollouts             agentenv/queue.py
+    record     figures, score, the row of metrics                   step_report.py
+
+Rollouts go on meanwhile (feeder.py). Journal and control subscribe: the journal listens to events
+(listeners.py), and an action that a person asks for (control.py) runs between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from agentenv.archive import StepHeader
+from agentenv.deadline import uncancelled
+from agentenv.errors import AgentEnvError, LearnerError
+from agentenv.learners.entropies import forget_entropies
+from agentenv.learners.learner import Metrics, lr_factor
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.rl.batching import Batch, BatchBuilder
+from agentenv.pipelines.rl.evaluations import Evaluator, first_of
+from agentenv.pipelines.rl.feeder import Feeder
+from agentenv.pipelines.rl.listeners import Listener
+from agentenv.pipelines.rl.parts import Parts
+from agentenv.pipelines.rl.publishing import ParityCheck
+from agentenv.pipelines.rl.recorder import PhaseClock, Recorder, Stopwatch, first_entropies
+from agentenv.pipelines.rl.self_critic import SelfCritic
+from agentenv.pipelines.rl.state import RunSaver, RunState
+from agentenv.pipelines.rl.step_report import StepReport
+from agentenv.pipelines.run.terminal import View
+from agentenv.pipelines.run.timings import Timings
+from agentenv.queue import ReplayQueue
+
+Action = Callable[[], Awaitable[Any]]
+
+
+class PendingActions:
+    """Actions that need weights at rest, a checkpoint for instance: one at a time, between two
+    steps, in tasks of the run."""
+
+    def __init__(self) -> None:
+        self.weights_at_rest = asyncio.Lock()  # held by a step, and by an action
+        self._group: asyncio.TaskGroup | None = None
+        self._begun = asyncio.Event()
+        self._over = ""
+
+    def begin(self, group: asyncio.TaskGroup) -> None:
+        """Run actions in this group, those that were asked for before among them."""
+        self._group = group
+        self._begun.set()
+
+    def close(self, reason: str) -> None:
+        """Refuse actions from now on."""
+        self._over = reason
+        self._begun.set()
+
+    async def run(self, action: Action) -> Any:
+        """The result of the action, or the AgentEnvError or OSError that it raises; these do not
+        end the run, a LearnerError and a bug do. Cancelling the wait does not cancel the action."""
+        await self._begun.wait()
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self._group is None or self._over:
+            raise LearnerError(self._over)
+        work = self._run(action, done)
+        try:
+            running = self._group.create_task(work)
+        except RuntimeError:  # the group is shutting down
+            work.close()
+            raise LearnerError("the run is ending") from None
+        running.add_done_callback(lambda _: _fail(done, LearnerError("the run ended before")))
+        return await done
+
+    async def _run(self, action: Action, done: asyncio.Future[Any]) -> None:
+        async with self.weights_at_rest:
+            try:
+                result = await action()
+            except (AgentEnvError, OSError, ExceptionGroup) as error:
+                if not is_harmless(error):
+                    raise
+                _fail(done, first_of(error))
+                return
+        if not done.done():
+            done.set_result(result)
+
+
+def is_harmless(error: Exception) -> bool:
+    """Whether the run can go on after an action failed with this error."""
+    first = first_of(error)
+    return isinstance(first, AgentEnvError | OSError) and not isinstance(first, LearnerError)
+
+
+def _fail(done: asyncio.Future[Any], error: BaseException) -> None:
+    if not done.done():
+        done.set_exception(error)
+
+
+@dataclass
+class Loop:
+    """Trains the policy, step by step."""
+
+    config: TrainConfig
+    state: RunState
+    parts: Parts
+    queue: ReplayQueue
+    feeder: Feeder
+    batches: BatchBuilder
+    parity: ParityCheck
+    saver: RunSaver
+    recorder: Recorder
+    evaluator: Evaluator
+    report: StepReport
+    critic: SelfCritic | None
+    actions: PendingActions
+    listeners: Sequence[Listener]
+    clock: PhaseClock
+    watch: Stopwatch
+    timings: Timings | None
+    view: View
+    settings: str  # see training.rollout_settings
+
+    async def run(self) -> None:
+        """All steps until the last update."""
+        while self.state.step < self.parts.num_steps:
+            with self.clock.phase("rl"):
+                batch = await self.take()
+                async with self.actions.weights_at_rest:
+                    with self.view.doing(f"step {self.state.step + 1}"):
+                        await uncancelled(self.step(batch))
+            async with self.actions.weights_at_rest:
+                await self.evaluate_and_save()
+
+    async def step(self, batch: Batch) -> None:
+        """One step; the learner keeps the GPUs from its first command to its last."""
+        async with self.parts.learner.turn():
+            await self.credit(batch)
+            async with self.saver.moving():
+                await self.update(batch)
+            await self.publish(batch)
+        self.release(batch)
+        await self.record(batch)
+
+    async def take(self) -> Batch:
+        """The trees of the next step, once there are enough and the run is not paused; answers of
+        the self-critic beside them, if a round of it is due."""
+        self.report.begin_step()
+        with self.watch.part("wait"):
+            keep = (self.batches.keep,) if self.config.refills else ()
+            taken = await self.queue.get(*keep)
+            await self.feeder.until_resumed()
+        batch = self.batches.open(taken)
+        if self.critic is not None and self.critic.is_due(self.state.step):
+            batch.answers = await self.critic.sample(self.state.step)
+        return batch
+
+    async def credit(self, batch: Batch) -> None:
+        """Check that engine and learner agree, and choose the trees to train, with their credit."""
+        for listener in self.listeners:
+            listener.taken(self.state.step, [tree.index for tree in batch.delivered])
+        with self.watch.part("parity"):
+            batch.metrics |= await self.parity.check()
+        batch.policy_version = self.parts.learner.policy_version
+        self.batches.settle(batch)
+        if not self.config.engine.tells_entropies:
+            window = self.parts.plan.fork_window
+            batch.first_entropies = first_entropies(batch.delivered, window)
+            forget_entropies(batch.delivered)
+
+    async def update(self, batch: Batch) -> None:
+        """Train on the batch. The round of the self-critic moves the weights before the update and
+        is published with it, so that it counts as no policy version of its own."""
+        state = self.state
+        if self.critic is not None and batch.answers is not None:
+            batch.metrics |= await self.critic.learn(state.step, batch.answers)
+        if batch.trained:
+            batch.metrics |= await self._train(batch)
+        try:
+            batch.metrics |= await self.report.measure(batch)
+        except Exception as error:  # the learner is well, and is saved first
+            batch.problem = error
+        state.position += len(batch.delivered)
+        state.step += 1
+
+    async def _train(self, batch: Batch) -> Metrics:
+        config = self.config.learner
+        scale = lr_factor(config, self.state.step, self.parts.num_steps)
+        busy = nullcontext() if self.timings is None else self.timings.learning()
+        number = self.batches.num_minibatches(batch.num_taken)
+        with self.watch.part("update"), busy:
+            agreement = self.parity.agreement
+            update = await self.parts.learner.update(batch.trained, scale, agreement, number)
+        self.state.totals.trained_tokens += int(update["num_tokens"])
+        return {
+            "learner/lr_scale": scale,
+            "learner/learning_rate": config.learning_rate * scale,
+            **{f"learner/{name}": value for name, value in update.items()},
+        }
+
+    async def publish(self, batch: Batch) -> None:
+        """New weights into the engine, if there are any, and the trees into the archive."""
+        header = StepHeader(
+            step=self.state.step,
+            policy_version=batch.policy_version,
+            incarnation=self.state.incarnation,
+            settings=self.settings,
+            vocab_size=self.parts.vocab_size,
+            num_trees=len(batch.delivered),
+            metrics={name: float(value) for name, value in batch.metrics.items()},
+        )
+        try:
+            if batch.trained or batch.metrics.get("self_critic/num_steps"):
+                with self.watch.part("publish"):
+                    await self.parts.publish()
+        finally:  # from now on a checkpoint may be of these weights, and needs their trees
+            await self.recorder.keep_trees(header, batch)
+
+    def release(self, batch: Batch) -> None:
+        """Give the slots of the batch back. Raises what went wrong in measuring it."""
+        if batch.problem is not None:
+            raise batch.problem
+        trained = [tree.index for tree, _ in batch.trained]
+        for listener in self.listeners:
+            listener.trained(self.state.step - 1, self.parts.learner.policy_version, trained)
+        self.queue.release(batch.num_taken)
+        self.state.counters.check(in_flight=self.queue.num_waiting)
+
+    async def record(self, batch: Batch) -> None:
+        """Write the figures and the trajectories of the step."""
+        if batch.answers is not None:
+            name = f"self-critic-{self.state.step - 1:06d}"
+            await self.recorder.write_trajectories(name, batch.answers)
+        await self.report.record(batch, self.feeder.taken(batch.delivered))
+
+    async def evaluate_and_save(self) -> None:
+        """The evaluations and the checkpoint that are due after this step."""
+        with self.watch.part("evaluate_and_save"):
+            await self.evaluator.after_step(self.evaluator.due(self.state.step))
+            if self.saver.is_due():
+                await self.saver.save()
