@@ -50,10 +50,10 @@ from agentenv.learners.credit import tree_credit
 from agentenv.learners.partition import PAIR_COST, deal, deal_parts, idle_share
 from agentenv.learners.policy import Policy, tensors
 from agentenv.pipelines.run.tables import bare_table
-from agentenv.pipelines.setup.idle import NARROW, WIDE, Shape, simulated
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task, VersionSpan
 from benchmarks.parts import tree_row
+from benchmarks.parts.drawn_trees import NARROW, WIDE, Shape, simulated
 
 LAYOUTS = ("tree", "varlen", "padded")
 FLAT = ("varlen", "padded")

@@ -42,7 +42,7 @@ async def disk(patient: Patient) -> str:
             "run.dir=DIR"
         )
     if needed + bounds > free:
-        told += ": lower archive.max_gb and log.max_trajectory_mb for a long run"
+        told += ": lower archive.max_gb for a long run"
     return told
 
 

@@ -38,6 +38,11 @@ EXPORT_S = 10.0  # of one request, its retries included
 NANO = 1_000_000_000
 
 
+def service_name() -> str:
+    """`service.name` of a run."""
+    return os.environ.get("OTEL_SERVICE_NAME", "") or "agentenv"
+
+
 class OtelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """OpenTelemetry, by OTLP over HTTP. Keys of the receiver come from the environment
     (OTEL_EXPORTER_OTLP_HEADERS), never from a file."""
@@ -49,7 +54,6 @@ class OtelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             f"the variable {ENDPOINT}",
         ),
     ] = ""
-    service: Annotated[str, Meta(description="service.name of the run")] = "agentenv"
     content: Annotated[
         bool,
         Meta(description="send prompts, answers, arguments and results of tools in the spans too"),
@@ -114,7 +118,7 @@ class OtelMonitor:
             self._parts = _Parts(
                 self._config.address,
                 {
-                    "service.name": self._config.service,
+                    "service.name": service_name(),
                     "service.instance.id": self._run,
                     "agentenv.run": self._run,
                     "agentenv.algorithm": str(algorithm.get("name", "")),
@@ -189,7 +193,7 @@ class _Rollout:
         at = start = now - int(whole_s * NANO)
         attributes = {
             "gen_ai.operation.name": "invoke_agent",
-            "gen_ai.agent.name": self._config.service,
+            "gen_ai.agent.name": service_name(),
             "gen_ai.conversation.id": f"{self._run}/{question.id}",
             "gen_ai.request.model": self._run,
             "agentenv.task": question.task,
@@ -208,7 +212,7 @@ class _Rollout:
             "error.type": branch.error and str(branch.error).partition(":")[0],
         }
         attributes |= {key: value for key, value in optional.items() if value is not None}
-        root = self._begin(f"invoke_agent {self._config.service}", attributes, None, start)
+        root = self._begin(f"invoke_agent {service_name()}", attributes, None, start)
         texts = [question.prompt]
         for turn, each_s in zip(branch.turns, calls_s, strict=True):
             sampling_s = (whole_s - in_tools_s) * len(turn.text) / num_chars

@@ -35,7 +35,6 @@ from agentenv.pipelines.run.terminal import EXIT_MISSING, View
 from agentenv.pipelines.serving.server_commands import find_python
 from agentenv.pipelines.setup.assembly import Assembly
 from agentenv.pipelines.setup.checks import hub_keys, refuse
-from agentenv.pipelines.setup.idle import expected_idle
 from agentenv.pipelines.setup.machine import GIB, find_machine
 from agentenv.pipelines.supervised.dialogues import registered_files
 from agentenv.server_config import LaunchConfig, RoleConfig
@@ -166,12 +165,6 @@ def _sizes(config: AnyRun) -> Iterator[str]:
         )
         if config.dropped_terms:
             yield config.dropped_terms
-        if config.learner.num_ranks > 1:
-            idle = expected_idle(config.learner, config.algorithm, config.limits)
-            yield (
-                f"{config.learner.num_ranks} learner ranks are expected to wait {idle:.1%} of "
-                "their time for the one with the most (simulated trees, docs/learner.md)"
-            )
         most = groups * (config.queue.max_staleness + 1)
         yield f"up to {most} prompts = {most * size} trajectories are under way at a time"
         passes = f"{config.train.num_epochs} passes over the questions"

@@ -14,11 +14,17 @@ from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.learners.learner import LearnerConfig, check_heads
 from agentenv.pipelines.config.cluster import WideCluster
 from agentenv.pipelines.config.evaluation import EvaluateConfig
-from agentenv.pipelines.config.rl import ResourcesConfig, ServeConfig, TrainConfig
+from agentenv.pipelines.config.rl import (
+    MAX_TRAJECTORY_BYTES,
+    ResourcesConfig,
+    ServeConfig,
+    TrainConfig,
+)
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.run.rundir import find_checkpoint
 from agentenv.pipelines.run.saver import SavingConfig
 from agentenv.pipelines.serving.gpus import GpuPlan, learner_gpus
+from agentenv.pipelines.serving.server_commands import CPU_CACHE_GIB
 from agentenv.pipelines.setup.machine import GIB, Machine
 from agentenv.pipelines.setup.memory import (
     KNOWN,
@@ -219,8 +225,8 @@ def _num_checkpoints(config: SavingConfig, *others: object) -> int:
 
 
 def _files(config: TrainConfig) -> dict[str, float]:
-    log = config.log.max_trajectory_mb * 1e6 * config.log.trajectories
-    return {"archive.max_gb": config.archive.max_gb * 1e9, "log.max_trajectory_mb": log}
+    log = MAX_TRAJECTORY_BYTES * config.log.trajectories
+    return {"archive.max_gb": config.archive.max_gb * 1e9, "trajectories": log}
 
 
 def _longest(limits: list[Limits]) -> int:
@@ -422,7 +428,7 @@ class _Planner:
         b, size = bytes_of(config.dtype), self.machine.gpu_bytes
         if not self.machine.num_gpus or config.device == "cpu":
             weights = 0.0 if shape is None else shape.served_bytes(b)
-            host = Memory({}, {"weights": weights, "cache": config.kv_cache_gb * GIB})
+            host = Memory({}, {"weights": weights, "cache": CPU_CACHE_GIB * GIB})
             self.plan.processes.append(Process(name, number, [], path, host, note="on the CPU"))
             return
         sleeps = policy and self.colocated

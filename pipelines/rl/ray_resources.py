@@ -19,6 +19,8 @@ from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.setup.data import Say
 from agentenv.server_config import LaunchConfig
 
+OBJECT_STORE_BYTES = 80 << 20  # the least that Ray accepts; nothing of ours uses it
+
 
 def needed(config: TrainConfig, cluster: RayCluster) -> Iterator[tuple[str, dict[str, float]]]:
     """What has to fit for the run to begin, with the keys that ask for it."""
@@ -39,7 +41,7 @@ async def open_ray(
     """The connection to Ray. Raises ConfigError for what does not fit there."""
     setup = RaySetup(
         cluster.address,
-        cluster.object_store_mb << 20,
+        OBJECT_STORE_BYTES,
         cluster.host,
         [*needed(config, cluster)],
         cluster.wait_for_nodes_s,

@@ -43,7 +43,6 @@ from agentenv.pipelines.setup.data import (
     try_env,
     try_turn,
 )
-from agentenv.pipelines.setup.idle import check_idle
 from agentenv.pipelines.setup.timeouts import check_time_outs
 from agentenv.renderer import TagRenderer
 
@@ -144,12 +143,6 @@ async def sizes(assembly: Assembly[TrainConfig]) -> None:
             f"learner.groups_per_minibatch = {part}{default} does not divide "
             f"queue.groups_per_step = {groups}; {fits} does"
         )
-
-
-async def idle_ranks(assembly: Assembly[TrainConfig]) -> None:
-    """The ranks of the learner find enough to do."""
-    config = assembly.config
-    check_idle(config.learner, config.algorithm, config.limits)
 
 
 async def time_outs(assembly: Assembly[TrainConfig]) -> None:
@@ -434,7 +427,6 @@ def part(name: str) -> Callable[[Any], Awaitable[object]]:
 
 CHECKS: tuple[Check, ...] = (
     Check("sizes divide", "configuration", TRAIN, sizes),
-    Check("idle ranks", "configuration", TRAIN, idle_ranks),
     Check("time-outs", "configuration", TRAIN, time_outs),
     Check("cold start and renderer", "configuration", TRAIN, demonstrations),
     Check("names of evaluation sets", "configuration", TRAIN, evaluation_sets),

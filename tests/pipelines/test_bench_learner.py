@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from agentenv.learners.partition import Paths, idle_share, load, share
-from agentenv.pipelines.setup.idle import WIDE, simulated
 from benchmarks import bench
 from benchmarks.parts import layouts
+from benchmarks.parts.drawn_trees import WIDE, simulated
 from benchmarks.parts.layouts import FLAT, TREE_ROW, count, make_model, make_step
 
 # A prompt of 5; two turns of 4, the first with a result of 6 and two turns of 3 and 2 below it.

@@ -43,10 +43,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = tra
         (("cluster.kind=procesess",), r"cluster.kind: .*'local', 'processes'"),
         (("limits.max_response_tokens=90000",), r"exceed the context of 5632 tokens"),
         (("learner.groups_per_minibatch=3",), r"groups_per_minibatch = 3 does not divide"),
-        (
-            ("learner.num_ranks=16", "learner.groups_per_minibatch=1"),
-            r"learner.num_ranks = 16: ranks would wait 4\d% of their time .* learner.allow_idle",
-        ),
         (("learner.context_parallel=3",), r"context_parallel = 3 does not divide .*num_ranks = 4"),
         (
             ("learner.num_ranks=3", "learner.context_parallel=3"),
@@ -79,18 +75,6 @@ def test_rollout_workers_are_placed(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert re.search(r"\n\W*environments\s+\W*8\b", told)
     assert "environments: tools, graders; on this machine" in told
-
-
-def test_idle_ranks_are_told_and_may_be_allowed(capsys: pytest.CaptureFixture[str]) -> None:
-    def told(*overrides: str) -> float:
-        assert train.main([str(REASONING), "--dry-run", "--gpus", "24", *overrides]) == EXIT_MISSING
-        text = " ".join(capsys.readouterr().out.split())
-        found = re.search(r"learner ranks are expected to wait (\S+)% of their time", text)
-        return float(found[1])
-
-    assert told() < 2.0
-    few = ("learner.num_ranks=16", "learner.groups_per_minibatch=1", "learner.allow_idle=true")
-    assert 40.0 < told(*few) < 50.0
 
 
 def test_without_gpus_main_memory_is_what_counts(capsys: pytest.CaptureFixture[str]) -> None:

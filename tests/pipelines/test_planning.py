@@ -273,12 +273,12 @@ def test_a_dry_run_says_whether_the_last_checkpoint_is_waited_for() -> None:
 
 def test_a_dry_run_says_what_a_run_has_on_the_disk() -> None:
     """Three checkpoints are kept, one is the best, one behind the cold start, one being written."""
-    keys = ["archive.max_gb=20", "log.max_trajectory_mb=1000", "checkpoint.keep_last=3"]
+    keys = ["archive.max_gb=20", "checkpoint.keep_last=3"]
     config = load_config(TrainConfig, Path("configs") / "quickstart.toml", keys)
     wanted = wanted_by(config)
     assert disk_line(2 * GIB, wanted.num_checkpoints, wanted.files) == (
-        "on the disk: up to 31.6 GiB = 12.0 GiB (6 checkpoints) + 18.6 GiB (archive.max_gb) + "
-        "0.9 GiB (log.max_trajectory_mb)"
+        "on the disk: up to 31.1 GiB = 12.0 GiB (6 checkpoints) + 18.6 GiB (archive.max_gb) + "
+        "0.5 GiB (trajectories)"
     )
     without = wanted_by(replace(config, sft=None, archive=ArchiveConfig(max_gb=0.0)))
     assert without.num_checkpoints == 5

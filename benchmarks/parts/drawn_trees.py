@@ -1,6 +1,6 @@
-"""How long ranks of the learner would wait for each other: dealing tried on simulated trees.
+"""Randomly drawn trees, on which the partition of trees over ranks is measured.
 
-A simulated tree has independent trajectories of two to seven turns and forks after turns of
+A drawn tree has independent trajectories of two to seven turns and forks after turns of
 theirs; turns differ in length by up to a factor of three, and whole trees by a log-normal factor,
 whose deviation of the logarithm is the spread.
 """
@@ -9,21 +9,12 @@ from __future__ import annotations
 
 import math
 import operator
-from functools import cache
 from random import Random
 from statistics import fmean
 from typing import NamedTuple
 
-from agentenv.errors import ConfigError
-from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.partition import Paths, idle_share, load, share
-from agentenv.types import Limits
-
 NARROW, WIDE = 0.25, 0.6  # spreads: of 64 trees the largest is 1.8 or 3 times the mean
 NUM_TREES = 64
-PART_OF_LIMIT = 0.4  # of the longest possible trajectory, what one has on average
-MAX_IDLE = 0.25
 
 
 class Shape(NamedTuple):
@@ -95,51 +86,3 @@ def _path_lengths(sizes: list[float], parents: list[int]) -> list[float]:
     for size, parent in zip(sizes, parents, strict=True):
         ends.append(size + (ends[parent] if parent >= 0 else 0.0))
     return [end for i, end in enumerate(ends) if i not in set(parents)]
-
-
-def expected_idle(learner: LearnerConfig, algorithm: Algorithm, limits: Limits) -> float:
-    """Part of their time that the ranks would wait for the one with the most, in trees of a wide
-    spread, whose trajectories are on average PART_OF_LIMIT as long as the limits allow."""
-    if learner.num_teams == 1:
-        return 0.0
-    return _expected_idle(
-        learner.num_teams,
-        learner.groups_per_minibatch,
-        learner.team_tokens,
-        algorithm.group_size,
-        getattr(algorithm, "num_initial", algorithm.group_size),
-        limits.max_prompt_tokens + limits.max_response_tokens,
-    )
-
-
-@cache  # a dry run asks three times
-def _expected_idle(
-    num_teams: int, groups: int, budget: int, group_size: int, num_initial: int, longest: int
-) -> float:
-    trees = simulated(
-        group_size,
-        num_initial,
-        WIDE,
-        path_tokens=PART_OF_LIMIT * longest,
-        longest=longest,
-        count=groups * -(-NUM_TREES // groups),
-    )
-    paths = [Paths(sizes, parents, budget) for sizes, parents in trees]
-    steps = []
-    for first in range(0, len(paths), groups):
-        step = paths[first : first + groups]
-        steps.append([load(hand, step) for hand in share(step, num_teams)])
-    return idle_share(steps)
-
-
-def check_idle(learner: LearnerConfig, algorithm: Algorithm, limits: Limits) -> None:
-    """Raises ConfigError where ranks would wait too long."""
-    idle = expected_idle(learner, algorithm, limits)
-    if idle > MAX_IDLE and not learner.allow_idle:
-        raise ConfigError(
-            f"learner.num_ranks = {learner.num_ranks}: ranks would wait {idle:.0%} of their time "
-            f"for the one with the most, with learner.groups_per_minibatch = "
-            f"{learner.groups_per_minibatch} trees of {algorithm.group_size} trajectories; raise "
-            "groups_per_minibatch or context_parallel, lower num_ranks, or set "
-            "learner.allow_idle = true"
-        )
