@@ -50,19 +50,22 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     say: Say | None = None,
-    check: Callable[[Tree, str], None] | None = None,
+    explain: Callable[[Tree, str], None] | None = None,
 ) -> T:
     """Read `path`, apply overrides such as "learner.grad_clip=0.5", check, and build the struct.
 
-    `say` is told what `override_kinds` leaves out. `check` sees the values and the path first, and
-    may refuse them.
+    `say` is given what `override_kinds` leaves out. `explain` is given refused values and the path,
+    and may raise a better error.
     """
     raw = read_toml(path)
     override_kinds(config_type, raw, overrides, say)
     with blaming(str(path), overrides):
-        if check is not None:
-            check(raw, str(path))
-        return build_config(config_type, raw, str(path))
+        try:
+            return build_config(config_type, raw, str(path))
+        except ConfigError:
+            if explain is not None:
+                explain(raw, str(path))
+            raise
 
 
 def read_toml(path: Path) -> Tree:

@@ -43,6 +43,7 @@ DELETED: dict[str, dict[str, Deleted]] = {
         ),
         "user_agent": _always("Mozilla/5.0 (compatible; agentenv)"),
     },
+    "GraderKeys": {"num_workers": _always(2)},
     "JudgeConfig": {"max_answer_chars": _always(2000)},
     "KubernetesCluster": {
         "namespace": Deleted("default", "choose it with `kubectl apply --namespace=NAME`"),
@@ -75,6 +76,9 @@ DELETED: dict[str, dict[str, Deleted]] = {
     "SandboxLimits": {
         "tmp_bytes": _always(16 << 20),
         "max_output_chars": _always(8000, "; limits.max_tool_result_tokens cuts further"),
+    },
+    "SearchConfig": {
+        "max_page_chars": Deleted(None, "it is that of search.preset, whose sizes were published"),
     },
 }
 

@@ -185,14 +185,14 @@ def test_an_override_of_a_key_that_the_new_kind_lacks_is_no_leftover(tmp_path: P
         load(tmp_path, ENGINE, "engine.name=slow", "engine.speed=9")
 
 
-def test_what_is_checked_first_may_refuse(tmp_path: Path) -> None:
+def test_a_refusal_may_be_explained(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("strange = 1\n", encoding="utf-8")
 
-    def check(raw: dict[str, object], source: str) -> None:
+    def explain(raw: dict[str, object], source: str) -> None:
         raise ConfigError(f"{source.rpartition('/')[2]}: {raw}")
 
     with pytest.raises(ConfigError, match=r"c\.toml: \{'strange': 1, 'path': 'y'\}"):
-        load_config(Outer, tmp_path / "c.toml", ["path=y"], check=check)
+        load_config(Outer, tmp_path / "c.toml", ["path=y"], explain=explain)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from agentenv.pipelines.cluster.processes import Kind
 from agentenv.pipelines.cluster.ray_places import RayPlaces, RaySetup
 from agentenv.pipelines.config.cluster import FOLDER, RayCluster
 from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.serving.servers import MAX_RESTARTS
 from agentenv.pipelines.setup.data import Say
 from agentenv.server_config import LaunchConfig
 
@@ -64,7 +65,7 @@ def far_servers(
             "engine server",
             config.count,
             config.start_timeout_s + SLACK_S,
-            config.max_restarts,
+            MAX_RESTARTS,
             "engine.servers",
             env=cluster.env,
             resources=cluster.of_engine(config),
