@@ -24,7 +24,7 @@ from msgspec import inspect as mi
 
 from agentenv.errors import ConfigError
 from agentenv.hub import place_of
-from agentenv.old_keys import dropped_keys, moved_values, refused_values
+from agentenv.old_keys import deleted_keys, moved_values
 from agentenv.registry import Kind, PartKey, decode_part
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -50,19 +50,22 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     say: Say | None = None,
-    check: Callable[[Tree, str], None] | None = None,
+    explain: Callable[[Tree, str], None] | None = None,
 ) -> T:
     """Read `path`, apply overrides such as "learner.grad_clip=0.5", check, and build the struct.
 
-    `say` is told what `override_kinds` leaves out. `check` sees the values and the path first, and
-    may refuse them.
+    `say` is given what `override_kinds` leaves out. `explain` is given refused values and the path,
+    and may raise a better error.
     """
     raw = read_toml(path)
     override_kinds(config_type, raw, overrides, say)
     with blaming(str(path), overrides):
-        if check is not None:
-            check(raw, str(path))
-        return build_config(config_type, raw, str(path))
+        try:
+            return build_config(config_type, raw, str(path))
+        except ConfigError:
+            if explain is not None:
+                explain(raw, str(path))
+            raise
 
 
 def read_toml(path: Path) -> Tree:
@@ -178,7 +181,7 @@ def build_config(config_type: type[T], raw: Tree, source: str) -> T:
 
 def upgrade(config_type: type[T], raw: Tree) -> Tree:
     """Change the plain values of a stored configuration, which an earlier version may have
-    written, in place, into those of today: see agentenv/old_keys.py. A dropped key that was set
+    written, in place, into those of today: see agentenv/old_keys.py. A deleted key that was set
     to something else than its default stays."""
     for table, struct, _ in _tables(raw, type_info(config_type), ""):
         _upgrade(table, struct)
@@ -355,18 +358,15 @@ def _apply(raw: Tree, override: str, key: str, value: Any) -> None:
 
 
 def _check_keys(raw: Tree, kind: mi.Type, source: str) -> None:
-    """Refuse unknown keys with the nearest known one, and dropped keys with their reason; types
+    """Refuse unknown keys with the nearest known one, and deleted keys with the reason; types
     are msgspec's business."""
     for table, struct, path in _tables(raw, kind, "", source):
         _upgrade(table, struct)
         known = [field.encode_name for field in struct.fields]
-        for (key, value), why in refused_values(struct.cls).items():
-            if table.get(key) == value:
-                raise ConfigError(f"{source}: {_join(path, key)} = {value!r}: {why}")
         for key in table:
             if key in known or key == struct.tag_field:
                 continue
-            name, gone = _join(path, key), dropped_keys(struct.cls).get(key)
+            name, gone = _join(path, key), deleted_keys(struct.cls).get(key)
             if gone is not None:
                 raise ConfigError(f"{source}: {name} = {table[key]!r}: {gone.why}")
             for_kind = f" for {path}.{struct.tag_field} = {struct.tag!r}" if struct.tag else ""
@@ -394,8 +394,8 @@ def _hint(kind: mi.Type, path: str, key: str, struct: mi.StructType) -> str:
 
 
 def _upgrade(table: Tree, struct: mi.StructType) -> None:
-    """Take dropped keys at their defaults out of a table, and put what was moved where it is."""
-    for key, gone in dropped_keys(struct.cls).items():
+    """Remove deleted keys at their defaults from a table, and rename what has moved."""
+    for key, gone in deleted_keys(struct.cls).items():
         if key in table and gone.was_unset(table[key]):
             del table[key]
     moved = moved_values(struct.cls)

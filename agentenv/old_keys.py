@@ -1,7 +1,7 @@
-"""Keys and values of earlier configurations that are no more: why, and what takes their place.
+"""Deleted keys of stored configurations, and where this package's functions have moved.
 
-A key that stands here at the value that was its default is passed over, so that what an earlier
-version wrote can be resumed and asked again; with any other value it is refused by its reason.
+A deleted key at its former default is ignored, so that a run or an evaluation which an earlier
+version wrote can be resumed; any other value is refused with the reason.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 
-class Dropped(NamedTuple):
-    """A key that is no more. `default` is the plain value that it had when nobody set it, of a
-    table all that it ever held; `why` says why it went and what to write in its place."""
+class Deleted(NamedTuple):
+    """A deleted key: its former default as a plain value (of a table all of its keys), and why it
+    was deleted, with the remedy."""
 
     default: Any
     why: str
@@ -24,182 +24,82 @@ class Dropped(NamedTuple):
         return bool(value == self.default)
 
 
-_ZSCORE = (
-    "the criterion zscore kept the least information of all (docs/algorithms.md); "
-    'fork_criterion = "relative" with entropy_weight = 0.5 lets entropy decide'
-)
+def _always(value: Any, remedy: str = "") -> Deleted:
+    return Deleted(value, f"the key was deleted, its value is always {value!r}{remedy}")
 
-_ALWAYS = "the key is gone, the value is always"
 
-_CASSETTE = (
-    "search.snapshot holds results and pages in place of raw replies; record it with "
-    'search.snapshot = FILE and search.snapshot_mode = "record"'
-)
+_LAUNCH = {
+    "kv_cache_gb": _always(1, "; of vLLM set env.VLLM_CPU_KVCACHE_SPACE of the same table"),
+    "max_restarts": _always(10),
+}
 
-_CHAT_TAGS = ("role", "content", "user", "assistant", "observation", "function", "system")
-
-# By the name of the struct that had the key, in the order of the structs' names.
-DROPPED: dict[str, dict[str, Dropped]] = {
-    "Algorithm": {
-        "min_group_fraction": Dropped(
-            0.75, f"{_ALWAYS} 0.75; algorithm.truncated says which leaves count"
-        ),
-    },
-    "ARPO": {
-        "fork_mode": Dropped("sample", "its name is algorithm.fork_rule; an environment has modes"),
-        "rise_scale": Dropped(0.02, _ZSCORE),
-    },
-    "ChatDataConfig": {
-        "tags": Dropped(
-            {f"{one}_tag": "" for one in _CHAT_TAGS},
-            "roles under other names are told by the tags of a dataset_info.json; name that file "
-            "with data.dataset_info",
-        ),
-    },
-    "DirectConfig": {
-        "sampling": Dropped(None, "answers of both kinds are sampled alike, by [sampling]"),
-    },
-    "DPOLoopConfig": {
-        "reference": Dropped(
-            "scored",
-            "the reference is the policy that the run began with, which is the model without its "
-            "adapters, too; remove the key",
-        ),
-    },
-    "EvalConfig": {
-        "report": Dropped("", "the summary reports the first set; write that one first"),
-    },
-    "EvaluateConfig": {
-        "rows": Dropped(
-            None,
-            "how rows are read stands with their set: [sets.NAME] with path = FILE in place of "
-            "data = FILE, and the keys beside it",
-        ),
-    },
-    "FaissConfig": {"max_tokens": Dropped(256, f"{_ALWAYS} 256; longer queries are cut")},
+# By the name of the struct that had the key.
+DELETED: dict[str, dict[str, Deleted]] = {
     "FetchConfig": {
-        "max_bytes": Dropped(2_000_000, f"{_ALWAYS} 2000000; the rest of a page is not read"),
-        "max_concurrency": Dropped(64, f"{_ALWAYS} 64"),
-        "num_retries": Dropped(2, f"{_ALWAYS} 2"),
+        "ports": Deleted(
+            [80, 443],
+            "pages come from the ports 80 and 443; search.pages.fetch.allow_networks names "
+            "networks whose ports are all allowed",
+        ),
+        "user_agent": _always("Mozilla/5.0 (compatible; agentenv)"),
     },
-    "FilterConfig": {
-        "drop_repeated_calls": Dropped(True, f"{_ALWAYS} true"),
-        "min_right": Dropped(1, f"{_ALWAYS} 1; filter.max_per_question says how many are kept"),
+    "GraderKeys": {"num_workers": _always(2)},
+    "JudgeConfig": {"max_answer_chars": _always(2000)},
+    "KubernetesCluster": {
+        "namespace": Deleted("default", "choose it with `kubectl apply --namespace=NAME`"),
+        "cpus": _always(4, "; edit the manifest for another number"),
     },
+    "LaunchConfig": _LAUNCH,
     "LearnerConfig": {
-        "temperature": Dropped(
-            1.0,
-            "training samples from the policy itself, at temperature 1, and any other value made "
-            "the learner's log-probs those of another distribution; remove the key",
+        "allow_idle": Deleted(
+            False, "idle ranks are measured (learner/idle_share), not predicted; remove the key"
         ),
     },
-    "Limits": {
-        "engine_timeout_s": Dropped(
-            300.0,
-            "waiting for a place counted; a server that gives no token is lost after "
-            "engine.pool.first_token_s and engine.pool.silence_s",
-        ),
-        "max_crashed_share": Dropped(
-            0.05,
-            "failures of every kind have one bound: use limits.max_failed_share; limits.strict "
-            "ends the run at the first bug",
-        ),
+    "LogConfig": {
+        "max_trajectory_mb": _always(500.0, "; log.trajectories = false writes none"),
+    },
+    "OtelConfig": {
+        "service": Deleted("agentenv", "set the environment variable OTEL_SERVICE_NAME"),
     },
     "PagesConfig": {
-        "max_page_chars": Dropped(100_000, f"{_ALWAYS} 100000; search.max_page_chars is smaller"),
-        "num_workers": Dropped(2, f"{_ALWAYS} 2"),
-    },
-    "PoolConfig": {
-        "check_weights": Dropped(
-            True,
-            "checksums of all weights stopped a server for as long as it took to compute them; "
-            "a label that the server gives back and the log-prob of one token are always checked "
-            "in their place, remove the key",
-        ),
-        "first_backoff_s": Dropped(0.5, f"{_ALWAYS} 0.5; engine.pool.max_retries bounds retries"),
-        "max_backoff_s": Dropped(30.0, f"{_ALWAYS} 30; engine.pool.max_retries bounds retries"),
-        "poll_interval_s": Dropped(1.0, f"{_ALWAYS} 1"),
-        "poll_timeout_s": Dropped(60.0, f"{_ALWAYS} 60"),
-        "initial_concurrency": Dropped(
-            64,
-            f"{_ALWAYS} 64 until a server's load is known; engine.pool.max_concurrency bounds it",
+        "jina_url": _always("https://r.jina.ai"),
+        "jina_traffic": Deleted(
+            {"rate_per_s": 20.0, "max_concurrency": 64, "timeout_s": 40.0, "num_retries": 5},
+            "the limits of Jina's reader are constants; remove the table",
         ),
     },
-    "PooledEngineConfig": {
-        "timeouts": Dropped(
-            {"connect_s": 10.0, "call_s": 30.0, "idle_s": 600.0, "load_s": 600.0},
-            "several keys for one deadline; use engine.pool.load_timeout_s",
-        ),
+    "RayCluster": {
+        "cpus_per_engine": _always(1),
+        "cpus_per_rank": _always(1),
+        "object_store_mb": _always(80),
     },
-    "ResourcesConfig": {
-        "engine_gpus": Dropped([], "two keys for the same GPUs; use engine.servers.gpus"),
+    "SandboxLimits": {
+        "tmp_bytes": _always(16 << 20),
+        "max_output_chars": _always(8000, "; limits.max_tool_result_tokens cuts further"),
     },
-    "SFTConfig": {
-        "kind_boost": Dropped(2.0, f"{_ALWAYS} 2; sft.stages choose rows"),
-    },
-    "SandboxLimits": {"max_open_files": Dropped(64, f"{_ALWAYS} 64")},
     "SearchConfig": {
-        "cassette": Dropped("", _CASSETTE),
-        "cassette_mode": Dropped("replay", _CASSETTE),
-        "language": Dropped("auto", 'search.market says it too, with the country: "zh-CN"'),
-    },
-    "SelfCriticConfig": {
-        "pairs_per_question": Dropped(
-            4, f"{_ALWAYS} 4; self_critic.num_questions and num_samples make more pairs"
-        ),
-    },
-    "SummarizerConfig": {
-        "key_variable": Dropped("", "it is api_key_env now, as of the judge"),
-        "traffic": Dropped(
-            {
-                "rate_per_s": 0.0,
-                "burst": 20,
-                "max_concurrency": 64,
-                "timeout_s": 120.0,
-                "num_retries": 5,
-                "first_delay_s": 0.5,
-                "max_delay_s": 30.0,
-                "max_failures": 20,
-                "cool_down_s": 30.0,
-            },
-            "the summarizer is asked as the judge is: timeout_s, num_retries and max_concurrency "
-            "stand in search.summarizer itself",
-        ),
-    },
-    "TrafficConfig": {
-        "burst": Dropped(20, f"{_ALWAYS} 20; rate_per_s and max_concurrency of the same table"),
-        "cool_down_s": Dropped(30.0, f"{_ALWAYS} 30; then one call is a probe"),
-        "first_delay_s": Dropped(0.5, f"{_ALWAYS} 0.5; num_retries bounds retries"),
-        "max_delay_s": Dropped(30.0, f"{_ALWAYS} 30; num_retries bounds retries"),
-        "max_failures": Dropped(20, f"{_ALWAYS} 20"),
+        "max_page_chars": Deleted(None, "it is that of search.preset, whose sizes were published"),
     },
 }
 
-# Values that a key takes no more, by key and value, and why.
-REFUSED: dict[str, dict[tuple[str, str], str]] = {
-    "ARPO": {("fork_criterion", "zscore"): _ZSCORE},
-}
-
-# Texts that name something of ours under its earlier place: read as the new one.
+# Functions and modules of this package under their former names.
 MOVED: dict[str, dict[str, str]] = {
-    "ScriptedConfig": {
-        "envs.quickstart_script:scripted_turn": "agentenv.envs.quickstart:scripted_turn"
+    "EnvConfig": {"envs": "agentenv.envs"},
+    "RunConfig": {
+        "launchers.quickstart:prepare": "agentenv.envs.quickstart_setup:prepare",
+        "launchers.quickstart_chat:prepare": "agentenv.envs.quickstart_chat:prepare",
     },
+    "ScriptedConfig": {"envs.quickstart:scripted_turn": "agentenv.envs.quickstart:scripted_turn"},
 }
 
 
-def dropped_keys(struct: type) -> dict[str, Dropped]:
-    """The dropped keys of a struct, those of the structs that it extends among them."""
-    return {key: one for name in _names(struct) for key, one in DROPPED.get(name, {}).items()}
-
-
-def refused_values(struct: type) -> dict[tuple[str, str], str]:
-    """Why a struct's key takes a value no more, by key and value."""
-    return {pair: why for name in _names(struct) for pair, why in REFUSED.get(name, {}).items()}
+def deleted_keys(struct: type) -> dict[str, Deleted]:
+    """The deleted keys of a struct and of its bases."""
+    return {key: one for name in _names(struct) for key, one in DELETED.get(name, {}).items()}
 
 
 def moved_values(struct: type) -> dict[str, str]:
-    """What texts in a struct's keys have become, by their earlier form."""
+    """The present form of texts in a struct's keys, by their former one."""
     return {old: new for name in _names(struct) for old, new in MOVED.get(name, {}).items()}
 
 

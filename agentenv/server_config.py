@@ -42,9 +42,6 @@ class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             gt=0, le=1, description="share of a GPU's memory for weights and cache", extra=ESSENTIAL
         ),
     ] = 0.9
-    kv_cache_gb: Annotated[
-        int, Meta(ge=1, description="memory for keys and values on the CPU, GiB")
-    ] = 1
     max_num_seqs: Annotated[
         int, Meta(ge=0, description="requests that run at a time; 0: the engine's choice")
     ] = 0
@@ -72,9 +69,6 @@ class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     start_timeout_s: Annotated[
         float, Meta(gt=0, description="deadline for a server to come up")
     ] = 900.0
-    max_restarts: Annotated[
-        int, Meta(ge=0, description="times a server that died is started again")
-    ] = 10
 
     @property
     def count(self) -> int:

@@ -115,7 +115,7 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
         arguments.config,
         arguments.overrides,
         say=left_out.append,
-        check=refuse_verl_keys,
+        explain=refuse_verl_keys,
     )
     folder = Path(config.run.dir) / (config.run.name or arguments.config.stem)
     if arguments.dry_run:

@@ -1,4 +1,4 @@
-"""Looks whether a machine and a configuration are in order: `python launchers/doctor.py`, see
+"""Checks a machine, a configuration or the rewards of a run: `python launchers/doctor.py`, see
 docs/doctor.md.
 
     doctor.py                          the machine alone
@@ -21,7 +21,7 @@ from agentenv.pipelines.run.arguments import Parser
 from agentenv.pipelines.run.terminal import EXIT_FAILED, View, run_until_done, to_its_end
 
 if TYPE_CHECKING:
-    from agentenv.pipelines.diagnosis.results import Verdict
+    from agentenv.pipelines.setup.checks import CheckResult
 
 EPILOG = """exit codes: 0 every check passed or was skipped, 1 one failed, 2 bad arguments
 
@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="launchers/doctor.py",
         usage="launchers/doctor.py [--config CONFIG [key.sub=value ...]] [options]",
-        description="Look whether this machine, and a configuration of training, are in order.",
+        description="Check this machine and a configuration of training.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -54,30 +54,29 @@ def make_parser() -> argparse.ArgumentParser:
         "--config", type=Path, help="of launchers/train.py; none: the machine alone"
     )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
-    parser.add_argument("--json", action="store_true", help="the verdicts as JSON")
+    parser.add_argument("--json", action="store_true", help="the results as JSON")
     parser.add_argument("--offline", action="store_true", help="ask nothing outside this machine")
     parser.add_argument("--quick", action="store_true", help="start neither learner nor engine")
     return parser
 
 
 async def _run(arguments: argparse.Namespace, view: View) -> int:
-    from agentenv.pipelines.diagnosis.checks import examine  # slow to load
-    from agentenv.pipelines.diagnosis.results import tell
+    from agentenv.pipelines.diagnosis.doctor import examine, show  # slow to load
 
-    verdicts: list[Verdict] = []
-    async for verdict in examine(
+    results: list[CheckResult] = []
+    async for result in examine(
         arguments.config,
         arguments.overrides,
         is_offline=arguments.offline,
         is_quick=arguments.quick,
         say=lambda text: None if arguments.json else view.console.print(f"[dim]{escape(text)}[/]"),
     ):
-        verdicts.append(verdict)
+        results.append(result)
         if not arguments.json:
-            tell(verdict, view)
-    states = [one.state for one in verdicts]
+            show(result, view)
+    states = [one.state for one in results]
     if arguments.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(verdicts)).decode() + "\n")
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(results)).decode() + "\n")
     else:
         view.console.print(
             f"\n{states.count('passed')} passed, {states.count('failed')} failed, "

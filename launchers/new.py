@@ -89,13 +89,13 @@ def next_commands(name: str, parent: Path) -> Iterator[str]:
     if parent.resolve() != Path.cwd():
         yield f"cd {shlex.quote(str(parent))}"
     train = f"python -m agentenv.launchers.train {name}/train.toml"
-    told = {
+    commands = {
         f"python -m pytest {name}": "the test of the environment",
         f"{train} --dry-run": "tries everything, starts nothing",
         train: "cold start, then ARPO: minutes",
     }
-    width = max(map(len, told))
-    yield from (f"{command.ljust(width)}  # {what}" for command, what in told.items())
+    width = max(map(len, commands))
+    yield from (f"{command.ljust(width)}  # {what}" for command, what in commands.items())
 
 
 def _templates() -> list[Traversable]:

@@ -236,13 +236,6 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
             extra=ESSENTIAL,
         ),
     ] = 8
-    allow_idle: Annotated[
-        bool,
-        Meta(
-            description="start although the ranks are expected to wait for each other for more "
-            "than a quarter of their time"
-        ),
-    ] = False
     num_epochs_per_batch: Annotated[
         int, Meta(ge=1, description="passes over the trees of an update")
     ] = 1

@@ -20,7 +20,7 @@ from agentenv.config import (
 )
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.errors import ConfigError
-from agentenv.old_keys import DROPPED, Dropped
+from agentenv.old_keys import DELETED, Deleted
 from agentenv.pipelines.config.help import describe
 from agentenv.pipelines.config.rl import TrainConfig
 
@@ -185,14 +185,14 @@ def test_an_override_of_a_key_that_the_new_kind_lacks_is_no_leftover(tmp_path: P
         load(tmp_path, ENGINE, "engine.name=slow", "engine.speed=9")
 
 
-def test_what_is_checked_first_may_refuse(tmp_path: Path) -> None:
+def test_a_refusal_may_be_explained(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("strange = 1\n", encoding="utf-8")
 
-    def check(raw: dict[str, object], source: str) -> None:
+    def explain(raw: dict[str, object], source: str) -> None:
         raise ConfigError(f"{source.rpartition('/')[2]}: {raw}")
 
     with pytest.raises(ConfigError, match=r"c\.toml: \{'strange': 1, 'path': 'y'\}"):
-        load_config(Outer, tmp_path / "c.toml", ["path=y"], check=check)
+        load_config(Outer, tmp_path / "c.toml", ["path=y"], explain=explain)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -219,12 +219,12 @@ def test_changes_between_two_configurations() -> None:
 @pytest.fixture
 def without_half_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue had a key half_life, 2.5 by default."""
-    gone = {"half_life": Dropped(2.5, "staleness is bounded by queue.max_staleness alone")}
-    monkeypatch.setitem(DROPPED, "Inner", gone)
+    gone = {"half_life": Deleted(2.5, "staleness is bounded by queue.max_staleness alone")}
+    monkeypatch.setitem(DELETED, "Inner", gone)
 
 
 @pytest.mark.usefixtures("without_half_life")
-def test_a_dropped_key_is_passed_over_at_its_default_and_refused_with_the_reason(
+def test_a_deleted_key_is_ignored_at_its_default_and_refused_with_the_reason(
     tmp_path: Path,
 ) -> None:
     text = 'path = "x"\n[queue]\nhalf_life = 2.5\n[sets.dev]\nhalf_life = 2.5'
@@ -245,5 +245,5 @@ def test_what_an_earlier_version_stored_becomes_that_of_today() -> None:
 
 
 def test_a_function_that_was_moved_is_found_where_it_is() -> None:
-    raw = {"name": "scripted", "script": "envs.quickstart_script:scripted_turn"}
+    raw = {"name": "scripted", "script": "envs.quickstart:scripted_turn"}
     assert build_config(ScriptedConfig, raw, "test") == ScriptedConfig()

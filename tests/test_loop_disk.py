@@ -39,7 +39,7 @@ FILES = {
     "pipelines/evaluation/report.py": ASKED,
     "launchers/synthesize.py": ASKED,
     "pipelines/setup/assembly.py": BEFORE,
-    "pipelines/setup/checks.py": BEFORE,
+    "pipelines/setup/start_checks.py": BEFORE,
     "pipelines/rl/parts.py": BEFORE,
 }
 ALLOWED = {

@@ -84,7 +84,7 @@ ALLOWED = {
     "pipelines/run/control.py: time.time": "the age of a file",
     "pipelines/monitors/otel.py: time.time_ns": "of spans, which others read",
     "pipelines/run/terminal.py: time.monotonic": "when a line was shown last, for people",
-    "pipelines/diagnosis/results.py: time.monotonic": "how long a check took, for people",
+    "pipelines/setup/checks.py: time.monotonic": "how long a check took, for people",
     # none is started
     "pipelines/run/terminal.py: ThreadPoolExecutor": "in place of one with a thread that hangs",
 }

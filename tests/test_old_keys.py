@@ -1,26 +1,47 @@
-"""What earlier versions wrote is read: runs resume, dropped keys are told with the reason."""
+"""Configurations that the version before the deletion of keys stored are read by this one."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import inspect as mi
 
-from agentenv.config import build_config, changes, load_config, struct_types, to_plain, type_info
+from agentenv.config import (
+    build_config,
+    changes,
+    load_config,
+    struct_types,
+    to_plain,
+    type_info,
+    upgrade,
+)
 from agentenv.errors import ConfigError
-from agentenv.old_keys import DROPPED
+from agentenv.old_keys import DELETED, MOVED
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import DPORunConfig, SFTRunConfig
 from agentenv.pipelines.config.synthesis import SynthesisConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-# config.json of runs of three published configurations, as commit 3420bb4 resolved them.
+# Published configurations as commit 7183755 resolved them, with every key of that version.
 STORED = json.loads((ROOT / "tests/fixtures/stored_configs.json").read_text(encoding="utf-8"))
-COMMANDS = (TrainConfig, EvaluateConfig, SFTRunConfig, DPORunConfig, SynthesisConfig)
+COMMANDS = {
+    "train": TrainConfig,
+    "evaluate": EvaluateConfig,
+    "sft": SFTRunConfig,
+    "dpo": DPORunConfig,
+    "synthesize": SynthesisConfig,
+}
+
+
+def stored(name: str) -> tuple[type, dict[str, Any]]:
+    """The command's configuration type, and a copy of the stored values."""
+    one = json.loads(json.dumps(STORED[name]))
+    return COMMANDS[one["command"]], one["config"]
 
 
 def structs(kind: mi.Type) -> Iterator[type]:
@@ -35,40 +56,49 @@ def structs(kind: mi.Type) -> Iterator[type]:
                     yield from structs(inner)
 
 
-SINCE = {  # values that the files give another of since then, or give where they gave none
-    "env.module: 'envs' -> 'agentenv.envs'",
-    "run.setup: 'launchers.quickstart:prepare' -> 'agentenv.envs.quickstart_setup:prepare'",
-    "checkpoint.finish_s: 60.0 -> 240.0",
-    "checkpoint.finish_s: 60.0 -> 450.0",
-    "grader.kind: None -> 'layered'",
-    "grader.partial_credit: False -> True",
-    "grader.partial_credit: False -> None",
-    "learner.schedule: 'constant' -> 'linear'",
-    "limits.max_seconds: 600.0 -> 1200.0",
-    "limits.max_seconds: 600.0 -> 1500.0",
-}
-
-
 @pytest.mark.parametrize("name", STORED)
 def test_a_stored_configuration_is_that_of_today(name: str) -> None:
-    config = build_config(TrainConfig, json.loads(json.dumps(STORED[name])), "config.json")
-    today = load_config(TrainConfig, ROOT / f"configs/{name}.toml")
-    assert {*changes(to_plain(config), to_plain(today))} <= SINCE
+    kind, raw = stored(name)
+    today = to_plain(load_config(kind, ROOT / f"configs/{name}.toml"))
+    assert [*changes(to_plain(build_config(kind, raw, "config.json")), today)] == []
+    assert [*changes(upgrade(kind, stored(name)[1]), json.loads(json.dumps(today)))] == []
 
 
-def test_a_stored_key_that_was_set_is_refused_with_the_reason() -> None:
-    stored = json.loads(json.dumps(STORED["arpo_deep_search_8b"]))
-    stored["engine"]["timeouts"]["load_s"] = 1200.0
-    with pytest.raises(ConfigError) as refused:
-        build_config(TrainConfig, stored, "config.json")
-    assert str(refused.value) == (
-        "config.json: engine.timeouts = {'connect_s': 10.0, 'call_s': 30.0, 'idle_s': 600.0, "
-        "'load_s': 1200.0}: several keys for one deadline; use engine.pool.load_timeout_s"
-    )
+def set_at(raw: dict[str, Any], key: str, value: Any) -> None:
+    *tables, last = key.split(".")
+    for table in tables:
+        raw = raw[table]
+    assert last in raw, f"the stored configuration had no {key}"
+    raw[last] = value
 
 
-def test_dropped_keys_belong_to_structs_that_have_them_no_more() -> None:
-    known = {one.__name__: one for kind in COMMANDS for one in structs(type_info(kind))}
-    for name, keys in DROPPED.items():
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("log.max_trajectory_mb", 5.0, "log.trajectories = false writes none"),
+        ("learner.allow_idle", True, "idle ranks are measured"),
+        ("engine.servers.max_restarts", 1, "its value is always 10"),
+        ("engine.servers.kv_cache_gb", 4, "VLLM_CPU_KVCACHE_SPACE"),
+        ("search.pages.jina_traffic.num_retries", 0, "constants; remove the table"),
+        ("search.pages.fetch.ports", [8080], "allow_networks"),
+        ("python.limits.tmp_bytes", 4096, "its value is always 16777216"),
+    ],
+)
+def test_a_deleted_key_that_was_set_is_refused_with_the_reason(
+    key: str, value: object, reason: str
+) -> None:
+    kind, raw = stored("arpo_deep_search_8b")
+    if raw["python"] is None:
+        raw["python"] = stored("arpo_reasoning_7b")[1]["python"]
+    set_at(raw, key, value)
+    name = key.removesuffix(".num_retries")
+    with pytest.raises(ConfigError, match=rf"^config\.json: {name} = .*{reason}"):
+        build_config(kind, raw, "config.json")
+
+
+def test_every_deleted_key_is_one_of_a_struct_that_has_it_no_more() -> None:
+    known = {one.__name__: one for kind in COMMANDS.values() for one in structs(type_info(kind))}
+    for name, keys in DELETED.items():
         assert name in known
         assert not set(keys) & set(getattr(known[name], "__struct_fields__", ()))
+    assert set(MOVED) <= set(known)

@@ -57,9 +57,6 @@ class JudgeConfig(ChatModelConfig, frozen=True, forbid_unknown_fields=True, kw_o
         ),
     ] = "rules_wrong"
     timeout_s: Annotated[float, Meta(gt=0, description="limit of one request, seconds")] = 60.0
-    max_answer_chars: Annotated[
-        int, Meta(ge=20, description="a longer answer keeps its head and tail")
-    ] = 2000
     max_tokens: Annotated[
         int, Meta(ge=1, description="of the reply; more for a thinking model")
     ] = 16
@@ -67,8 +64,8 @@ class JudgeConfig(ChatModelConfig, frozen=True, forbid_unknown_fields=True, kw_o
         Literal["", "reference"],
         Meta(
             description="'reference': asked and read as in the released evaluation: the prompt of "
-            "prompt_file, the server's default sampling, its verdict rule; max_answer_chars and "
-            "max_tokens do not count"
+            "prompt_file, the server's default sampling, its verdict rule; max_tokens does not "
+            "count"
         ),
     ] = ""
     prompt_file: Annotated[
@@ -93,6 +90,7 @@ class JudgeConfig(ChatModelConfig, frozen=True, forbid_unknown_fields=True, kw_o
 
 PROMPT_VERSION = 2  # part of the cache key: a changed prompt asks again
 MAX_CACHED = 50_000
+MAX_ANSWER_CHARS = 2000  # a longer answer keeps its head and tail
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +242,7 @@ def asked_text(
     ordered: bool = False,
 ) -> str:
     """What the judge reads. The mark depends on the answer, so the answer cannot hold it."""
-    answer = shortened(answer, config.max_answer_chars, " ... ")
+    answer = shortened(answer, MAX_ANSWER_CHARS, " ... ")
     answer = _BREAKS.sub(" ", _MARKUP.sub(r"\g<0> ", answer))
     lines = [
         f"Question: {json.dumps(question, ensure_ascii=False)}",

@@ -215,7 +215,6 @@ class GraderKeys(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     timeout_s: Annotated[
         float, Meta(gt=0, description="custom: limit of one call: seconds of CPU time, and asleep")
     ] = 10.0
-    num_workers: Annotated[int, Meta(ge=1, description="custom: worker processes")] = 2
     success_at: Annotated[
         float, Meta(description="custom: the score from which an answer counts as right")
     ] = 1.0
@@ -265,7 +264,6 @@ _READ_BY = {
     "path": ("custom",),
     "name": ("custom",),
     "timeout_s": ("custom",),
-    "num_workers": ("custom",),
     "success_at": ("custom",),
     "solution_str": ("custom",),
 }
@@ -399,7 +397,6 @@ def _custom(config: GraderConfig) -> Grader:
         config.path,
         config.name,
         timeout_s=config.timeout_s,
-        num_workers=config.num_workers,
         success_at=config.success_at,
         solution_str=config.solution_str,
     )

@@ -60,11 +60,9 @@ class SandboxLimits(Struct, frozen=True, forbid_unknown_fields=True):
     max_threads: Annotated[
         int, Meta(ge=1, description="of a session, its own counts; live forks need 1")
     ] = 1
-    max_open_files: ClassVar[int] = 64  # no key: tools that need more open files were never seen
-    tmp_bytes: Annotated[int, Meta(ge=4096, description="its files in all")] = 16 << 20
-    max_output_chars: Annotated[
-        int, Meta(ge=16, description="of one call; head and tail are kept")
-    ] = 8000
+    max_open_files: ClassVar[int] = 64
+    tmp_bytes: ClassVar[int] = 16 << 20  # of a session's files in all
+    max_output_chars: ClassVar[int] = 8000  # of one call; head and tail are kept
     max_sessions: Annotated[
         int, Meta(ge=1, description="live at once; beyond, the longest idle one is replayed later")
     ] = 2000

@@ -59,6 +59,7 @@ _NOT_PUBLIC = tuple(
     )
 )
 PORTS = (80, 443)
+USER_AGENT = "Mozilla/5.0 (compatible; agentenv)"
 
 
 class AddressRule:
@@ -165,12 +166,6 @@ class FetchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     allow_networks: Annotated[
         tuple[str, ...], Meta(description='networks to allow though private, as "10.1.0.0/16"')
     ] = ()
-    ports: Annotated[
-        tuple[int, ...], Meta(description="from which pages may come; of allowed networks: any")
-    ] = PORTS
-    user_agent: Annotated[str, Meta(description="how the fetcher names itself")] = (
-        "Mozilla/5.0 (compatible; agentenv)"
-    )
 
 
 class PageFetcher:
@@ -182,7 +177,7 @@ class PageFetcher:
         resolver: AbstractResolver | None = None,
     ) -> None:
         self.config = config
-        self._rule = AddressRule(config.allow_networks, config.ports)
+        self._rule = AddressRule(config.allow_networks)
         self._resolver = GuardedResolver(self._rule, resolver)
         self._slots = asyncio.Semaphore(MAX_CONCURRENCY)
         self._session: aiohttp.ClientSession | None = None
@@ -241,7 +236,7 @@ class PageFetcher:
         """One try, through the redirects; each address on the way is checked."""
         target = self._checked(url, asked=url)
         for _ in range(MAX_REDIRECTS + 1):
-            headers = {"User-Agent": self.config.user_agent, "Accept": "text/html,text/*;q=0.9"}
+            headers = {"User-Agent": USER_AGENT, "Accept": "text/html,text/*;q=0.9"}
             async with self._client().get(
                 target, headers=headers, allow_redirects=False
             ) as response:
@@ -313,6 +308,8 @@ def _named(url: str, error: BaseException) -> ToolError | InfraError:
 
 # how Jina's reader says, above the text, that it has only an error page
 _TARGET_FAILED = re.compile(r"^Warning: Target URL returned error (\d{3})", re.MULTILINE)
+JINA_URL = "https://r.jina.ai"
+JINA_TRAFFIC = TrafficConfig(timeout_s=40.0)
 JINA_KEY = "JINA_API_KEY"  # optional: without one the reader is slower
 
 
@@ -321,10 +318,6 @@ class PagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     reader: Annotated[Literal["direct", "jina"], Meta(description="who fetches and reads")] = (
         "direct"
-    )
-    jina_url: Annotated[str, Meta(description="address of the reader")] = "https://r.jina.ai"
-    jina_traffic: Annotated[TrafficConfig, Meta(description="rate limit and retries")] = (
-        TrafficConfig(timeout_s=40.0)
     )
     fetch: Annotated[FetchConfig, Meta(description="direct fetching")] = FetchConfig()
     max_chars: Annotated[int, Meta(ge=100, description="of a page, given to the policy")] = 6000
@@ -347,7 +340,7 @@ class PageReader:
         self._cache = cache
         self._fetcher = PageFetcher(config.fetch, resolver)
         self._extractor = TextExtractor(config.extract_timeout_s)
-        self._jina = Upstream("jina", config.jina_traffic)
+        self._jina = Upstream("jina", JINA_TRAFFIC)
 
     async def text(self, url: str) -> str:
         """The page's text, at most MAX_PAGE_CHARS. Raises ToolError or InfraError."""
@@ -377,7 +370,7 @@ class PageReader:
         target = await self._fetcher.checked(url)
         secret_key = os.environ.get(JINA_KEY, "").strip()
         secret = {"Authorization": f"Bearer {secret_key}"} if secret_key else {}
-        address = f"{self.config.jina_url.rstrip('/')}/{target}"  # it holds no way up
+        address = f"{JINA_URL}/{target}"  # it holds no way up
         reply = await self._jina.send(HttpRequest("GET", address, secret_headers=secret))
         if reply.status != 200:
             raise ToolError(f"{url} could not be read: status {reply.status}.")

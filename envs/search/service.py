@@ -90,9 +90,6 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     mode: Annotated[
         Mode | None, Meta(description="what one search gives; default: the preset's")
     ] = None
-    max_page_chars: Annotated[
-        Annotated[int, Meta(ge=100)] | None, Meta(description="of a page; default: the preset's")
-    ] = None
     window_chars: Annotated[
         Annotated[int, Meta(ge=100)] | None,
         Meta(description="round the snippet; default: the preset's"),
@@ -154,7 +151,7 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
         preset = PRESETS[self.preset]
         return Preset(
             self.mode or preset.mode,
-            self.max_page_chars or preset.max_page_chars,
+            preset.max_page_chars,
             self.window_chars or preset.window_chars,
             self.repeated or preset.repeated,
             preset.form,

@@ -139,8 +139,6 @@ class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
         False
     )
     learner: Annotated[bool, Meta(description="Ray places the ranks of the learner too")] = False
-    cpus_per_engine: Annotated[int, Meta(ge=1, description="cores of an engine server")] = 1
-    cpus_per_rank: Annotated[int, Meta(ge=1, description="cores of a rank of the learner")] = 1
     gpus_per_rank: Annotated[
         int, Meta(ge=0, le=1, description="GPUs of a rank of the learner; 0: it runs on the CPU")
     ] = 1
@@ -159,9 +157,6 @@ class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
         list[str],
         Meta(description="environment variables that processes on nodes get, as SERPER_API_KEY"),
     ] = field(default_factory=list)
-    object_store_mb: Annotated[
-        int, Meta(ge=80, description="memory of Ray's for objects, where it is started for the run")
-    ] = 80
 
     @property
     def is_far(self) -> bool:
@@ -175,11 +170,11 @@ class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
         """An engine server."""
         each = launched.tensor_parallel_size * launched.data_parallel_size
         gpus = 0 if launched.device == "cpu" else each
-        return {"CPU": float(self.cpus_per_engine), "GPU": float(gpus)}
+        return {"CPU": 1.0, "GPU": float(gpus)}
 
     def of_rank(self) -> dict[str, float]:
         """A rank of the learner."""
-        return {"CPU": float(self.cpus_per_rank), "GPU": float(self.gpus_per_rank)}
+        return {"CPU": 1.0, "GPU": float(self.gpus_per_rank)}
 
     def processes(self) -> Kind:
         return (
@@ -271,7 +266,6 @@ class KubernetesCluster(ExternalCluster, frozen=True, kw_only=True, tag="kuberne
         ""
     )
     image: Annotated[str, Meta(description="image with the project in its working directory")] = ""
-    namespace: Annotated[str, Meta(description="of all objects")] = "default"
     claim: Annotated[
         str,
         Meta(
@@ -282,7 +276,6 @@ class KubernetesCluster(ExternalCluster, frozen=True, kw_only=True, tag="kuberne
     mount: Annotated[str, Meta(description="where the claim is seen")] = "/shared"
     gpus: Annotated[int, Meta(ge=0, description="GPUs of the controller; 0: none")] = 0
     memory: Annotated[str, Meta(description="of the controller and of each worker")] = "8Gi"
-    cpus: Annotated[int, Meta(ge=1, description="of the controller")] = 4
     secret: Annotated[
         str,
         Meta(description="Secret whose keys are environment variables of all; empty: none"),
@@ -290,8 +283,7 @@ class KubernetesCluster(ExternalCluster, frozen=True, kw_only=True, tag="kuberne
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = (self.namespace, self.claim, self.secret)
-        for key, name in zip(("namespace", "claim", "secret"), names, strict=True):
+        for key, name in (("claim", self.claim), ("secret", self.secret)):
             if name:
                 _check(NAME, name, f"cluster.{key}", "a name of Kubernetes, as my-claim")
         _check(r"[0-9]+(\.[0-9]+)?([KMGT]i?)?", self.memory, "cluster.memory", "a size, as 8Gi")

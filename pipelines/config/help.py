@@ -82,7 +82,7 @@ def _describe(kind: mi.Type, place: Place, homes: dict[Tables, str]) -> Iterator
         if struct.tag is not None and not place.kinds:
             own = Place(place.path, place.path, (str(struct.tag),))
         structs, is_essential = struct_types(inner), bool(marks_of(field.type).get("essential"))
-        meaning, where = _told(field.type), (own.table, own.kinds)
+        meaning, where = _description(field.type), (own.table, own.kinds)
         if not structs:
             default = _default(field)
             yield Key(name, _type_name(field.type), default, meaning, is_essential, *where)
@@ -95,8 +95,8 @@ def _describe(kind: mi.Type, place: Place, homes: dict[Tables, str]) -> Iterator
             kinds = " | ".join(repr(struct.tag) for struct in structs)
             chosen = getattr(field.default, "__struct_config__", None)
             tag = REQUIRED if chosen is None else str(chosen.tag)
-            told = meaning or f"which {field.encode_name}"
-            yield Key(f"{name}.{structs[0].tag_field}", kinds, tag, told, is_essential, *where)
+            text = meaning or f"which {field.encode_name}"
+            yield Key(f"{name}.{structs[0].tag_field}", kinds, tag, text, is_essential, *where)
         yield from _describe(inner, own._replace(path=name), homes)
 
 
@@ -125,7 +125,7 @@ def _homes(kind: mi.Type, path: str) -> dict[Tables, str]:
     return found
 
 
-def _told(kind: mi.Type) -> str:
+def _description(kind: mi.Type) -> str:
     meta = kind.extra_json_schema if isinstance(kind, mi.Metadata) else None
     return str((meta or {}).get("description", ""))
 
@@ -278,9 +278,9 @@ def _depth(entry: Key) -> int:
 
 
 def _line(start: str, width: int, default: str, meaning: str) -> str:
-    told = f"{meaning} ({default})" if default and meaning else meaning or default
+    text = f"{meaning} ({default})" if default and meaning else meaning or default
     room = max(20, _columns() - width)
-    return start.ljust(width) + textwrap.shorten(told, room, placeholder="...")
+    return start.ljust(width) + textwrap.shorten(text, room, placeholder="...")
 
 
 def select(keys: Sequence[Key], prefix: str) -> list[Key]:
@@ -304,9 +304,9 @@ def key_list(keys: Sequence[Key]) -> str:
     lines = []
     for entry in keys:
         default = entry.default
-        told = default if default == REQUIRED else f"default {default!r}"
+        shown = default if default == REQUIRED else f"default {default!r}"
         is_table = entry.type == TABLE
-        lines.append(f"{entry.shown}  ({TABLE if is_table else f'{entry.type}, {told}'})")
+        lines.append(f"{entry.shown}  ({TABLE if is_table else f'{entry.type}, {shown}'})")
         lines += textwrap.wrap(
             entry.meaning, _columns(), initial_indent=" " * 4, subsequent_indent=" " * 4
         )
@@ -314,7 +314,7 @@ def key_list(keys: Sequence[Key]) -> str:
 
 
 def _meaning(field: mi.Field) -> str:
-    if text := _told(field.type):
+    if text := _description(field.type):
         return text
     structs = struct_types(field.type)
     if len(structs) > 1:

@@ -510,15 +510,15 @@ class CheckpointConfig(SavingConfig, frozen=True, kw_only=True, forbid_unknown_f
     ] = ""
 
 
+MAX_TRAJECTORY_BYTES = 500e6  # of RUN/trajectories, after which no more are written
+
+
 class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is written beside the metrics."""
 
     trajectories: Annotated[
         bool, Meta(description="write every trajectory of each training step as JSONL")
     ] = True
-    max_trajectory_mb: Annotated[
-        float, Meta(gt=0, description="stop writing trajectories beyond this size, with a notice")
-    ] = 500.0
     timings: Annotated[
         bool,
         Meta(

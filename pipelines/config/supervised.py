@@ -106,7 +106,7 @@ class ChatDataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = ""
 
 
-ONLY_RL = ("groups_per_minibatch", "allow_idle", "num_epochs_per_batch", "proximal")
+ONLY_RL = ("groups_per_minibatch", "num_epochs_per_batch", "proximal")
 WARMUP_RATIO = 0.1
 
 

@@ -1,7 +1,8 @@
-"""Keys of verl in a configuration: refused, with the name of ours."""
+"""Keys of verl in a configuration that was refused: the names of ours."""
 
 from __future__ import annotations
 
+import functools
 import tomllib
 from collections.abc import Iterator
 from importlib import resources
@@ -9,15 +10,6 @@ from typing import Any
 
 from agentenv.errors import ConfigError
 
-# Theirs -> ours and a note, see verl_keys.toml.
-VERL_KEYS: dict[str, tuple[str, str]] = {
-    theirs: (entry[0], entry[1] if len(entry) > 1 else "")
-    for theirs, entry in tomllib.loads(
-        (resources.files("agentenv.pipelines.config") / "verl_keys.toml").read_text(
-            encoding="utf-8"
-        )
-    ).items()
-}
 DOCUMENT = "docs/from-verl.md"
 
 
@@ -28,36 +20,39 @@ def refuse_verl_keys(raw: dict[str, Any], source: str) -> None:
     """
     found = {key: entry for key, entry in map(_entry, _dotted(raw)) if entry is not None}
     if found:
-        lines = [f"  {key}: {told(*entry)}" for key, entry in found.items()]
+        lines = [f"  {key}: {advice(*entry)}" for key, entry in found.items()]
         raise ConfigError(
             f"{source}: keys of verl, which have other names here ({DOCUMENT}):\n"
             + "\n".join(lines)
         )
 
 
-def told(ours: str, note: str) -> str:
+def advice(ours: str, note: str) -> str:
     """What to use in place of a key."""
     if not ours:
         return f"there is none; {note}"
     return f"use {ours}" + (f" ({note})" if note else "")
 
 
+@functools.cache
+def verl_keys() -> dict[str, tuple[str, str]]:
+    """Theirs -> ours and a note, see verl_keys.toml."""
+    file = resources.files("agentenv.pipelines.config") / "verl_keys.toml"
+    table = tomllib.loads(file.read_text(encoding="utf-8"))
+    return {theirs: (ours, note[0] if note else "") for theirs, (ours, *note) in table.items()}
+
+
 def find(key: str) -> tuple[str, str] | None:
     """Ours and the note for a key of verl's; None for a key that is none."""
-    if key in VERL_KEYS:
-        return VERL_KEYS[key]
     parts = key.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        entry = VERL_KEYS.get(".".join(parts[:length]) + ".*")
-        if entry is not None:
-            return entry
-    return None
+    tables = (".".join([*parts[:length], "*"]) for length in range(len(parts) - 1, 0, -1))
+    return next((verl_keys()[name] for name in (key, *tables) if name in verl_keys()), None)
 
 
 def _entry(key: str) -> tuple[str, tuple[str, str] | None]:
     key = key.lstrip("+")
     # Tables that both have: only names that are not ours get a general answer.
-    if key.partition(".")[0] in ("data", "algorithm") and key not in VERL_KEYS:
+    if key.partition(".")[0] in ("data", "algorithm") and key not in verl_keys():
         return key, find(key) if key.startswith(_THEIR_TABLES) else None
     return key, find(key)
 

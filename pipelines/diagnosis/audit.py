@@ -3,7 +3,7 @@
     graded again      the archived trajectories, by the grader of the configuration: equal rewards
     changed golds     what was right must be wrong, once the gold is another
     second guess      what was right must be wrong, once it names another answer beside it
-    jumps of reward   steps whose rewards are far from those before, with trajectories behind it
+    jumps of reward   steps whose rewards are far from those before, with sample trajectories
 
 A reward that jumps from one step to the next is a policy that has found something: the task, or a
 hole in its grader. Which of them, the samples show.
@@ -35,14 +35,15 @@ from agentenv.errors import ConfigError, CrashError, DataError, ForeignError, Gr
 from agentenv.model_files import load_tokenizer, read_eos_ids
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.diagnosis.doctor import show
 from agentenv.pipelines.diagnosis.guesses import Guess, guess_twice, remedy
-from agentenv.pipelines.diagnosis.results import Verdict, tell
 from agentenv.pipelines.evaluation.run import segments_of
 from agentenv.pipelines.records.row import EvalRow, calls_that_ran, written
 from agentenv.pipelines.records.trajectories import readable, trajectory_rows
 from agentenv.pipelines.run.arguments import Parser
 from agentenv.pipelines.run.rundir import find_checkpoint
 from agentenv.pipelines.run.terminal import EXIT_FAILED, View, run_until_done, to_its_end
+from agentenv.pipelines.setup.checks import CheckResult
 from agentenv.pipelines.setup.data import EnvMaker, tables_of
 from agentenv.renderer import TextCodec
 from agentenv.rows import GOLD_KEY
@@ -97,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--max-trees", type=int, default=100, metavar="N", help="trees to grade (default: 100)"
     )
-    parser.add_argument("--json", action="store_true", help="the verdicts as JSON")
+    parser.add_argument("--json", action="store_true", help="the results as JSON")
     arguments = parser.parse_args(argv)
     if arguments.max_trees < 1:
         parser.error("--max-trees is at least 1")
@@ -108,21 +109,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run(arguments: argparse.Namespace, view: View) -> int:
-    verdicts, samples = await audit(arguments.run, arguments.max_trees)
+    results, samples = await audit(arguments.run, arguments.max_trees)
     if arguments.json:
-        found = {"verdicts": verdicts, "samples": samples}
+        found = {"verdicts": results, "samples": samples}
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
     else:
-        for verdict in verdicts:
-            tell(verdict, view)
+        for result in results:
+            show(result, view)
         for text in samples:
             view.console.print("")
             view.console.print(text, markup=False, soft_wrap=True)
-    return EXIT_FAILED if any(one.state == "failed" for one in verdicts) else 0
+    return EXIT_FAILED if any(one.state == "failed" for one in results) else 0
 
 
-async def audit(run: Path, max_trees: int) -> tuple[list[Verdict], list[str]]:
-    """Verdicts, and the texts of trajectories behind them. Raises DataError for what is no run."""
+async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]]:
+    """The results, and trajectories as text for them. Raises DataError for a folder of no run."""
     config, steps = read_config(run), readable_steps(run / ARCHIVE, logger.warning)
     if not any(step.entries for step in steps):
         raise DataError(
@@ -137,15 +138,15 @@ async def audit(run: Path, max_trees: int) -> tuple[list[Verdict], list[str]]:
             for step, entry in spread(steps, max_trees)
             for one in await regrader.grade(step, entry)
         ]
-        verdicts = [
-            regrade_verdict(again),
+        results = [
+            regrade_result(again),
             await regrader.changed_golds(again),
             await regrader.second_guess(again),
         ]
     jumps = list(find_jumps(steps))
-    verdicts.append(jump_verdict(jumps, steps))
+    results.append(jump_result(jumps, steps))
     samples = [text for jump in jumps for text in samples_of(jump, steps, regrader.codec)]
-    return verdicts, samples
+    return results, samples
 
 
 def read_config(run: Path) -> TrainConfig:
@@ -234,7 +235,7 @@ class Regrader:
         except (GraderError, CrashError) as error:
             return None, str(error)
 
-    async def second_guess(self, again: Sequence[Graded]) -> Verdict:
+    async def second_guess(self, again: Sequence[Graded]) -> CheckResult:
         """What was right is wrong beside another answer, whichever comes first."""
         name = "second guess"
         right = [one for one in again if one.again is not None and one.again.success]
@@ -247,21 +248,21 @@ class Regrader:
             place = f"tree {one.tree}, branch {one.branch}"
             paid += [f"{place}: {guess.text!r}" for guess in guesses if guess.is_paid]
         if not asked:
-            return Verdict(
+            return CheckResult(
                 name,
                 "skipped",
                 "no right trajectory has an answer beside which another one, wrong by itself, "
                 "could be put",
             )
         if paid:
-            return Verdict(
+            return CheckResult(
                 name,
                 "failed",
                 f"{len(paid)} of {len(asked)} answers that name a second candidate beside the "
                 f"right one are graded right ({', '.join(paid[:NUM_SHOWN])})",
                 remedy(asked),
             )
-        return Verdict(
+        return CheckResult(
             name, "passed", f"{len(asked)} answers with a second candidate are graded wrong"
         )
 
@@ -285,12 +286,12 @@ class Regrader:
         candidates = (mutated(one.task.answers[0], golds, one.task.answers), *golds)
         return await guess_twice(is_right, answer, one.task.answers, candidates)
 
-    async def changed_golds(self, again: Sequence[Graded]) -> Verdict:
+    async def changed_golds(self, again: Sequence[Graded]) -> CheckResult:
         """What was right is wrong against another gold."""
         name = "changed golds"
         right = [one for one in again if one.again is not None and one.again.success]
         if not right:
-            return Verdict(name, "skipped", "no trajectory is right")
+            return CheckResult(name, "skipped", "no trajectory is right")
         tasks = list({one.task.id: one.task for one in again if one.task.answers}.values())
         num_asked, still = 0, []
         for one in right:
@@ -302,17 +303,21 @@ class Regrader:
             if grade is not None and grade.success:
                 still.append(f"tree {one.tree}, branch {one.branch}: {task.answers[0]!r}")
         if not num_asked:
-            return Verdict(name, "skipped", "no right trajectory has a gold that could be changed")
+            return CheckResult(
+                name, "skipped", "no right trajectory has a gold that could be changed"
+            )
         if still:
             shown = ", ".join(still[:NUM_SHOWN])
-            return Verdict(
+            return CheckResult(
                 name,
                 "failed",
                 f"{len(still)} of {num_asked} right trajectories are right against another gold "
                 f"too ({shown})",
                 "the grader rewards what does not depend on the gold: choose a stricter one",
             )
-        return Verdict(name, "passed", f"{num_asked} right trajectories are wrong against others")
+        return CheckResult(
+            name, "passed", f"{num_asked} right trajectories are wrong against others"
+        )
 
 
 def with_another_gold(task: Task, tasks: Sequence[Task]) -> Task | None:
@@ -345,11 +350,11 @@ def mutated(gold: str, golds: Sequence[str], right: Sequence[str]) -> str:
     return next((one for one in golds if one.strip().lower() not in known), f"not {gold}")
 
 
-def regrade_verdict(again: Sequence[Graded]) -> Verdict:
+def regrade_result(again: Sequence[Graded]) -> CheckResult:
     """Whether the rewards are the same."""
     name = "graded again"
     if not again:
-        return Verdict(name, "skipped", "no trajectory was graded")
+        return CheckResult(name, "skipped", "no trajectory was graded")
     wrong = []
     for one in again:
         place = f"step {one.step}, tree {one.tree}, branch {one.branch}"
@@ -358,14 +363,14 @@ def regrade_verdict(again: Sequence[Graded]) -> Verdict:
         elif abs(one.again.reward - one.reward) > TOLERANCE and one.row.limit is None:
             wrong.append(f"{place}: {one.reward:g} then, {one.again.reward:g} now")
     if wrong:
-        return Verdict(
+        return CheckResult(
             name,
             "failed",
             f"{len(wrong)} of {len(again)} rewards differ ({', '.join(wrong[:NUM_SHOWN])})",
             "the grader, its keys or what it asks have changed since, or it does not give equal "
             "answers equal rewards",
         )
-    return Verdict(name, "passed", f"{len(again)} trajectories have the rewards that they had")
+    return CheckResult(name, "passed", f"{len(again)} trajectories have the rewards that they had")
 
 
 # Jumps.
@@ -390,24 +395,24 @@ def find_jumps(steps: Sequence[Step]) -> Iterator[Jump]:
             yield Jump(steps[place].header.step, fmean(before), fmean(now), apart / error)
 
 
-def jump_verdict(jumps: Sequence[Jump], steps: Sequence[Step]) -> Verdict:
+def jump_result(jumps: Sequence[Jump], steps: Sequence[Step]) -> CheckResult:
     name = "jumps of reward"
     if len(steps) <= LEAST_BEFORE:
-        return Verdict(name, "skipped", f"{len(steps)} steps are too few")
+        return CheckResult(name, "skipped", f"{len(steps)} steps are too few")
     if not jumps:
-        return Verdict(name, "passed", f"{len(steps)} steps, none far from those before it")
-    told = ", ".join(f"step {one.step}: {one.before:.3g} -> {one.mean:.3g}" for one in jumps)
-    return Verdict(
+        return CheckResult(name, "passed", f"{len(steps)} steps, none far from those before it")
+    message = ", ".join(f"step {one.step}: {one.before:.3g} -> {one.mean:.3g}" for one in jumps)
+    return CheckResult(
         name,
         "failed",
-        told,
+        message,
         "read the samples below: has the policy found the task, or a hole in its grader? The rest "
         "is in trajectories/",
     )
 
 
 def samples_of(jump: Jump, steps: Sequence[Step], codec: TextCodec) -> Iterator[str]:
-    """Trajectories behind a jump: the best of one upwards, the worst of one downwards."""
+    """Trajectories of a jump: the best of one upwards, the worst of one downwards."""
     (step,) = [one for one in steps if one.header.step == jump.step]
     up = jump.mean > jump.before
     entries = sorted(

@@ -1,146 +1,85 @@
-"""What the machine offers, whatever the configuration: versions, memory, disk, descriptors, the
-rungs of the sandbox.
-"""
+"""Checks of the machine: versions, memory, disk, descriptors, the rungs of the sandbox; and whether
+a configuration fits it."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import re
 import resource
 import shutil
-import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
+from packaging.requirements import Requirement
 
 from agentenv.disk import existing
 from agentenv.errors import AgentEnvError, ConfigError
+from agentenv.model_files import read_model_config
 from agentenv.pipelines.diagnosis.escapes import RUNGS, attack_all, known_attacks
-from agentenv.pipelines.diagnosis.results import Probe, Skip
+from agentenv.pipelines.planning.plan import make_plan, requirements_of
+from agentenv.pipelines.rl.parts import TrainingAssembly
 from agentenv.pipelines.run.terminal import MAX_FILES
+from agentenv.pipelines.setup.checks import Skip
+from agentenv.pipelines.setup.machine import GIB, find_machine
+from agentenv.pipelines.setup.memory import checkpoint_bytes, shape_of
 
-GIB = float(2**30)
-LEAST_PYTHON = (3, 11)
 LEAST_MEMORY = 4 * GIB  # that README promises to be enough for the quick start
 LEAST_DISK = 2 * GIB
 LEAST_FILES = 4096
 NEEDED = "train"  # the extra without which no command of training runs
-MAX_TOLD = 3
+MAX_SHOWN = 3
+SPARE_FILES = 512  # of the command itself: logs, workers, learner, libraries
+FILES_A_TRAJECTORY = 2  # its request, and a tool's
 ATTACK_S = 1.0  # of a snippet that tries to escape
-_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*([^;]*)(?:;\s*(.*))?")
 
 
-class Machine(NamedTuple):
-    """Of this machine; `folder` is where runs are written. `is_quick`: what takes a minute is left
-    out."""
-
-    folder: Path
-    is_quick: bool = False
-
-
-async def python(machine: Machine) -> str:
-    """The version of Python."""
-    if sys.version_info < LEAST_PYTHON:
-        least = ".".join(map(str, LEAST_PYTHON))
-        raise ConfigError(
-            f"Python {sys.version.split()[0]} is too old; make an environment with {least} or newer"
-        )
-    return f"Python {sys.version.split()[0]}"
-
-
-async def packages(machine: Machine) -> str:
+async def packages(folder: Path) -> str:
     """What the distribution asks for is installed, in the versions that it asks for."""
     try:
         asked = importlib.metadata.requires("agentenv") or []
     except importlib.metadata.PackageNotFoundError:
         raise Skip("agentenv is not installed as a package, so it names no versions") from None
     problems, found = [], []
-    for text in asked:
-        name, wanted, marker = requirement(text)
-        if marker and f'"{NEEDED}"' not in marker.replace("'", '"'):
+    for one in map(Requirement, asked):
+        if one.marker is not None and not one.marker.evaluate({"extra": NEEDED}):
             continue
         try:
-            version = importlib.metadata.version(name)
+            version = importlib.metadata.version(one.name)
         except importlib.metadata.PackageNotFoundError:
-            problems.append(f"{name} is not installed ({wanted or 'any version'})")
+            problems.append(f"{one.name} is not installed ({one.specifier or 'any version'})")
             continue
-        if not satisfies(version, wanted):
-            problems.append(f"{name} {version} is installed, {wanted} is asked for")
-        elif name in ("torch", "transformers", "deepspeed"):
-            found.append(f"{name} {version}")
+        if not one.specifier.contains(version, prereleases=True):
+            problems.append(f"{one.name} {version} is installed, {one.specifier} is asked for")
+        elif one.name in ("torch", "transformers", "deepspeed"):
+            found.append(f"{one.name} {version}")
     if problems:
         raise ConfigError(f"{', '.join(problems)}; pip install -e '.[{NEEDED}]'")
     return ", ".join(found)
 
 
-def requirement(text: str) -> tuple[str, str, str]:
-    """Name, versions and marker of a line like "torch>=2.9; extra == 'train'"."""
-    match = _REQUIREMENT.match(text)
-    assert match is not None
-    name, wanted, marker = match.groups()
-    return name, (wanted or "").strip(), (marker or "").strip()
-
-
-def satisfies(version: str, wanted: str) -> bool:
-    """Whether a version is within bounds like ">=0.19,<0.20"; numbers only are compared."""
-    have = _numbers(version)
-    for bound in filter(None, map(str.strip, wanted.split(","))):
-        match = re.match(r"(>=|<=|==|<|>|!=|~=)\s*(.*)", bound)
-        if match is None:
-            continue
-        operator, edge = match[1], _numbers(match[2])
-        short = have[: len(edge)] if operator in ("==", "!=") else have
-        holds = {
-            ">=": have >= edge,
-            "<=": have <= edge,
-            ">": have > edge,
-            "<": have < edge,
-            "==": short == edge,
-            "!=": short != edge,
-            "~=": have >= edge and have[: len(edge) - 1] == edge[:-1],
-        }[operator]
-        if not holds:
-            return False
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
-
-
-async def accelerators(machine: Machine) -> str:
-    """The GPUs that are visible."""
-    from agentenv.pipelines.serving.gpus import visible_gpus
-
-    here = visible_gpus()
-    if not here:
-        raise Skip("this machine has no GPU; small models train on its processor")
-    return f"{len(here)} GPUs"
-
-
-async def memory(machine: Machine) -> str:
+async def memory(folder: Path) -> str:
     """Main memory that is free."""
     found = psutil.virtual_memory()
-    told = f"{found.available / GIB:.1f} of {found.total / GIB:.1f} GiB are free"
+    message = f"{found.available / GIB:.1f} of {found.total / GIB:.1f} GiB are free"
     if found.available < LEAST_MEMORY / 2:
-        raise ConfigError(f"{told}, {LEAST_MEMORY / 2 / GIB:g} are the least; end other processes")
-    return told
+        raise ConfigError(
+            f"{message}, {LEAST_MEMORY / 2 / GIB:g} are the least; end other processes"
+        )
+    return message
 
 
-async def disk(machine: Machine) -> str:
+async def disk(folder: Path) -> str:
     """The disk of the runs' folder."""
-    place = existing(machine.folder)
+    place = existing(folder)
     free = shutil.disk_usage(place).free
-    told = f"{free / GIB:.1f} GiB are free at {place}"
+    message = f"{free / GIB:.1f} GiB are free at {place}"
     if free < LEAST_DISK:
         raise ConfigError(
-            f"{told}, {LEAST_DISK / GIB:g} are the least; free some, or choose another run.dir=DIR"
+            f"{message}, {LEAST_DISK / GIB:g} are the least; free some, or set another run.dir=DIR"
         )
-    return told
+    return message
 
 
-async def descriptors(machine: Machine) -> str:
+async def descriptors(folder: Path) -> str:
     """Files and connections that a process may have open; commands raise their own limit to what
     is allowed."""
     allowed = allowed_files()
@@ -158,23 +97,32 @@ def allowed_files() -> int:
     return MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
 
 
-async def sandbox(machine: Machine) -> str:
-    """The rungs of the Python sandbox that this machine offers, each of which has stopped the
-    escapes that are tried on it before each run and, unless it is to be quick, every known one."""
-    attacks = {} if machine.is_quick else known_attacks()
+async def sandbox(folder: Path) -> str:
+    """A rung of the Python sandbox stops the escapes that are tried on it before each run."""
+    return await _stopped({}, "every escape that is tried before a run")
+
+
+async def escapes(folder: Path) -> str:
+    """Each rung of the Python sandbox that this machine offers stops every known escape."""
+    attacks = known_attacks()
+    return await _stopped(attacks, f"all of {len(attacks)} escapes")
+
+
+async def _stopped(attacks: dict[str, str], tried: str) -> str:
     offered, lacking = [], []
     for rung in RUNGS:
         try:
             outcomes = await attack_all(attacks, rung, ATTACK_S)
-            through = {name: one.hole for name, one in outcomes.items() if one.hole}
         except AgentEnvError as error:
             lacking.append(f"{rung}: {error}")
             continue
+        through = {name: one.hole for name, one in outcomes.items() if one.hole}
         if through:
-            told = "; ".join(f"{name}: {hole}" for name, hole in list(through.items())[:MAX_TOLD])
+            shown = [f"{name}: {hole}" for name, hole in through.items()][:MAX_SHOWN]
             raise ConfigError(
-                f"{len(through)} of {len(attacks)} escapes got through {rung} ({told}); use "
-                "python.remote_url, or no Python tool, on this machine, and report it"
+                f"{len(through)} of {len(attacks)} escapes got through {rung} "
+                f"({', '.join(shown)}); use python.remote_url, or no Python tool, on this machine, "
+                "and report it"
             )
         offered.append(rung)
     if not offered:
@@ -183,16 +131,63 @@ async def sandbox(machine: Machine) -> str:
             "bubblewrap, or a kernel with Landlock; without one the Python tool is refused unless "
             "python.allow_unsafe = true"
         )
-    tried = f"all of {len(attacks)} escapes" if attacks else "every escape that is tried"
     return f"{', '.join(offered)}: {tried} stopped"
 
 
-MACHINE = (
-    Probe("Python", python),
-    Probe("versions", packages),
-    Probe("GPUs of the machine", accelerators),
-    Probe("free memory", memory),
-    Probe("free disk", disk),
-    Probe("descriptors", descriptors),
-    Probe("sandbox escapes", sandbox),
-)
+# What a configuration takes of the machine.
+
+
+async def checkpoints(assembly: TrainingAssembly) -> str:
+    """Checkpoints, trees and trajectories fit on the disk of the run's folder."""
+    config, model = assembly.config, await assembly.model()
+    try:
+        shape = shape_of(read_model_config(model), model)
+    except ConfigError as error:
+        raise Skip(f"the size of a checkpoint is not known: {error}") from error
+    required = requirements_of(config)
+    one = checkpoint_bytes(shape, config.learner, has_reference=required.has_reference)
+    needed = one * required.num_checkpoints
+    bounds = sum(required.files.values())
+    place = existing(Path(config.run.dir))
+    free = shutil.disk_usage(place).free
+    message = (
+        f"{required.num_checkpoints} checkpoints take {needed / GIB:.2g} GiB, trees and samples "
+        f"at most {bounds / GIB:.2g}; {free / GIB:.3g} are free at {place}"
+    )
+    if needed > free:
+        raise ConfigError(
+            f"{message}; free some, lower checkpoint.keep_last, or choose another place with "
+            "run.dir=DIR"
+        )
+    if needed + bounds > free:
+        message += ": lower archive.max_gb for a long run"
+    return message
+
+
+async def processes(assembly: TrainingAssembly) -> str:
+    """Every process fits its GPU, and all of them the main memory, by the dry run's estimate."""
+    plan = make_plan(requirements_of(assembly.config), find_machine(None, None), assembly.resolve)
+    if plan.problems:
+        raise ConfigError("; ".join(plan.problems))
+    needed = sum(process.main_bytes for process in plan.processes)
+    parts = [f"{needed / GIB:.2g} GiB of main memory"] if needed else []
+    parts += [f"GPU {gpu}: {size / GIB:.1f} GiB" for gpu, size in plan.gpu_bytes.items()]
+    return ", ".join(parts) or "not estimated for this model"
+
+
+async def connections(assembly: TrainingAssembly) -> str:
+    """All rollouts that may be under way can be connected."""
+    config = assembly.config
+    queue, size = config.queue, config.algorithm.group_size
+    trees = queue.groups_per_step * (queue.max_staleness + 1)
+    trees = min(trees, queue.max_rollouts or trees)
+    needed = max(trees * size, config.eval.concurrency if config.eval.sets else 0)
+    needed = needed * FILES_A_TRAJECTORY + SPARE_FILES
+    allowed = allowed_files()
+    message = f"about {needed} files and connections of {allowed}"
+    if needed > allowed:
+        raise ConfigError(
+            f"{message}; raise the hard limit (ulimit -Hn), or lower queue.max_rollouts and "
+            "eval.concurrency"
+        )
+    return message

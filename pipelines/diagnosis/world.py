@@ -14,11 +14,11 @@ from agentenv.envs.search.corpus import Query
 from agentenv.envs.search.providers import RemoteSearchConfig, WebConfig
 from agentenv.errors import ConfigError, CrashError, EnvError, GraderError, InfraError, StallError
 from agentenv.metrics import LoopLag
-from agentenv.pipelines.diagnosis.context import Patient
 from agentenv.pipelines.diagnosis.guesses import guess_twice, remedy
 from agentenv.pipelines.diagnosis.protocol import sample_call
-from agentenv.pipelines.diagnosis.results import Probe, Skip
+from agentenv.pipelines.rl.parts import TrainingAssembly
 from agentenv.pipelines.setup.assembly import TRAINED
+from agentenv.pipelines.setup.checks import Skip
 from agentenv.pipelines.setup.data import EnvMaker
 from agentenv.testing import check_end, check_tool_env, play
 from agentenv.tool_env import Grader, graded, start_grader
@@ -31,18 +31,18 @@ SERVICE_S = 60.0
 LATE_MS = 100.0
 
 
-async def grader_sanity(patient: Patient) -> str:
+async def grader_sanity(assembly: TrainingAssembly) -> str:
     """The right answer is right, in another spelling too; another row's is wrong, also beside the
     right one."""
-    told = []
-    for maker, sets in await patient.assembly.shared():
+    found = []
+    for maker, sets in await assembly.shared():
         for name, tasks in sets.items():
-            told.append(f"{name}: {await check_grader_sanity(maker, tasks)}")
-    return ", ".join(told)
+            found.append(f"{name}: {await check_grader_sanity(maker, tasks)}")
+    return ", ".join(found)
 
 
 async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
-    """Raises ConfigError for a grader that tells right from wrong badly."""
+    """Raises ConfigError for a grader that misjudges answers."""
     rows = distinct(tasks)
     if len(rows) < 2:
         raise Skip("there are no two rows with different answers")
@@ -141,11 +141,10 @@ async def is_right(grader: Grader, task: Task, answer: str) -> bool:
     return grade.success
 
 
-async def conformance(patient: Patient) -> str:
+async def conformance(assembly: TrainingAssembly) -> str:
     """The environment keeps its contract (agentenv/testing.py), and no step holds up the loop."""
-    if patient.config.roles or _asks_web(patient):
+    if assembly.config.roles or _asks_web(assembly):
         raise Skip("its episodes ask paid services; check_tool_env in a test of yours can")
-    assembly = patient.assembly
     maker, (_, info) = (await assembly.makers())[TRAINED], (await assembly.episodes())[TRAINED]
     task = (await assembly.tasks())[TRAINED][0]
     gold = task.answers[0] if task.answers else ""
@@ -189,19 +188,17 @@ async def check_conformance(maker: EnvMaker, task: Task, actions: Sequence[Messa
     return f"the loop was at most {late:.0f} ms late" + (" (long)" if late > LATE_MS else "")
 
 
-def _asks_web(patient: Patient) -> bool:
-    search = patient.config.search
+def _asks_web(assembly: TrainingAssembly) -> bool:
+    search = assembly.config.search
     return search is not None and isinstance(search.backend, WebConfig | RemoteSearchConfig)
 
 
-async def services(patient: Patient) -> str:
+async def services(assembly: TrainingAssembly) -> str:
     """The key of the search service is there and accepted, and its quota is not used up: one
     search."""
-    search = patient.config.search
-    if search is None or not _asks_web(patient):
+    search = assembly.config.search
+    if search is None or not _asks_web(assembly):
         raise Skip("no search service is configured")
-    if patient.is_offline:
-        raise Skip("--offline asks nobody")
     backend = search.backend.build()
     try:
         hits = await within(SERVICE_S, "the search service", _one_search(backend))
@@ -217,10 +214,3 @@ async def services(patient: Patient) -> str:
 async def _one_search(backend: object) -> int:
     await backend.start()  # type: ignore[attr-defined]
     return len(await backend.search(Query("capital of Peru", 3)))  # type: ignore[attr-defined]
-
-
-WORLD = (
-    Probe("services", services),
-    Probe("grader sanity", grader_sanity),
-    Probe("conformance of the environment", conformance),
-)

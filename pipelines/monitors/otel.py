@@ -39,6 +39,11 @@ EXPORT_S = 10.0  # of one request, its retries included
 NANO = 1_000_000_000
 
 
+def service_name() -> str:
+    """`service.name` of a run."""
+    return os.environ.get("OTEL_SERVICE_NAME", "") or "agentenv"
+
+
 class OtelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """OpenTelemetry, by OTLP over HTTP. Keys of the receiver come from the environment
     (OTEL_EXPORTER_OTLP_HEADERS), never from a file."""
@@ -50,7 +55,6 @@ class OtelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             f"the variable {ENDPOINT}",
         ),
     ] = ""
-    service: Annotated[str, Meta(description="service.name of the run")] = "agentenv"
     content: Annotated[
         bool,
         Meta(description="send prompts, answers, arguments and results of tools in the spans too"),
@@ -87,7 +91,7 @@ class OtelMonitor:
         algorithm = settings.get("algorithm", {})
         self._config, self._run = config, run.name
         self._resource = {
-            "service.name": config.service,
+            "service.name": service_name(),
             "service.instance.id": run.name,
             "agentenv.run": run.name,
             "agentenv.algorithm": str(algorithm.get("name", "")),

@@ -10,13 +10,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.table import Table
 
 from agentenv import hub
-from agentenv.config import RUN, paths_of, resolver
+from agentenv.config import paths_of, resolver
 from agentenv.engine import EngineConfig
 from agentenv.engines.openai import OpenAIConfig
 from agentenv.envs.search.providers import PROVIDERS, WebConfig
@@ -29,14 +29,14 @@ from agentenv.pipelines.config.help import values_of
 from agentenv.pipelines.config.rl import ServeConfig, TrainConfig
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.planning.jobs import job_of
-from agentenv.pipelines.planning.plan import AnyRun, Plan, Process, make_plan, wanted_by
+from agentenv.pipelines.planning.plan import AnyRun, Plan, Process, make_plan, requirements_of
 from agentenv.pipelines.run.rundir import find_checkpoint
 from agentenv.pipelines.run.terminal import EXIT_MISSING, View
 from agentenv.pipelines.serving.server_commands import find_python
 from agentenv.pipelines.setup.assembly import Assembly
-from agentenv.pipelines.setup.checks import hub_keys, refuse
-from agentenv.pipelines.setup.idle import expected_idle
+from agentenv.pipelines.setup.checks import refuse
 from agentenv.pipelines.setup.machine import GIB, find_machine
+from agentenv.pipelines.setup.start_checks import Absent, absent_paths, hub_keys, is_here
 from agentenv.pipelines.supervised.dialogues import registered_files
 from agentenv.server_config import LaunchConfig, RoleConfig
 
@@ -45,28 +45,17 @@ from agentenv.server_config import LaunchConfig, RoleConfig
 Resolve = Callable[[str], Path]
 
 
-class Absent(NamedTuple):
-    """A path of the configuration that is not here, and its key."""
-
-    key: str
-    path: str
-
-
-def missing_files(config: AnyRun, resolve: Resolve) -> Iterator[Absent]:
-    """The paths of a configuration that are not here, but for those that its set-up makes. Raises
-    DataError for names that a registry of datasets lacks."""
-    made = isinstance(config, TrainConfig | SupervisedRunConfig) and bool(config.run.setup)
+def missing_files(config: AnyRun, assembly: Assembly[Any]) -> Iterator[Absent]:
+    """The paths of a configuration that are not here, those of a registry of datasets and of
+    prompts among them. Raises DataError for names that the registry lacks."""
+    yield from absent_paths(assembly)
     registry = config.data.dataset_info if isinstance(config, SupervisedRunConfig) else ""
-    for key, path, _ in paths_of(config):
-        if made and RUN in path:
-            continue
-        if registry and key.startswith("data.") and key != "data.dataset_info":
-            if resolve(registry).exists():  # the path is a name in it
-                files = registered_files(resolve(registry), [path])
+    if registry and assembly.resolve(registry).exists():
+        for key, name, _ in paths_of(config):
+            if key.startswith("data.") and key != "data.dataset_info":
+                files = registered_files(assembly.resolve(registry), [name])
                 yield from (Absent(key, str(file)) for file in files if not file.exists())
-        elif not _is_there(resolve(path).expanduser()):
-            yield Absent(key, path)
-    yield from _missing_templates(config, resolve)
+    yield from _missing_templates(config, assembly.resolve)
 
 
 def _missing_templates(config: AnyRun, resolve: Resolve) -> Iterator[Absent]:
@@ -75,14 +64,8 @@ def _missing_templates(config: AnyRun, resolve: Resolve) -> Iterator[Absent]:
         return
     sets = config.sets.values() if isinstance(config, EvaluateConfig) else ()
     for template in dict.fromkeys(one.prompt.template for one in (config, *sets)):
-        if Path(template).suffix and not _is_there(resolve(template).expanduser()):
+        if Path(template).suffix and not is_here(resolve(template).expanduser()):
             yield Absent("prompt.template", template)
-
-
-def _is_there(path: Path) -> bool:
-    if path.exists():
-        return True
-    return any(mark in path.name for mark in "*?[") and any(path.parent.glob(path.name))
 
 
 def _to_fetch(config: AnyRun, absent: Absent) -> str:
@@ -118,13 +101,13 @@ def _missing_keys(search: SearchConfig | None) -> Iterator[str]:
 
 
 def _missing_engines(engine: EngineConfig, roles: Mapping[str, RoleConfig]) -> Iterator[str]:
-    wanted: list[tuple[str, LaunchConfig, str]] = []
+    required: list[tuple[str, LaunchConfig, str]] = []
     if engine.launched is not None:
-        wanted.append((engine.kind, engine.launched, "engine.servers"))
+        required.append((engine.kind, engine.launched, "engine.servers"))
     for role_name, role in roles.items():
         if not role.url:
-            wanted.append((role.engine, role, f"roles.{role_name}"))
-    for name, servers, key in wanted:
+            required.append((role.engine, role, f"roles.{role_name}"))
+    for name, servers, key in required:
         try:
             find_python(name, servers, key)
         except ConfigError as error:
@@ -166,12 +149,6 @@ def _sizes(config: AnyRun) -> Iterator[str]:
         )
         if config.dropped_terms:
             yield config.dropped_terms
-        if config.learner.num_ranks > 1:
-            idle = expected_idle(config.learner, config.algorithm, config.limits)
-            yield (
-                f"{config.learner.num_ranks} learner ranks are expected to wait {idle:.1%} of "
-                "their time for the one with the most (simulated trees, docs/learner.md)"
-            )
         most = groups * (config.queue.max_staleness + 1)
         yield f"up to {most} prompts = {most * size} trajectories are under way at a time"
         passes = f"{config.train.num_epochs} passes over the questions"
@@ -196,7 +173,7 @@ def _sizes(config: AnyRun) -> Iterator[str]:
 def show_plan(plan: Plan, view: View) -> None:
     """Processes with their GPUs and memory, each GPU, and what is missing."""
     view.say("")
-    table = Table(title=f"processes on {plan.machine.told}", title_justify="left", box=SIMPLE)
+    table = Table(title=f"processes on {plan.machine.name}", title_justify="left", box=SIMPLE)
     for name in ("process", "number", "GPUs"):
         table.add_column(name)
     for name in ("GiB on each", "main memory, GiB"):
@@ -267,11 +244,12 @@ def dry_run(
     machine = find_machine(arguments.gpus, arguments.gpu_memory)
     resolve = resolver(run)
 
-    asyncio.run(refuse(Assembly(config, run, AsyncExitStack(), view.say), "configuration"))
+    assembly = Assembly[Any](config, run, AsyncExitStack(), view.say)
+    asyncio.run(refuse(assembly, "configuration"))
     to_fetch = [*_not_cached(config)]
-    plan = make_plan(wanted_by(config, model), machine, resolve)
+    plan = make_plan(requirements_of(config, model), machine, resolve)
     plan.missing += to_fetch
-    absent = [*missing_files(config, resolve)]
+    absent = [*missing_files(config, assembly)]
     plan.missing += (_to_fetch(config, one) for one in absent)
     plan.missing += _missing_parts(config)
     show_values(config, view, defaults=arguments.defaults)

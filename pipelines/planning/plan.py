@@ -14,11 +14,17 @@ from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.learners.learner import LearnerConfig, check_heads
 from agentenv.pipelines.config.cluster import WideCluster
 from agentenv.pipelines.config.evaluation import EvaluateConfig
-from agentenv.pipelines.config.rl import ResourcesConfig, ServeConfig, TrainConfig
+from agentenv.pipelines.config.rl import (
+    MAX_TRAJECTORY_BYTES,
+    ResourcesConfig,
+    ServeConfig,
+    TrainConfig,
+)
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.run.rundir import find_checkpoint
 from agentenv.pipelines.run.saver import SavingConfig
 from agentenv.pipelines.serving.gpus import GpuPlan, learner_gpus
+from agentenv.pipelines.serving.server_commands import CPU_CACHE_GIB
 from agentenv.pipelines.setup.machine import GIB, Machine
 from agentenv.pipelines.setup.memory import (
     KNOWN,
@@ -124,7 +130,7 @@ AnyRun = TrainConfig | SupervisedRunConfig | EvaluateConfig | ServeConfig
 HERE = "on this machine"
 
 
-class Wanted(Struct, frozen=True, kw_only=True):
+class Requirements(Struct, frozen=True, kw_only=True):
     """What a command asks of a machine. `path`: of the policy's model, "" where an endpoint has
     it; `setup` makes that model if it is not here; `path_tokens`: most tokens of prompt and
     response, 0 where nothing is rolled out, and `num_paths` of them under way at a time at most;
@@ -161,11 +167,11 @@ class Wanted(Struct, frozen=True, kw_only=True):
         return max(self.learner.max_tokens_per_microbatch, part)
 
 
-def wanted_by(config: AnyRun, model: str = "") -> Wanted:
+def requirements_of(config: AnyRun, model: str = "") -> Requirements:
     """What a configuration asks for; `model`: the path of the policy of an evaluation."""
     if isinstance(config, TrainConfig):
         saving = config.checkpoint
-        return Wanted(
+        return Requirements(
             path=config.model.path,
             setup=config.run.setup,
             path_tokens=_longest([config.limits]),
@@ -192,7 +198,7 @@ def wanted_by(config: AnyRun, model: str = "") -> Wanted:
     if isinstance(config, EvaluateConfig):
         own = [one.limits for one in config.sets.values()]
         envs = [one.env or config.env for one in config.sets.values()] or [config.env]
-        return Wanted(
+        return Requirements(
             num_env_workers=max(0 if env is None else env.workers for env in envs),
             path=model,
             path_tokens=_longest([config.limits, *own]),
@@ -201,8 +207,8 @@ def wanted_by(config: AnyRun, model: str = "") -> Wanted:
             roles=config.roles,
         )
     if isinstance(config, ServeConfig):
-        return Wanted(path="", roles=config.roles)
-    return Wanted(
+        return Requirements(path="", roles=config.roles)
+    return Requirements(
         path=config.model.path,
         setup=config.run.setup,
         row_tokens=config.data.max_length,
@@ -213,77 +219,77 @@ def wanted_by(config: AnyRun, model: str = "") -> Wanted:
 
 
 def _num_checkpoints(config: SavingConfig, *others: object) -> int:
-    """The last ones, those that others are kept for (the best, the one behind a cold start), and
+    """The last ones, those that others are kept for (the best, that of the cold start), and
     one that is being written."""
     return config.keep_last + sum(map(bool, others)) + 1
 
 
 def _files(config: TrainConfig) -> dict[str, float]:
-    log = config.log.max_trajectory_mb * 1e6 * config.log.trajectories
-    return {"archive.max_gb": config.archive.max_gb * 1e9, "log.max_trajectory_mb": log}
+    log = MAX_TRAJECTORY_BYTES * config.log.trajectories
+    return {"archive.max_gb": config.archive.max_gb * 1e9, "trajectories": log}
 
 
 def _longest(limits: list[Limits]) -> int:
     return max(one.max_prompt_tokens + one.max_response_tokens for one in limits)
 
 
-def make_plan(wanted: Wanted, machine: Machine, resolve: Resolve) -> Plan:
+def make_plan(required: Requirements, machine: Machine, resolve: Resolve) -> Plan:
     """The plan of what a configuration asks for. Raises ConfigError for GPUs that are missing or
     claimed twice."""
-    planner = _Planner(wanted, machine, resolve)
+    planner = _Planner(required, machine, resolve)
     planner.add_all()
     check_memory(planner.plan)
     return planner.plan
 
 
 class _Planner:
-    def __init__(self, wanted: Wanted, machine: Machine, resolve: Resolve) -> None:
-        if wanted.learner is not None:
-            learner = wanted.learner.resolved(on_gpu=machine.num_gpus > 0)
-            wanted = replace(wanted, learner=learner)
-        self.wanted = wanted
+    def __init__(self, required: Requirements, machine: Machine, resolve: Resolve) -> None:
+        if required.learner is not None:
+            learner = required.learner.resolved(on_gpu=machine.num_gpus > 0)
+            required = replace(required, learner=learner)
+        self.required = required
         self.machine = machine
         self.resolve = resolve
         self.plan = Plan(machine)
         self.gpus = GpuPlan([str(number) for number in range(machine.num_gpus)])
         self.place: Path | None = None  # of the policy's model, where it is here
-        self.shape = self._policy_shape() if wanted.path else None
-        self.engine = wanted.engine
-        self.colocated = wanted.resources.colocated
+        self.shape = self._policy_shape() if required.path else None
+        self.engine = required.engine
+        self.colocated = required.resources.colocated
 
     def add_all(self) -> None:
         """In the order in which a run divides its GPUs."""
-        wanted = self.wanted
-        if wanted.path or wanted.path_tokens:
+        required = self.required
+        if required.path or required.path_tokens:
             self._add_controller()
         ranks: list[str] = []
-        if wanted.learner is not None:
+        if required.learner is not None:
             if self.engine is not None:
-                ranks = learner_gpus(wanted.resources, self.engine, wanted.learner, self.gpus)
-            self._add_learner(wanted.learner, ranks)
-        for name, role in wanted.roles.items():
+                ranks = learner_gpus(required.resources, self.engine, required.learner, self.gpus)
+            self._add_learner(required.learner, ranks)
+        for name, role in required.roles.items():
             self._add_role(name, role)
         self._add_engine()
 
     # models
 
     def _policy_shape(self) -> ModelShape | None:
-        place = self.resolve(self.wanted.path)
-        if RUN in self.wanted.path and self.wanted.setup and not place.is_dir():
-            made = f"made by {self.wanted.setup} at the start"
-            self.plan.made.append(f"model.path = {self.wanted.path}: {made}")
+        place = self.resolve(self.required.path)
+        if RUN in self.required.path and self.required.setup and not place.is_dir():
+            made = f"made by {self.required.setup} at the start"
+            self.plan.made.append(f"model.path = {self.required.path}: {made}")
             return None
         if place.is_dir():
             try:
                 place = find_checkpoint(place)
             except AgentEnvError as error:
-                self.plan.missing.append(f"model.path = {self.wanted.path}: {error}")
+                self.plan.missing.append(f"model.path = {self.required.path}: {error}")
                 return None
             self.place = place if (place / "config.json").is_file() else None
         return self._shape(place, "model.path")
 
     def _shape(self, path: Path, key: str, quantization: str = "") -> ModelShape | None:
-        """What is not here, or of an unknown size, is told as missing."""
+        """What is not here, or of an unknown size, is reported as missing."""
         shape = find_shape(path, quantization)
         if not path.is_dir():
             why = shape.source if shape is not None else NO_SHAPE
@@ -296,36 +302,38 @@ class _Planner:
         """With the weights that pass through its shared memory, an update's and the one before."""
         host: dict[str, float] = {}
         engine = self.engine
-        if self.wanted.learner is not None and not self.wanted.resources.weights_dir:
-            copies = passing_bytes(self.shape, self.wanted.learner, engine)
+        if self.required.learner is not None and not self.required.resources.weights_dir:
+            copies = passing_bytes(self.shape, self.required.learner, engine)
             if copies:
                 host["weights on their way (/dev/shm)"] = copies
         memory = Memory({}, host)
         work = "rollouts, tools, graders"
-        num_workers, num_envs = self.wanted.num_workers, self.wanted.num_env_workers
+        num_workers, num_envs = self.required.num_workers, self.required.num_env_workers
         if num_envs:
             work = "rollouts"
         own = "queue, journal, evaluations" if num_workers else work
         self.plan.processes.append(Process("controller", 1, memory=memory, note=own))
         if num_workers:
-            note = f"{work}; {self.wanted.workers_on}"
+            note = f"{work}; {self.required.workers_on}"
             self.plan.processes.append(Process("rollout worker", num_workers, note=note))
         if num_envs:  # also of the controller, whose evaluations need them
             number = num_envs * (1 + num_workers)
-            where = self.wanted.workers_on if num_workers else HERE
+            where = self.required.workers_on if num_workers else HERE
             note = f"tools, graders; {where}"
             self.plan.processes.append(Process("environments", number, note=note))
 
     def _add_learner(self, learner: LearnerConfig, ranks: list[str]) -> None:
         """The ranks of the learner, and the files that it writes."""
-        reference, tokens = self.wanted.has_reference, self.wanted.microbatch_tokens
+        reference, tokens = self.required.has_reference, self.required.microbatch_tokens
         memory = Memory()
         if self.shape is not None:
             check_heads(self.shape.heads, learner.context_parallel)
             memory = learner_memory(self.shape, learner, tokens, has_reference=reference)
             size = checkpoint_bytes(self.shape, learner, has_reference=reference)
-            self.plan.made.append(saving_line(size, self.wanted.finish_s))
-            self.plan.made.append(disk_line(size, self.wanted.num_checkpoints, self.wanted.files))
+            self.plan.made.append(saving_line(size, self.required.finish_s))
+            self.plan.made.append(
+                disk_line(size, self.required.num_checkpoints, self.required.files)
+            )
             if self.colocated:
                 asleep = model_states(self.shape, learner).gpu_bytes
                 memory = Memory(memory.gpu, memory.host | {"what sleeps": asleep})
@@ -341,7 +349,7 @@ class _Planner:
             note += f", paths over {learner.context_parallel} ranks"
         note += "; started elsewhere" if learner.launch == "external" else ""
         process = Process(
-            "learner rank", learner.num_ranks, ranks, self.wanted.path, memory, note=note
+            "learner rank", learner.num_ranks, ranks, self.required.path, memory, note=note
         )
         serving = min(RESERVE_BYTES, memory.gpu_bytes) if self.colocated else memory.gpu_bytes
         self.plan.add(process, serving=serving, training=memory.gpu_bytes)
@@ -358,7 +366,7 @@ class _Planner:
         local, servers = engine.local_model, engine.launched
         if local is None and servers is None:
             return
-        needed = self.wanted.path_tokens
+        needed = self.required.path_tokens
         of_model = self.shape.context if self.shape is not None else 0
         context = min(filter(None, (engine.max_model_len, of_model)), default=0)
         if context and needed > context:
@@ -376,13 +384,13 @@ class _Planner:
                 servers,
                 self.shape,
                 room,
-                self.wanted.path,
+                self.required.path,
                 policy=True,
             )
 
     def _check_contexts(self) -> None:
         """Whether the model, if it is here, holds what its engines are asked for."""
-        engines = {"engine": self.engine, "eval.engine": self.wanted.eval_engine}
+        engines = {"engine": self.engine, "eval.engine": self.required.eval_engine}
         for key, engine in engines.items():
             if self.place is None or engine is None or not engine.has_weights:
                 continue
@@ -399,7 +407,7 @@ class _Planner:
             memory = embedded_memory(self.shape, size, local.num_sequences, num_tokens)
         note = "in the controller; its cache grows as it is used"
         place = ["0"] if on_gpu else []
-        process = Process("embedded engine", 1, place, self.wanted.path, memory, note=note)
+        process = Process("embedded engine", 1, place, self.required.path, memory, note=note)
         cache = memory.gpu.get("engine cache", 0.0) if self.colocated else 0.0
         self.plan.add(process, serving=memory.gpu_bytes, training=memory.gpu_bytes - cache)
 
@@ -422,7 +430,7 @@ class _Planner:
         b, size = bytes_of(config.dtype), self.machine.gpu_bytes
         if not self.machine.num_gpus or config.device == "cpu":
             weights = 0.0 if shape is None else shape.served_bytes(b)
-            host = Memory({}, {"weights": weights, "cache": config.kv_cache_gb * GIB})
+            host = Memory({}, {"weights": weights, "cache": CPU_CACHE_GIB * GIB})
             self.plan.processes.append(Process(name, number, [], path, host, note="on the CPU"))
             return
         sleeps = policy and self.colocated
@@ -451,9 +459,11 @@ class _Planner:
             )
         process = Process(name, number, taken, path, memory, note)
         self.plan.add(process, serving=budget, training=awake)
-        if policy and self.wanted.num_paths:
+        if policy and self.required.num_paths:
             room = tokens * number * config.data_parallel_size
-            self.plan.made.append(in_flight(self.wanted.num_paths, self.wanted.path_tokens, room))
+            self.plan.made.append(
+                in_flight(self.required.num_paths, self.required.path_tokens, room)
+            )
 
 
 SAVED_PER_S = 1e9  # bytes a second: a plain NVMe disk, or a network file system of a cluster

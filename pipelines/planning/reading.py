@@ -31,39 +31,15 @@ from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.evaluation.subject import EvaluationAssembly, Subject
 from agentenv.pipelines.setup.assembly import TRAINED, AskingAssembly, Assembly, SetConfig
-from agentenv.pipelines.setup.checks import environment_classes, findings
+from agentenv.pipelines.setup.checks import Has, refuse
 from agentenv.pipelines.setup.data import EnvMaker
+from agentenv.pipelines.setup.start_checks import environment_classes
 from agentenv.pipelines.supervised.data import count_rows
 from agentenv.pipelines.supervised.run import SupervisedAssembly
 from agentenv.types import Task
 
 ENDS = 1000  # rows of each end of a file
 NOWHERE = "http://127.0.0.1:9"  # in place of the servers of roles
-NEVER = {
-    "disk",
-    "hub",  # only its cache is looked into
-    "files",
-    "classes of environments",  # looked at below, of all sets
-    "graders of rows that are here",  # looked at below, whether the set-up makes them or not
-    "servers",
-    "GPUs",
-    "context",
-    "graders",
-    "helpers and tools",
-    "number of updates",
-}
-OF_MODEL = {
-    "model",
-    "chat template",
-    "end of a turn",
-    "callable tools",
-    "prompts",
-    "demonstrations",
-    "sequence lengths",
-}
-OF_SETS = {
-    *("rows", "environments", "first episodes", "callable tools", "observations", "prompts"),
-}
 MADE_OF = ("env", "python", "grader", "prompt")  # tables without whose files no env can be made
 
 Say = Callable[[str], None]
@@ -88,17 +64,11 @@ async def read_what_is_here(
         assembly = _assembly(config, folder, model, stack, say)
         assembly.ends, assembly.has_weights = ENDS, False
         assembly.built |= {"model": model, "endpoint": None, "set_up": None}
-        if model is not None and not isinstance(config, EvaluateConfig):
-            from agentenv.learners.model_check import check_model  # slow to load
-
-            await in_thread(check_model, model, config.learner.context_parallel)
-            if config.learner.lora is not None:
-                from agentenv.learners.lora import check_adapters
-
-                await in_thread(check_adapters, model, config.learner.lora)
+        here: set[Has] = set() if model is None else {"model"}
+        if not is_elsewhere:
+            here.add("machine")
         if isinstance(assembly, AskingAssembly):
-            skipped = {*NEVER, "room for weights"} if is_elsewhere else {*NEVER}
-            await _read_sets(assembly, model, absent, say, skipped)
+            await _read_sets(assembly, model, absent, say, here)
         else:
             await _read_dialogues(assembly, model, absent, say)
 
@@ -108,7 +78,7 @@ def _assembly(
 ) -> Assembly[Any]:
     if isinstance(config, TrainConfig):
         from agentenv.pipelines.rl.parts import (
-            TrainingAssembly,  # slow to load: mistakes are told before
+            TrainingAssembly,  # slow to load: mistakes are reported before
         )
 
         return TrainingAssembly(config, folder, None, stack, say)
@@ -125,7 +95,7 @@ async def _read_sets(
     model: Path | None,
     absent: Collection[str],
     say: Say,
-    skipped: set[str],
+    here: set[Has],
 ) -> None:
     """Read the questions of each set, as far as they are there, and try one of each."""
     config = assembly.config
@@ -143,26 +113,21 @@ async def _read_sets(
         for name, one in assembly.sets.items()
         if not _lacks(absent, one.key) and not assembly.makes(one.rows)
     }
-    if model is None:
-        skipped |= OF_MODEL
-    if isinstance(config, TrainConfig) and (config.sft is None or _lacks(absent, "sft")):
-        skipped.add("demonstrations")
-    if not has_env:
-        skipped |= OF_SETS - {"rows"}
-    if not assembly.sets:
-        skipped |= OF_SETS
-    if TRAINED not in assembly.sets:  # whose renderer and tools demonstrations are read with
-        skipped.add("demonstrations")
-    await _refuse(assembly, skipped)
+    if assembly.sets:
+        here |= {"rows", "env"} if has_env else {"rows"}
+    has_sft = isinstance(config, TrainConfig) and config.sft is not None
+    if has_sft and not _lacks(absent, "sft") and TRAINED in assembly.sets:
+        here.add("sft")  # read with the renderer and the tools of the training questions
+    await refuse(assembly, "contract", "files", here)
     if not assembly.sets:
         return
     makers = await assembly.makers() if has_env else {}
     for name, tasks in (await assembly.tasks()).items():
-        told = [f"{len(tasks)} rows are read"]
+        parts = [f"{len(tasks)} rows are read"]
         if name in makers:
-            told.append(await _prompt(assembly, name, model))
-            told.append(await _gold(makers[name], tasks[0]))
-        say(f"{assembly.sets[name].key}: {'; '.join(told)}")
+            parts.append(await _prompt(assembly, name, model))
+            parts.append(await _gold(makers[name], tasks[0]))
+        say(f"{assembly.sets[name].key}: {'; '.join(parts)}")
 
 
 def _local(one: SetConfig) -> SetConfig:
@@ -192,13 +157,6 @@ def _by_rules(grader: Grading) -> Grading:
 
 def _lacks(absent: Collection[str], table: str) -> bool:
     return any(key.startswith(f"{table}.") for key in absent)
-
-
-async def _refuse(assembly: Assembly[Any], skipped: Collection[str]) -> None:
-    """Raise the error of the first check that does not pass, but for those skipped."""
-    async for finding in findings(assembly, without=skipped):
-        if finding.error is not None:
-            raise finding.error
 
 
 async def _prompt(assembly: AskingAssembly[Any], name: str, model: Path | None) -> str:
@@ -243,6 +201,6 @@ async def _read_dialogues(
         number = await in_thread(count_rows, config, assembly.resolve, say, ENDS)
         say(f"data: {number} rows are read")
         return
-    await _refuse(assembly, NEVER)
+    await refuse(assembly, "contract", "files", {"model", "machine"})
     rows = await assembly.rows()  # type: ignore[attr-defined]
     say(f"data: {len(rows.train)} rows to learn from, the longest of {rows.longest} tokens")

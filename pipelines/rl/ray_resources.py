@@ -16,8 +16,11 @@ from agentenv.pipelines.cluster.processes import Kind
 from agentenv.pipelines.cluster.ray_places import RayPlaces, RaySetup
 from agentenv.pipelines.config.cluster import FOLDER, RayCluster
 from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.serving.servers import MAX_RESTARTS
 from agentenv.pipelines.setup.data import Say
 from agentenv.server_config import LaunchConfig
+
+OBJECT_STORE_BYTES = 80 << 20  # the least that Ray accepts; nothing of ours uses it
 
 
 def needed(config: TrainConfig, cluster: RayCluster) -> Iterator[tuple[str, dict[str, float]]]:
@@ -39,7 +42,7 @@ async def open_ray(
     """The connection to Ray. Raises ConfigError for what does not fit there."""
     setup = RaySetup(
         cluster.address,
-        cluster.object_store_mb << 20,
+        OBJECT_STORE_BYTES,
         cluster.host,
         [*needed(config, cluster)],
         cluster.wait_for_nodes_s,
@@ -62,7 +65,7 @@ def far_servers(
             "engine server",
             config.count,
             config.start_timeout_s + SLACK_S,
-            config.max_restarts,
+            MAX_RESTARTS,
             "engine.servers",
             env=cluster.env,
             resources=cluster.of_engine(config),

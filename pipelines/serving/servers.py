@@ -36,6 +36,7 @@ from agentenv.server_config import LaunchConfig, Served
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
 POLL_S = 0.5
+MAX_RESTARTS = 10  # of one server in a run
 TELL_EVERY_S = 20.0
 NUM_TAIL_LINES = 25
 MAX_LINE = 300  # characters of a log line that a message shows
@@ -51,7 +52,6 @@ class ServerSpec(Struct, frozen=True):
     env: dict[str, str]
     url: str
     start_timeout_s: float
-    max_restarts: int
 
 
 class ServerProcess:
@@ -146,8 +146,8 @@ class ServerProcess:
             assert self._guard is not None
             status = await self._guard.wait()
             logger.warning("%s", await in_thread(self._failure, f"died with status {status}"))
-            if self.num_restarts == self.spec.max_restarts:
-                logger.error("%s: not started again (max_restarts)", self.spec.name)
+            if self.num_restarts == MAX_RESTARTS:
+                logger.error("%s: died %d times, not started again", self.spec.name, MAX_RESTARTS)
                 return
             self.num_restarts += 1
             await asyncio.sleep(min(30.0, 2.0 ** (self.num_restarts - 1)))
@@ -275,7 +275,6 @@ class ServerFactory:
                     env=environment(served, config),
                     url=f"http://{_reachable(config.host)}:{served.port}",
                     start_timeout_s=config.start_timeout_s,
-                    max_restarts=config.max_restarts,
                 )
             )
         return specs

@@ -154,9 +154,9 @@ class Assembly(Generic[C]):
         """The set-up of a new run has been run."""
         if self.run.setup and self.checkpoint is None:
             setup = load_function(self.run.setup, "run.setup")
-            told = await in_thread(setup, self.folder, self.run.seed)
-            if isinstance(told, str):
-                self.say(told)
+            message = await in_thread(setup, self.folder, self.run.seed)
+            if isinstance(message, str):
+                self.say(message)
 
     async def own_model(self, path: str) -> Path:
         """The checkpoint or model directory `path`, which the set-up may make."""

@@ -16,13 +16,13 @@ ASSUMED_GPU_GIB = 80.0
 
 
 class Machine(Struct, frozen=True):
-    """What the run is planned for. `main_bytes` of main memory, 0 where nobody knows; `told` is
+    """What the run is planned for. `main_bytes` of main memory, 0 where nobody knows; `name` is
     the machine in words."""
 
     num_gpus: int
     gpu_bytes: float
     main_bytes: float
-    told: str
+    name: str
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:
@@ -67,15 +67,15 @@ def find_machine(num_gpus: int | None, gpu_memory_gib: float | None) -> Machine:
     main = _main_memory() if num_gpus is None else 0.0
     if not number:
         return Machine(0, 0.0, main, "this machine, which has no GPU" if main else "no GPU")
-    told = f"the {number} GPUs of this machine" if num_gpus is None else f"{number} GPUs"
+    name = f"the {number} GPUs of this machine" if num_gpus is None else f"{number} GPUs"
     if gpu_memory_gib is not None:
-        told += f" with {gpu_memory_gib:g} GiB each"
-        return Machine(number, gpu_memory_gib * GIB, main, told)
+        name += f" with {gpu_memory_gib:g} GiB each"
+        return Machine(number, gpu_memory_gib * GIB, main, name)
     found = _memory_of(here[0]) if here and num_gpus is None else 0.0
     if found:
-        return Machine(number, found, main, f"{told} with {found / GIB:.0f} GiB each")
-    told += f" with {ASSUMED_GPU_GIB:g} GiB each (assumed, see --gpu-memory)"
-    return Machine(number, ASSUMED_GPU_GIB * GIB, main, told)
+        return Machine(number, found, main, f"{name} with {found / GIB:.0f} GiB each")
+    name += f" with {ASSUMED_GPU_GIB:g} GiB each (assumed, see --gpu-memory)"
+    return Machine(number, ASSUMED_GPU_GIB * GIB, main, name)
 
 
 def _memory_of(gpu: str) -> float:

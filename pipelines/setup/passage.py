@@ -20,11 +20,11 @@ COPIES = 2
 
 
 class Passage(NamedTuple):
-    """The folder in which a folder for new weights is made; `told` is a line for people where it
+    """The folder in which a folder for new weights is made; `message` is a line for people where it
     is not the usual one, else empty."""
 
     folder: Path
-    told: str = ""
+    message: str = ""
 
 
 def passing_bytes(
@@ -68,24 +68,24 @@ def find_passage(
                 f"{memory} or the run's folder"
             )
         return Passage(chosen)
-    told = ""
+    message = ""
     if not is_wide:
         found = lack(memory, needed)
         if not found:
             return Passage(memory)
-        told = (
+        message = (
             f"new weights pass through {run}, since {memory} {found}; to pass through memory give "
             f"it more room{_docker(needed)}, or name another place with {WEIGHTS_KEY}=DIR"
         )
     if problem := lack(run, needed):
-        also = f", and {memory} {found}" if told else ""
+        also = f", and {memory} {found}" if message else ""
         raise ConfigError(
             f"new weights find no room: {run} {problem}{also}; choose another place with "
             f"{DIR_KEY}=DIR or {WEIGHTS_KEY}=DIR"
-            + (f", or give {memory} more" if told else "")
-            + (_docker(needed) if told else "")
+            + (f", or give {memory} more" if message else "")
+            + (_docker(needed) if message else "")
         )
-    return Passage(run, told)
+    return Passage(run, message)
 
 
 def lack(place: Path, needed: float) -> str:

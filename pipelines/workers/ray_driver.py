@@ -402,8 +402,8 @@ def does_not_fit(
     return (
         f"the Ray cluster {setup.address or 'of this machine'} has no room for {len(missing)} of "
         f"{len(setup.needed)} processes. Asked for: {', '.join(lines)}. There: {has}. Lower "
-        f"{' or '.join(keys)}, or what each takes (cluster.cpus_per_worker, cpus_per_engine, "
-        "cpus_per_rank, gpus_per_rank); let the run begin with fewer workers "
+        f"{' or '.join(keys)}, or what each takes (cluster.cpus_per_worker, "
+        "gpus_per_rank); let the run begin with fewer workers "
         "(cluster.min_workers); or add nodes, for which cluster.wait_for_nodes_s waits"
     )
 

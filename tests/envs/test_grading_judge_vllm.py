@@ -14,6 +14,7 @@ import pytest
 
 from agentenv.config import build_config
 from agentenv.env import close_shared
+from agentenv.envs.grading import judge
 from agentenv.envs.grading.reward import GraderConfig, check_grader, make_grader
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.errors import GraderError
@@ -95,8 +96,10 @@ async def test_a_judge_that_the_run_starts(model: Path, tmp_path: Path) -> None:
             assert one.parts["judge_unparsed"] == 0.0
             assert one.success == bool(one.parts["rule"] or one.parts["judge"])
 
-        with pytest.raises(GraderError, match=r"answered 400: .*maximum context length"):
-            await grade(grader_of(config, max_answer_chars=9000), "x " * 4500)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(judge, "MAX_ANSWER_CHARS", 9000)
+            with pytest.raises(GraderError, match=r"answered 400: .*maximum context length"):
+                await grade(grader_of(config), "x " * 4500)
         with pytest.raises(GraderError, match=r"answered 404: .*no-such-model"):
             await grade(grader_of(config, model="no-such-model"), "Lyon")
         await close_shared()

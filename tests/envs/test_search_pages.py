@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import web
 
+from agentenv.envs.search import pages
 from agentenv.envs.search.cache import ResultCache
 from agentenv.envs.search.page_text import TextExtractor, page_text
 from agentenv.envs.search.pages import FetchConfig, PageReader, PagesConfig, passages, window
@@ -114,10 +115,12 @@ class Jina:
 
 
 @pytest.fixture
-async def jina() -> AsyncIterator[tuple[Jina, PageReader]]:
+async def jina(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Jina, PageReader]]:
     service = Jina()
     async with serving(service) as url:
-        config = PagesConfig("jina", url, TrafficConfig(num_retries=0))
+        monkeypatch.setattr(pages, "JINA_URL", url.rstrip("/"))
+        monkeypatch.setattr(pages, "JINA_TRAFFIC", TrafficConfig(num_retries=0))
+        config = PagesConfig("jina")
         names = Names(a_test=["93.184.216.34"], intern_test=["10.0.0.1"])
         reader = PageReader(config, ResultCache(), names)
         yield service, reader

@@ -19,12 +19,12 @@ from agentenv.pipelines.diagnosis import audit as audits
 from agentenv.pipelines.diagnosis.audit import (
     audit,
     find_jumps,
-    jump_verdict,
+    jump_result,
     mutated,
     with_another_gold,
 )
 from agentenv.pipelines.diagnosis.guesses import JOINTS, guess_twice, remedy
-from agentenv.pipelines.diagnosis.results import Verdict
+from agentenv.pipelines.setup.checks import CheckResult
 from agentenv.tool_env import Grade
 from agentenv.types import Message, Task
 from tests.support.rank_here import rank_here
@@ -59,7 +59,7 @@ def steady(number: int, shift: float = 0.0) -> Step:
 def test_a_step_far_from_those_before_it_is_a_jump(steps: list[Step], jumps: list[int]) -> None:
     found = list(find_jumps(steps))
     assert [one.step for one in found] == jumps
-    verdict = jump_verdict(found, steps)
+    verdict = jump_result(found, steps)
     expected = "failed" if jumps else "passed" if len(steps) > 2 else "skipped"
     assert verdict.state == expected
     assert ("samples" in verdict.remedy) is bool(jumps)
@@ -99,7 +99,7 @@ def test_a_ground_truth_of_the_row_s_own_is_changed_with_the_gold() -> None:
     assert ground_truth(changed) == "42"
 
 
-def audited(run: Path) -> dict[str, Verdict]:
+def audited(run: Path) -> dict[str, CheckResult]:
     verdicts, _ = asyncio.run(audit(run, 100))
     return {one.name: one for one in verdicts}
 
@@ -136,7 +136,7 @@ def test_rewards_that_do_not_follow_the_golds_are_found(
     assert [name for name, one in found.items() if one.state == "failed"] == failed
     for name in failed:
         assert remedy in found[name].remedy
-    assert found["graded again"].told
+    assert found["graded again"].message
 
 
 # graders of a user's own, by verl's form

@@ -1,4 +1,4 @@
-"""What is looked at before anything starts, as one list of named checks."""
+"""The list of checks, as a start makes them."""
 
 from __future__ import annotations
 
@@ -12,29 +12,45 @@ from transformers import AutoTokenizer
 
 from agentenv import tool
 from agentenv.config import load_config
+from agentenv.crashes import loaded
 from agentenv.launchers import train
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.parts import TrainingAssembly
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.setup.assembly import Assembly, once
-from agentenv.pipelines.setup.checks import CHECKS, Finding, findings
+from agentenv.pipelines.setup.checks import CHECKS, CheckResult, Runner, select
 
 
-async def found(warehouse: Path, folder: Path, overrides: Sequence[str] = ()) -> dict[str, Finding]:
+async def found(
+    warehouse: Path, folder: Path, overrides: Sequence[str] = ()
+) -> dict[str, CheckResult]:
     config = load_config(TrainConfig, warehouse, overrides)
     async with AsyncExitStack() as stack:
         run = RunDirectory(folder / "run", resume=False)
         assembly = TrainingAssembly(config, run.path, None, stack, lambda text: None)
-        return {one.name: one async for one in findings(assembly)}
+        checks = select(config, "configuration", "parts")
+        return {one.name: one async for one in Runner().run(checks, assembly)}
+
+
+def failed(results: dict[str, CheckResult]) -> list[str]:
+    return [name for name, one in results.items() if one.state == "failed"]
 
 
 async def test_a_run_that_can_start_passes_each_check_of_training(
     warehouse: Path, tmp_path: Path
 ) -> None:
     results = await found(warehouse, tmp_path)
-    before = [check for check in CHECKS if check.needs != "started"]
+    later = ("machine", "contract", "started", "measured")
+    before = [check for check in CHECKS if check.stage not in later]
     assert [*results] == [check.name for check in before if TrainConfig in check.of]
-    assert [one.name for one in results.values() if one.error is not None] == []
+    assert {one.state for one in results.values()} == {"passed"}
+
+
+def test_the_names_of_checks_differ_and_those_loaded_late_are_there() -> None:
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+    for check in CHECKS:
+        look = loaded(check.look) if isinstance(check.look, str) else check.look
+        assert callable(look), check.name
 
 
 @pytest.mark.parametrize(
@@ -56,20 +72,20 @@ async def test_each_mistake_is_found_by_one_check_with_its_remedy(
     warehouse: Path, tmp_path: Path, override: str, names: list[str], problem: str, remedy: str
 ) -> None:
     results = await found(warehouse, tmp_path, [override])
-    wrong = {name: one for name, one in results.items() if one.error is not None}
-    assert [*wrong] == names
-    (one,) = wrong.values()
-    assert problem in one.problem
+    assert failed(results) == names
+    one = results[names[0]]
+    assert problem in one.message
     assert one.remedy.startswith(remedy)
 
 
-async def test_what_a_check_needs_and_is_missing_fails_all_that_need_it(
+async def test_a_missing_part_fails_the_first_check_that_needs_it_and_skips_the_others(
     warehouse: Path, tmp_path: Path
 ) -> None:
     results = await found(warehouse, tmp_path, [f"model.path={tmp_path}/none"])
-    wrong = [name for name, one in results.items() if one.error is not None]
-    assert wrong == [
-        "model",
+    assert failed(results) == ["model"]
+    assert "is not a model directory" in results["model"].message
+    needing = {name: one.message for name, one in results.items() if one.state == "skipped"}
+    assert [*needing] == [
         "context",
         "chat template",
         "end of a turn",
@@ -78,7 +94,7 @@ async def test_what_a_check_needs_and_is_missing_fails_all_that_need_it(
         "prompts",
         "number of updates",
     ]
-    assert all("is not a model directory" in str(results[name].error) for name in wrong[:1])
+    assert {*needing.values()} == {"needs 'model', which has failed"}
 
 
 async def test_a_part_is_built_once() -> None:

@@ -15,7 +15,7 @@ from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
 from agentenv.pipelines.config.help import values_of
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.planning.plan import make_plan, wanted_by
+from agentenv.pipelines.planning.plan import make_plan, requirements_of
 from agentenv.pipelines.run.terminal import EXIT_MISSING
 from agentenv.pipelines.setup.machine import Machine
 from tests.support.warehouse import ROOT
@@ -43,10 +43,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = tra
         (("cluster.kind=procesess",), r"cluster.kind: .*'local', 'processes'"),
         (("limits.max_response_tokens=90000",), r"exceed the context of 5632 tokens"),
         (("learner.groups_per_minibatch=3",), r"groups_per_minibatch = 3 does not divide"),
-        (
-            ("learner.num_ranks=16", "learner.groups_per_minibatch=1"),
-            r"learner.num_ranks = 16: ranks would wait 4\d% of their time .* learner.allow_idle",
-        ),
         (("learner.context_parallel=3",), r"context_parallel = 3 does not divide .*num_ranks = 4"),
         (
             ("learner.num_ranks=3", "learner.context_parallel=3"),
@@ -81,18 +77,6 @@ def test_rollout_workers_are_placed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "environments: tools, graders; on this machine" in told
 
 
-def test_idle_ranks_are_told_and_may_be_allowed(capsys: pytest.CaptureFixture[str]) -> None:
-    def told(*overrides: str) -> float:
-        assert train.main([str(REASONING), "--dry-run", "--gpus", "24", *overrides]) == EXIT_MISSING
-        text = " ".join(capsys.readouterr().out.split())
-        found = re.search(r"learner ranks are expected to wait (\S+)% of their time", text)
-        return float(found[1])
-
-    assert told() < 2.0
-    few = ("learner.num_ranks=16", "learner.groups_per_minibatch=1", "learner.allow_idle=true")
-    assert 40.0 < told(*few) < 50.0
-
-
 def test_without_gpus_main_memory_is_what_counts(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ("engine.name=embedded", "model.path=models/Qwen2.5-72B", "learner.num_ranks=8")
     assert "main memory: " in refused(capsys, str(REASONING), *overrides, "limits.max_turns=2")
@@ -124,7 +108,7 @@ def test_one_gpu_for_learner_and_embedded_engine(tmp_path: Path) -> None:
     build_model(tmp_path / "model", seed=0)
     path = ROOT / "configs" / "quickstart.toml"
     config = load_config(TrainConfig, path, [f"model.path={tmp_path}/model"])
-    plan = make_plan(wanted_by(config), Machine(1, 80 * 2**30, 0.0, "one GPU"), Path)
+    plan = make_plan(requirements_of(config), Machine(1, 80 * 2**30, 0.0, "one GPU"), Path)
     _, learner, engine = plan.processes
     assert learner.gpus == engine.gpus == ["0"]
     both = learner.memory.gpu_bytes + engine.memory.gpu_bytes

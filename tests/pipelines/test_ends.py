@@ -30,7 +30,7 @@ from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.state import RunSaver
 from agentenv.pipelines.run import saver
 from agentenv.pipelines.run.rundir import Checkpoints
-from agentenv.pipelines.setup import checks
+from agentenv.pipelines.setup import start_checks
 from agentenv.tools import FunctionTool
 from agentenv.tree import TrajectoryTree
 from agentenv.types import ToolResult
@@ -665,7 +665,7 @@ def test_an_evaluation_that_fails_is_a_gap_in_the_curve(
     request: pytest.FixtureRequest,
 ) -> None:
     asked_at_step_2(monkeypatch, act)
-    monkeypatch.setattr(checks, "check_time_outs", lambda config: None)  # for a short test
+    monkeypatch.setattr(start_checks, "contradictions", lambda config: ())  # for a short test
     name = f"gap-{request.node.callspec.id}"
     given = arguments(warehouse, name, "eval.timeout_s=1", *([override] if override else []))
     assert train.main(given) == 0

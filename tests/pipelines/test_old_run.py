@@ -1,8 +1,9 @@
-"""A run and an evaluation that version 3420bb4 made go on, and are read, by what is here now.
+"""A run and an evaluation that commit 7183755 wrote are resumed and read by the present version.
 
 tests/fixtures/old_run.tar.xz holds a run of two updates of the README's environment with a tiny
 model and a scripted engine, its checkpoint and its evaluations, and an evaluation of that run by
-`launchers/evaluate.py`; /OLD-WORKSPACE stands for the folder that it was made in.
+`launchers/evaluate.py`; /OLD-WORKSPACE stands for the folder that it was made in, and the imports
+of `my_env.py` have their present names.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import pytest
 
 from agentenv.launchers import evaluate, train
 from agentenv.pipelines.evaluation.store import read_rows
-from agentenv.pipelines.run.rundir import RATES
 from tests.support.runs import rows_of
 
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "old_run.tar.xz"
@@ -56,20 +56,13 @@ def test_its_checkpoint_is_trained_on(workspace: Path, capsys: pytest.CaptureFix
     before = updates(run)
     sets = [f"eval.sets.a.path={workspace}/a.jsonl", *SET, "checkpoint.best_metric=a/success"]
     command = [str(workspace / "warehouse.toml"), "run.name=resumed", *sets, "train.num_steps=4"]
-    assert train.main([*command, "--resume"]) == 2  # it relies on defaults of that time
-    assert (
-        "go on with learner.optimizer=muon_adamw learner.learning_rate=" in capsys.readouterr().err
-    )
-    saved = json.loads((run / "config.json").read_text())["learner"]
-    keys = [key for key in ("optimizer", *RATES) if saved[key] is not None]
-    command += [f"learner.{key}={saved[key]}" for key in keys]
     assert train.main([*command, "--resume"]) == 0
     after = updates(run)
     assert after[:2] == before
     assert [(row["step"], row["policy_version"]) for row in after] == [
         (1, 1), (2, 2), (3, 3), (4, 4)
     ]  # fmt: skip
-    assert after[-1]["trees/offered"] == before[-1]["trees/trained"] * 2 + 4
+    assert after[-1]["trees/offered"] == 2 * len(after)  # two trees an update
     summary = json.loads((run / "summary.json").read_text())
     assert summary["num_trajectories"] == {"before_sft": 12, "after_sft": 12, "after_rl": 12}
     assert {path.name for path in (run / "eval").iterdir()} == {

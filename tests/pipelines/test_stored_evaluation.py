@@ -1,7 +1,8 @@
 """Evaluations that an earlier version stored are reported, compared and graded again as before.
 
-`tests/fixtures/stored_evaluation` was written at commit 3420bb4: two evaluations of 14 questions
-with three samples, a judge, failures, limits and helpers; beside them what that commit said.
+`tests/fixtures/stored_evaluation` was written at commit 3420bb4 and has the keys of commit
+7183755: two evaluations of 14 questions with three samples, a judge, failures, limits and helpers;
+beside them the reports of that commit.
 """
 
 from __future__ import annotations

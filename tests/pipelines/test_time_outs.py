@@ -8,7 +8,7 @@ import pytest
 
 from agentenv.config import load_config
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.setup.timeouts import contradictions
+from agentenv.pipelines.setup.start_checks import contradictions
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"

@@ -243,19 +243,23 @@ def a_tree() -> TrajectoryTree:
 
 
 async def test_trajectories_can_be_switched_off_and_are_bounded(
-    warehouse: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    warehouse: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokenizer = load_tokenizer(warehouse.parent / "model")
-    for name, override, num_files in (
-        ("silent", "log.trajectories=false", 0),
-        ("whole", "log.trajectories=true", 2),
-        ("bounded", "log.max_trajectory_mb=0.0001", 1),
+    for name, override, max_bytes, num_files in (
+        ("silent", "log.trajectories=false", 500e6, 0),
+        ("whole", "log.trajectories=true", 500e6, 2),
+        ("bounded", "log.trajectories=true", 100.0, 1),
     ):
+        monkeypatch.setattr("agentenv.pipelines.rl.recorder.MAX_TRAJECTORY_BYTES", max_bytes)
         config = load_config(TrainConfig, warehouse, [override])
         run = RunDirectory(tmp_path / name, resume=False)
         recorder = Recorder(config, run, View(), RunState(), tokenizer)
         for step in ("step-000001", "step-000002"):
             await recorder.write_trajectories(step, [a_tree()])
         assert len(list(run.path.glob("trajectories/*"))) == num_files
-        told = "log.max_trajectory_mb is reached" in caplog.text
+        told = "no more are written" in caplog.text
         assert told == (name == "bounded")

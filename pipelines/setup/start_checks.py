@@ -1,0 +1,401 @@
+"""The checks that every start makes, in the order of the list in `checks.py`: of the configuration,
+its files, the model and the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from glob import glob
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from msgspec import Struct
+
+from agentenv import hub
+from agentenv.config import paths_of
+from agentenv.engine import EngineConfig, check_context
+from agentenv.envs.grading.reward import grader_config
+from agentenv.errors import ConfigError, DataError
+from agentenv.learners.learner import LearnerConfig
+from agentenv.model_files import check_turn_end, num_positions, read_model_config
+from agentenv.native import NativeConfig, NativeRenderer
+from agentenv.offload import in_thread
+from agentenv.outcomes import Protocol
+from agentenv.pipelines.config.evaluation import EvaluateConfig
+from agentenv.pipelines.config.rl import TABLES, ModelConfig, TrainConfig
+from agentenv.pipelines.config.supervised import SupervisedRunConfig
+from agentenv.pipelines.run.rundir import check_writable
+from agentenv.pipelines.serving.roles import check_roles
+from agentenv.pipelines.serving.server_commands import find_python
+from agentenv.pipelines.setup.assembly import AskingAssembly, Assembly, load_function
+from agentenv.pipelines.setup.data import (
+    EnvMaker,
+    check_graders,
+    said,
+    tables_of,
+    try_env,
+    try_turn,
+)
+from agentenv.renderer import TagRenderer
+
+
+def hub_keys(config: Any) -> Iterator[tuple[str, str, hub.Kind]]:
+    """The keys that may name something on the hub, what they say, and of which kind it is."""
+    model = getattr(config, "model", None)
+    if isinstance(model, ModelConfig):
+        yield "model.path", model.path, "model"
+    for name, role in getattr(config, "roles", {}).items():
+        yield f"roles.{name}.model", role.model, "model"
+    dialogues = isinstance(config, SupervisedRunConfig)
+    if dialogues and config.data.dataset_info:
+        return  # which gives the names in data.train their files
+    for key, path, is_rows in paths_of(config):
+        if is_rows or (dialogues and key in ("data.train", "data.eval")):
+            yield key, path, "dataset"
+
+
+# The configuration.
+
+
+async def sizes(assembly: Assembly[TrainConfig]) -> None:
+    """An update is a whole number of mini-batches."""
+    config = assembly.config
+    groups, part = config.queue.groups_per_step, config.learner.groups_per_minibatch
+    if groups % part:
+        default = " (its default)" if part == LearnerConfig().groups_per_minibatch else ""
+        fits = max(number for number in range(1, part + 1) if groups % number == 0)
+        raise ConfigError(
+            f"learner.groups_per_minibatch = {part}{default} does not divide "
+            f"queue.groups_per_step = {groups}; {fits} does"
+        )
+
+
+async def time_outs(assembly: Assembly[TrainConfig]) -> None:
+    """No deadline is longer than one that encloses it."""
+    problems = list(contradictions(assembly.config))
+    if problems:
+        raise ConfigError(f"{' | '.join(problems)}; an outer deadline must be the longer one")
+
+
+def contradictions(config: TrainConfig) -> Iterator[str]:
+    """Pairs of keys that contradict each other, in words."""
+    limits = config.limits
+    whole = f"limits.max_seconds = {limits.max_seconds:g}"
+    if limits.seconds_of_tree < limits.max_seconds:
+        yield (
+            f"limits.max_tree_seconds = {limits.seconds_of_tree:g} ends trees before {whole} can "
+            "end a trajectory"
+        )
+    for key, seconds in _timeouts("", {name: getattr(config, name) for name in _OF_TOOLS}):
+        if seconds > limits.max_seconds:
+            yield f"{key} = {seconds:g} lets one call take longer than {whole}"
+    if config.eval.sets and config.eval.timeout_s < limits.max_seconds:
+        yield f"eval.timeout_s = {config.eval.timeout_s:g} ends evaluations before {whole}"
+    if config.env.workers and config.env.held_s < limits.env_timeout_s:
+        yield (
+            f"env.held_s = {config.env.held_s:g} kills a process before limits.env_timeout_s = "
+            f"{limits.env_timeout_s:g} ends the call"
+        )
+
+
+_OF_TOOLS = ("python", "search", "grader", "env")
+
+
+def _timeouts(path: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Every key `timeout_s` below these tables."""
+    if isinstance(value, Struct):
+        value = {name: getattr(value, name) for name in value.__struct_fields__}
+    elif isinstance(value, list):
+        value = {str(number): one for number, one in enumerate(value)}
+    if not isinstance(value, dict):
+        return
+    for name, one in value.items():
+        key = f"{path}.{name}" if path else str(name)
+        if name == "timeout_s" and isinstance(one, int | float):
+            yield key, float(one)
+        else:
+            yield from _timeouts(key, one)
+
+
+async def demonstrations(assembly: Assembly[TrainConfig]) -> None:
+    """The cold start is written in the protocol of the renderer."""
+    config = assembly.config
+    if config.sft is not None and isinstance(config.renderer, NativeConfig):
+        raise ConfigError(
+            "renderer.name: the demonstrations of [sft] are written in the tag protocol; choose "
+            "'tags', or remove [sft]"
+        )
+
+
+async def evaluation_sets(assembly: Assembly[TrainConfig]) -> None:
+    """The set and the figure that the best checkpoint is chosen by are there."""
+    config = assembly.config
+    known, metric = sorted(config.eval.sets), config.checkpoint.best_metric
+    name = metric.partition("/")[0]
+    if name and name not in known:
+        raise ConfigError(
+            f"checkpoint.best_metric: there is no evaluation set {name!r}; known: {known}"
+        )
+    if metric and metric.partition("/")[2] not in ("success", "reward"):
+        raise ConfigError(
+            f"checkpoint.best_metric: expected SET/success or SET/reward, got {metric!r}"
+        )
+
+
+async def adapter(assembly: Assembly[TrainConfig]) -> None:
+    """The engine loads what the learner trains."""
+    config = assembly.config
+    if config.engine.new_weights == "adapter" and config.learner.lora is None:
+        raise ConfigError('engine.lora = "adapter" needs [learner.lora], which trains one')
+
+
+async def helpers(assembly: Assembly[EvaluateConfig]) -> None:
+    """[assist] names a helper, and limits let the refiner begin."""
+    config = assembly.config
+    if config.assist is None:
+        return
+    if config.assist == type(config.assist)():
+        raise ConfigError(
+            "assist: no helper is given; expected [assist.debugger], [assist.backtracer] or "
+            "[assist.refiner]"
+        )
+    refiner = config.assist.refiner
+    if refiner is None:
+        return
+    rooms = [one.limits.max_response_tokens for one in config.sets.values()]
+    if all(room <= refiner.min_response_tokens for room in rooms):
+        raise ConfigError(
+            f"assist.refiner.min_response_tokens = {refiner.min_response_tokens} is never reached: "
+            f"limits.max_response_tokens is {max(rooms)}; expected less than that"
+        )
+
+
+class _Tables(Struct):
+    """The tables of all sets of an evaluation, as `check_roles` reads those of a run."""
+
+    roles: Any
+    assist: Any
+    env: Any
+    grader: Any
+    search: Any
+    python: Any
+
+
+async def roles(assembly: Assembly[Any]) -> None:
+    """Every role has a name of ours, and is read."""
+    config = assembly.config
+    if isinstance(config, EvaluateConfig):
+        tables = {
+            table: {name: getattr(one, table) for name, one in config.sets.items()}
+            for table in ("env", *TABLES)
+        }
+        check_roles(_Tables(config.roles, config.assist, **tables))
+    else:
+        check_roles(config)
+
+
+# Files.
+
+
+async def disk(assembly: Assembly[Any]) -> None:
+    """The run's directory can be written."""
+    check_writable(assembly.folder)
+
+
+async def of_the_hub(assembly: Assembly[Any]) -> None:
+    """Models and datasets that are named by their ids on the hub are in its cache, or fetched."""
+    for key, text, kind in hub_keys(assembly.config):
+        if assembly.checkpoint is not None and key == "model.path":
+            continue  # a resumed run has its weights
+        try:
+            await in_thread(hub.fetch, text, kind, said(assembly.say, key))
+        except DataError as error:
+            raise DataError(f"{key}: {error}") from error
+
+
+class Absent(NamedTuple):
+    """A path of the configuration that is not here, and its key."""
+
+    key: str
+    path: str
+    rows: bool = False
+
+
+def absent_paths(assembly: Assembly[Any]) -> Iterator[Absent]:
+    """The paths of the configuration that are not here, but for those that the set-up makes or a
+    registry of datasets names; a resumed run does not read the data of its cold start."""
+    config = assembly.config
+    has_names = isinstance(config, SupervisedRunConfig) and config.data.dataset_info
+    for key, path, is_rows in paths_of(config):
+        if assembly.makes(path) or (key.startswith("sft.") and assembly.checkpoint is not None):
+            continue
+        if has_names and key.startswith("data.") and key != "data.dataset_info":
+            continue
+        if not is_here(assembly.resolve(path).expanduser()):
+            yield Absent(key, path, is_rows)
+
+
+def is_here(path: Path) -> bool:
+    """Whether there is such a file or folder, or one of the pattern."""
+    return path.exists() or bool(glob(str(path), recursive=True))
+
+
+async def files(assembly: Assembly[Any]) -> None:
+    """Every path names something."""
+    for key, path, is_rows in absent_paths(assembly):
+        if is_rows:
+            raise DataError(f"{key}: {path}: there is no such dataset file")
+        raise ConfigError(f"{key}: {path}: there is no such file or folder")
+
+
+# What can be checked before the set-up of a run, which may take long.
+
+
+async def set_up(assembly: Assembly[Any]) -> None:
+    """run.setup is a function."""
+    if assembly.run.setup and assembly.checkpoint is None:
+        load_function(assembly.run.setup, "run.setup")
+
+
+async def environment_classes(assembly: AskingAssembly[Any]) -> None:
+    """Every environment that the configuration names is registered, its class can be loaded and
+    takes its keywords, its tools can be made, and the keys of its grader belong together."""
+    known: list[Any] = []
+    for one in assembly.sets.values():
+        if one.grader is not None and one.grader.kind and not one.grader.compat:
+            grader_config(one.grader)  # the environment adds what others do not say
+        given = (one.env, tables_of(one), one.limits, one.prompt)
+        if given not in known and not assembly.makes((one.env.tools, one.prompt)):
+            known.append(given)
+            env, tables, limits, prompt = given
+            EnvMaker(env, tables, assembly.resolve, limits, prompt)
+
+
+async def servers(assembly: AskingAssembly[Any]) -> None:
+    """Servers that are to be started can be; those that run already answer."""
+    config = assembly.config
+    given = {"engine": config.engine}
+    if isinstance(config, TrainConfig) and config.eval.engine is not None:
+        given["eval.engine"] = config.eval.engine
+    for key, engine in given.items():
+        if engine.launched is not None:
+            find_python(engine.kind, engine.launched, f"{key}.servers")
+        await engine.check_reachable(key)
+    for name, role in config.roles.items():
+        if not role.url:
+            find_python(role.engine, role, f"roles.{name}")
+
+
+async def rows_here(assembly: AskingAssembly[Any]) -> None:
+    """Rows that the set-up does not make can be read."""
+    for name, one in assembly.sets.items() if assembly.run.setup else ():
+        if not assembly.makes(one.rows):
+            await assembly.tasks_of(name)
+
+
+async def graders_here(assembly: AskingAssembly[Any]) -> None:
+    """Environments that need nothing of the set-up begin an episode and grade right answers, and
+    where all of them are such, every table is read by one."""
+    if not assembly.run.setup or assembly.config.roles:
+        return
+    here = {
+        name: one
+        for name, one in assembly.sets.items()
+        if not assembly.makes((one.rows, one.env, tables_of(one), one.prompt))
+    }
+    if len(here) == len(assembly.sets):
+        await environments(assembly)
+    for name, one in here.items():
+        await assembly.urls()  # of none; what the environments share is closed in the end
+        maker = EnvMaker(one.env, tables_of(one), assembly.resolve, one.limits, one.prompt)
+        tasks = await assembly.tasks_of(name)
+        await try_env(maker, tasks[0])
+        await check_graders(maker, tasks)
+
+
+# The model.
+
+
+async def context(assembly: AskingAssembly[Any]) -> None:
+    """The engines hold prompt and response of the longest episode."""
+    for length in await assembly.contexts():
+        for one in assembly.sets.values():
+            check_context(one.limits, length)
+
+
+async def turn_end(assembly: Assembly[Any]) -> None:
+    """Something ends a turn, and the token with which the chat template ends an answer does."""
+    model, engine = await assembly.model(), getattr(assembly.config, "engine", None)
+    if model is None or (isinstance(engine, EngineConfig) and not engine.has_weights):
+        return  # a server elsewhere has files of its own
+    for renderer in (await assembly.renderers()).values():
+        if isinstance(renderer, TagRenderer | NativeRenderer):
+            prompt = renderer.prompt_config
+            kwargs = prompt.chat_template_kwargs if prompt.apply_chat_template else None
+            await in_thread(check_turn_end, model, renderer.tokenizer, kwargs)
+
+
+async def room_for_weights(assembly: Any) -> None:
+    """New weights have room on their way from the learner to the engine."""
+    found = await assembly.passage()
+    if found.message:
+        assembly.say(found.message)
+
+
+# The parts.
+
+
+async def environments(assembly: AskingAssembly[Any]) -> None:
+    """Every environment is known, and every table is read by one."""
+    groups = await assembly.shared()
+    for maker, sets in groups:
+        for one in map(assembly.sets.__getitem__, sets):
+            for value, env_id in one.rows.env_by.items():
+                maker.check_known(env_id, f"{one.key}.env_by.{value}")
+    reads = [maker.reads(task for own in sets.values() for task in own) for maker, sets in groups]
+    anywhere = frozenset[str]().union(*reads)
+    for maker, sets in groups:
+        tasks = [task for own in sets.values() for task in own]
+        maker.check_read(tasks, all_rows=assembly.is_whole, elsewhere=anywhere)
+
+
+async def callable_tools(assembly: AskingAssembly[Any]) -> None:
+    """The policy can call each tool, as the renderer writes calls."""
+    episodes, renderers = await assembly.episodes(), await assembly.renderers()
+    for name, (_, info) in episodes.items():
+        one = assembly.sets[name]
+        try:
+            renderers[name].check_tools(info.get("tools", ()))
+        except ConfigError as error:
+            raise ConfigError(f"{one.env.id}: {error}") from error
+
+
+async def observations(assembly: AskingAssembly[Any]) -> None:
+    """The renderer can write what the environment of each set answers to a turn without a call. One
+    that computes in processes of its own is not asked here, where nothing could end its step."""
+    protocol: Protocol = "native" if isinstance(assembly.config.renderer, NativeConfig) else "tags"
+    for maker, sets in await assembly.shared():
+        if maker.config.workers:
+            continue
+        tasks = {task.env_id: task for own in sets.values() for task in reversed(own)}
+        for task in tasks.values():
+            await try_turn(maker, task, protocol)
+
+
+async def graders(assembly: AskingAssembly[Any]) -> None:
+    """Each grader grades the right answers of three rows of each set."""
+    if assembly.try_graders:
+        for maker, sets in await assembly.shared():
+            for tasks in sets.values():
+                await check_graders(maker, tasks)
+
+
+async def sequence_lengths(assembly: Any) -> None:
+    """The model has positions for the longest sequence."""
+    model_dir = await assembly.model()
+    context, longest = num_positions(read_model_config(model_dir)), (await assembly.rows()).longest
+    if context and longest > context:
+        raise DataError(
+            f"data.max_length = {assembly.config.data.max_length}: a sequence has {longest} "
+            f"tokens, and {model_dir} was made for {context}; set data.max_length={context} to "
+            "cut it"
+        )

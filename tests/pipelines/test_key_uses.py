@@ -1,0 +1,79 @@
+"""Every key is used: a configuration or an example sets it, or a page or a test names it.
+
+A key that nothing uses is a constant beside its use.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import Struct
+
+from agentenv.config import keys_in
+from agentenv.pipelines.config.evaluation import EvaluateConfig
+from agentenv.pipelines.config.help import Key, describe
+from agentenv.pipelines.config.rl import ServeConfig, TrainConfig
+from agentenv.pipelines.config.supervised import DPORunConfig, SFTRunConfig
+from agentenv.pipelines.config.synthesis import SynthesisConfig
+from tests.support.warehouse import ROOT
+
+COMMANDS = (TrainConfig, EvaluateConfig, SFTRunConfig, DPORunConfig, SynthesisConfig, ServeConfig)
+MOST = 427  # keys of train.py; raise it for a key that users ask for, with its use
+
+
+def tables(raw: Any) -> Iterator[dict[str, Any]]:
+    """The tables in the lists of a TOML file too."""
+    if isinstance(raw, dict):
+        yield raw
+        for value in raw.values():
+            yield from tables(value)
+    elif isinstance(raw, list):
+        for value in raw:
+            yield from tables(value)
+
+
+@cache
+def set_in_files() -> frozenset[str]:
+    """The last words of the keys that configurations and examples set."""
+    files = [*ROOT.glob("configs/*.toml"), *ROOT.glob("examples/*/*.toml")]
+    raws = [tomllib.loads(file.read_text(encoding="utf-8")) for file in files]
+    found = {key for raw in raws for table in tables(raw) for key in keys_in(table)}
+    return frozenset(key.rpartition(".")[2] for key in found)
+
+
+@cache
+def pages() -> str:
+    files = [*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), *ROOT.glob("examples/*/*.md")]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files if file.stem != "CHANGELOG")
+
+
+@cache
+def sources_of_tests() -> str:
+    here = Path(__file__)
+    files = [file for file in ROOT.glob("tests/**/*.py") if file != here]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def is_used(key: Key) -> bool:
+    last = re.escape(key.name.rpartition(".")[2])
+    if key.name.rpartition(".")[2] in set_in_files():
+        return True
+    named = rf"[`.]{last}\b|^{last} *=|[{{,] ?{last} *="  # in a page: as code, or in TOML
+    passed = rf"[(, .{{\[]{last}=|\"{last}\":"  # in a test: as an argument, or in a table
+    return bool(re.search(named, pages(), re.MULTILINE) or re.search(passed, sources_of_tests()))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_key_is_used(command: type[Struct]) -> None:
+    keys = [key for key in describe(command, once=True) if key.type != "table"]
+    assert [key.shown for key in keys if not is_used(key)] == []
+
+
+def test_there_are_no_more_keys_than_before() -> None:
+    assert len(describe(TrainConfig, once=True)) <= MOST
