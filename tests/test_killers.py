@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.cluster.poison_pill import NUM_LOSSES, NUM_TRIALS
+from agentenv.cluster.workers import NUM_LOSSES, NUM_TRIALS
 from agentenv.env import Env
 from agentenv.journal import Journal, JournalConfig
 from agentenv.tree import TrajectoryTree

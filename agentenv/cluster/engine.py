@@ -15,23 +15,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from agentenv.cluster.link import Link
-from agentenv.cluster.messages import (
-    Quit,
-    Refused,
-    Sample,
-    Stand,
-    Tokens,
-    Turn,
-    named,
-    pack,
-    raised,
-)
+from agentenv.cluster.messages import Quit, Refused, Sample, Stand, Tokens, Turn, pack
 from agentenv.deadline import ToldClock, Wait, work_clock, working
 from agentenv.engine import Engine
 from agentenv.errors import EngineError
+from agentenv.link import Link
 from agentenv.tree import Prefix, packed_ids
 from agentenv.types import Chunk, Completion, SamplingParams
+from agentenv.worker_group import named, raised
 
 
 class _Pending:

@@ -1,11 +1,11 @@
-"""What a controller and a rollout worker say to each other.
+"""Messages between a controller and a rollout worker.
 
     controller                                     worker
     Grow(number, task, ..)        ----->           grows a tree on its actor
-                                  <-----  Told     what happened to the tree, as a frame of the
+                                  <-----  TreeFrame  what happened to the tree, as a frame of the
                                                    journal; the last frame is its end
-                                  <-----  Lost     what its rollout raised
-    Drop(number)                  ----->           nobody wants that tree any more
+                                  <-----  Raised   the error of its rollout
+    Drop(number)                  ----->           the tree is not wanted any more
                                   <-----  Seek     a place on a server of the pool
     Serves, Seated, Refused       ----->           which server, and what is needed to ask it
     Standing, BreakOff            ----->           what happens to the server meanwhile
@@ -14,17 +14,16 @@
     Settled                       ----->           what that says of a server that was full
                                   <-----  Sample   a turn, of an engine that is no pool
     Tokens, Stand, Turn, Refused  ----->           what becomes of it
-                                  <-----  Quit     nobody wants that place or turn any more
-    Steer                         ----->           what a person wants of all rollouts: to be held
-                                                   back or let go, other limits of time
-    GiveUp(number, reason)        ----->           a person wants no more of that tree
+                                  <-----  Quit     that slot or turn is not wanted any more
+    Steer                         ----->           all rollouts pause or resume; their time limits
+    GiveUp(number, reason)        ----->           a person cancels that tree
     Look(number)                  ----->           what do its branches await?
                                   <-----  Looked
     Over                          ----->           the run has come to its end
-                                  <-----  Ended    a rollout has, maybe by a bug of a user
+                                  <-----  Ended    a rollout has ended, or failed
                                   <-----  Alive    every BEAT_S, with figures
-                                  <-----  Say      something for people
-                                  <-----  Leaving  its machine is going to end
+                                  <-----  Say      a sentence for people
+                                  <-----  Leaving  its machine is about to end
 
 `number` names a tree, a place or a turn on one link: a tree that is asked for again has another
 one.
@@ -32,20 +31,15 @@ one.
 
 from __future__ import annotations
 
-from traceback import format_exception
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
-from agentenv import errors
 from agentenv.actor import BranchNow
-from agentenv.errors import AgentEnvError
 from agentenv.failures import Failure
 from agentenv.types import Chunk, Completion, Limits, SamplingParams, Task
 from agentenv.untrusted import packed
-
-BEAT_S = 1.0
 
 
 class Grow(Struct, array_like=True, frozen=True, tag=1):
@@ -171,17 +165,17 @@ OfPlace = Serves | Seated | Standing | BreakOff | Settled | Refused
 Asked = Grow | Drop | Steer | GiveUp | Look | Over | OfTurn | OfPlace
 
 
-class Told(Struct, array_like=True, frozen=True, tag=1):
-    """What happened to a tree: one frame of the journal with its head, and the tag of what is in
-    it."""
+class TreeFrame(Struct, array_like=True, frozen=True, tag=1):
+    """What happened to a tree: one frame of the journal with its head, and the tag of its
+    content."""
 
     number: int
     tag: int
     frame: bytes
 
 
-class Lost(Struct, array_like=True, frozen=True, tag=2):
-    """The rollout raised; see `named`."""
+class Raised(Struct, array_like=True, frozen=True, tag=2):
+    """The rollout raised; see `named` of agentenv/worker_group.py."""
 
     number: int
     kind: str
@@ -285,28 +279,21 @@ class Ended(Struct, array_like=True, frozen=True, tag=12):
     failure: Failure | None
 
 
-Answer = Told | Lost | Sample | Quit | Alive | Say | Seek | Heard | Leave | Leaving | Looked | Ended
+Answer = (
+    TreeFrame
+    | Raised
+    | Sample
+    | Quit
+    | Alive
+    | Say
+    | Seek
+    | Heard
+    | Leave
+    | Leaving
+    | Looked
+    | Ended
+)
 
 pack = packed
 read_asked = msgspec.msgpack.Decoder(Asked).decode
 read_answer = msgspec.msgpack.Decoder(Answer).decode
-
-
-def named(error: BaseException) -> tuple[str, str]:
-    """Kind and text of an error, the first one of a group. The kind is the name of one of
-    `agentenv.errors`, its nearest base there; empty: it is a bug, and the text its traceback."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if not isinstance(error, AgentEnvError):
-        return "", "".join(format_exception(error)).rstrip()
-    names = [kind.__name__ for kind in type(error).__mro__]
-    return next(name for name in names if hasattr(errors, name)), str(error)
-
-
-def raised(kind: str, text: str) -> Exception:
-    """The error again; a bug as a RuntimeError."""
-    if not kind:
-        return RuntimeError(f"in a rollout worker:\n{text}")
-    found: Any = getattr(errors, kind, AgentEnvError)
-    error: Exception = found(text)
-    return error

@@ -22,7 +22,6 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
-from agentenv.cluster.link import Link
 from agentenv.cluster.messages import (
     BreakOff,
     Heard,
@@ -36,9 +35,7 @@ from agentenv.cluster.messages import (
     Settled,
     Standing,
     Trouble,
-    named,
     pack,
-    raised,
 )
 from agentenv.engines.pool.client import PoolClient
 from agentenv.engines.pool.fleet import Fleet
@@ -54,8 +51,10 @@ from agentenv.engines.remote.server import (
     SilentError,
 )
 from agentenv.errors import EngineDeadError, EngineError
+from agentenv.link import Link
 from agentenv.server_config import PoolConfig
 from agentenv.types import Chunk, Completion, SamplingParams
+from agentenv.worker_group import named, raised
 
 TROUBLES: dict[Trouble, type[EngineError]] = {
     "foreign": ForeignWeightsError,

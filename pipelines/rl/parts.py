@@ -36,7 +36,7 @@ from agentenv.learners.lora import ADAPTER_FOLDER, frozen_model
 from agentenv.learners.ranks import RankGroup, RankPlaces
 from agentenv.model_files import vocab_size
 from agentenv.offload import in_thread
-from agentenv.pipelines.cluster.ray_places import RayPlaces
+from agentenv.pipelines.cluster.ray_placement import RayPlacement
 from agentenv.pipelines.config.cluster import RayCluster
 from agentenv.pipelines.config.rl import DataConfig, EvalSet, Sampling, TrainConfig
 from agentenv.pipelines.rl.publishing import (
@@ -98,7 +98,7 @@ class Parts:
     vocab_size: int = 0  # of the plan
     model: Path = Path()  # where weights, or the tokenizer of a rollout worker, are read from
     urls: dict[str, str] = field(default_factory=dict)  # of roles
-    ray: RayPlaces | None = None
+    ray: RayPlacement | None = None
 
     async def publish(self) -> None:
         """New weights into the engine while rollouts are running, and a probe of them begun."""
@@ -171,7 +171,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             checkpoint,
             sets=sets,
         )
-        self.ray: RayPlaces | None = None
+        self.ray: RayPlacement | None = None
         self.engine_servers: ServerStarter = self.servers
         self.rank_places: RankPlaces | None = None  # where ranks are, unless here
 

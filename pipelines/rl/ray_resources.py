@@ -11,13 +11,13 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from agentenv.pipelines.cluster.engines import SLACK_S, ClusterServers
-from agentenv.pipelines.cluster.places import Launch
-from agentenv.pipelines.cluster.processes import Kind
-from agentenv.pipelines.cluster.ray_places import RayPlaces, RaySetup
+from agentenv.pipelines.cluster.ray_placement import RayPlacement, RaySetup
 from agentenv.pipelines.config.cluster import FOLDER, RayCluster
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.setup.data import Say
+from agentenv.processes import ProcessSpec
 from agentenv.server_config import LaunchConfig
+from agentenv.supervisor import WorkerSpec
 
 
 def needed(config: TrainConfig, cluster: RayCluster) -> Iterator[tuple[str, dict[str, float]]]:
@@ -35,7 +35,7 @@ def needed(config: TrainConfig, cluster: RayCluster) -> Iterator[tuple[str, dict
 
 async def open_ray(
     config: TrainConfig, cluster: RayCluster, folder: Path, stack: AsyncExitStack, say: Say
-) -> RayPlaces:
+) -> RayPlacement:
     """The connection to Ray. Raises ConfigError for what does not fit there."""
     setup = RaySetup(
         cluster.address,
@@ -44,19 +44,19 @@ async def open_ray(
         [*needed(config, cluster)],
         cluster.wait_for_nodes_s,
     )
-    found = RayPlaces(setup, folder / FOLDER, say)
+    found = RayPlacement(setup, folder / FOLDER, say)
     stack.push_async_callback(found.shut)
     await found.open()
     return found
 
 
 def far_servers(
-    cluster: RayCluster, places: RayPlaces, folder: Path, stack: AsyncExitStack, say: Say
+    cluster: RayCluster, places: RayPlacement, folder: Path, stack: AsyncExitStack, say: Say
 ) -> ClusterServers:
     """What starts the servers of the engine on nodes."""
 
-    def kind(config: LaunchConfig) -> Kind:
-        return Kind(
+    def spec(config: LaunchConfig) -> WorkerSpec:
+        return WorkerSpec(
             "agentenv.pipelines.workers.engine_worker",
             "engine",
             "engine server",
@@ -69,7 +69,7 @@ def far_servers(
             python=cluster.python,
         )
 
-    found = ClusterServers(places, folder / FOLDER, kind, say)
+    found = ClusterServers(places, folder / FOLDER, spec, say)
     places.follow("engine", found.leave)
     stack.push_async_callback(found.shut)
     return found
@@ -78,7 +78,7 @@ def far_servers(
 class RayRanks:
     """Places of the learner's ranks, see agentenv.learners.ranks.RankPlaces."""
 
-    def __init__(self, cluster: RayCluster, places: RayPlaces) -> None:
+    def __init__(self, cluster: RayCluster, places: RayPlacement) -> None:
         self._cluster, self._places = cluster, places
 
     @property
@@ -88,11 +88,11 @@ class RayRanks:
     async def start(self, rank: int, log_path: Path, env: dict[str, str]) -> None:
         await self._places.start(self._launch(rank, log_path, env))
 
-    def _launch(self, rank: int, log_path: Path, env: dict[str, str]) -> Launch:
+    def _launch(self, rank: int, log_path: Path, env: dict[str, str]) -> ProcessSpec:
         command = [self._cluster.python or sys.executable, "-m", "agentenv.learners.worker"]
         log, needs = str(log_path.absolute()), self._cluster.of_rank()
         own = {name: os.environ[name] for name in self._cluster.env if name in os.environ}
-        return Launch(f"rank-{rank}", command, own | env, log, needs)
+        return ProcessSpec(f"rank-{rank}", command, own | env, log, needs)
 
     async def ended(self, rank: int) -> str:
         return await self._places.ended(f"rank-{rank}")

@@ -49,8 +49,6 @@ from agentenv.metrics import (
     trained_metrics,
 )
 from agentenv.offload import in_thread
-from agentenv.pipelines.cluster.places import Elsewhere, Places
-from agentenv.pipelines.cluster.processes import WorkerProcesses
 from agentenv.pipelines.config.cluster import (
     FOLDER,
     ExternalCluster,
@@ -83,8 +81,10 @@ from agentenv.pipelines.run.timings import FILE as TIMINGS
 from agentenv.pipelines.run.timings import TimedEngine, Timings
 from agentenv.pipelines.run.waits import watched
 from agentenv.pipelines.serving.gpus import trains_on_gpu
+from agentenv.processes import ExternalPlacement, Placement
 from agentenv.queue import ReplayQueue
 from agentenv.redact import Redactor
+from agentenv.supervisor import Supervisor
 from agentenv.tree import TrajectoryTree
 from agentenv.types import MALFORMED_CALL, TIMES, UNKNOWN_TOOL, Limit, Task
 
@@ -543,7 +543,7 @@ class Training:
         workers = self.workers = RolloutWorkers(
             parts.actor,
             silence_s=cluster.silence_s,
-            tell=self.view.warn,
+            report=self.view.warn,
             journal=self.journal,
             plan=parts.plan,
         )
@@ -562,16 +562,16 @@ class Training:
             incarnation=self.state.incarnation,
         )
         folder = self.run.path / FOLDER
-        kind, tell = cluster.processes(), self.view.warn
-        places: Places | None = None
+        spec, report = cluster.processes(), self.view.warn
+        placement: Placement | None = None
         token = None
         if isinstance(cluster, ExternalCluster):
-            places, token = Elsewhere(cluster.where()), cluster.token()
+            placement, token = ExternalPlacement(cluster.where()), cluster.token()
         elif isinstance(cluster, RayCluster):
             assert parts.ray is not None
-            parts.ray.follow(kind.name, workers.leave)
-            places = parts.ray
-        processes = WorkerProcesses(kind, workers, setup, folder, tell, places, token)
+            parts.ray.follow(spec.name, workers.leave)
+            placement = parts.ray
+        processes = Supervisor(spec, workers, setup, folder, report, placement, token)
         stack.push_async_callback(processes.close)
         with self.view.doing("the start of the rollout workers"):
             await processes.start()

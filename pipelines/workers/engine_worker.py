@@ -1,28 +1,28 @@
-"""A process that has an engine server on a node: `python -m
+"""A process that runs an engine server on a node: `python -m
 agentenv.pipelines.workers.engine_worker`, which pipelines/cluster/engines.py starts.
 """
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from agentenv.cluster.link import StreamLink
-from agentenv.cluster.messages import BEAT_S, Alive, Figures, Say, pack
+from agentenv.cluster.messages import Alive, Figures, Say, pack
+from agentenv.link import StreamLink
 from agentenv.pipelines.cluster.engines import URL, check_model, read_engine_setup, served_of
 from agentenv.pipelines.serving.servers import ServerFactory
 from agentenv.pipelines.setup import data
 from agentenv.pipelines.workers.main import main
+from agentenv.worker_group import serve
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class EngineHolder:
-    """Has a server until the other end is gone."""
+    """Holds a server until the other end is gone."""
 
     def __init__(self, link: StreamLink, url: str) -> None:
         self._link, self._url = link, url
@@ -31,20 +31,9 @@ class EngineHolder:
         self._link.send(pack(Say(text)))
 
     async def serve(self) -> None:
-        """Tell the URL, and from then on that this process is there."""
-        self._link.send(pack(Alive(Figures())))
+        """Report the URL, and from then on that this process is there."""
         self.say(f"{URL}{self._url}")
-        beating = asyncio.create_task(self._beat())
-        try:
-            while True:
-                await self._link.receive()
-        except EOFError:
-            beating.cancel()
-
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(BEAT_S)
-            self._link.send(pack(Alive(Figures())))
+        await serve(self._link, lambda frame: None, lambda: pack(Alive(Figures())))
 
 
 async def build(

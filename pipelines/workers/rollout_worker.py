@@ -1,5 +1,5 @@
-"""A rollout worker as a process: `python -m agentenv.pipelines.workers.rollout_worker`, which
-pipelines/cluster/processes.py starts.
+"""A rollout worker as a process: `python -m agentenv.pipelines.workers.rollout_worker`, which the
+supervisor, Ray, or a job of a cluster starts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 
 from agentenv.actor import Actor
 from agentenv.cluster.engine import LinkedEngine
-from agentenv.cluster.link import StreamLink
 from agentenv.cluster.messages import Figures
 from agentenv.cluster.slots import LeasedEngine
 from agentenv.cluster.worker import RolloutWorker
@@ -21,6 +20,7 @@ from agentenv.config import build_config
 from agentenv.encoder import encode_beside
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.env import close_shared, shared_stats
+from agentenv.link import StreamLink
 from agentenv.metrics import LoopLag
 from agentenv.model_files import read_eos_ids
 from agentenv.pipelines.config.cluster import FOLDER, Setup, SpreadCluster, read_setup

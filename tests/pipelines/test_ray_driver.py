@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentenv.errors import ConfigError
-from agentenv.pipelines.cluster.ray_places import RaySetup
+from agentenv.pipelines.cluster.ray_placement import RaySetup
 from agentenv.pipelines.workers.ray_driver import OLDEST, Ray
 from tests.support.warehouse import ROOT
 
