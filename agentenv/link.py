@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
+from contextlib import suppress
 from typing import Protocol
 
 PREFIX_BYTES = 8
@@ -46,6 +47,26 @@ class Link(Protocol):
     def abort(self) -> None:
         """Close both ends at once; frames in transit are lost. Idempotent."""
         ...
+
+
+def frame_of(body: bytes) -> bytes:
+    """A message as it travels."""
+    return len(body).to_bytes(PREFIX_BYTES, "little") + body
+
+
+def receive_frame(connection: socket.socket) -> bytes:
+    """The next message, by a socket that blocks. Raises EOFError at the end of the connection."""
+    return _exactly(connection, int.from_bytes(_exactly(connection, PREFIX_BYTES), "little"))
+
+
+def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    body = bytearray()
+    while len(body) < num_bytes:
+        chunk = connection.recv(min(num_bytes - len(body), 1 << 20))
+        if not chunk:
+            raise EOFError("the connection ended")
+        body += chunk
+    return bytes(body)
 
 
 class StreamLink:
@@ -126,7 +147,7 @@ class StreamLink:
             begin = start + PREFIX_BYTES
             end = begin + int.from_bytes(data[start:begin], "little")
             if self.max_bytes is not None and end - begin > self.max_bytes:
-                raise EOFError(f"a frame of {end - begin} bytes came before its sender was known")
+                raise EOFError(f"a frame of {end - begin} bytes is over the bound")
             if end > size:
                 self._missing = end - size
                 break
@@ -140,6 +161,13 @@ class StreamLink:
             self._is_closed = True
             self._writer.close()
             asyncio.get_running_loop().call_later(LAST_S, self.abort)
+
+    async def closed(self) -> None:
+        """Wait for the end of a close, at most LAST_S."""
+        with suppress(OSError, TimeoutError):  # the other end does not read what was sent
+            async with asyncio.timeout(LAST_S):
+                await self._writer.wait_closed()
+        self._writer.transport.abort()
 
     def finish(self) -> None:
         if not self._is_closed:

@@ -26,7 +26,8 @@ TAIL_BYTES = 2000
 
 class ProcessSpec(Struct, array_like=True, frozen=True):
     """A process to start: its name, its command, variables on top of the machine's, its log file,
-    its resources as Ray counts them ({"CPU": 1}), and its working directory."""
+    its resources as Ray counts them ({"CPU": 1}), its working directory, and variables of this
+    process that it does not get."""
 
     name: str
     command: list[str]
@@ -34,6 +35,7 @@ class ProcessSpec(Struct, array_like=True, frozen=True):
     log: str
     resources: dict[str, float] = {}
     cwd: str | None = None
+    unset: list[str] = []
 
 
 class LocalProcess:
@@ -55,13 +57,14 @@ class LocalProcess:
         return None if self._guard is None else self._guard.returncode
 
     async def start(self) -> None:
+        env = {name: text for name, text in os.environ.items() if name not in self.spec.unset}
         with await in_thread(open_log, Path(self.spec.log)) as log:
             self._guard = await start_process(
                 *guarded(self.spec.command, self._grace_s),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=os.environ | self.spec.env,
+                env=env | self.spec.env,
                 cwd=self.spec.cwd,
                 start_new_session=True,
             )
@@ -74,7 +77,7 @@ class LocalProcess:
     async def stop(self) -> None:
         """End the process with its descendants. Idempotent."""
         guard = self._guard
-        if guard is None or guard.returncode is not None:
+        if guard is None:
             return
         if guard.stdin is not None:
             guard.stdin.close()

@@ -47,7 +47,7 @@ OURS = {
     "envs/grading/custom.py": "in a worker, a payload of ours",
     "envs/sandbox/cells.py": "in a session, a request of the host",
     "envs/sandbox/zygote.py": "in the zygote, a request of the host",
-    "envs/common/workers.py": "in a worker, a job of the host",
+    "agentenv/worker_pool.py": "in a worker, a job of the host",
     "benchmarks/parts/everything.py": "figures of ours",
     "benchmarks/parts/lag.py": "figures of ours",
     "benchmarks/parts/staleness.py": "a run directory",

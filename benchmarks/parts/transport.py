@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, msgpack
 
+from agentenv.link import PREFIX_BYTES
 from agentenv.tree import TrajectoryTree, of_frame, to_frame, to_json
 from agentenv.types import Task, VersionSpan
 
@@ -87,7 +88,7 @@ def forms() -> dict[str, tuple[Pack, Read]]:
 
     return {
         "frame": (to_frame, of_frame),
-        "learner": (learner, lambda frame: wire.unpack_command(frame[wire.PREFIX_BYTES :])),
+        "learner": (learner, lambda frame: wire.unpack_command(frame[PREFIX_BYTES:])),
         "pickle": (lambda tree: pickle.dumps(tree, 5), pickle.loads),
         "json": (lambda tree: to_json(tree).encode(), json.loads),
         "flat": (_flat, msgpack.Decoder(list[Flat]).decode),

@@ -33,7 +33,7 @@ from agentenv.errors import ConfigError
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender, start_ranks
 from agentenv.learners.learner import read_saved
 from agentenv.learners.lora import ADAPTER_FOLDER, frozen_model
-from agentenv.learners.ranks import RankGroup, RankPlaces
+from agentenv.learners.ranks import RankGroup, RemoteRanks
 from agentenv.model_files import vocab_size
 from agentenv.offload import in_thread
 from agentenv.pipelines.cluster.ray_placement import RayPlacement
@@ -48,7 +48,7 @@ from agentenv.pipelines.rl.publishing import (
     Publisher,
     sleeping_engine,
 )
-from agentenv.pipelines.rl.ray_resources import RayRanks, far_servers, open_ray
+from agentenv.pipelines.rl.ray_resources import far_servers, open_ray, ray_ranks
 from agentenv.pipelines.run.rundir import COLD_START, RunDirectory, link_model
 from agentenv.pipelines.serving.gpus import learner_gpus, trains_on_gpu
 from agentenv.pipelines.setup.assembly import (
@@ -131,7 +131,7 @@ async def build_parts(
         if cluster.engines:
             assembly.engine_servers = far_servers(cluster, ray, run.path, stack, say)
         if cluster.learner:
-            assembly.rank_places = RayRanks(cluster, ray)
+            assembly.remote_ranks = ray_ranks(cluster, ray)
     if checkpoint is None:  # else it has been found in order before
         await refuse(assembly, "files")
     async with assembly.starting():
@@ -173,7 +173,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         )
         self.ray: RayPlacement | None = None
         self.engine_servers: ServerStarter = self.servers
-        self.rank_places: RankPlaces | None = None  # where ranks are, unless here
+        self.remote_ranks: RemoteRanks | None = None
 
     @once
     async def model(self) -> Path:
@@ -288,7 +288,9 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
                     forget_logs()
 
         try:
-            group = await start_ranks(self.config.learner, log, await self.gpus(), self.rank_places)
+            group = await start_ranks(
+                self.config.learner, log, await self.gpus(), self.remote_ranks
+            )
         except asyncio.CancelledError:  # the run is refused
             forget_logs()
             raise

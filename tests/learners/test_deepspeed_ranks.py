@@ -18,6 +18,7 @@ from agentenv.learners import ranks as wire
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.worker import Place, failure, find_place
+from agentenv.link import PREFIX_BYTES
 from agentenv.ports import held_ports
 from tests.learners.ranks import (
     ALGORITHM,
@@ -255,7 +256,7 @@ async def test_an_update_is_nowhere_whole_on_its_way() -> None:
 
     async def rank(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while not received or isinstance(received[-1], wire.Tree):
-            size = int.from_bytes(await reader.readexactly(wire.PREFIX_BYTES), "little")
+            size = int.from_bytes(await reader.readexactly(PREFIX_BYTES), "little")
             received.append(wire.unpack_command(await reader.readexactly(size)))
             buffered.append(link._writer.transport.get_write_buffer_size())
             await asyncio.sleep(0.002)

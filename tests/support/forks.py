@@ -9,9 +9,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from agentenv.learners import ranks
+from agentenv import offload
+from agentenv.crashes import PACKAGES
 from tests.support.nursery import POLL_S, PYTHON, Forked, Nursery, nursery
 
 MODULES = (
@@ -32,32 +33,17 @@ MODULES = (
 
 def project() -> Nursery:
     """The nursery of what this project starts."""
-    chosen = {"PYTHONPATH": ranks.PACKAGES, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    chosen = {"PYTHONPATH": str(PACKAGES), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     return nursery(sys.executable, MODULES, os.environ | chosen)
 
 
-async def spawn(
-    rank: int,
-    num_ranks: int,
-    log_path: Path,
-    num_threads: int,
-    address: str,
-    token: str,
-    gpus: Sequence[str] = (),
-    allocator: str = "",
-    backend: str = "",
-) -> Rank:
-    """In place of that of `agentenv.learners.ranks`."""
-    chosen = (rank, num_ranks, num_threads, address, token, gpus, allocator, backend)
-    with ranks.open_log(log_path) as log:
-        return Rank(
-            project().fork(
-                ["-m", "agentenv.learners.worker"],
-                environment=ranks.environment(*chosen),
-                folder=Path.cwd(),
-                output=log.fileno(),
-            )
-        )
+async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Process | Worker:
+    """In place of that of agentenv/processes.py: a guarded module that the project's fork server
+    has imported is a fork."""
+    *guard, interpreter, flag, module = command[3:]
+    if len(guard) != 1 or flag != "-m" or module not in MODULES or interpreter != sys.executable:
+        return await offload.start_process(*command, **options)
+    return await start_worker(*command, **options)
 
 
 class Rank(Forked):
@@ -105,7 +91,7 @@ class Command(Forked):
         self, *arguments: str, log: Path, path: Sequence[Path] = (), modules: Sequence[str] = ()
     ) -> None:
         self.log = log
-        folders = [*map(str, path), ranks.PACKAGES]
+        folders = [*map(str, path), str(PACKAGES)]
         chosen = {"PYTHONPATH": os.pathsep.join(folders)}
         if modules:
             chosen[PYTHON] = str(project().stand_in(*modules))
@@ -114,7 +100,7 @@ class Command(Forked):
                 project().fork(
                     arguments,
                     environment=os.environ | chosen,
-                    folder=Path(ranks.PACKAGES),
+                    folder=Path(str(PACKAGES)),
                     output=output.fileno(),
                 )
             )
