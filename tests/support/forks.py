@@ -1,4 +1,4 @@
-"""Ranks and commands of this project for tests, as forks of `tests.support.nursery`."""
+"""Ranks and commands of this project for tests, as forks of `tests.support.forkserver`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from agentenv import offload
 from agentenv.crashes import PACKAGES
-from tests.support.nursery import POLL_S, PYTHON, Forked, Nursery, nursery
+from tests.support.forkserver import POLL_S, PYTHON, Forked, ForkServer, fork_server
 
 MODULES = (
     "deepspeed",
@@ -31,10 +31,10 @@ MODULES = (
 )
 
 
-def project() -> Nursery:
-    """The nursery of what this project starts."""
+def project() -> ForkServer:
+    """The fork server of what this project starts."""
     chosen = {"PYTHONPATH": str(PACKAGES), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    return nursery(sys.executable, MODULES, os.environ | chosen)
+    return fork_server(sys.executable, MODULES, os.environ | chosen)
 
 
 async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Process | Worker:
