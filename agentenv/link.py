@@ -1,8 +1,7 @@
 """Links between a process and its workers: frames over a stream, in order, each delivered once.
 
-    8 bytes little-endian length, then a message
+8 bytes little-endian length, then a message
 
-`Link` is one end of a link; `StreamLink` is an end of a socket.
 """
 
 from __future__ import annotations
@@ -11,42 +10,12 @@ import asyncio
 import socket
 from collections import deque
 from contextlib import suppress
-from typing import Protocol
 
 PREFIX_BYTES = 8
 READ_BYTES = 1 << 18
 GONE_S = 60.0  # after which a machine that does not answer counts as gone
 GATHER_S = 0.02
 LAST_S = 5.0  # for the other end to read what was sent before a close
-
-
-class Link(Protocol):
-    """One end of a connection."""
-
-    def send(self, frame: bytes) -> None:
-        """Queue a frame; it is lost if the other end is gone."""
-        ...
-
-    def flush(self) -> None:
-        """Write the queued frames now: the event loop may not run for a while."""
-        ...
-
-    async def receive(self) -> bytes:
-        """The next frame of the other end. Raises EOFError when it is gone."""
-        ...
-
-    def close(self) -> None:
-        """Let the other end receive what was sent, and then EOFError. Idempotent."""
-        ...
-
-    def finish(self) -> None:
-        """As `close`, but what the other end sends until it closes is still received, within
-        LAST_S."""
-        ...
-
-    def abort(self) -> None:
-        """Close both ends at once; frames in transit are lost. Idempotent."""
-        ...
 
 
 def frame_of(body: bytes) -> bytes:
@@ -69,7 +38,7 @@ def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
     return bytes(body)
 
 
-class StreamLink:
+class Link:
     """An end of a stream connection. A frame goes out at once, unless others went out less than
     GATHER_S ago: then the frames of that interval go together, since each read costs the other end
     far more than the frame's content does."""
@@ -105,6 +74,7 @@ class StreamLink:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, frame: bytes) -> None:
+        """Queue a frame; it is lost if the other end is gone."""
         if self._is_closed:
             return
         if not self._unsent:
@@ -121,12 +91,14 @@ class StreamLink:
         await self._writer.drain()
 
     def flush(self) -> None:
+        """Write the queued frames now: the event loop may not run for a while."""
         unsent, self._unsent = self._unsent, []
         if unsent and not self._writer.transport.is_closing():
             self._flushed = asyncio.get_running_loop().time()
             self._writer.write(b"".join(unsent))
 
     async def receive(self) -> bytes:
+        """The next frame of the other end. Raises EOFError when it is gone."""
         while not self._received:
             try:
                 if self._missing > READ_BYTES:
@@ -156,6 +128,7 @@ class StreamLink:
         self._rest = data[start:]
 
     def close(self) -> None:
+        """Let the other end receive what was sent, and then EOFError. Idempotent."""
         if not self._is_closed:
             self.flush()
             self._is_closed = True
@@ -170,6 +143,8 @@ class StreamLink:
         self._writer.transport.abort()
 
     def finish(self) -> None:
+        """As `close`, but frames that the other end sends until it closes are still received,
+        within LAST_S."""
         if not self._is_closed:
             self.flush()
             self._is_closed = True
@@ -178,5 +153,6 @@ class StreamLink:
             asyncio.get_running_loop().call_later(LAST_S, self.abort)
 
     def abort(self) -> None:
+        """Close both ends at once; frames in transit are lost. Idempotent."""
         self._is_closed = True
         self._writer.transport.abort()

@@ -32,7 +32,7 @@ from msgspec import Struct
 
 from agentenv.crashes import PACKAGES
 from agentenv.errors import ConfigError, WorkerError
-from agentenv.link import StreamLink
+from agentenv.link import Link
 from agentenv.offload import in_thread
 from agentenv.processes import (
     ExternalPlacement,
@@ -128,8 +128,8 @@ class Supervisor:
         self._placement: Placement = LocalPlacement() if placement is None else placement
         self._token = token or secrets.token_hex(16)
         self._reception = Reception(self._token, read_hello, self._admit)
-        self._arriving: dict[int, asyncio.Future[StreamLink]] = {}
-        self._links: set[StreamLink] = set()  # of workers that have not joined
+        self._arriving: dict[int, asyncio.Future[Link]] = {}
+        self._links: set[Link] = set()  # of workers that have not joined
         self._kept: set[int] = set()  # those that are not given up
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
@@ -179,7 +179,7 @@ class Supervisor:
         """host:port of this process for its workers."""
         return f"{self._placement.host}:{self._reception.port}"
 
-    async def _enough(self, starting: Sequence[asyncio.Task[StreamLink]]) -> None:
+    async def _enough(self, starting: Sequence[asyncio.Task[Link]]) -> None:
         """Return when the least number are there. Raises the first error of a worker, a
         WorkerError only where too few workers are left to come."""
         spec, waiting = self._spec, set(starting)
@@ -205,7 +205,7 @@ class Supervisor:
 
     # One worker
 
-    async def _start(self, number: int) -> StreamLink:
+    async def _start(self, number: int) -> Link:
         """The link of a worker that is set up."""
         arriving = self._arriving[number] = asyncio.get_running_loop().create_future()
         name, placement, spec = self.name_of(number), self._placement, self._spec
@@ -217,7 +217,7 @@ class Supervisor:
                 await asyncio.wait({arriving, ended}, return_when=asyncio.FIRST_COMPLETED)
                 if not arriving.done():
                     raise await in_thread(self._failure, number, ended.result())
-                link: StreamLink = arriving.result()
+                link: Link = arriving.result()
                 link.send(self._setup)
             async with asyncio.timeout(spec.start_timeout_s):
                 first = read_first(await link.receive())
@@ -248,7 +248,7 @@ class Supervisor:
         log = str(self._log(number).absolute())
         return ProcessSpec(self.name_of(number), command, env, log, dict(spec.resources))
 
-    def _admit(self, hello: Hello, link: StreamLink) -> bool:
+    def _admit(self, hello: Hello, link: Link) -> bool:
         """Take a worker at once: others may come meanwhile."""
         arriving = self._expected(hello)
         if arriving is None:
@@ -269,14 +269,14 @@ class Supervisor:
                 f"here it is {here}; what it does may differ"
             )
 
-    def _expected(self, hello: Hello) -> asyncio.Future[StreamLink] | None:
+    def _expected(self, hello: Hello) -> asyncio.Future[Link] | None:
         """The worker that this one becomes; the number of one started elsewhere is a wish."""
         open_ones = {number: one for number, one in self._arriving.items() if not one.done()}
         if hello.number in open_ones or not isinstance(self._placement, ExternalPlacement):
             return open_ones.get(hello.number)
         return next(iter(open_ones.values()), None)
 
-    async def _keep(self, number: int, starting: asyncio.Task[StreamLink]) -> None:
+    async def _keep(self, number: int, starting: asyncio.Task[Link]) -> None:
         """Let a worker take part, and start it again when it is lost."""
         name, spec, is_late = self.name_of(number), self._spec, not starting.done()
         restarts = Restarts(

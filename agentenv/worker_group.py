@@ -15,14 +15,14 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from traceback import format_exception
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from agentenv import errors
 from agentenv.errors import AgentEnvError
-from agentenv.link import Link, StreamLink
+from agentenv.link import Link
 
 BEAT_S = 1.0  # between heartbeats
 HELLO_S = 30.0  # from a connection to its Hello
@@ -54,22 +54,12 @@ read_hello = msgspec.msgpack.Decoder(Hello).decode
 read_first = msgspec.msgpack.Decoder(Ready | Refusal).decode
 
 
-class Greeting(Protocol):
-    """The first frame of a process, with the token that lets it in."""
-
-    @property
-    def token(self) -> str: ...
-
-
-G = TypeVar("G", bound=Greeting)
-
-
-class Reception(Generic[G]):
-    """Listens for processes that connect. Each has HELLO_S to send a greeting with the token;
-    `admit` takes its link, or returns False."""
+class Reception:
+    """Listens for processes that connect. Each has HELLO_S to send a frame that `read` decodes,
+    with the `token`; `admit` takes it and its link, or returns False."""
 
     def __init__(
-        self, token: str, read: Callable[[bytes], G], admit: Callable[[G, StreamLink], bool]
+        self, token: str, read: Callable[[bytes], Any], admit: Callable[[Any, Link], bool]
     ) -> None:
         self._token, self._read, self._admit = token, read, admit
         self._server: asyncio.Server | None = None
@@ -105,7 +95,7 @@ class Reception(Generic[G]):
             self._waiting.pop().close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = StreamLink(reader, writer)
+        link = Link(reader, writer)
         link.max_bytes = HELLO_BYTES
         try:
             with suppress(EOFError, TimeoutError, msgspec.DecodeError):

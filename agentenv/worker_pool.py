@@ -34,7 +34,7 @@ import msgspec
 
 from agentenv.deadline import admitted
 from agentenv.errors import ConfigError, ForeignError, InfraError
-from agentenv.link import StreamLink, frame_of, receive_frame
+from agentenv.link import Link, frame_of, receive_frame
 from agentenv.offload import check_outside
 from agentenv.untrusted import decode, packed
 
@@ -265,7 +265,7 @@ class _ForkServer:
         if self.idle and not fresh:
             return self.idle.pop()
         ours, theirs = socket.socketpair()
-        worker = _Worker(StreamLink(*await asyncio.open_unix_connection(sock=ours)))
+        worker = _Worker(Link(*await asyncio.open_unix_connection(sock=ours)))
         hello: dict[str, Any] = {}
         try:
             with theirs:
@@ -335,7 +335,7 @@ class _Said(TypedDict, total=False):
 class _Worker:
     """The host's end of one worker: its link, and a handle that outlives the pid."""
 
-    def __init__(self, link: StreamLink) -> None:
+    def __init__(self, link: Link) -> None:
         self._link = link
         self._link.max_bytes = MAX_ANSWER_BYTES
         self.pid = 0

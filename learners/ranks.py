@@ -39,7 +39,7 @@ from agentenv.errors import SHOWN, ConfigError, LearnerError
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.learner import Agreement, LearnerConfig, OptimizerConfig, Score
-from agentenv.link import StreamLink, frame_of
+from agentenv.link import Link, frame_of
 from agentenv.processes import LocalPlacement, Placement, ProcessSpec, log_tail, python_path
 from agentenv.worker_group import Reception
 
@@ -302,9 +302,7 @@ class RemoteRanks(NamedTuple):
 class RankLink:
     """A rank that said Hello. `is_here`: it is a process of this machine that was started here."""
 
-    def __init__(
-        self, hello: Hello, link: StreamLink, log_path: Path | None, is_here: bool
-    ) -> None:
+    def __init__(self, hello: Hello, link: Link, log_path: Path | None, is_here: bool) -> None:
         self.rank = hello.rank
         self.pid = hello.pid
         self.host = hello.host
@@ -421,7 +419,7 @@ class RankGroup:
         host, port = ("", "0") if local else self.config.address.rsplit(":", 1)
         arrivals: asyncio.Queue[RankLink | LearnerError] = asyncio.Queue()
 
-        def admit(hello: Hello, link: StreamLink) -> bool:
+        def admit(hello: Hello, link: Link) -> bool:
             arrivals.put_nowait(self._link(hello, link))
             return True
 
@@ -445,7 +443,7 @@ class RankGroup:
         finally:
             reception.close()
 
-    def _link(self, hello: Hello, link: StreamLink) -> RankLink | LearnerError:
+    def _link(self, hello: Hello, link: Link) -> RankLink | LearnerError:
         if hello.num_ranks != self.config.num_ranks:
             link.abort()
             return LearnerError(

@@ -23,7 +23,7 @@ from agentenv.cluster.workers import NUM_LOSSES, NUM_TRIALS, RolloutWorkers
 from agentenv.deadline import WorkClock, waiting, working
 from agentenv.errors import DataError, EngineDeadError, TooManyFailuresError, WorkerError
 from agentenv.journal import Journal, JournalConfig
-from agentenv.link import PREFIX_BYTES, READ_BYTES, Link, StreamLink
+from agentenv.link import PREFIX_BYTES, READ_BYTES, Link
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, Task
 from agentenv.worker_group import BEAT_S, Left
@@ -462,7 +462,7 @@ async def test_frames_of_any_size_arrive_in_their_order() -> None:
     done = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = StreamLink(reader, writer)
+        link = Link(reader, writer)
         with suppress(EOFError):
             while True:
                 received.append(await link.receive())
@@ -471,7 +471,7 @@ async def test_frames_of_any_size_arrive_in_their_order() -> None:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        link = StreamLink(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+        link = Link(*await asyncio.open_connection(*server.sockets[0].getsockname()))
         for frame in frames:
             link.send(frame)
             if len(frame) < 3:
@@ -495,7 +495,7 @@ async def test_frames_that_follow_each_other_closely_go_together(
             written.append(len(data) // (PREFIX_BYTES + 1))
 
     writer: Any = Writer()
-    link = StreamLink(asyncio.StreamReader(), writer)
+    link = Link(asyncio.StreamReader(), writer)
     for _ in range(100):
         link.send(b"x")
         await asyncio.sleep(0)

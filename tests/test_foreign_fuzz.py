@@ -61,7 +61,7 @@ from agentenv.errors import (
     ToolError,
 )
 from agentenv.launchers.retriever import Retriever, RetrieverConfig
-from agentenv.link import StreamLink, frame_of
+from agentenv.link import Link, frame_of
 from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import tool
 from agentenv.types import Message, SamplingParams, Task, ToolCall, VersionSpan
@@ -591,7 +591,7 @@ async def test_frames_of_a_worker(data: bytes) -> None:
     ours, theirs = socket.socketpair()
     theirs.sendall(data)
     theirs.shutdown(socket.SHUT_WR)
-    worker = _Worker(StreamLink(*await asyncio.open_unix_connection(sock=ours)))
+    worker = _Worker(Link(*await asyncio.open_unix_connection(sock=ours)))
     found = await worker.receive()
     outcomes["workers", "result" if found else "died"] += 1
     written(found)

@@ -17,7 +17,7 @@ from agentenv.cluster.slots import _Wait
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.errors import TooManyFailuresError
 from agentenv.failures import Failure
-from agentenv.link import Link, StreamLink
+from agentenv.link import Link
 from agentenv.processes import LocalPlacement
 from agentenv.supervisor import Supervisor, WorkerSpec
 from agentenv.types import Limits
@@ -58,9 +58,9 @@ def test_a_worker_that_is_lost_has_come_further_though_no_tree_has_ended() -> No
 class Kept(Supervisor):
     """Its processes come up at once."""
 
-    async def _start(self, number: int) -> StreamLink:
+    async def _start(self, number: int) -> Link:
         await asyncio.sleep(0)
-        return cast(StreamLink, linked()[0])
+        return cast(Link, linked()[0])
 
 
 class Nowhere(LocalPlacement):
@@ -107,11 +107,11 @@ async def test_what_a_drained_worker_has_sent_until_it_ends_is_heard() -> None:
     left: list[Left] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        left.append(await workers.join("a", StreamLink(reader, writer)))
+        left.append(await workers.join("a", Link(reader, writer)))
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        link = StreamLink(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+        link = Link(*await asyncio.open_connection(*server.sockets[0].getsockname()))
         link.send(pack(Alive(Figures())))
         await asyncio.sleep(0.1)
         workers.leave("a", 0.2)
@@ -135,7 +135,7 @@ async def test_a_drained_worker_that_does_not_end_is_left(monkeypatch: pytest.Mo
     ends: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = StreamLink(reader, writer)
+        link = Link(reader, writer)
         link.finish()
         link.send(b"is lost")
         try:
@@ -145,7 +145,7 @@ async def test_a_drained_worker_that_does_not_end_is_left(monkeypatch: pytest.Mo
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        link = StreamLink(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+        link = Link(*await asyncio.open_connection(*server.sockets[0].getsockname()))
         with pytest.raises(EOFError):
             await asyncio.wait_for(link.receive(), 5)
         for _ in range(100):
@@ -170,7 +170,7 @@ async def test_the_version_of_a_server_goes_before_its_tokens(
             written.append(data)
 
     writer, member = cast(Any, Writer()), cast(Any, SimpleNamespace(policy_version=3))
-    link = StreamLink(asyncio.StreamReader(), writer)
+    link = Link(asyncio.StreamReader(), writer)
     link.send(b"x")
     await asyncio.sleep(0)
     assert len(written) == 1

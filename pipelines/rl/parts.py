@@ -36,7 +36,6 @@ from agentenv.learners.lora import ADAPTER_FOLDER, frozen_model
 from agentenv.learners.ranks import RankGroup, RemoteRanks
 from agentenv.model_files import vocab_size
 from agentenv.offload import in_thread
-from agentenv.pipelines.cluster.ray_placement import RayPlacement
 from agentenv.pipelines.config.cluster import RayCluster
 from agentenv.pipelines.config.rl import DataConfig, EvalSet, Sampling, TrainConfig
 from agentenv.pipelines.rl.publishing import (
@@ -66,6 +65,7 @@ from agentenv.pipelines.setup.checks import refuse
 from agentenv.pipelines.setup.data import Say, load_set, load_training, try_env
 from agentenv.pipelines.setup.passage import Passage, find_passage, stored_bytes
 from agentenv.pipelines.supervised.data import Demonstrations, check_stages, load_demonstrations
+from agentenv.pipelines.workers.ray_placement import RayPlacement
 from agentenv.plan import RolloutPlan
 from agentenv.types import Task
 

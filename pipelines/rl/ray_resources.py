@@ -10,11 +10,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from agentenv.learners.ranks import RemoteRanks
-from agentenv.pipelines.cluster.engines import SLACK_S, ClusterServers
-from agentenv.pipelines.cluster.ray_placement import RayPlacement, RaySetup
 from agentenv.pipelines.config.cluster import FOLDER, RayCluster
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.setup.data import Say
+from agentenv.pipelines.workers.engine_worker import SLACK_S, ClusterServers
+from agentenv.pipelines.workers.ray_placement import RayPlacement, RaySetup
 from agentenv.server_config import LaunchConfig
 from agentenv.supervisor import WorkerSpec
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from agentenv.cluster.env_server import EnvServer
 from agentenv.config import resolver
 from agentenv.env import close_shared
-from agentenv.link import StreamLink
+from agentenv.link import Link
 from agentenv.pipelines.setup.data import Say
 from agentenv.pipelines.setup.env_workers import asked_of, maker_of, read_env_setup
 from agentenv.pipelines.workers.main import main
 
 
 async def build(
-    frame: bytes, link: StreamLink, stack: AsyncExitStack, say: Say, number: int
+    frame: bytes, link: Link, stack: AsyncExitStack, say: Say, number: int
 ) -> EnvServer:
     """The environments of this process."""
     setup = read_env_setup(frame)

@@ -16,7 +16,7 @@ import msgspec
 
 from agentenv.crashes import PACKAGES
 from agentenv.errors import AgentEnvError, ConfigError, WorkerError
-from agentenv.link import StreamLink
+from agentenv.link import Link
 from agentenv.pipelines.run.event_loop import rolling_out
 from agentenv.pipelines.run.terminal import View, is_shown, run_until_done, to_its_end
 from agentenv.pipelines.setup.data import Say
@@ -45,7 +45,7 @@ NUMBERS = (NUMBER_VARIABLE, "SLURM_PROCID", "JOB_COMPLETION_INDEX")
 RETRY_S = 2.0
 
 # makes it of the frame that sets it up, its link, the stack that closes its parts, and its number
-Build = Callable[[bytes, StreamLink, AsyncExitStack, Say, int], Coroutine[Any, Any, Worker]]
+Build = Callable[[bytes, Link, AsyncExitStack, Say, int], Coroutine[Any, Any, Worker]]
 
 
 class Errors(logging.Handler):
@@ -73,7 +73,7 @@ class WorkerView(View):
         self.report(text)
 
 
-async def connect(address: str, hello: Hello, wait_s: float) -> tuple[StreamLink, bytes]:
+async def connect(address: str, hello: Hello, wait_s: float) -> tuple[Link, bytes]:
     """A link to the controller, and the frame that sets this process up. Tries for `wait_s` to
     find a controller that takes it."""
     host, _, port = address.rpartition(":")
@@ -83,7 +83,7 @@ async def connect(address: str, hello: Hello, wait_s: float) -> tuple[StreamLink
         try:
             async with asyncio.timeout(HELLO_S):
                 reader, writer = await asyncio.open_connection(host, int(port))
-                link = StreamLink(reader, writer)
+                link = Link(reader, writer)
                 link.keep_alive()
                 link.send(packed(hello))
                 return link, await link.receive()

@@ -1,5 +1,5 @@
 """The one process of a run that talks to Ray: `python -m agentenv.pipelines.workers.ray_driver`,
-which pipelines/cluster/ray_placement.py starts.
+which pipelines/workers/ray_placement.py starts.
 
 Each process gets a placement group of one bundle, on the node with the fewest of ours where there
 is a choice, and in it a `Holder`, which keeps the resources as long as the process lives.
@@ -18,9 +18,11 @@ from typing import Any
 
 from agentenv.cluster.messages import Alive, Figures, Say
 from agentenv.errors import ConfigError, WorkerError
-from agentenv.link import StreamLink
+from agentenv.link import Link
 from agentenv.offload import in_thread
-from agentenv.pipelines.cluster.ray_placement import (
+from agentenv.pipelines.setup import data
+from agentenv.pipelines.workers.main import main
+from agentenv.pipelines.workers.ray_placement import (
     Connected,
     Ended,
     Leaves,
@@ -34,8 +36,6 @@ from agentenv.pipelines.cluster.ray_placement import (
     read_setup,
     total,
 )
-from agentenv.pipelines.setup import data
-from agentenv.pipelines.workers.main import main
 from agentenv.processes import GRACE_S, ProcessSpec
 from agentenv.worker_group import serve
 
@@ -272,7 +272,7 @@ class _Held:
 class RayDriver:
     """Obeys a RayPlacement."""
 
-    def __init__(self, ray: Ray, link: StreamLink) -> None:
+    def __init__(self, ray: Ray, link: Link) -> None:
         self._ray, self._link = ray, link
         self._held: dict[str, _Held] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -408,7 +408,7 @@ def does_not_fit(
 
 
 async def build(
-    frame: bytes, link: StreamLink, stack: AsyncExitStack, say: data.Say, number: int
+    frame: bytes, link: Link, stack: AsyncExitStack, say: data.Say, number: int
 ) -> RayDriver:
     """Connected to the cluster, with room for what is needed."""
     ray = Ray(read_setup(frame))

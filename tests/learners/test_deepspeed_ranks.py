@@ -18,7 +18,7 @@ from agentenv.learners import ranks as wire
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.worker import Place, failure, find_place
-from agentenv.link import PREFIX_BYTES, StreamLink
+from agentenv.link import PREFIX_BYTES, Link
 from agentenv.ports import held_ports
 from tests.learners.ranks import (
     ALGORITHM,
@@ -268,7 +268,7 @@ async def test_an_update_is_nowhere_whole_on_its_way() -> None:
     async with server:
         streams = await asyncio.open_connection(*server.sockets[0].getsockname())
         hello = wire.Hello("", 0, 1, os.getpid(), "here", "")
-        stream = StreamLink(*streams)
+        stream = Link(*streams)
         link = wire.RankLink(hello, stream, None, is_here=False)
         assert isinstance(await link.exchange(update), wire.Done)
         await link.close(idle=False)

@@ -16,10 +16,10 @@ import pytest
 from msgspec.structs import replace
 
 from agentenv.errors import ConfigError
-from agentenv.pipelines.cluster.ray_placement import Leaves, RayPlacement, in_words, left_over
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.terminal import first_reason
+from agentenv.pipelines.workers.ray_placement import Leaves, RayPlacement, in_words, left_over
 from benchmarks.parts.chaos import CONFIG, MAX_STALENESS, SHORT, make_model, write_workspace
 from tests.pipelines.test_rollout_workers import SLOW, log_of, run, taken, trees, until
 from tests.support.runs import rows_of

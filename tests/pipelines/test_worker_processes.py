@@ -12,7 +12,7 @@ import pytest
 from msgspec import Struct
 
 from agentenv.errors import ConfigError, WorkerError
-from agentenv.link import StreamLink
+from agentenv.link import Link
 from agentenv.processes import ExternalPlacement, ProcessSpec
 from agentenv.supervisor import (
     ADDRESS_VARIABLE,
@@ -58,7 +58,7 @@ class Tasks:
 
     async def _work(self, launch: ProcessSpec) -> None:
         host, _, port = launch.env[ADDRESS_VARIABLE].rpartition(":")
-        link = StreamLink(*await asyncio.open_connection(host, int(port)))
+        link = Link(*await asyncio.open_connection(host, int(port)))
         number = int(launch.env[NUMBER_VARIABLE])
         link.send(pack(Hello(launch.env[TOKEN_VARIABLE], number, 1, self._code)))
         try:
@@ -153,7 +153,7 @@ async def test_workers_that_come_at_once_get_a_place_each(tmp_path: Path) -> Non
     host, _, port = found.address.rpartition(":")
     links = []
     for _ in range(3):
-        links.append(StreamLink(*await asyncio.open_connection(host, int(port))))
+        links.append(Link(*await asyncio.open_connection(host, int(port))))
         links[-1].send(pack(Hello(found._token, 0, 1, "other")))
     try:
         for link in links:

@@ -7,7 +7,7 @@ import asyncio
 from agentenv.link import LAST_S, Link
 
 
-class _End:
+class _End(Link):
     """An end of a link within this process."""
 
     def __init__(
