@@ -32,7 +32,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 INTERVAL_S = 0.2
 LOOK_EVERY_S = 5.0
-# What engines map and leave when they are killed: figures of load, semaphores, queues.
+# Files that engines map, and leave when they are killed: figures of load, semaphores, queues.
 SHARED = ("/dev/shm/sglang_loads_", "/dev/shm/sem.mp-", "/dev/shm/psm_")
 PREFIX, LIST = "agentenv-server-", ".shared-memory"  # of folders; in one: a line "INODE PATH" each
 GUARD = Path(__file__).resolve()
@@ -116,12 +116,12 @@ def _shared_memory() -> set[Path]:
 
 
 def _own_folder() -> tuple[str, int]:
-    """A folder, and its lock, which whoever inherits it holds too."""
+    """A folder, and its lock, which child processes inherit."""
     own = tempfile.mkdtemp(prefix=PREFIX)
     lock = os.open(own, os.O_RDONLY)
     with contextlib.suppress(OSError):  # a file system without locks, or a full one
         fcntl.flock(lock, fcntl.LOCK_EX)
-        Path(own, LIST).touch()  # from here on it is left over if nobody holds it
+        Path(own, LIST).touch()  # from here on it is left over unless a process holds it
     return own, lock
 
 
@@ -136,8 +136,8 @@ def _listed(found: set[Path], own: str) -> set[Path]:
 
 
 def _remove_left() -> None:
-    """Remove what guards could not that were killed with their servers: our folders that nobody
-    holds, and the shared memory on their lists, unless it is another by now."""
+    """Remove the leftovers of guards that were killed with their servers: our folders that no
+    process holds, and the shared memory on their lists, unless it is another by now."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

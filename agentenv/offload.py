@@ -61,13 +61,13 @@ _jobs: set[Job] = set()  # changed by the threads, each its own
 
 
 def running(seconds: float) -> list[Job]:
-    """What has run in threads for so long."""
+    """Functions that have run in threads for so long."""
     now = time.monotonic()
     return [job for job in list(_jobs) if now - job.began > seconds]
 
 
 def hanging() -> list[Job]:
-    """What has run in threads for so long that it will hardly end."""
+    """Functions that have run in threads for so long that they will hardly end."""
     return running(HANGS_S)
 
 
@@ -148,7 +148,7 @@ class OwnThread:
         self._threads: ThreadPoolExecutor | None = None
 
     async def __call__(self, function: Callable[..., T], /, *arguments: Any) -> T:
-        """What the function gives, or what it raises, after those that came before it."""
+        """The function's result, or its error, after the functions before it."""
         if _current is not _shared:
             return await _current.in_thread(function, *arguments)
         if self._threads is None:

@@ -28,6 +28,7 @@ BEAT_S = 1.0  # between heartbeats
 HELLO_S = 30.0  # from a connection to its Hello
 HELLO_BYTES = 4096  # of a frame, until its sender is known
 LAST_S = 20.0  # for workers to end after a close
+NUM_LOSSES, NUM_TRIALS = 2, 3  # of PoisonTasks
 
 
 class Hello(Struct, array_like=True, frozen=True):
@@ -173,7 +174,7 @@ W = TypeVar("W", bound=Worker)
 
 
 class WorkerGroup(Generic[W]):
-    """What workers of one kind take part in; each is served by a `join` of its own. A worker that
+    """A group of workers of one kind; each is served by a `join` of its own. A worker that
     sends nothing for `silence_s` (of the configuration key `silence_key`) hangs and is given up;
     None: a worker may be silent. `read` decodes a frame, `report` takes sentences for people."""
 
@@ -189,7 +190,7 @@ class WorkerGroup(Generic[W]):
         self.reason = ""  # why no worker will come any more
         self._is_closed = False
 
-    # What a kind of workers adds
+    # For each kind of workers
 
     def make_worker(self, name: str, link: Link) -> W:
         raise NotImplementedError
@@ -273,3 +274,53 @@ class WorkerGroup(Generic[W]):
                 while self.workers:
                     self.changed.clear()
                     await self.changed.wait()
+
+
+class PoisonTasks:
+    """Finds the tree that kills workers: a prompt that takes all memory, or a tool that crashes its
+    process, would take down one worker after the other.
+
+    A tree is a suspect once its worker was lost NUM_LOSSES times in a row while it came no further,
+    as are the trees that grew beside it. Suspects are tried one at a time: one that comes further
+    is cleared, and one whose worker is lost NUM_TRIALS times more is a poison task. Trees are named
+    by their indices.
+    """
+
+    def __init__(self) -> None:
+        self._num_lost: dict[int, int] = {}
+        self._tried: int | None = None
+
+    def lost(self, index: int, *, has_come_further: bool) -> int:
+        """The worker of a tree was lost; how many were lost in a row while it came no
+        further."""
+        num = self._num_lost[index] = 0 if has_come_further else self.num_lost(index) + 1
+        return num
+
+    def recall(self, index: int, num_lost: int) -> None:
+        """An earlier process lost so many workers in a row with the tree."""
+        if num_lost:
+            self._num_lost[index] = num_lost
+
+    def num_lost(self, index: int) -> int:
+        """Workers that were lost in a row with the tree."""
+        return self._num_lost.get(index, 0)
+
+    def admits(self, index: int) -> bool:
+        """Whether a tree may grow now; a suspect that may is on trial from then on."""
+        if self.num_lost(index) < NUM_LOSSES:
+            return True
+        if self._tried is None:
+            self._tried = index
+        return self._tried == index
+
+    def is_found(self, index: int) -> bool:
+        """Whether the tree is a poison task."""
+        return self.num_lost(index) >= NUM_LOSSES + NUM_TRIALS
+
+    def clears(self, index: int) -> bool:
+        """It has come further, or is not wanted any more. Whether another suspect may be tried."""
+        self._num_lost.pop(index, None)
+        if self._tried != index:
+            return False
+        self._tried = None
+        return True

@@ -180,7 +180,7 @@ class WorkerPool:
     async def _try(
         self, server: _ForkServer, worker: _Worker, payload: Any, limit_s: float
     ) -> dict[str, Any]:
-        """What a worker answers; {"stopped": why} when it used too much, {} when it died. Only a
+        """The answer of a worker; {"stopped": why} when it used too much, {} when it died. Only a
         worker that gave a result takes another job."""
         job = asyncio.ensure_future(worker.ask({"payload": payload}))
         healthy = False
@@ -202,7 +202,7 @@ async def _over_a_bound(
     job: asyncio.Future[Any], used: Callable[[], Used], limit_s: float, max_asleep_s: float
 ) -> float:
     """Wait until a job is done, then 0.0; or the bound, in seconds of CPU time or asleep, that its
-    process has reached before. What it waits for a core counts as neither."""
+    process has reached before. Time that it waits for a core counts as neither."""
     loop = asyncio.get_running_loop()
     start, before = loop.time(), used()
     left_s = min(limit_s, max_asleep_s)
@@ -265,28 +265,33 @@ class _ForkServer:
         if self.idle and not fresh:
             return self.idle.pop()
         ours, theirs = socket.socketpair()
-        worker = _Worker(Link(*await asyncio.open_unix_connection(sock=ours)))
-        hello: dict[str, Any] = {}
-        try:
-            with theirs:
+        with theirs:
+            try:
+                worker = _Worker(Link(*await asyncio.open_unix_connection(sock=ours)))
+            except BaseException:
+                ours.close()
+                raise
+            hello: dict[str, Any] = {}
+            try:
                 socket.send_fds(self._control, [b"fork"], [theirs.fileno()])
-            async with asyncio.timeout(START_TIMEOUT_S):
-                hello = await worker.receive()
-            if not hello:
-                raise _ServerDiedError("no worker process: the fork server died")
-            worker.pid = hello["pid"]
-            worker.handle = os.pidfd_open(worker.pid)
-            return worker
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise _ServerDiedError(f"no worker process: {error!r}") from error
-        except (OSError, TimeoutError, KeyError) as error:
-            raise InfraError(f"no worker process: {hello.get('failed') or error!r}") from error
-        finally:
-            if worker.handle < 0:
-                worker.kill()
+                theirs.close()  # so that its end is seen
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    hello = await worker.receive()
+                if not hello:
+                    raise _ServerDiedError("no worker process: the fork server died")
+                worker.pid = hello["pid"]
+                worker.handle = os.pidfd_open(worker.pid)
+                return worker
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise _ServerDiedError(f"no worker process: {error!r}") from error
+            except (OSError, TimeoutError, KeyError) as error:
+                raise InfraError(f"no worker process: {hello.get('failed') or error!r}") from error
+            finally:
+                if worker.handle < 0:
+                    worker.kill()
 
     def used(self) -> Used:
-        """What the process has used so far."""
+        """The CPU time and waits of the process so far."""
         return _used(self._process.pid)
 
     def alive(self) -> bool:
@@ -312,7 +317,7 @@ class Used(NamedTuple):
 
 
 def _used(pid: int) -> Used:
-    """What a process has used so far; nothing, and asleep, where the kernel does not say."""
+    """The CPU time and waits of a process; zero, and asleep, where the kernel does not say."""
     try:
         with open(f"/proc/{pid}/stat") as file:  # first: what follows is then up to date
             state = file.read().rpartition(")")[2].split()[0]
@@ -324,7 +329,7 @@ def _used(pid: int) -> Used:
 
 
 class _Said(TypedDict, total=False):
-    """What a worker may say."""
+    """A frame of a worker."""
 
     pid: int
     failed: str
@@ -354,7 +359,7 @@ class _Worker:
         return {}
 
     def used(self) -> Used:
-        """What the process has used so far."""
+        """The CPU time and waits of the process so far."""
         return _used(self.pid)
 
     def kill(self) -> None:

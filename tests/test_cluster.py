@@ -19,14 +19,14 @@ from agentenv.actor import Actor
 from agentenv.cluster.engine import LinkedEngine
 from agentenv.cluster.messages import read_asked
 from agentenv.cluster.worker import RolloutWorker
-from agentenv.cluster.workers import NUM_LOSSES, NUM_TRIALS, RolloutWorkers
+from agentenv.cluster.workers import RolloutWorkers
 from agentenv.deadline import WorkClock, waiting, working
 from agentenv.errors import DataError, EngineDeadError, TooManyFailuresError, WorkerError
 from agentenv.journal import Journal, JournalConfig
 from agentenv.link import PREFIX_BYTES, READ_BYTES, Link
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, Task
-from agentenv.worker_group import BEAT_S, Left
+from agentenv.worker_group import BEAT_S, NUM_LOSSES, NUM_TRIALS, Left
 from tests.support.links import linked
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual

@@ -36,8 +36,8 @@ class _Pending:
 
 
 class LinkedEngine:
-    """The worker's end, an Engine. `hear` takes what the controller says of its turns, and whoever
-    receives it sets `policy_version`."""
+    """The worker's end, an Engine. `hear` takes the controller's messages about turns; their
+    receiver sets `policy_version`."""
 
     def __init__(self, link: Link) -> None:
         self.policy_version = 0
@@ -73,7 +73,7 @@ class LinkedEngine:
             del self._pending[number]
 
     def hear(self, said: Tokens | Stand | Turn | Refused) -> None:
-        """What becomes of a turn; of one that nobody wants any more, nothing."""
+        """Handle a message about a turn; ignored if the turn is not wanted any more."""
         pending = self._pending.get(said.number)
         if pending is None or pending.done.done():
             return

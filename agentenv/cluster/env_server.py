@@ -79,7 +79,7 @@ class EnvServer:
 
     async def _answer(self, asked: Call, before: list[asyncio.Task[None]]) -> None:
         self._link.send(pack(messages.Begun(asked.call)))
-        self._link.flush()  # what comes now may hold up the loop
+        self._link.flush()  # user code may now block the loop
         said: Gave | Failed
         clock = _TellingClock(partial(self._awaits, asked.call))
         try:
@@ -152,7 +152,7 @@ class EnvServer:
 
 
 class _TellingClock(ToldClock):
-    """Tells also what is awaited."""
+    """Reports also what is awaited."""
 
     def __init__(self, tell: Callable[[str, bool, float], None]) -> None:
         super().__init__(lambda stands, lost_s: tell(self.doing, stands, lost_s))

@@ -84,7 +84,7 @@ class Turn(Struct, array_like=True, frozen=True, tag=5):
 
 
 class Refused(Struct, array_like=True, frozen=True, tag=6):
-    """What the engine raised; see `named`."""
+    """The error of the engine (`named` of agentenv/worker_group.py)."""
 
     number: int
     kind: str
@@ -129,14 +129,14 @@ class BreakOff(Struct, array_like=True, frozen=True, tag=10):
 
 
 class Settled(Struct, array_like=True, frozen=True, tag=11):
-    """What is wrong with a server that refused a request because it is full; empty: nothing."""
+    """The problem of a server that refused a request because it is full; empty: none."""
 
     number: int
     problem: str
 
 
 class Steer(Struct, array_like=True, frozen=True, tag=12):
-    """What a person wants of all rollouts, from now on."""
+    """All rollouts pause or resume from now on, with these time limits."""
 
     holds: bool
     limits: Limits

@@ -43,61 +43,18 @@ from agentenv.link import Link
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
-from agentenv.worker_group import Left, Worker, WorkerGroup, raised
+from agentenv.worker_group import (
+    NUM_LOSSES,
+    NUM_TRIALS,
+    Left,
+    PoisonTasks,
+    Worker,
+    WorkerGroup,
+    raised,
+)
 
 LOOK_S = 5.0  # for a worker to say what the branches of a tree await
 NUM_SHOWN = 8  # trees of a lost worker, one of which may be a poison task
-NUM_LOSSES, NUM_TRIALS = 2, 3  # of PoisonTasks
-
-
-class PoisonTasks:
-    """Finds the tree that kills workers: a prompt that takes all memory, or a tool that crashes its
-    process, would take down one worker after the other.
-
-    A tree is a suspect once its worker was lost NUM_LOSSES times in a row while it came no further,
-    as are the trees that grew beside it. Suspects are tried one at a time: one that comes further
-    is cleared, and one whose worker is lost NUM_TRIALS times more is a poison task. Trees are named
-    by their indices.
-    """
-
-    def __init__(self) -> None:
-        self._num_lost: dict[int, int] = {}
-        self._tried: int | None = None
-
-    def lost(self, index: int, *, has_come_further: bool) -> int:
-        """The worker of a tree was lost; how many were lost in a row while it came no
-        further."""
-        num = self._num_lost[index] = 0 if has_come_further else self.num_lost(index) + 1
-        return num
-
-    def recall(self, index: int, num_lost: int) -> None:
-        """An earlier process lost so many workers in a row with the tree."""
-        if num_lost:
-            self._num_lost[index] = num_lost
-
-    def num_lost(self, index: int) -> int:
-        """Workers that were lost in a row with the tree."""
-        return self._num_lost.get(index, 0)
-
-    def admits(self, index: int) -> bool:
-        """Whether a tree may grow now; a suspect that may is on trial from then on."""
-        if self.num_lost(index) < NUM_LOSSES:
-            return True
-        if self._tried is None:
-            self._tried = index
-        return self._tried == index
-
-    def is_found(self, index: int) -> bool:
-        """Whether the tree is a poison task."""
-        return self.num_lost(index) >= NUM_LOSSES + NUM_TRIALS
-
-    def clears(self, index: int) -> bool:
-        """It has come further, or is not wanted any more. Whether another suspect may be tried."""
-        self._num_lost.pop(index, None)
-        if self._tried != index:
-            return False
-        self._tried = None
-        return True
 
 
 class _Growing:

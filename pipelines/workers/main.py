@@ -37,7 +37,7 @@ class Worker(Protocol):
         ...
 
 
-# Variables for workers that somebody else starts, in seconds: how long to try to reach the
+# Variables for workers that others start, in seconds: how long to try to reach the
 # controller, and how long SIGTERM lets trees come to their end.
 WAIT_VARIABLE, DRAIN_VARIABLE = "AGENTENV_WORKER_WAIT_S", "AGENTENV_WORKER_DRAIN_S"
 # The number of this worker, by the launcher that started it.

@@ -47,7 +47,7 @@ STOP_S = GRACE_S + 4.0
 NUM_STARTS = 4  # of a cluster, on a machine that is busy
 COUNTED = ("CPU", "GPU")
 
-# A process between us and what it starts, so that nothing of Ray is above that one.
+# A process between Ray and the one that it starts, so that nothing of Ray is above that one.
 DETACH = """
 import json, subprocess, sys
 log = open(sys.argv[1], "ab")
@@ -128,7 +128,7 @@ class Holder:
 
 
 class Ray:
-    """What is used of Ray. Methods that block are called in threads."""
+    """The part of Ray that we use. Methods that block are called in threads."""
 
     def __init__(self, setup: RaySetup) -> None:
         try:
@@ -193,7 +193,7 @@ class Ray:
         }
 
     def free(self) -> dict[str, dict[str, float]]:
-        """What of it nobody has."""
+        """CPUs and GPUs of nodes that are free."""
         from ray._private.state import state
 
         found = {node: dict.fromkeys(COUNTED, 0.0) for node in self.nodes()}
@@ -241,8 +241,8 @@ class Ray:
             .remote()
         )
 
-    def let_go(self, name: str, holder: Any) -> None:
-        """Free what was held."""
+    def release(self, name: str, holder: Any) -> None:
+        """Free the resources of a holder."""
         with suppress(Exception):  # Ray is not there any more
             self.ray.kill(holder)
         if (group := self.groups.pop(name, None)) is not None:
@@ -321,7 +321,7 @@ class RayDriver:
             )
             self._link.send(pack(Started(spec.name, host, held.node, pid)))
             how = await held.holder.ended.remote()
-        except Exception as error:  # Ray's, and what its actor raised
+        except Exception as error:  # of Ray, and of its actor
             cause = getattr(error, "cause", None) or error
             first = str(cause).strip().partition("\n")[0]
             how = f"is not there any more, says Ray: {type(cause).__name__}: {first}"
@@ -329,7 +329,7 @@ class RayDriver:
             if self._held.get(spec.name) is held:
                 del self._held[spec.name]
             if held.holder is not None:
-                await in_thread(self._ray.let_go, spec.name, held.holder)
+                await in_thread(self._ray.release, spec.name, held.holder)
         self._link.send(pack(Ended(spec.name, how)))
 
     def _choice(self, spec: ProcessSpec) -> str | None:
@@ -369,7 +369,7 @@ class RayDriver:
 
 
 async def check_fit(ray: Ray) -> None:
-    """Raises ConfigError when what is needed at the start does not fit, nor will in time."""
+    """Raises ConfigError when the needs of the start do not fit, nor will in time."""
     setup, loop = ray.setup, asyncio.get_running_loop()
     end = loop.time() + setup.wait_for_nodes_s
     while True:
@@ -388,7 +388,7 @@ def does_not_fit(
     nodes: dict[str, dict[str, float]],
     free: dict[str, dict[str, float]],
 ) -> str:
-    """What was asked for, what there is, and what to change."""
+    """The error: the request, the resources there, and the remedy."""
     asked: dict[str, list[dict[str, float]]] = {}
     for key, bundle in setup.needed:
         asked.setdefault(key, []).append(bundle)

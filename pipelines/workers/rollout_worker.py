@@ -89,7 +89,7 @@ async def make_engine(
 async def build(
     frame: bytes, link: Link, stack: AsyncExitStack, say: Say, number: int
 ) -> RolloutWorker:
-    """The worker of this number; `stack` closes what it is made of."""
+    """The worker of this number; `stack` closes its parts."""
     setup = read_setup(frame)
     config = build_config(TrainConfig, setup.config, "the controller")
     assembly = WorkerAssembly(config, setup, stack, say, link.peer)
