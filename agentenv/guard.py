@@ -1,17 +1,16 @@
-"""Runs one server and sees to it that none of its processes outlives whoever started it.
+"""Runs one process ("the server") and ends all its descendants with the process that started it.
 
     python -I -S guard.py GRACE_S COMMAND ...
     python -I -S guard.py --stdin GRACE_S COMMAND ...      the command reads the standard input
     python -I -S guard.py --alone GRACE_S COMMAND ...      only SIGTERM, or its own end, ends it
 
 It stops the server when its standard input ends, which happens however the process at the other
-end dies, when the process that started it dies, and when it is told to (SIGTERM). First it asks,
-after GRACE_S seconds it kills: all descendants, since those that lose their parent become children
-of the guard. Then it removes what engines leave when they are killed, sockets and shared memory:
-the server has a folder for temporary files of its own. If the guard is killed too, the next one of
-the same user does it: the folder has a list of the shared memory, and a lock that guard and server
-hold. Needs nothing but the standard library. The exit status is the server's, 128 + n if signal n
-ended it.
+end dies, when the process that started it dies, and on SIGTERM. First it sends SIGTERM, after
+GRACE_S seconds SIGKILL: to all descendants, since orphans become children of the guard. Then it
+removes the sockets and the shared memory that killed engines leave: the server has a temporary
+folder of its own. If the guard is killed too, the next guard of the same user removes them: the
+folder has a list of the shared memory, and a lock that guard and server hold. Needs only the
+standard library. The exit status is the server's, 128 + n if signal n ended it.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 INTERVAL_S = 0.2
 LOOK_EVERY_S = 5.0
-# What engines map and leave when they are killed: figures of load, semaphores, queues.
+# Files that engines map, and leave when they are killed: figures of load, semaphores, queues.
 SHARED = ("/dev/shm/sglang_loads_", "/dev/shm/sem.mp-", "/dev/shm/psm_")
 PREFIX, LIST = "agentenv-server-", ".shared-memory"  # of folders; in one: a line "INODE PATH" each
 GUARD = Path(__file__).resolve()
@@ -78,22 +77,20 @@ def main(argv: list[str]) -> int:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
         shutil.rmtree(own, ignore_errors=True)
         return 127
+    handle, inputs = _handle(server), [] if passes_on or is_alone else [sys.stdin]
     shared: set[Path] = set()
     look = 0.0
     while server.poll() is None and not told:
         if time.monotonic() > look:  # before it can be killed
             shared |= _listed(_shared_memory() - shared, own)
             look = time.monotonic() + LOOK_EVERY_S
-        if passes_on or is_alone:
-            _await(server, INTERVAL_S)
-            continue
-        ended, _, _ = select.select([sys.stdin], [], [], INTERVAL_S)
-        told = told or bool(ended)
+        ended, _, _ = select.select([*handle, *inputs], [], [], INTERVAL_S)
+        told = told or sys.stdin in ended
     shared |= _shared_memory()
     if server.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGTERM)
-        _await(server, float(grace_s))
+        _await(server, handle, float(grace_s))
     _kill_descendants(server)
     for path in shared:
         with contextlib.suppress(OSError):
@@ -119,12 +116,12 @@ def _shared_memory() -> set[Path]:
 
 
 def _own_folder() -> tuple[str, int]:
-    """A folder, and its lock, which whoever inherits it holds too."""
+    """A folder, and its lock, which child processes inherit."""
     own = tempfile.mkdtemp(prefix=PREFIX)
     lock = os.open(own, os.O_RDONLY)
     with contextlib.suppress(OSError):  # a file system without locks, or a full one
         fcntl.flock(lock, fcntl.LOCK_EX)
-        Path(own, LIST).touch()  # from here on it is left over if nobody holds it
+        Path(own, LIST).touch()  # from here on it is left over unless a process holds it
     return own, lock
 
 
@@ -139,8 +136,8 @@ def _listed(found: set[Path], own: str) -> set[Path]:
 
 
 def _remove_left() -> None:
-    """Remove what guards could not that were killed with their servers: our folders that nobody
-    holds, and the shared memory on their lists, unless it is another by now."""
+    """Remove the leftovers of guards that were killed with their servers: our folders that no
+    process holds, and the shared memory on their lists, unless it is another by now."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -156,10 +153,17 @@ def _remove_left() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _await(server: subprocess.Popen[bytes], seconds: float) -> None:
+def _handle(server: subprocess.Popen[bytes]) -> list[int]:
+    """A file that can be read once the server has ended, where the system has one."""
+    with contextlib.suppress(OSError, AttributeError):
+        return [os.pidfd_open(server.pid)]
+    return []
+
+
+def _await(server: subprocess.Popen[bytes], handle: list[int], seconds: float) -> None:
     end = time.monotonic() + seconds
     while server.poll() is None and time.monotonic() < end:
-        time.sleep(INTERVAL_S / 4)
+        select.select(handle, [], [], INTERVAL_S / 4)
 
 
 def _kill_descendants(server: subprocess.Popen[bytes]) -> None:

@@ -1,14 +1,14 @@
-"""Where work goes that does not run on the event loop: the one seam of threads and processes.
+"""Work that does not run on the event loop: the one seam of threads and processes.
 
     await in_thread(read, path)             a function that waits for a disk, or computes a little
     await OwnThread("journal")(write, frames)   the same, in a thread that nothing else can hold up
     await start_process(*command, ...)      a program
     start_thread(serve, name="..")          a thread that lives on its own
     check_outside("the sandbox")            before threads and processes that it cannot start
-    await look_again(0.02)                  who only looks at others, time and again
+    await look_again(0.02)                  between two looks of a part that only watches
     await kill(process)                     ends a program
 
-Each of them ends: what does not answer within its time raises StallError. A thread that hangs
+Each of them ends: a call without an answer within its time raises StallError. A thread that hangs
 cannot be ended; `hanging` names it, so that the command can end without it.
 
 A virtual clock cannot wait for what is outside of its loop. `replaced(Inline())` runs functions on
@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from agentenv.deadline import within
 
@@ -38,30 +38,6 @@ LONGEST_S = 3600.0  # loading a large model from a slow disk takes minutes
 START_S = 60.0
 KILL_S = 10.0
 HANGS_S = 30.0  # a function that runs longer while the command ends is not waited for
-
-
-class Offload(Protocol):
-    """What takes work off the loop."""
-
-    async def in_thread(self, function: Callable[..., T], /, *arguments: Any, **keys: Any) -> T:
-        """What the function gives, or what it raises."""
-        ...
-
-    async def start_process(self, *command: str, **options: Any) -> asyncio.subprocess.Process:
-        """A running program; `options` are those of asyncio.create_subprocess_exec."""
-        ...
-
-    def start_thread(self, function: Callable[..., None], name: str) -> threading.Thread:
-        """A running thread that does not keep the interpreter from ending."""
-        ...
-
-    def check_outside(self, what: str) -> None:
-        """Raises RuntimeError where nothing can be outside of the loop."""
-        ...
-
-    async def look_again(self, seconds: float) -> None:
-        """Returns when whoever only watches may look again."""
-        ...
 
 
 class Job:
@@ -85,13 +61,13 @@ _jobs: set[Job] = set()  # changed by the threads, each its own
 
 
 def running(seconds: float) -> list[Job]:
-    """What has run in threads for so long."""
+    """Functions that have run in threads for so long."""
     now = time.monotonic()
     return [job for job in list(_jobs) if now - job.began > seconds]
 
 
 def hanging() -> list[Job]:
-    """What has run in threads for so long that it will hardly end."""
+    """Functions that have run in threads for so long that they will hardly end."""
     return running(HANGS_S)
 
 
@@ -103,6 +79,8 @@ class Machine:
         self._threads = threads
 
     async def in_thread(self, function: Callable[..., T], /, *arguments: Any, **keys: Any) -> T:
+        """The function's result, or the error that it raises."""
+
         def run() -> T:
             job = Job(function)
             _jobs.add(job)
@@ -116,48 +94,48 @@ class Machine:
         return await within(LONGEST_S, what, loop.run_in_executor(self._threads, call))
 
     async def start_process(self, *command: str, **options: Any) -> asyncio.subprocess.Process:
+        """A running program; `options` are those of asyncio.create_subprocess_exec."""
         what = f"the start of {command[0]}"
         return await within(START_S, what, asyncio.create_subprocess_exec(*command, **options))
 
     def start_thread(self, function: Callable[..., None], name: str) -> threading.Thread:
+        """A running thread that does not keep the interpreter from ending."""
         thread = threading.Thread(target=function, name=name, daemon=True)
         thread.start()
         return thread
 
     def check_outside(self, what: str) -> None:
-        pass
+        """Raises RuntimeError where nothing can be outside of the loop."""
 
     async def look_again(self, seconds: float) -> None:
+        """Returns when a part that only watches may look again."""
         await asyncio.sleep(seconds)
 
 
-class Inline:
+class Inline(Machine):
     """Functions run on the loop, at once; there are no processes and no threads. Nobody looks a
-    second time: a timer that is always set would keep a clock going on which nothing happens any
-    more."""
+    second time: a timer that is always set would keep a clock running after the last event."""
 
     async def in_thread(self, function: Callable[..., T], /, *arguments: Any, **keys: Any) -> T:
         await asyncio.sleep(0)  # others have their turn, as they would
         return function(*arguments, **keys)
 
     async def start_process(self, *command: str, **options: Any) -> asyncio.subprocess.Process:
-        raise _beside(command[0])
+        self.check_outside(command[0])
+        raise AssertionError
 
     def start_thread(self, function: Callable[..., None], name: str) -> threading.Thread:
-        raise _beside(f"the thread {name!r}")
+        self.check_outside(f"the thread {name!r}")
+        raise AssertionError
 
     def check_outside(self, what: str) -> None:
-        raise _beside(what)
+        raise RuntimeError(f"nothing runs beside a virtual clock, and {what} would")
 
     async def look_again(self, seconds: float) -> None:
         await asyncio.get_running_loop().create_future()
 
 
-def _beside(what: str) -> RuntimeError:
-    return RuntimeError(f"nothing runs beside a virtual clock, and {what} would")
-
-
-_shared: Offload = Machine()
+_shared = Machine()
 _current = _shared
 
 
@@ -170,7 +148,7 @@ class OwnThread:
         self._threads: ThreadPoolExecutor | None = None
 
     async def __call__(self, function: Callable[..., T], /, *arguments: Any) -> T:
-        """What the function gives, or what it raises, after those that came before it."""
+        """The function's result, or its error, after the functions before it."""
         if _current is not _shared:
             return await _current.in_thread(function, *arguments)
         if self._threads is None:
@@ -185,7 +163,7 @@ class OwnThread:
 
 
 @contextmanager
-def replaced(by: Offload) -> Iterator[None]:
+def replaced(by: Machine) -> Iterator[None]:
     """Everything that is offloaded inside goes there."""
     global _current
     before, _current = _current, by
@@ -196,27 +174,27 @@ def replaced(by: Offload) -> Iterator[None]:
 
 
 async def in_thread(function: Callable[..., T], /, *arguments: Any, **keys: Any) -> T:
-    """See Offload."""
+    """See Machine."""
     return await _current.in_thread(function, *arguments, **keys)
 
 
 async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Process:
-    """See Offload."""
+    """See Machine."""
     return await _current.start_process(*command, **options)
 
 
 def start_thread(function: Callable[..., None], name: str) -> threading.Thread:
-    """See Offload."""
+    """See Machine."""
     return _current.start_thread(function, name)
 
 
 def check_outside(what: str) -> None:
-    """See Offload."""
+    """See Machine."""
     _current.check_outside(what)
 
 
 async def look_again(seconds: float) -> None:
-    """See Offload."""
+    """See Machine."""
     await _current.look_again(seconds)
 
 

@@ -148,7 +148,7 @@ def _reason(error: Exception) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
-def packed(value: Struct) -> bytes:
+def packed(value: Struct | dict[str, Any]) -> bytes:
     """The value as MessagePack that its type can be read from again, arrays as bytes, whatever an
     env or a policy has put into it: see `packable`; other types of theirs go as their text."""
     try:

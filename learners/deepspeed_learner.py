@@ -34,7 +34,7 @@ from agentenv.learners.learner import (
 )
 from agentenv.learners.lora import check_installed
 from agentenv.learners.partition import deal, deal_parts, idle_share, minibatches
-from agentenv.learners.ranks import RankGroup, RankPlaces
+from agentenv.learners.ranks import RankGroup, RemoteRanks
 from agentenv.model_files import read_model_config
 from agentenv.offload import in_thread
 from agentenv.tree import TrajectoryTree
@@ -104,10 +104,10 @@ async def start_ranks(
     config: LearnerConfig,
     log_path: Path,
     gpus: Sequence[str] = (),
-    places: RankPlaces | None = None,
+    remote: RemoteRanks | None = None,
 ) -> RankGroup:
     """The ranks, with nothing in them yet; see `DeepSpeedLearner.start`."""
-    ranks = RankGroup(config, log_path, gpus, places)
+    ranks = RankGroup(config, log_path, gpus, remote)
     await ranks.start(config.start_timeout_s)
     return ranks
 

@@ -22,33 +22,32 @@ import secrets
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import psutil
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from agentenv.crashes import PACKAGES
 from agentenv.deadline import uncancelled
 from agentenv.engines.remote.weights import Address, Bucket, Group, Wire
 from agentenv.errors import SHOWN, ConfigError, LearnerError
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.learner import Agreement, LearnerConfig, OptimizerConfig, Score
-from agentenv.offload import in_thread, kill, start_process
+from agentenv.link import Link, frame_of
+from agentenv.processes import LocalPlacement, Placement, ProcessSpec, log_tail, python_path
+from agentenv.worker_group import Reception
 
 logger = logging.getLogger(__name__)
 
 ADDRESS_VARIABLE = "AGENTENV_LEARNER_ADDRESS"  # host:port of the controller
 TOKEN_VARIABLE = "AGENTENV_LEARNER_TOKEN"
 BACKEND_VARIABLE = "AGENTENV_LEARNER_BACKEND"  # of ranks that are started here: to be imported
-
-PREFIX_BYTES = 8
 
 
 class Message(Struct, tag=True, tag_field="type"):
@@ -259,8 +258,7 @@ Reply = Hello | Done | Failed
 
 def pack_frame(message: Message) -> bytes:
     """A message as it travels."""
-    body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(PREFIX_BYTES, "little") + body
+    return frame_of(msgspec.msgpack.encode(message))
 
 
 def messages_of(command: Message) -> Iterator[Message]:
@@ -287,74 +285,61 @@ def unpack_command(body: bytes) -> Command:
 
 
 CLOSE_TIMEOUT_S = 5.0
-HELLO_S = 30.0  # for who connects to say who it is
-LOG_TAIL_BYTES = 2000
-CHOSEN_ELSEWHERE = ("MASTER_ADDR", "MASTER_PORT")  # of another job that this one was started in
+ENDED_S = 3.0  # from the end of a connection to that of its process, on a busy machine
+CHOSEN_ELSEWHERE = ["MASTER_ADDR", "MASTER_PORT"]  # of another job that this one was started in
+
+
+class RemoteRanks(NamedTuple):
+    """Where ranks run that are not started on this machine: the placement, the interpreter there,
+    variables that ranks get, and what each takes of a node."""
+
+    placement: Placement
+    python: str
+    env: Mapping[str, str]
+    resources: Mapping[str, float]
 
 
 class RankLink:
-    """A rank that said Hello. `process` is None for one that was started elsewhere."""
+    """A rank that said Hello. `is_here`: it is a process of this machine that was started here."""
 
-    def __init__(
-        self,
-        hello: Hello,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
+    def __init__(self, hello: Hello, link: Link, log_path: Path | None, is_here: bool) -> None:
         self.rank = hello.rank
         self.pid = hello.pid
         self.host = hello.host
         self.store = hello.store
-        self.process: asyncio.subprocess.Process | None = None
-        self.log_path: Path | None = None
-        self._reader = reader
-        self._writer = writer
+        self.log_path = log_path  # None: where its launcher writes it
+        self.is_here = is_here
+        self._link = link
 
     async def exchange(self, command: Message) -> Done | Failed:
         """Send a command and wait for its answer. Raises OSError or EOFError if it is lost."""
         for message in messages_of(command):
-            self._writer.write(pack_frame(message))
-            await self._writer.drain()
-        reply = await read_reply(self._reader)
+            self._link.send(msgspec.msgpack.encode(message))
+            await self._link.drain()
+        reply = unpack_reply(await self._link.receive())
         if not isinstance(reply, Done | Failed):
             raise ConnectionError(f"unexpected answer {reply!r}")
         return reply
 
     def interrupt(self) -> None:
         """Tell a rank that is at work to break off; see `Abort`."""
-        self._writer.write(pack_frame(Abort()))
+        self._link.send(msgspec.msgpack.encode(Abort()))
+        self._link.flush()
 
     async def close(self, *, idle: bool) -> None:
-        """Ask an idle rank to stop, or kill a busy one. A rank elsewhere ends by itself when its
-        connection does."""
-        with contextlib.suppress(OSError):
-            if idle:
-                self._writer.write(pack_frame(Stop()))
-            self._writer.close()
-            with contextlib.suppress(TimeoutError):  # it does not read what was sent before
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await self._writer.wait_closed()
-            self._writer.transport.abort()
-        if self.process is None:
-            return
+        """Close the connection, which ends a rank elsewhere; ask an idle rank to stop."""
         if idle:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await self.process.wait()
-        await kill(self.process)
+            self._link.send(msgspec.msgpack.encode(Stop()))
+        self._link.close()
+        await self._link.closed()
 
-    async def how_it_ended(self) -> str:
-        """Of a rank whose connection broke."""
-        if self.process is None:
-            return f"(process {self.pid} on {self.host}) closed its connection"
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                return how(await self.process.wait())
-        return "closed its connection"
+    def abort(self) -> None:
+        """Break the connection."""
+        self._link.abort()
 
     def state(self) -> str:
         """What the system says about a process that does not answer."""
-        if self.process is None:
+        if not self.is_here:
             return f"process {self.pid} on {self.host}"
         with contextlib.suppress(psutil.Error):
             return f"process {self.pid}, {psutil.Process(self.pid).status()}"
@@ -362,98 +347,13 @@ class RankLink:
 
     def show_stack(self) -> None:
         """Let the rank write where it is into its log."""
-        if self.process is not None and self.process.returncode is None:
+        if self.is_here:
             with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(signal.SIGUSR1)
+                os.kill(self.pid, signal.SIGUSR1)
 
 
-async def spawn(
-    rank: int,
-    num_ranks: int,
-    log_path: Path,
-    num_threads: int,
-    address: str,
-    token: str,
-    gpus: Sequence[str] = (),
-    allocator: str = "",
-    backend: str = "",
-) -> asyncio.subprocess.Process:
-    """Start a rank on this machine, in a session of its own."""
-    with await in_thread(open_log, log_path) as log:
-        return await start_process(
-            sys.executable,
-            "-m",
-            "agentenv.learners.worker",
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=environment(rank, num_ranks, num_threads, address, token, gpus, allocator, backend),
-            start_new_session=True,
-        )
-
-
-def environment(
-    rank: int,
-    num_ranks: int,
-    num_threads: int,
-    address: str,
-    token: str,
-    gpus: Sequence[str] = (),
-    allocator: str = "",
-    backend: str = "",
-) -> dict[str, str]:
-    """All environment variables of a rank on this machine."""
-    path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
-    found = {k: v for k, v in os.environ.items() if k not in CHOSEN_ELSEWHERE}
-    found |= {
-        ADDRESS_VARIABLE: address,
-        TOKEN_VARIABLE: token,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        "PYTHONPATH": path,
-        "OMP_NUM_THREADS": str(num_threads),
-        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve the rollouts beside them
-    }
-    if backend:
-        found[BACKEND_VARIABLE] = backend
-    if gpus:
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    if allocator:
-        found.pop("PYTORCH_CUDA_ALLOC_CONF", None)  # its older name, which torch prefers
-        found["PYTORCH_ALLOC_CONF"] = allocator
-    return found
-
-
-async def read_reply(reader: asyncio.StreamReader) -> Reply:
-    """The next message of a rank. Raises EOFError at the end of the connection."""
-    prefix = await reader.readexactly(PREFIX_BYTES)
-    body = await reader.readexactly(int.from_bytes(prefix, "little"))
-    reply: Reply = msgspec.msgpack.decode(body, type=Reply)
-    return reply
-
-
-def open_log(path: Path) -> BinaryIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("ab")
-
-
-def log_tail(path: Path) -> str:
-    """The end of a rank's log; empty if there is none."""
-    with contextlib.suppress(OSError), path.open("rb") as log:
-        size = log.seek(0, os.SEEK_END)
-        log.seek(max(0, size - LOG_TAIL_BYTES))
-        return log.read().decode(errors="replace").strip()
-    return ""
-
-
-def how(code: int) -> str:
-    """How a process with this exit code ended."""
-    if code < 0:
-        name = signal.Signals(-code).name
-        hint = " (the system does that when memory runs out: see dmesg)" if code == -9 else ""
-        return f"was killed by {name}{hint}"
-    return f"ended with exit code {code}"
+unpack_reply = msgspec.msgpack.Decoder(Reply).decode
+_read_hello = msgspec.msgpack.Decoder(Hello).decode
 
 
 SETTLE_S = 3.0  # for the other ranks to answer when one has failed
@@ -464,27 +364,6 @@ LEAST_SILENT_S = 10.0  # of commands that take less than a second
 FIRST_S = 30.0  # taken for usual of a command that has never been answered
 NUM_USUAL = 20  # answers of which the median is usual
 LOST = (OSError, EOFError)  # IncompleteReadError is an EOFError
-
-
-class RankPlaces(Protocol):
-    """Other machines, on which ranks are started."""
-
-    @property
-    def host(self) -> str:
-        """Address of this process for them."""
-        ...
-
-    async def start(self, rank: int, log_path: Path, env: dict[str, str]) -> None:
-        """Returns when it runs."""
-        ...
-
-    async def ended(self, rank: int) -> str:
-        """Returns when it has ended, with how."""
-        ...
-
-    async def stop(self, rank: int) -> None:
-        """See to it that it has ended."""
-        ...
 
 
 class RankGroup:
@@ -501,15 +380,20 @@ class RankGroup:
         config: LearnerConfig,
         log_path: Path,
         gpus: Sequence[str] = (),
-        places: RankPlaces | None = None,
+        remote: RemoteRanks | None = None,
     ) -> None:
         self.config = config
-        self.places = places  # None: this machine, or whoever starts the ranks
+        self._remote = remote
+        self._placement: Placement | None = None  # None: others start the ranks
+        if remote is not None:
+            self._placement = remote.placement
+        elif config.launch == "local":
+            self._placement = LocalPlacement(grace_s=0.0)
         self.log_path = log_path
         self.gpus = gpus
         self._lock = asyncio.Lock()
         self._links: list[RankLink] = []
-        self._processes: list[asyncio.subprocess.Process] = []
+        self._started: list[str] = []  # names of processes
         self._seconds: dict[str, deque[float]] = {}  # of the last answers, by command
 
     @property
@@ -524,101 +408,82 @@ class RankGroup:
 
     async def start(self, timeout_s: float) -> None:
         """Start the processes, or wait for those started elsewhere, until all have connected."""
-        local = self.config.launch == "local"
+        local = self._placement is not None
         token = secrets.token_hex(16) if local else os.environ.get(TOKEN_VARIABLE, "")
         if not token:
             raise ConfigError(
                 f"learner.launch = external: set {TOKEN_VARIABLE} to a secret of your own, "
                 "the same for this process and for the ranks"
             )
-        own = "127.0.0.1" if self.places is None else self.places.host
-        host, port = (own, "0") if local else self.config.address.rsplit(":", 1)
+        placement = self._placement
+        host, port = ("", "0") if local else self.config.address.rsplit(":", 1)
         arrivals: asyncio.Queue[RankLink | LearnerError] = asyncio.Queue()
 
-        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(*LOST, ValueError):
-                async with asyncio.timeout(HELLO_S):
-                    hello = await read_reply(reader)
-                if isinstance(hello, Hello) and secrets.compare_digest(hello.token, token):
-                    arrivals.put_nowait(self._link(hello, reader, writer))
-                    return
-            writer.close()
+        def admit(hello: Hello, link: Link) -> bool:
+            arrivals.put_nowait(self._link(hello, link))
+            return True
 
-        connections = list[asyncio.BaseTransport]()
-
-        class Arriving(asyncio.StreamReaderProtocol):
-            def connection_made(self, transport: asyncio.BaseTransport) -> None:
-                connections.append(transport)
-                super().connection_made(transport)
-
-        # Not listening yet: who is cancelled while it begins to would leave the socket open.
-        server = await asyncio.get_running_loop().create_server(
-            lambda: Arriving(asyncio.StreamReader(), accept), host, int(port), start_serving=False
-        )
+        reception = Reception(token, _read_hello, admit)
         try:
-            await server.start_serving()
-            if local:
-                port = str(server.sockets[0].getsockname()[1])
-                await self._spawn(f"{host}:{port}", token)
+            await reception.open(host if placement is None else placement.host, int(port))
+            if placement is not None:
+                async with asyncio.TaskGroup() as group:
+                    for rank in range(self.config.num_ranks):
+                        address = f"{placement.host}:{reception.port}"
+                        group.create_task(self._start(placement, rank, address, token))
             await self._wait_for_all(arrivals, timeout_s)
         except BaseException:
-            server.close()
             try:
                 await self.close()
-            finally:  # those too whose task has not begun, or that nobody has taken
-                for connection in connections:
-                    connection.close()
+            finally:
+                while not arrivals.empty():  # ranks that nobody took
+                    if isinstance(left := arrivals.get_nowait(), RankLink):
+                        left.abort()
             raise
         finally:
-            server.close()
+            reception.close()
 
-    def _link(
-        self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> RankLink | LearnerError:
-        link = RankLink(hello, reader, writer)
+    def _link(self, hello: Hello, link: Link) -> RankLink | LearnerError:
         if hello.num_ranks != self.config.num_ranks:
+            link.abort()
             return LearnerError(
                 f"a learner rank on {hello.host} is one of {hello.num_ranks}, but "
                 f"learner.num_ranks = {self.config.num_ranks}"
             )
-        if self._processes:
-            link.process = self._processes[hello.rank]
-            link.log_path = self._log_of(hello.rank)
-        if self.places is not None:
-            link.log_path = self._log_of(hello.rank)
-        return link
+        log_path = None if self._placement is None else self._log_of(hello.rank)
+        return RankLink(hello, link, log_path, isinstance(self._placement, LocalPlacement))
 
-    async def _spawn(self, address: str, token: str) -> None:
-        if self.places is not None:
-            async with asyncio.TaskGroup() as group:
-                for rank in range(self.config.num_ranks):
-                    env = self._far_environment(rank, address, token)
-                    group.create_task(self.places.start(rank, self._log_of(rank), env))
-            return
-        for rank in range(self.config.num_ranks):
-            config, log_path = self.config, self._log_of(rank)
-            self._processes.append(
-                await spawn(
-                    rank,
-                    config.num_ranks,
-                    log_path,
-                    config.num_threads,
-                    address,
-                    token,
-                    self.gpus,
-                    config.allocator,
-                    config.backend,
-                )
-            )
-
-    def _far_environment(self, rank: int, address: str, token: str) -> dict[str, str]:
-        """Variables of a rank on top of those of its machine, of whose GPUs it sees its own."""
-        config = self.config
-        whole = environment(rank, config.num_ranks, config.num_threads, address, token)
-        path = {"PYTHONPATH": whole["PYTHONPATH"], "LOCAL_RANK": "0"}
-        names = (ADDRESS_VARIABLE, TOKEN_VARIABLE, "RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
-        found = {name: whole[name] for name in (*names, "OMP_WAIT_POLICY")} | path
-        return found | ({"PYTORCH_ALLOC_CONF": config.allocator} if config.allocator else {})
+    async def _start(self, placement: Placement, rank: int, address: str, token: str) -> None:
+        """Start a rank; elsewhere it sees its own GPUs only."""
+        config, remote = self.config, self._remote
+        env = {
+            ADDRESS_VARIABLE: address,
+            TOKEN_VARIABLE: token,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank if remote is None else 0),
+            "WORLD_SIZE": str(config.num_ranks),
+            "PYTHONPATH": python_path(),
+            "OMP_NUM_THREADS": str(config.num_threads),
+            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve the rollouts beside them
+        }
+        unset = CHOSEN_ELSEWHERE
+        if config.allocator:
+            env["PYTORCH_ALLOC_CONF"] = config.allocator
+            unset = [*unset, "PYTORCH_CUDA_ALLOC_CONF"]  # its older name, which torch prefers
+        if remote is None:
+            env |= {BACKEND_VARIABLE: config.backend} if config.backend else {}
+            env |= {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
+        command = ["" if remote is None else remote.python, "-m", "agentenv.learners.worker"]
+        spec = ProcessSpec(
+            f"rank-{rank}",
+            [command[0] or sys.executable, *command[1:]],
+            {**({} if remote is None else remote.env), **env},
+            str(self._log_of(rank).absolute()),
+            {} if remote is None else dict(remote.resources),
+            unset=unset,
+        )
+        self._started.append(spec.name)
+        await placement.start(spec)
 
     def _log_of(self, rank: int) -> Path:
         path = self.log_path
@@ -627,12 +492,10 @@ class RankGroup:
     async def _wait_for_all(
         self, arrivals: asyncio.Queue[RankLink | LearnerError], timeout_s: float
     ) -> None:
-        ended: list[asyncio.Future[Any]] = [
-            asyncio.ensure_future(process.wait()) for process in self._processes
-        ]
-        if self.places is not None:
+        ended: list[asyncio.Future[str]] = []
+        if self._placement is not None:
             ranks = range(self.config.num_ranks)
-            ended = [asyncio.ensure_future(self.places.ended(rank)) for rank in ranks]
+            ended = [asyncio.ensure_future(self._placement.ended(f"rank-{n}")) for n in ranks]
         deadline = asyncio.get_running_loop().time() + timeout_s
         links: dict[int, RankLink] = {}
         try:
@@ -669,16 +532,13 @@ class RankGroup:
                 )
 
     def _start_failure(
-        self, ended: Sequence[asyncio.Future[Any]], links: dict[int, RankLink], timeout_s: float
+        self, ended: Sequence[asyncio.Future[str]], links: dict[int, RankLink], timeout_s: float
     ) -> LearnerError:
         for rank, process in enumerate(ended):
             if process.done():
-                result = process.result()
-                told = how(result) if isinstance(result, int) else str(result)
-                return self._error(rank, told, self._log_of(rank))
+                return self._error(rank, process.result(), self._log_of(rank))
         missing = sorted(set(range(self.config.num_ranks)) - set(links))
-        has_log = self._processes or self.places is not None
-        log_path = self._log_of(missing[0]) if has_log else None
+        log_path = None if self._placement is None else self._log_of(missing[0])
         return self._error(missing[0], f"did not connect in {timeout_s:.0f} s", log_path)
 
     async def call(self, commands: Sequence[Message], timeout_s: float) -> list[Done]:
@@ -773,7 +633,7 @@ class RankGroup:
         then those that do not answer."""
         lost = [link for link, task in zip(self._links, tasks, strict=True) if _is_lost(task)]
         if lost:
-            return self._error(lost[0].rank, await lost[0].how_it_ended(), lost[0].log_path)
+            return self._error(lost[0].rank, await self._how_it_ended(lost[0]), lost[0].log_path)
         if failed:
             return self._refusal(failed[0], tasks[failed[0]].result())
         silent = [link for link, task in zip(self._links, tasks, strict=True) if not task.done()]
@@ -800,12 +660,26 @@ class RankGroup:
 
     async def _close(self) -> None:
         links, self._links = self._links, []
-        processes, self._processes = self._processes, []
-        idle = not self._lock.locked()
-        await asyncio.gather(*(link.close(idle=idle) for link in links))
-        await asyncio.gather(*(kill(process) for process in processes))
-        if self.places is not None:
-            await asyncio.gather(*(self.places.stop(link.rank) for link in links))
+        started, self._started = self._started, []
+        idle, placement = not self._lock.locked(), self._placement
+        closing = asyncio.gather(*(link.close(idle=idle) for link in links))
+        if placement is not None and started:
+            if idle and links:
+                ends = [asyncio.ensure_future(placement.ended(name)) for name in started]
+                _, late = await asyncio.wait(ends, timeout=CLOSE_TIMEOUT_S)
+                for end in late:
+                    end.cancel()
+            await asyncio.gather(*map(placement.stop, started))
+        await closing
+
+    async def _how_it_ended(self, link: RankLink) -> str:
+        """Of a rank whose connection broke."""
+        if self._placement is None:
+            return f"(process {link.pid} on {link.host}) closed its connection"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ENDED_S):
+                return await self._placement.ended(f"rank-{link.rank}")
+        return "closed its connection"
 
     def _error(self, rank: int, what: str, log_path: Path | None) -> LearnerError:
         who = f"the learner's rank {rank}" if self.config.num_ranks > 1 else "the learner"

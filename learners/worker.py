@@ -57,6 +57,7 @@ from agentenv.learners.model_check import check_model
 from agentenv.learners.policy import Policy, use_liger
 from agentenv.learners.tensor_file import stored_dtype
 from agentenv.learners.trainer import Trainer
+from agentenv.link import receive_frame
 
 RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 NUM_RANKS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
@@ -390,20 +391,9 @@ def _is_cpu_allocator(error: BaseException) -> bool:
 
 def receive(connection: socket.socket) -> wire.Command | None:
     """The next command, or None at the end of the connection."""
-    prefix = read_exactly(connection, wire.PREFIX_BYTES)
-    body = prefix and read_exactly(connection, int.from_bytes(prefix, "little"))
-    return wire.unpack_command(body) if body else None
-
-
-def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """That many bytes, or none if the connection ended before."""
-    body = bytearray()
-    while len(body) < num_bytes:
-        chunk = connection.recv(min(num_bytes - len(body), 1 << 20))
-        if not chunk:
-            return b""
-        body += chunk
-    return bytes(body)
+    with suppress(EOFError):
+        return wire.unpack_command(receive_frame(connection))
+    return None
 
 
 def end_with_controller(connection: socket.socket) -> None:

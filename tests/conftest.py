@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.support import nursery
+from tests.support import forkserver
 
 # Threads that wait by spinning take the processors from the other worker of the tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -85,7 +85,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Files:
 
 
 def pytest_sessionfinish() -> None:
-    nursery.close_all()
+    forkserver.close_all()
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def forked_ranks() -> Iterator[None]:
     from tests.support import forks
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentenv.learners.ranks.spawn", forks.spawn)
+        patch.setattr("agentenv.processes.start_process", forks.start_process)
         yield
 
 
@@ -106,7 +106,7 @@ def repeats(request: pytest.FixtureRequest) -> int:
 
 class CpuTimes:
     """Adds up user and system time; a process counts where it ended and was waited for, by a
-    nursery too."""
+    fork server too."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -139,4 +139,4 @@ class CpuTimes:
 
 def cpu_seconds() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used) + nursery.cpu_seconds()
+    return sum(each.ru_utime + each.ru_stime for each in used) + forkserver.cpu_seconds()

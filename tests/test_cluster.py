@@ -17,22 +17,17 @@ from hypothesis import strategies as st
 
 from agentenv.actor import Actor
 from agentenv.cluster.engine import LinkedEngine
-from agentenv.cluster.link import (
-    PREFIX_BYTES,
-    READ_BYTES,
-    Link,
-    StreamLink,
-    linked,
-)
-from agentenv.cluster.messages import BEAT_S, read_asked
-from agentenv.cluster.poison_pill import NUM_LOSSES, NUM_TRIALS
+from agentenv.cluster.messages import read_asked
 from agentenv.cluster.worker import RolloutWorker
-from agentenv.cluster.workers import Left, RolloutWorkers
+from agentenv.cluster.workers import RolloutWorkers
 from agentenv.deadline import WorkClock, waiting, working
 from agentenv.errors import DataError, EngineDeadError, TooManyFailuresError, WorkerError
 from agentenv.journal import Journal, JournalConfig
+from agentenv.link import PREFIX_BYTES, READ_BYTES, Link
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, Task
+from agentenv.worker_group import BEAT_S, NUM_LOSSES, NUM_TRIALS, Left
+from tests.support.links import linked
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, AlwaysFork, make_actor
@@ -56,7 +51,7 @@ class Cluster:
     def __init__(self, make: Callable[[], Actor], *, linked_engine: bool = True) -> None:
         actor = make()
         self.engine, self.told = actor.engine, list[str]()
-        self.workers = RolloutWorkers(actor, silence_s=SILENCE_S, tell=self.told.append)
+        self.workers = RolloutWorkers(actor, silence_s=SILENCE_S, report=self.told.append)
         self._make = make
         self._serving: dict[str, asyncio.Task[None]] = {}
         self._joined: dict[str, asyncio.Task[Left]] = {}
@@ -467,7 +462,7 @@ async def test_frames_of_any_size_arrive_in_their_order() -> None:
     done = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = StreamLink(reader, writer)
+        link = Link(reader, writer)
         with suppress(EOFError):
             while True:
                 received.append(await link.receive())
@@ -476,7 +471,7 @@ async def test_frames_of_any_size_arrive_in_their_order() -> None:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        link = StreamLink(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+        link = Link(*await asyncio.open_connection(*server.sockets[0].getsockname()))
         for frame in frames:
             link.send(frame)
             if len(frame) < 3:
@@ -490,7 +485,7 @@ async def test_frames_that_follow_each_other_closely_go_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first at once, the others as soon as the time is over in which they are gathered."""
-    monkeypatch.setattr("agentenv.cluster.link.GATHER_S", 0.3)
+    monkeypatch.setattr("agentenv.link.GATHER_S", 0.3)
     written: list[int] = []
 
     class Writer:
@@ -500,7 +495,7 @@ async def test_frames_that_follow_each_other_closely_go_together(
             written.append(len(data) // (PREFIX_BYTES + 1))
 
     writer: Any = Writer()
-    link = StreamLink(asyncio.StreamReader(), writer)
+    link = Link(asyncio.StreamReader(), writer)
     for _ in range(100):
         link.send(b"x")
         await asyncio.sleep(0)

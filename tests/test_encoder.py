@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -12,12 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv import encoder
+from agentenv import encoder, worker_pool
 from agentenv.encoder import Encoder, EncoderLostError, decoder, encode_beside
 from agentenv.envs.quickstart_setup import build_tokenizer
 from agentenv.pipelines.run.terminal import is_shown
 from agentenv.renderer import MAX_CHARS_A_TOKEN, TagRenderer
 from agentenv.types import Message
+from agentenv.worker_pool import WorkerPool
 
 TOOL = {"name": "search", "description": "", "parameters": {"properties": {"query": {}}}}
 TEXTS = [
@@ -85,70 +87,97 @@ def shown(caplog: pytest.LogCaptureFixture) -> list[str]:
     return found
 
 
-async def strike(renderer: TagRenderer, number: signal.Signals) -> None:
-    """A signal for the process."""
+def pool_of(renderer: TagRenderer) -> WorkerPool:
     assert renderer.encoder is not None
-    process = renderer.encoder._process
-    assert process is not None
-    process.send_signal(number)
-    if number == signal.SIGKILL:
-        await process.wait()
+    assert renderer.encoder._pool is not None
+    return renderer.encoder._pool
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_process_that_is_lost_starts_again_and_texts_are_encoded_here_until_then(
-    beside: TagRenderer,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    number: signal.Signals,
+def worker_of(renderer: TagRenderer) -> int:
+    server = pool_of(renderer)._server
+    assert server is not None
+    (worker,) = server.idle
+    return worker.pid
+
+
+async def test_a_process_that_is_killed_is_replaced_at_once(
+    beside: TagRenderer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Texts that were lost together are one loss."""
-    monkeypatch.setattr(encoder, "CLOSE_S", 0.3)
-    monkeypatch.setattr(encoder, "FIRST_PAUSE_S", 0.2)
     assert await prepared(beside, TEXTS[0])
-    monkeypatch.setattr(encoder, "ANSWER_S", 0.3)
-    await strike(beside, number)
+    os.kill(worker_of(beside), signal.SIGKILL)
     several = [prepared(beside, TEXTS[0] + "!" * count) for count in range(1, 5)]
-    assert await asyncio.gather(*several) == [False] * 4
-    (told,) = shown(caplog)
-    assert "texts are tokenized on the event loop for" in told
-    assert not await prepared(beside, TEXTS[0] + "before its time")
-    monkeypatch.setattr(encoder, "ANSWER_S", 60.0)
-    await asyncio.sleep(0.4)
-    assert await prepared(beside, TEXTS[0] + "then")
+    assert await asyncio.gather(*several) == [True] * 4
+    server = pool_of(beside)._server
+    assert server is not None
+    server._process.kill()  # and its worker with it
+    assert await prepared(beside, TEXTS[0] + "again")
     assert shown(caplog) == []
 
 
-async def test_a_process_that_is_lost_three_times_in_a_row_is_done_without(
+async def hang(renderer: TagRenderer, seconds: float) -> None:
+    """Its process hangs, and is given so long."""
+    pool_of(renderer).max_asleep_s = seconds
+    os.kill(worker_of(renderer), signal.SIGSTOP)
+
+
+async def test_a_process_that_hangs_starts_again_and_texts_are_encoded_here_until_then(
+    beside: TagRenderer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts that were lost together are one loss."""
+    monkeypatch.setattr(encoder, "FIRST_PAUSE_S", 0.4)
+    assert beside.encoder is not None
+    beside.encoder = Encoder(beside.tokenizer, beside.special_ids)
+    assert await prepared(beside, TEXTS[0])
+    await hang(beside, 0.3)
+    several = [prepared(beside, TEXTS[0] + "!" * count) for count in range(1, 5)]
+    assert await asyncio.gather(*several) == [False] * 4
+    (told,) = shown(caplog)
+    assert "stopped after 0.3 s" in told
+    assert "texts are tokenized on the event loop for" in told
+    assert not await prepared(beside, TEXTS[0] + "before its time")
+    pool_of(beside).max_asleep_s = 60.0
+    await asyncio.sleep(0.7)
+    assert await prepared(beside, TEXTS[0] + "then")
+    assert shown(caplog) == []
+    await beside.encoder.close()
+
+
+async def test_a_process_that_fails_three_times_in_a_row_is_done_without(
     beside: TagRenderer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that has answered in between was none of them."""
     monkeypatch.setattr(encoder, "FIRST_PAUSE_S", 0.0)
+    beside.encoder = Encoder(beside.tokenizer, beside.special_ids)
     for text in ("one", "two", "three", "four"):
         assert await prepared(beside, TEXTS[0] + text)
-        await strike(beside, signal.SIGKILL)
-        await asyncio.sleep(0.1)  # it is seen
+        await hang(beside, 0.2)
+        assert not await prepared(beside, TEXTS[0] + text + text)
+        pool_of(beside).max_asleep_s = 60.0
     assert len(shown(caplog)) == 4
-    monkeypatch.setattr(encoder.sys, "executable", "/nowhere/python")
+    pool_of(beside).close()
+    monkeypatch.setattr(worker_pool.sys, "executable", "/nowhere/python")
     for count in range(5):
         assert not await prepared(beside, TEXTS[0] + "?" * count)
     told = shown(caplog)
     assert len(told) == 2
-    assert "cannot be started" in told[0]
+    assert "no process for workers: " in told[0]
     assert "on the event loop from now on" in told[1]
+    await beside.encoder.close()
 
 
 async def test_closing_ends_the_process_and_whoever_waits(tokenizer: Any) -> None:
     one = Encoder(tokenizer)
     await one.encode("begin")
+    assert one._pool is not None
+    server = one._pool._server
+    assert server is not None
     waiting = asyncio.ensure_future(one.encode("more"))
     await asyncio.sleep(0)
     await one.close()
     await one.close()
     with pytest.raises(EncoderLostError):
         await asyncio.wait_for(waiting, 5)
-    assert one._process is not None
-    assert one._process.returncode == 0
+    await asyncio.to_thread(server._process.wait)
     with pytest.raises(EncoderLostError):
         await one.encode("late")
 

@@ -14,21 +14,22 @@ from agentenv.actor import Actor
 from agentenv.branch import OpenEnvs
 from agentenv.cluster.env_server import EnvServer
 from agentenv.cluster.envs import EnvWorkers, WorkerEnv
-from agentenv.cluster.link import Link, linked
-from agentenv.cluster.messages import BEAT_S, pack
-from agentenv.cluster.workers import Left
+from agentenv.cluster.messages import pack
 from agentenv.config import to_plain
 from agentenv.deadline import WorkClock, doing, waiting, working
 from agentenv.env import Env, EnvWrapper, StepResult, forget_shared, shared
 from agentenv.errors import CrashError, EnvError, WorkerError
+from agentenv.link import Link
 from agentenv.pipelines.config.rl import EnvConfig
 from agentenv.pipelines.setup.env_workers import Asked, EnvSetup
 from agentenv.pipelines.workers import env_worker
 from agentenv.prompt import PromptConfig
 from agentenv.testing import check_tool_env
 from agentenv.types import Limit, Limits, Message, Task
+from agentenv.worker_group import BEAT_S, Left
 from tests.support.counting_tools import ANSWER, call
 from tests.support.counting_tools import TASK as COUNTED
+from tests.support.links import linked
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, AlwaysFork, make_actor
@@ -57,7 +58,7 @@ class Host:
 
     def __init__(self, make: Make = CountingEnv) -> None:
         self.told = list[str]()
-        self.workers = EnvWorkers(held_s=HELD_S, tell=self.told.append)
+        self.workers = EnvWorkers(held_s=HELD_S, report=self.told.append)
         self._make = make
         self.links: dict[str, Link] = {}
         self.ends: dict[str, Link] = {}
@@ -137,11 +138,11 @@ def test_they_go_where_there_are_fewest() -> None:
         envs = [await begun(host) for _ in range(4)]
         forks = [await envs[0].fork() for _ in range(2)]
         other = await begun(host)  # beside the two that have no forks
-        counts = [one.num_envs for one in host.workers._processes.values()]
+        counts = [one.num_envs for one in host.workers.workers.values()]
         for env in (*envs, *forks, other):
             await env.close()
             await env.close()
-        assert [one.num_envs for one in host.workers._processes.values()] == [0, 0]
+        assert [one.num_envs for one in host.workers.workers.values()] == [0, 0]
         return sorted(counts)
 
     assert hosted(work, "ab") == [3, 4]
@@ -154,7 +155,7 @@ def test_a_process_that_is_lost_costs_no_trajectory() -> None:
         actor = far_actor(host, latency_s=0.0, engine={"latency_s": 10.0})
         growing = asyncio.create_task(actor.rollout(TASK, PLAN, index=0))
         await asyncio.sleep(35.0)
-        assert host.workers._processes["a"].num_envs
+        assert host.workers.workers["a"].num_envs
         left = await host.kill("a")
         return grown(await growing), left
 
@@ -368,7 +369,7 @@ class Stuck(EnvWrapper):
 def pending_of(host: Host) -> list[Any]:
     """What either side of the first process still waits for."""
     server = host.servers["a"]
-    return [*host.workers._processes["a"].calls, *server._calls, *server._of, *server._envs]
+    return [*host.workers.workers["a"].calls, *server._calls, *server._of, *server._envs]
 
 
 def test_a_close_that_hangs_is_cancelled() -> None:
@@ -411,7 +412,7 @@ async def test_a_process_knows_the_limit_of_its_configuration(tmp_path: Path) ->
     frame = pack(EnvSetup(to_plain(asked), str(tmp_path)))
     link, far = linked()
     end: Any = far
-    workers = EnvWorkers(held_s=HELD_S, tell=print)
+    workers = EnvWorkers(held_s=HELD_S, report=print)
     async with AsyncExitStack() as stack:
         serving = asyncio.create_task((await env_worker.build(frame, end, stack, print, 0)).serve())
         joined = asyncio.create_task(workers.join("a", link))

@@ -32,7 +32,6 @@ from agentenv.engines.remote.server import ForeignWeightsError, Request
 from agentenv.engines.sglang import SGLangAnswer
 from agentenv.engines.vllm import VLLMAnswer
 from agentenv.env import close_shared
-from agentenv.envs.common.workers import _frame, _Worker
 from agentenv.envs.grading.judge import Judge, JudgeConfig
 from agentenv.envs.mcp_tools import MCPTools
 from agentenv.envs.sandbox.channel import Channel
@@ -62,10 +61,12 @@ from agentenv.errors import (
     ToolError,
 )
 from agentenv.launchers.retriever import Retriever, RetrieverConfig
+from agentenv.link import Link, frame_of
 from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import tool
 from agentenv.types import Message, SamplingParams, Task, ToolCall, VersionSpan
-from agentenv.untrusted import decode
+from agentenv.untrusted import decode, packed
+from agentenv.worker_pool import _Worker
 from tests.support.hostile import (
     PAGE,
     RawServer,
@@ -430,7 +431,7 @@ async def test_arguments_of_a_call(data: bytes, form: str) -> None:
         message.content.encode()
         outcomes["arguments", "result" if record["ok"] else "ToolError"] += 1
     written(info)
-    _frame({"payload": info})
+    packed({"payload": info})
     await env.close()
 
 
@@ -580,17 +581,17 @@ async def test_files_of_a_cache(
     path.unlink()
 
 
-PACKED = framed(msgspec.msgpack.encode({"result": [1, "x", {"a": 1.5}], "error": "e", "pid": 3}))
+PACKED = frame_of(msgspec.msgpack.encode({"result": [1, "x", {"a": 1.5}], "error": "e", "pid": 3}))
 
 
 @pytest.mark.slow
 @fuzzed(0.8)
-@given(damaged(PACKED) | damaged(PACKED[4:]).map(framed) | st.binary(max_size=20).map(framed))
+@given(damaged(PACKED) | damaged(PACKED[8:]).map(frame_of) | st.binary(max_size=20).map(frame_of))
 async def test_frames_of_a_worker(data: bytes) -> None:
     ours, theirs = socket.socketpair()
     theirs.sendall(data)
     theirs.shutdown(socket.SHUT_WR)
-    worker = _Worker(ours)
+    worker = _Worker(Link(*await asyncio.open_unix_connection(sock=ours)))
     found = await worker.receive()
     outcomes["workers", "result" if found else "died"] += 1
     written(found)

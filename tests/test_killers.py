@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from agentenv.cluster.poison_pill import NUM_LOSSES, NUM_TRIALS
 from agentenv.env import Env
 from agentenv.journal import Journal, JournalConfig
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
+from agentenv.worker_group import NUM_LOSSES, NUM_TRIALS
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, make_actor

@@ -26,7 +26,16 @@ PATHS |= {"exists", "is_file", "is_dir"}
 DISK = OURS | SYSTEM | PATHS
 # Names that something else has too, which no walk can tell apart.
 OTHERS = {"index", "clean", "formulas", "same_answer", "make_room_for", "_partial", "resting"}
-OTHERS |= {"locked", "provider_hits", "is_math", "text_scores", "_reference_scores", "mutated"}
+OTHERS |= {
+    "locked",
+    "_state",
+    "_build",
+    "provider_hits",
+    "is_math",
+    "text_scores",
+    "_reference_scores",
+    "mutated",
+}
 
 BEFORE = "nothing else runs yet"
 ASKED = "a command that does nothing else, and that somebody watches"
@@ -46,7 +55,10 @@ ALLOWED = {
     "agentenv/engines/remote/client.py _send: _lacks_descriptors": NO_DISK,
     "agentenv/engines/pool/broadcast.py _form: sender.open": NO_DISK,
     "agentenv/engines/pool/engine.py start: read_eos_ids": BEFORE,
+    "agentenv/supervisor.py start: self._reception.open": NO_DISK,
+    "agentenv/worker_pool.py load: self._give": NO_DISK,
     "envs/sandbox/process.py launch: own_folder": OWN,
+    "learners/ranks.py start: reception.open": NO_DISK,
     "envs/sandbox/process.py launch: settings_of": OWN,
     "envs/sandbox/self_test.py find_escape: tempfile.NamedTemporaryFile": OWN,
     "pipelines/evaluation/run.py run_evaluation: saved_of": BEFORE,
@@ -56,6 +68,8 @@ ALLOWED = {
     "pipelines/rl/training.py _announce: self.recorder.archive.forget_after": BEFORE,
     "pipelines/rl/training.py _announce: self.run.forget_metrics_after": BEFORE,
     "pipelines/rl/rounds.py run_rounds: self.run.forget_metrics_after": BEFORE,
+    "pipelines/rl/rounds.py run_rounds: self.run.go_on": BEFORE,
+    "pipelines/rl/training.py _announce: self.run.go_on": BEFORE,
     "pipelines/serving/servers.py start: self._specs": BEFORE,
     "pipelines/supervised/run.py encoder: load_instruction": BEFORE,
     "pipelines/supervised/run.py train_supervised: run.checkpoints.to_resume": BEFORE,

@@ -12,15 +12,17 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from agentenv.cluster.link import Link, StreamLink, linked
 from agentenv.cluster.messages import Alive, Ended, Figures, Say, pack
 from agentenv.cluster.slots import _Held
-from agentenv.cluster.workers import Left, RolloutWorkers
+from agentenv.cluster.workers import RolloutWorkers
 from agentenv.errors import TooManyFailuresError
 from agentenv.failures import Failure
-from agentenv.pipelines.cluster.places import Here
-from agentenv.pipelines.cluster.processes import Kind, WorkerProcesses
+from agentenv.link import Link
+from agentenv.processes import LocalPlacement
+from agentenv.supervisor import Supervisor, WorkerSpec
 from agentenv.types import Limits
+from agentenv.worker_group import Left, WorkerGroup
+from tests.support.links import linked
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import make_actor
@@ -53,15 +55,15 @@ def test_a_worker_that_is_lost_has_come_further_though_no_tree_has_ended() -> No
     assert [one.has_come_further for one in left] == [True, False]
 
 
-class Kept(WorkerProcesses):
+class Kept(Supervisor):
     """Its processes come up at once."""
 
-    async def _start(self, number: int) -> StreamLink:
+    async def _start(self, number: int) -> Link:
         await asyncio.sleep(0)
-        return cast(StreamLink, linked()[0])
+        return cast(Link, linked()[0])
 
 
-class Nowhere(Here):
+class Nowhere(LocalPlacement):
     async def ended(self, name: str) -> str:
         return "is gone"
 
@@ -75,24 +77,16 @@ def test_deaths_in_a_row_are_those_without_any_progress(
 ) -> None:
     """A machine that is taken away each half hour from trees of an hour is no broken worker."""
 
-    class Lost:
-        num_lost, reason = 0, ""
-
+    class Lost(WorkerGroup[Any]):
         async def join(self, name: str, link: Link) -> Left:
             await asyncio.sleep(1800.0)
             return Left("it is gone", 0, "", has_come_further=has_come_further)
 
-        def end(self, reason: str) -> None:
-            self.reason = reason
-
-        async def close(self) -> None:
-            pass
-
     async def main() -> Lost:
-        members = Lost()
-        kind = Kind("module", "worker", "worker", 1, 10.0, 3, "cluster")
+        members = Lost(lambda text: None)
+        spec = WorkerSpec("module", "worker", "worker", 1, 10.0, 3, "cluster")
         setup = msgspec.defstruct("Setup", [])()
-        workers = Kept(kind, members, setup, tmp_path, lambda text: None, Nowhere())
+        workers = Kept(spec, members, setup, tmp_path, lambda text: None, Nowhere())
         workers._kept = {0}
         starting = asyncio.create_task(workers._start(0))
         keeping = asyncio.create_task(workers._keep(0, starting))
@@ -109,15 +103,15 @@ def test_deaths_in_a_row_are_those_without_any_progress(
 async def test_what_a_drained_worker_has_sent_until_it_ends_is_heard() -> None:
     """Its last turns are on their way when its time is over."""
     told: list[str] = []
-    workers = RolloutWorkers(make_actor(), silence_s=60.0, tell=told.append)
+    workers = RolloutWorkers(make_actor(), silence_s=60.0, report=told.append)
     left: list[Left] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        left.append(await workers.join("a", StreamLink(reader, writer)))
+        left.append(await workers.join("a", Link(reader, writer)))
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        link = StreamLink(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+        link = Link(*await asyncio.open_connection(*server.sockets[0].getsockname()))
         link.send(pack(Alive(Figures())))
         await asyncio.sleep(0.1)
         workers.leave("a", 0.2)
@@ -137,11 +131,11 @@ async def test_what_a_drained_worker_has_sent_until_it_ends_is_heard() -> None:
 
 
 async def test_a_drained_worker_that_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentenv.cluster.link.LAST_S", 0.3)
+    monkeypatch.setattr("agentenv.link.LAST_S", 0.3)
     ends: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = StreamLink(reader, writer)
+        link = Link(reader, writer)
         link.finish()
         link.send(b"is lost")
         try:
@@ -151,7 +145,7 @@ async def test_a_drained_worker_that_does_not_end_is_left(monkeypatch: pytest.Mo
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        link = StreamLink(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+        link = Link(*await asyncio.open_connection(*server.sockets[0].getsockname()))
         with pytest.raises(EOFError):
             await asyncio.wait_for(link.receive(), 5)
         for _ in range(100):
@@ -166,7 +160,7 @@ async def test_the_version_of_a_server_goes_before_its_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It does not wait for other frames to go with."""
-    monkeypatch.setattr("agentenv.cluster.link.GATHER_S", 10.0)
+    monkeypatch.setattr("agentenv.link.GATHER_S", 10.0)
     written: list[bytes] = []
 
     class Writer:
@@ -176,7 +170,7 @@ async def test_the_version_of_a_server_goes_before_its_tokens(
             written.append(data)
 
     writer, server = cast(Any, Writer()), cast(Any, SimpleNamespace(policy_version=3))
-    link = StreamLink(asyncio.StreamReader(), writer)
+    link = Link(asyncio.StreamReader(), writer)
     link.send(b"x")
     await asyncio.sleep(0)
     assert len(written) == 1
@@ -236,7 +230,7 @@ def test_too_many_failures_end_the_run_though_no_tree_is_left_to_report_them() -
         cluster.workers._actor.failures.add = add  # type: ignore[method-assign]
         cluster.add("a")
         await cluster.rollout(0)
-        (worker,) = cluster.workers._workers.values()
+        (worker,) = cluster.workers.workers.values()
         assert not worker.trees
         cluster.ends["a"].send(pack(Ended(a_bug)))
         await asyncio.sleep(1.0)

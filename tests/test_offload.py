@@ -67,9 +67,9 @@ ALLOWED = {
     "envs/search/corpus.py: ThreadPoolExecutor": "the same",
     "envs/sandbox/process.py: run_in_executor": "reaps, and begins although the loop may end",
     "envs/sandbox/process.py: subprocess.Popen": "the zygote dies with the thread that starts it",
-    "envs/common/workers.py: subprocess.Popen": "the fork server, which threads start too",
-    "envs/common/workers.py: threading.Thread": "reaps the fork server",
-    "envs/common/workers.py: os.fork": "inside the fork server",
+    "agentenv/worker_pool.py: subprocess.Popen": "the fork server, which threads start too",
+    "agentenv/worker_pool.py: threading.Thread": "reaps the fork server",
+    "agentenv/worker_pool.py: os.fork": "inside the fork server",
     # nothing on the loop waits for these
     "pipelines/run/event_loop.py: threading.Thread": "the watchdog looks at the loop from outside",
     "pipelines/run/event_loop.py: time.monotonic": "the same",
@@ -81,7 +81,6 @@ ALLOWED = {
     "envs/sandbox/births.py: time.monotonic": "inside the zygote",
     "pipelines/run/waits.py: time.time": "when a wait began, for people",
     "pipelines/rl/control.py: time.time": "the same",
-    "pipelines/run/control.py: time.time": "the age of a file",
     "pipelines/monitors/otel.py: time.time_ns": "of spans, which others read",
     "pipelines/run/terminal.py: time.monotonic": "when a line was shown last, for people",
     "pipelines/setup/checks.py: time.monotonic": "how long a check took, for people",
@@ -107,7 +106,7 @@ def test_what_would_go_past_it_is_seen(text: str) -> None:
 def test_what_cannot_go_through_the_seam_asks_it_first(path: str) -> None:
     asks = "check_outside(" in (ROOT / path).read_text(encoding="utf-8")
     assert asks == (
-        path in {"envs/search/corpus.py", "envs/sandbox/process.py", "envs/common/workers.py"}
+        path in {"envs/search/corpus.py", "envs/sandbox/process.py", "agentenv/worker_pool.py"}
     )
 
 

@@ -15,23 +15,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from agentenv.cluster.link import Link
-from agentenv.cluster.messages import (
-    Quit,
-    Refused,
-    Sample,
-    Stand,
-    Tokens,
-    Turn,
-    named,
-    pack,
-    raised,
-)
+from agentenv.cluster.messages import Quit, Refused, Sample, Stand, Tokens, Turn, pack
 from agentenv.deadline import ToldClock, Wait, work_clock, working
 from agentenv.engine import Engine
 from agentenv.errors import EngineError
+from agentenv.link import Link
 from agentenv.tree import Prefix, packed_ids
 from agentenv.types import Chunk, Completion, SamplingParams
+from agentenv.worker_group import named, raised
 
 
 class _Pending:
@@ -45,8 +36,8 @@ class _Pending:
 
 
 class LinkedEngine:
-    """The worker's end, an Engine. `hear` takes what the controller says of its turns, and whoever
-    receives it sets `policy_version`."""
+    """The worker's end, an Engine. `hear` takes the controller's messages about turns; their
+    receiver sets `policy_version`."""
 
     def __init__(self, link: Link) -> None:
         self.policy_version = 0
@@ -82,7 +73,7 @@ class LinkedEngine:
             del self._pending[number]
 
     def hear(self, said: Tokens | Stand | Turn | Refused) -> None:
-        """What becomes of a turn; of one that nobody wants any more, nothing."""
+        """Handle a message about a turn; ignored if the turn is not wanted any more."""
         pending = self._pending.get(said.number)
         if pending is None or pending.done.done():
             return

@@ -1,14 +1,14 @@
-"""What a host of environments and a process that holds some of them say to each other.
+"""Messages between a host of environments and a process that holds some of them.
 
     host                                  process
     Begin(call, env, task)   ----->       makes an environment, unless it has it, and resets it
     Step, End, Copy, Close   ----->       the other calls of agentenv.env.Env
-                             <-----  Begun      the process has come to the call
-                             <-----  Awaits     what the call awaits, and whether it is worked for
-                             <-----  Gave       what came out
-                             <-----  Failed     what was raised
-    Cancel(call)             ----->       nobody wants to know any more
-                             <-----  Alive, Say, Lost    as agentenv/cluster/messages.py has them
+                             <-----  Begun      the process begins the call
+                             <-----  Awaits     what the call awaits, and whether its clock runs
+                             <-----  Gave       its result
+                             <-----  Failed     its error
+    Cancel(call)             ----->       the result is not wanted any more
+                             <-----  Alive, Say    as agentenv/cluster/messages.py has them
 
 `env` names an environment, and a call is one of those of Env; both are numbers on one link.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from agentenv.cluster.messages import Alive, Lost, Say
+from agentenv.cluster.messages import Alive, Say
 from agentenv.env import ForkMode
 from agentenv.types import Info, Limit, Message, Task
 
@@ -77,14 +77,14 @@ Call = Begin | Step | End | Copy | Close
 
 
 class Begun(Struct, array_like=True, frozen=True, tag=11):
-    """From now on the call is worked on."""
+    """The process works on the call from now on."""
 
     call: int
 
 
 class Awaits(Struct, array_like=True, frozen=True, tag=12):
-    """What a call awaits from now on. `stands`: nobody works for it; `lost_s`: so much of what was
-    worked last does not count."""
+    """What a call awaits from now on. `stands`: its clock does not run; `lost_s`: seconds of the
+    last work that do not count."""
 
     call: int
     what: str
@@ -93,8 +93,8 @@ class Awaits(Struct, array_like=True, frozen=True, tag=12):
 
 
 class Gave(Struct, array_like=True, frozen=True, tag=13):
-    """What came out of a call, with what it has none of as it is here; and the env's `fork_mode`
-    afterwards."""
+    """The result of a call; fields that it does not have keep their defaults. `fork_mode` is that
+    of the environment afterwards."""
 
     call: int
     fork_mode: ForkMode = "none"
@@ -106,7 +106,7 @@ class Gave(Struct, array_like=True, frozen=True, tag=13):
 
 
 class Failed(Struct, array_like=True, frozen=True, tag=14):
-    """What a call raised (`named` of agentenv/cluster/messages.py), and the traceback of a bug."""
+    """The error of a call (`named` of agentenv/worker_group.py), and the traceback of a bug."""
 
     call: int
     kind: str
@@ -115,4 +115,4 @@ class Failed(Struct, array_like=True, frozen=True, tag=14):
 
 
 read_call = msgspec.msgpack.Decoder(Call | Cancel).decode
-read_told = msgspec.msgpack.Decoder(Begun | Awaits | Gave | Failed | Alive | Say | Lost).decode
+read_answer = msgspec.msgpack.Decoder(Begun | Awaits | Gave | Failed | Alive | Say).decode

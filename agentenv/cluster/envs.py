@@ -1,12 +1,12 @@
-"""Environments that live in processes of their own, as their host sees them.
+"""Environments in processes of their own, as their host sees them.
 
     EnvWorkers.make(task) --> WorkerEnv, an Env --Begin, Step, ..--> the process with the fewest
-                                  ^                                    of them
+                                  ^                                    environments
                                   +---- Begun, Awaits, Gave, Failed
 
-What computes holds up its own process, not the rollouts. The clock of a rollout stands still until
-the process has come to its call. A process that is lost takes its environments along: what was
-asked of them raises EnvError, upon which a rollout goes on in a fresh environment.
+What computes blocks its own process, not the rollouts. The clock of a rollout stops until the
+process begins its call. A process that is lost takes its environments along: their calls raise
+EnvError, and the rollout goes on in a fresh environment.
 """
 
 from __future__ import annotations
@@ -14,99 +14,83 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import count
 from typing import Any, Self
 
-import msgspec
-
-from agentenv.cluster.env_messages import (
-    Awaits,
-    Begin,
-    Begun,
-    Call,
-    Cancel,
-    Close,
-    Copy,
-    End,
-    Failed,
-    Gave,
-    Step,
-    read_told,
-)
-from agentenv.cluster.link import Link
-from agentenv.cluster.messages import BEAT_S, Alive, Figures, Lost, Say, pack, raised
-from agentenv.cluster.workers import Left
+from agentenv.cluster import env_messages as messages
+from agentenv.cluster.env_messages import Call, Gave
+from agentenv.cluster.messages import Alive, Figures, Say, pack
 from agentenv.deadline import Wait, doing, heed, waiting, work_clock
 from agentenv.env import ForkMode, StepResult
 from agentenv.errors import CrashError, EnvError, WorkerError
+from agentenv.link import Link
 from agentenv.types import Info, Limit, Message, Task
+from agentenv.worker_group import Left, Worker, WorkerGroup, raised
 
-LAST_S = 20.0  # in which the processes end after a close: envs are being closed
 PLACE = "a process for environments"
 MAX_RESETS = 3  # more of an env whose process is lost meanwhile
 
 
 class _Pending:
-    """A call that was not answered yet; `what` is called, of an env of this task."""
+    """A call without an answer yet; `what` names it, of an environment of this task."""
 
     def __init__(self, what: str, task_id: str) -> None:
         self.what, self.task_id = what, task_id
         self.answer: asyncio.Future[Gave] = asyncio.get_running_loop().create_future()
         self.has_begun = False
         self.clock = work_clock()
-        self.wait = Wait()  # nobody works for it before the process has come to it
+        self.wait = Wait()  # until the process begins the call
 
 
-class _Process:
-    """One that is there."""
+class _Process(Worker):
+    """A connected process."""
 
     def __init__(self, name: str, link: Link) -> None:
-        self.name, self.link = name, link
+        super().__init__(name, link)
         self.calls: dict[int, _Pending] = {}
         self.num_envs = 0
         self.num_answered = 0
         self.figures = Figures()
-        self.heard = asyncio.get_running_loop().time()
         self.why_gone = ""
 
 
-class EnvWorkers:
-    """`make` takes the place of what makes environments; each process is served by a `join` of its
-    own. One whose event loop is held up for `held_s` is given up. `tell` says something to people.
-    """
+class EnvWorkers(WorkerGroup[_Process]):
+    """`make` replaces the maker of environments. A process whose event loop is blocked for
+    `held_s` is given up."""
 
-    def __init__(self, *, held_s: float, tell: Callable[[str], None]) -> None:
-        self.num_lost = 0
-        self._held_s, self._tell = held_s, tell
-        self._processes: dict[str, _Process] = {}
-        self._changed = asyncio.Event()  # a process has come or gone
+    read = staticmethod(messages.read_answer)
+    silence_key = "env.held_s"
+    make_worker = _Process
+
+    def __init__(self, *, held_s: float, report: Callable[[str], None]) -> None:
+        super().__init__(report)
+        self.silence_s = held_s
         self._counted: Counter[str] = Counter()  # by processes that are gone
         self._numbers = count()
-        self._reason = ""  # why no process will come any more
 
     def make(self, task: Task) -> WorkerEnv:
         """An env of the task, which is made in a process when it is reset."""
         return WorkerEnv(self, task)
 
-    # calls
+    # Calls
 
     async def place(self) -> _Process:
-        """The process with the fewest envs, waited for. Raises WorkerError when none will come."""
-        while not self._processes:
-            if self._reason:
-                raise WorkerError(self._reason)
-            self._changed.clear()
+        """The process with the fewest environments, waited for. Raises WorkerError when none will
+        come."""
+        while not self.workers:
+            if self.reason:
+                raise WorkerError(self.reason)
+            self.changed.clear()
             with waiting(PLACE):
-                await self._changed.wait()
-        return min(self._processes.values(), key=lambda one: one.num_envs)
+                await self.changed.wait()
+        return min(self.workers.values(), key=lambda one: one.num_envs)
 
     def number(self) -> int:
-        """One that names an env or a call."""
+        """A fresh number for an environment or a call."""
         return next(self._numbers)
 
     async def ask(self, process: _Process, call: Call, what: str, task_id: str) -> Gave:
-        """What comes out of a call. Raises what the env raised, and EnvError if the process is
+        """The result of a call. Raises the environment's error, and EnvError if the process is
         gone."""
         if process.why_gone:
             raise EnvError(process.why_gone)
@@ -117,120 +101,70 @@ class EnvWorkers:
             try:
                 return await pending.answer
             except asyncio.CancelledError:
-                process.link.send(pack(Cancel(call.call)))
+                process.link.send(pack(messages.Cancel(call.call)))
                 raise
             finally:
                 pending.wait.end()
                 process.calls.pop(call.call, None)
 
-    # processes
+    # Processes
 
-    async def join(self, name: str, link: Link) -> Left:
-        """Let a process take part until it is gone."""
-        process = self._processes[name] = _Process(name, link)
-        self._changed.set()
-        listening = asyncio.create_task(self._listen(process))
-        why = "the run ends"
-        try:
-            while True:
-                self._take(process, read_told(await link.receive()))
-        except (EOFError, msgspec.DecodeError) as error:
-            why = process.why_gone or str(error)
-            if isinstance(error, msgspec.DecodeError):
-                why = f"it said what cannot be read ({error})"
-            num_envs = process.num_envs
-            rest = f"the rollouts of its {num_envs} environments go on in fresh ones"
-            return Left(why, process.num_answered, rest if num_envs else "it held no environment")
-        finally:
-            listening.cancel()
-            link.abort()
-            del self._processes[name]
-            self._counted.update(process.figures.env)
-            self._give_up(process, f"{name}, a process for environments, is lost: {why}")
-            self._changed.set()
-
-    def _take(self, process: _Process, told: Any) -> None:
-        """Deal with what a process of environments has said."""
-        process.heard = asyncio.get_running_loop().time()
-        match told:
+    def take(self, worker: _Process, message: Any) -> None:
+        match message:
             case Alive():
-                process.figures = told.figures
+                worker.figures = message.figures
                 return
             case Say():
-                return self._tell(f"{process.name}: {told.text}")
-            case Lost():
-                raise EOFError(told.text)
-        pending = process.calls.get(told.call)
-        if pending is None or pending.answer.done():  # nobody wants to know any more
+                return self.report(f"{worker.name}: {message.text}")
+        pending = worker.calls.get(message.call)
+        if pending is None or pending.answer.done():  # cancelled meanwhile
             return
-        match told:
-            case Begun():
+        match message:
+            case messages.Begun():
                 pending.has_begun = True
                 pending.wait.end()
                 if pending.clock is not None:
                     pending.clock.now(pending.what)
-            case Awaits():
-                (pending.wait.begin if told.stands else pending.wait.end)()
+            case messages.Awaits():
+                (pending.wait.begin if message.stands else pending.wait.end)()
                 if pending.clock is not None:
-                    pending.clock.now(told.what or pending.what)
-                    if told.lost_s:
-                        pending.clock.lose(told.lost_s)
+                    pending.clock.now(message.what or pending.what)
+                    if message.lost_s:
+                        pending.clock.lose(message.lost_s)
             case Gave():
-                process.num_answered += 1
-                pending.answer.set_result(told)
-            case Failed():
-                process.num_answered += 1
-                error = raised(told.kind, told.text)
-                if told.trace:
-                    error.__cause__ = RuntimeError(f"in {process.name}:\n{told.trace}")
+                worker.num_answered += 1
+                pending.answer.set_result(message)
+            case messages.Failed():
+                worker.num_answered += 1
+                error = raised(message.kind, message.text)
+                if message.trace:
+                    error.__cause__ = RuntimeError(f"in {worker.name}:\n{message.trace}")
                 pending.answer.set_exception(error)
 
-    def _give_up(self, process: _Process, why: str) -> None:
-        """A process is gone: so are its environments, and what was asked of them. If it did
-        nothing but one call when it was held up, that call has crashed."""
-        is_held, process.why_gone = bool(process.why_gone), why
-        begun = [one for one in process.calls.values() if one.has_begun]
-        for pending in process.calls.values():
+    def left(self, worker: _Process, why: str) -> Left:
+        num_envs = worker.num_envs
+        rest = f"the rollouts of its {num_envs} environments go on in fresh ones"
+        return Left(why, worker.num_answered, rest if num_envs else "it held no environment")
+
+    async def lost(self, worker: _Process, why: str) -> None:
+        """Fail the calls of a process that is gone. If it did nothing but one call when it was
+        blocked, that call has crashed."""
+        self._counted.update(worker.figures.env)
+        worker.why_gone = f"{worker.name}, a process for environments, is lost: {why}"
+        begun = [one for one in worker.calls.values() if one.has_begun]
+        for pending in worker.calls.values():
             if pending.answer.done():
                 continue
-            if is_held and begun == [pending]:
-                text = f"{pending.what} of task {pending.task_id} held up its process: {why}"
-                pending.answer.set_exception(CrashError(text))
-            else:
-                pending.answer.set_exception(EnvError(why))
-
-    async def _listen(self, process: _Process) -> None:
-        """Break the link of one that is held up. A loop of ours that was held up hears late: it
-        looks twice."""
-        loop, is_late = asyncio.get_running_loop(), False
-        while True:
-            await asyncio.sleep(BEAT_S)
-            was_late, is_late = is_late, loop.time() - process.heard > self._held_s
-            if was_late and is_late:
-                process.why_gone = f"it has said nothing for {self._held_s:g} s (env.held_s)"
-                process.link.abort()
-
-    def end(self, reason: str) -> None:
-        """No process will come any more: environments raise WorkerError."""
-        self._reason = reason
-        self._changed.set()
-
-    async def close(self) -> None:
-        """Let the processes end, which close their envs. Idempotent."""
-        self._reason = self._reason or "the run ends"
-        self._changed.set()  # wakes a caller that waits for a process that has not come
-        for process in self._processes.values():
-            process.link.close()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_S):
-                while self._processes:
-                    self._changed.clear()
-                    await self._changed.wait()
+            error: EnvError = EnvError(worker.why_gone)
+            if worker.is_hanging and begun == [pending]:
+                call = f"{pending.what} of task {pending.task_id}"
+                error = CrashError(f"{call} held up its process: {worker.why_gone}")
+            pending.answer.set_exception(error)
 
     def stats(self) -> dict[str, float]:
-        """What environments have counted since the start, of all processes together."""
+        """Counters of the environments since the start, summed over all processes."""
         total = Counter(self._counted)
-        for process in self._processes.values():
+        for process in self.workers.values():
             total.update(process.figures.env)
         return dict(total)
 
@@ -261,7 +195,7 @@ class WorkerEnv:
                 self._number = self._workers.number()
                 self._process.num_envs += 1
             call = self._workers.number()
-            begin = Begin(call, self._number, self._task, seed, options)
+            begin = messages.Begin(call, self._number, self._task, seed, options)
             try:
                 gave = await self._ask(begin, "the environment's reset")
                 break
@@ -275,25 +209,25 @@ class WorkerEnv:
         return gave.messages, gave.info
 
     async def step(self, action: Message) -> StepResult:
-        call = Step(self._workers.number(), self._number, action)
+        call = messages.Step(self._workers.number(), self._number, action)
         gave = await self._ask(call, "the environment's step")
         self._mode = gave.fork_mode
         return gave.messages, gave.reward, gave.terminated, gave.truncated, gave.info
 
     async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
-        call = End(self._workers.number(), self._number, reason, action)
+        call = messages.End(self._workers.number(), self._number, reason, action)
         gave = await self._ask(call, "the environment's finish")
         return gave.reward, gave.info
 
     async def fork(self) -> Self:
         other = type(self)(self._workers, self._task)
         other._number = self._workers.number()
-        call = Copy(self._workers.number(), self._number, other._number)
+        call = messages.Copy(self._workers.number(), self._number, other._number)
         try:
             gave = await self._ask(call, "the environment's fork")
         except BaseException:  # the copy may have been made
             if self._process is not None:
-                unwanted = Close(self._workers.number(), other._number)
+                unwanted = messages.Close(self._workers.number(), other._number)
                 self._process.link.send(pack(unwanted))
             raise
         assert self._process is not None
@@ -307,7 +241,7 @@ class WorkerEnv:
             return
         if self._closing is None:
             self._process.num_envs -= 1
-            call = Close(self._workers.number(), self._number)
+            call = messages.Close(self._workers.number(), self._number)
             asking = self._ask(call, "the environment's close")
             self._closing = asyncio.ensure_future(asking)
             self._closing.add_done_callback(heed)
@@ -318,6 +252,8 @@ class WorkerEnv:
                 raise
 
     async def _ask(self, call: Call, what: str) -> Gave:
-        if self._process is None or (self._closing is not None and not isinstance(call, Close)):
+        if self._process is None or (
+            self._closing is not None and not isinstance(call, messages.Close)
+        ):
             raise EnvError(f"task {self._task.id}: {what} before its reset or after its close")
         return await self._workers.ask(self._process, call, what, self._task.id)

@@ -1,30 +1,29 @@
-"""What a controller and a rollout worker say to each other.
+"""Messages between a controller and a rollout worker.
 
     controller                                     worker
     Grow(number, task, ..)        ----->           grows a tree on its actor
-                                  <-----  Told     what happened to the tree, as a frame of the
+                                  <-----  TreeFrame  what happened to the tree, as a frame of the
                                                    journal; the last frame is its end
-                                  <-----  Lost     what its rollout raised
-    Drop(number)                  ----->           nobody wants that tree any more
-                                  <-----  Seek     a place on a server of the pool
-    Serves, Seated, Refused       ----->           which server, and what is needed to ask it
+                                  <-----  Raised   the error of its rollout
+    Drop(number)                  ----->           the tree is not wanted any more
+                                  <-----  Acquire     a place on a server of the pool
+    Serves, Granted, Refused       ----->           which server, and what is needed to ask it
     Standing, BreakOff            ----->           what happens to the server meanwhile
-                                  <-----  Heard    it has given its first token
-                                  <-----  Leave    what became of the requests
+                                  <-----  FirstToken    it has given its first token
+                                  <-----  Release    what became of the requests
     Settled                       ----->           what that says of a server that was full
                                   <-----  Sample   a turn, of an engine that is no pool
     Tokens, Stand, Turn, Refused  ----->           what becomes of it
-                                  <-----  Quit     nobody wants that place or turn any more
-    Steer                         ----->           what a person wants of all rollouts: to be held
-                                                   back or let go, other limits of time
-    GiveUp(number, reason)        ----->           a person wants no more of that tree
+                                  <-----  Quit     that slot or turn is not wanted any more
+    Steer                         ----->           all rollouts pause or resume; their time limits
+    GiveUp(number, reason)        ----->           a person cancels that tree
     Look(number)                  ----->           what do its branches await?
                                   <-----  Looked
     Over                          ----->           the run has come to its end
-                                  <-----  Ended    a rollout has, maybe by a bug of a user
+                                  <-----  Ended    a rollout has ended, or failed
                                   <-----  Alive    every BEAT_S, with figures
-                                  <-----  Say      something for people
-                                  <-----  Leaving  its machine is going to end
+                                  <-----  Say      a sentence for people
+                                  <-----  Leaving  its machine is about to end
 
 `number` names a tree, a place or a turn on one link: a tree that is asked for again has another
 one.
@@ -32,21 +31,14 @@ one.
 
 from __future__ import annotations
 
-from traceback import format_exception
-from typing import Any
-
 import msgspec
 from msgspec import Struct
 
-from agentenv import errors
 from agentenv.engines.pool.server import Outcome
-from agentenv.errors import AgentEnvError
 from agentenv.failures import Failure
 from agentenv.rollout import BranchNow
 from agentenv.types import Chunk, Completion, Limits, SamplingParams, Task
 from agentenv.untrusted import packed
-
-BEAT_S = 1.0
 
 
 class Grow(Struct, array_like=True, frozen=True, tag=1):
@@ -91,7 +83,7 @@ class Turn(Struct, array_like=True, frozen=True, tag=5):
 
 
 class Refused(Struct, array_like=True, frozen=True, tag=6):
-    """What the engine raised; see `named`."""
+    """The error of the engine (`named` of agentenv/worker_group.py)."""
 
     number: int
     kind: str
@@ -108,7 +100,7 @@ class Serves(Struct, array_like=True, frozen=True, tag=7):
     handed: bytes
 
 
-class Seated(Struct, array_like=True, frozen=True, tag=8):
+class Granted(Struct, array_like=True, frozen=True, tag=8):
     """A place on a server, which serves this version. `on_trial`: its first token is waited for."""
 
     number: int
@@ -136,14 +128,14 @@ class BreakOff(Struct, array_like=True, frozen=True, tag=10):
 
 
 class Settled(Struct, array_like=True, frozen=True, tag=11):
-    """What is wrong with a server that refused a request because it is full; empty: nothing."""
+    """The problem of a server that refused a request because it is full; empty: none."""
 
     number: int
     problem: str
 
 
 class Steer(Struct, array_like=True, frozen=True, tag=12):
-    """What a person wants of all rollouts, from now on."""
+    """All rollouts pause or resume from now on, with these time limits."""
 
     holds: bool
     limits: Limits
@@ -168,21 +160,21 @@ class Over(Struct, array_like=True, frozen=True, tag=15):
 
 
 OfTurn = Tokens | Stand | Turn | Refused
-OfPlace = Serves | Seated | Standing | BreakOff | Settled | Refused
+OfPlace = Serves | Granted | Standing | BreakOff | Settled | Refused
 Asked = Grow | Drop | Steer | GiveUp | Look | Over | OfTurn | OfPlace
 
 
-class Told(Struct, array_like=True, frozen=True, tag=1):
-    """What happened to a tree: one frame of the journal with its head, and the tag of what is in
-    it."""
+class TreeFrame(Struct, array_like=True, frozen=True, tag=1):
+    """What happened to a tree: one frame of the journal with its head, and the tag of its
+    content."""
 
     number: int
     tag: int
     frame: bytes
 
 
-class Lost(Struct, array_like=True, frozen=True, tag=2):
-    """The rollout raised; see `named`."""
+class Raised(Struct, array_like=True, frozen=True, tag=2):
+    """The rollout raised; see `named` of agentenv/worker_group.py."""
 
     number: int
     kind: str
@@ -231,7 +223,7 @@ class Say(Struct, array_like=True, frozen=True, tag=6):
     text: str
 
 
-class Seek(Struct, array_like=True, frozen=True, tag=7):
+class Acquire(Struct, array_like=True, frozen=True, tag=7):
     """Ask for a place on a server. `avoid`: numbers of servers that failed the turn; the others are
     arguments of `Engine.generate`."""
 
@@ -241,16 +233,16 @@ class Seek(Struct, array_like=True, frozen=True, tag=7):
     avoid: list[int] = []
 
 
-class Heard(Struct, array_like=True, frozen=True, tag=8):
+class FirstToken(Struct, array_like=True, frozen=True, tag=8):
     """A server that was on trial has given a token."""
 
     number: int
 
 
-class Leave(Struct, array_like=True, frozen=True, tag=9):
+class Release(Struct, array_like=True, frozen=True, tag=9):
     """The slot is free again. `answers` are tokens and seconds of the requests that came to their
     end, `outcome` is that of the last one; Busy is answered with Settled. `counts` are those of the
-    worker's engine since the last Leave."""
+    worker's engine since the last Release."""
 
     number: int
     num_requests: int
@@ -279,28 +271,21 @@ class Ended(Struct, array_like=True, frozen=True, tag=12):
     failure: Failure | None
 
 
-Answer = Told | Lost | Sample | Quit | Alive | Say | Seek | Heard | Leave | Leaving | Looked | Ended
+Answer = (
+    TreeFrame
+    | Raised
+    | Sample
+    | Quit
+    | Alive
+    | Say
+    | Acquire
+    | FirstToken
+    | Release
+    | Leaving
+    | Looked
+    | Ended
+)
 
 pack = packed
 read_asked = msgspec.msgpack.Decoder(Asked).decode
 read_answer = msgspec.msgpack.Decoder(Answer).decode
-
-
-def named(error: BaseException) -> tuple[str, str]:
-    """Kind and text of an error, the first one of a group. The kind is the name of one of
-    `agentenv.errors`, its nearest base there; empty: it is a bug, and the text its traceback."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if not isinstance(error, AgentEnvError):
-        return "", "".join(format_exception(error)).rstrip()
-    names = [kind.__name__ for kind in type(error).__mro__]
-    return next(name for name in names if hasattr(errors, name)), str(error)
-
-
-def raised(kind: str, text: str) -> Exception:
-    """The error again; a bug as a RuntimeError."""
-    if not kind:
-        return RuntimeError(f"in a rollout worker:\n{text}")
-    found: Any = getattr(errors, kind, AgentEnvError)
-    error: Exception = found(text)
-    return error

@@ -1,11 +1,11 @@
 """Slots on the servers of a pool that a controller grants to its rollout workers, which then ask
 the servers themselves.
 
-    worker   LeasedEngine.generate --Seek--> Leases   controller: EnginePool
+    worker   LeasedEngine.generate --Acquire--> Leases   controller: EnginePool
                 |      ^                        |
-                |      +--- Serves, Seated, Standing, BreakOff
+                |      +--- Serves, Granted, Standing, BreakOff
                 +-- HTTP --> server
-                +-- Leave ---------------------> the outcome
+                +-- Release ---------------------> the outcome
 
 The pool stays the controller's: which server serves, how many requests it gets, which turn is next,
 which weights it has. So tokens never pass through the controller, and a worker that is lost leaves
@@ -21,28 +21,27 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from agentenv.cluster.link import Link
 from agentenv.cluster.messages import (
+    Acquire,
     BreakOff,
-    Heard,
-    Leave,
+    FirstToken,
+    Granted,
     OfPlace,
     Quit,
     Refused,
-    Seated,
-    Seek,
+    Release,
     Serves,
     Settled,
     Standing,
-    named,
     pack,
-    raised,
 )
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.pool.server import Aborted, Busy, Lost, Outcome, PooledServer, Reset, Slot
 from agentenv.engines.pool.turn import TurnEngine
 from agentenv.engines.remote.server import Server, ServerLostError
 from agentenv.errors import EngineDeadError
+from agentenv.link import Link
+from agentenv.worker_group import named, raised
 
 # The worker's end.
 
@@ -50,7 +49,7 @@ from agentenv.errors import EngineDeadError
 class Lease(Slot):
     """A slot on a server of the controller's pool, on which it has the number `on`."""
 
-    def __init__(self, link: Link, client: Server, said: Seated) -> None:
+    def __init__(self, link: Link, client: Server, said: Granted) -> None:
         super().__init__(client)
         self.number, self.on, self.on_trial = said.number, said.server, said.on_trial
         self.version = said.policy_version
@@ -77,7 +76,7 @@ class Lease(Slot):
 
     def pass_trial(self) -> None:
         super().pass_trial()
-        self._link.send(pack(Heard(self.number)))
+        self._link.send(pack(FirstToken(self.number)))
 
     def answer(self, num_tokens: int, seconds: float) -> None:
         self.answers.append((num_tokens, seconds))
@@ -110,7 +109,7 @@ class LeasedEngine(TurnEngine[Lease]):
         match said:
             case Serves():
                 self._serve(said)
-            case Seated():
+            case Granted():
                 self._seat(said)
             case Refused():
                 if (sought := self._sought.get(said.number)) and not sought.done():
@@ -139,7 +138,7 @@ class LeasedEngine(TurnEngine[Lease]):
             self._clients[said.server] = said.url, client
         client.take_over(said.handed)
 
-    def _seat(self, said: Seated) -> None:
+    def _seat(self, said: Granted) -> None:
         _, client = self._clients[said.server]
         sought = self._sought.get(said.number)
         if sought is None or sought.done():  # nobody wants it, as the controller will know
@@ -160,7 +159,7 @@ class LeasedEngine(TurnEngine[Lease]):
         number = next(self._numbers)
         sought: asyncio.Future[Lease] = self._loop.create_future()
         self._sought[number] = sought
-        self._link.send(pack(Seek(number, session, order, sorted({one.on for one in avoid}))))
+        self._link.send(pack(Acquire(number, session, order, sorted({one.on for one in avoid}))))
         try:
             return await sought
         except asyncio.CancelledError:
@@ -193,7 +192,7 @@ class LeasedEngine(TurnEngine[Lease]):
         self.counts.clear()
         self._link.send(
             pack(
-                Leave(
+                Release(
                     slot.number, slot.num_requests, slot.num_tokens, slot.answers, counts, outcome
                 )
             )
@@ -259,12 +258,12 @@ class Leases:
         """Slots that the worker has."""
         return len(self._held)
 
-    def hear(self, told: Seek | Heard | Leave) -> None:
+    def hear(self, told: Acquire | FirstToken | Release) -> None:
         """A message of the worker."""
-        if isinstance(told, Seek):
+        if isinstance(told, Acquire):
             return self._seek(told)
         held = self._held.get(told.number)
-        if isinstance(told, Leave):
+        if isinstance(told, Release):
             for name, number in told.counts.items():  # half the time of Counter.update
                 self._pool.counts[name] += number
             if held:
@@ -287,7 +286,7 @@ class Leases:
         for held in list(self._held.values()):
             self._free(held)
 
-    def _seek(self, asked: Seek) -> None:
+    def _seek(self, asked: Acquire) -> None:
         pool = self._pool
         try:
             pool.check_alive()
@@ -301,7 +300,7 @@ class Leases:
             self._sought[asked.number] = slot
             slot.add_done_callback(partial(self._found, asked))
 
-    def _found(self, asked: Seek, slot: asyncio.Future[PooledServer]) -> None:
+    def _found(self, asked: Acquire, slot: asyncio.Future[PooledServer]) -> None:
         """A slot that was waited for."""
         is_wanted = self._sought.pop(asked.number, None) is not None
         if slot.cancelled():
@@ -329,7 +328,9 @@ class Leases:
             self._known[server.number] = server.epoch
             url, handed = server.client.url, server.client.handed()
             self._link.send(pack(Serves(server.number, url, handed)))
-        self._link.send(pack(Seated(number, server.number, server.policy_version, server.on_trial)))
+        self._link.send(
+            pack(Granted(number, server.number, server.policy_version, server.on_trial))
+        )
         server.guests.add(held)
         server.run(held, held)
 
@@ -340,7 +341,7 @@ class Leases:
         held.set_result(None)
         self._pool.queue.free(held.server)
 
-    def _settle(self, held: _Held, left: Leave) -> None:
+    def _settle(self, held: _Held, left: Release) -> None:
         """Judge the server by the requests of a worker. Of what ended since it was broken off
         nothing is new; the server may be back by the time the worker reports it."""
         server, outcome = held.server, left.outcome

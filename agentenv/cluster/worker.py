@@ -11,39 +11,22 @@ from functools import partial
 from typing import Any, Protocol
 
 from agentenv.actor import Actor
-from agentenv.cluster.link import Link
-from agentenv.cluster.messages import (
-    BEAT_S,
-    Alive,
-    Drop,
-    Ended,
-    Figures,
-    GiveUp,
-    Grow,
-    Leaving,
-    Look,
-    Looked,
-    Lost,
-    Over,
-    Say,
-    Steer,
-    Told,
-    named,
-    pack,
-    read_asked,
-)
+from agentenv.cluster import messages
+from agentenv.cluster.messages import Figures, Grow, pack
 from agentenv.failures import MAX_TEXTS, Failure, Failures
 from agentenv.frames import framed
 from agentenv.journal import Frame, TreeRecord, unpack_recorded
+from agentenv.link import Link
 from agentenv.plan import RolloutPlan
+from agentenv.worker_group import named, serve
 
 logger = logging.getLogger(__name__)
 
-SOON_S = 0.1  # until it is looked again whether a tree that was asked for has begun
+SOON_S = 0.1  # until the next look whether a tree has begun
 
 
 class Frames:
-    """Where the record of one tree writes: the link. `settings` and `incarnation` are those of the
+    """The link as the journal of one tree. `settings` and `incarnation` are those of the
     controller's journal."""
 
     def __init__(self, link: Link, number: int, settings: str, incarnation: int) -> None:
@@ -54,15 +37,15 @@ class Frames:
         """Send a frame."""
         tag = frame.__struct_config__.tag
         assert isinstance(tag, int)
-        self._link.send(pack(Told(self._number, tag, framed(frame))))
+        self._link.send(pack(messages.TreeFrame(self._number, tag, framed(frame))))
 
     async def commit(self) -> None:
         """Returns at once: it is the controller that waits until a tree is on the disk."""
 
 
-class ToldFailures(Failures):
-    """Those of a worker, which its controller counts with those of the others. The traceback of the
-    first one of each cause is in the worker's log."""
+class ReportedFailures(Failures):
+    """Failures of a worker, which the controller counts with those of the others. The traceback of
+    the first failure of each cause is in the worker's log."""
 
     def __init__(self, link: Link) -> None:
         super().__init__(1.0, strict=False)
@@ -78,7 +61,7 @@ class ToldFailures(Failures):
             if failure.same not in self._traced and len(self._traced) < MAX_TEXTS:
                 self._traced.add(failure.same)
                 logger.info("%s", self.log.redactor.text(str(failure)), exc_info=error)
-        self._link.send(pack(Ended(failure)))
+        self._link.send(pack(messages.Ended(failure)))
 
 
 class AskingEngine(Protocol):
@@ -92,10 +75,9 @@ class AskingEngine(Protocol):
 
 
 class RolloutWorker:
-    """Grows trees on `actor` by `plan` for whoever is at the other end of the link.
+    """Grows trees on `actor` by `plan` for the other end of the link.
 
-    `engine` is the actor's, and asks over the link. `look` may fill in figures before they
-    are told.
+    `engine` is the actor's, and asks over the link. `look` may add figures to a heartbeat.
     """
 
     def __init__(
@@ -112,65 +94,64 @@ class RolloutWorker:
         self._actor, self._plan, self._link, self._engine = actor, plan, link, engine
         self._settings, self._incarnation = settings, incarnation
         self._look = look
-        actor.failures = ToldFailures(link)
+        self._is_over = False
+        actor.failures = ReportedFailures(link)
         self._rollouts: dict[int, asyncio.Task[None]] = {}
         self._indices: dict[int, int] = {}  # of their trees
 
     async def serve(self) -> bool:
         """Until the other end is gone; then the rollouts that are left are cancelled. Whether its
         run was over."""
-        is_over = False
         async with asyncio.TaskGroup() as group:
-            beating = group.create_task(self._beat())
-            try:
-                while True:
-                    asked = read_asked(await self._link.receive())
-                    if isinstance(asked, Grow):
-                        self._engine.policy_version = asked.policy_version
-                        task = self._rollouts[asked.number] = group.create_task(self._grow(asked))
-                        self._indices[asked.number] = asked.index
-                        task.add_done_callback(partial(self._forget, asked.number))
-                    elif isinstance(asked, Drop):
-                        if asked.number in self._rollouts:
-                            self._rollouts[asked.number].cancel()
-                    elif isinstance(asked, Steer):
-                        self._steer(asked)
-                    elif isinstance(asked, GiveUp | Look):
-                        self._of_tree(asked)
-                    elif isinstance(asked, Over):
-                        is_over = True
-                    else:
-                        self._engine.hear(asked)
-            except EOFError:
-                self._link.close()  # at once: the controller waits for what was sent before
-                beating.cancel()
-                for task in self._rollouts.values():
-                    task.cancel()
-        return is_over
+            await serve(self._link, partial(self._take, group), self._beat)
+            self._link.close()  # at once: the controller waits for what was sent before
+            for task in self._rollouts.values():
+                task.cancel()
+        return self._is_over
+
+    def _take(self, group: asyncio.TaskGroup, frame: bytes) -> None:
+        asked = messages.read_asked(frame)
+        match asked:
+            case Grow():
+                self._engine.policy_version = asked.policy_version
+                task = self._rollouts[asked.number] = group.create_task(self._grow(asked))
+                self._indices[asked.number] = asked.index
+                task.add_done_callback(partial(self._forget, asked.number))
+            case messages.Drop():
+                if asked.number in self._rollouts:
+                    self._rollouts[asked.number].cancel()
+            case messages.Steer():
+                self._steer(asked)
+            case messages.GiveUp() | messages.Look():
+                self._of_tree(asked)
+            case messages.Over():
+                self._is_over = True
+            case _:
+                self._engine.hear(asked)
 
     def say(self, text: str) -> None:
-        """To people, by the controller."""
-        self._link.send(pack(Say(text)))
+        """Report a sentence to people, through the controller."""
+        self._link.send(pack(messages.Say(text)))
 
     def leave(self, within_s: float) -> None:
-        """Want no more trees: this process ends within the time."""
-        self._link.send(pack(Leaving(within_s)))
+        """Ask for no more trees: this process ends within the time."""
+        self._link.send(pack(messages.Leaving(within_s)))
 
-    def _steer(self, asked: Steer) -> None:
+    def _steer(self, asked: messages.Steer) -> None:
         if asked.holds:
             self._actor.pause()
         else:
             self._actor.resume()
 
-    def _of_tree(self, asked: GiveUp | Look) -> None:
+    def _of_tree(self, asked: messages.GiveUp | messages.Look) -> None:
         """As soon as the tree has begun to grow, which a new one does at once."""
         index = self._indices.get(asked.number)
         rollout = None if index is None else self._actor.growing(index)
         if rollout is None:
             if index is not None and asked.number in self._rollouts:
                 asyncio.get_running_loop().call_later(SOON_S, self._of_tree, asked)
-        elif isinstance(asked, Look):
-            self._link.send(pack(Looked(asked.number, rollout.now())))
+        elif isinstance(asked, messages.Look):
+            self._link.send(pack(messages.Looked(asked.number, rollout.now())))
         else:
             rollout.cancel(asked.reason)
 
@@ -189,17 +170,12 @@ class RolloutWorker:
                 recorded=recorded,
             )
         except Exception as error:
-            self._link.send(pack(Lost(asked.number, *named(error))))
+            self._link.send(pack(messages.Raised(asked.number, *named(error))))
 
     def _forget(self, number: int, task: object) -> None:
         del self._rollouts[number], self._indices[number]
 
-    async def _beat(self) -> None:
-        while True:
-            self._link.send(pack(Alive(self._figures())))
-            await asyncio.sleep(BEAT_S)
-
-    def _figures(self) -> Figures:
+    def _beat(self) -> bytes:
         actor = self._actor
         found = Figures(
             num_trees=len(self._rollouts),
@@ -209,4 +185,4 @@ class RolloutWorker:
             probe_waits_s=actor.probes.drain(),
         )
         self._look(found)
-        return found
+        return pack(messages.Alive(found))

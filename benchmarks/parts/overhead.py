@@ -52,6 +52,7 @@ from agentenv.envs.quickstart import COMPANIES
 from agentenv.errors import AgentEnvError
 from agentenv.learners import ranks as wire
 from agentenv.learners.learner import Score
+from agentenv.link import PREFIX_BYTES
 from agentenv.model_files import load_tokenizer
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.training import Training
@@ -375,7 +376,7 @@ async def serve_rank(address: str, token: str, model: Path | None = None) -> Non
     version = 0
     while True:
         try:
-            size = int.from_bytes(await reader.readexactly(wire.PREFIX_BYTES), "little")
+            size = int.from_bytes(await reader.readexactly(PREFIX_BYTES), "little")
             body = await reader.readexactly(size)
         except (EOFError, OSError):
             return writer.close()

@@ -22,12 +22,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from agentenv.envs.common.workers import JobDiedError, JobRaisedError, JobStoppedError, WorkerPool
 from agentenv.envs.grading.verdict import GraderDownError
 from agentenv.errors import ConfigError, GraderError, InfraError
 from agentenv.rows import GOLD_KEY, literal, look_up
 from agentenv.tool_env import Grade
 from agentenv.types import SYSTEM_KEY, Message, Task
+from agentenv.worker_pool import JobDiedError, JobRaisedError, JobStoppedError, WorkerPool
 
 SolutionStr = Literal["response", "sequence"]
 

@@ -9,11 +9,11 @@ import json
 import re
 
 from agentenv.env import shared
-from agentenv.envs.common.workers import JobError, JobStoppedError, WorkerPool
 from agentenv.envs.grading.verdict import GraderDownError
 from agentenv.envs.search.cache import ResultCache
 from agentenv.errors import ConfigError, InfraError
 from agentenv.untrusted import decode
+from agentenv.worker_pool import JobError, JobStoppedError, WorkerPool
 
 # Expressions that are not worth evaluating: they would run for ever or fill the memory.
 

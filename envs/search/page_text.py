@@ -7,10 +7,10 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-from agentenv.envs.common.workers import JobError, JobStoppedError, WorkerPool
 from agentenv.envs.search.corpus import wanted
 from agentenv.envs.search.upstream import Reply
 from agentenv.errors import ToolError
+from agentenv.worker_pool import JobError, JobStoppedError, WorkerPool
 
 MEMORY_BYTES = 2_000_000_000
 NUM_WORKERS = 2  # processes that extract text

@@ -14,8 +14,8 @@ from msgspec import Meta, Struct, field
 
 from agentenv.engine import EngineConfig
 from agentenv.errors import ConfigError
-from agentenv.pipelines.cluster.processes import TOKEN_VARIABLE, Kind
 from agentenv.server_config import LaunchConfig, RoleConfig
+from agentenv.supervisor import TOKEN_VARIABLE, WorkerSpec
 
 FOLDER = "workers"  # of their logs, in the run's directory
 
@@ -53,9 +53,9 @@ class SpreadCluster(
         ),
     ] = 5
 
-    def processes(self) -> Kind:
+    def processes(self) -> WorkerSpec:
         """The workers as processes."""
-        return Kind(
+        return WorkerSpec(
             "agentenv.pipelines.workers.rollout_worker",
             "worker",
             "rollout worker",
@@ -117,7 +117,7 @@ class WideCluster(SpreadCluster, frozen=True, kw_only=True, tag="-wide"):
         """For people: what runs where; `config` is that of the run."""
         raise NotImplementedError
 
-    def processes(self) -> Kind:
+    def processes(self) -> WorkerSpec:
         return (
             super()
             .processes()
@@ -176,7 +176,7 @@ class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
         """A rank of the learner."""
         return {"CPU": 1.0, "GPU": float(self.gpus_per_rank)}
 
-    def processes(self) -> Kind:
+    def processes(self) -> WorkerSpec:
         return (
             super()
             .processes()

@@ -179,7 +179,7 @@ class _Rollout:
         now = time.time_ns()
         at = now - int(self._whole_s * NANO)
         attributes = {**self._attributes(), **common}
-        root = self._begin(f"invoke_agent {self._config.service}", attributes, None, at)
+        root = self._begin(f"invoke_agent {service_name()}", attributes, None, at)
         num_chars = sum(len(turn.text) for turn in self._turns) or 1
         texts = [self._prompt]
         for turn in self._turns:
@@ -200,7 +200,7 @@ class _Rollout:
         error = row.get("error")
         found = {
             "gen_ai.operation.name": "invoke_agent",
-            "gen_ai.agent.name": self._config.service,
+            "gen_ai.agent.name": service_name(),
             "gen_ai.conversation.id": f"{self._run}/{name}",
             "gen_ai.request.model": self._run,
             "gen_ai.usage.input_tokens": row.get("prompt_tokens"),

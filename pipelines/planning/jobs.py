@@ -19,11 +19,11 @@ from agentenv.crashes import PACKAGES
 from agentenv.errors import ConfigError
 from agentenv.learners.ranks import ADDRESS_VARIABLE as LEARNER_ADDRESS
 from agentenv.learners.ranks import TOKEN_VARIABLE as LEARNER_TOKEN
-from agentenv.pipelines.cluster.processes import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from agentenv.pipelines.config.cluster import KubernetesCluster, SlurmCluster
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.run.rundir import CONFIG_FILE, JOB_VARIABLE
 from agentenv.pipelines.workers.main import DRAIN_VARIABLE, WAIT_VARIABLE
+from agentenv.supervisor import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
 TRAIN = ("-m", "agentenv.launchers.train")  # arguments of Python
 WORKER = ("-m", "agentenv.pipelines.workers.rollout_worker")

@@ -19,7 +19,7 @@ Decode = Callable[[Sequence[int]], str]
 class TrajectoryWriter:
     """Writes the trajectories of a step in a process of its own: the text of all tokens takes a
     good part of a second there, in which no rollout would go on. A handler of
-    `agentenv.envs.common.workers.WorkerPool`; `tokenizer` is the path of its file."""
+    `agentenv.worker_pool.WorkerPool`; `tokenizer` is the path of its file."""
 
     def __init__(self, tokenizer: str) -> None:
         from tokenizers import Tokenizer

@@ -94,7 +94,7 @@ class BatchBuilder:
             self._judge(row, Counter(self._why(one, self.credit(one)) for one in row))
         return False
 
-    def open(self, taken: list[TrajectoryTree]) -> Batch:
+    def begin(self, taken: list[TrajectoryTree]) -> Batch:
         """The batch of these trees, and of those that were refused meanwhile."""
         refused, self._refused = self._refused, []
         return Batch(len(taken), taken + refused)

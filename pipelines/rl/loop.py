@@ -155,7 +155,7 @@ class Loop:
             keep = (self.batches.keep,) if self.config.refills else ()
             taken = await self.queue.get(*keep)
             await self.feeder.until_resumed()
-        batch = self.batches.open(taken)
+        batch = self.batches.begin(taken)
         if self.critic is not None and self.critic.is_due(self.state.step):
             batch.answers = await self.critic.sample(self.state.step)
         return batch

@@ -31,10 +31,9 @@ from agentenv.errors import ConfigError
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner, start_ranks
 from agentenv.learners.learner import read_saved
 from agentenv.learners.lora import ADAPTER_FOLDER, frozen_model
-from agentenv.learners.ranks import RankGroup, RankPlaces
+from agentenv.learners.ranks import RankGroup, RemoteRanks
 from agentenv.model_files import vocab_size
 from agentenv.offload import in_thread
-from agentenv.pipelines.cluster.ray_places import RayPlaces
 from agentenv.pipelines.config.cluster import RayCluster
 from agentenv.pipelines.config.rl import DataConfig, EvalSet, Sampling, TrainConfig
 from agentenv.pipelines.rl.publishing import (
@@ -44,7 +43,7 @@ from agentenv.pipelines.rl.publishing import (
     make_publisher,
     sleeping_engine,
 )
-from agentenv.pipelines.rl.ray_resources import RayRanks, far_servers, open_ray
+from agentenv.pipelines.rl.ray_resources import far_servers, open_ray, ray_ranks
 from agentenv.pipelines.run.rundir import COLD_START, RunDirectory, link_model
 from agentenv.pipelines.serving.gpus import learner_gpus, trains_on_gpu
 from agentenv.pipelines.setup.assembly import (
@@ -62,6 +61,7 @@ from agentenv.pipelines.setup.checks import refuse
 from agentenv.pipelines.setup.data import Say, load_set, load_training, try_env
 from agentenv.pipelines.setup.passage import Passage, find_passage, stored_bytes
 from agentenv.pipelines.supervised.data import Demonstrations, check_stages, load_demonstrations
+from agentenv.pipelines.workers.ray_placement import RayPlacement
 from agentenv.plan import RolloutPlan
 from agentenv.types import Task
 
@@ -94,7 +94,7 @@ class Parts:
     vocab_size: int = 0  # of the plan
     model: Path = Path()  # where weights, or the tokenizer of a rollout worker, are read from
     urls: dict[str, str] = field(default_factory=dict)  # of roles
-    ray: RayPlaces | None = None
+    ray: RayPlacement | None = None
 
     async def publish(self) -> None:
         """New weights into the engine while rollouts are running, and a probe of them begun."""
@@ -127,7 +127,7 @@ async def build_parts(
         if cluster.engines:
             assembly.engine_servers = far_servers(cluster, ray, run.path, stack, say)
         if cluster.learner:
-            assembly.rank_places = RayRanks(cluster, ray)
+            assembly.remote_ranks = ray_ranks(cluster, ray)
     if checkpoint is None:  # else it has been found in order before
         await refuse(assembly, "files")
     async with assembly.starting():
@@ -167,9 +167,9 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             checkpoint,
             sets=sets,
         )
-        self.ray: RayPlaces | None = None
+        self.ray: RayPlacement | None = None
         self.engine_servers: ServerStarter = self.servers
-        self.rank_places: RankPlaces | None = None  # where ranks are, unless here
+        self.remote_ranks: RemoteRanks | None = None
 
     @once
     async def model(self) -> Path:
@@ -284,7 +284,9 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
                     forget_logs()
 
         try:
-            group = await start_ranks(self.config.learner, log, await self.gpus(), self.rank_places)
+            group = await start_ranks(
+                self.config.learner, log, await self.gpus(), self.remote_ranks
+            )
         except asyncio.CancelledError:  # the run is refused
             forget_logs()
             raise

@@ -1,30 +1,29 @@
-"""The processes of a training run on a Ray cluster: what each takes of a node, and how the engine
-and the learner get theirs.
+"""The processes of a training run on a Ray cluster: what each takes of a node, and where engine
+servers and learner ranks run.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from agentenv.pipelines.cluster.engines import SLACK_S, ClusterServers
-from agentenv.pipelines.cluster.places import Launch
-from agentenv.pipelines.cluster.processes import Kind
-from agentenv.pipelines.cluster.ray_places import RayPlaces, RaySetup
+from agentenv.learners.ranks import RemoteRanks
 from agentenv.pipelines.config.cluster import FOLDER, RayCluster
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.serving.servers import MAX_RESTARTS
 from agentenv.pipelines.setup.data import Say
+from agentenv.pipelines.workers.engine_worker import SLACK_S, ClusterServers
+from agentenv.pipelines.workers.ray_placement import RayPlacement, RaySetup
 from agentenv.server_config import LaunchConfig
+from agentenv.supervisor import WorkerSpec
 
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray accepts; nothing of ours uses it
 
 
 def needed(config: TrainConfig, cluster: RayCluster) -> Iterator[tuple[str, dict[str, float]]]:
-    """Resources that have to be free for the run to begin, with the keys that ask for them."""
+    """The bundles that must fit for the run to begin, with the keys that ask for them."""
     launched = config.engine.launched
     if cluster.learner:
         for _ in range(config.learner.num_ranks):
@@ -38,7 +37,7 @@ def needed(config: TrainConfig, cluster: RayCluster) -> Iterator[tuple[str, dict
 
 async def open_ray(
     config: TrainConfig, cluster: RayCluster, folder: Path, stack: AsyncExitStack, say: Say
-) -> RayPlaces:
+) -> RayPlacement:
     """The connection to Ray. Raises ConfigError for what does not fit there."""
     setup = RaySetup(
         cluster.address,
@@ -47,19 +46,19 @@ async def open_ray(
         [*needed(config, cluster)],
         cluster.wait_for_nodes_s,
     )
-    found = RayPlaces(setup, folder / FOLDER, say)
+    found = RayPlacement(setup, folder / FOLDER, say)
     stack.push_async_callback(found.shut)
     await found.open()
     return found
 
 
 def far_servers(
-    cluster: RayCluster, places: RayPlaces, folder: Path, stack: AsyncExitStack, say: Say
+    cluster: RayCluster, placement: RayPlacement, folder: Path, stack: AsyncExitStack, say: Say
 ) -> ClusterServers:
     """The starter of the engine's servers on nodes."""
 
-    def kind(config: LaunchConfig) -> Kind:
-        return Kind(
+    def spec(config: LaunchConfig) -> WorkerSpec:
+        return WorkerSpec(
             "agentenv.pipelines.workers.engine_worker",
             "engine",
             "engine server",
@@ -72,33 +71,13 @@ def far_servers(
             python=cluster.python,
         )
 
-    found = ClusterServers(places, folder / FOLDER, kind, say)
-    places.follow("engine", found.leave)
+    found = ClusterServers(placement, folder / FOLDER, spec, say)
+    placement.follow("engine", found.leave)
     stack.push_async_callback(found.shut)
     return found
 
 
-class RayRanks:
-    """Places of the learner's ranks, see agentenv.learners.ranks.RankPlaces."""
-
-    def __init__(self, cluster: RayCluster, places: RayPlaces) -> None:
-        self._cluster, self._places = cluster, places
-
-    @property
-    def host(self) -> str:
-        return self._places.host
-
-    async def start(self, rank: int, log_path: Path, env: dict[str, str]) -> None:
-        await self._places.start(self._launch(rank, log_path, env))
-
-    def _launch(self, rank: int, log_path: Path, env: dict[str, str]) -> Launch:
-        command = [self._cluster.python or sys.executable, "-m", "agentenv.learners.worker"]
-        log, needs = str(log_path.absolute()), self._cluster.of_rank()
-        own = {name: os.environ[name] for name in self._cluster.env if name in os.environ}
-        return Launch(f"rank-{rank}", command, own | env, log, needs)
-
-    async def ended(self, rank: int) -> str:
-        return await self._places.ended(f"rank-{rank}")
-
-    async def stop(self, rank: int) -> None:
-        await self._places.stop(f"rank-{rank}")
+def ray_ranks(cluster: RayCluster, placement: RayPlacement) -> RemoteRanks:
+    """Where the ranks of the learner run."""
+    own = {name: os.environ[name] for name in cluster.env if name in os.environ}
+    return RemoteRanks(placement, cluster.python, own, cluster.of_rank())

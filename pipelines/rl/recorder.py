@@ -18,7 +18,6 @@ from agentenv.archive import ARCHIVE, Archive, Credit, KeptTree, StepHeader
 from agentenv.data_files import Row
 from agentenv.deadline import uncancelled
 from agentenv.encoder import decoder
-from agentenv.envs.common.workers import JobError, WorkerPool
 from agentenv.errors import ConfigError, InfraError
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import MAX_TRAJECTORY_BYTES, TrainConfig
@@ -32,6 +31,7 @@ from agentenv.pipelines.rl.state import BriefReport, RunState
 from agentenv.pipelines.run.rundir import LOG_FILE, RunDirectory
 from agentenv.pipelines.run.terminal import View
 from agentenv.tree import TrajectoryTree, to_frame
+from agentenv.worker_pool import JobError, WorkerPool
 
 
 def first_entropies(trees: Sequence[TrajectoryTree], num_tokens: int) -> FirstEntropies:

@@ -11,8 +11,6 @@ from agentenv.config import to_plain
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.journal import Journal
-from agentenv.pipelines.cluster.places import Elsewhere, Places
-from agentenv.pipelines.cluster.processes import WorkerProcesses
 from agentenv.pipelines.config.cluster import (
     FOLDER,
     ExternalCluster,
@@ -23,6 +21,8 @@ from agentenv.pipelines.config.cluster import (
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.run.terminal import View
+from agentenv.processes import ExternalPlacement, Placement
+from agentenv.supervisor import Supervisor
 
 
 async def start_workers(
@@ -44,21 +44,21 @@ async def start_workers(
     workers = RolloutWorkers(
         parts.actor,
         silence_s=cluster.silence_s,
-        tell=view.warn,
+        report=view.warn,
         journal=journal,
         plan=parts.plan,
     )
     setup = worker_setup(config, parts, folder, settings, incarnation)
-    kind, token = cluster.processes(), None
-    places: Places | None = None
+    spec, token = cluster.processes(), None
+    placement: Placement | None = None
     if isinstance(cluster, ExternalCluster):
-        places, token = Elsewhere(cluster.where()), cluster.token()
+        placement, token = ExternalPlacement(cluster.where()), cluster.token()
     elif isinstance(cluster, RayCluster):
         assert parts.ray is not None
-        parts.ray.follow(kind.name, workers.leave)
-        places = parts.ray
+        parts.ray.follow(spec.name, workers.leave)
+        placement = parts.ray
     logs = folder / FOLDER
-    processes = WorkerProcesses(kind, workers, setup, logs, view.warn, places, token)
+    processes = Supervisor(spec, workers, setup, logs, view.warn, placement, token)
     stack.push_async_callback(processes.close)
     with view.doing("the start of the rollout workers"):
         await processes.start()

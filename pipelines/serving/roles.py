@@ -45,12 +45,6 @@ def check_roles(config: msgspec.Struct) -> None:
             )
 
 
-async def start_roles(config: C, resolve: Any, factory: ServerFactory) -> C:
-    """Start the servers of all roles; the configuration with their URLs in place of the names."""
-    check_roles(config)
-    return fill_roles(config, await start_servers(getattr(config, "roles", {}), resolve, factory))
-
-
 async def start_servers(
     roles: Mapping[str, RoleConfig], resolve: Any, factory: ServerFactory
 ) -> dict[str, str]:

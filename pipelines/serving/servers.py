@@ -1,27 +1,24 @@
 """Starts and stops the engine servers of a run.
 
 GPUs to servers, ports, logs in the run's directory, readiness with progress, restarts of servers
-that died, and no process left over, even after kill -9 of the run (see agentenv/guard.py).
+that died, and no process left over, even after kill -9 of the run (agentenv/processes.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
 
 import aiohttp
 from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.errors import ConfigError, EngineError
-from agentenv.guard import guarded
-from agentenv.offload import in_thread, kill, start_process
+from agentenv.offload import in_thread
 from agentenv.pipelines.serving.gpus import GpuPlan
 from agentenv.pipelines.serving.server_commands import (
     check_plugin,
@@ -30,22 +27,22 @@ from agentenv.pipelines.serving.server_commands import (
     find_python,
 )
 from agentenv.ports import hold_port, port_of
+from agentenv.processes import LocalProcess, ProcessSpec, Restarts, log_tail, open_log
 from agentenv.server_config import LaunchConfig, Served
 
-# One engine server as a process: started, waited for, restarted when it dies, never left over.
-
-GRACE_S = 10.0  # from SIGTERM to SIGKILL
 POLL_S = 0.5
 MAX_RESTARTS = 10  # of one server in a run
-TELL_EVERY_S = 20.0
-NUM_TAIL_LINES = 25
+REPORT_EVERY_S = 20.0
+NUM_TAIL_LINES, TAIL_BYTES = 25, 65536
 MAX_LINE = 300  # characters of a log line that a message shows
+FIRST_BREAK_S, MAX_BREAK_S = 1.0, 30.0  # before a restart
+LOG_FOLDER = "servers"  # in the run's directory
 
 logger = logging.getLogger(__name__)
 
 
 class ServerSpec(Struct, frozen=True):
-    """What to start. `name` names the log file; `url` is where it will answer."""
+    """A server to start. `name` names the log file; `url` is where it will answer."""
 
     name: str
     command: Sequence[str]
@@ -55,28 +52,35 @@ class ServerSpec(Struct, frozen=True):
 
 
 class ServerProcess:
-    """A server, the guard that holds it, and its log in `folder`."""
+    """A server below its guard, with its log in `folder`: started, waited for, and restarted when
+    it dies, MAX_RESTARTS times in all."""
 
     def __init__(self, spec: ServerSpec, folder: Path, say: Callable[[str], None]) -> None:
         self.spec = spec
         self.log = folder / f"{spec.name}.log"
-        self.num_restarts = 0
         self._say = say
-        self._guard: asyncio.subprocess.Process | None = None
+        # a working directory without modules that could shadow the engine's
+        own = ProcessSpec(
+            spec.name, [*spec.command], spec.env, str(self.log), cwd=str(self.log.parent)
+        )
+        self._process = LocalProcess(own)
+        self._restarts = Restarts(MAX_RESTARTS, spec.url, first_s=FIRST_BREAK_S, max_s=MAX_BREAK_S)
         self._keeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start it and wait until it answers. EngineError says why it does not come up."""
         self._say(f"{self.spec.name}: starting on {self.spec.url}, log in {self.log}")
-        await self._spawn()
-        await self._until_ready()
+        await self._start()
         self._keeper = asyncio.create_task(self._keep())
 
     @property
     def pid(self) -> int:
         """Of the guard; the server is its child."""
-        assert self._guard is not None
-        return self._guard.pid
+        return self._process.pid
+
+    @property
+    def num_restarts(self) -> int:
+        return self._restarts.num
 
     async def close(self) -> None:
         """Stop the server with all its processes. Idempotent."""
@@ -84,57 +88,32 @@ class ServerProcess:
         if keeper is not None:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
-        await self._stop()
+        await self._process.stop()
 
-    async def _spawn(self) -> None:
-        with await in_thread(self._begin_log) as log:
-            self._guard = await start_process(
-                *guarded(self.spec.command, GRACE_S),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **self.spec.env},
-                cwd=self.log.parent,  # a folder without modules that could shadow the engine's
-                start_new_session=True,
-            )
+    async def _start(self) -> None:
+        await in_thread(self._head_log)
+        await self._process.start()
+        await self._until_ready()
 
-    def _begin_log(self) -> BinaryIO:
-        """The log, to append to, behind the command."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        log = self.log.open("ab", buffering=0)
-        log.write(f"$ {' '.join(self.spec.command)}\n".encode())
-        return log
-
-    async def _stop(self) -> None:
-        guard, self._guard = self._guard, None
-        if guard is None or guard.returncode is not None:
-            return
-        assert guard.stdin is not None
-        guard.stdin.close()
-        try:
-            async with asyncio.timeout(GRACE_S + 10):
-                await guard.wait()
-        except TimeoutError:
-            logger.warning("%s: its guard hangs and is killed", self.spec.name)
-            await kill(guard)
+    def _head_log(self) -> None:
+        """The command, above the output."""
+        with open_log(self.log) as log:
+            log.write(f"$ {' '.join(self.spec.command)}\n".encode())
 
     async def _until_ready(self) -> None:
-        assert self._guard is not None
         loop = asyncio.get_running_loop()
-        begin = loop.time()
-        told = begin
+        begin = reported = loop.time()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
             while not await _answers(session, self.spec.url):
                 now = loop.time()
-                if self._guard.returncode is not None:
-                    how = f"ended with status {self._guard.returncode}"
-                    raise EngineError(await in_thread(self._failure, how))
+                if self._process.status is not None:
+                    raise EngineError(await in_thread(self._failure, await self._process.ended()))
                 if now - begin > self.spec.start_timeout_s:
-                    await self._stop()
+                    await self._process.stop()
                     late = f"did not come up within {self.spec.start_timeout_s:g} s"
                     raise EngineError(await in_thread(self._failure, f"{late} (start_timeout_s)"))
-                if now - told >= TELL_EVERY_S:
-                    told = now
+                if now - reported >= REPORT_EVERY_S:
+                    reported = now
                     last = (await in_thread(self.tail, 1) or ["nothing in its log yet"])[0]
                     self._say(f"{self.spec.name}: {now - begin:.0f} s: {last}")
                 await asyncio.sleep(POLL_S)
@@ -143,36 +122,23 @@ class ServerProcess:
     async def _keep(self) -> None:
         """Start it again when it dies, as often as is allowed."""
         while True:
-            assert self._guard is not None
-            status = await self._guard.wait()
-            logger.warning("%s", await in_thread(self._failure, f"died with status {status}"))
-            if self.num_restarts == MAX_RESTARTS:
+            how = await self._process.ended()
+            logger.warning("%s", await in_thread(self._failure, f"died: it {how}"))
+            pause_s = self._restarts.lost()
+            if pause_s is None:
                 logger.error("%s: died %d times, not started again", self.spec.name, MAX_RESTARTS)
                 return
-            self.num_restarts += 1
-            await asyncio.sleep(min(30.0, 2.0 ** (self.num_restarts - 1)))
-            await self._spawn()
+            await asyncio.sleep(pause_s)
             try:
-                await self._until_ready()
+                await self._start()
             except EngineError as error:
                 logger.warning("%s", error)
-                await self._stop_dead()
-
-    async def _stop_dead(self) -> None:
-        """After a start that failed, so that the next one finds its port free."""
-        guard = self._guard
-        await self._stop()
-        self._guard = guard
+                await self._process.stop()  # its port is free for the next start
 
     def tail(self, count: int) -> list[str]:
         """The last lines of its log."""
-        try:
-            with self.log.open("rb") as file:
-                file.seek(max(0, self.log.stat().st_size - 65536))
-                text = file.read().decode(errors="replace")
-        except OSError:
-            return []
-        return [line[:MAX_LINE] for line in text.splitlines() if line.strip()][-count:]
+        lines = log_tail(self.log, TAIL_BYTES).splitlines()
+        return [line[:MAX_LINE] for line in lines if line.strip()][-count:]
 
     def _failure(self, what: str) -> str:
         """What happened, the line of the log that most likely says why, and the lines around."""
@@ -189,9 +155,6 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
             return response.status == 200
     except (aiohttp.ClientError, OSError):
         return False
-
-
-LOG_FOLDER = "servers"  # in the run's directory
 
 
 class ServerFactory:

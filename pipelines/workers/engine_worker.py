@@ -1,59 +1,155 @@
-"""A process that has an engine server on a node: `python -m
-agentenv.pipelines.workers.engine_worker`, which pipelines/cluster/engines.py starts.
+"""Engine servers on nodes of a cluster. `ClusterServers` starts a process on each node: this file,
+`python -m agentenv.pipelines.workers.engine_worker`, which starts its server, reports its URL,
+restarts it when it dies, and ends with the controller.
+
+A server whose node is lost starts again on another node; the pool of the engine follows.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
+import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.cluster.link import StreamLink
-from agentenv.cluster.messages import BEAT_S, Alive, Figures, Say, pack
-from agentenv.pipelines.cluster.engines import URL, check_model, read_engine_setup, served_of
+from agentenv.cluster.messages import Alive, Figures, Say, pack, read_answer
+from agentenv.errors import WorkerError
+from agentenv.link import Link
+from agentenv.offload import in_thread
 from agentenv.pipelines.serving.servers import ServerFactory
 from agentenv.pipelines.setup import data
 from agentenv.pipelines.workers.main import main
+from agentenv.processes import Placement
+from agentenv.server_config import LaunchConfig, Served, ServersConfig
+from agentenv.supervisor import Supervisor, WorkerSpec
+from agentenv.worker_group import Left, Worker, WorkerGroup, serve
+
+URL = "serves at "  # begins the first sentence of a process
+SLACK_S = 120.0  # for a process to be placed, beside what the server takes
+
+
+class EngineSetup(Struct, array_like=True, frozen=True):
+    """The setup of a process on a node: a Served and a ServersConfig, plain, the setting that
+    errors name, and the run's folder."""
+
+    served: dict[str, Any]
+    config: dict[str, Any]
+    key: str
+    folder: str
+
+
+read_engine_setup = msgspec.msgpack.Decoder(EngineSetup).decode
+
+
+class ClusterServers(WorkerGroup[Worker]):
+    """Starts engine servers in `placement`, a ServerStarter. `spec` gives the workers of a
+    configuration."""
+
+    read = staticmethod(read_answer)
+    make_worker = Worker
+
+    def __init__(
+        self,
+        placement: Placement,
+        folder: Path,
+        spec: Callable[[LaunchConfig], WorkerSpec],
+        report: Callable[[str], None],
+    ) -> None:
+        super().__init__(report)
+        self._placement, self._folder, self._spec = placement, folder, spec
+        self._urls: dict[str, str] = {}  # of connected workers
+        self._come = asyncio.Event()
+        self._added: Callable[[str], None] = lambda url: None
+        self._removed: Callable[[str], None] = lambda url: None
+        self._supervisor: Supervisor | None = None
+
+    async def start(self, served: Served, config: LaunchConfig, key: str) -> list[str]:
+        """See ServerStarter."""
+        plain = msgspec.to_builtins(served, enc_hook=str) | {"model": str(served.model.absolute())}
+        setup = EngineSetup(plain, msgspec.to_builtins(config), key, str(self._folder.absolute()))
+        spec = self._spec(config)
+        self._supervisor = Supervisor(spec, self, setup, self._folder, self.report, self._placement)
+        await self._supervisor.start()
+        while len(self._urls) < spec.num:
+            self._come.clear()
+            async with asyncio.timeout(SLACK_S):
+                await self._come.wait()
+        return [*self._urls.values()]
+
+    def follow(self, added: Callable[[str], None], removed: Callable[[str], None]) -> None:
+        """Report from now on which URLs come and go."""
+        self._added, self._removed = added, removed
+
+    def take(self, worker: Worker, message: Any) -> None:
+        if isinstance(message, Say) and message.text.startswith(URL):
+            self._urls[worker.name] = message.text.removeprefix(URL)
+            self._come.set()
+            self._added(self._urls[worker.name])
+        elif isinstance(message, Say):
+            self.report(f"{worker.name}: {message.text}")
+
+    def left(self, worker: Worker, why: str) -> Left:
+        return Left(why, 1, "turns that it had go on at other servers")
+
+    async def lost(self, worker: Worker, why: str) -> None:
+        if (url := self._urls.pop(worker.name, None)) is not None:
+            self._removed(url)
+
+    def end(self, reason: str) -> None:
+        """None will come any more: the pool ends when it has none (engine.pool.max_outage_s)."""
+        super().end(reason)
+        self.report(f"engine servers: {reason}")
+
+    def leave(self, name: str, within_s: float) -> None:
+        """The node of a server is about to end: its turns go on elsewhere, and so does it."""
+        if (worker := self.workers.get(name)) is not None:
+            self.report(f"{name} leaves with its node, within {within_s:.0f} s")
+            worker.link.close()
+
+    async def shut(self) -> None:
+        """End the workers with their supervisor. Idempotent."""
+        if self._supervisor is not None:
+            await self._supervisor.close()
+
+
+# The process on a node
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class EngineHolder:
-    """Has a server until the other end is gone."""
+    """Holds a server until the other end is gone."""
 
-    def __init__(self, link: StreamLink, url: str) -> None:
+    def __init__(self, link: Link, url: str) -> None:
         self._link, self._url = link, url
 
     def say(self, text: str) -> None:
         self._link.send(pack(Say(text)))
 
     async def serve(self) -> None:
-        """Tell the URL, and from then on that this process is there."""
-        self._link.send(pack(Alive(Figures())))
+        """Report the URL, and from then on that this process is there."""
         self.say(f"{URL}{self._url}")
-        beating = asyncio.create_task(self._beat())
-        try:
-            while True:
-                await self._link.receive()
-        except EOFError:
-            beating.cancel()
-
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(BEAT_S)
-            self._link.send(pack(Alive(Figures())))
+        await serve(self._link, lambda frame: None, lambda: pack(Alive(Figures())))
 
 
 async def build(
-    frame: bytes, link: StreamLink, stack: AsyncExitStack, say: data.Say, number: int
+    frame: bytes, link: Link, stack: AsyncExitStack, say: data.Say, number: int
 ) -> EngineHolder:
     """The server answers."""
     setup = read_engine_setup(frame)
-    served, config = served_of(setup)
-    await check_model(served)
+    served = msgspec.convert(setup.served, Served, dec_hook=lambda kind, text: kind(text))
+    config = msgspec.convert(setup.config, ServersConfig)
+    if not await in_thread(served.model.is_dir):
+        raise WorkerError(
+            f"{served.model} is no model directory on this node: it has to be at the same path on "
+            "every node"
+        )
     own = link.own if config.host in LOOPBACK else config.host
     port = config.port + number if config.port else 0
     config = replace(config, num_servers=1, gpus=[], host=own, port=port)

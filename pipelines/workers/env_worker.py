@@ -1,5 +1,5 @@
 """A process that holds environments: `python -m agentenv.pipelines.workers.env_worker`, which
-pipelines/cluster/processes.py starts.
+pipelines/setup/env_workers.py starts.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from agentenv.cluster.env_server import EnvServer
-from agentenv.cluster.link import StreamLink
 from agentenv.config import resolver
 from agentenv.env import close_shared
+from agentenv.link import Link
 from agentenv.pipelines.setup.data import Say
 from agentenv.pipelines.setup.env_workers import asked_of, maker_of, read_env_setup
 from agentenv.pipelines.workers.main import main
 
 
 async def build(
-    frame: bytes, link: StreamLink, stack: AsyncExitStack, say: Say, number: int
+    frame: bytes, link: Link, stack: AsyncExitStack, say: Say, number: int
 ) -> EnvServer:
-    """What holds the environments of this process."""
+    """The environments of this process."""
     setup = read_env_setup(frame)
     asked = asked_of(setup)
     stack.push_async_callback(close_shared)

@@ -1,5 +1,5 @@
-"""What is common to the processes that pipelines/cluster/processes.py starts: each connects to whom
-it works for, is set up, and ends with that connection.
+"""The common life of worker processes: each connects to its controller, is set up, and ends with
+that connection (agentenv/supervisor.py).
 """
 
 from __future__ import annotations
@@ -14,49 +14,43 @@ from typing import Any, Protocol
 
 import msgspec
 
-from agentenv.cluster.link import StreamLink, keep_alive
-from agentenv.cluster.messages import Lost, named, pack
 from agentenv.crashes import PACKAGES
 from agentenv.errors import AgentEnvError, ConfigError, WorkerError
-from agentenv.pipelines.cluster.processes import (
-    ADDRESS_VARIABLE,
-    HELLO_S,
-    NUMBER_VARIABLE,
-    TOKEN_VARIABLE,
-    Hello,
-    own_code,
-)
+from agentenv.link import Link
 from agentenv.pipelines.run.event_loop import rolling_out
 from agentenv.pipelines.run.terminal import View, is_shown, run_until_done, to_its_end
 from agentenv.pipelines.setup.data import Say
+from agentenv.supervisor import ADDRESS_VARIABLE, NUMBER_VARIABLE, TOKEN_VARIABLE, own_code
+from agentenv.untrusted import packed
+from agentenv.worker_group import HELLO_S, Hello, Ready, Refusal, named
 
 
 class Worker(Protocol):
-    """What works."""
+    """The work of a process."""
 
     async def serve(self) -> bool | None:
         """Until the other end is gone. False: before its work was over."""
         ...
 
     def say(self, text: str) -> None:
-        """To people, by the other end."""
+        """Report a sentence to people, through the other end."""
         ...
 
 
-# Variables for workers that somebody else starts, in seconds: how long to try to reach the
+# Variables for workers that others start, in seconds: how long to try to reach the
 # controller, and how long SIGTERM lets trees come to their end.
 WAIT_VARIABLE, DRAIN_VARIABLE = "AGENTENV_WORKER_WAIT_S", "AGENTENV_WORKER_DRAIN_S"
-# Which of the workers this one is, as whoever started it has it.
+# The number of this worker, by the launcher that started it.
 NUMBERS = (NUMBER_VARIABLE, "SLURM_PROCID", "JOB_COMPLETION_INDEX")
 RETRY_S = 2.0
 
-# makes it of the frame that sets it up, its link, what closes its parts, and its number
-Build = Callable[[bytes, StreamLink, AsyncExitStack, Say, int], Coroutine[Any, Any, Worker]]
+# makes it of the frame that sets it up, its link, the stack that closes its parts, and its number
+Build = Callable[[bytes, Link, AsyncExitStack, Say, int], Coroutine[Any, Any, Worker]]
 
 
 class Errors(logging.Handler):
-    """Tells the first line of each error of a part, such as the first crash of an environment, and
-    of each warning for people."""
+    """Reports the first line of each error of a part, such as the first crash of an environment,
+    and of each warning for people."""
 
     def __init__(self, view: WorkerView) -> None:
         super().__init__(logging.WARNING)
@@ -64,24 +58,24 @@ class Errors(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if is_shown(record):
-            self._view.tell(record.getMessage().partition("\n")[0])
+            self._view.report(record.getMessage().partition("\n")[0])
 
 
 class WorkerView(View):
-    """What holds up the loop is told to the controller too."""
+    """Reports what blocks the loop to the controller too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tell: Callable[[str], None] = lambda text: None  # from any thread
+        self.report: Callable[[str], None] = lambda text: None  # from any thread
 
     def warn(self, text: str) -> None:
         super().warn(text)
-        self.tell(text)
+        self.report(text)
 
 
-async def connect(address: str, hello: Hello, wait_s: float) -> tuple[StreamLink, bytes]:
-    """A link to the controller, and what that has this process built from. Tries for `wait_s` to
-    find one that wants it."""
+async def connect(address: str, hello: Hello, wait_s: float) -> tuple[Link, bytes]:
+    """A link to the controller, and the frame that sets this process up. Tries for `wait_s` to
+    find a controller that takes it."""
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
     end = loop.time() + wait_s
@@ -89,9 +83,9 @@ async def connect(address: str, hello: Hello, wait_s: float) -> tuple[StreamLink
         try:
             async with asyncio.timeout(HELLO_S):
                 reader, writer = await asyncio.open_connection(host, int(port))
-                keep_alive(writer)
-                link = StreamLink(reader, writer)
-                link.send(pack(hello))
+                link = Link(reader, writer)
+                link.keep_alive()
+                link.send(packed(hello))
                 return link, await link.receive()
         except (OSError, EOFError, TimeoutError) as error:
             if loop.time() >= end:
@@ -104,7 +98,7 @@ async def connect(address: str, hello: Hello, wait_s: float) -> tuple[StreamLink
 
 
 def drain_on_signal(leave: Callable[[float], None], drain_s: float) -> None:
-    """Let the first SIGTERM tell the controller; the second one ends this process."""
+    """Let the first SIGTERM notify the controller; the second one ends this process."""
     loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGTERM)
 
     def on_signal(*_: object) -> None:
@@ -118,7 +112,7 @@ async def work(
     address: str, hello: Hello, view: WorkerView, build: Build, wait_s: float, drain_s: float
 ) -> None:
     """Connect, be set up, and work until the other end is gone. Raises WorkerError when it may want
-    this process again, so that whoever started it does so."""
+    this process again, so that its launcher restarts it."""
     link, setup = await connect(address, hello, wait_s)
     async with AsyncExitStack() as stack:
         stack.callback(link.close)
@@ -131,14 +125,15 @@ async def work(
                     f"version there and here, where it is {PACKAGES}?"
                 ) from error
         except AgentEnvError as error:
-            link.send(pack(Lost(-1, *named(error))))
+            link.send(packed(Refusal(*named(error))))
             raise
+        link.send(packed(Ready()))
         loop = asyncio.get_running_loop()
 
-        def tell(text: str) -> None:
+        def report(text: str) -> None:
             loop.call_soon_threadsafe(worker.say, text)
 
-        view.tell = tell
+        view.report = report
         leave: Callable[[float], None] | None = getattr(worker, "leave", None)
         if drain_s and leave is not None:
             drain_on_signal(leave, drain_s)

@@ -1,8 +1,8 @@
-"""The only process of a run that knows Ray: `python -m agentenv.pipelines.workers.ray_driver`,
-which pipelines/cluster/ray_places.py starts.
+"""The one process of a run that talks to Ray: `python -m agentenv.pipelines.workers.ray_driver`,
+which pipelines/workers/ray_placement.py starts.
 
-Each process that is asked for gets a placement group of one bundle, on the node that has the fewest
-of ours where there is a choice, and in it a `Holder`, which has its resources as long as it lives.
+Each process gets a placement group of one bundle, on the node with the fewest of ours where there
+is a choice, and in it a `Holder`, which keeps the resources as long as the process lives.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from collections import Counter
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
-from agentenv.cluster.link import StreamLink
-from agentenv.cluster.messages import BEAT_S, Alive, Figures, Say
+from agentenv.cluster.messages import Alive, Figures, Say
 from agentenv.errors import ConfigError, WorkerError
+from agentenv.link import Link
 from agentenv.offload import in_thread
-from agentenv.pipelines.cluster.places import GRACE_S, Launch
-from agentenv.pipelines.cluster.ray_places import (
+from agentenv.pipelines.setup import data
+from agentenv.pipelines.workers.main import main
+from agentenv.pipelines.workers.ray_placement import (
     Connected,
     Ended,
     Leaves,
@@ -35,8 +36,8 @@ from agentenv.pipelines.cluster.ray_places import (
     read_setup,
     total,
 )
-from agentenv.pipelines.setup import data
-from agentenv.pipelines.workers.main import main
+from agentenv.processes import GRACE_S, ProcessSpec
+from agentenv.worker_group import serve
 
 INSTALL = "cluster.kind = ray needs the package ray: pip install 'agentenv[ray]'"
 OLDEST = "2.40"  # as in pyproject.toml
@@ -46,7 +47,7 @@ STOP_S = GRACE_S + 4.0
 NUM_STARTS = 4  # of a cluster, on a machine that is busy
 COUNTED = ("CPU", "GPU")
 
-# A process between us and what it starts, so that nothing of Ray is above that one.
+# A process between Ray and the one that it starts, so that nothing of Ray is above that one.
 DETACH = """
 import json, subprocess, sys
 log = open(sys.argv[1], "ab")
@@ -127,7 +128,7 @@ class Holder:
 
 
 class Ray:
-    """What is used of Ray. Methods that block are called in threads."""
+    """The part of Ray that we use. Methods that block are called in threads."""
 
     def __init__(self, setup: RaySetup) -> None:
         try:
@@ -192,7 +193,7 @@ class Ray:
         }
 
     def free(self) -> dict[str, dict[str, float]]:
-        """What of it nobody has."""
+        """CPUs and GPUs of nodes that are free."""
         from ray._private.state import state
 
         found = {node: dict.fromkeys(COUNTED, 0.0) for node in self.nodes()}
@@ -217,7 +218,7 @@ class Ray:
             return "127.0.0.1"
         return str(self.ray.util.get_node_ip_address())
 
-    def hold(self, launch: Launch, on: str | None) -> Any:
+    def hold(self, spec: ProcessSpec, on: str | None) -> Any:
         """A Holder, which comes to be when there is a place for it; on this node if that can be."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -225,9 +226,9 @@ class Ray:
         wish: dict[str, Any] = {}
         if on and "_soft_target_node_id" in inspect.signature(placement_group).parameters:
             wish = {"_soft_target_node_id": on}
-        bundle = {name: much for name, much in launch.resources.items() if much}
-        group = placement_group([bundle], strategy="STRICT_PACK", name=launch.name, **wish)
-        self.groups[launch.name] = group
+        bundle = {name: much for name, much in spec.resources.items() if much}
+        group = placement_group([bundle], strategy="STRICT_PACK", name=spec.name, **wish)
+        self.groups[spec.name] = group
         return (
             self.ray.remote(Holder)
             .options(
@@ -240,8 +241,8 @@ class Ray:
             .remote()
         )
 
-    def let_go(self, name: str, holder: Any) -> None:
-        """Free what was held."""
+    def release(self, name: str, holder: Any) -> None:
+        """Free the resources of a holder."""
         with suppress(Exception):  # Ray is not there any more
             self.ray.kill(holder)
         if (group := self.groups.pop(name, None)) is not None:
@@ -264,14 +265,14 @@ class _Held:
     def __init__(self) -> None:
         self.holder: Any = None
         self.node = ""
-        self.is_told = False  # that its node leaves
+        self.is_reported = False  # that its node leaves
         self.task: asyncio.Task[None] | None = None
 
 
 class RayDriver:
-    """Obeys a RayPlaces."""
+    """Obeys a RayPlacement."""
 
-    def __init__(self, ray: Ray, link: StreamLink) -> None:
+    def __init__(self, ray: Ray, link: Link) -> None:
         self._ray, self._link = ray, link
         self._held: dict[str, _Held] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -281,22 +282,21 @@ class RayDriver:
 
     async def serve(self) -> None:
         """Until the other end is gone."""
-        self._link.send(pack(Alive(Figures())))
         self._link.send(pack(await self._connected()))
         watching = asyncio.create_task(self._watch())
         try:
-            while True:
-                asked = read_asked(await self._link.receive())
-                if isinstance(asked, Place):
-                    held = self._held[asked.launch.name] = _Held()
-                    held.task = self._begin(self._hold(asked.launch, held))
-                else:
-                    self._begin(self._stop(asked.name))
-        except EOFError:
-            pass
+            await serve(self._link, self._take, lambda: pack(Alive(Figures())))
         finally:
             for task in (watching, *self._tasks):
                 task.cancel()
+
+    def _take(self, frame: bytes) -> None:
+        asked = read_asked(frame)
+        if isinstance(asked, Place):
+            held = self._held[asked.spec.name] = _Held()
+            held.task = self._begin(self._hold(asked.spec, held))
+        else:
+            self._begin(self._stop(asked.name))
 
     def _begin(self, work: Any) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -310,36 +310,36 @@ class RayDriver:
         many = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
         return Connected(host, f"Ray: {many} with {in_words(total([*nodes.values()]))}")
 
-    async def _hold(self, launch: Launch, held: _Held) -> None:
+    async def _hold(self, spec: ProcessSpec, held: _Held) -> None:
         how = ""
         try:
-            on = await in_thread(self._choice, launch)
-            held.holder = await in_thread(self._ray.hold, launch, on)
-            env, cwd = launch.env, os.getcwd()
+            on = await in_thread(self._choice, spec)
+            held.holder = await in_thread(self._ray.hold, spec, on)
+            env, cwd = spec.env, os.getcwd()
             host, held.node, pid = await held.holder.start.remote(
-                launch.command, env, launch.log, cwd, DETACH
+                spec.command, env, spec.log, cwd, DETACH
             )
-            self._link.send(pack(Started(launch.name, host, held.node, pid)))
+            self._link.send(pack(Started(spec.name, host, held.node, pid)))
             how = await held.holder.ended.remote()
-        except Exception as error:  # Ray's, and what its actor raised
+        except Exception as error:  # of Ray, and of its actor
             cause = getattr(error, "cause", None) or error
             first = str(cause).strip().partition("\n")[0]
             how = f"is not there any more, says Ray: {type(cause).__name__}: {first}"
         finally:
-            if self._held.get(launch.name) is held:
-                del self._held[launch.name]
+            if self._held.get(spec.name) is held:
+                del self._held[spec.name]
             if held.holder is not None:
-                await in_thread(self._ray.let_go, launch.name, held.holder)
-        self._link.send(pack(Ended(launch.name, how)))
+                await in_thread(self._ray.release, spec.name, held.holder)
+        self._link.send(pack(Ended(spec.name, how)))
 
-    def _choice(self, launch: Launch) -> str | None:
+    def _choice(self, spec: ProcessSpec) -> str | None:
         """Of the nodes that have room for it now, the one with the fewest of ours."""
         num = Counter(held.node for held in self._held.values())
         leaving = self._ray.draining()
         room = [
             node
             for node, free in self._ray.free().items()
-            if node not in leaving and not left_over([launch.resources], [free])
+            if node not in leaving and not left_over([spec.resources], [free])
         ]
         return min(room, key=lambda node: num[node], default=None)
 
@@ -357,20 +357,19 @@ class RayDriver:
                 await held.holder.stop.remote(GRACE_S)
 
     async def _watch(self) -> None:
-        """Look at what is drained, and say that this process is there."""
+        """Report the nodes that are drained."""
         while True:
-            self._link.send(pack(Alive(Figures())))
-            await asyncio.sleep(max(LOOK_S, BEAT_S))
+            await asyncio.sleep(LOOK_S)
             with suppress(Exception):  # Ray's, whose head may be away
                 leaving = await in_thread(self._ray.draining)
                 for name, held in self._held.items():
-                    if held.node in leaving and not held.is_told:
-                        held.is_told = True
+                    if held.node in leaving and not held.is_reported:
+                        held.is_reported = True
                         self._link.send(pack(Leaves(name, leaving[held.node])))
 
 
 async def check_fit(ray: Ray) -> None:
-    """Raises ConfigError when what is needed at the start does not fit, nor will in time."""
+    """Raises ConfigError when the needs of the start do not fit, nor will in time."""
     setup, loop = ray.setup, asyncio.get_running_loop()
     end = loop.time() + setup.wait_for_nodes_s
     while True:
@@ -389,7 +388,7 @@ def does_not_fit(
     nodes: dict[str, dict[str, float]],
     free: dict[str, dict[str, float]],
 ) -> str:
-    """What was asked for, what there is, and what to change."""
+    """The error: the request, the resources there, and the remedy."""
     asked: dict[str, list[dict[str, float]]] = {}
     for key, bundle in setup.needed:
         asked.setdefault(key, []).append(bundle)
@@ -409,7 +408,7 @@ def does_not_fit(
 
 
 async def build(
-    frame: bytes, link: StreamLink, stack: AsyncExitStack, say: data.Say, number: int
+    frame: bytes, link: Link, stack: AsyncExitStack, say: data.Say, number: int
 ) -> RayDriver:
     """Connected to the cluster, with room for what is needed."""
     ray = Ray(read_setup(frame))

@@ -1,5 +1,5 @@
-"""A rollout worker as a process: `python -m agentenv.pipelines.workers.rollout_worker`, which
-pipelines/cluster/processes.py starts.
+"""A rollout worker as a process: `python -m agentenv.pipelines.workers.rollout_worker`, which the
+supervisor, Ray, or a job of a cluster starts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 
 from agentenv.actor import Actor
 from agentenv.cluster.engine import LinkedEngine
-from agentenv.cluster.link import StreamLink
 from agentenv.cluster.messages import Figures
 from agentenv.cluster.slots import LeasedEngine
 from agentenv.cluster.worker import RolloutWorker
@@ -21,6 +20,7 @@ from agentenv.config import build_config
 from agentenv.encoder import encode_beside
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.env import close_shared, shared_stats
+from agentenv.link import Link
 from agentenv.metrics import LoopLag
 from agentenv.model_files import read_eos_ids
 from agentenv.pipelines.config.cluster import FOLDER, Setup, SpreadCluster, read_setup
@@ -64,7 +64,7 @@ def seen_from_here(url: str, controller: str) -> str:
 
 
 async def make_engine(
-    assembly: WorkerAssembly, setup: Setup, link: StreamLink
+    assembly: WorkerAssembly, setup: Setup, link: Link
 ) -> LinkedEngine | LeasedEngine:
     """The servers of the controller's pool, or else the engine in the controller's process."""
     config = assembly.config.engine
@@ -87,9 +87,9 @@ async def make_engine(
 
 
 async def build(
-    frame: bytes, link: StreamLink, stack: AsyncExitStack, say: Say, number: int
+    frame: bytes, link: Link, stack: AsyncExitStack, say: Say, number: int
 ) -> RolloutWorker:
-    """The worker of this number; `stack` closes what it is made of."""
+    """The worker of this number; `stack` closes its parts."""
     setup = read_setup(frame)
     config = build_config(TrainConfig, setup.config, "the controller")
     assembly = WorkerAssembly(config, setup, stack, say, link.peer)

@@ -16,8 +16,8 @@ from benchmarks import bench
 from benchmarks.parts import chaos
 from benchmarks.parts.chaos import Witness
 from tests.support.forks import project
+from tests.support.forkserver import Forked
 from tests.support.killing import Plan
-from tests.support.nursery import Forked
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -10,10 +10,19 @@ from typing import Any, Literal
 
 import pytest
 
-from agentenv.cluster.link import Link, linked
-from agentenv.cluster.messages import Drop, Grow, Heard, Leave, Quit, Seek, read_answer, read_asked
+from agentenv.cluster.messages import (
+    Acquire,
+    Drop,
+    FirstToken,
+    Grow,
+    Quit,
+    Release,
+    read_answer,
+    read_asked,
+)
 from agentenv.cluster.slots import LeasedEngine, Leases
 from agentenv.engines.pool.pool import EnginePool
+from agentenv.link import Link
 from agentenv.server_config import PoolConfig
 from agentenv.types import Completion, SamplingParams
 from tests.engines.faulty_server import (
@@ -25,6 +34,7 @@ from tests.engines.faulty_server import (
     reciter,
     write_tokenizer,
 )
+from tests.support.links import linked
 from tests.support.virtual_clock import run_virtual
 
 TEXT = "the quick brown fox</a>"
@@ -164,7 +174,7 @@ async def leased(
             if isinstance(told, Quit):
                 leases.quit(told.number)
             else:
-                assert isinstance(told, Seek | Heard | Leave)
+                assert isinstance(told, Acquire | FirstToken | Release)
                 leases.hear(told)
 
     hearing = [asyncio.create_task(one) for one in (hear_controller(), hear_worker())]

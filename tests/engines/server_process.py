@@ -16,7 +16,7 @@ import pytest
 
 from agentenv.guard import GUARD
 from agentenv.ports import hold_port, port_of
-from tests.support.nursery import Forked, nursery
+from tests.support.forkserver import Forked, fork_server
 
 # PYTHONPATH of a server, so that its processes are forked
 FORKING = os.pathsep.join(
@@ -56,7 +56,7 @@ class ServerProcess:
         self._life: int | None = life
         with log.open("wb") as output, os.fdopen(end) as stdin:
             self._guard = Forked(
-                nursery(command[0], modules, os.environ | environment).fork(
+                fork_server(command[0], modules, os.environ | environment).fork(
                     [*command[1:], "--port", str(port)],
                     environment=os.environ | environment,
                     folder=log.parent,

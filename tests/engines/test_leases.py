@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agentenv.cluster.messages import Leave, pack, read_answer
+from agentenv.cluster.messages import Release, pack, read_answer
 from agentenv.cluster.slots import LeasedEngine
 from agentenv.deadline import WorkClock, working
 from agentenv.engines.pool.pool import EnginePool
@@ -247,7 +247,7 @@ def test_tokens_right_behind_an_update_have_its_version(folder: Path) -> None:
     [Done(), Aborted("why"), Busy("full", 2.5), Starved(), Reset("gone"), Lost("failed", "500")],
 )
 def test_a_worker_reports_every_outcome_as_it_is(outcome: Outcome) -> None:
-    left = Leave(7, 1, 2, [(2, 0.5)], {"requests": 1}, outcome)
+    left = Release(7, 1, 2, [(2, 0.5)], {"requests": 1}, outcome)
     assert read_answer(pack(left)) == left
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engines.reference import MAX_LENGTH
 from tests.engines.server_process import FORKING, ServerProcess
-from tests.support.nursery import nursery
+from tests.support.forkserver import fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -62,7 +62,7 @@ def require_vllm() -> None:
 def forking_python() -> Path:
     """The Python of servers that a launcher starts, in place of PYTHON; they are forks too."""
     name = "vllm.entrypoints.openai.api_server"
-    return nursery(str(PYTHON), MODULES, os.environ | ENVIRONMENT).stand_in(name)
+    return fork_server(str(PYTHON), MODULES, os.environ | ENVIRONMENT).stand_in(name)
 
 
 class VLLMProcess(ServerProcess):

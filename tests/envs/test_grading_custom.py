@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from agentenv.env import close_shared
-from agentenv.envs.common.workers import WorkerPool
 from agentenv.envs.grading.math import MathEquivalence
 from agentenv.envs.grading.reward import GRADERS, check_grader, make_grader
 from agentenv.errors import ConfigError, GraderError, InfraError
 from agentenv.tool_env import Grader
 from agentenv.types import Message, Task
+from agentenv.worker_pool import WorkerPool
 
 TASK = Task("row 7", "e", "q?", ("12",), "math", {"extra_info": {"index": 3}})
 ANSWER = Message("assistant", r"<think>.</think><answer>\boxed{12}</answer>")

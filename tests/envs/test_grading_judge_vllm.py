@@ -19,7 +19,7 @@ from agentenv.envs.grading.reward import GraderConfig, check_grader, make_grader
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.errors import GraderError
 from agentenv.pipelines.config.evaluation import EvaluateConfig
-from agentenv.pipelines.serving.roles import start_roles
+from agentenv.pipelines.serving.roles import check_roles, fill_roles, start_servers
 from agentenv.pipelines.serving.servers import ServerFactory
 from agentenv.tool_env import Grade, Grader
 from agentenv.types import Message, Task
@@ -79,7 +79,9 @@ async def test_a_judge_that_the_run_starts(model: Path, tmp_path: Path) -> None:
     said: list[str] = []
     async with AsyncExitStack() as stack:
         factory = ServerFactory(tmp_path, stack, said.append)
-        config = await start_roles(build_config(EvaluateConfig, raw, "test"), Path, factory)
+        config = build_config(EvaluateConfig, raw, "test")
+        check_roles(config)
+        config = fill_roles(config, await start_servers(config.roles, Path, factory))
 
         plain = grader_of(config, cache=cache)
         await check_grader(plain, [TASK])

@@ -14,19 +14,18 @@ from typing import Any
 import psutil
 import pytest
 
-from agentenv.envs.common import workers
-from agentenv.envs.common.workers import (
+from agentenv import worker_pool as workers
+from agentenv.envs.grading.layers import Layered
+from agentenv.envs.grading.math import MathEquivalence
+from agentenv.errors import ConfigError, InfraError
+from agentenv.untrusted import decode, packed
+from agentenv.worker_pool import (
     JobDiedError,
     JobRaisedError,
     JobStoppedError,
     Used,
     WorkerPool,
-    _frame,
 )
-from agentenv.envs.grading.layers import Layered
-from agentenv.envs.grading.math import MathEquivalence
-from agentenv.errors import ConfigError, InfraError
-from agentenv.untrusted import decode
 from tests.support.warehouse import ROOT
 
 HANDLER = "tests.support.jobs:work"
@@ -55,7 +54,7 @@ def _workers_of(pid: int) -> list[psutil.Process]:
     for process in psutil.Process(pid).children(recursive=True):
         try:
             if (
-                "agentenv.envs.common.workers" in process.cmdline()
+                "agentenv.worker_pool" in process.cmdline()
                 and process.status() != psutil.STATUS_ZOMBIE
             ):
                 found.append(process)
@@ -113,7 +112,7 @@ async def test_a_job_that_fails_harms_no_other(
 def test_what_messagepack_does_not_hold_becomes_text() -> None:
     """The policy may write any number into the arguments that a grader gets to see."""
     message = {"payload": [{"count": 10**30, "ratio": 0.5, "half": "a\ud800"}, -(2**63), -(10**30)]}
-    found = decode(_frame(message)[4:], packed=True)
+    found = decode(packed(message), packed=True)
     assert found["payload"][0] == {"count": str(10**30), "ratio": 0.5, "half": "a\\ud800"}
     assert found["payload"][1:] == [str(-(2**63)), str(-(10**30))]
 
@@ -189,7 +188,7 @@ async def test_a_start_on_a_machine_without_a_free_core_is_waited_for(
 
 HOST = f"""
 import asyncio
-from agentenv.envs.common.workers import WorkerPool
+from agentenv.worker_pool import WorkerPool
 
 async def main():
     pool = WorkerPool({HANDLER!r}, name="jobs", max_jobs=2)

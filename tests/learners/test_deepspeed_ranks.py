@@ -18,6 +18,7 @@ from agentenv.learners import ranks as wire
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.worker import Place, failure, find_place
+from agentenv.link import PREFIX_BYTES, Link
 from agentenv.ports import held_ports
 from tests.learners.ranks import (
     ALGORITHM,
@@ -255,9 +256,9 @@ async def test_an_update_is_nowhere_whole_on_its_way() -> None:
 
     async def rank(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while not received or isinstance(received[-1], wire.Tree):
-            size = int.from_bytes(await reader.readexactly(wire.PREFIX_BYTES), "little")
+            size = int.from_bytes(await reader.readexactly(PREFIX_BYTES), "little")
             received.append(wire.unpack_command(await reader.readexactly(size)))
-            buffered.append(link._writer.transport.get_write_buffer_size())
+            buffered.append(stream._writer.transport.get_write_buffer_size())
             await asyncio.sleep(0.002)
         writer.write(wire.pack_frame(wire.Done()))
         writer.close()
@@ -266,7 +267,9 @@ async def test_an_update_is_nowhere_whole_on_its_way() -> None:
     server = await asyncio.start_server(rank, "127.0.0.1", 0)
     async with server:
         streams = await asyncio.open_connection(*server.sockets[0].getsockname())
-        link = wire.RankLink(wire.Hello("", 0, 1, os.getpid(), "here", ""), *streams)
+        hello = wire.Hello("", 0, 1, os.getpid(), "here", "")
+        stream = Link(*streams)
+        link = wire.RankLink(hello, stream, None, is_here=False)
         assert isinstance(await link.exchange(update), wire.Done)
         await link.close(idle=False)
     one = len(wire.pack_frame(wire.Tree(trees[0])))

@@ -20,7 +20,7 @@ COMMAND = wire.Abort
 class Answering:
     """A link whose rank answers after so many seconds."""
 
-    host, pid, log_path, process = "here", 7, None, None
+    host, pid, log_path = "here", 7, None
 
     def __init__(self, rank: int) -> None:
         self.rank, self.seconds = rank, 0.0

@@ -46,7 +46,7 @@ def builder(algorithm: Algorithm, **queue: Any) -> BatchBuilder:
 
 
 def settled(ours: BatchBuilder, delivered: list[TrajectoryTree]) -> Batch:
-    batch = ours.open(delivered)
+    batch = ours.begin(delivered)
     ours.settle(batch)
     return batch
 

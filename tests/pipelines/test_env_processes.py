@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from agentenv import processes as local
 from agentenv.errors import ConfigError
-from agentenv.pipelines.cluster import places
 from agentenv.pipelines.evaluation.store import read_rows
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
@@ -59,7 +59,7 @@ PLAIN = ["eval.sets={}", "queue.max_staleness=1", "train.num_steps=4"]
 def _light(warehouse: Path) -> Iterator[None]:
     (warehouse.parent / "computing_env.py").write_text(MODULE.format(here=psutil.Process().pid))
     with toy_ranks(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(places, "start_process", start_worker)
+        patch.setattr(local, "start_process", start_worker)
         patch.setattr(Recorder, "draw", lambda self: [])
         patch.setenv("PYTHONPATH", str(warehouse.parent))
         yield
@@ -94,7 +94,7 @@ def test_processes_that_are_killed_cost_no_trajectory(warehouse: Path, calm: Pat
     found = run(warehouse, "envs-killed", *PLAIN, *COMPUTING, beside=kill)
     assert len(killed) == 2
     assert trees(found) == trees(calm)
-    assert re.search(r"env-worker-1 is lost: it ended with status 137; ", log_of(found))
+    assert re.search(r"env-worker-1 is lost: it was killed by SIGKILL", log_of(found))
 
 
 def test_an_evaluation_has_its_environments_there_too(

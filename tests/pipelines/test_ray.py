@@ -16,10 +16,10 @@ import pytest
 from msgspec.structs import replace
 
 from agentenv.errors import ConfigError
-from agentenv.pipelines.cluster.ray_places import Leaves, RayPlaces, in_words, left_over
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.terminal import first_reason
+from agentenv.pipelines.workers.ray_placement import Leaves, RayPlacement, in_words, left_over
 from benchmarks.parts.chaos import CONFIG, MAX_STALENESS, SHORT, make_model, write_workspace
 from tests.pipelines.test_rollout_workers import SLOW, log_of, run, taken, trees, until
 from tests.support.runs import rows_of
@@ -112,7 +112,7 @@ def on(nodes: Nodes, *overrides: str) -> list[str]:
     return [*RAY, *SLOW, f"cluster.address={nodes.address}", "cluster.host=127.0.0.1", *overrides]
 
 
-def ray_of(training: Training) -> RayPlaces:
+def ray_of(training: Training) -> RayPlacement:
     found = training.parts.ray
     assert found is not None
     return found
@@ -193,7 +193,8 @@ def test_a_node_that_is_drained_ends_its_trees_first(
 
     async def drain(training: Training) -> None:
         await until(lambda: training.state.step >= 1)
-        ray_of(training)._take(Leaves("worker-0", 30.0))  # as Ray says it of a node
+        ray = ray_of(training)
+        ray.take(ray.workers["ray-0"], Leaves("worker-0", 30.0))  # as Ray says it of a node
 
     found = run(warehouse, "ray-drained", *on(nodes), beside=drain)
     assert trees(found) == trees(calm)

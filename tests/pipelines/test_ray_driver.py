@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from agentenv.errors import ConfigError
-from agentenv.pipelines.cluster.ray_places import RaySetup
 from agentenv.pipelines.workers.ray_driver import OLDEST, Ray
+from agentenv.pipelines.workers.ray_placement import RaySetup
 from tests.support.warehouse import ROOT
 
 MISMATCH = """Version mismatch: The cluster was started with:

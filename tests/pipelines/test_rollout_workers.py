@@ -19,19 +19,19 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
+from agentenv import processes as local
 from agentenv.archive import read_step, steps_of
 from agentenv.cluster.engine import Turns
 from agentenv.config import load_config
 from agentenv.errors import ConfigError, WorkerError
 from agentenv.journal import Leased
-from agentenv.pipelines.cluster import places
-from agentenv.pipelines.cluster.processes import NUMBER_VARIABLE
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import EXIT_INTERRUPTED, View, first_reason
 from agentenv.ports import held_ports
+from agentenv.supervisor import NUMBER_VARIABLE
 from benchmarks.parts.chaos import (
     CONFIG,
     MAX_STALENESS,
@@ -59,7 +59,7 @@ SLOW = ["engine.latency_s=0.3", "train.num_steps=8"]
 def _light(warehouse: Path) -> Iterator[None]:
     """Nothing is learned and nothing drawn; workers find the environment."""
     with toy_ranks(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(places, "start_process", start_worker)
+        patch.setattr(local, "start_process", start_worker)
         patch.setattr(Recorder, "draw", lambda self: [])
         patch.setenv("PYTHONPATH", str(warehouse.parent))
         yield
@@ -176,7 +176,7 @@ def test_a_worker_that_is_killed_costs_no_tree(warehouse: Path, calm: Path) -> N
     async def kill(training: Training) -> None:
         def laden() -> bool:
             assert training.workers is not None
-            found = training.workers._workers.values()
+            found = training.workers.workers.values()
             return len(workers()) == 2 and sum(bool(one.trees) for one in found) == 2
 
         for number, step in enumerate([1, 3, 5]):
@@ -190,7 +190,9 @@ def test_a_worker_that_is_killed_costs_no_tree(warehouse: Path, calm: Path) -> N
     assert taken(found) == taken(calm)  # 0 lost, 0 duplicated, in the same order
     assert trees(found) == trees(calm)
     last = [row for row in rows_of(found) if "workers/up" in row][-1]
-    assert re.search(r"worker-\d is lost: .* status 137; trees [\d, ]+ go on", log_of(found))
+    assert re.search(
+        r"worker-\d is lost: it was killed by SIGKILL .*; trees [\d, ]+ go on", log_of(found)
+    )
     assert last["workers/lost"] >= 2
     assert last["workers/trees_moved"] > 0
 

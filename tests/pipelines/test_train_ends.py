@@ -24,7 +24,7 @@ from agentenv.pipelines.rl.parts import MEMORY, build_parts
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.tool_env import ToolEnv
 from tests.support.forks import Command, project
-from tests.support.nursery import Forked
+from tests.support.forkserver import Forked
 from tests.support.runs import trees_of
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("here")]

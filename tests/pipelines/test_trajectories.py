@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from agentenv.encoder import decoder
-from agentenv.envs.common.workers import WorkerPool
 from agentenv.envs.quickstart_setup import build_tokenizer
 from agentenv.pipelines.records.trajectories import TrajectoryWriter, write_rows
 from agentenv.tree import TrajectoryTree, to_frame
+from agentenv.worker_pool import WorkerPool
 from tests.learners.trees import random_tree
 
 

@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 
 from agentenv.actor import Actor
 from agentenv.cluster.engine import LinkedEngine
-from agentenv.cluster.link import Link, linked
 from agentenv.cluster.worker import RolloutWorker
 from agentenv.cluster.workers import RolloutWorkers
+from agentenv.link import Link
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training, rollout_settings
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
 from agentenv.virtual_clock import run_virtual
+from tests.support.links import linked
 from tests.support.toy_run import ToyWorld, toy_config
 
 pytestmark = pytest.mark.slow
@@ -41,7 +42,7 @@ class SpreadTraining(Training):
 
     async def _start_workers(self, stack: AsyncExitStack) -> None:
         self.workers = RolloutWorkers(
-            self.parts.actor, silence_s=SILENCE_S, tell=self.view.warn, journal=self.journal
+            self.parts.actor, silence_s=SILENCE_S, report=self.view.warn, journal=self.journal
         )
         stack.push_async_callback(self.workers.close)
         for name in ("a", "b"):

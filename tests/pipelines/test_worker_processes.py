@@ -11,50 +11,36 @@ from pathlib import Path
 import pytest
 from msgspec import Struct
 
-from agentenv.cluster.link import Link, StreamLink
-from agentenv.cluster.messages import Alive, Figures, Lost, pack
-from agentenv.cluster.workers import Left
 from agentenv.errors import ConfigError, WorkerError
-from agentenv.pipelines.cluster.places import Elsewhere, Launch
-from agentenv.pipelines.cluster.processes import (
+from agentenv.link import Link
+from agentenv.processes import ExternalPlacement, ProcessSpec
+from agentenv.supervisor import (
     ADDRESS_VARIABLE,
     NUMBER_VARIABLE,
     TOKEN_VARIABLE,
-    Hello,
-    Kind,
-    WorkerProcesses,
+    Supervisor,
+    WorkerSpec,
     own_code,
 )
+from agentenv.untrusted import packed as pack
+from agentenv.worker_group import Hello, Ready, Refusal, Worker, WorkerGroup
 
 
 class Setup(Struct, array_like=True):
     pass
 
 
-class Members:
+class Members(WorkerGroup[Worker]):
     """Nothing but who takes part."""
 
-    num_lost = 0
+    read = staticmethod(bytes)
+    make_worker = Worker
 
-    def __init__(self) -> None:
-        self.links: dict[str, Link] = {}
-
-    async def join(self, name: str, link: Link) -> Left:
-        self.links[name] = link
-        try:
-            while True:
-                await link.receive()
-        except EOFError:
-            return Left("it ended", 0, "")
-        finally:
-            link.abort()
+    def take(self, worker: Worker, message: object) -> None:
+        pass
 
     def end(self, reason: str) -> None:
         raise AssertionError(reason)
-
-    async def close(self) -> None:
-        for link in self.links.values():
-            link.close()
 
 
 class Tasks:
@@ -67,12 +53,12 @@ class Tasks:
         self._first, self._code = first, code
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def start(self, launch: Launch) -> None:
+    async def start(self, launch: ProcessSpec) -> None:
         self._tasks[launch.name] = asyncio.create_task(self._work(launch))
 
-    async def _work(self, launch: Launch) -> None:
+    async def _work(self, launch: ProcessSpec) -> None:
         host, _, port = launch.env[ADDRESS_VARIABLE].rpartition(":")
-        link = StreamLink(*await asyncio.open_connection(host, int(port)))
+        link = Link(*await asyncio.open_connection(host, int(port)))
         number = int(launch.env[NUMBER_VARIABLE])
         link.send(pack(Hello(launch.env[TOKEN_VARIABLE], number, 1, self._code)))
         try:
@@ -97,11 +83,11 @@ class Tasks:
 @asynccontextmanager
 async def processes(
     folder: Path, first: Callable[[str], Struct], *, num: int, least: int, code: str = ""
-) -> AsyncIterator[tuple[WorkerProcesses, Members, list[str]]]:
-    members, told = Members(), list[str]()
-    kind = Kind("module", "worker", "rollout worker", num, 10.0, 5, "cluster", least)
+) -> AsyncIterator[tuple[Supervisor, Members, list[str]]]:
+    members, told = Members(lambda text: None), list[str]()
+    spec = WorkerSpec("module", "worker", "rollout worker", num, 10.0, 5, "cluster", least)
     places = Tasks(first, code or own_code())
-    found = WorkerProcesses(kind, members, Setup(), folder, told.append, places)
+    found = Supervisor(spec, members, Setup(), folder, told.append, places)
     try:
         yield found, members, told
     finally:
@@ -115,8 +101,8 @@ def first_is(kind: str) -> Callable[[str], Struct]:
 
     def first(name: str) -> Struct:
         if name == "worker-0" and next(times) == 0:
-            return Lost(-1, kind, "this one is broken")
-        return Alive(Figures())
+            return Refusal(kind, "this one is broken")
+        return Ready()
 
     return first
 
@@ -131,7 +117,7 @@ async def test_one_that_does_not_come_up_is_started_again_beside_the_others(tmp_
     first = first_is("WorkerError")
     async with processes(tmp_path, first, num=3, least=2) as (found, members, told):
         await found.start()
-        await until(lambda: len(members.links) == 3)
+        await until(lambda: len(members.workers) == 3)
     assert any("worker-0 does not start: worker-0: this one is broken" in text for text in told)
     assert "worker-0 is there again" in told
 
@@ -157,21 +143,23 @@ async def test_an_error_of_another_version_is_told(tmp_path: Path) -> None:
 async def test_workers_that_come_at_once_get_a_place_each(tmp_path: Path) -> None:
     """Those that somebody else starts, whose number is a wish: here of all the same one."""
     own_code.cache_clear()  # which takes a while the first time
-    members, told = Members(), list[str]()
-    kind = Kind("module", "worker", "rollout worker", 3, 10.0, 5, "cluster")
-    found = WorkerProcesses(kind, members, Setup(), tmp_path, told.append, Elsewhere("127.0.0.1"))
+    members, told = Members(lambda text: None), list[str]()
+    spec = WorkerSpec("module", "worker", "rollout worker", 3, 10.0, 5, "cluster")
+    found = Supervisor(
+        spec, members, Setup(), tmp_path, told.append, ExternalPlacement("127.0.0.1")
+    )
     starting = asyncio.create_task(found.start())
-    await until(lambda: found._server is not None)
+    await until(lambda: found._reception.port is not None)
     host, _, port = found.address.rpartition(":")
     links = []
     for _ in range(3):
-        links.append(StreamLink(*await asyncio.open_connection(host, int(port))))
+        links.append(Link(*await asyncio.open_connection(host, int(port))))
         links[-1].send(pack(Hello(found._token, 0, 1, "other")))
     try:
         for link in links:
             async with asyncio.timeout(10):
                 await link.receive()  # its setup
-            link.send(pack(Alive(Figures())))
+            link.send(pack(Ready()))
         await starting
         await until(lambda: len(told) == 3)  # of its other code each
     finally:

@@ -1,4 +1,4 @@
-"""Ranks and commands of this project for tests, as forks of `tests.support.nursery`."""
+"""Ranks and commands of this project for tests, as forks of `tests.support.forkserver`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from agentenv.learners import ranks
-from tests.support.nursery import POLL_S, PYTHON, Forked, Nursery, nursery
+from agentenv import offload
+from agentenv.crashes import PACKAGES
+from tests.support.forkserver import POLL_S, PYTHON, Forked, ForkServer, fork_server
 
 MODULES = (
     "deepspeed",
@@ -30,34 +31,19 @@ MODULES = (
 )
 
 
-def project() -> Nursery:
-    """The nursery of what this project starts."""
-    chosen = {"PYTHONPATH": ranks.PACKAGES, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    return nursery(sys.executable, MODULES, os.environ | chosen)
+def project() -> ForkServer:
+    """The fork server of what this project starts."""
+    chosen = {"PYTHONPATH": str(PACKAGES), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    return fork_server(sys.executable, MODULES, os.environ | chosen)
 
 
-async def spawn(
-    rank: int,
-    num_ranks: int,
-    log_path: Path,
-    num_threads: int,
-    address: str,
-    token: str,
-    gpus: Sequence[str] = (),
-    allocator: str = "",
-    backend: str = "",
-) -> Rank:
-    """In place of that of `agentenv.learners.ranks`."""
-    chosen = (rank, num_ranks, num_threads, address, token, gpus, allocator, backend)
-    with ranks.open_log(log_path) as log:
-        return Rank(
-            project().fork(
-                ["-m", "agentenv.learners.worker"],
-                environment=ranks.environment(*chosen),
-                folder=Path.cwd(),
-                output=log.fileno(),
-            )
-        )
+async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Process | Worker:
+    """In place of that of agentenv/processes.py: a guarded module that the project's fork server
+    has imported is a fork."""
+    *guard, interpreter, flag, module = command[3:]
+    if len(guard) != 1 or flag != "-m" or module not in MODULES or interpreter != sys.executable:
+        return await offload.start_process(*command, **options)
+    return await start_worker(*command, **options)
 
 
 class Rank(Forked):
@@ -81,7 +67,7 @@ class Worker(Rank):
 async def start_worker(
     *command: str, stdout: BinaryIO, env: Mapping[str, str], **others: object
 ) -> Worker:
-    """In place of `start_process` in pipelines/cluster/places.py."""
+    """In place of `start_process` in agentenv/processes.py."""
     guard, grace_s, module = command[3], command[4], command[-1]
     end, life = os.pipe()
     with os.fdopen(end) as stdin:
@@ -105,7 +91,7 @@ class Command(Forked):
         self, *arguments: str, log: Path, path: Sequence[Path] = (), modules: Sequence[str] = ()
     ) -> None:
         self.log = log
-        folders = [*map(str, path), str(ranks.PACKAGES)]
+        folders = [*map(str, path), str(PACKAGES)]
         chosen = {"PYTHONPATH": os.pathsep.join(folders)}
         if modules:
             chosen[PYTHON] = str(project().stand_in(*modules))
@@ -114,7 +100,7 @@ class Command(Forked):
                 project().fork(
                     arguments,
                     environment=os.environ | chosen,
-                    folder=Path(ranks.PACKAGES),
+                    folder=Path(str(PACKAGES)),
                     output=output.fileno(),
                 )
             )

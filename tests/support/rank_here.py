@@ -25,8 +25,9 @@ from msgspec.structs import replace
 from agentenv.errors import LearnerError
 from agentenv.learners import ranks as wire
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.ranks import RankGroup, RankPlaces
+from agentenv.learners.ranks import RankGroup, RemoteRanks
 from agentenv.learners.worker import Rank, failure
+from agentenv.link import PREFIX_BYTES
 
 
 class RankHere(RankGroup):
@@ -56,7 +57,7 @@ class RankHere(RankGroup):
         return [reply]
 
     def _answer(self, frames: Sequence[bytes]) -> wire.Done | wire.Failed:
-        *ahead, last = [wire.unpack_command(frame[wire.PREFIX_BYTES :]) for frame in frames]
+        *ahead, last = [wire.unpack_command(frame[PREFIX_BYTES:]) for frame in frames]
         trees = [one.tree for one in ahead if isinstance(one, wire.Tree)]
         command: Any = wire.behind(trees, last)
         try:
@@ -78,11 +79,11 @@ def ranks(
     config: LearnerConfig,
     log_path: Path,
     gpus: Sequence[str] = (),
-    places: RankPlaces | None = None,
+    remote: RemoteRanks | None = None,
 ) -> RankGroup:
     """Here if it is one rank that needs nothing of DeepSpeed, and nobody says where it is."""
-    is_plain = config.num_ranks == 1 and not config._needs_deepspeed() and places is None
-    return (RankHere if is_plain else RankGroup)(config, log_path, gpus, places)
+    is_plain = config.num_ranks == 1 and not config._needs_deepspeed() and remote is None
+    return (RankHere if is_plain else RankGroup)(config, log_path, gpus, remote)
 
 
 @contextmanager

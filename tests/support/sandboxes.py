@@ -10,16 +10,16 @@ from pathlib import Path
 import psutil
 
 from agentenv.envs.sandbox import Sandbox, SandboxSession
-from tests.support import nursery
+from tests.support import forkserver
 
 # on the rung "namespaces": bubblewrap, the zygote, the nurse, and its child that waits for a fork
 RESIDENTS = 4
 
 
 def children() -> list[psutil.Process]:
-    """All processes below this one, but for the nurseries of other tests and what is below them."""
+    """All processes below this one, less the fork servers of other tests and those below them."""
     found = psutil.Process().children(recursive=True)
-    for pid in nursery.pids():
+    for pid in forkserver.pids():
         one = psutil.Process(pid)
         found = [child for child in found if child not in (one, *one.children(recursive=True))]
     return found

@@ -41,9 +41,9 @@ class ToyRank(RankGroup):
         config: LearnerConfig,
         log_path: Path,
         gpus: Sequence[str] = (),
-        places: wire.RankPlaces | None = None,
+        remote: wire.RemoteRanks | None = None,
     ) -> None:
-        super().__init__(config, log_path, gpus, places)
+        super().__init__(config, log_path, gpus, remote)
         self.count = {"updates": 0, "imitations": 0}
         self.version = 0
         self.source = Path()

@@ -1,14 +1,15 @@
-"""Worker pools: jobs that may hang, crash or fill the memory run in processes that can be killed.
+"""Worker pools: jobs that may hang, crash or fill the memory, in processes that can be killed.
 
     WorkerPool --- control socket ---> fork server: imports the handler once, forks on request
         \\------- a socket each -----> workers: one job at a time, many one after the other
 
 A job is bounded in what it uses (CPU time, time asleep, memory), never in how long it waits for a
-place or, on a busy machine, for a core. So what comes out depends on the job and not on the load.
-A worker over a bound is killed by SIGKILL; its successor is a fork and costs milliseconds.
+slot or, on a busy machine, for a core: its outcome depends on the job and not on the load. A worker
+over a bound is killed by SIGKILL; its successor is a fork and costs milliseconds.
 
-The fork server is a process of its own (`python -m agentenv.envs.common.workers`), so the host may
-hold threads, torch and a GPU; host and fork server take everything below them along when they die.
+The fork server is a process of its own (`python -m agentenv.worker_pool`), so the host may hold
+threads, torch and a GPU. Host and fork server take all processes below them along when they die: a
+guard (agentenv/guard.py) would cost each pool a process more than the kernel's own signal does.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import os
 import resource
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -34,8 +34,9 @@ import msgspec
 
 from agentenv.deadline import admitted
 from agentenv.errors import ConfigError, ForeignError, InfraError
+from agentenv.link import Link, frame_of, receive_frame
 from agentenv.offload import check_outside
-from agentenv.untrusted import decode, packable
+from agentenv.untrusted import decode, packed
 
 START_TIMEOUT_S = 120.0  # of CPU time, and asleep, to import a handler from a cold disk
 MAX_ASLEEP_S = 60.0  # of a job that only computes: it waits for the disk at most
@@ -114,7 +115,7 @@ class WorkerPool:
                 self._server = server
             finally:
                 if self._server is not server:
-                    loading.cancel()  # and then it has to let go of the server's socket
+                    loading.cancel()  # which then releases the server's socket
                     asyncio.get_running_loop().call_soon(server.close)
 
     async def run(self, payload: Any, limit_s: float) -> Any:
@@ -179,7 +180,7 @@ class WorkerPool:
     async def _try(
         self, server: _ForkServer, worker: _Worker, payload: Any, limit_s: float
     ) -> dict[str, Any]:
-        """What a worker answers; {"stopped": why} when it used too much, {} when it died. Only a
+        """The answer of a worker; {"stopped": why} when it used too much, {} when it died. Only a
         worker that gave a result takes another job."""
         job = asyncio.ensure_future(worker.ask({"payload": payload}))
         healthy = False
@@ -194,16 +195,14 @@ class WorkerPool:
         finally:
             if not healthy:
                 job.cancel()
-                asyncio.get_running_loop().call_soon(
-                    worker.kill
-                )  # when the loop has let go of its socket
+                worker.kill()
 
 
 async def _over_a_bound(
     job: asyncio.Future[Any], used: Callable[[], Used], limit_s: float, max_asleep_s: float
 ) -> float:
     """Wait until a job is done, then 0.0; or the bound, in seconds of CPU time or asleep, that its
-    process has reached before. What it waits for a core counts as neither."""
+    process has reached before. Time that it waits for a core counts as neither."""
     loop = asyncio.get_running_loop()
     start, before = loop.time(), used()
     left_s = min(limit_s, max_asleep_s)
@@ -233,7 +232,7 @@ class _ForkServer:
         with inner:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "agentenv.envs.common.workers"],
+                    [sys.executable, "-m", "agentenv.worker_pool"],
                     stdin=inner.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -249,39 +248,50 @@ class _ForkServer:
         """Have the handler imported; "" or why that cannot be."""
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):  # it died: then there is no answer either
-            await loop.sock_sendall(self._control, msgspec.msgpack.encode(setup))
+            self._give(msgspec.msgpack.encode(setup))
             answer = await loop.sock_recv(self._control, 1 << 16)
             if answer:
                 return answer.decode("utf-8", "replace").removeprefix("ready")
         raise InfraError(f"the worker process of {setup['handler']} died at its start")
+
+    def _give(self, setup: bytes) -> None:
+        """By memory that both share: a setup may be larger than a packet."""
+        with open(os.memfd_create("setup"), "wb", buffering=0) as file:
+            file.write(setup)
+            socket.send_fds(self._control, [b"setup"], [file.fileno()])
 
     async def worker(self, *, fresh: bool) -> _Worker:
         """A worker that waits for a job; a newly forked one if none is idle, or if `fresh`."""
         if self.idle and not fresh:
             return self.idle.pop()
         ours, theirs = socket.socketpair()
-        worker = _Worker(ours)
-        hello: dict[str, Any] = {}
-        try:
-            with theirs:
+        with theirs:
+            try:
+                worker = _Worker(Link(*await asyncio.open_unix_connection(sock=ours)))
+            except BaseException:
+                ours.close()
+                raise
+            hello: dict[str, Any] = {}
+            try:
                 socket.send_fds(self._control, [b"fork"], [theirs.fileno()])
-            async with asyncio.timeout(START_TIMEOUT_S):
-                hello = await worker.receive()
-            if not hello:
-                raise _ServerDiedError("no worker process: the fork server died")
-            worker.pid = hello["pid"]
-            worker.handle = os.pidfd_open(worker.pid)
-            return worker
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise _ServerDiedError(f"no worker process: {error!r}") from error
-        except (OSError, TimeoutError, KeyError) as error:
-            raise InfraError(f"no worker process: {hello.get('failed') or error!r}") from error
-        finally:
-            if worker.handle < 0:
-                worker.kill()
+                theirs.close()  # so that its end is seen
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    hello = await worker.receive()
+                if not hello:
+                    raise _ServerDiedError("no worker process: the fork server died")
+                worker.pid = hello["pid"]
+                worker.handle = os.pidfd_open(worker.pid)
+                return worker
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise _ServerDiedError(f"no worker process: {error!r}") from error
+            except (OSError, TimeoutError, KeyError) as error:
+                raise InfraError(f"no worker process: {hello.get('failed') or error!r}") from error
+            finally:
+                if worker.handle < 0:
+                    worker.kill()
 
     def used(self) -> Used:
-        """What the process has used so far."""
+        """The CPU time and waits of the process so far."""
         return _used(self._process.pid)
 
     def alive(self) -> bool:
@@ -307,7 +317,7 @@ class Used(NamedTuple):
 
 
 def _used(pid: int) -> Used:
-    """What a process has used so far; nothing, and asleep, where the kernel does not say."""
+    """The CPU time and waits of a process; zero, and asleep, where the kernel does not say."""
     try:
         with open(f"/proc/{pid}/stat") as file:  # first: what follows is then up to date
             state = file.read().rpartition(")")[2].split()[0]
@@ -319,7 +329,7 @@ def _used(pid: int) -> Used:
 
 
 class _Said(TypedDict, total=False):
-    """What a worker may say."""
+    """A frame of a worker."""
 
     pid: int
     failed: str
@@ -328,52 +338,38 @@ class _Said(TypedDict, total=False):
 
 
 class _Worker:
-    """The host's end of one worker: a stream of frames, and a handle that outlives the pid."""
+    """The host's end of one worker: its link, and a handle that outlives the pid."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        self._socket = sock
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._link.max_bytes = MAX_ANSWER_BYTES
         self.pid = 0
         self.handle = -1
 
     async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """The answer to a message; {} when the worker is gone."""
-        with contextlib.suppress(OSError):
-            loop = asyncio.get_running_loop()
-            await loop.sock_sendall(self._socket, _frame(message))
+        self._link.send(packed(message))
+        self._link.flush()
         return await self.receive()
 
     async def receive(self) -> dict[str, Any]:
-        """One frame; {} when the worker is gone or says what none of ours would."""
-        try:
-            (size,) = struct.unpack("!I", await self._read(4))
-            data = await self._read(size) if size <= MAX_ANSWER_BYTES else b""
-            return cast(dict[str, Any], decode(data, _Said, packed=True))
-        except (OSError, EOFError, ForeignError):
-            return {}
+        """One frame; {} when the worker is gone or sends what none of ours would."""
+        with contextlib.suppress(EOFError, ForeignError):
+            return cast(dict[str, Any], decode(await self._link.receive(), _Said, packed=True))
+        return {}
 
     def used(self) -> Used:
-        """What the process has used so far."""
+        """The CPU time and waits of the process so far."""
         return _used(self.pid)
 
     def kill(self) -> None:
         """Kill the process; idempotent."""
-        self._socket.close()
+        self._link.abort()
         if self.handle >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.handle, signal.SIGKILL)
             os.close(self.handle)
             self.handle = -1
-
-    async def _read(self, size: int) -> bytes:
-        loop = asyncio.get_running_loop()
-        data = bytearray()
-        while len(data) < size:
-            piece = await loop.sock_recv(self._socket, min(size - len(data), 1 << 20))
-            if not piece:
-                raise EOFError
-            data += piece
-        return bytes(data)
 
 
 # Inside the fork server and its workers.
@@ -388,7 +384,10 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers leave nothing to be waited for
     control = socket.socket(fileno=os.dup(0))
-    setup = msgspec.msgpack.decode(control.recv(1 << 16), type=dict[str, Any])
+    _, (given,), _, _ = socket.recv_fds(control, 16, 1)
+    with open(given, "rb") as file:
+        file.seek(0)
+        setup = msgspec.msgpack.decode(file.read(), type=dict[str, Any])
     try:
         module, _, name = setup["handler"].partition(":")
         handler = getattr(importlib.import_module(module), name)
@@ -408,7 +407,7 @@ def main() -> None:
             try:
                 pid = os.fork()
             except OSError as error:
-                sock.sendall(_frame({"failed": str(error)}))
+                _send(sock, {"failed": str(error)})
                 continue
             if pid == 0:
                 try:
@@ -426,34 +425,19 @@ def _serve(handler: Handler, sock: socket.socket, memory_bytes: int | None) -> N
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    sock.sendall(_frame({"pid": os.getpid()}))
+    _send(sock, {"pid": os.getpid()})
     while True:
-        (size,) = struct.unpack("!I", _received(sock, 4))
-        payload = msgspec.msgpack.decode(_received(sock, size))["payload"]
+        payload = msgspec.msgpack.decode(receive_frame(sock))["payload"]
         try:
-            answer = _frame({"result": handler(payload)})
+            answer = {"result": handler(payload)}
         except Exception as error:  # a process boundary: the host gets it as text
-            answer = _frame({"error": f"{type(error).__name__}: {error}"[:2000]})
-        sock.sendall(answer)
+            answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
+        _send(sock, answer)
 
 
-def _frame(message: dict[str, Any]) -> bytes:
-    """Length and MessagePack; values that MessagePack does not know become text."""
-    try:
-        data = msgspec.msgpack.encode(message, enc_hook=str)
-    except (UnicodeEncodeError, OverflowError):
-        data = msgspec.msgpack.encode(packable(message), enc_hook=str)
-    return struct.pack("!I", len(data)) + data
-
-
-def _received(sock: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = sock.recv(size - len(data))
-        if not piece:
-            raise EOFError
-        data += piece
-    return bytes(data)
+def _send(sock: socket.socket, message: dict[str, Any]) -> None:
+    """Values that MessagePack does not know become text."""
+    sock.sendall(frame_of(packed(message)))
 
 
 def _most_jobs(memory_bytes: int | None) -> int:

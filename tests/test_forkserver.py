@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.nursery import Nursery
+from tests.support.forkserver import ForkServer
 
 MODULE = """
 import os, signal, sys, time
@@ -32,8 +32,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts what stands in for Python, with its arguments; it forks the module `forked`."""
     (tmp_path / "forked.py").write_text(MODULE)
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "WORD": "given"}
-    nursery = Nursery(sys.executable, [], os.environ)
-    program = nursery.stand_in("forked")
+    server = ForkServer(sys.executable, [], os.environ)
+    program = server.stand_in("forked")
 
     @contextmanager
     def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
@@ -46,7 +46,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 process.kill()
 
     yield started
-    nursery.close()
+    server.close()
 
 
 def told(process: subprocess.Popen[str]) -> tuple[psutil.Process, list[str]]:

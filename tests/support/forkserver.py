@@ -3,14 +3,14 @@
 A rank, a command and an engine server import for 4 to 20 CPU seconds before they begin, and tests
 start over a hundred. Here each is a fork; what it then does, and how it ends, is the same.
 
-    nursery, one process --- minder of each: waits for it and tells how it ended --- the process
+    fork server, one process --- minder of each: waits for it and tells how it ended --- the process
                          --- guard of pipelines/serving, where it is a server ---
 
 What a test cannot start itself, since a launcher does, gets a program that stands in for Python:
 
     launcher --- the stand-in, alive as long as the process --- minder --- the process
 
-The nursery runs in any Python, also an engine's, and needs nothing but the standard library.
+The fork server runs in any Python, also an engine's, and needs nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ STAND_IN = """\
 #!{python} -IS
 import sys
 sys.path.insert(0, {folder!r})
-import nursery
-nursery.stand_in({python!r}, {address!r}, {modules!r})
+import forkserver
+forkserver.stand_in({python!r}, {address!r}, {modules!r})
 """
 
-_open: dict[tuple[str, ...], Nursery] = {}
+_open: dict[tuple[str, ...], ForkServer] = {}
 
 
-def nursery(python: str, modules: Sequence[str], environment: Mapping[str, str]) -> Nursery:
+def fork_server(python: str, modules: Sequence[str], environment: Mapping[str, str]) -> ForkServer:
     """The one of this process that has imported `modules` under `environment`."""
     key = (python, *modules)
     if key not in _open:
-        _open[key] = Nursery(python, modules, environment)
+        _open[key] = ForkServer(python, modules, environment)
     return _open[key]
 
 
 def pids() -> set[int]:
-    """Of the nurseries of this process."""
+    """Of the fork servers of this process."""
     return {one.pid for one in _open.values()}
 
 
 def cpu_seconds() -> float:
-    """Of the nurseries, and of what they have forked and that has ended."""
+    """Of the fork servers, and of what they have forked and that has ended."""
     total = 0.0
     for one in _open.values():
         with suppress(OSError):
@@ -77,12 +77,12 @@ def cpu_seconds() -> float:
 
 
 def close_all() -> None:
-    """End the nurseries and whatever still runs below them."""
+    """End the fork servers and whatever still runs below them."""
     while _open:
         _open.popitem()[1].close()
 
 
-class Nursery:
+class ForkServer:
     """The process that imports and forks; it starts at once, its first fork waits for it. Of
     "module:function" it also calls the function, which keeps what it finds out."""
 
@@ -90,7 +90,7 @@ class Nursery:
         self._python = python
         self._control, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST)
-        self._folder = Path(tempfile.mkdtemp(prefix="nursery-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="fork-server-"))
         with inner, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(str(self._folder / "socket"))
             listener.listen()
@@ -161,14 +161,14 @@ class Forked:
     def __init__(self, minder: socket.socket) -> None:
         self._minder = minder
         told = minder.recv(16)  # blocks for the imports, the first time, and for a fork
-        assert told, "the nursery has ended"
+        assert told, "the fork server has ended"
         self.pid = int(told)
         self.returncode: int | None = None
         self._told = -signal.SIGKILL
         minder.setblocking(False)
 
     def poll(self) -> int | None:
-        """It has ended when the nursery has waited for its minder, which tells first."""
+        """It has ended when the fork server has waited for its minder, which tells first."""
         if self.returncode is None:
             with suppress(BlockingIOError):
                 while told := self._minder.recv(16):
@@ -228,7 +228,7 @@ def stand_in(python: str, address: str, modules: Sequence[str]) -> NoReturn:
     os._exit(status)
 
 
-# below: in the nursery
+# below: in the fork server
 
 
 def main(listening: str, *modules: str) -> NoReturn:

@@ -1,8 +1,7 @@
-"""Links between a controller and its rollout workers: frames, in their order, each once.
+"""Links between a process and its workers: frames over a stream, in order, each delivered once.
 
-    8 bytes little-endian length, then a message      as the ranks of a learner have them
+8 bytes little-endian length, then a message
 
-`linked` joins two ends within one process, `StreamLink` is an end of a TCP connection.
 """
 
 from __future__ import annotations
@@ -10,102 +9,39 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from typing import Protocol
+from contextlib import suppress
 
 PREFIX_BYTES = 8
 READ_BYTES = 1 << 18
-GONE_S = 60.0  # after which a machine that does not answer is taken for gone
+GONE_S = 60.0  # after which a machine that does not answer counts as gone
 GATHER_S = 0.02
-LAST_S = 5.0  # in which the other end reads what was sent before a close
+LAST_S = 5.0  # for the other end to read what was sent before a close
 
 
-class Link(Protocol):
-    """One end of a connection."""
-
-    def send(self, frame: bytes) -> None:
-        """Soon, behind all before it; to an end that is gone it is lost."""
-        ...
-
-    def flush(self) -> None:
-        """Now, what was sent so far: the event loop may not run for a while."""
-        ...
-
-    async def receive(self) -> bytes:
-        """The next frame of the other end. Raises EOFError when it is gone."""
-        ...
-
-    def close(self) -> None:
-        """Let the other end receive what was sent, and then EOFError. Idempotent."""
-        ...
-
-    def finish(self) -> None:
-        """As `close`, but what the other end sends until it closes is still received, within
-        LAST_S."""
-        ...
-
-    def abort(self) -> None:
-        """Both ends are gone at once; what is under way is lost. Idempotent."""
-        ...
+def frame_of(body: bytes) -> bytes:
+    """A message as it travels."""
+    return len(body).to_bytes(PREFIX_BYTES, "little") + body
 
 
-class _End:
-    """An end of a link within this process."""
-
-    def __init__(
-        self, ours: asyncio.Queue[bytes | None], theirs: asyncio.Queue[bytes | None]
-    ) -> None:
-        self._ours, self._theirs = ours, theirs
-        self._is_over = False
-
-    def send(self, frame: bytes) -> None:
-        self._theirs.put_nowait(frame)
-
-    def flush(self) -> None:
-        pass
-
-    async def receive(self) -> bytes:
-        frame = None if self._is_over else await self._ours.get()
-        if frame is None:
-            self._is_over = True
-            raise EOFError("the other end of the link is closed")
-        return frame
-
-    def close(self) -> None:
-        self._theirs.put_nowait(None)
-
-    def finish(self) -> None:
-        self.close()
-        asyncio.get_running_loop().call_later(LAST_S, self.abort)
-
-    def abort(self) -> None:
-        for queue in (self._ours, self._theirs):
-            while not queue.empty():
-                queue.get_nowait()
-            queue.put_nowait(None)
+def receive_frame(connection: socket.socket) -> bytes:
+    """The next message, by a socket that blocks. Raises EOFError at the end of the connection."""
+    return _exactly(connection, int.from_bytes(_exactly(connection, PREFIX_BYTES), "little"))
 
 
-def linked() -> tuple[Link, Link]:
-    """Two ends that are joined."""
-    first: asyncio.Queue[bytes | None] = asyncio.Queue()
-    second: asyncio.Queue[bytes | None] = asyncio.Queue()
-    return _End(first, second), _End(second, first)
+def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    body = bytearray()
+    while len(body) < num_bytes:
+        chunk = connection.recv(min(num_bytes - len(body), 1 << 20))
+        if not chunk:
+            raise EOFError("the connection ended")
+        body += chunk
+    return bytes(body)
 
 
-def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Let a connection to a machine that is gone break within `GONE_S`, also when nothing is
-    sent."""
-    connection: socket.socket = writer.get_extra_info("socket")
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_USER_TIMEOUT": int(GONE_S * 1000)}
-    for name, value in options.items():
-        if hasattr(socket, name):  # Linux
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-class StreamLink:
-    """An end of a connection. A frame goes out at once, unless others have gone out less than
-    GATHER_S ago: then all until that has passed go together. To read a message costs the other end
-    many times what its content does."""
+class Link:
+    """An end of a stream connection. A frame goes out at once, unless others went out less than
+    GATHER_S ago: then the frames of that interval go together, since each read costs the other end
+    far more than the frame's content does."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -127,7 +63,18 @@ class StreamLink:
         """Address of this machine, as the other end sees it."""
         return str(self._writer.get_extra_info("sockname")[0])
 
+    def keep_alive(self) -> None:
+        """Let the connection break within GONE_S of the end of the other machine, also when
+        nothing is sent."""
+        connection: socket.socket = self._writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        options = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_USER_TIMEOUT": int(GONE_S * 1000)}
+        for name, value in options.items():
+            if hasattr(socket, name):  # Linux
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
     def send(self, frame: bytes) -> None:
+        """Queue a frame; it is lost if the other end is gone."""
         if self._is_closed:
             return
         if not self._unsent:
@@ -138,13 +85,20 @@ class StreamLink:
                 loop.call_soon(self.flush)
         self._unsent += (len(frame).to_bytes(PREFIX_BYTES, "little"), frame)
 
+    async def drain(self) -> None:
+        """Write the queued frames, and wait until the connection takes more."""
+        self.flush()
+        await self._writer.drain()
+
     def flush(self) -> None:
+        """Write the queued frames now: the event loop may not run for a while."""
         unsent, self._unsent = self._unsent, []
         if unsent and not self._writer.transport.is_closing():
             self._flushed = asyncio.get_running_loop().time()
             self._writer.write(b"".join(unsent))
 
     async def receive(self) -> bytes:
+        """The next frame of the other end. Raises EOFError when it is gone."""
         while not self._received:
             try:
                 if self._missing > READ_BYTES:
@@ -165,7 +119,7 @@ class StreamLink:
             begin = start + PREFIX_BYTES
             end = begin + int.from_bytes(data[start:begin], "little")
             if self.max_bytes is not None and end - begin > self.max_bytes:
-                raise EOFError(f"a frame of {end - begin} bytes came before its sender was known")
+                raise EOFError(f"a frame of {end - begin} bytes is over the bound")
             if end > size:
                 self._missing = end - size
                 break
@@ -174,13 +128,23 @@ class StreamLink:
         self._rest = data[start:]
 
     def close(self) -> None:
+        """Let the other end receive what was sent, and then EOFError. Idempotent."""
         if not self._is_closed:
             self.flush()
             self._is_closed = True
             self._writer.close()
             asyncio.get_running_loop().call_later(LAST_S, self.abort)
 
+    async def closed(self) -> None:
+        """Wait for the end of a close, at most LAST_S."""
+        with suppress(OSError, TimeoutError):  # the other end does not read what was sent
+            async with asyncio.timeout(LAST_S):
+                await self._writer.wait_closed()
+        self._writer.transport.abort()
+
     def finish(self) -> None:
+        """As `close`, but frames that the other end sends until it closes are still received,
+        within LAST_S."""
         if not self._is_closed:
             self.flush()
             self._is_closed = True
@@ -189,5 +153,6 @@ class StreamLink:
             asyncio.get_running_loop().call_later(LAST_S, self.abort)
 
     def abort(self) -> None:
+        """Close both ends at once; frames in transit are lost. Idempotent."""
         self._is_closed = True
         self._writer.transport.abort()

@@ -1,0 +1,363 @@
+"""The supervisor of processes that work for this one, and the laws that hold for each of them.
+
+    Supervisor --Placement.start--> a process: on this machine, started elsewhere, or placed by Ray
+        |                              |
+        |  setup  <---- Hello, token --+      frames of agentenv/link.py over TCP
+        |         ----> Ready or Refusal
+        +--> WorkerGroup.join, until the worker is lost; then it starts again after a back-off
+
+Start: with a deadline, and an error that ends with the tail of the log. Handshake: nobody joins
+without the token. Liveness: a worker that sends nothing for `silence_s` hangs, and its link is
+broken. Restart: with a growing pause (`Restarts`); a worker that died `max_restarts` times in a row
+without progress is given up, and the group ends with the last one. End: a guard (agentenv/guard.py)
+ends the process with all its descendants when this one ends, however that happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from agentenv.crashes import PACKAGES
+from agentenv.errors import ConfigError, WorkerError
+from agentenv.link import Link
+from agentenv.offload import in_thread
+from agentenv.processes import (
+    ExternalPlacement,
+    LocalPlacement,
+    Placement,
+    ProcessSpec,
+    Restarts,
+    log_tail,
+    python_path,
+)
+from agentenv.worker_group import (
+    Hello,
+    Left,
+    Reception,
+    Refusal,
+    WorkerGroup,
+    raised,
+    read_first,
+    read_hello,
+)
+
+logger = logging.getLogger(__name__)
+
+ADDRESS_VARIABLE = "AGENTENV_WORKER_ADDRESS"  # host:port of the controller
+TOKEN_VARIABLE = "AGENTENV_WORKER_TOKEN"
+NUMBER_VARIABLE = "AGENTENV_WORKER_NUMBER"
+FIRST_BREAK_S, MAX_BREAK_S = 1.0, 60.0
+ENDED_S = 3.0  # from the end of a link to that of its process, on a busy machine
+POLL_S, REPORT_S = 1.0, 5.0  # of an outage of all workers
+
+
+@cache
+def own_code() -> str:
+    """A digest of this project's sources on this machine; equal digests are equal code."""
+    digest = hashlib.blake2b(digest_size=6)
+    sources = (
+        Path(folder, file)
+        for folder, _, files in os.walk(PACKAGES / "agentenv", followlinks=True)
+        for file in files
+    )
+    for path in sorted(path for path in sources if path.suffix == ".py"):
+        digest.update(f"{path.relative_to(PACKAGES)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+class WorkerSpec(NamedTuple):
+    """The workers of one kind: the module that each runs, its name before its number, a noun for
+    people, their number, and the configuration table with the bounds. The rest is for placements
+    that may have to wait: how many must be there at the start, for how long there may be none, the
+    port of this process (0: any), variables to pass on, resources of each, and the interpreter."""
+
+    module: str
+    name: str
+    one: str
+    num: int
+    start_timeout_s: float
+    max_restarts: int
+    table: str = ""
+    min_num: int | None = None
+    max_outage_s: float = 0.0
+    port: int = 0
+    env: Sequence[str] = ()
+    resources: Mapping[str, float] = {}
+    python: str = ""
+
+    @property
+    def least(self) -> int:
+        """How many must be there at the start."""
+        return self.num if self.min_num is None else self.min_num
+
+    def key(self, name: str) -> str:
+        """The configuration key, for messages."""
+        return f" ({self.table}.{name})" if self.table else ""
+
+
+class Supervisor:
+    """Workers of one kind, which take part in `group`, each after it received `setup`; their logs
+    go to `folder`. `token` lets them in; None: a fresh one."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        group: WorkerGroup[Any],
+        setup: Struct,
+        folder: Path,
+        report: Callable[[str], None],
+        placement: Placement | None = None,
+        token: str | None = None,
+    ) -> None:
+        self._spec, self._group, self._report = spec, group, report
+        self._setup = msgspec.msgpack.encode(setup)
+        self._folder = folder
+        self._placement: Placement = LocalPlacement() if placement is None else placement
+        self._token = token or secrets.token_hex(16)
+        self._reception = Reception(self._token, read_hello, self._admit)
+        self._arriving: dict[int, asyncio.Future[Link]] = {}
+        self._links: set[Link] = set()  # of workers that have not joined
+        self._kept: set[int] = set()  # those that are not given up
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closing = False
+
+    async def start(self) -> None:
+        """Return when as many workers as are needed are there. Raises WorkerError for one that
+        does not come up, and the error that one sends."""
+        host, port = self._placement.host, self._spec.port
+        try:
+            await self._reception.open(host, port)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._spec.table}.host and port: nothing can listen on {host}:{port} here: "
+                f"{error}"
+            ) from error
+        self._kept = set(range(self._spec.num))
+        starting = [asyncio.create_task(self._start(number)) for number in self._kept]
+        try:
+            await self._enough(starting)
+        except BaseException:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+            raise
+        for number, task in enumerate(starting):
+            self._begin(self._keep(number, task))
+        if self._spec.max_outage_s:
+            self._begin(self._watch_outage())
+
+    async def close(self) -> None:
+        """End all workers. Idempotent."""
+        self._is_closing = True
+        await self._group.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._reception.close()
+        for link in self._links:
+            link.abort()
+        await asyncio.gather(*map(self._placement.stop, map(self.name_of, self._kept)))
+
+    def name_of(self, number: int) -> str:
+        return f"{self._spec.name}-{number}"
+
+    @property
+    def address(self) -> str:
+        """host:port of this process for its workers."""
+        return f"{self._placement.host}:{self._reception.port}"
+
+    async def _enough(self, starting: Sequence[asyncio.Task[Link]]) -> None:
+        """Return when the least number are there. Raises the first error of a worker, a
+        WorkerError only where too few workers are left to come."""
+        spec, waiting = self._spec, set(starting)
+        num_there = num_lost = 0
+        patience_s = spec.start_timeout_s if self._placement.is_patient else None
+        try:
+            async with asyncio.timeout(patience_s):
+                while num_there < spec.least:
+                    done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        error = task.exception()
+                        num_lost += error is not None
+                        is_enough = spec.num - num_lost >= spec.least
+                        if error is not None and not (isinstance(error, WorkerError) and is_enough):
+                            raise error
+                        num_there += error is None
+        except TimeoutError as error:
+            raise WorkerError(
+                f"{num_there} of at least {spec.least} came within "
+                f"{spec.start_timeout_s:g} s{spec.key('start_timeout_s')}, each a {spec.one} that "
+                f"connects to {self.address}; start more{spec.key('min_workers')}"
+            ) from error
+
+    # One worker
+
+    async def _start(self, number: int) -> Link:
+        """The link of a worker that is set up."""
+        arriving = self._arriving[number] = asyncio.get_running_loop().create_future()
+        name, placement, spec = self.name_of(number), self._placement, self._spec
+        await placement.start(self._process(number))
+        ended = asyncio.ensure_future(placement.ended(name))
+        deadline_s = None if isinstance(placement, ExternalPlacement) else spec.start_timeout_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                await asyncio.wait({arriving, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if not arriving.done():
+                    raise await in_thread(self._failure, number, ended.result())
+                link: Link = arriving.result()
+                link.send(self._setup)
+            async with asyncio.timeout(spec.start_timeout_s):
+                first = read_first(await link.receive())
+        except TimeoutError as error:
+            await placement.stop(name)
+            late = f"did not come up within {spec.start_timeout_s:g} s"
+            late += spec.key("start_timeout_s")
+            raise await in_thread(self._failure, number, late) from error
+        except EOFError as error:
+            raise await in_thread(self._failure, number, f"broke off: {error}") from error
+        finally:
+            ended.cancel()
+        if isinstance(first, Refusal):
+            link.abort()
+            raise raised(first.kind, f"{name}: {first.text}")
+        return link
+
+    def _process(self, number: int) -> ProcessSpec:
+        spec = self._spec
+        env = {name: os.environ[name] for name in spec.env if name in os.environ}
+        env |= {
+            ADDRESS_VARIABLE: self.address,
+            TOKEN_VARIABLE: self._token,
+            NUMBER_VARIABLE: str(number),
+            "PYTHONPATH": python_path(),
+        }
+        command = [spec.python or sys.executable, "-m", spec.module]
+        log = str(self._log(number).absolute())
+        return ProcessSpec(self.name_of(number), command, env, log, dict(spec.resources))
+
+    def _admit(self, hello: Hello, link: Link) -> bool:
+        """Take a worker at once: others may come meanwhile."""
+        arriving = self._expected(hello)
+        if arriving is None:
+            return False
+        link.keep_alive()
+        arriving.set_result(link)
+        self._links.add(link)
+        self._begin(self._compare(hello, link.peer))
+        return True
+
+    async def _compare(self, hello: Hello, peer: str) -> None:
+        """Report a worker that runs other code, which its developer may intend."""
+        here = await in_thread(own_code)
+        if hello.code != here:
+            self._report(
+                f"a {self._spec.one} (process {hello.pid} on {peer}) runs other code than this "
+                f"process: its sources have the digest {hello.code or 'of an earlier version'}, "
+                f"here it is {here}; what it does may differ"
+            )
+
+    def _expected(self, hello: Hello) -> asyncio.Future[Link] | None:
+        """The worker that this one becomes; the number of one started elsewhere is a wish."""
+        open_ones = {number: one for number, one in self._arriving.items() if not one.done()}
+        if hello.number in open_ones or not isinstance(self._placement, ExternalPlacement):
+            return open_ones.get(hello.number)
+        return next(iter(open_ones.values()), None)
+
+    async def _keep(self, number: int, starting: asyncio.Task[Link]) -> None:
+        """Let a worker take part, and start it again when it is lost."""
+        name, spec, is_late = self.name_of(number), self._spec, not starting.done()
+        restarts = Restarts(
+            spec.max_restarts, f"{name}/{self._token}", first_s=FIRST_BREAK_S, max_s=MAX_BREAK_S
+        )
+        while True:
+            try:
+                link = await starting
+            except Exception as error:
+                why = f"{name} does not start: {error}"
+            else:
+                if is_late:
+                    self._report(f"{name} is there{' again' if restarts.num else ''}")
+                self._links.discard(link)  # `join` closes it
+                left = await self._group.join(name, link)
+                if self._is_closing:
+                    return
+                if left.num_ended or left.has_come_further or left.is_drained:
+                    restarts.progressed()
+                self._group.num_lost += not left.is_drained
+                why = await self._how_it_left(number, left)
+            self._report(why)
+            await self._placement.stop(name)
+            pause_s = restarts.lost()
+            if pause_s is None:
+                break
+            await asyncio.sleep(pause_s)
+            starting, is_late = asyncio.create_task(self._start(number)), True
+        self._report(f"{name} is not started again{spec.key('max_restarts')}")
+        self._kept.discard(number)
+        if not self._kept:
+            self._group.end(
+                f"no {spec.one} is left: each of them died more than {spec.max_restarts} times in "
+                f"a row{spec.key('max_restarts')}; the last of them: {why}"
+            )
+
+    async def _watch_outage(self) -> None:
+        """Report when no worker is there, and end the group when none has come for too long."""
+        loop, spec = asyncio.get_running_loop(), self._spec
+        since, is_reported = loop.time(), False
+        while True:
+            await asyncio.sleep(POLL_S)
+            if self._group.workers:
+                since, is_reported = loop.time(), False
+            elif loop.time() - since > spec.max_outage_s:
+                return self._group.end(
+                    f"no {spec.one} was there for {spec.max_outage_s:g} s{spec.key('max_outage_s')}"
+                )
+            elif not is_reported and loop.time() - since > REPORT_S:
+                is_reported = True
+                self._report(
+                    f"no {spec.one} is there; the run waits {spec.max_outage_s:g} s"
+                    f"{spec.key('max_outage_s')} for one that connects to {self.address}"
+                )
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._done)
+        self._tasks.add(task)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the supervisor of workers failed", exc_info=error)
+            self._group.end(f"the supervisor of each {self._spec.one} failed: {error!r}")
+
+    async def _how_it_left(self, number: int, left: Left) -> str:
+        """Of a worker whose link broke."""
+        name, why = self.name_of(number), left.why
+        if left.is_drained:
+            return f"{name} has left: {why}; {left.rest}"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ENDED_S):
+                why = f"it {await self._placement.ended(name)}"
+        return str(await in_thread(self._failure, number, f"is lost: {why}; {left.rest}"))
+
+    def _log(self, number: int) -> Path:
+        return self._folder / f"{self.name_of(number)}.log"
+
+    def _failure(self, number: int, what: str) -> WorkerError:
+        log = self._log(number)
+        if isinstance(self._placement, ExternalPlacement):
+            return WorkerError(f"{self.name_of(number)} {what}; its log is where it was started")
+        return WorkerError(f"{self.name_of(number)} {what}; log {log}\n{log_tail(log)}".rstrip())

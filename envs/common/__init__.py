@@ -1,1 +1,0 @@
-"""Parts that tools and graders share: worker processes and the cache of results."""

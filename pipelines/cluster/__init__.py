@@ -1,1 +1,0 @@
-"""Where the processes of a run live: this machine, Ray, Slurm, Kubernetes."""

@@ -1,0 +1,253 @@
+"""A Ray cluster as the placement of processes. Ray places and starts them, and nothing more: they
+connect to this process by themselves, live in sessions of their own, and outlive Ray.
+
+    RayPlacement --TCP--> pipelines/workers/ray_driver.py --Ray--> Holder, on a node --> process
+        Place ---------------->                                   holds CPUs and GPUs, starts it
+        <--- Started, Ended, Leaves
+
+Ray's client lives in a process of its own: it ends with the head node of its cluster, and the run
+must not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from agentenv.cluster.messages import Alive, Say
+from agentenv.errors import WorkerError
+from agentenv.guard import guarded
+from agentenv.processes import GRACE_S, ProcessSpec
+from agentenv.supervisor import Supervisor, WorkerSpec
+from agentenv.untrusted import packed
+from agentenv.worker_group import Left, Worker, WorkerGroup
+
+MAX_RESTARTS = 100  # of the driver, in a row, a minute apart
+
+
+class RaySetup(Struct, array_like=True, frozen=True):
+    """The setup of the driver: the address of the cluster, "" to start one here with an object
+    store of so many bytes; the address of the controller, "" to find it; the resources that must
+    fit at the start, each with the key that asks for it, and how long nodes may still join."""
+
+    address: str
+    object_store_bytes: int
+    host: str
+    needed: list[tuple[str, dict[str, float]]]
+    wait_for_nodes_s: float
+
+
+class Stop(Struct, array_like=True, frozen=True, tag=51):
+    """End the process."""
+
+    name: str
+
+
+class Connected(Struct, array_like=True, frozen=True, tag=21):
+    """The cluster in words, and the address by which its nodes reach this machine."""
+
+    host: str
+    text: str
+
+
+class Started(Struct, array_like=True, frozen=True, tag=22):
+    """A process runs on a node of Ray, below a guard with this id."""
+
+    name: str
+    host: str
+    node: str
+    pid: int
+
+
+class Ended(Struct, array_like=True, frozen=True, tag=23):
+    """A process has ended, or was never started; how."""
+
+    name: str
+    how: str
+
+
+class Leaves(Struct, array_like=True, frozen=True, tag=24):
+    """The node of a process is drained."""
+
+    name: str
+    within_s: float
+
+
+class Place(Struct, array_like=True, frozen=True, tag=50):
+    """Start a process."""
+
+    spec: ProcessSpec
+
+
+FromDriver = Connected | Started | Ended | Leaves | Alive | Say
+pack = packed
+read_setup = msgspec.msgpack.Decoder(RaySetup).decode
+read_asked = msgspec.msgpack.Decoder(Place | Stop).decode
+_read_answer = msgspec.msgpack.Decoder(FromDriver).decode
+
+
+def left_over(
+    needed: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]
+) -> list[int]:
+    """Numbers of the bundles that do not fit on the nodes, the largest placed first."""
+    free = [dict(node) for node in nodes]
+    missing = []
+    for number in sorted(range(len(needed)), key=lambda one: -sum(needed[one].values())):
+        wanted = needed[number]
+        for node in free:
+            if all(node.get(name, 0.0) >= much - 1e-9 for name, much in wanted.items()):
+                for name, much in wanted.items():
+                    node[name] -= much
+                break
+        else:
+            missing.append(number)
+    return sorted(missing)
+
+
+def in_words(resources: Mapping[str, float]) -> str:
+    """2 CPUs and 1 GPU."""
+    parts = [f"{much:g} {name}{'s' * (much != 1)}" for name, much in resources.items() if much]
+    return " and ".join(parts) or "nothing"
+
+
+def total(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each resource."""
+    found: dict[str, float] = {}
+    for bundle in bundles:
+        for name, much in bundle.items():
+            found[name] = found.get(name, 0.0) + much
+    return found
+
+
+class _Placed:
+    """A process that is wanted."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        self.spec = spec
+        self.started: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it waits for room."""
+        return not self.started.done() and not self.ended.done()
+
+
+Leave = Callable[[str, float], None]
+
+
+class RayPlacement(WorkerGroup[Worker]):
+    """A Placement. Its group has one worker, the driver."""
+
+    read = staticmethod(_read_answer)
+    make_worker = Worker
+    is_patient = True
+
+    def __init__(self, setup: RaySetup, folder: Path, report: Callable[[str], None]) -> None:
+        super().__init__(report)
+        self._leave: dict[str, Leave] = {}  # by the names before their numbers
+        self.placed: dict[str, Started] = {}
+        self._wanted: dict[str, _Placed] = {}
+        self._host = ""
+        self._connected = asyncio.Event()
+        spec = WorkerSpec(
+            "agentenv.pipelines.workers.ray_driver",
+            "ray",
+            "process that asks Ray",
+            1,
+            setup.wait_for_nodes_s + 300.0,
+            MAX_RESTARTS,
+        )
+        self._driver = Supervisor(spec, self, setup, folder, report)
+
+    @property
+    def host(self) -> str:
+        return self._host
+
+    async def open(self) -> None:
+        """Connect to the cluster. Raises ConfigError for what does not fit there."""
+        await self._driver.start()
+        async with asyncio.timeout(60.0):
+            await self._connected.wait()
+
+    async def shut(self) -> None:
+        """Release the cluster. Idempotent."""
+        await self._driver.close()
+
+    def follow(self, kind: str, leave: Leave) -> None:
+        """Report from now on which processes of this kind must leave, and within how long."""
+        self._leave[kind] = leave
+
+    # Placement
+
+    async def start(self, spec: ProcessSpec) -> None:
+        if self._is_closed or self.reason:
+            raise WorkerError(self.reason)
+        command = guarded(spec.command, GRACE_S, alone=True)
+        command[0] = spec.command[0]  # an interpreter that the node has
+        placed = self._wanted[spec.name] = _Placed(replace(spec, command=command))
+        self._send(Place(placed.spec))
+        either: set[asyncio.Future[Any]] = {placed.started, placed.ended}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not placed.started.done():
+            raise WorkerError(f"{spec.name} {placed.ended.result()}")
+
+    async def ended(self, name: str) -> str:
+        return await asyncio.shield(self._wanted[name].ended)
+
+    async def stop(self, name: str) -> None:
+        placed = self._wanted.pop(name, None)
+        self.placed.pop(name, None)
+        if placed is None or not self.workers:
+            return
+        self._send(Stop(name))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S + 5.0):
+                await placed.ended
+
+    def _send(self, message: Struct) -> None:
+        for driver in self.workers.values():
+            driver.link.send(pack(message))
+
+    # The driver, without which processes go on
+
+    def joined(self, worker: Worker) -> None:
+        for placed in self._wanted.values():
+            if placed.is_open:
+                worker.link.send(pack(Place(placed.spec)))
+
+    def take(self, worker: Worker, message: Any) -> None:
+        placed = self._wanted.get(getattr(message, "name", ""))
+        match message:
+            case Connected():
+                self._host = self._host or message.host  # processes know the first one
+                self._connected.set()
+                self.report(message.text)
+            case Started() if placed is not None and not placed.started.done():
+                self.placed[message.name] = message
+                placed.started.set_result(message)
+            case Ended() if placed is not None and not placed.ended.done():
+                placed.ended.set_result(message.how)
+            case Leaves():
+                leave = self._leave.get(message.name.rpartition("-")[0])
+                if leave is not None:
+                    leave(message.name, message.within_s)
+            case Say():
+                self.report(f"Ray: {message.text}")
+
+    def left(self, worker: Worker, why: str) -> Left:
+        return Left(why, 1, "its processes go on, and none is placed until Ray is there again")
+
+    def end(self, reason: str) -> None:
+        """Give Ray up."""
+        super().end(reason)
+        for placed in self._wanted.values():
+            if placed.is_open:
+                placed.ended.set_result(f"is not placed: {reason}")

@@ -1,0 +1,86 @@
+"""A process of this machine: its environment, its log, its end, and the end of all below it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agentenv.processes import (
+    LocalPlacement,
+    LocalProcess,
+    ProcessSpec,
+    Restarts,
+    how_it_ended,
+    log_tail,
+)
+
+SHOW = "import os; print(sorted(name for name in os.environ if 'COLOR_OF' in name))"
+FORK = "import os, time; os.fork(); print('there', flush=True); time.sleep(600)"
+DIE = "import os; os.kill(os.getpid(), {number})"
+
+
+def spec_of(folder: Path, code: str, **changes: object) -> ProcessSpec:
+    keys = {"env": {}, "log": str(folder / "logs" / "one.log")} | changes
+    return ProcessSpec("one", [sys.executable, "-c", code], **keys)  # type: ignore[arg-type]
+
+
+async def test_it_has_the_variables_of_its_spec_and_of_this_process_less_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLOR_OF_SKY", "blue")
+    monkeypatch.setenv("COLOR_OF_GRASS", "green")
+    spec = spec_of(tmp_path, SHOW, env={"COLOR_OF_SNOW": "white"}, unset=["COLOR_OF_GRASS"])
+    process = LocalProcess(spec)
+    await process.start()
+    assert await process.ended() == "ended with status 0"
+    assert log_tail(Path(spec.log)) == "['COLOR_OF_SKY', 'COLOR_OF_SNOW']"
+    await process.stop()
+
+
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [(signal.SIGKILL, "was killed by SIGKILL (the system does that"), (signal.SIGSEGV, "SIGSEGV")],
+)
+async def test_a_signal_that_killed_it_is_named(
+    tmp_path: Path, number: signal.Signals, how: str
+) -> None:
+    process = LocalProcess(spec_of(tmp_path, DIE.format(number=int(number))))
+    await process.start()
+    assert how in await process.ended()
+    await process.stop()
+
+
+async def test_it_ends_with_all_below_it(tmp_path: Path) -> None:
+    placement, spec = LocalPlacement(grace_s=0.0), spec_of(tmp_path, FORK)
+    await placement.start(spec)
+    while log_tail(Path(spec.log)).count("there") < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    guard = psutil.Process(placement._processes["one"].pid)
+    found = [guard, *guard.children(recursive=True)]
+    assert len(found) == 3
+    await placement.stop("one")
+    await placement.stop("one")
+    await placement.stop("another")
+    gone, alive = await asyncio.to_thread(psutil.wait_procs, found, 30)
+    assert (len(gone), alive) == (3, [])
+
+
+def test_statuses_in_words() -> None:
+    assert how_it_ended(3) == "ended with status 3"
+    assert how_it_ended(-15) == how_it_ended(128 + 15) == "was killed by SIGTERM"
+    assert how_it_ended(255) == "ended with status 255"
+
+
+def test_restarts_pause_longer_each_time_and_end() -> None:
+    restarts = Restarts(3, "key", first_s=1.0, max_s=3.0)
+    pauses = [restarts.lost() for _ in range(4)]
+    assert pauses[-1] is None
+    first, second, third = (pause or 0.0 for pause in pauses[:3])
+    assert 1.0 <= first < 1.5 <= second / 4 * 3 < second < third <= 4.5
+    restarts.progressed()
+    assert restarts.lost() == first
