@@ -1,4 +1,4 @@
-"""Controls a run while it trains: `python launchers/ctl.py RUN [COMMAND ...]`, see docs/control.md.
+"""Controls a run while it trains: `agentenv ctl RUN [COMMAND ...]`, see docs/control.md.
 
 The process that trains in RUN answers over a socket that only its owner can open. Replies are
 metadata; text of a policy, a page or a dataset is in them with --text only.
@@ -50,15 +50,15 @@ def make_parser() -> argparse.ArgumentParser:
     texts = Parser(add_help=False)
     texts.add_argument("--text", action="store_true", help="also questions and generated text")
     parser = Parser(
-        prog="launchers/ctl.py",
-        usage="launchers/ctl.py RUN [COMMAND ...] [--json]",
+        prog="agentenv ctl",
+        usage="agentenv ctl RUN [COMMAND ...] [--json]",
         description="Control a run while it trains.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="its folder, e.g. runs/quickstart")
     parser.set_defaults(command="status", json=False, text=False)
-    commands = parser.add_subparsers(metavar="COMMAND", prog="launchers/ctl.py RUN")
+    commands = parser.add_subparsers(metavar="COMMAND", prog="agentenv ctl RUN")
 
     def add(name: str, *parents: Parser) -> argparse.ArgumentParser:
         command = commands.add_parser(name, parents=[common, *parents])

@@ -1,4 +1,4 @@
-"""Evaluates: `python launchers/evaluate.py SUBJECT [key=value ...]`, see docs/evaluation.md.
+"""Evaluates: `agentenv evaluate SUBJECT [key=value ...]`, see docs/evaluation.md.
 
 SUBJECT is a run, a checkpoint, a model directory, or the URL of an endpoint. The env API, actor,
 renderer, tools and limits are those of training.
@@ -43,7 +43,7 @@ from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
 from agentenv.pipelines.setup.machine import add_dry_run, check_arguments
 
 FOLDER = "evals"
-EPILOG = "Of stored ones: evaluate.py report DIR, compare A B, regrade DIR [grader.key=value]"
+EPILOG = "Of stored ones: agentenv evaluate report DIR, compare A B, regrade DIR [grader.key=value]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,8 +139,8 @@ def _name(config: EvaluateConfig, subject: Subject) -> str:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
-        prog="launchers/evaluate.py",
-        usage="launchers/evaluate.py SUBJECT [key.sub=value ...] [options]",
+        prog="agentenv evaluate",
+        usage="agentenv evaluate SUBJECT [key.sub=value ...] [options]",
         description="Evaluate a run, a checkpoint, a model directory, or an endpoint by its URL, "
         f"through the env API. {EPILOG}.",
     )
@@ -175,7 +175,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _report(argv: Sequence[str]) -> int:
     parser = Parser(
-        prog="launchers/evaluate.py report",
+        prog="agentenv evaluate report",
         description="Report a stored evaluation: terminal, summary.json, report.md, plots/.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
@@ -200,7 +200,7 @@ def _report(argv: Sequence[str]) -> int:
 
 def _compare(argv: Sequence[str]) -> int:
     parser = Parser(
-        prog="launchers/evaluate.py compare",
+        prog="agentenv evaluate compare",
         description="Compare two stored evaluations on the questions that both asked, in pairs.",
     )
     parser.add_argument("first", type=Path, metavar="A")
@@ -218,7 +218,7 @@ def _compare(argv: Sequence[str]) -> int:
 
 def _regrade(argv: Sequence[str]) -> int:
     parser = Parser(
-        prog="launchers/evaluate.py regrade",
+        prog="agentenv evaluate regrade",
         description="Grade the stored trajectories of an evaluation again, without generating.",
         epilog="grader.kind=KIND starts from that kind's defaults; other grader.key=value change "
         "the grader that the evaluation had; sets.NAME.grader.key=value that of one set. Without "

@@ -1,9 +1,9 @@
-"""Writes a Hugging Face directory: `python launchers/export.py CHECKPOINT OUT`.
+"""Writes a Hugging Face directory: `agentenv export CHECKPOINT OUT`.
 
 CHECKPOINT is a checkpoint of a run, or a run, whose last one is taken. transformers, vLLM and
 SGLang load OUT: weights, config, tokenizer, chat template and generation_config.
 
-`python launchers/export.py transcripts SOURCE OUT --format inspect|atif` writes trajectories
+`agentenv export transcripts SOURCE OUT --format inspect|atif` writes trajectories
 instead: the trees of a run or the rows of an evaluation, for other viewers.
 """
 
@@ -46,10 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
-        prog="launchers/export.py",
+        prog="agentenv export",
         description="Write a checkpoint as a Hugging Face directory, without a learner.",
         epilog=f"`{TRANSCRIPTS} SOURCE OUT --format inspect|atif` writes trajectories "
-        f"instead: launchers/export.py {TRANSCRIPTS} --help",
+        f"instead: agentenv export {TRANSCRIPTS} --help",
     )
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     parser.add_argument("out", type=Path, metavar="OUT")
@@ -61,7 +61,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _transcripts(argv: Sequence[str]) -> int:
     parser = Parser(
-        prog=f"launchers/export.py {TRANSCRIPTS}",
+        prog=f"agentenv export {TRANSCRIPTS}",
         description="Write the trees that a run kept, or the rows of an evaluation, as logs of "
         "Inspect or as ATIF. Secrets are left out.",
     )

@@ -69,8 +69,8 @@ def _refuse_others(raw: Tree, source: str) -> None:
     """Raises ConfigError for a configuration of another command, with what checks it."""
     if "sets" in raw and not {"algorithm", "train"} & raw.keys():
         raise ConfigError(
-            f"{source} is a configuration of launchers/evaluate.py, which does not say whom to "
-            f"ask; launchers/evaluate.py SUBJECT --config {source} --dry-run checks whether all of "
+            f"{source} is a configuration of agentenv evaluate, which does not say whom to "
+            f"ask; agentenv evaluate SUBJECT --config {source} --dry-run checks whether all of "
             "it is there, and doctor.py without --config the machine"
         )
     refuse_verl_keys(raw, source)

@@ -1,1 +1,1 @@
-"""Evaluation: the parts of `launchers/evaluate.py`."""
+"""Evaluation: the parts of `agentenv evaluate`."""

@@ -1,4 +1,4 @@
-"""Trajectories in the formats of others: `launchers/export.py transcripts SOURCE OUT`.
+"""Trajectories in the formats of others: `agentenv export transcripts SOURCE OUT`.
 
 SOURCE is a run, of which the archived trees are taken, or the directory of an evaluation.
 """
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 
 def export(arguments: argparse.Namespace, view: View) -> None:
-    """Write all that was asked for; `arguments` are those of `launchers/export.py transcripts`.
+    """Write all that was asked for; `arguments` are those of `agentenv export transcripts`.
     Raises ConfigError, DataError."""
     source, out = arguments.source, arguments.out
     if arguments.format == "inspect" and importlib.util.find_spec("inspect_ai") is None:

@@ -1,4 +1,4 @@
-"""Runtime control of a training run: answers to the requests of `launchers/ctl.py`.
+"""Runtime control of a training run: answers to the requests of `agentenv ctl`.
 
 Control subscribes to a run and stands in no path of it. All requests but checkpoints and
 evaluations are answered at once from the state of actors, queue and workers.
@@ -48,7 +48,7 @@ from agentenv.rollout import BranchNow, Rollout
 
 PIECE = 200  # rollouts that are looked at before others go on
 MAX_TEXT = 2000  # characters of a turn that are shown
-CANCEL_REASON = "by launchers/ctl.py"
+CANCEL_REASON = "by agentenv ctl"
 AT_START_HINT = "it is being set up; ask again when training has begun (`status` says so)"
 
 
@@ -399,7 +399,7 @@ class Control:
     def _done(self, command: str, lines: list[str], facts: dict[str, Any] | None = None) -> Done:
         """The reply to a command, which terminal and run.log show too."""
         for line in lines:
-            self.training.view.say(f"launchers/ctl.py {command}: {line}")
+            self.training.view.say(f"agentenv ctl {command}: {line}")
         return Done(lines, facts or {})
 
 

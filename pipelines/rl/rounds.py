@@ -14,7 +14,7 @@ from agentenv.tree import TrajectoryTree
 
 
 class SelfCriticRun(Training):
-    """A run of `launchers/dpo.py --self-critic`."""
+    """A run of `agentenv dpo --self-critic`."""
 
     async def run_rounds(self, num_rounds: int) -> None:
         """This number of rounds, each saved when a checkpoint is due."""

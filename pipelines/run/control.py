@@ -1,6 +1,6 @@
-"""Runtime control of a run: the requests of `launchers/ctl.py`, and the socket they arrive at.
+"""Runtime control of a run: the requests of `agentenv ctl`, and the socket they arrive at.
 
-    launchers/ctl.py  --a Request, a line of JSON-->  RUN/ctl/socket   the training process
+    agentenv ctl  --a Request, a line of JSON-->  RUN/ctl/socket   the training process
                       <--a Reply, a line of JSON----
 
 The socket is in a folder that only its owner can enter (mode 0700), has mode 0600, and each end
@@ -235,7 +235,7 @@ async def listening(run: Path, answer: Answer, warn: Callable[[str], None]) -> A
         serve = ControlServer(answer).serve
         server = await asyncio.start_unix_server(serve, sock=listener, limit=MAX_REQUEST)
     except OSError as error:
-        warn(f"launchers/ctl.py cannot reach this run: {error}")
+        warn(f"agentenv ctl cannot reach this run: {error}")
     try:
         yield
     finally:
@@ -280,7 +280,7 @@ class ControlServer:
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             return Refused(f"expected a line of JSON of at most {MAX_REQUEST} bytes")
         except ForeignError as error:
-            return Refused(f"{error}; is launchers/ctl.py of the version that the run has?")
+            return Refused(f"{error}; is agentenv ctl of the version that the run has?")
         try:
             async with asyncio.timeout(LONG_S if isinstance(request, SLOW) else ANSWER_S):
                 return await self._answer(request)

@@ -1,1 +1,1 @@
-"""Fine-tuning and preferences: the parts of `launchers/sft.py` and `launchers/dpo.py`."""
+"""Fine-tuning and preferences: the parts of `agentenv sft` and `agentenv dpo`."""

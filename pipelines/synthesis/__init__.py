@@ -1,1 +1,1 @@
-"""Data synthesis: the parts of `launchers/synthesize.py`."""
+"""Data synthesis: the parts of `agentenv synthesize`."""

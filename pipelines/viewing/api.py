@@ -126,7 +126,7 @@ class Server:
         given = request.query.get("token") if request.path == "/" else None
         given = given or request.cookies.get(self.cookie, "")
         if not secrets.compare_digest(given.encode(), self.token.encode()):
-            text = "open the address that launchers/view.py has printed: it holds a token\n"
+            text = "open the address that agentenv view has printed: it holds a token\n"
             return web.Response(text=text, status=403)
         return None
 
@@ -209,4 +209,4 @@ def viewed(run: Path, say: Callable[[str], None]) -> Iterator[None]:
                 process.stdin.close()  # which ends it
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=END_S)
-            say(f"to look at it again: python launchers/view.py {run}")
+            say(f"to look at it again: agentenv view {run}")
