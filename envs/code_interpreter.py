@@ -10,19 +10,23 @@ limits = { memory_bytes = 536870912, max_threads = 1 }
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct, field
 
 from agentenv.config import ESSENTIAL, PATH, build_config
 from agentenv.env import ForkMode, shared
-from agentenv.envs.grading.reward import GraderConfig, make_grader
-from agentenv.envs.sandbox import InterpreterSession, RemoteSandbox, Sandbox, SandboxLimits
+from agentenv.envs.grading.keys import GraderConfig
+from agentenv.envs.grading.reward import make_grader
+from agentenv.envs.sandbox import InterpreterSession, Sandbox, SandboxLimits
 from agentenv.errors import ConfigError, ToolError
 from agentenv.tool_env import Prompt, ToolEnv
 from agentenv.tools import argument_schema, read_arguments
 from agentenv.types import Task, ToolResult
+
+if TYPE_CHECKING:
+    from agentenv.envs.sandbox.remote import RemoteSandbox
 
 NO_OUTPUT = "(no output)"
 REPLAY_ALLOWANCE = 4.0  # the call that follows a fork runs the earlier cells again first
@@ -86,6 +90,8 @@ def shared_sandbox(
     """The sandbox that all episodes of this process with these settings share."""
     one = config or PythonConfig(allow_unsafe=allow_unsafe)
     if one.remote_url:
+        from agentenv.envs.sandbox.remote import RemoteSandbox  # brings an HTTP client
+
         url, limits = one.remote_url, one.limits
         return shared(("sandbox", url, limits), lambda: RemoteSandbox(url, limits=limits))
     key = ("sandbox", one.interpreter, one.preload, one.limits, one.allow_unsafe)

@@ -13,8 +13,8 @@ from agentenv.envs.code_interpreter import (
     python_config,
     shared_sandbox,
 )
-from agentenv.envs.grading.reward import GraderConfig
-from agentenv.envs.search.service import SearchConfig
+from agentenv.envs.grading.keys import GraderConfig
+from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.web_search import WebSearchEnv
 from agentenv.errors import ConfigError
 from agentenv.prompt import preset

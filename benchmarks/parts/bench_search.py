@@ -40,9 +40,9 @@ from agentenv.envs.search.bm25 import BM25Backend
 from agentenv.envs.search.cache import CachedBackend, ResultCache
 from agentenv.envs.search.corpus import Query
 from agentenv.envs.search.corpus_file import CorpusFile
+from agentenv.envs.search.keys import TrafficConfig
 from agentenv.envs.search.providers import WebBackend, WebConfig
 from agentenv.envs.search.tantivy_index import TantivyBackend
-from agentenv.envs.search.upstream import TrafficConfig
 from agentenv.errors import AgentEnvError
 
 NUM_WORDS, PASSAGE_WORDS, QUERY_WORDS = 50_000, 100, 7

@@ -7,15 +7,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct, field
 
 from agentenv.engine import EngineConfig
 from agentenv.errors import ConfigError
-from agentenv.pipelines.cluster.processes import TOKEN_VARIABLE, Kind
 from agentenv.server_config import LaunchConfig, RoleConfig
+
+if TYPE_CHECKING:
+    from agentenv.pipelines.cluster.processes import Kind
 
 FOLDER = "workers"  # of their logs, in the run's directory
 
@@ -55,6 +57,8 @@ class SpreadCluster(
 
     def processes(self) -> Kind:
         """The workers as processes."""
+        from agentenv.pipelines.cluster.processes import Kind  # slow to load
+
         return Kind(
             "agentenv.pipelines.workers.rollout_worker",
             "worker",
@@ -215,6 +219,8 @@ class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
 
     def token(self) -> str:
         """What workers say to be let in. Raises ConfigError where there is none."""
+        from agentenv.pipelines.cluster.processes import TOKEN_VARIABLE  # slow to load
+
         found = os.environ.get(TOKEN_VARIABLE, "")
         if len(found) < MIN_TOKEN:
             raise ConfigError(

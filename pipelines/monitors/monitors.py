@@ -34,7 +34,7 @@ from agentenv.pipelines.monitors.otel import OtelConfig, OtelMonitor
 from agentenv.pipelines.monitors.trackio_runs import TrackioConfig, TrackioMonitor
 from agentenv.pipelines.records.trajectories import readable
 from agentenv.redact import Redactor
-from agentenv.registry import Kind
+from agentenv.registry import Registry
 
 COLD_START_STEP = "sft/step"
 
@@ -158,7 +158,7 @@ class MonitorPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
         raise NotImplementedError
 
 
-MONITORS = Kind("monitor", "agentenv.monitors", MonitorPart, [])
+MONITORS = Registry("monitor", "agentenv.monitors", MonitorPart, {})
 
 if TYPE_CHECKING:
     AnyMonitor = MonitorPart

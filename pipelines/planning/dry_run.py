@@ -19,8 +19,8 @@ from agentenv import hub
 from agentenv.config import RUN, paths_of, resolver
 from agentenv.engine import EngineConfig
 from agentenv.engines.openai import OpenAIConfig
+from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.search.providers import PROVIDERS, WebConfig
-from agentenv.envs.search.service import SearchConfig
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.pipelines.config.benchmarks import benchmark
 from agentenv.pipelines.config.cluster import WideCluster

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from agentenv.env import close_shared
-from agentenv.envs.grading.judge import JudgeConfig, asked_text
+from agentenv.envs.grading.judge import asked_text
+from agentenv.envs.grading.keys import JudgeConfig
 from tests.support.judge_server import JudgeServer, judge_of, judge_server
 
 

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from agentenv.config import load_config
 from agentenv.envs.sandbox import sandbox as sandboxes
+from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.search.providers import WebConfig
-from agentenv.envs.search.service import SearchConfig
 from agentenv.launchers import doctor
 from agentenv.learners import model_check
 from agentenv.pipelines.config.rl import TrainConfig
