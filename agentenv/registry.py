@@ -30,6 +30,16 @@ T = TypeVar("T", bound=Struct)
 TAG = "name"  # the key of a table that names its part
 
 
+@cache
+def _entry_points() -> metadata.EntryPoints:
+    return metadata.entry_points()  # reads a file of each installed package
+
+
+def installed(group: str) -> metadata.EntryPoints:
+    """The entry points of a group."""
+    return _entry_points().select(group=group)
+
+
 class _Instances(type):
     """What msgspec asks for after a part was read: whether the part is of that kind."""
 
@@ -135,7 +145,7 @@ class Registry(Generic[T]):
     def _installed(self) -> dict[str, str]:
         """Paths "module:Class" by name. Raises ConfigError where two packages claim a name."""
         found: dict[str, str] = {}
-        for point in metadata.entry_points(group=self.group):
+        for point in installed(self.group):
             if found.setdefault(point.name, point.value) != point.value:
                 raise ConfigError(
                     f"{self.noun} {point.name!r} is claimed by two packages, as {point.value} and "

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.markup import escape
 
-from agentenv.pipelines.run.arguments import Parser
-from agentenv.pipelines.run.terminal import EXIT_FAILED, View, run_until_done, to_its_end
+from agentenv.pipelines.run.arguments import EXIT_FAILED, Parser
+from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
 
 if TYPE_CHECKING:
     from agentenv.pipelines.diagnosis.results import Verdict

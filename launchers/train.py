@@ -9,12 +9,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve o
 
 import sys
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentenv.launchers.command import make_parser, parse, run_command
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.run.rundir import RunDirectory
-from agentenv.pipelines.run.terminal import View
+
+if TYPE_CHECKING:
+    from agentenv.pipelines.run.rundir import RunDirectory
+    from agentenv.pipelines.run.terminal import View
 
 
 def main(argv: Sequence[str] | None = None) -> int:

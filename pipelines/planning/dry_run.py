@@ -30,8 +30,9 @@ from agentenv.pipelines.config.rl import ServeConfig, TrainConfig
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.planning.jobs import job_of
 from agentenv.pipelines.planning.plan import AnyRun, Plan, Process, make_plan, wanted_by
+from agentenv.pipelines.run.arguments import EXIT_MISSING
 from agentenv.pipelines.run.rundir import find_checkpoint
-from agentenv.pipelines.run.terminal import EXIT_MISSING, View
+from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.serving.server_commands import find_python
 from agentenv.pipelines.setup.assembly import Assembly
 from agentenv.pipelines.setup.checks import hub_keys, refuse

@@ -37,7 +37,12 @@ from agentenv.crashes import PACKAGES
 from agentenv.disk import DIR_KEY, explain
 from agentenv.errors import AgentEnvError, ConfigError, DataError
 from agentenv.offload import hanging, running
-from agentenv.pipelines.run.arguments import check_places
+from agentenv.pipelines.run.arguments import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    check_places,
+)
 from agentenv.pipelines.run.event_loop import ENDING, GRACE_S, CommandLoop, Watchdog, share_heap
 from agentenv.pipelines.run.tables import Table, as_rich
 
@@ -267,9 +272,7 @@ class View:
         self._handlers = []
 
 
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 COMMANDS = {(PACKAGES / place / "launchers").resolve() for place in ("", "agentenv")}
-EXIT_MISSING = 3  # of a dry run: nothing is wrong, something is not here
 
 
 def import_from_working_directory() -> None:
