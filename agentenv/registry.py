@@ -14,7 +14,7 @@ part has the type `Registry.key`, which `decode_part` reads.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import metadata
 from typing import Any, Generic, TypeVar, cast
@@ -31,13 +31,13 @@ TAG = "name"  # the key of a table that names its part
 
 
 @cache
-def _entry_points() -> metadata.EntryPoints:
+def _entry_points() -> Any:
     return metadata.entry_points()  # reads a file of each installed package
 
 
-def installed(group: str) -> metadata.EntryPoints:
+def installed(group: str) -> Iterable[metadata.EntryPoint]:
     """The entry points of a group."""
-    return _entry_points().select(group=group)
+    return cast(Iterable[metadata.EntryPoint], _entry_points().select(group=group))
 
 
 class _Instances(type):

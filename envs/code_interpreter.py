@@ -10,17 +10,16 @@ limits = { memory_bytes = 536870912, max_threads = 1 }
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Struct
 
-from agentenv.config import ESSENTIAL, PATH, build_config
 from agentenv.env import ForkMode, shared
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
-from agentenv.envs.sandbox import InterpreterSession, Sandbox, SandboxLimits
-from agentenv.errors import ConfigError, ToolError
+from agentenv.envs.sandbox.keys import PythonConfig, python_config
+from agentenv.envs.sandbox.sandbox import InterpreterSession, Sandbox
+from agentenv.errors import ToolError
 from agentenv.tool_env import Prompt, ToolEnv
 from agentenv.tools import argument_schema, read_arguments
 from agentenv.types import Task, ToolResult
@@ -35,53 +34,6 @@ START_ALLOWANCE_S = 20.0
 
 class _Arguments(Struct, forbid_unknown_fields=True):
     code: str
-
-
-class PythonConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where model-written code runs, and within which bounds."""
-
-    interpreter: Annotated[
-        str | None,
-        Meta(
-            description="virtual or conda environment, seen read-only; none: the trainer's own",
-            extra=PATH,
-        ),
-    ] = None
-    preload: Annotated[
-        tuple[str, ...] | None,
-        Meta(description="modules imported for all; none: numpy and sympy where installed"),
-    ] = None
-    timeout_s: Annotated[
-        Annotated[float, Meta(gt=0)],
-        Meta(description="wall-clock limit of one call", extra=ESSENTIAL),
-    ] = 10.0
-    limits: Annotated[SandboxLimits, Meta(description="bounds of one session")] = field(
-        default_factory=SandboxLimits
-    )
-    remote_url: Annotated[
-        str | None, Meta(description="a SandboxFusion service that runs the code instead")
-    ] = None
-    allow_unsafe: Annotated[
-        bool, Meta(description="run without any sandbox where none can be had")
-    ] = False
-
-
-def python_config(values: Mapping[str, Any] | PythonConfig | None) -> PythonConfig:
-    """The settings, checked once a process. Raises ConfigError."""
-
-    def build() -> PythonConfig:
-        if isinstance(values, PythonConfig):
-            config = values
-        else:
-            config = build_config(PythonConfig, dict(values or {}), "python")
-        if config.remote_url and (config.interpreter or config.preload or config.allow_unsafe):
-            raise ConfigError(
-                "python.remote_url: the service has its own interpreter, so interpreter, preload "
-                "and allow_unsafe cannot be given beside it"
-            )
-        return config
-
-    return shared(("python keys", msgspec.json.encode(values)), build)
 
 
 def shared_sandbox(

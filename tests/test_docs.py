@@ -141,7 +141,8 @@ def is_earlier(one: Block, other: Block) -> bool:
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trees of a run, of which one has forks and a failure."""
-    from agentenv.archive import Archive, ArchiveConfig, StepHeader
+    from agentenv.archive import Archive, StepHeader
+    from agentenv.frames import ArchiveConfig
     from tests.support.told_tree import told_tree
 
     folder = tmp_path_factory.mktemp("docs") / "run"

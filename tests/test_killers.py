@@ -14,7 +14,8 @@ import pytest
 
 from agentenv.cluster.poison_pill import NUM_LOSSES, NUM_TRIALS
 from agentenv.env import Env
-from agentenv.journal import Journal, JournalConfig
+from agentenv.frames import JournalConfig
+from agentenv.journal import Journal
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 from tests.support.toy import CountingEnv

@@ -20,7 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from agentenv.journal import Journal, JournalConfig
+from agentenv.frames import JournalConfig
+from agentenv.journal import Journal
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task, VersionSpan
 

@@ -36,7 +36,8 @@ HERE = Path(__file__).resolve().parents[2]
 sys.path.insert(0, os.environ.get("BENCHED", str(HERE)))
 
 if TYPE_CHECKING:
-    from agentenv.envs.sandbox import Rung, Sandbox, SandboxSession
+    from agentenv.envs.sandbox.process import Rung
+    from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 
 NUM_IN_ROUND = {"new": 12, "warm": 200, "fork": 12}
 WHAT = {
@@ -105,7 +106,7 @@ def cpu_ms() -> float:
 
 async def worker(rung: Rung, first: str) -> None:
     """Does what it reads, {"new": 12} say, and prints how long each took."""
-    from agentenv.envs.sandbox import Sandbox
+    from agentenv.envs.sandbox.sandbox import Sandbox
     from agentenv.errors import ConfigError
 
     sandbox = Sandbox(rungs=(rung,), preload=() if first == PLAIN_FIRST else ("numpy", "sympy"))

@@ -34,8 +34,8 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from agentenv.archive import ARCHIVE, Archive, ArchiveConfig, KeptTree, StepHeader
-from agentenv.frames import framed
+from agentenv.archive import ARCHIVE, Archive, KeptTree, StepHeader
+from agentenv.frames import ArchiveConfig, framed
 from tests.support.viewed_run import ViewedRun, evaluated, make_run, metrics, row_of
 
 ROOT = Path(__file__).resolve().parents[2]

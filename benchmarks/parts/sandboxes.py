@@ -26,7 +26,7 @@ from typing import Any
 from msgspec import Struct
 
 from agentenv.engines.embedded import EmbeddedConfig
-from agentenv.envs.sandbox import Sandbox, SandboxSession
+from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from agentenv.envs.search.cache import CachedBackend, ResultCache
 from agentenv.envs.search.corpus import Hit, Query
 from agentenv.errors import AgentEnvError

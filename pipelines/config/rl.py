@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr, replace
 
-from agentenv.archive import ArchiveConfig
 from agentenv.config import ESSENTIAL, ROWS
 from agentenv.engine import EngineConfig
 from agentenv.engines.embedded import EmbeddedConfig
-from agentenv.envs.code_interpreter import PythonConfig
 from agentenv.envs.grading.keys import GraderConfig
+from agentenv.envs.sandbox.keys import PythonConfig
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.errors import ConfigError
-from agentenv.journal import JournalConfig
+from agentenv.frames import ArchiveConfig, JournalConfig
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.learner import LearnerConfig, LearningRate, OptimizerConfig, WeightDecay
 from agentenv.native import NativeConfig

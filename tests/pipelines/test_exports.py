@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from agentenv.archive import Archive, ArchiveConfig, StepHeader
+from agentenv.archive import Archive, StepHeader
 from agentenv.envs.quickstart_setup import build_tokenizer
+from agentenv.frames import ArchiveConfig
 from agentenv.launchers import export
 from agentenv.pipelines.exports.atif import trajectory
 from agentenv.pipelines.records.conversations import Question, of_row, of_rows, of_tree, redacted

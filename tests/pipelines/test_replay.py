@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentenv.archive import Archive, ArchiveConfig, KeptTree, StepHeader, read_step, steps_of
+from agentenv.archive import Archive, KeptTree, StepHeader, read_step, steps_of
+from agentenv.frames import ArchiveConfig
 from agentenv.launchers import replay, train
 from tests.pipelines.killed_runs import KilledRun
 from tests.support.killing import Plan
