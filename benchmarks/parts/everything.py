@@ -48,7 +48,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
 }
 OF = {"overhead-workers": "overhead"}  # parts that are measured by the command of another one
-PACKAGES = ("agentenv", "torch", "transformers", "deepspeed", "vllm", "sglang", "numpy", "aiohttp")
+PACKAGES = ("agentenv-rl", "torch", "transformers", "deepspeed", "vllm", "sglang", "numpy", "aiohttp")
 
 Found = dict[str, Any]
 

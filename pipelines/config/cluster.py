@@ -130,7 +130,7 @@ class WideCluster(SpreadCluster, frozen=True, kw_only=True, tag="-wide"):
 
 
 class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
-    """Rollout workers are placed by Ray (`pip install 'agentenv[ray]'`)."""
+    """Rollout workers are placed by Ray (extra `ray`)."""
 
     address: Annotated[
         str,

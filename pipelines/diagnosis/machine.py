@@ -16,6 +16,7 @@ import psutil
 
 from agentenv.disk import existing
 from agentenv.errors import AgentEnvError, ConfigError
+from agentenv.install import DISTRIBUTION, install_hint
 from agentenv.pipelines.diagnosis.escapes import RUNGS, attack_all, known_attacks
 from agentenv.pipelines.diagnosis.results import Probe, Skip
 from agentenv.pipelines.run.terminal import MAX_FILES
@@ -52,7 +53,7 @@ async def python(machine: Machine) -> str:
 async def packages(machine: Machine) -> str:
     """What the distribution asks for is installed, in the versions that it asks for."""
     try:
-        asked = importlib.metadata.requires("agentenv") or []
+        asked = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         raise Skip("agentenv is not installed as a package, so it names no versions") from None
     problems, found = [], []
@@ -70,7 +71,7 @@ async def packages(machine: Machine) -> str:
         elif name in ("torch", "transformers", "deepspeed"):
             found.append(f"{name} {version}")
     if problems:
-        raise ConfigError(f"{', '.join(problems)}; pip install -e '.[{NEEDED}]'")
+        raise ConfigError(f"{', '.join(problems)}; {install_hint(NEEDED)}")
     return ", ".join(found)
 
 

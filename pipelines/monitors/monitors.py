@@ -30,6 +30,7 @@ from agentenv.config import ESSENTIAL
 from agentenv.data_files import Row
 from agentenv.disk import write_whole
 from agentenv.errors import ConfigError
+from agentenv.install import install_hint
 from agentenv.pipelines.monitors.otel import OtelConfig, OtelMonitor
 from agentenv.pipelines.monitors.trackio_runs import TrackioConfig, TrackioMonitor
 from agentenv.pipelines.records.trajectories import readable
@@ -193,7 +194,7 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             if asked and not _is_installed(package):
                 raise ConfigError(
                     f"monitor.{key}: the package {package} is not installed; "
-                    f"`pip install 'agentenv[{extra}]'` brings it"
+                    f"`{install_hint(extra)}` brings it"
                 )
 
 

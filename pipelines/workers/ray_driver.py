@@ -19,6 +19,7 @@ from typing import Any
 from agentenv.cluster.link import StreamLink
 from agentenv.cluster.messages import BEAT_S, Alive, Figures, Say
 from agentenv.errors import ConfigError, WorkerError
+from agentenv.install import install_hint
 from agentenv.offload import in_thread
 from agentenv.pipelines.cluster.places import GRACE_S, Launch
 from agentenv.pipelines.cluster.ray_places import (
@@ -38,7 +39,6 @@ from agentenv.pipelines.cluster.ray_places import (
 from agentenv.pipelines.setup import data
 from agentenv.pipelines.workers.main import main
 
-INSTALL = "cluster.kind = ray needs the package ray: pip install 'agentenv[ray]'"
 OLDEST = "2.40"  # as in pyproject.toml
 MISMATCH = "Version mismatch"  # as Ray says it
 LOOK_S = 2.0  # at nodes
@@ -133,11 +133,13 @@ class Ray:
         try:
             import ray
         except ImportError as error:
-            raise ConfigError(INSTALL) from error
+            raise ConfigError(
+                f"cluster.kind = ray needs the package ray: {install_hint('ray')}"
+            ) from error
         if _numbers(ray.__version__) < _numbers(OLDEST):
             raise ConfigError(
                 f"cluster.kind = ray needs Ray {OLDEST} or later, and {ray.__version__} is "
-                "installed: pip install --upgrade 'agentenv[ray]'"
+                f"installed: {install_hint('ray')} --upgrade"
             )
         self.ray: Any = ray
         self.setup = setup

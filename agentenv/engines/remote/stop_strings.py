@@ -11,11 +11,13 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING
 
 from agentenv.errors import EngineError
 from agentenv.offload import in_thread
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 PARTIAL = "\ufffd"  # what bytes decode to that are not (yet) a whole character
 MAX_WHOLE = 64  # stop tokens of a request: each request carries them
@@ -113,6 +115,8 @@ class StopStrings:
         if self._tokenizer is None:
             if not self._path.is_file():
                 raise EngineError(f"stop strings need {self._path}, which does not exist")
+            from tokenizers import Tokenizer
+
             tokenizer = Tokenizer.from_file(str(self._path))
             # Each token twice: some decoders strip a space at the start, the second one has it.
             # One by one, since decode_batch starts a pool of threads that dislikes forks.
