@@ -21,7 +21,7 @@ help:
 	@sed -n '1,6s/^# \{0,1\}//p' Makefile
 
 train: environment
-	$(BIN)/python launchers/train.py $(CONFIG) $(ARGS)
+	$(BIN)/agentenv train $(CONFIG) $(ARGS)
 
 test: environment
 	@sh .ci/viewer
@@ -46,7 +46,7 @@ engines: engine-vllm engine-sglang
 engine-vllm engine-sglang: environment
 	@PYTHON="$(PYTHON)" sh .ci/$@
 
-# the page of launchers/view.py, from viewer/ into the package; needs npm
+# the page of agentenv view, from viewer/ into the package; needs npm
 .PHONY: viewer
 viewer:
 	cd viewer && npm ci --no-fund --no-audit --silent && npm run --silent build

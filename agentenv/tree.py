@@ -310,5 +310,5 @@ _read_frame = msgspec.msgpack.Decoder(TrajectoryTree).decode
 
 
 def to_json(tree: TrajectoryTree) -> str:
-    """The tree as one line of JSON, which `launchers/dpo.py` takes as a row."""
+    """The tree as one line of JSON, which `agentenv dpo` takes as a row."""
     return json.dumps(msgspec.to_builtins(tree, enc_hook=list), separators=(",", ":"))

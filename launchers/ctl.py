@@ -1,4 +1,4 @@
-"""Steers a run that goes on: `python launchers/ctl.py RUN [COMMAND ...]`, see docs/steering.md.
+"""Steers a run that goes on: `agentenv ctl RUN [COMMAND ...]`, see docs/steering.md.
 
 The process that trains in RUN answers over a socket that only its owner can open. What is told is
 metadata, and nothing that a policy, a page or a dataset wrote, unless --text asks for it.
@@ -53,15 +53,15 @@ def make_parser() -> argparse.ArgumentParser:
     texts = Parser(add_help=False)
     texts.add_argument("--text", action="store_true", help="questions, and what was written, too")
     parser = Parser(
-        prog="launchers/ctl.py",
-        usage="launchers/ctl.py RUN [COMMAND ...] [--json]",
+        prog="agentenv ctl",
+        usage="agentenv ctl RUN [COMMAND ...] [--json]",
         description="Steer a run that goes on.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="its folder, e.g. runs/quickstart")
     parser.set_defaults(command="status", json=False, text=False)
-    commands = parser.add_subparsers(metavar="COMMAND", prog="launchers/ctl.py RUN")
+    commands = parser.add_subparsers(metavar="COMMAND", prog="agentenv ctl RUN")
 
     def add(name: str, *parents: Parser) -> argparse.ArgumentParser:
         command = commands.add_parser(name, parents=[common, *parents])

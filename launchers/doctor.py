@@ -1,9 +1,9 @@
-"""Looks whether a machine and a configuration are in order: `python launchers/doctor.py`, see
+"""Looks whether a machine and a configuration are in order: `agentenv doctor`, see
 docs/doctor.md.
 
     doctor.py                          the machine alone
-    doctor.py --config X [key=value]   and what a run of X would need
-    doctor.py audit RUN                the rewards of a run, graded again
+    agentenv doctor --config X [key=value]   and what a run of X would need
+    agentenv doctor audit RUN                the rewards of a run, graded again
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EPILOG = """exit codes: 0 every check passed or was skipped, 1 one failed, 2 bad arguments
 
-audit: python launchers/doctor.py audit RUN [--help]"""
+audit: agentenv doctor audit RUN [--help]"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,15 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="launchers/doctor.py",
-        usage="launchers/doctor.py [--config CONFIG [key.sub=value ...]] [options]",
+        prog="agentenv doctor",
+        usage="agentenv doctor [--config CONFIG [key.sub=value ...]] [options]",
         description="Look whether this machine, and a configuration of training, are in order.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--config", type=Path, help="of launchers/train.py; none: the machine alone"
-    )
+    parser.add_argument("--config", type=Path, help="of agentenv train; none: the machine alone")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
     parser.add_argument("--json", action="store_true", help="the verdicts as JSON")
     parser.add_argument("--offline", action="store_true", help="ask nothing outside this machine")

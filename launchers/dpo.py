@@ -1,8 +1,8 @@
-"""Preference training: `python launchers/dpo.py CONFIG [key.sub=value ...] [--resume [WHICH]]`.
+"""Preference training: `agentenv dpo CONFIG [key.sub=value ...] [--resume [WHICH]]`.
 
 Reads pairs of a chosen and a rejected answer and trains the policy's own tokens in them by direct
 preference optimization (learners/dpo.py). With --self-critic N, CONFIG is that of a training run
-(launchers/train.py) with a table [self_critic]: N rounds in which the policy makes the pairs
+(agentenv train) with a table [self_critic]: N rounds in which the policy makes the pairs
 itself. See docs/sft.md.
 """
 
@@ -37,7 +37,7 @@ from agentenv.pipelines.supervised.run import (
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
     dry run), 130 interrupted."""
-    parser = make_parser("launchers/dpo.py", "Train a policy on preferences.", DPORunConfig)
+    parser = make_parser("agentenv dpo", "Train a policy on preferences.", DPORunConfig)
     parser.add_argument(
         "--self-critic",
         type=_rounds,

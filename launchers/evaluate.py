@@ -1,4 +1,4 @@
-"""Evaluates: `python launchers/evaluate.py SUBJECT [key=value ...]`, see docs/evaluation.md.
+"""Evaluates: `agentenv evaluate SUBJECT [key=value ...]`, see docs/evaluation.md.
 
 SUBJECT is a run, a checkpoint, a model directory, or the URL of an endpoint. The env API, actor,
 renderer, tools and limits are those of training.
@@ -44,7 +44,7 @@ from agentenv.pipelines.setup.machine import add_dry_run, check_arguments
 
 STORED = ("compare", "regrade", "report")  # commands over stored evaluations
 FOLDER = "evals"
-EPILOG = "Of stored ones: evaluate.py report DIR, compare A B, regrade DIR [grader.key=value]"
+EPILOG = "Of stored ones: agentenv evaluate report DIR, compare A B, regrade DIR [grader.key=value]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,8 +142,8 @@ def _name(config: EvaluateConfig, subject: Subject) -> str:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
-        prog="launchers/evaluate.py",
-        usage="launchers/evaluate.py SUBJECT [key.sub=value ...] [options]",
+        prog="agentenv evaluate",
+        usage="agentenv evaluate SUBJECT [key.sub=value ...] [options]",
         description="Evaluate a run, a checkpoint, a model directory, or an endpoint by its URL, "
         f"through the env API. {EPILOG}.",
     )

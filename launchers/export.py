@@ -1,9 +1,9 @@
-"""Writes a Hugging Face directory: `python launchers/export.py CHECKPOINT OUT`.
+"""Writes a Hugging Face directory: `agentenv export CHECKPOINT OUT`.
 
 CHECKPOINT is a checkpoint of a run, or a run, whose last one is taken. transformers, vLLM and
 SGLang load OUT: weights, config, tokenizer, chat template and generation_config.
 
-`python launchers/export.py transcripts SOURCE OUT --format inspect|atif` writes what agents did
+`agentenv export transcripts SOURCE OUT --format inspect|atif` writes what agents did
 instead: the trees of a run or the rows of an evaluation, for other viewers.
 """
 
@@ -48,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
-        prog="launchers/export.py",
+        prog="agentenv export",
         description="Write a checkpoint as a Hugging Face directory, without a learner.",
         epilog=f"`{TRANSCRIPTS} SOURCE OUT --format inspect|atif` writes what agents did "
-        f"instead: launchers/export.py {TRANSCRIPTS} --help",
+        f"instead: agentenv export {TRANSCRIPTS} --help",
     )
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     parser.add_argument("out", type=Path, metavar="OUT")

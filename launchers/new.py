@@ -1,4 +1,4 @@
-"""Makes an environment of one's own to begin with: `python launchers/new.py NAME [--folder DIR]`.
+"""Makes an environment of one's own to begin with: `agentenv new NAME [--folder DIR]`.
 
 The folder NAME has tools, grader, questions, demonstrations, a configuration and a test. It trains
 as it is, on a laptop within minutes, and is changed from there.
@@ -28,8 +28,8 @@ NAME = re.compile(r"[a-z][a-z0-9_]*")
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 2 bad input."""
     parser = Parser(
-        prog="launchers/new.py",
-        usage="launchers/new.py NAME [--folder DIR]",
+        prog="agentenv new",
+        usage="agentenv new NAME [--folder DIR]",
         description="Make a folder with an environment of your own, which trains as it is.",
     )
     parser.add_argument("name", metavar="NAME", help="of the folder and of its Python package")
@@ -88,7 +88,7 @@ def next_commands(name: str, parent: Path) -> Iterator[str]:
     """What to type after it, from the folder that the environment lies in."""
     if parent.resolve() != Path.cwd():
         yield f"cd {shlex.quote(str(parent))}"
-    train = f"python -m agentenv.launchers.train {name}/train.toml"
+    train = f"agentenv train {name}/train.toml"
     told = {
         f"python -m pytest {name}": "the test of the environment",
         f"{train} --dry-run": "tries everything, starts nothing",

@@ -1,4 +1,4 @@
-"""Computes again what a run computed from the trees that it kept: `python launchers/replay.py RUN`.
+"""Computes again what a run computed from the trees that it kept: `agentenv replay RUN`.
 
 RUN is the folder of a run, finished or not; its engine, environments and learner are not needed.
 Of each step it computes again how every tree grew (the plan's roots and forks, limits, what
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
-        prog="launchers/replay.py",
+        prog="agentenv replay",
         description="Compute again what a run computed, from the trees that it kept in RUN/trees: "
         "how they grew, their credit, the loss. Names what comes out otherwise, and ends with 1.",
     )
@@ -122,7 +122,7 @@ def _tell(view: View, place: str, found: Sequence[str], notes: Sequence[str]) ->
 
 
 def config_of(run: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """That of a run. Raises ConfigError if the folder is none of launchers/train.py."""
+    """That of a run. Raises ConfigError if the folder is none of agentenv train."""
     path = run / CONFIG_FILE
     if not path.is_file():
         raise ConfigError(f"{run}: not the folder of a run: {CONFIG_FILE} is missing")
@@ -131,7 +131,7 @@ def config_of(run: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     if "algorithm" not in raw:
-        raise ConfigError(f"{run}: not a run of launchers/train.py: {path} names no algorithm")
+        raise ConfigError(f"{run}: not a run of agentenv train: {path} names no algorithm")
     apply_overrides(upgrade(TrainConfig, raw), overrides, TrainConfig)
     return build_config(TrainConfig, raw, str(path))
 

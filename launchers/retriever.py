@@ -1,7 +1,7 @@
 """Serve a corpus over HTTP, so that many workers and machines share one index.
 
-    python launchers/retriever.py CONFIG [key.sub=value ...]
-    python launchers/retriever.py port=8001 backend.corpus=wiki.jsonl
+    agentenv retriever CONFIG [key.sub=value ...]
+    agentenv retriever port=8001 backend.corpus=wiki.jsonl
 
 POST /retrieve in both dialects: {"queries": [text, ...], "topk": 5, "return_scores": true} and
 {"query": text, ...}. The answer is {"result": [[{"document": {"id", "title", "contents"},
@@ -223,7 +223,7 @@ def main(arguments: list[str]) -> int:
     """Serve until interrupted; the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if {"-h", "--help"} & set(arguments):
-        usage = "usage: launchers/retriever.py [CONFIG] [key.sub=value ...]"
+        usage = "usage: agentenv retriever [CONFIG] [key.sub=value ...]"
         sys.stdout.write(f"{usage}\n\n{__doc__}\n{key_table(RetrieverConfig)}\n")
         return 0
     try:

@@ -1,5 +1,5 @@
 """Starts models beside the policy, a judge or a summarizer, for runs and evaluations to share:
-`python launchers/serve.py CONFIG [key.sub=value ...]`, until Ctrl-C."""
+`agentenv serve CONFIG [key.sub=value ...]`, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agentenv.pipelines.serving.servers import ServerFactory
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 stopped, 1 failed with a reason, 2 bad input."""
     parser = make_parser(
-        "launchers/serve.py",
+        "agentenv serve",
         "Start models beside the policy, until Ctrl-C.",
         ServeConfig,
         example="configs/server_judge.toml",

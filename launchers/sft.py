@@ -1,8 +1,8 @@
-"""Supervised fine-tuning: `python launchers/sft.py CONFIG [key.sub=value ...] [--resume [WHICH]]`.
+"""Supervised fine-tuning: `agentenv sft CONFIG [key.sub=value ...] [--resume [WHICH]]`.
 
 Reads dialogues (ShareGPT, messages, Alpaca, LLaMA-Factory's dataset_info.json), trains what the
 policy wrote in them with the learner and the renderer of reinforcement learning, and writes a run
-directory whose checkpoints `launchers/train.py` starts from (model.path). See docs/sft.md.
+directory whose checkpoints `agentenv train` starts from (model.path). See docs/sft.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentenv.pipelines.supervised.run import (
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
     dry run), 130 interrupted."""
-    parser = make_parser("launchers/sft.py", "Fine-tune a policy on dialogues.", SFTRunConfig)
+    parser = make_parser("agentenv sft", "Fine-tune a policy on dialogues.", SFTRunConfig)
     work = partial(train_supervised, Imitation.of)
     return run_command(parse(parser, argv), SFTRunConfig, work)
 

@@ -1,4 +1,4 @@
-"""Says what a frozen web holds: `python launchers/snapshot.py FILE [RUN ...]`.
+"""Says what a frozen web holds: `agentenv snapshot FILE [RUN ...]`.
 
 FILE is a snapshot of `search.snapshot`. Of each RUN (a directory of training or of an evaluation,
 or a file of rows with `tool_calls`) it says which of the searches made and pages opened FILE holds,
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 all is there, 2 bad input, 3 something was asked for that FILE does
     not hold."""
     parser = Parser(
-        prog="launchers/snapshot.py",
+        prog="agentenv snapshot",
         description="Say what a frozen web holds, and what of a run it covers.",
     )
     parser.add_argument("file", type=Path, metavar="FILE")

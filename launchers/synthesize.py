@@ -1,9 +1,9 @@
-"""Synthesizes data: `python launchers/synthesize.py SUBJECT [key=value ...]`, see
+"""Synthesizes data: `agentenv synthesize SUBJECT [key=value ...]`, see
 docs/synthesis.md.
 
 Questions are asked without tools, with tools, and with hints put into answers without tools. What
-is right and clean becomes dialogues for `launchers/sft.py`; what stays unanswered becomes
-questions for `launchers/train.py`.
+is right and clean becomes dialogues for `agentenv sft`; what stays unanswered becomes
+questions for `agentenv train`.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> Synthe
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
-        prog="launchers/synthesize.py",
-        usage="launchers/synthesize.py SUBJECT [key.sub=value ...] [options]",
+        prog="agentenv synthesize",
+        usage="agentenv synthesize SUBJECT [key.sub=value ...] [options]",
         description="Sample trajectories of questions with and without tools, and sort them into "
-        "data for launchers/sft.py and questions for launchers/train.py.",
+        "data for agentenv sft and questions for agentenv train.",
     )
     out = f"where the data goes, and is taken up again; default {FOLDER}/NAME"
     add_dry_run(parser)

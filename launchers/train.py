@@ -1,4 +1,4 @@
-"""Trains a policy: `python launchers/train.py CONFIG [key.sub=value ...] [--resume [WHICH]]`, with
+"""Trains a policy: `agentenv train CONFIG [key.sub=value ...] [--resume [WHICH]]`, with
 `--view` seen in the browser meanwhile."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
     dry run), 130 interrupted."""
     parser = make_parser(
-        "launchers/train.py",
+        "agentenv train",
         "Train a policy with asynchronous agentic reinforcement learning.",
         TrainConfig,
         example="configs/quickstart.toml",

@@ -1,4 +1,4 @@
-"""Shows a run, or an evaluation, in the browser: `python launchers/view.py RUN`."""
+"""Shows a run, or an evaluation, in the browser: `agentenv view RUN`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_MB = 30.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
     parser = Parser(
-        prog="launchers/view.py",
+        prog="agentenv view",
         description="Show a run in the browser: curves, the trees of each step token by token, "
         "evaluations. Reads the files of the run, also while it goes on; changes nothing.",
     )

@@ -4,7 +4,7 @@
 
 Made in DIR, by what writes them in a run: RUN/trees of so many GB, in steps of 100 trees; a run
 with a tree for each of `--rows`; and an evaluation of as many rows that nobody has reported. A
-headless Chromium that runs already opens a page as soon as `launchers/view.py` prints its address.
+headless Chromium that runs already opens a page as soon as `agentenv view` prints its address.
 Seconds are from the start of that command until two frames after what is named was there: the
 curves of the run, the first rows of a table, the figures of an evaluation.
 

@@ -259,7 +259,7 @@ class Process(Protocol):
 
 
 def start_training(arguments: Sequence[str], output: int) -> Process:
-    """`launchers/train.py` with these arguments, which says what it says to a descriptor."""
+    """`agentenv train` with these arguments, which says what it says to a descriptor."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
         [sys.executable, str(ROOT / "launchers" / "train.py"), *arguments],

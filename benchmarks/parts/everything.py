@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from agentenv.disk import write_whole
+from agentenv.install import DISTRIBUTION
 from agentenv.pipelines.run.plots import panels, png
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +49,16 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
 }
 OF = {"overhead-workers": "overhead"}  # parts that are measured by the command of another one
-PACKAGES = ("agentenv-rl", "torch", "transformers", "deepspeed", "vllm", "sglang", "numpy", "aiohttp")
+PACKAGES = (
+    DISTRIBUTION,
+    "torch",
+    "transformers",
+    "deepspeed",
+    "vllm",
+    "sglang",
+    "numpy",
+    "aiohttp",
+)
 
 Found = dict[str, Any]
 

@@ -342,7 +342,7 @@ Dialect = Literal["search_r1", "skyrl", "tool_star"]
 
 
 class RemoteSearchConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="remote"):
-    """A retriever that serves POST /retrieve or /batch_search, as launchers/retriever.py does."""
+    """A retriever that serves POST /retrieve or /batch_search, as agentenv retriever does."""
 
     url: Annotated[str, Meta(description='e.g. "http://localhost:8000"')]
     dialect: Annotated[

@@ -1,4 +1,4 @@
-"""What `launchers/evaluate.py` reads: one or several named sets of questions, and for each of them
+"""What `agentenv evaluate` reads: one or several named sets of questions, and for each of them
 where it is asked differently."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The keys of a training run: the tables that belong to `launchers/train.py` itself.
+"""The keys of a training run: the tables that belong to `agentenv train` itself.
 
 They stand in the order of the README's picture: data, environment, actors, engine, algorithm,
 queue, learner; then the phases of a run, and what is kept of it.
@@ -356,7 +356,7 @@ class SFTStage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ColdStartOptimizer(OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The optimizer of a cold start, with the rate of `launchers/sft.py`."""
+    """The optimizer of a cold start, with the rate of `agentenv sft`."""
 
     learning_rate: LearningRate = 7e-6
     weight_decay: WeightDecay = 0.0
@@ -541,7 +541,7 @@ class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything `launchers/train.py` reads."""
+    """Everything `agentenv train` reads."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig
@@ -642,7 +642,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `launchers/serve.py` reads."""
+    """What `agentenv serve` reads."""
 
     run: Annotated[RunConfig, Meta(description="where the logs go; the seed is not read")] = (
         RunConfig()

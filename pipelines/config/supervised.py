@@ -195,7 +195,7 @@ class KeepingConfig(SavingConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class SupervisedRunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `launchers/sft.py` and `launchers/dpo.py` both read."""
+    """What `agentenv sft` and `agentenv dpo` both read."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig
@@ -221,7 +221,7 @@ class SupervisedRunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class SFTRunConfig(SupervisedRunConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything `launchers/sft.py` reads."""
+    """Everything `agentenv sft` reads."""
 
     sft: SFTLoopConfig = SFTLoopConfig()
 
@@ -263,7 +263,7 @@ class DPOLearnerConfig(
 
 
 class DPORunConfig(SupervisedRunConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything `launchers/dpo.py` reads."""
+    """Everything `agentenv dpo` reads."""
 
     data: PairDataConfig
     dpo: DPOLoopConfig = DPOLoopConfig()

@@ -1,4 +1,4 @@
-"""What `launchers/synthesize.py` reads: an evaluation's keys, and what becomes of trajectories."""
+"""What `agentenv synthesize` reads: an evaluation's keys, and what becomes of trajectories."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Diagnosis: what `launchers/doctor.py` is composed of."""
+"""Diagnosis: what `agentenv doctor` is composed of."""

@@ -1,4 +1,4 @@
-"""The audit of a run's rewards: `launchers/doctor.py audit RUN`.
+"""The audit of a run's rewards: `agentenv doctor audit RUN`.
 
     graded again      the archived trajectories, by the grader of the configuration: equal rewards
     changed golds     what was right must be wrong, once the gold is another
@@ -89,7 +89,7 @@ class Jump(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 nothing failed, 1 something did, 2 bad arguments."""
     parser = Parser(
-        prog="launchers/doctor.py audit",
+        prog="agentenv doctor audit",
         description="Grade the archived trajectories of a training run again, against their golds "
         "and against changed ones, and look for jumps of reward.",
     )
@@ -180,7 +180,7 @@ class Regrader:
         if config.roles:
             raise ConfigError(
                 "roles: the graders of this run ask models that it has started; start them with "
-                "launchers/serve.py and give their URLs, or audit without a judge"
+                "agentenv serve and give their URLs, or audit without a judge"
             )
         resolve = resolver(run)
         model = find_checkpoint(run)

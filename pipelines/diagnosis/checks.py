@@ -66,8 +66,8 @@ def _refuse_others(raw: Tree, source: str) -> None:
     """What is no configuration of training. Raises ConfigError that says what looks at it."""
     if "sets" in raw and not {"algorithm", "train"} & raw.keys():
         raise ConfigError(
-            f"{source} is a configuration of launchers/evaluate.py, which does not say whom to "
-            f"ask; launchers/evaluate.py SUBJECT --config {source} --dry-run looks whether all of "
+            f"{source} is a configuration of agentenv evaluate, which does not say whom to "
+            f"ask; agentenv evaluate SUBJECT --config {source} --dry-run looks whether all of "
             "it is there, and doctor.py without --config at the machine"
         )
     refuse_verl_keys(raw, source)

@@ -1,1 +1,1 @@
-"""Evaluation: what `launchers/evaluate.py` is composed of."""
+"""Evaluation: what `agentenv evaluate` is composed of."""

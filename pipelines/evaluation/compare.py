@@ -1,4 +1,4 @@
-"""Compares two evaluations question by question: `launchers/evaluate.py compare A B`."""
+"""Compares two evaluations question by question: `agentenv evaluate compare A B`."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ MAX_CELL = 70
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
     parser = Parser(
-        prog="launchers/evaluate.py compare",
+        prog="agentenv evaluate compare",
         description="Compare two stored evaluations on the questions that both asked, in pairs.",
     )
     parser.add_argument("first", type=Path, metavar="A")

@@ -1,4 +1,4 @@
-"""Grades a stored evaluation again: `launchers/evaluate.py regrade DIR [grader.key=value ...]`.
+"""Grades a stored evaluation again: `agentenv evaluate regrade DIR [grader.key=value ...]`.
 
 DIR/rows.jsonl is replaced at once, what it held is kept in rows.before.jsonl; DIR/config.json gets
 the new grader, regrade.md lists what changed, and the report is written anew.
@@ -182,7 +182,7 @@ MAX_CELL = 60
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 130 interrupted."""
     parser = Parser(
-        prog="launchers/evaluate.py regrade",
+        prog="agentenv evaluate regrade",
         description="Grade the stored trajectories of an evaluation again, without generating.",
         epilog="grader.kind=KIND starts from that kind's defaults; other grader.key=value change "
         "the grader that the evaluation had; sets.NAME.grader.key=value that of one set. Without "

@@ -1,6 +1,6 @@
-"""Writes the report of a stored evaluation: `launchers/evaluate.py report DIR`.
+"""Writes the report of a stored evaluation: `agentenv evaluate report DIR`.
 
-DIR/summary.json  report.md  plots/*.png  report.html (the page of launchers/view.py as one file)
+DIR/summary.json  report.md  plots/*.png  report.html (the page of agentenv view as one file)
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ HTML_MB = 10.0  # of the page; rows beyond are left out, and said there
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input."""
     parser = Parser(
-        prog="launchers/evaluate.py report",
+        prog="agentenv evaluate report",
         description="Report a stored evaluation: terminal, summary.json, report.md, report.html.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR")

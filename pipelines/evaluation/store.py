@@ -276,7 +276,7 @@ def _refuse_changes(path: Path, before: Saved, now: Saved) -> None:
         raise ConfigError(
             f"{path} holds an evaluation with another configuration:\n  {listed}\n"
             "choose another --out, or remove the directory; a changed grader alone is "
-            "`evaluate.py regrade DIR grader.key=value`"
+            "`agentenv evaluate regrade DIR grader.key=value`"
         )
 
 

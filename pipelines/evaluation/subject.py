@@ -113,7 +113,7 @@ def _saved(run: Path) -> Tree:
 
 
 def of_run(run: Path, names: Sequence[str] = ()) -> Tree:
-    """The configuration of an evaluation from that of a run; empty for one of launchers/sft.py
+    """The configuration of an evaluation from that of a run; empty for one of agentenv sft
     or dpo.py."""
     saved = _saved(run)
     if "eval" not in saved:

@@ -1,4 +1,4 @@
-"""`python launchers/export.py transcripts SOURCE OUT --format inspect|atif`.
+"""`agentenv export transcripts SOURCE OUT --format inspect|atif`.
 
 What agents did, in the formats of others.
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
-        prog=f"launchers/export.py {COMMAND}",
+        prog=f"agentenv export {COMMAND}",
         description="Write the trees that a run kept, or the rows of an evaluation, as logs of "
         "Inspect or as ATIF. Secrets are left out.",
     )

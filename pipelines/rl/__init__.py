@@ -1,1 +1,1 @@
-"""Asynchronous reinforcement learning: what `launchers/train.py` is composed of."""
+"""Asynchronous reinforcement learning: what `agentenv train` is composed of."""

@@ -1,4 +1,4 @@
-"""A training run that can be steered: what the requests of `launchers/ctl.py` find and do in it.
+"""A training run that can be steered: what the requests of `agentenv ctl` find and do in it.
 
 All but checkpoints and evaluations is answered at once, by what actors, queue and workers know
 anyway. A list of many rollouts is made in pieces, between which the run goes on.
@@ -65,7 +65,7 @@ from agentenv.pipelines.run.waits import by_what, expected_s
 TRAINING, EVALUATION = "training", "evaluation"
 PIECE = 200  # rollouts that are looked at before others go on
 MAX_TEXT = 2000  # characters of a turn that are shown
-CANCEL_REASON = "given up by launchers/ctl.py"
+CANCEL_REASON = "given up by agentenv ctl"
 AT_START_HINT = "it is being set up; ask again when training has begun (`status` says so)"
 
 
@@ -131,7 +131,7 @@ def with_settings(config: TrainConfig, run: RunDirectory, view: View) -> TrainCo
     if not values:
         return config
     told = ", ".join(f"{key} = {value}" for key, value in values.items())
-    view.say(f"set in flight by launchers/ctl.py, and held on to: {told}")
+    view.say(f"set in flight by agentenv ctl, and held on to: {told}")
     for key, value in values.items():
         _put(plain, key, value)
     return build_config(TrainConfig, plain, f"{run.path}/steering.jsonl")
@@ -613,7 +613,7 @@ class Steered:
     async def _note(self, command: str, facts: dict[str, Any], line: str) -> None:
         """For the log, the terminal, and whoever reads the run's folder."""
         training = self.training
-        training.view.say(f"launchers/ctl.py {command}: {line}")
+        training.view.say(f"agentenv ctl {command}: {line}")
         version = 0
         if training.phase != "set-up":
             version = training.parts.learner.policy_version

@@ -1,9 +1,9 @@
 """Evaluations of a training run: around its phases, after steps, or beside the training.
 
-RUN/eval/step-000040/           a whole evaluation, for `evaluate.py report`, `compare`, `regrade`
+RUN/eval/step-000040/           a whole evaluation, for `evaluate report`, `compare`, `regrade`
 RUN/eval/step-000040.partial/   an evaluation that goes on, or was cut off
 
-They are asked and stored as `launchers/evaluate.py` does it.
+They are asked and stored as `agentenv evaluate` does it.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ class Evaluations:
         self, store: Store, config: EvaluateConfig, actor: Actor, name: str
     ) -> list[EvalRow]:
         """All rows of a set, in the order of its questions; those that are stored are not asked.
-        The seed is that of the set, as in `launchers/evaluate.py`: equal seeds, equal samples."""
+        The seed is that of the set, as in `agentenv evaluate`: equal seeds, equal samples."""
         own = config.sets[name]
         seed = own.sampling.seed if own.sampling is not None else None
         number = config.seed if seed is None else seed
@@ -364,7 +364,7 @@ class Evaluations:
         return [store.rows[one.key] for one in wanted]
 
     def _configuration(self, names: Sequence[str]) -> EvaluateConfig:
-        """That of the run, as `launchers/evaluate.py RUN` has it."""
+        """That of the run, as `agentenv evaluate RUN` has it."""
         config = self._config
         plain = json.loads(json.dumps(to_plain(config)))
         raw = evaluation_of(plain, names, SET_KEYS)

@@ -105,7 +105,7 @@ class SelfCritic:
         return {**found, "num_steps": num_steps, "grad_norm": metrics["grad_norm"]}
 
     def _write(self, number: int, rows: Sequence[PairRow]) -> None:
-        """Keep the pairs of a round, in a form that launchers/dpo.py reads."""
+        """Keep the pairs of a round, in a form that agentenv dpo reads."""
         folder = self.run.path / "pairs"
         folder.mkdir(exist_ok=True)
         lines = [json.dumps(msgspec.to_builtins(row)) + "\n" for row in rows]

@@ -1,6 +1,6 @@
-"""Steering a run from outside: what `launchers/ctl.py` asks, and how it reaches the process.
+"""Steering a run from outside: what `agentenv ctl` asks, and how it reaches the process.
 
-    launchers/ctl.py  --a Request, a line of JSON-->  RUN/ctl/socket   the training process
+    agentenv ctl  --a Request, a line of JSON-->  RUN/ctl/socket   the training process
                       <--a Reply, a line of JSON----
 
 The socket is in a folder that only its owner can enter (mode 0700), has mode 0600, and each end
@@ -342,7 +342,7 @@ async def listening(run: Path, answer: Answer, warn: Callable[[str], None]) -> A
         serve = Desk(answer).serve
         server = await asyncio.start_unix_server(serve, sock=listener, limit=MAX_REQUEST)
     except OSError as error:
-        warn(f"launchers/ctl.py cannot reach this run: {error}")
+        warn(f"agentenv ctl cannot reach this run: {error}")
     try:
         yield
     finally:
@@ -393,7 +393,7 @@ class Desk:
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             return Refused(f"expected a line of JSON of at most {MAX_REQUEST} bytes")
         except ForeignError as error:
-            return Refused(f"{error}; is launchers/ctl.py of the version that the run has?")
+            return Refused(f"{error}; is agentenv ctl of the version that the run has?")
         try:
             async with asyncio.timeout(LONG_S if isinstance(request, SLOW) else ANSWER_S):
                 return await self._answer(request)

@@ -7,14 +7,14 @@ runs/NAME/config.json  run.log  servers/*.log  metrics.jsonl  summary.json  curv
           trees/STEP.frames                      every tree of training, with all of its tokens
           trajectories/STEP.jsonl                every trajectory of training, as readable text
           timings.jsonl                          how long what took, for simulations
-          eval/WHEN/                             evaluations, as of `launchers/evaluate.py`
+          eval/WHEN/                             evaluations, as of `agentenv evaluate`
           checkpoints/step-000020/               Hugging Face directory
           checkpoints/step-000020/trainer/       what a resume needs beside it
           checkpoints/best/                      the best by `checkpoint.best_metric`
           skipped/                               batches whose step was not finite
           lock                                   who trains in it now
-          ctl/                                   the socket of launchers/ctl.py, while it lives
-          steering.jsonl                         what launchers/ctl.py has changed
+          ctl/                                   the socket of agentenv ctl, while it lives
+          steering.jsonl                         what agentenv ctl has changed
           starts                                 how many processes have begun or gone on with it
           resumed/                               the model that a resumed run began with
 """

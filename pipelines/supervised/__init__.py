@@ -1,1 +1,1 @@
-"""Fine-tuning and preferences: what `launchers/sft.py` and `launchers/dpo.py` are composed of."""
+"""Fine-tuning and preferences: what `agentenv sft` and `agentenv dpo` are composed of."""

@@ -420,8 +420,8 @@ def _source(registry: Path, name: str, *, ranking: bool) -> Source:
     entry = _entry(registry, name)
     where = f"{registry}: {name}"
     if entry.ranking != ranking:
-        wanted = "true, since launchers/dpo.py needs preferences" if ranking else "false or absent"
-        raise DataError(f"{where}.ranking: expected {wanted}; launchers/sft.py reads dialogues")
+        wanted = "true, since agentenv dpo needs preferences" if ranking else "false or absent"
+        raise DataError(f"{where}.ranking: expected {wanted}; agentenv sft reads dialogues")
     unread = sorted({*UNREAD} & {*entry.columns})
     if unread:
         raise DataError(f"{where}.columns.{unread[0]}: only texts can be learned from")

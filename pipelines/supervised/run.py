@@ -103,7 +103,7 @@ SCORED_AT_ONCE = 64  # sequences
 
 
 class SupervisedAssembly(Assembly[SupervisedRunConfig]):
-    """Builds the parts of one run of launchers/sft.py or launchers/dpo.py."""
+    """Builds the parts of one run of agentenv sft or agentenv dpo."""
 
     @once
     async def model(self) -> Path:
@@ -229,7 +229,7 @@ async def train_supervised(
     view: View,
     resume: str,
 ) -> None:
-    """A whole run of launchers/sft.py or launchers/dpo.py, whose objective is made of its parts."""
+    """A whole run of agentenv sft or agentenv dpo, whose objective is made of its parts."""
     checkpoint = run.checkpoints.to_resume(resume) if resume else None
     async with AsyncExitStack() as stack:
         assembly = SupervisedAssembly(config, run.path, stack, view.say, checkpoint)

@@ -1,1 +1,1 @@
-"""Data synthesis: what `launchers/synthesize.py` is composed of."""
+"""Data synthesis: what `agentenv synthesize` is composed of."""

@@ -3,7 +3,7 @@
 OUT/trajectories/       an evaluation of the sets NAME.direct, NAME.tools, NAME.hints
 OUT/synthesis.json      the hints they were sampled with; others are refused
 OUT/sft.jsonl           ShareGPT dialogues, registered as "sft" in dataset_info.json
-OUT/rl.jsonl            questions for launchers/train.py
+OUT/rl.jsonl            questions for agentenv train
 OUT/rejected.jsonl      questions and trajectories in neither, each with its reason
 OUT/summary.json        counts
 """
@@ -89,7 +89,7 @@ def sft_row(one: Judged, task: Task, prompt: Sequence[Message], set_name: str) -
 
 
 def rl_row(task: Task, set_name: str, own_env_id: str) -> Row:
-    """A question as `launchers/train.py` reads it, with everything else that its row had. It
+    """A question as `agentenv train` reads it, with everything else that its row had. It
     names its environment unless that is `own_env_id`, the one of its set."""
     row = {**task.metadata, "id": task.id, "set": set_name, "kind": task.kind}
     if task.env_id != own_env_id:

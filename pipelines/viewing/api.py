@@ -121,7 +121,7 @@ class Server:
         given = request.query.get("token") if request.path == "/" else None
         given = given or request.cookies.get(self.cookie, "")
         if not secrets.compare_digest(given.encode(), self.token.encode()):
-            text = "open the address that launchers/view.py has printed: it holds a token\n"
+            text = "open the address that agentenv view has printed: it holds a token\n"
             return web.Response(text=text, status=403)
         return None
 

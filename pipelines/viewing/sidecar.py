@@ -41,4 +41,4 @@ def viewed(run: Path, say: Callable[[str], None]) -> Iterator[None]:
                 process.stdin.close()  # which ends it
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=END_S)
-            say(f"to look at it again: python launchers/view.py {run}")
+            say(f"to look at it again: agentenv view {run}")

@@ -182,7 +182,7 @@ def test_every_command_on_a_run_that_goes_on(
     assert commands.count("set") == 1
     assert {"pause", "resume", "cancel", "requeue", "checkpoint", "evaluate"} <= {*commands}
     log = (run / "run.log").read_text()
-    assert "launchers/ctl.py set: limits.max_seconds: 600.0 -> 500.0" in log
+    assert "agentenv ctl set: limits.max_seconds: 600.0 -> 500.0" in log
 
     assert ctl.main([str(run)]) == 1  # what it has left tells whom it was of
     assert "was killed" in capsys.readouterr().err
@@ -191,7 +191,7 @@ def test_every_command_on_a_run_that_goes_on(
         knobs = {one["key"]: one["value"] for one in asked("set")["knobs"]}
         assert (knobs["limits.max_seconds"], knobs["queue.max_rollouts"]) == (500, 3)
     log = (run / "run.log").read_text()
-    assert "set in flight by launchers/ctl.py, and held on to: limits.max_seconds = 500" in log
+    assert "set in flight by agentenv ctl, and held on to: limits.max_seconds = 500" in log
 
 
 def test_trees_in_workers_are_reached_but_for_their_texts(

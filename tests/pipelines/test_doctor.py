@@ -66,7 +66,7 @@ def test_a_configuration_of_an_evaluation_is_refused_with_what_looks_at_it() -> 
 
     (verdict,) = asyncio.run(look())
     assert verdict.state == "failed"
-    assert "launchers/evaluate.py" in verdict.told
+    assert "agentenv evaluate" in verdict.told
     assert "--dry-run" in verdict.remedy
 
 

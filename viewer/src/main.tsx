@@ -181,7 +181,7 @@ function App() {
       </header>
       <main>
         {lost && <Absent>The server does not answer ({error}). What is shown stays.</Absent>}
-        {run.exported !== undefined && run.exported.left_out.length > 0 && <Absent>Left out of this export: {run.exported.left_out.join("; ")}. launchers/view.py on the folder of the run shows all.</Absent>}
+        {run.exported !== undefined && run.exported.left_out.length > 0 && <Absent>Left out of this export: {run.exported.left_out.join("; ")}. agentenv view on the folder of the run shows all.</Absent>}
         {page === "run" && <RunPage run={run} rows={rows} unreadable={unreadable} theme={theme} version={state?.log ?? 0} />}
         {page === "trees" && parts.length < 2 && <TreesPage key={parts[0] ?? "all"} run={run} index={index.value ? index : lastIndex.current} step={parts[0] === undefined ? null : Number(parts[0])} query={route.query} theme={theme} version={parts[0] === String(state?.trees[1]) ? trees : 0} />}
         {page === "trees" && parts.length >= 2 && <TreePage step={parts[0] ?? ""} tree={parts[1] ?? ""} branch={parts[2]} query={route.query} version={trees} />}

@@ -21,13 +21,13 @@ async function fromServer(path: string, query: Query): Promise<unknown> {
 
 async function fromFolder(path: string): Promise<unknown> {
   const reply = await fetch(`data/${path}.json`);
-  if (!reply.ok) throw new Missing("This was not exported: launchers/view.py RUN shows all of it.");
+  if (!reply.ok) throw new Missing("This was not exported: agentenv view RUN shows all of it.");
   return reply.json();
 }
 
 async function fromFile(path: string): Promise<unknown> {
   const element = document.querySelector(`script[data-path="${CSS.escape(path)}"]`);
-  if (element === null) throw new Missing("This was not exported: launchers/view.py RUN shows all of it.");
+  if (element === null) throw new Missing("This was not exported: agentenv view RUN shows all of it.");
   const bytes = Uint8Array.from(atob((element.textContent ?? "").trim()), (c) => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   return new Response(stream).json();
