@@ -8,9 +8,13 @@ from __future__ import annotations
 import json
 import shlex
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
+from agentenv.errors import ConfigError
+
 DISTRIBUTION = "agentenv-rl"
+TRAIN = ("torch", "transformers", "deepspeed", "safetensors", "tokenizers", "matplotlib")
 ROOT = Path(__file__).resolve().parent.parent  # of a clone; else the folder of installed packages
 
 
@@ -32,3 +36,15 @@ def _origin() -> str:
         return ""
     url, vcs = str(found.get("url", "")), found.get("vcs_info")
     return f"{vcs['vcs']}+{url}@{vcs['commit_id']}" if vcs else url
+
+
+def require_train(*modules: str) -> None:
+    """Raises ConfigError if one of these modules of the extra `train` is missing; loads none."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise ConfigError(needs_train(", ".join(missing)))
+
+
+def needs_train(missing: str) -> str:
+    """The error for a missing module of the extra `train`."""
+    return f"this needs {missing}, missing here: {install_hint('train')}"

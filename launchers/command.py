@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from agentenv.config import load_config, to_plain
+from agentenv.install import require_train
 from agentenv.pipelines.config.help import Parser, add_key_help
 from agentenv.pipelines.config.verl_keys import refuse_verl_keys
 from agentenv.pipelines.run.arguments import EXIT_FAILED, EXIT_INTERRUPTED, LATEST
@@ -107,6 +108,9 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
         from agentenv.pipelines.planning.dry_run import dry_run  # slow to load
 
         return dry_run(config, arguments, view, folder)
+    if hasattr(config, "learner"):
+        backend = ["deepspeed"] if config.learner.backend == "deepspeed" else []
+        require_train("torch", "transformers", *backend)
     monitor = getattr(config, "monitor", MonitorConfig())
     settings = to_plain(config)
     run = RunDirectory(folder, resume=bool(arguments.resume), monitor=monitor, settings=settings)

@@ -26,7 +26,7 @@ from agentenv.install import DISTRIBUTION
 from agentenv.launchers.__main__ import COMMANDS
 from agentenv.pipelines.cluster.processes import ADDRESS_VARIABLE
 from agentenv.ports import hold_port, port_of
-from tests.support.openai_endpoint import ScriptedEndpoint, said
+from tests.support.openai_endpoint import ScriptedEndpoint, reply
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -237,7 +237,7 @@ def test_an_endpoint_is_evaluated_and_shown_on_the_base_installation(
     base: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "q.jsonl").write_text('{"question": "6 * 7?", "answer": "42"}\n', encoding="utf-8")
-    with ScriptedEndpoint(lambda *_: said("<answer>42</answer>")) as endpoint:
+    with ScriptedEndpoint(lambda *_: reply("<answer>42</answer>")) as endpoint:
         words = ["evaluate", endpoint.url, "--model", "m", "--env", "agentenv/QAGrader-v0"]
         done(base, tmp_path, "agentenv", *words, "data=q.jsonl", "--out", "ev")
     summary = (tmp_path / "ev" / "summary.json").read_text(encoding="utf-8")

@@ -36,6 +36,7 @@ from rich.table import Table as RichTable
 from agentenv.crashes import PACKAGES
 from agentenv.disk import DIR_KEY, explain
 from agentenv.errors import AgentEnvError, ConfigError, DataError
+from agentenv.install import TRAIN, needs_train
 from agentenv.offload import hanging, running
 from agentenv.pipelines.run.arguments import (
     EXIT_BAD_INPUT,
@@ -320,6 +321,11 @@ def _code_of(work: Callable[[], int | None], view: View, writing: str, interrupt
         if interrupted:
             view.say(interrupted)
         return EXIT_INTERRUPTED
+    except ModuleNotFoundError as error:
+        if error.name not in TRAIN:
+            raise
+        view.fail(needs_train(error.name))
+        return EXIT_BAD_INPUT
     except (OSError, AgentEnvError, ExceptionGroup) as error:
         reason = first_reason(error)
         if reason is None:
