@@ -137,7 +137,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
-    return environment(tmp_path_factory.mktemp("full"), wheel, "train")
+    return environment(tmp_path_factory.mktemp("full"), wheel, "quickstart")
 
 
 def run(bin: Path, folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -239,7 +239,8 @@ def test_an_endpoint_is_evaluated_and_shown_on_the_base_installation(
     (tmp_path / "q.jsonl").write_text('{"question": "6 * 7?", "answer": "42"}\n', encoding="utf-8")
     with ScriptedEndpoint(lambda *_: reply("<answer>42</answer>")) as endpoint:
         words = ["evaluate", endpoint.url, "--model", "m", "--env", "agentenv/QAGrader-v0"]
-        done(base, tmp_path, "agentenv", *words, "data=q.jsonl", "--out", "ev")
+        words += ["grader.kind=exact", "data=q.jsonl", "--out", "ev"]
+        done(base, tmp_path, "agentenv", *words)
     summary = (tmp_path / "ev" / "summary.json").read_text(encoding="utf-8")
     assert '"success": 1.0' in summary.replace('":1', '": 1')
     assert done(base, tmp_path, "agentenv", "view", "ev", "--export", "ev.html")
