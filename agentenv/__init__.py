@@ -35,7 +35,8 @@ What an environment of your own needs can be imported from here; the rest lives 
     data/      files, rows, datasets: from files to tasks in order
     engines/   what samples: embedded, scripted, vLLM, SGLang, pools of servers; engine is the seam
     settings   config     TOML files to structs
-               kinds      parts chosen by name, also from a package of the user's own
+               registry   parts chosen by name, also from a package of the user's own
+               install    how the package is installed, for hints in errors
                old_keys   keys of earlier configurations: why they went, what replaces them
     processes  cluster/   rollouts and environments in processes of their own
                offload    threads and processes beside the event loop

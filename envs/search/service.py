@@ -1,4 +1,4 @@
-"""Web search: its keys, what the tools of all episodes share, and the tools themselves."""
+"""Web search: what the tools of all episodes share, and the tools themselves."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agentenv.engines.sglang import RESERVED
 from agentenv.errors import ConfigError
 from agentenv.model_files import num_experts, read_model_config
 from agentenv.offload import kill, start_process
@@ -157,6 +156,8 @@ def _sglang_arguments(served: Served, config: LaunchConfig, model: dict[str, Any
     found += ["--model-path", str(served.model), "--served-model-name", served.name]
     found += ["--dtype", _dtype(config, model), "--enable-metrics", "--log-level-http", "warning"]
     if served.max_model_len:
+        from agentenv.engines.sglang import RESERVED  # loaded where it is chosen
+
         length = served.max_model_len + RESERVED
         of_model = int(model.get("max_position_embeddings") or length)
         found += ["--context-length", str(min(length, of_model))]
