@@ -91,8 +91,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wanted(extra: str) -> set[str]:
     """Names of the packages that the base installation, or an extra, asks for, all the way down."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lines = [*project["dependencies"], *(project["optional-dependencies"][extra] if extra else [])]
-    waiting, found = [(Requirement(line), "") for line in lines], set[tuple[str, str]]()
+    extras = {"": project["dependencies"], **project["optional-dependencies"]}
+    waiting = [(Requirement(line), "") for line in [*extras[""], *extras[extra]]]
+    found: set[tuple[str, str]] = set()
     while waiting:
         one, of = waiting.pop()
         if one.marker is not None and not one.marker.evaluate({"extra": of}):
@@ -102,7 +103,8 @@ def wanted(extra: str) -> set[str]:
                 continue
             found.add((one.name, asked))
             try:
-                needs = metadata.requires(one.name) or []
+                own = one.name == DISTRIBUTION
+                needs = extras[asked] if own else metadata.requires(one.name) or []
             except metadata.PackageNotFoundError:
                 continue  # not for this machine
             waiting += [(Requirement(line), asked) for line in needs]
