@@ -269,9 +269,9 @@ def user(tmp_path: Path) -> Path:
 
 
 def mine(path: Path) -> str:
-    """The text of a module that begins with imports of the user's packages."""
+    """The text of a module, with imports of the user's packages."""
     lines = [f"from {name}.mine import PRICE as _{name}" for name in PACKAGES]
-    return "\n".join([*lines, path.read_text(encoding="utf-8")])
+    return "\n".join([path.read_text(encoding="utf-8"), *lines, ""])
 
 
 @pytest.fixture(params=["wheel", "clone"])
