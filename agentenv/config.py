@@ -339,7 +339,7 @@ def _is_plain_table(config_type: type[msgspec.Struct], key: str, override: str) 
         fields = [field.encode_name for field in structs[0].fields]
         return any(_is_named(config_type, _join(key, name)) for name in fields)
     tag = _tag_field(kind)
-    names = registry.names() if registry else sorted(str(one.tag) for one in structs)
+    names = sorted(registry.names() if registry else (str(one.tag) for one in structs))
     raise ConfigError(
         f"override {override!r}: there is always one; choose it by {key}.{tag} = one of {names}"
     )

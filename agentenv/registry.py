@@ -82,7 +82,7 @@ class Registry(Generic[T]):
             if path is not None:
                 self._loaded[name] = self._load(name, path)
         if not isinstance(name, str) or name not in self._loaded:
-            known = self.names()
+            known = sorted(self.names())
             near = difflib.get_close_matches(str(name), known)
             near.sort(key=lambda one: sorted(one) != sorted(str(name)))  # first: letters swapped
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -92,8 +92,8 @@ class Registry(Generic[T]):
         return self._loaded[name]
 
     def names(self) -> list[str]:
-        """All names that are known here: ours, installed ones, and those that were loaded."""
-        return sorted(self._known())
+        """All names that are known here: ours, those that were loaded, installed ones."""
+        return list(self._known())
 
     def parts(self) -> list[type[T]]:
         """All structs that are known here, ours first; loads them. Raises ConfigError for a broken
