@@ -1,8 +1,8 @@
 # Two commands do everything, on a bare machine too:
-#   make train   environment, then the main job (configs/quickstart.toml)
-#   make test    environment, then all checks
-# More: make environment, the installation alone; make check, all checks but real servers and long
-# runs; make long, what takes hours.
+#   make train   what the quick start needs, then the quick start (configs/quickstart.toml)
+#   make test    what developers need, then all checks
+# More: make environment, the installation of the latter alone; make check, all checks but real
+# servers and long runs; make long, what takes hours.
 # Another Python: make train PYTHON=python3.12. Another run: make train ARGS="run.seed=1 run.name=b".
 
 PYTHON ?= python3
@@ -20,7 +20,8 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@sed -n '1,6s/^# \{0,1\}//p' Makefile
 
-train: environment
+train:
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" EXTRA=quickstart sh .ci/environment
 	$(BIN)/agentenv train $(CONFIG) $(ARGS)
 
 test: environment
@@ -70,7 +71,7 @@ types: environment
 	$(BIN)/mypy
 
 environment:
-	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh .ci/environment
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" EXTRA=dev sh .ci/environment
 
 clean:
 	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-inspect .venv-mcp .mypy_cache .ruff_cache .pytest_cache .hypothesis build site *.egg-info

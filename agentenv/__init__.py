@@ -41,6 +41,7 @@ What an environment of your own needs can be imported from here; the rest lives 
     settings   config     TOML files to structs
                server_config   settings of engines that are servers
                registry   parts chosen by name, also from a package of the user's own
+               install    how the package is installed, for hints in errors
                old_keys   keys of earlier configurations: why they went, what replaces them
     processes  cluster/   rollouts and environments in processes of their own
                offload    threads and processes beside the event loop

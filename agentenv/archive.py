@@ -20,17 +20,17 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct, field
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from agentenv.deadline import uncancelled
 from agentenv.disk import DIR_KEY, explain, make_folder, removing, sync
 from agentenv.errors import ConfigError, DataError
-from agentenv.frames import SUFFIX, framed, read_frame, skip_frame
+from agentenv.frames import SUFFIX, ArchiveConfig, framed, read_frame, skip_frame
 from agentenv.offload import in_thread
 from agentenv.tree import Node, Scored, Trajectory, TrajectoryTree
 
@@ -40,19 +40,6 @@ ARCHIVE = "trees"  # folder of a run
 FORMAT = 1
 
 Fate = Literal["trained", "filtered", "failed"]
-
-
-class ArchiveConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run keeps of the trees that it took."""
-
-    max_gb: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="size of RUN/trees, all trees of the latest steps with every token; the "
-            "oldest steps go first; 0: none is kept",
-        ),
-    ] = 10.0
 
 
 class StepHeader(Struct, frozen=True):

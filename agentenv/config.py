@@ -14,7 +14,7 @@ import functools
 import logging
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -25,7 +25,7 @@ from msgspec import inspect as mi
 from agentenv.errors import ConfigError
 from agentenv.hub import place_of
 from agentenv.old_keys import deleted_keys, moved_values
-from agentenv.registry import Kind, PartKey, decode_part
+from agentenv.registry import TAG, PartKey, Registry, decode_part
 
 T = TypeVar("T", bound=msgspec.Struct)
 Tree = dict[str, Any]
@@ -260,18 +260,21 @@ def _leave_out_old_kinds(
 ) -> Iterator[str]:
     for field in [field for struct in struct_types(kind) for field in struct.fields]:
         new, old = raw.get(field.encode_name), before.get(field.encode_name)
-        structs = {str(struct.tag): struct for struct in struct_types(field.type)}
-        if not isinstance(new, dict) or not isinstance(old, dict) or not structs:
+        if not isinstance(new, dict) or not isinstance(old, dict):
             continue
-        key, tag = _join(path, field.encode_name), str(next(iter(structs.values())).tag_field)
-        chosen, replaced = (_of_kind(one.get(tag), field.type, structs) for one in (new, old))
-        if len(structs) == 1:
+        key, tag = _join(path, field.encode_name), _tag_field(field.type)
+        if not tag:
             yield from _leave_out_old_kinds(new, old, named, field.type, key)
-        elif chosen is not None and replaced is not chosen:
+            continue
+        if new.get(tag) == old.get(tag):
+            continue
+        chosen, replaced = (_struct_named(one.get(tag), field.type) for one in (new, old))
+        if chosen is not None:
             known = {part.encode_name for part in chosen.fields} | {tag}
-            of_any = {part.encode_name for struct in structs.values() for part in struct.fields}
+            others = struct_types(field.type) if replaced is None else [replaced]
+            of_others = {part.encode_name for struct in others for part in struct.fields}
             defaults = _defaults(replaced)
-            gone = [name for name in new if name in old and name in of_any - known]
+            gone = [name for name in new if name in old and name in of_others - known]
             gone = [name for name in gone if _join(key, name) not in named]
             values = {name: new.pop(name) for name in gone}
             told = [f"{n} = {v!r}" for n, v in values.items() if v != defaults.get(n)]
@@ -279,16 +282,22 @@ def _leave_out_old_kinds(
                 yield f"{key}.{tag} = {chosen.tag} has no such keys, left out: {', '.join(told)}"
 
 
-def _of_kind(
-    name: Any, kind: mi.Type, structs: Mapping[str, mi.StructType]
-) -> mi.StructType | None:
+def _struct_named(name: Any, kind: mi.Type) -> mi.StructType | None:
     """The struct of this name; of a part also one of the user's own, module:Class."""
-    parts = part_kind(kind)
-    if parts is None:
-        return structs.get(str(name))
+    registry = registry_of(kind)
+    if registry is None:
+        return next((one for one in struct_types(kind) if str(one.tag) == str(name)), None)
     with suppress(ConfigError):  # said where keys are checked
-        return struct_type(parts.find(name))
+        return struct_type(registry.find(name))
     return None
+
+
+def _tag_field(kind: mi.Type) -> str:
+    """The key by which a table says of which kind it is; empty where there is one kind alone."""
+    if registry_of(kind) is not None:
+        return TAG
+    structs = struct_types(kind)
+    return str(structs[0].tag_field) if len(structs) > 1 else ""
 
 
 def _defaults(struct: mi.StructType | None) -> Tree:
@@ -325,13 +334,15 @@ def _is_plain_table(config_type: type[msgspec.Struct], key: str, override: str) 
     kind = unwrap(_type_at(type_info(config_type), key))
     if isinstance(kind, mi.DictType):
         return True
-    structs = struct_types(kind)
-    if not structs or _may_be_none(config_type, key):
+    registry = registry_of(kind)
+    structs = struct_types(kind) if registry is None else []
+    if not (structs or registry) or _may_be_none(config_type, key):
         return False
-    if len(structs) == 1 and part_kind(kind) is None:
+    if len(structs) == 1:
         fields = [field.encode_name for field in structs[0].fields]
         return any(_is_named(config_type, _join(key, name)) for name in fields)
-    tag, names = structs[0].tag_field, sorted(str(one.tag) for one in structs)
+    tag = _tag_field(kind)
+    names = sorted(registry.names() if registry else (str(one.tag) for one in structs))
     raise ConfigError(
         f"override {override!r}: there is always one; choose it by {key}.{tag} = one of {names}"
     )
@@ -433,20 +444,20 @@ def _tables(
 def _name_defaults(raw: Tree, struct: mi.StructType) -> None:
     """Name the default kind in the tables below that do not say of which kind they are."""
     for field in struct.fields:
-        value, structs = raw.get(field.encode_name), struct_types(field.type)
+        value, tag = raw.get(field.encode_name), _tag_field(field.type)
         default = field.default
         if default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
             default = field.default_factory()
-        if isinstance(value, dict) and len(structs) > 1 and isinstance(default, msgspec.Struct):
-            value.setdefault(str(structs[0].tag_field), default.__struct_config__.tag)
+        if isinstance(value, dict) and tag and isinstance(default, msgspec.Struct):
+            value.setdefault(tag, default.__struct_config__.tag)
 
 
 def _chosen(raw: Tree, kind: mi.Type, path: str, source: str) -> mi.StructType | None:
     """The struct that describes `raw`: of several kinds the one its tag names."""
-    parts = part_kind(kind)
-    if parts is not None:
+    registry = registry_of(kind)
+    if registry is not None:
         try:
-            return struct_type(parts.find(raw.get("name")))
+            return struct_type(registry.find(raw.get("name")))
         except ConfigError as error:
             raise ConfigError(f"{source}: {_join(path, 'name')}: {error}") from error
     structs = struct_types(kind)
@@ -467,15 +478,15 @@ def _chosen(raw: Tree, kind: mi.Type, path: str, source: str) -> mi.StructType |
     return tags[name]
 
 
-def struct_types(kind: mi.Type) -> list[mi.StructType]:
+def struct_types(kind: mi.Type, *, loads: bool = True) -> list[mi.StructType]:
     """The structs that a type may be: several for a tagged union or for parts that are chosen by
-    name, none for a plain value."""
-    parts = part_kind(kind)
-    if parts is not None:
-        return [struct_type(part) for part in parts.parts()]
+    name, none for a plain value. Without `loads`, all parts of a registry are their base."""
+    registry = registry_of(kind)
+    if registry is not None:
+        return [struct_type(part) for part in (registry.parts() if loads else [registry.base])]
     kind = unwrap(kind)
     if isinstance(kind, mi.UnionType):
-        return [struct for part in kind.types for struct in struct_types(part)]
+        return [struct for part in kind.types for struct in struct_types(part, loads=loads)]
     return [kind] if isinstance(kind, mi.StructType) else []
 
 
@@ -484,17 +495,17 @@ def struct_type(struct: type[msgspec.Struct]) -> mi.StructType:
     return cast(mi.StructType, type_info(struct))
 
 
-def part_kind(kind: mi.Type) -> Kind[Any] | None:
-    """The kind of the parts that a field of this type holds; None: it holds something else."""
+def registry_of(kind: mi.Type) -> Registry[Any] | None:
+    """Of the parts that a field of this type holds; None: it holds something else."""
     kind = unwrap(kind)
     found = kind.types if isinstance(kind, mi.UnionType) else (kind,)
     keys = [one.cls for one in map(unwrap, found) if isinstance(one, mi.CustomType)]
-    return keys[0].kind if keys and issubclass(keys[0], PartKey) else None
+    return keys[0].registry if keys and issubclass(keys[0], PartKey) else None
 
 
-def kind_at(config_type: type[msgspec.Struct], key: str) -> Kind[Any] | None:
-    """The kind of the parts that a table of a configuration chooses from; None: it does not."""
-    return part_kind(_type_at(type_info(config_type), key))
+def registry_at(config_type: type[msgspec.Struct], key: str) -> Registry[Any] | None:
+    """Of the parts that a table of a configuration chooses from; None: it does not choose."""
+    return registry_of(_type_at(type_info(config_type), key))
 
 
 def unwrap(kind: mi.Type) -> mi.Type:

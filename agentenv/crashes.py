@@ -10,10 +10,11 @@ bears: agentenv/failures.py.
 from __future__ import annotations
 
 import asyncio
-import importlib
+import importlib.util
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -68,7 +69,7 @@ def loaded(path: str) -> Any:
         found = _imported(module)
         return getattr(found, name) if name else found
     except (AgentEnvError, ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{error}{place_of(error)}") from error
+        raise ConfigError(f"{error}{place_of(error)}{_renamed(error)}") from error
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{type(error).__name__}: {error}{place_of(error)}") from error
 
@@ -92,6 +93,18 @@ def _imported(module: str) -> ModuleType:
             if is_missing and f"{module}.".startswith(f"{former}."):
                 return importlib.import_module(name + module.removeprefix(former))
         raise
+
+
+def _renamed(error: BaseException) -> str:
+    """Where a user's module imports a module of ours by its former name: a hint at today's."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
+    for former, name in FORMER.items():
+        if f"{missing}.".startswith(f"{former}."):
+            today = name + missing.removeprefix(former)
+            with suppress(ImportError):
+                if importlib.util.find_spec(today) is not None:
+                    return f"; that of this project is {today}"
+    return ""
 
 
 OURS = "agentenv"  # the package whose lines say nothing about a bug of a user, but for these parts

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from agentenv.disk import undecodable
 from agentenv.errors import ConfigError, DataError, ForeignError
+from agentenv.install import install_hint
 from agentenv.untrusted import decode_loose
 
 Row = dict[str, Any]
@@ -250,7 +251,7 @@ def _batches(path: Path) -> Iterator[Any]:
     except ImportError as error:
         raise ConfigError(
             f"{path}: reading it needs pyarrow, which cannot be imported ({error}); install it "
-            "with: pip install 'agentenv[data]'"
+            f"with: {install_hint('data')}"
         ) from error
     try:
         if path.suffix.lower() == ".parquet":

@@ -1,4 +1,4 @@
-"""Frames in files: what the journal and the archive are written in.
+"""Frames in files, of which journal and archive are written, and the keys of both.
 
 A frame is MARK, length and CRC-32 of what follows (little-endian uint32), and MessagePack. Frames
 that are whole are found again whatever lies between them, and what was cut off is known as such.
@@ -11,15 +11,48 @@ import struct
 import zlib
 from collections.abc import Iterator
 from mmap import mmap
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from agentenv.untrusted import packed
 
 SUFFIX = ".frames"
 MARK = b"\xaeJF1"
 HEADER = struct.Struct("<4sII")
+
+
+class JournalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a run writes down of its rollouts to go on from."""
+
+    enabled: Annotated[
+        bool,
+        Meta(
+            description="write every turn to RUN/journal, so that a run that is killed goes on "
+            "with the trees it had finished and begun"
+        ),
+    ] = True
+    sync_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="seconds after which what is written survives a power failure too; a "
+            "killed process loses nothing that is written",
+        ),
+    ] = 1.0
+
+
+class ArchiveConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a run keeps of the trees that it took."""
+
+    max_gb: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="size of RUN/trees, all trees of the latest steps with every token; the "
+            "oldest steps go first; 0: none is kept",
+        ),
+    ] = 10.0
 
 
 def framed(value: Struct) -> bytes:

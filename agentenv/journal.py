@@ -29,15 +29,15 @@ from copy import copy
 from itertools import pairwise
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from agentenv.deadline import uncancelled, within
 from agentenv.disk import make_folder, sync
 from agentenv.errors import ConfigError, DataError, StallError
-from agentenv.frames import HEADER, SUFFIX, framed, frames_of
+from agentenv.frames import HEADER, SUFFIX, JournalConfig, framed, frames_of
 from agentenv.offload import OwnThread
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
@@ -50,26 +50,6 @@ logger = logging.getLogger(__name__)
 GATHER_S, COMMIT_S = 0.2, 0.05
 STALL_S = 300.0  # a disk that has not written for so long hangs
 CLOSE_S = 10.0  # of one that has failed already
-
-
-class JournalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run writes down of its rollouts to go on from."""
-
-    enabled: Annotated[
-        bool,
-        Meta(
-            description="write every turn to RUN/journal, so that a run that is killed goes on "
-            "with the trees it had finished and begun"
-        ),
-    ] = True
-    sync_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="seconds after which what is written survives a power failure too; a "
-            "killed process loses nothing that is written",
-        ),
-    ] = 1.0
 
 
 class Turned(Struct, array_like=True, frozen=True):

@@ -17,7 +17,6 @@ from array import array
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-import jinja2
 from msgspec import Meta, Struct
 
 from agentenv.call_blocks import THOUGHT_CLOSE, after_thoughts
@@ -33,7 +32,6 @@ Style = Literal[
 ]  # fmt: skip
 Senders = tuple[tuple[str, str | None], ...]  # (role, tool) of each message of an observation
 
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
 WAY_OUT = "use renderer.name = 'tags'"
 
 _CALLED_NAME = re.compile(r"[\w.:/-]+")
@@ -70,6 +68,13 @@ _SAMPLE_CALLS = (
     ),
     ToolCall("sample_tool", {"text": "two"}),
 )
+
+
+def template_errors() -> tuple[type[Exception], ...]:
+    """Raised by a chat template that refuses its messages."""
+    from jinja2 import TemplateError  # slow to load
+
+    return (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 
 class NativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="native",
@@ -137,7 +142,7 @@ class NativeRenderer(TextCodec):
         chat = [{"role": message.role, "content": message.content} for message in messages]
         try:
             text = self._render(chat, tools, generation=True)
-        except TEMPLATE_ERRORS as error:
+        except template_errors() as error:
             raise DataError(
                 f"the chat template refuses a prompt of {[turn['role'] for turn in chat]}: {error}"
             ) from error
@@ -230,7 +235,7 @@ class NativeRenderer(TextCodec):
     ) -> str:
         try:
             return self._render(chat, tools, generation=generation)
-        except TEMPLATE_ERRORS as error:
+        except template_errors() as error:
             roles = [turn["role"] for turn in chat]
             raise self._refusal(f"refuses {roles}: {error}") from error
 

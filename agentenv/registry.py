@@ -6,14 +6,15 @@
     name = "my_code:Median"      # any class that can be imported
 
 A part is a struct whose fields are the keys of its table; what it has to do besides is said by the
-base class of its kind. A `Kind` is the one place where a name becomes a class. A field of a
-configuration that holds a part has the type `Kind.key`, which `decode_part` reads.
+base class of its kind. A `Registry` is the one place where a name becomes a class, and the file of
+that class is loaded when the name is chosen, not before. A field of a configuration that holds a
+part has the type `Registry.key`, which `decode_part` reads.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import metadata
 from typing import Any, Generic, TypeVar, cast
@@ -26,73 +27,91 @@ from agentenv.errors import ConfigError
 
 T = TypeVar("T", bound=Struct)
 
-_TAG = "name"
+TAG = "name"  # the key of a table that names its part
+
+
+@cache
+def _entry_points() -> Any:
+    return metadata.entry_points()  # reads a file of each installed package
+
+
+def installed(group: str) -> Iterable[metadata.EntryPoint]:
+    """The entry points of a group."""
+    return cast(Iterable[metadata.EntryPoint], _entry_points().select(group=group))
 
 
 class _Instances(type):
     """What msgspec asks for after a part was read: whether the part is of that kind."""
 
-    kind: Kind[Any]
+    registry: Registry[Any]
 
     def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, cls.kind.base)
+        return isinstance(value, cls.registry.base)
 
 
 class PartKey(metaclass=_Instances):
-    """Base of the types of fields that hold a part; see `Kind.key`."""
+    """Base of the types of fields that hold a part; see `Registry.key`."""
 
 
-class Kind(Generic[T]):
+class Registry(Generic[T]):
     """Parts of one kind: `noun` names it in errors, `group` is the group of entry points, `base`
-    the struct that each part's struct is derived from, `own` those of this project. `adapt` may
-    make such a struct of what was named and is none; None: that is no part."""
+    the struct that each part's struct is derived from, `own` the parts of this project, "module:
+    Class" by name. `adapt` may make such a struct of a named object that is none; None: that
+    object is no part."""
 
     def __init__(
         self,
         noun: str,
         group: str,
         base: type[T],
-        own: Sequence[type[T]],
+        own: Mapping[str, str],
         adapt: Callable[[Any], type[T] | None] = lambda found: None,
     ) -> None:
         self.noun = noun
         self._adapt = adapt
         self.group = group
         self.base = base
-        self.own = tuple(own)
-        self._parts = {str(part.__struct_config__.tag): part for part in own}
-        self.key: type[Any] = type(f"Any{base.__name__}", (PartKey,), {"kind": self})
+        self.own = dict(own)
+        self._loaded: dict[str, type[T]] = {}
+        self.key: type[Any] = type(f"Any{base.__name__}", (PartKey,), {"registry": self})
 
     def find(self, name: object) -> type[T]:
         """The struct of this name. Raises ConfigError, naming the nearest."""
-        if isinstance(name, str) and name not in self._parts:
-            path = name if ":" in name else self._installed().get(name)
+        if isinstance(name, str) and name not in self._loaded:
+            path = name if ":" in name else self._paths().get(name)
             if path is not None:
-                self._parts[name] = self._load(name, path)
-        if not isinstance(name, str) or name not in self._parts:
-            known = self.names()
+                self._loaded[name] = self._load(name, path)
+        if not isinstance(name, str) or name not in self._loaded:
+            known = sorted(self.names())
             near = difflib.get_close_matches(str(name), known)
             near.sort(key=lambda one: sorted(one) != sorted(str(name)))  # first: letters swapped
             hint = f"; did you mean {near[0]!r}?" if near else ""
             got = "which is missing" if name is None else f"got {name!r}{hint}"
             one_of = f"one of {known} or " if known else ""
             raise ConfigError(f"expected {one_of}'module:Class', {got}")
-        return self._parts[name]
+        return self._loaded[name]
 
     def names(self) -> list[str]:
-        """All names that are known here: ours, installed ones, and those that were loaded."""
-        return sorted({*self._parts, *self._installed()})
+        """All names that are known here: ours, those that were loaded, installed ones."""
+        return list(self._known())
 
     def parts(self) -> list[type[T]]:
-        """All structs that are known here, ours first. Raises ConfigError for a broken one."""
-        return [self.find(name) for name in {**self._parts, **self._installed()}]
+        """All structs that are known here, ours first; loads them. Raises ConfigError for a broken
+        one."""
+        return [self.find(name) for name in self._known()]
+
+    def _known(self) -> dict[str, Any]:
+        return {**self.own, **self._loaded, **self._installed()}
+
+    def _paths(self) -> dict[str, str]:
+        return {**self._installed(), **self.own}
 
     def decode(self, raw: object) -> T:
         """A part from its table. Raises ValueError as msgspec expects it, and ConfigError."""
         if not isinstance(raw, dict):
             raise ValueError(f"Expected `object`, got `{type(raw).__name__}`")
         try:
-            return msgspec.convert(raw, self.find(raw.get(_TAG)), dec_hook=decode_part)
+            return msgspec.convert(raw, self.find(raw.get(TAG)), dec_hook=decode_part)
         except msgspec.ValidationError as error:
             raise ValueError(str(error)) from error
 
@@ -107,14 +126,14 @@ class Kind(Generic[T]):
             base = f"{self.base.__module__}.{self.base.__qualname__}"
             raise ConfigError(f"{self.noun} {name!r}: {path} is not derived from {base}")
         config = part.__struct_config__
-        if config.tag == name and config.tag_field == _TAG:
+        if config.tag == name and config.tag_field == TAG:
             return cast(type[T], part)
         named = msgspec.defstruct(
             part.__name__,
             [],
             bases=(part,),
             tag=name,
-            tag_field=_TAG,
+            tag_field=TAG,
             frozen=True,
             kw_only=True,
             forbid_unknown_fields=True,
@@ -122,11 +141,11 @@ class Kind(Generic[T]):
         )
         return cast(type[T], named)
 
-    @cache  # noqa: B019 - kinds live as long as the process
+    @cache  # noqa: B019 - registries live as long as the process
     def _installed(self) -> dict[str, str]:
         """Paths "module:Class" by name. Raises ConfigError where two packages claim a name."""
         found: dict[str, str] = {}
-        for point in metadata.entry_points(group=self.group):
+        for point in installed(self.group):
             if found.setdefault(point.name, point.value) != point.value:
                 raise ConfigError(
                     f"{self.noun} {point.name!r} is claimed by two packages, as {point.value} and "
@@ -136,7 +155,7 @@ class Kind(Generic[T]):
 
 
 def decode_part(kind: type, raw: Any) -> Any:
-    """The hook by which msgspec reads fields of the type `Kind.key`."""
+    """The hook by which msgspec reads fields of the type `Registry.key`."""
     if issubclass(kind, PartKey):
-        return kind.kind.decode(raw)
+        return kind.registry.decode(raw)
     raise NotImplementedError(f"no field of a configuration has the type {kind}")

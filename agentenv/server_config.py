@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct, field
 
@@ -197,3 +197,24 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def backoff_s(self, retry: int, key: str) -> float:
         """Seconds before a retry, from 1: at most 30."""
         return backoff_s(retry - 1, key, first_s=0.25, max_s=20.0)
+
+
+class ChatModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model behind an OpenAI-compatible server, and how it is asked."""
+
+    url: Annotated[
+        str, Meta(description='base URL, e.g. "http://HOST:8000/v1" or "{role:summarizer}/v1"')
+    ]
+    model: Annotated[str, Meta(description="its name at that server")]
+    api_key_env: Annotated[
+        str, Meta(description="environment variable that holds the key; empty: no key; not logged")
+    ] = ""
+    max_tokens: Annotated[int, Meta(ge=1, description="of a reply, thoughts included")] = 4096
+    timeout_s: Annotated[float, Meta(gt=0, description="limit of one request, seconds")] = 120.0
+    num_retries: Annotated[
+        int, Meta(ge=0, description="after 429, 5xx, lost connections, malformed replies")
+    ] = 5
+    max_concurrency: Annotated[int, Meta(ge=1, description="requests in flight")] = 64
+    extra_body: Annotated[
+        dict[str, Any], Meta(description="more keys of each request, e.g. chat_template_kwargs")
+    ] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentenv.errors import ConfigError
+from agentenv.install import install_hint
 from agentenv.tags import TAGS
 
 if TYPE_CHECKING:
@@ -71,8 +72,7 @@ def tiny_tokenizer(
         from transformers import PreTrainedTokenizerFast
     except ImportError as error:
         raise ConfigError(
-            f"tiny_model needs the package {error.name}, which is missing: "
-            "pip install 'agentenv[train]'"
+            f"tiny_model needs the package {error.name}, which is missing: {install_hint('train')}"
         ) from error
 
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -128,8 +128,7 @@ def _write_model(
         from transformers.utils import logging
     except ImportError as error:
         raise ConfigError(
-            f"tiny_model needs the package {error.name}, which is missing: "
-            "pip install 'agentenv[train]'"
+            f"tiny_model needs the package {error.name}, which is missing: {install_hint('train')}"
         ) from error
 
     logging.disable_progress_bar()

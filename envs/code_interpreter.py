@@ -10,19 +10,22 @@ limits = { memory_bytes = 536870912, max_threads = 1 }
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Struct
 
-from agentenv.config import ESSENTIAL, PATH, build_config
 from agentenv.env import ForkMode, shared
-from agentenv.envs.grading.reward import GraderConfig, make_grader
-from agentenv.envs.sandbox import InterpreterSession, RemoteSandbox, Sandbox, SandboxLimits
-from agentenv.errors import ConfigError, ToolError
+from agentenv.envs.grading.keys import GraderConfig
+from agentenv.envs.grading.reward import make_grader
+from agentenv.envs.sandbox.keys import PythonConfig, python_config
+from agentenv.envs.sandbox.sandbox import InterpreterSession, Sandbox
+from agentenv.errors import ToolError
 from agentenv.tool_env import Prompt, ToolEnv
 from agentenv.tools import argument_schema, read_arguments
 from agentenv.types import Task, ToolResult
+
+if TYPE_CHECKING:
+    from agentenv.envs.sandbox.remote import RemoteSandbox
 
 NO_OUTPUT = "(no output)"
 REPLAY_ALLOWANCE = 4.0  # the call that follows a fork runs the earlier cells again first
@@ -33,59 +36,14 @@ class _Arguments(Struct, forbid_unknown_fields=True):
     code: str
 
 
-class PythonConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where model-written code runs, and within which bounds."""
-
-    interpreter: Annotated[
-        str | None,
-        Meta(
-            description="virtual or conda environment, seen read-only; none: the trainer's own",
-            extra=PATH,
-        ),
-    ] = None
-    preload: Annotated[
-        tuple[str, ...] | None,
-        Meta(description="modules imported for all; none: numpy and sympy where installed"),
-    ] = None
-    timeout_s: Annotated[
-        Annotated[float, Meta(gt=0)],
-        Meta(description="wall-clock limit of one call", extra=ESSENTIAL),
-    ] = 10.0
-    limits: Annotated[SandboxLimits, Meta(description="bounds of one session")] = field(
-        default_factory=SandboxLimits
-    )
-    remote_url: Annotated[
-        str | None, Meta(description="a SandboxFusion service that runs the code instead")
-    ] = None
-    allow_unsafe: Annotated[
-        bool, Meta(description="run without any sandbox where none can be had")
-    ] = False
-
-
-def python_config(values: Mapping[str, Any] | PythonConfig | None) -> PythonConfig:
-    """The settings, checked once a process. Raises ConfigError."""
-
-    def build() -> PythonConfig:
-        if isinstance(values, PythonConfig):
-            config = values
-        else:
-            config = build_config(PythonConfig, dict(values or {}), "python")
-        if config.remote_url and (config.interpreter or config.preload or config.allow_unsafe):
-            raise ConfigError(
-                "python.remote_url: the service has its own interpreter, so interpreter, preload "
-                "and allow_unsafe cannot be given beside it"
-            )
-        return config
-
-    return shared(("python keys", msgspec.json.encode(values)), build)
-
-
 def shared_sandbox(
     allow_unsafe: bool = False, config: PythonConfig | None = None
 ) -> Sandbox | RemoteSandbox:
     """The sandbox that all episodes of this process with these settings share."""
     one = config or PythonConfig(allow_unsafe=allow_unsafe)
     if one.remote_url:
+        from agentenv.envs.sandbox.remote import RemoteSandbox  # brings an HTTP client
+
         url, limits = one.remote_url, one.limits
         return shared(("sandbox", url, limits), lambda: RemoteSandbox(url, limits=limits))
     key = ("sandbox", one.interpreter, one.preload, one.limits, one.allow_unsafe)

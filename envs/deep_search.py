@@ -8,13 +8,12 @@ from typing import Any, Literal
 from agentenv.envs.code_interpreter import (
     REPLAY_ALLOWANCE,
     START_ALLOWANCE_S,
-    PythonConfig,
     PythonTool,
-    python_config,
     shared_sandbox,
 )
-from agentenv.envs.grading.reward import GraderConfig
-from agentenv.envs.search.service import SearchConfig
+from agentenv.envs.grading.keys import GraderConfig
+from agentenv.envs.sandbox.keys import PythonConfig, python_config
+from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.web_search import WebSearchEnv
 from agentenv.errors import ConfigError
 from agentenv.prompt import preset

@@ -28,6 +28,7 @@ from agentenv.env import ForkMode, shared
 from agentenv.envs.mcp_content import text_of
 from agentenv.errors import ConfigError, InfraError, ToolError
 from agentenv.guard import guarded
+from agentenv.install import install_hint
 from agentenv.tools import StatelessTool
 from agentenv.types import ToolResult
 
@@ -78,7 +79,7 @@ class MCPTools:
             raise ConfigError(f"MCPTools: only: expected a list of names, such as [{only!r}]")
         if importlib.util.find_spec("mcp") is None:
             raise ConfigError(
-                "MCPTools needs the package mcp, which is missing: pip install 'agentenv[mcp]'"
+                f"MCPTools needs the package mcp, which is missing: {install_hint('mcp')}"
             )
         extra, secrets = _expanded("headers", headers) if url else _expanded("env", env)
         key = ("mcp", tuple(command or ()), url, tuple(sorted(extra.items())))

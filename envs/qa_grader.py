@@ -9,13 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from agentenv.envs.grading.reward import (
-    AnswerReward,
-    ExactMatch,
-    GraderConfig,
-    ToolReward,
-    make_grader,
-)
+from agentenv.envs.grading.keys import GraderConfig
+from agentenv.envs.grading.reward import AnswerReward, ExactMatch, ToolReward, make_grader
 from agentenv.tool_env import Prompt, ToolEnv
 from agentenv.types import Task
 

@@ -12,17 +12,12 @@ from msgspec.structs import replace
 
 from agentenv.config import build_config
 from agentenv.env import shared
-from agentenv.envs.grading.reward import GraderConfig, make_grader
+from agentenv.envs.grading.keys import GraderConfig
+from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.search.bm25 import MAX_ON_LOOP, BM25Index
 from agentenv.envs.search.corpus import read_corpus
-from agentenv.envs.search.service import (
-    Mode,
-    OpenPageTool,
-    SearchConfig,
-    SearchPagesTool,
-    shared_service,
-    tell_tools,
-)
+from agentenv.envs.search.keys import Mode, SearchConfig
+from agentenv.envs.search.service import OpenPageTool, SearchPagesTool, shared_service, tell_tools
 from agentenv.offload import in_thread
 from agentenv.tool_env import Prompt, ToolEnv
 from agentenv.tools import StatelessTool, argument_schema, read_arguments

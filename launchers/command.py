@@ -6,26 +6,23 @@ import argparse
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from agentenv.config import load_config, to_plain
+from agentenv.install import require_train
 from agentenv.pipelines.config.help import Parser, add_key_help
 from agentenv.pipelines.config.verl_keys import refuse_verl_keys
-from agentenv.pipelines.monitors.monitors import MonitorConfig
-from agentenv.pipelines.run.rundir import LATEST, LOG_FILE, RunDirectory
-from agentenv.pipelines.run.terminal import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    View,
-    run_until_done,
-    to_its_end,
-)
+from agentenv.pipelines.run.arguments import EXIT_FAILED, EXIT_INTERRUPTED, LATEST
 from agentenv.pipelines.setup.machine import add_dry_run, check_arguments
 
+if TYPE_CHECKING:
+    from agentenv.pipelines.run.rundir import RunDirectory
+    from agentenv.pipelines.run.terminal import View
+
 T = TypeVar("T", bound=msgspec.Struct)
-Work = Callable[[Any, RunDirectory, View, str], Coroutine[Any, Any, None]]
+Work = Callable[[Any, "RunDirectory", "View", str], Coroutine[Any, Any, None]]
 
 
 def make_parser(
@@ -101,6 +98,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 def run_command(arguments: argparse.Namespace, config_type: type[T], work: Work) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
     dry run), 130 interrupted."""
+    from agentenv.pipelines.run.terminal import View, to_its_end  # --help answers sooner
+
     view = View()
     return to_its_end(
         lambda: _run(arguments, config_type, work, view), view, writing="writing the run"
@@ -109,6 +108,10 @@ def run_command(arguments: argparse.Namespace, config_type: type[T], work: Work)
 
 def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: View) -> int:
     """Read the configuration, then do the work or say what it would need; the exit code."""
+    from agentenv.pipelines.monitors.monitors import MonitorConfig
+    from agentenv.pipelines.run.rundir import LOG_FILE, RunDirectory
+    from agentenv.pipelines.run.terminal import run_until_done
+
     left_out: list[str] = []
     config: Any = load_config(
         config_type,
@@ -124,6 +127,9 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
         from agentenv.pipelines.planning.dry_run import dry_run  # slow to load
 
         return dry_run(config, arguments, view, folder)
+    if hasattr(config, "learner"):
+        backend = ["deepspeed"] if config.learner.backend == "deepspeed" else []
+        require_train("torch", "transformers", *backend)
     monitor = getattr(config, "monitor", MonitorConfig())
     settings = to_plain(config)
     run = RunDirectory(folder, resume=bool(arguments.resume), monitor=monitor, settings=settings)

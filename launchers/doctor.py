@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.markup import escape
 
-from agentenv.pipelines.run.arguments import Parser
-from agentenv.pipelines.run.terminal import EXIT_FAILED, View, run_until_done, to_its_end
+from agentenv.pipelines.run.arguments import EXIT_FAILED, Parser
+from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
 
 if TYPE_CHECKING:
     from agentenv.pipelines.setup.checks import CheckResult
@@ -50,9 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--config", type=Path, help="of agentenv train; none: the machine alone"
-    )
+    parser.add_argument("--config", type=Path, help="of agentenv train; none: the machine alone")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
     parser.add_argument("--json", action="store_true", help="the results as JSON")
     parser.add_argument("--offline", action="store_true", help="ask nothing outside this machine")

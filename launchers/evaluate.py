@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from agentenv import hub
 from agentenv.config import blaming, to_plain
 from agentenv.errors import ConfigError
+from agentenv.install import require_train
 from agentenv.launchers.command import add_subject
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
 from agentenv.pipelines.config.help import Parser
@@ -87,6 +88,8 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     if arguments.question:
         asked = Asked(arguments.question, tuple(arguments.answer))
         return run_until_done(ask_one(config, subject, asked, view), view)
+    if subject.model is not None:
+        require_train("torch", "transformers")
     out = arguments.out or Path(FOLDER) / _name(config, subject)
     outcome = run_until_done(run_evaluation(config, subject, out, view), view)
     if outcome.num_failed:

@@ -43,9 +43,9 @@ from agentenv.learners.deepspeed_learner import encode_groups, in_order
 from agentenv.learners.partition import minibatches
 from agentenv.model_files import vocab_size
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.run.arguments import Parser
+from agentenv.pipelines.run.arguments import EXIT_FAILED, Parser
 from agentenv.pipelines.run.rundir import CONFIG_FILE, JOURNAL, find_checkpoint
-from agentenv.pipelines.run.terminal import EXIT_FAILED, View, to_its_end
+from agentenv.pipelines.run.terminal import View, to_its_end
 from agentenv.pipelines.setup.assembly import TRAINING, actor_seed
 from agentenv.plan import RolloutPlan
 from agentenv.replay import Difference, cannot_grow_again, differences
@@ -131,7 +131,7 @@ def config_of(run: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     if "algorithm" not in raw:
-        raise ConfigError(f"{run}: not a run of launchers/train.py: {path} names no algorithm")
+        raise ConfigError(f"{run}: not a run of agentenv train: {path} names no algorithm")
     apply_overrides(upgrade(TrainConfig, raw), overrides, TrainConfig)
     return build_config(TrainConfig, raw, str(path))
 

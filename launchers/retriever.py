@@ -32,7 +32,8 @@ from agentenv.config import apply_overrides, build_config, load_config
 from agentenv.envs.search.bm25 import BM25Config
 from agentenv.envs.search.cache import ResultCache
 from agentenv.envs.search.corpus import Backend, Hit, Query, joined_contents
-from agentenv.envs.search.service import AnyBackend, SearchConfig, build_backend
+from agentenv.envs.search.keys import AnyBackend, SearchConfig
+from agentenv.envs.search.service import build_backend
 from agentenv.errors import AgentEnvError, ForeignError, InfraError, ToolError
 from agentenv.pipelines.config.help import key_table
 from agentenv.pipelines.run.arguments import check_arguments

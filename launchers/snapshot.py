@@ -17,8 +17,8 @@ from msgspec import Struct
 
 from agentenv.envs.search.snapshot import MISSED, Snapshot
 from agentenv.errors import DataError, ForeignError
-from agentenv.pipelines.run.arguments import Parser
-from agentenv.pipelines.run.terminal import EXIT_MISSING, View, to_its_end
+from agentenv.pipelines.run.arguments import EXIT_MISSING, Parser
+from agentenv.pipelines.run.terminal import View, to_its_end
 from agentenv.untrusted import decode
 
 

@@ -11,12 +11,14 @@ import logging
 import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentenv.launchers.command import make_parser, parse, run_command
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.run.rundir import RunDirectory
-from agentenv.pipelines.run.terminal import View
+
+if TYPE_CHECKING:
+    from agentenv.pipelines.run.rundir import RunDirectory
+    from agentenv.pipelines.run.terminal import View
 
 
 def main(argv: Sequence[str] | None = None) -> int:

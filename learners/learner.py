@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self
 
 import msgspec
 from msgspec import Meta, Struct
@@ -17,9 +17,11 @@ from msgspec.structs import force_setattr, replace
 from agentenv.config import ESSENTIAL, PATH
 from agentenv.disk import finished_folder
 from agentenv.errors import ConfigError, DataError
-from agentenv.learners.batch import EncodedTree
-from agentenv.learners.credit import CreditedTree
 from agentenv.learners.lora import LoRAConfig
+
+if TYPE_CHECKING:
+    from agentenv.learners.batch import EncodedTree
+    from agentenv.learners.credit import CreditedTree
 
 # Keys that another configuration has with another default.
 Optimizer = Annotated[

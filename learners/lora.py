@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 
 from agentenv.config import ESSENTIAL
 from agentenv.errors import ConfigError
+from agentenv.install import install_hint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -196,7 +197,7 @@ def write_adapter(
 def check_installed() -> None:
     """Raises ConfigError if peft is missing; loads nothing."""
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError("learner.lora needs peft: install it with pip install 'agentenv[lora]'")
+        raise ConfigError(f"learner.lora needs peft: install it with {install_hint('lora')}")
 
 
 def _peft_config(config: LoRAConfig, targets: list[str]) -> Any:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from agentenv.errors import ConfigError
+from agentenv.install import install_hint
 from agentenv.learners.attention import NO_MASK, TreeLayout, use_tree_attention
 from agentenv.learners.batch import MicroBatch
 from agentenv.learners.context import Share, Team, padded
@@ -332,7 +333,7 @@ def recurrent_masks(model: Any) -> dict[str, Tensor | None] | None:
     except ImportError as error:
         raise ConfigError(
             f"{type(model).__name__}: layers of type {', '.join(found)} need tree-recurrence: "
-            "install it with pip install 'agentenv[hybrid]'"
+            f"install it with {install_hint('hybrid')}"
         ) from error
     support = tree_recurrence.install(model)
     if support.mode != "tree":

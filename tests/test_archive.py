@@ -14,16 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentenv.archive import (
-    Archive,
-    ArchiveConfig,
-    Credit,
-    KeptTree,
-    StepHeader,
-    read_step,
-    steps_of,
-)
+from agentenv.archive import Archive, Credit, KeptTree, StepHeader, read_step, steps_of
 from agentenv.errors import ConfigError, DataError
+from agentenv.frames import ArchiveConfig
 from agentenv.learners.arpo import ARPO
 from agentenv.learners.credit import TreeCredit
 from agentenv.tree import Scored, TrajectoryTree, to_frame

@@ -22,7 +22,8 @@ from agentenv.cluster.worker import RolloutWorker
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.deadline import WorkClock, waiting, working
 from agentenv.errors import DataError, EngineDeadError, TooManyFailuresError, WorkerError
-from agentenv.journal import Journal, JournalConfig
+from agentenv.frames import JournalConfig
+from agentenv.journal import Journal
 from agentenv.link import PREFIX_BYTES, READ_BYTES, Link
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, Task

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from agentenv.dataset import load_tasks
 from agentenv.errors import ConfigError, DataError
+from agentenv.install import install_hint
 from agentenv.rows import RowsConfig
 from tests.support.parquet import arpo_rows, write_arrow, write_parquet
 
@@ -191,6 +193,6 @@ def no_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_pyarrow")
 def test_without_pyarrow_parquet_says_what_to_install_and_other_files_load(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "x.parquet", arpo_rows(1))
-    with pytest.raises(ConfigError, match=r"needs pyarrow.*pip install 'agentenv\[data\]'"):
+    with pytest.raises(ConfigError, match=rf"needs pyarrow.*{re.escape(install_hint('data'))}"):
         questions(path)
     assert questions(write_jsonl(tmp_path / "x.jsonl", qa("a"))) == ["a"]

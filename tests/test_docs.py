@@ -25,7 +25,6 @@ import pytest
 
 from agentenv.config import build_config, load_config
 from agentenv.errors import ConfigError
-from agentenv.launchers import command
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.help import describe
 from agentenv.pipelines.config.rl import ServeConfig, TrainConfig
@@ -141,7 +140,8 @@ def is_earlier(one: Block, other: Block) -> bool:
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trees of a run, of which one has forks and a failure."""
-    from agentenv.archive import Archive, ArchiveConfig, StepHeader
+    from agentenv.archive import Archive, StepHeader
+    from agentenv.frames import ArchiveConfig
     from tests.support.told_tree import told_tree
 
     folder = tmp_path_factory.mktemp("docs") / "run"
@@ -166,10 +166,10 @@ class Line(NamedTuple):
 
 
 def lines() -> Iterator[Line]:
-    """Command lines of launchers: each `python launchers/NAME.py ...`."""
+    """Command lines of launchers: each `agentenv NAME ...`."""
     for block in blocks("", "sh", "bash", "text"):
         for text in block.text.replace("\\\n", " ").splitlines():
-            found = re.match(r"\s*(?:[\w./-]+/)?python launchers/(\w+)\.py(.*)", text)
+            found = re.match(r"\s*(?:[\w./-]+/)?agentenv ([a-z]+)\b(.*)", text)
             if found:
                 words = shlex.split(found[2], comments=True)
                 ends = [place for place, word in enumerate(words) if word in SHELL]
@@ -186,10 +186,9 @@ def test_there_are_blocks_and_commands() -> None:
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher ends where its work would begin."""
-    monkeypatch.setattr(command, "to_its_end", lambda *_, **__: 0)
-    monkeypatch.setattr(terminal, "to_its_end", lambda *_, **__: 0)  # for those that load it late
+    monkeypatch.setattr(terminal, "to_its_end", lambda *_, **__: 0)
     for path in (ROOT / "launchers").rglob("*.py"):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        name = ".".join(["agentenv", *path.relative_to(ROOT).with_suffix("").parts])
         if "to_its_end" in path.read_text(encoding="utf-8") and path.stem != "terminal":
             module = importlib.import_module(name)
             if hasattr(module, "to_its_end"):
@@ -202,7 +201,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_command_lines_are_taken_by_their_launcher() -> None:
     refused = []
     for place, launcher, words in lines():
-        module = importlib.import_module(f"launchers.{launcher}")
+        module = importlib.import_module(f"agentenv.launchers.{launcher}")
         said = io.StringIO()
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             try:

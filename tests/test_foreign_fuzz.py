@@ -32,14 +32,16 @@ from agentenv.engines.remote.server import ForeignWeightsError, Request
 from agentenv.engines.sglang import SGLangAnswer
 from agentenv.engines.vllm import VLLMAnswer
 from agentenv.env import close_shared
-from agentenv.envs.grading.judge import Judge, JudgeConfig
+from agentenv.envs.grading.judge import Judge
+from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.mcp_tools import MCPTools
 from agentenv.envs.sandbox.channel import Channel
 from agentenv.envs.sandbox.remote import MARK, RemoteSandbox
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.envs.search.cache import ResultCache
 from agentenv.envs.search.corpus import Hit, Query
-from agentenv.envs.search.pages import FetchConfig, PageReader, PagesConfig
+from agentenv.envs.search.keys import FetchConfig, PagesConfig, SummarizerConfig, TrafficConfig
+from agentenv.envs.search.pages import PageReader
 from agentenv.envs.search.providers import (
     PROVIDERS,
     ProviderName,
@@ -49,8 +51,8 @@ from agentenv.envs.search.providers import (
     provider_hits,
     retrieved_hits,
 )
-from agentenv.envs.search.summary import Summarizer, SummarizerConfig
-from agentenv.envs.search.upstream import Reply, TrafficConfig
+from agentenv.envs.search.summary import Summarizer
+from agentenv.envs.search.upstream import Reply
 from agentenv.errors import (
     ConfigError,
     EngineError,

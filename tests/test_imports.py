@@ -90,6 +90,71 @@ def test_the_help_of_a_command_without_keys_does_not_wait_for_them(command: str)
     assert result.stdout.split() == ["False", "False"]
 
 
+def loaded_by(code: str) -> set[str]:
+    """The modules that a process has loaded in the end."""
+    end = "import sys; print(*sys.modules, file=sys.stderr)"
+    result = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{end}"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    return set(result.stderr.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    ("config_type", "named", "wanted"),
+    [
+        (
+            "rl.TrainConfig",
+            {"algorithm": "grpo", "engine": "embedded"},
+            {"learners.baselines", "engines.embedded"},
+        ),
+        (
+            "rl.TrainConfig",
+            {"algorithm": "aepo", "engine": "sglang"},
+            {"learners.aepo", "learners.arpo", "engines.sglang"},
+        ),
+        ("evaluation.EvaluateConfig", {"engine": "openai"}, {"engines.openai"}),
+    ],
+)
+def test_a_part_is_loaded_when_its_name_is_chosen(
+    config_type: str, named: dict[str, str], wanted: set[str]
+) -> None:
+    """And no other one of the registries, also where a command line chooses it over a file's."""
+    module, _, name = config_type.partition(".")
+    before = {"algorithm": {"name": named["algorithm"]}} if "algorithm" in named else {}
+    overrides = [f"{key}.name={value}" for key, value in named.items()]
+    found = loaded_by(
+        f"from agentenv.pipelines.config.{module} import {name}\n"
+        "from agentenv.config import build_config, override_kinds\n"
+        f"raw = {before}\noverride_kinds({name}, raw, {overrides})\n"
+        "raw.update(model={'path': 'm'}, data={'train': 'd'}, env={'id': 'e'})\n"
+        "raw.update(train={'num_steps': 1})\n"
+        f"raw = {{key: raw[key] for key in raw if key in {name}.__struct_fields__}}\n"
+        f"if {name == 'EvaluateConfig'}: raw.pop('data')\n"
+        "if raw.get('engine', {}).get('name') == 'openai': raw['engine'].update(url='http://h')\n"
+        "if raw.get('engine', {}).get('name') == 'openai': raw['engine'].update(model='m')\n"
+        f"build_config({name}, raw, 'x')"
+    )
+    parts = {
+        *("learners.baselines", "learners.arpo", "learners.aepo", "engines.embedded"),
+        *("engines.scripted", "engines.vllm", "engines.sglang", "engines.openai"),
+        *("envs.search.tantivy_index", "envs.search.faiss_index", "envs.search.providers"),
+        *("envs.grading.layers", "envs.grading.judge"),
+    }
+    kept = {"engines.embedded"}  # the default, read with the configuration
+    assert {one for one in parts if f"agentenv.{one}" in found} - kept == wanted - kept
+
+
+def test_the_help_of_training_loads_neither_parts_nor_terminal() -> None:
+    code = "import agentenv.launchers.train as t\ntry: t.main(['--help'])\nexcept SystemExit: pass"
+    found = loaded_by(code)
+    assert not found & {"aiohttp", "rich", "jinja2", "tokenizers", "scipy", "psutil"}
+    assert not found & {"agentenv.engines.vllm", "agentenv.learners.arpo", "agentenv.actor"}
+
+
 @pytest.mark.slow
 def test_the_core_takes_time_from_the_loop_and_randomness_from_keys() -> None:
     """So that the same scheduler can run under a virtual clock, bit for bit."""

@@ -16,18 +16,8 @@ import pytest
 from agentenv.actor import Actor
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.errors import ConfigError, EngineError
-from agentenv.frames import framed, frames_of
-from agentenv.journal import (
-    COMMIT_S,
-    GATHER_S,
-    Began,
-    Journal,
-    JournalConfig,
-    Leased,
-    Recorded,
-    Started,
-    Trained,
-)
+from agentenv.frames import JournalConfig, framed, frames_of
+from agentenv.journal import COMMIT_S, GATHER_S, Began, Journal, Leased, Recorded, Started, Trained
 from agentenv.learners.aepo import AEPO
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.renderer import TagRenderer

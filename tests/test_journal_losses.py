@@ -17,11 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentenv.actor import Actor
-from agentenv.frames import HEADER, MARK, frames_of
+from agentenv.frames import HEADER, MARK, JournalConfig, frames_of
 from agentenv.journal import (
     Began,
     Journal,
-    JournalConfig,
     Leased,
     TreeFrames,
     finished_trees,

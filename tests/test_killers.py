@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from agentenv.env import Env
-from agentenv.journal import Journal, JournalConfig
+from agentenv.frames import JournalConfig
+from agentenv.journal import Journal
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 from agentenv.worker_group import NUM_LOSSES, NUM_TRIALS

@@ -61,4 +61,5 @@ def test_without_the_extra_it_says_so(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "tiny_model needs the package tokenizers" in done.stdout, done.stderr
-    assert "pip install 'agentenv[train]'" in done.stdout
+    assert "pip install" in done.stdout
+    assert "[train]" in done.stdout

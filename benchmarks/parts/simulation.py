@@ -55,11 +55,12 @@ from rich.console import Console
 
 from agentenv.actor import Actor
 from agentenv.deadline import admitted, waiting
-from agentenv.envs.code_interpreter import python_config
+from agentenv.envs.sandbox.keys import python_config
 from agentenv.envs.search.upstream import BURST, TokenBucket
 from agentenv.envs.web_search import search_config
 from agentenv.errors import ConfigError, DataError
-from agentenv.journal import COMMIT_S, JournalConfig
+from agentenv.frames import JournalConfig
+from agentenv.journal import COMMIT_S
 from agentenv.learners.batch import EncodedTree, encoded_nodes
 from agentenv.learners.credit import CreditedTree
 from agentenv.learners.learner import LearnerConfig, Score

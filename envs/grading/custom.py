@@ -18,20 +18,17 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from agentenv.envs.grading.verdict import GraderDownError
+from agentenv.envs.grading.keys import SolutionStr
+from agentenv.envs.grading.verdict import STOPPED, GraderDownError
 from agentenv.errors import ConfigError, GraderError, InfraError
 from agentenv.rows import GOLD_KEY, literal, look_up
 from agentenv.tool_env import Grade
 from agentenv.types import SYSTEM_KEY, Message, Task
 from agentenv.worker_pool import JobDiedError, JobRaisedError, JobStoppedError, WorkerPool
-
-SolutionStr = Literal["response", "sequence"]
-
-STOPPED = "stopped"  # the part of a grade that says that the function gave none
 
 
 class CustomGrader:

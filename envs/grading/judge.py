@@ -18,75 +18,17 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from msgspec import Meta
 from msgspec.structs import replace
 
-from agentenv.config import ESSENTIAL, PATH
 from agentenv.engines.remote.client import MalformedReplyError, RefusedError
-from agentenv.engines.remote.endpoint import (
-    ChatModel,
-    ChatModelConfig,
-    fenced,
-    read_said,
-    shortened,
-)
+from agentenv.engines.remote.endpoint import ChatModel, fenced, read_said, shortened
+from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.grading.verdict import GraderDownError, Matcher, Verdict, shown
 from agentenv.envs.search.cache import ResultCache
 from agentenv.errors import ConfigError, EngineDeadError, EngineError, GraderError, InfraError
 from agentenv.untrusted import decode_text
-
-
-class JudgeConfig(ChatModelConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the judge is and how it is asked."""
-
-    url: Annotated[
-        str,
-        Meta(
-            description="base URL of an OpenAI-compatible server, e.g. http://host:8000/v1",
-            extra=ESSENTIAL,
-        ),
-    ]
-    model: Annotated[str, Meta(description="name of the model at that server", extra=ESSENTIAL)]
-    when: Annotated[
-        Literal["rules_wrong", "always"],
-        Meta(
-            description="asked when the rules find no right answer; or always, which changes no "
-            "grade, but tells how far the two agree"
-        ),
-    ] = "rules_wrong"
-    timeout_s: Annotated[float, Meta(gt=0, description="limit of one request, seconds")] = 60.0
-    max_tokens: Annotated[
-        int, Meta(ge=1, description="of the reply; more for a thinking model")
-    ] = 16
-    compat: Annotated[
-        Literal["", "reference"],
-        Meta(
-            description="'reference': asked and read as in the released evaluation: the prompt of "
-            "prompt_file, the server's default sampling, its verdict rule; max_tokens does not "
-            "count"
-        ),
-    ] = ""
-    prompt_file: Annotated[
-        str,
-        Meta(
-            description="compat: file with the prompt, a text or the Python file that holds it, as "
-            "evaluation/src/llm_evaluator_sds.py of ARPO's repository",
-            extra=PATH,
-        ),
-    ] = ""
-    cache: Annotated[
-        str, Meta(description='SQLite file of verdicts that processes share; "": in memory only')
-    ] = ""
-
-    def __post_init__(self) -> None:
-        if bool(self.compat) != bool(self.prompt_file):
-            raise ConfigError(
-                'grader.judge.compat = "reference" and grader.judge.prompt_file belong together: '
-                "the released prompt comes from your copy of the repository"
-            )
-
 
 PROMPT_VERSION = 2  # part of the cache key: a changed prompt asks again
 MAX_CACHED = 50_000

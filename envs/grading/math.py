@@ -12,6 +12,7 @@ from agentenv.env import shared
 from agentenv.envs.grading.verdict import GraderDownError
 from agentenv.envs.search.cache import ResultCache
 from agentenv.errors import ConfigError, InfraError
+from agentenv.install import install_hint
 from agentenv.untrusted import decode
 from agentenv.worker_pool import JobError, JobStoppedError, WorkerPool
 
@@ -109,7 +110,7 @@ class MathEquivalence:
         pair that no cheaper rule decides."""
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError(
-                'grader: mathematical equivalence needs math-verify: pip install "agentenv[math]", '
+                f"grader: mathematical equivalence needs math-verify: {install_hint('math')}, "
                 "or set math = false to compare expressions as text"
             )
 

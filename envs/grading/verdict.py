@@ -11,6 +11,7 @@ from msgspec import Struct
 from agentenv.envs.grading.separators import last_correction
 from agentenv.errors import GraderError, InfraError
 
+STOPPED = "stopped"  # the part of a grade that says that the function gave none
 MAX_BOX_CHARS = 20_000  # a box that is still open after so many characters counts as open
 
 _BRACE = re.compile(r"[{}]")

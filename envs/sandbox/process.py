@@ -13,10 +13,10 @@ from collections import deque
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from agentenv.disk import own_folder
 from agentenv.envs.sandbox import confine
@@ -28,6 +28,7 @@ from agentenv.envs.sandbox.channel import (
     kill,
 )
 from agentenv.envs.sandbox.interpreter import Interpreter, find_interpreter
+from agentenv.envs.sandbox.keys import SandboxLimits
 from agentenv.errors import ConfigError, ForeignError, InfraError
 from agentenv.offload import check_outside, in_thread
 from agentenv.untrusted import decode
@@ -48,28 +49,6 @@ LANDLOCK_ADVICE = (
     "Landlock needs Linux 5.13 or newer, built with CONFIG_SECURITY_LANDLOCK and with landlock "
     "in the lsm= list of the kernel's command line"
 )
-
-
-class SandboxLimits(Struct, frozen=True, forbid_unknown_fields=True):
-    """Bounds of one session, and of all together."""
-
-    memory_bytes: Annotated[
-        int, Meta(ge=1 << 20, description="what it may add to what is preloaded")
-    ] = 512 << 20
-    cpu_s: Annotated[int, Meta(ge=1, description="CPU time of all its calls, seconds")] = 600
-    max_threads: Annotated[
-        int, Meta(ge=1, description="of a session, its own counts; live forks need 1")
-    ] = 1
-    max_open_files: ClassVar[int] = 64
-    tmp_bytes: ClassVar[int] = 16 << 20  # of a session's files in all
-    max_output_chars: ClassVar[int] = 8000  # of one call; head and tail are kept
-    max_sessions: Annotated[
-        int, Meta(ge=1, description="live at once; beyond, the longest idle one is replayed later")
-    ] = 2000
-    max_total_bytes: Annotated[
-        Annotated[int, Meta(ge=1 << 20)] | None,
-        Meta(description="of all sessions; beyond, the largest dies; none: half of RAM"),
-    ] = None
 
 
 class SandboxSetup(Struct, frozen=True):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta, Struct
 
-from agentenv.envs.sandbox.process import SandboxLimits
+from agentenv.envs.sandbox.keys import SandboxLimits
 from agentenv.envs.sandbox.sandbox import CODE_TOO_LONG, MAX_CODE_CHARS, RunResult, SandboxCounters
 from agentenv.errors import ConfigError, EnvError, ForeignError, InfraError
 from agentenv.offload import in_thread

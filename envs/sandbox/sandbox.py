@@ -12,11 +12,11 @@ from msgspec.structs import asdict
 
 from agentenv.deadline import admitted, waiting
 from agentenv.envs.sandbox.channel import CellAnswer, ChannelClosedError, SessionProcess
+from agentenv.envs.sandbox.keys import SandboxLimits
 from agentenv.envs.sandbox.process import (
     NAMESPACES_ADVICE,
     MissingModuleError,
     Rung,
-    SandboxLimits,
     SandboxSetup,
     ZygoteProcess,
 )

@@ -18,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from msgspec import Struct
 
 from agentenv.errors import ConfigError, DataError, ForeignError
+from agentenv.install import install_hint
 from agentenv.offload import check_outside
 from agentenv.untrusted import convert, decode
 
@@ -280,7 +281,7 @@ def needed(module: str, package: str, extra: str, what: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"{what} needs the package {package!r} ({error}); "
-            f'install it with: pip install "agentenv[{extra}]"'
+            f"install it with: {install_hint(extra)}"
         ) from error
 
 

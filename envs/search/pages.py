@@ -14,12 +14,10 @@ import socket
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import log
-from typing import Annotated, Literal
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
-from msgspec import Meta, Struct
 from yarl import URL
 
 from agentenv.backoff import backoff_s
@@ -27,8 +25,9 @@ from agentenv.deadline import admitted, waiting
 from agentenv.env import summed_stats
 from agentenv.envs.search.cache import ResultCache
 from agentenv.envs.search.corpus import words
+from agentenv.envs.search.keys import FetchConfig, PagesConfig, TrafficConfig
 from agentenv.envs.search.page_text import TextExtractor
-from agentenv.envs.search.upstream import HttpRequest, Reply, TrafficConfig, Upstream
+from agentenv.envs.search.upstream import HttpRequest, Reply, Upstream
 from agentenv.errors import ConfigError, InfraError, ToolError
 from agentenv.untrusted import decode_text, printable
 
@@ -157,15 +156,6 @@ _TEXT_TYPES = ("text/", "application/xhtml", "application/xml", "application/jso
 
 # such a host is an address and no name, in one of the many ways to write one: 127.1, 0x7f.1
 _ENDS_IN_NUMBER = re.compile(r"(?:^|\.)(?:\d+|0[xX][0-9a-fA-F]*)\.?$")
-
-
-class FetchConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How pages are fetched. Private and loopback addresses are refused."""
-
-    timeout_s: Annotated[float, Meta(gt=0, description="for a page, with its redirects")] = 20.0
-    allow_networks: Annotated[
-        tuple[str, ...], Meta(description='networks to allow though private, as "10.1.0.0/16"')
-    ] = ()
 
 
 class PageFetcher:
@@ -311,20 +301,6 @@ _TARGET_FAILED = re.compile(r"^Warning: Target URL returned error (\d{3})", re.M
 JINA_URL = "https://r.jina.ai"
 JINA_TRAFFIC = TrafficConfig(timeout_s=40.0)
 JINA_KEY = "JINA_API_KEY"  # optional: without one the reader is slower
-
-
-class PagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How pages are fetched and read."""
-
-    reader: Annotated[Literal["direct", "jina"], Meta(description="who fetches and reads")] = (
-        "direct"
-    )
-    fetch: Annotated[FetchConfig, Meta(description="direct fetching")] = FetchConfig()
-    max_chars: Annotated[int, Meta(ge=100, description="of a page, given to the policy")] = 6000
-    extract_timeout_s: Annotated[
-        float, Meta(gt=0, description="CPU time for the text of one page")
-    ] = 5.0
-    summarize: Annotated[bool, Meta(description="open_page gives a model's summary")] = False
 
 
 class PageReader:

@@ -17,7 +17,8 @@ from msgspec import Meta, Struct
 
 from agentenv.config import ESSENTIAL
 from agentenv.envs.search.corpus import BackendConfig, Hit, Query, split_contents
-from agentenv.envs.search.upstream import HttpRequest, Reply, TrafficConfig, Upstream
+from agentenv.envs.search.keys import TrafficConfig
+from agentenv.envs.search.upstream import HttpRequest, Reply, Upstream
 from agentenv.errors import ConfigError, ForeignError, InfraError, ToolError
 from agentenv.untrusted import convert, decode
 

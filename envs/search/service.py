@@ -1,180 +1,35 @@
-"""Web search: its keys, what the tools of all episodes share, and the tools themselves.
-
-A backend is a class with the methods of `corpus.Backend`; its keys are a struct beside the class,
-with `build` and `cache_name`, and one entry in `BACKENDS`.
-"""
+"""Web search: what the tools of all episodes share, and the tools themselves."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Struct, field
 
-from agentenv.config import ESSENTIAL, PATH
 from agentenv.env import ForkMode, shared, summed_stats
-from agentenv.envs.search.bm25 import BM25Config
 from agentenv.envs.search.cache import CachedBackend, ResultCache
 from agentenv.envs.search.corpus import (
     CORPUS_SCHEME,
     Backend,
-    BackendConfig,
     Hit,
     Query,
     joined_contents,
     market_of,
 )
-from agentenv.envs.search.faiss_index import FaissConfig
-from agentenv.envs.search.pages import PageReader, PagesConfig, passages, window
-from agentenv.envs.search.providers import RemoteSearchConfig, WebConfig
-from agentenv.envs.search.snapshot import Nobody, OnMiss, Snapshot, SnapshotMode
-from agentenv.envs.search.summary import Summarizer, SummarizerConfig
-from agentenv.envs.search.tantivy_index import TantivyConfig
-from agentenv.errors import ConfigError, InfraError, ToolError
+from agentenv.envs.search.keys import (
+    SearchConfig,
+)
+from agentenv.envs.search.pages import PageReader, passages, window
+from agentenv.envs.search.snapshot import Nobody, Snapshot
+from agentenv.envs.search.summary import Summarizer
+from agentenv.errors import InfraError, ToolError
 from agentenv.offload import in_thread
-from agentenv.registry import Kind
 from agentenv.tools import argument_schema, read_arguments
 from agentenv.types import Info, Message, ToolResult
-
-Mode = Literal["snippets", "pages", "summaries"]
-Repeated = Literal["search", "tell"]
-Form = Literal["pages", "passages"]
-PresetName = Literal["arpo", "arpo_eval", "tool_star", "tool_star_wiki"]
-
-
-BACKENDS = Kind(
-    "search backend",
-    "agentenv.search_backends",
-    BackendConfig,
-    [BM25Config, TantivyConfig, FaissConfig, RemoteSearchConfig, WebConfig],
-)
-
-if TYPE_CHECKING:
-    AnyBackend = BackendConfig
-else:
-    AnyBackend = BACKENDS.key
-
-
-class Preset(Struct, frozen=True):
-    """Sizes in characters: of a page that is read, and of the window round the snippet. `form` is
-    how snippets are written: "Page i: ..." on lines, or passages with their titles, which
-    Tool-Star's policy reads of Wikipedia (`contents` of its retriever, blank lines between)."""
-
-    mode: Mode
-    max_page_chars: int
-    window_chars: int
-    repeated: Repeated = "search"
-    form: Form = "pages"
-
-
-PRESETS: dict[PresetName, Preset] = {
-    "arpo": Preset("snippets", 20_000, 3_000),
-    "arpo_eval": Preset("summaries", 20_000, 3_000, "tell"),
-    "tool_star": Preset("pages", 100_000, 6_000),
-    "tool_star_wiki": Preset("snippets", 100_000, 6_000, form="passages"),
-}
-
-
-class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The search tool and the page tool."""
-
-    backend: Annotated[AnyBackend, Meta(description="where results come from", extra=ESSENTIAL)] = (
-        BM25Config()
-    )
-    preset: Annotated[
-        PresetName, Meta(description="mode and sizes of a published setting", extra=ESSENTIAL)
-    ] = "arpo"
-    mode: Annotated[
-        Mode | None, Meta(description="what one search gives; default: the preset's")
-    ] = None
-    window_chars: Annotated[
-        Annotated[int, Meta(ge=100)] | None,
-        Meta(description="round the snippet; default: the preset's"),
-    ] = None
-    max_results: Annotated[int, Meta(ge=1, le=100, description="results of one search")] = 10
-    max_chars_per_result: Annotated[int, Meta(ge=1, description="of a snippet")] = 1000
-    show_links: Annotated[
-        bool | None,
-        Meta(description="title and address with each result; none: where pages can be opened"),
-    ] = None
-    market: Annotated[
-        str, Meta(description='language and country, as "zh-CN"; "auto": by the script of a query')
-    ] = "auto"
-    cache: Annotated[
-        str,
-        Meta(
-            description='SQLite file of results, pages and summaries; "": in memory only',
-            extra=ESSENTIAL,
-        ),
-    ] = ""
-    cache_max_age_s: Annotated[
-        float, Meta(ge=0, description="older entries are fetched again; 0: never")
-    ] = 0.0
-    repeated: Annotated[
-        Repeated | None,
-        Meta(
-            description="a query that the episode has made before: searched again, or the policy "
-            "reads that it has its results; default: the preset's"
-        ),
-    ] = None
-    arpo_cache: Annotated[
-        str, Meta(description="ARPO's search_cache.json to take in", extra=PATH)
-    ] = ""
-    snapshot: Annotated[
-        str, Meta(description="file of results and pages, the frozen web of this run")
-    ] = ""
-    snapshot_mode: Annotated[
-        SnapshotMode,
-        Meta(description="record: ask and keep what is not there yet; replay: ask nobody"),
-    ] = "replay"
-    snapshot_sha256: Annotated[
-        str, Meta(description="the hash that the snapshot must have; empty: any")
-    ] = ""
-    on_miss: Annotated[
-        OnMiss,
-        Meta(
-            description="what the snapshot does not hold: fail: the rollout fails and is replaced; "
-            "tell: the policy reads that it cannot be reached"
-        ),
-    ] = "fail"
-    pages: Annotated[PagesConfig, Meta(description="how pages are read")] = PagesConfig()
-    summarizer: Annotated[
-        SummarizerConfig | None, Meta(description="the model that summarises")
-    ] = None
-
-    @property
-    def sizes(self) -> Preset:
-        """The preset with what the other keys change."""
-        preset = PRESETS[self.preset]
-        return Preset(
-            self.mode or preset.mode,
-            preset.max_page_chars,
-            self.window_chars or preset.window_chars,
-            self.repeated or preset.repeated,
-            preset.form,
-        )
-
-    def check(self) -> None:
-        """Raises ConfigError for keys that do not fit together."""
-        if self.summarizer is None and (self.sizes.mode == "summaries" or self.pages.summarize):
-            raise ConfigError(
-                'search.summarizer: not set, but search.mode = "summaries" or '
-                "search.pages.summarize asks for it; expected its url and model"
-            )
-        replays = bool(self.snapshot) and self.snapshot_mode == "replay"
-        for key, is_set, is_read in (
-            ("snapshot_mode", self.snapshot_mode == "record", bool(self.snapshot)),
-            ("snapshot_sha256", bool(self.snapshot_sha256), replays),
-            ("on_miss", self.on_miss == "tell", replays),
-        ):
-            if is_set and not is_read:
-                raise ConfigError(
-                    f"search.{key}: is not read; expected search.snapshot = FILE with it"
-                    + ("" if key == "snapshot_mode" else ', and search.snapshot_mode = "replay"')
-                )
 
 
 def build_backend(config: SearchConfig, cache: ResultCache) -> Backend:

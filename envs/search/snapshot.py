@@ -15,12 +15,13 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 from msgspec import Struct
 
 from agentenv.envs.search.corpus import Hit, Query
+from agentenv.envs.search.keys import OnMiss, SnapshotMode
 from agentenv.errors import ConfigError, DataError, ForeignError, InfraError, ToolError
 from agentenv.offload import in_thread
 from agentenv.untrusted import decode, printable
@@ -31,8 +32,6 @@ MAX_SHOWN = 200  # misses that are listed at the end of a run
 MOST = 1 << 31
 MISSED = " is a frozen web without "  # in the error of a miss, before its name
 
-SnapshotMode = Literal["record", "replay"]
-OnMiss = Literal["fail", "tell"]
 
 logger = logging.getLogger(__name__)
 

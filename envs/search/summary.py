@@ -7,19 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from agentenv.engines.remote.client import RefusedError
-from agentenv.engines.remote.endpoint import (
-    CHAT_PATH,
-    ChatModel,
-    ChatModelConfig,
-    fenced,
-    read_said,
-)
+from agentenv.engines.remote.endpoint import CHAT_PATH, ChatModel, fenced, read_said
 from agentenv.envs.search.cache import ResultCache
+from agentenv.envs.search.keys import SummarizerConfig
 from agentenv.envs.search.upstream import HttpRequest
 from agentenv.errors import ConfigError, EngineError, InfraError
 from agentenv.untrusted import decode_text
@@ -49,18 +43,6 @@ End with a line "{mark}" followed by what you took.
 
 The pages:
 {pages}"""
-
-
-class SummarizerConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The model that summarises pages."""
-
-    temperature: Annotated[float, Meta(ge=0, description="0 is greedy")] = 0.6
-    top_p: Annotated[float, Meta(gt=0, le=1, description="1 is off")] = 0.95
-    max_chars: Annotated[int, Meta(ge=100, description="of a summary that the policy reads")] = 6000
-    max_uses: Annotated[
-        int,
-        Meta(ge=0, description="in one trajectory; further searches give the pages; 0: no limit"),
-    ] = 0
 
 
 class Summary(Struct, frozen=True):

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import aiohttp
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Struct, field
 
 from agentenv.backoff import backoff_s
 from agentenv.deadline import admitted, waiting
+from agentenv.envs.search.keys import TrafficConfig
 from agentenv.errors import ConfigError, InfraError
 from agentenv.http_errors import retry_after_s
 
@@ -186,15 +187,6 @@ _SPENT = re.compile(
     r"run out of|not enough credits|out of credits|insufficient (?:credit|balance|quota)",
     re.IGNORECASE,
 )
-
-
-class TrafficConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How a service is called. The limits hold for each process."""
-
-    rate_per_s: Annotated[float, Meta(ge=0, description="requests a second; 0: no limit")] = 20.0
-    max_concurrency: Annotated[int, Meta(ge=1, description="requests in the air at once")] = 64
-    timeout_s: Annotated[float, Meta(gt=0, description="for one attempt")] = 20.0
-    num_retries: Annotated[int, Meta(ge=0, description="after 429, 5xx, a lost connection")] = 5
 
 
 class HttpRequest(Struct, frozen=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -15,7 +15,11 @@ from msgspec import Meta, Struct, field
 from agentenv.engine import EngineConfig
 from agentenv.errors import ConfigError
 from agentenv.server_config import LaunchConfig, RoleConfig
-from agentenv.supervisor import TOKEN_VARIABLE, WorkerSpec
+
+if TYPE_CHECKING:
+    from agentenv.supervisor import WorkerSpec
+
+    pass
 
 FOLDER = "workers"  # of their logs, in the run's directory
 
@@ -55,6 +59,8 @@ class SpreadCluster(
 
     def processes(self) -> WorkerSpec:
         """The workers as processes."""
+        from agentenv.supervisor import WorkerSpec  # slow to load
+
         return WorkerSpec(
             "agentenv.pipelines.workers.rollout_worker",
             "worker",
@@ -126,7 +132,7 @@ class WideCluster(SpreadCluster, frozen=True, kw_only=True, tag="-wide"):
 
 
 class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
-    """Rollout workers are placed by Ray (`pip install 'agentenv[ray]'`)."""
+    """Rollout workers are placed by Ray (extra `ray`)."""
 
     address: Annotated[
         str,
@@ -210,6 +216,8 @@ class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
 
     def token(self) -> str:
         """What workers say to be let in. Raises ConfigError where there is none."""
+        from agentenv.supervisor import TOKEN_VARIABLE  # slow to load
+
         found = os.environ.get(TOKEN_VARIABLE, "")
         if len(found) < MIN_TOKEN:
             raise ConfigError(

@@ -13,7 +13,6 @@ from agentenv.assist import AssistConfig
 from agentenv.config import ROWS, Tree, build_config
 from agentenv.engine import EngineConfig
 from agentenv.engines.embedded import EmbeddedConfig
-from agentenv.engines.openai import OpenAIConfig
 from agentenv.errors import ConfigError
 from agentenv.native import NativeConfig
 from agentenv.pipelines.config.benchmarks import benchmark
@@ -27,14 +26,19 @@ from agentenv.pipelines.config.rl import (
     SearchTable,
 )
 from agentenv.prompt import PromptConfig
-from agentenv.registry import Kind
+from agentenv.registry import Registry
 from agentenv.renderer import TagsConfig
 from agentenv.rows import RowsConfig
 from agentenv.server_config import RoleConfig
 from agentenv.types import Limits
 
 # an evaluation may ask any endpoint, too
-ASKED_ENGINES = Kind("engine", ENGINES.group, EngineConfig, [*ENGINES.own, OpenAIConfig])
+ASKED_ENGINES = Registry(
+    "engine",
+    ENGINES.group,
+    EngineConfig,
+    {**ENGINES.own, "openai": "agentenv.engines.openai:OpenAIConfig"},
+)
 
 if TYPE_CHECKING:
     AskedEngine = EngineConfig

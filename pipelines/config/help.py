@@ -17,9 +17,17 @@ from msgspec import NODEFAULT, Struct
 from msgspec import inspect as mi
 from msgspec.structs import fields
 
-from agentenv.config import kind_at, marks_of, part_kind, struct_types, type_info, unwrap
+from agentenv.config import (
+    marks_of,
+    registry_at,
+    registry_of,
+    struct_types,
+    type_info,
+    unwrap,
+)
 from agentenv.errors import ConfigError
 from agentenv.pipelines.run import arguments
+from agentenv.registry import TAG
 
 REQUIRED = "required"
 TABLE = "table"
@@ -47,15 +55,18 @@ class Key(NamedTuple):
         return f"{self.table}[{'|'.join(self.kinds)}]{self.name.removeprefix(self.table)}"
 
 
-def describe(config_type: type[msgspec.Struct], *, once: bool = False) -> list[Key]:
+def describe(
+    config_type: type[msgspec.Struct], *, once: bool = False, loads: bool = True
+) -> list[Key]:
     """All keys, in the order of the structs. Kinds of a part that have the same key share one
     entry. With `once`, a table that stands in several places is described at the shortest of
-    them, and is one key in the others."""
+    them, and is one key in the others. Without `loads`, no part that is chosen by name is loaded:
+    its table has the keys of every such part."""
     info = type_info(config_type)
-    homes = _homes(info, "") if once else {}
+    homes = _homes(info, "", loads) if once else {}
     of_key: dict[Key, list[str]] = {}
     of_table: dict[str, set[str]] = {}
-    for key in _describe(info, Place(), homes):
+    for key in _describe(info, Place(), homes, loads):
         of_key.setdefault(key._replace(kinds=()), []).extend(key.kinds)
         of_table.setdefault(key.table, set()).update(key.kinds)
     return [
@@ -75,13 +86,14 @@ class Place(NamedTuple):
 Tables = tuple[type, ...]
 
 
-def _describe(kind: mi.Type, place: Place, homes: dict[Tables, str]) -> Iterator[Key]:
+def _describe(kind: mi.Type, place: Place, homes: dict[Tables, str], loads: bool) -> Iterator[Key]:
     """The keys of a table, each kind for itself."""
-    for struct, field, name, inner in _fields(kind, place.path):
+    for struct, field, name, inner in _fields(kind, place.path, loads):
         own = place
         if struct.tag is not None and not place.kinds:
             own = Place(place.path, place.path, (str(struct.tag),))
-        structs, is_essential = struct_types(inner), bool(marks_of(field.type).get("essential"))
+        structs = struct_types(inner, loads=loads)
+        is_essential = bool(marks_of(field.type).get("essential"))
         meaning, where = _description(field.type), (own.table, own.kinds)
         if not structs:
             default = _default(field)
@@ -91,22 +103,31 @@ def _describe(kind: mi.Type, place: Place, homes: dict[Tables, str]) -> Iterator
         if home != name:
             yield Key(name, TABLE, "", f"the keys of {home}", False, *where)
             continue
-        if len(structs) > 1:
-            kinds = " | ".join(repr(struct.tag) for struct in structs)
+        kinds = _kinds(inner, structs, loads)
+        if len(kinds) > 1:
             chosen = getattr(field.default, "__struct_config__", None)
             tag = REQUIRED if chosen is None else str(chosen.tag)
             text = meaning or f"which {field.encode_name}"
-            yield Key(f"{name}.{structs[0].tag_field}", kinds, tag, text, is_essential, *where)
-        yield from _describe(inner, own._replace(path=name), homes)
+            key = f"{name}.{structs[0].tag_field or TAG}"
+            yield Key(key, " | ".join(map(repr, kinds)), tag, text, is_essential, *where)
+        yield from _describe(inner, own._replace(path=name), homes, loads)
 
 
-def _fields(kind: mi.Type, path: str) -> Iterator[tuple[mi.StructType, mi.Field, str, mi.Type]]:
+def _kinds(kind: mi.Type, structs: Sequence[mi.StructType], loads: bool) -> list[str]:
+    """The names of which a table has one; of a single kind of table its tag."""
+    registry = None if loads else registry_of(kind)
+    return [str(one.tag) for one in structs] if registry is None else registry.names()
+
+
+def _fields(
+    kind: mi.Type, path: str, loads: bool
+) -> Iterator[tuple[mi.StructType, mi.Field, str, mi.Type]]:
     """The fields of a table with their structs and keys, and what a field that is a table or a
     list holds."""
-    for struct in struct_types(kind):
+    for struct in struct_types(kind, loads=loads):
         for field in struct.fields:
             inner, suffix = _element(field.type)
-            name = field.encode_name + (suffix if struct_types(inner) else "")
+            name = field.encode_name + (suffix if struct_types(inner, loads=loads) else "")
             yield struct, field, f"{path}.{name}" if path else name, inner
 
 
@@ -114,12 +135,12 @@ def _tables(structs: Sequence[mi.StructType]) -> Tables:
     return tuple(struct.cls for struct in structs)
 
 
-def _homes(kind: mi.Type, path: str) -> dict[Tables, str]:
+def _homes(kind: mi.Type, path: str, loads: bool) -> dict[Tables, str]:
     """The shortest key of every table that is a part of `kind`; the first of equally short ones."""
     found: dict[Tables, str] = {}
-    for _, _, key, inner in _fields(kind, path):
-        if structs := struct_types(inner):
-            for tables, home in {_tables(structs): key, **_homes(inner, key)}.items():
+    for _, _, key, inner in _fields(kind, path, loads):
+        if structs := struct_types(inner, loads=loads):
+            for tables, home in {_tables(structs): key, **_homes(inner, key, loads)}.items():
                 if tables not in found or home.count(".") < found[tables].count("."):
                     found[tables] = home
     return found
@@ -141,7 +162,7 @@ def _element(kind: mi.Type) -> tuple[mi.Type, str]:
 
 
 def _type_name(kind: mi.Type) -> str:
-    if part_kind(kind) is not None:
+    if registry_of(kind) is not None:
         return "table"
     kind = unwrap(kind)
     if isinstance(kind, mi.UnionType):
@@ -203,9 +224,9 @@ class HelpKeys(argparse.Action):
         try:
             given = parser.given if isinstance(parser, Parser) else []
             for table, name in _named(" ".join([prefix, *given])):
-                parts = kind_at(self.config_type, table)
-                if parts is not None:
-                    parts.find(name)
+                registry = registry_at(self.config_type, table)
+                if registry is not None:
+                    registry.find(name)
         except ConfigError as error:
             parser.error(f"--help-keys: {error}")
         keys = describe(self.config_type, once=not prefix)
@@ -265,7 +286,7 @@ def overview(config_type: type[msgspec.Struct]) -> str:
 def essential_keys(config_type: type[msgspec.Struct]) -> list[Key]:
     """What most users set. A key that stands in several tables comes once, by its shortest name."""
     found: dict[tuple[str, str], Key] = {}
-    for entry in describe(config_type, once=True):
+    for entry in describe(config_type, once=True, loads=False):
         same = (entry.name.rpartition(".")[2], entry.meaning)
         held = found.get(same)
         if entry.essential and (held is None or _depth(entry) < _depth(held)):
@@ -316,9 +337,10 @@ def key_list(keys: Sequence[Key]) -> str:
 def _meaning(field: mi.Field) -> str:
     if text := _description(field.type):
         return text
-    structs = struct_types(field.type)
-    if len(structs) > 1:
-        return "one of " + ", ".join(str(struct.tag) for struct in structs)
+    structs = struct_types(field.type, loads=False)
+    kinds = _kinds(field.type, structs, loads=False)
+    if len(kinds) > 1:
+        return "one of " + ", ".join(kinds)
     return next(_first_line(structs), "")
 
 

@@ -11,29 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr, replace
 
-from agentenv.archive import ArchiveConfig
 from agentenv.config import ESSENTIAL, ROWS
 from agentenv.engine import EngineConfig
 from agentenv.engines.embedded import EmbeddedConfig
-from agentenv.engines.scripted import ScriptedConfig
-from agentenv.engines.sglang import SGLangConfig
-from agentenv.engines.vllm import VLLMConfig
-from agentenv.envs.code_interpreter import PythonConfig
-from agentenv.envs.grading.reward import GraderConfig
-from agentenv.envs.search.service import SearchConfig
+from agentenv.envs.grading.keys import GraderConfig
+from agentenv.envs.sandbox.keys import PythonConfig
+from agentenv.envs.search.keys import SearchConfig
 from agentenv.errors import ConfigError
-from agentenv.journal import JournalConfig
-from agentenv.learners.aepo import AEPO
+from agentenv.frames import ArchiveConfig, JournalConfig
 from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.arpo import ARPO
-from agentenv.learners.baselines import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforcePP
 from agentenv.learners.learner import LearnerConfig, LearningRate, OptimizerConfig, WeightDecay
 from agentenv.native import NativeConfig
 from agentenv.pipelines.config.cluster import ClusterConfig, LocalCluster, check_reachable
 from agentenv.pipelines.monitors.monitors import RolloutMonitorConfig
 from agentenv.pipelines.run.saver import SavingConfig
 from agentenv.prompt import PromptConfig
-from agentenv.registry import Kind
+from agentenv.registry import Registry
 from agentenv.renderer import TagsConfig
 from agentenv.rows import MixPart, RowsConfig
 from agentenv.server_config import ROLES, RoleConfig
@@ -41,17 +34,32 @@ from agentenv.tools import ToolConfig
 from agentenv.types import Limits, SamplingParams
 
 # What configurations choose by name; one of ours more is one more word here.
-ALGORITHMS = Kind(
+ALGORITHMS = Registry(
     "algorithm",
     "agentenv.algorithms",
     Algorithm,
-    [GRPO, DrGRPO, DAPO, RLOO, ReinforcePP, GSPO, CISPO, ARPO, AEPO],
+    {
+        "grpo": "agentenv.learners.baselines:GRPO",
+        "dr_grpo": "agentenv.learners.baselines:DrGRPO",
+        "dapo": "agentenv.learners.baselines:DAPO",
+        "rloo": "agentenv.learners.baselines:RLOO",
+        "reinforce_pp": "agentenv.learners.baselines:ReinforcePP",
+        "gspo": "agentenv.learners.baselines:GSPO",
+        "cispo": "agentenv.learners.baselines:CISPO",
+        "arpo": "agentenv.learners.arpo:ARPO",
+        "aepo": "agentenv.learners.aepo:AEPO",
+    },
 )
-ENGINES = Kind(
+ENGINES = Registry(
     "engine",
     "agentenv.engines",
     EngineConfig,
-    [EmbeddedConfig, ScriptedConfig, VLLMConfig, SGLangConfig],
+    {
+        "embedded": "agentenv.engines.embedded:EmbeddedConfig",
+        "scripted": "agentenv.engines.scripted:ScriptedConfig",
+        "vllm": "agentenv.engines.vllm:VLLMConfig",
+        "sglang": "agentenv.engines.sglang:SGLangConfig",
+    },
 )
 
 if TYPE_CHECKING:

@@ -40,9 +40,9 @@ from agentenv.pipelines.diagnosis.guesses import Guess, guess_twice, remedy
 from agentenv.pipelines.evaluation.run import segments_of
 from agentenv.pipelines.records.row import EvalRow, calls_that_ran, written
 from agentenv.pipelines.records.trajectories import readable, trajectory_rows
-from agentenv.pipelines.run.arguments import Parser
+from agentenv.pipelines.run.arguments import EXIT_FAILED, Parser
 from agentenv.pipelines.run.rundir import find_checkpoint
-from agentenv.pipelines.run.terminal import EXIT_FAILED, View, run_until_done, to_its_end
+from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
 from agentenv.pipelines.setup.checks import CheckResult
 from agentenv.pipelines.setup.data import EnvMaker, tables_of
 from agentenv.renderer import TextCodec

@@ -17,8 +17,8 @@ from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
-from agentenv.envs.sandbox import RunResult, Sandbox
 from agentenv.envs.sandbox.process import Rung
+from agentenv.envs.sandbox.sandbox import RunResult, Sandbox
 from agentenv.errors import AgentEnvError
 from agentenv.untrusted import decode
 

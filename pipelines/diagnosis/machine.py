@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 
 from agentenv.disk import existing
 from agentenv.errors import AgentEnvError, ConfigError
+from agentenv.install import DISTRIBUTION, install_hint
 from agentenv.model_files import read_model_config
 from agentenv.pipelines.diagnosis.escapes import RUNGS, attack_all, known_attacks
 from agentenv.pipelines.planning.plan import make_plan, requirements_of
@@ -35,7 +36,7 @@ ATTACK_S = 1.0  # of a snippet that tries to escape
 async def packages(folder: Path) -> str:
     """What the distribution asks for is installed, in the versions that it asks for."""
     try:
-        asked = importlib.metadata.requires("agentenv") or []
+        asked = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         raise Skip("agentenv is not installed as a package, so it names no versions") from None
     problems, found = [], []
@@ -52,7 +53,7 @@ async def packages(folder: Path) -> str:
         elif one.name in ("torch", "transformers", "deepspeed"):
             found.append(f"{one.name} {version}")
     if problems:
-        raise ConfigError(f"{', '.join(problems)}; pip install -e '.[{NEEDED}]'")
+        raise ConfigError(f"{', '.join(problems)}; {install_hint(NEEDED)}")
     return ", ".join(found)
 
 

@@ -18,7 +18,8 @@ from agentenv.env import Env, EnvWrapper, StepResult
 from agentenv.errors import ConfigError, ForeignError
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.evaluation.subject import EvaluationAssembly, Subject
-from agentenv.pipelines.run.terminal import EXIT_FAILED, View
+from agentenv.pipelines.run.arguments import EXIT_FAILED
+from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.setup.assembly import SetConfig
 from agentenv.pipelines.setup.checks import refuse
 from agentenv.plan import Independent

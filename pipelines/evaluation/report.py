@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ RIGHT, WRONG, LINE = "#2a7f62", "#c8553d", "#33658a"
 
 
 def plots_of(summary: Summary, questions: Sequence[QuestionRows]) -> dict[str, bytes]:
-    """PNG files by name: accuracy by group, pass@k, tool calls, tokens, latency."""
+    """PNG files by name: accuracy by group, pass@k, tool calls, tokens, latency; none on the base
+    installation, which does not draw."""
+    if find_spec("matplotlib") is None:
+        return {}
     plots = {"groups": _groups(summary)}
     if summary.num_samples > 1:
         plots["pass_at_k"] = _pass_at_k(summary)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from agentenv.install import DISTRIBUTION
 from agentenv.pipelines.records.conversations import Branch, Question, Turn
 
 SCHEMA = "ATIF-v1.7"
@@ -46,7 +47,7 @@ def trajectory(
 
 def _version() -> str:
     try:
-        return version("agentenv")
+        return version(DISTRIBUTION)
     except PackageNotFoundError:  # run from a checkout that is not installed
         return "0"
 

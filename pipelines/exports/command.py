@@ -19,6 +19,7 @@ import msgspec
 from agentenv.archive import ARCHIVE, Step, read_step, steps_of
 from agentenv.disk import naming
 from agentenv.errors import ConfigError, DataError
+from agentenv.install import install_hint
 from agentenv.pipelines.evaluation.store import CONFIG_FILE as EVALUATION_FILE
 from agentenv.pipelines.evaluation.store import ROWS_FILE, load_rows, load_saved
 from agentenv.pipelines.exports import atif
@@ -48,7 +49,7 @@ def export(arguments: argparse.Namespace, view: View) -> None:
     source, out = arguments.source, arguments.out
     if arguments.format == "inspect" and importlib.util.find_spec("inspect_ai") is None:
         raise ConfigError(
-            "--format inspect needs the package inspect_ai: pip install 'agentenv[inspect]'"
+            f"--format inspect needs the package inspect_ai: {install_hint('inspect')}"
         )
     is_evaluation = (source / ROWS_FILE).is_file()
     model, parts = (_of_evaluation if is_evaluation else _of_run)(arguments)

@@ -22,6 +22,7 @@ from msgspec import Meta, Struct, field
 from agentenv.config import ESSENTIAL
 from agentenv.data_files import Row
 from agentenv.errors import ConfigError
+from agentenv.install import install_hint
 from agentenv.pipelines.monitors.otel import OtelConfig, OtelMonitor
 from agentenv.pipelines.monitors.trackers import Axis as Axis
 from agentenv.pipelines.monitors.trackers import (
@@ -32,7 +33,7 @@ from agentenv.pipelines.monitors.trackers import (
 )
 from agentenv.pipelines.records.trajectories import readable
 from agentenv.redact import Redactor
-from agentenv.registry import Kind
+from agentenv.registry import Registry
 
 COLD_START_STEP = "sft/step"
 
@@ -79,7 +80,7 @@ class MonitorPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
         raise NotImplementedError
 
 
-MONITORS = Kind("monitor", "agentenv.monitors", MonitorPart, [])
+MONITORS = Registry("monitor", "agentenv.monitors", MonitorPart, {})
 
 if TYPE_CHECKING:
     AnyMonitor = MonitorPart
@@ -117,7 +118,7 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             if getattr(self, key) and not _is_installed(package):
                 raise ConfigError(
                     f"monitor.{key}: the package {package} is not installed; "
-                    f"`pip install 'agentenv[{extra}]'` brings it"
+                    f"`{install_hint(extra)}` brings it"
                 )
 
 

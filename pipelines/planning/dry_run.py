@@ -19,8 +19,8 @@ from agentenv import hub
 from agentenv.config import paths_of, resolver
 from agentenv.engine import EngineConfig
 from agentenv.engines.openai import OpenAIConfig
+from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.search.providers import PROVIDERS, WebConfig
-from agentenv.envs.search.service import SearchConfig
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.pipelines.config.benchmarks import benchmark
 from agentenv.pipelines.config.cluster import WideCluster
@@ -30,8 +30,9 @@ from agentenv.pipelines.config.rl import ServeConfig, TrainConfig
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.planning.jobs import job_of
 from agentenv.pipelines.planning.plan import AnyRun, Plan, Process, make_plan, requirements_of
+from agentenv.pipelines.run.arguments import EXIT_MISSING
 from agentenv.pipelines.run.rundir import find_checkpoint
-from agentenv.pipelines.run.terminal import EXIT_MISSING, View
+from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.serving.server_commands import find_python
 from agentenv.pipelines.setup.assembly import Assembly
 from agentenv.pipelines.setup.checks import refuse

@@ -15,15 +15,10 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from agentenv.env import close_shared
-from agentenv.envs.grading.reward import (
-    AnswerReward,
-    GraderConfig,
-    GraderKeys,
-    ToolReward,
-    check_grader,
-)
+from agentenv.envs.grading.keys import GraderConfig, GraderKeys
+from agentenv.envs.grading.reward import AnswerReward, ToolReward, check_grader
 from agentenv.envs.search.bm25 import BM25Config
-from agentenv.envs.search.service import SearchConfig
+from agentenv.envs.search.keys import SearchConfig
 from agentenv.errors import ConfigError
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.evaluation import EvaluateConfig

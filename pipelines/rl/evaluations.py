@@ -1,6 +1,6 @@
 """Evaluations of a training run: around its phases, after steps, or beside the training.
 
-RUN/eval/step-000040/           a whole evaluation, for `agentenv evaluate report`, `compare`, `regrade`
+RUN/eval/step-000040/           a whole evaluation, for `evaluate report`, `compare`, `regrade`
 RUN/eval/step-000040.partial/   an evaluation that goes on, or was cut off
 
 They are asked and stored as `agentenv evaluate` does it.

@@ -1,4 +1,5 @@
-"""The arguments of every command: what is no UTF-8 is refused by name, before anything starts.
+"""The arguments of every command and its exit codes. An argument that is not UTF-8 is refused by
+name, before anything starts.
 
 Python reads such bytes as lone surrogates, which no log, JSON or TOML can hold: a run would fail
 where it first writes one of them down.
@@ -14,6 +15,10 @@ from typing import Any
 
 from agentenv.disk import undecodable
 from agentenv.errors import ConfigError
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_MISSING = 3  # of a dry run: nothing is wrong, something is not here
+LATEST = "latest"  # of --resume: the last checkpoint
 
 PLACES = ("HOME", "TMPDIR", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")
 

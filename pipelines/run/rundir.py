@@ -55,10 +55,10 @@ from agentenv.errors import ConfigError, DataError, StallError
 from agentenv.learners.learner import Learner
 from agentenv.offload import in_thread
 from agentenv.pipelines.monitors.monitors import MonitorConfig, Monitors
+from agentenv.pipelines.run.arguments import LATEST
 
 STATE_FILE = "state.json"
 BEST = "best"
-LATEST = "latest"
 CLEAN_S = 10.0  # to remove half a checkpoint from a disk that may hang
 REMOVED, SET_ASIDE = ".removed", "set-aside"
 STEP, COLD_START = "step", "sft"  # what a checkpoint is of

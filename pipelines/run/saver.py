@@ -13,7 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta, Struct
@@ -22,10 +22,12 @@ from agentenv.config import ESSENTIAL
 from agentenv.deadline import uncancelled, within
 from agentenv.disk import DIR_KEY, explain
 from agentenv.errors import AgentEnvError, LearnerError, StallError
-from agentenv.learners.learner import Learner
 from agentenv.offload import in_thread
-from agentenv.pipelines.run.rundir import STEP, Checkpoints, save_state
-from agentenv.pipelines.run.terminal import View
+
+if TYPE_CHECKING:
+    from agentenv.learners.learner import Learner
+    from agentenv.pipelines.run.rundir import Checkpoints
+    from agentenv.pipelines.run.terminal import View
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ class Saver:
         state: Callable[[], msgspec.Struct],
         needed: Callable[[], Collection[int]] = tuple,
         turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
-        of: str = STEP,
+        of: str = "step",
     ) -> None:
         self.config = config
         self.checkpoints = checkpoints
@@ -176,6 +178,8 @@ class Saver:
     async def amend(self) -> None:
         """Bring what the checkpoint of this step, if there is one, remembers up to date: the
         weights are the same, and an evaluation of them is done."""
+        from agentenv.pipelines.run.rundir import save_state
+
         async with self._one_at_a_time:
             if await in_thread(self._exists):
                 await in_thread(save_state, self._path(), self._state())

@@ -36,8 +36,14 @@ from rich.table import Table as RichTable
 from agentenv.crashes import PACKAGES
 from agentenv.disk import DIR_KEY, explain
 from agentenv.errors import AgentEnvError, ConfigError, DataError
+from agentenv.install import TRAIN, needs_train
 from agentenv.offload import hanging, running
-from agentenv.pipelines.run.arguments import check_places
+from agentenv.pipelines.run.arguments import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    check_places,
+)
 from agentenv.pipelines.run.event_loop import ENDING, GRACE_S, CommandLoop, Watchdog, share_heap
 from agentenv.pipelines.run.tables import Table, as_rich
 
@@ -267,9 +273,7 @@ class View:
         self._handlers = []
 
 
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 COMMANDS = {(PACKAGES / place / "launchers").resolve() for place in ("", "agentenv")}
-EXIT_MISSING = 3  # of a dry run: nothing is wrong, something is not here
 
 
 def import_from_working_directory() -> None:
@@ -317,6 +321,11 @@ def _code_of(work: Callable[[], int | None], view: View, writing: str, interrupt
         if interrupted:
             view.say(interrupted)
         return EXIT_INTERRUPTED
+    except ModuleNotFoundError as error:
+        if error.name not in TRAIN:
+            raise
+        view.fail(needs_train(error.name))
+        return EXIT_BAD_INPUT
     except (OSError, AgentEnvError, ExceptionGroup) as error:
         reason = first_reason(error)
         if reason is None:

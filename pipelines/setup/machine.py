@@ -8,7 +8,7 @@ import subprocess
 
 from msgspec import Struct
 
-from agentenv.pipelines.run.terminal import EXIT_MISSING
+from agentenv.pipelines.run.arguments import EXIT_MISSING
 from agentenv.pipelines.serving.gpus import visible_gpus
 
 GIB = 2.0**30

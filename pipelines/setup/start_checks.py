@@ -13,7 +13,7 @@ from msgspec import Struct
 from agentenv import hub
 from agentenv.config import paths_of
 from agentenv.engine import EngineConfig, check_context
-from agentenv.envs.grading.reward import grader_config
+from agentenv.envs.grading.keys import grader_config
 from agentenv.errors import ConfigError, DataError
 from agentenv.learners.learner import LearnerConfig
 from agentenv.model_files import check_turn_end, num_positions, read_model_config

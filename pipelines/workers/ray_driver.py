@@ -18,6 +18,7 @@ from typing import Any
 
 from agentenv.cluster.messages import Alive, Figures, Say
 from agentenv.errors import ConfigError, WorkerError
+from agentenv.install import install_hint
 from agentenv.link import Link
 from agentenv.offload import in_thread
 from agentenv.pipelines.setup import data
@@ -39,7 +40,6 @@ from agentenv.pipelines.workers.ray_placement import (
 from agentenv.processes import GRACE_S, ProcessSpec
 from agentenv.worker_group import serve
 
-INSTALL = "cluster.kind = ray needs the package ray: pip install 'agentenv[ray]'"
 OLDEST = "2.40"  # as in pyproject.toml
 MISMATCH = "Version mismatch"  # as Ray says it
 LOOK_S = 2.0  # at nodes
@@ -134,11 +134,13 @@ class Ray:
         try:
             import ray
         except ImportError as error:
-            raise ConfigError(INSTALL) from error
+            raise ConfigError(
+                f"cluster.kind = ray needs the package ray: {install_hint('ray')}"
+            ) from error
         if _numbers(ray.__version__) < _numbers(OLDEST):
             raise ConfigError(
                 f"cluster.kind = ray needs Ray {OLDEST} or later, and {ray.__version__} is "
-                "installed: pip install --upgrade 'agentenv[ray]'"
+                f"installed: {install_hint('ray')} --upgrade"
             )
         self.ray: Any = ray
         self.setup = setup

@@ -9,7 +9,6 @@ import pytest
 
 from agentenv.engines.remote.endpoint import (
     ChatModel,
-    ChatModelConfig,
     MalformedReplyError,
     fenced,
     read_chat,
@@ -17,6 +16,7 @@ from agentenv.engines.remote.endpoint import (
     shortened,
 )
 from agentenv.errors import ConfigError, EngineDeadError
+from agentenv.server_config import ChatModelConfig
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 
 

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from agentenv.env import close_shared
-from agentenv.envs.sandbox import Sandbox, SandboxLimits, SandboxSession
+from agentenv.envs.sandbox.keys import SandboxLimits
+from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from tests.envs.search_server import serving
 from tests.envs.search_site import Web
 from tests.support.sandboxes import (

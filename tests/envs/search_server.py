@@ -10,7 +10,8 @@ from aiohttp import web
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.test_utils import TestServer
 
-from agentenv.envs.search.upstream import HttpRequest, Reply, TrafficConfig, Upstream
+from agentenv.envs.search.keys import TrafficConfig
+from agentenv.envs.search.upstream import HttpRequest, Reply, Upstream
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

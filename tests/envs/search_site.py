@@ -6,7 +6,8 @@ from typing import Any
 
 from aiohttp import web
 
-from agentenv.envs.search.service import Episode, SearchConfig, SearchService
+from agentenv.envs.search.keys import SearchConfig
+from agentenv.envs.search.service import Episode, SearchService
 from agentenv.envs.web_search import search_config
 
 FILLER = "Nothing of interest stands in this sentence. " * 200

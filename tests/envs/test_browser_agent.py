@@ -10,7 +10,8 @@ from aiohttp import web
 
 from agentenv.assist.helpers import count_calls
 from agentenv.env import close_shared
-from agentenv.envs.search.service import Episode, SearchConfig, SearchService
+from agentenv.envs.search.keys import SearchConfig
+from agentenv.envs.search.service import Episode, SearchService
 from agentenv.envs.web_search import WebSearchEnv, search_config
 from agentenv.errors import ConfigError, EnvError
 from agentenv.types import Message, Task, ToolCall

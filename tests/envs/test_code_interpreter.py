@@ -11,7 +11,8 @@ import agentenv.env
 import agentenv.envs
 from agentenv.env import close_shared, shared_stats
 from agentenv.envs.code_interpreter import python_tool, shared_sandbox
-from agentenv.envs.sandbox import RemoteSandbox, Sandbox
+from agentenv.envs.sandbox.remote import RemoteSandbox
+from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.errors import ConfigError, EnvError
 from agentenv.types import Message, Task, ToolCall
 

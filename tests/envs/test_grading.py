@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from agentenv.env import close_shared
+from agentenv.envs.grading.keys import grader_config
 from agentenv.envs.grading.layers import Layered, compare
 from agentenv.envs.grading.math import risk_of
-from agentenv.envs.grading.reward import ToolReward, check_grader, grader_config, make_grader
+from agentenv.envs.grading.reward import ToolReward, check_grader, make_grader
 from agentenv.envs.grading.words import f1
 from agentenv.errors import ConfigError
 from agentenv.reference.grading import ReleasedReward

@@ -11,7 +11,8 @@ import pytest
 
 from agentenv.engines.remote.server import ServerLostError
 from agentenv.env import close_shared
-from agentenv.envs.grading.judge import Judge, JudgeConfig
+from agentenv.envs.grading.judge import Judge
+from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.grading.reward import AnswerReward, check_grader, make_grader
 from agentenv.errors import ConfigError, GraderError, InfraError
 from agentenv.plan import Independent

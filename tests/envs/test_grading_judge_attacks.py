@@ -10,7 +10,8 @@ import pytest
 
 from agentenv.env import close_shared
 from agentenv.envs.grading import judge
-from agentenv.envs.grading.judge import JudgeConfig, asked_text
+from agentenv.envs.grading.judge import asked_text
+from agentenv.envs.grading.keys import JudgeConfig
 from tests.support.judge_server import JudgeServer, judge_of, judge_server
 
 

@@ -15,7 +15,8 @@ import pytest
 from agentenv.config import build_config
 from agentenv.env import close_shared
 from agentenv.envs.grading import judge
-from agentenv.envs.grading.reward import GraderConfig, check_grader, make_grader
+from agentenv.envs.grading.keys import GraderConfig
+from agentenv.envs.grading.reward import check_grader, make_grader
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.errors import GraderError
 from agentenv.pipelines.config.evaluation import EvaluateConfig

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from agentenv.envs.code_interpreter import NO_OUTPUT, PythonTool
-from agentenv.envs.sandbox import Sandbox, SandboxSession
-from agentenv.envs.sandbox.sandbox import VARIABLES_LOST
+from agentenv.envs.sandbox.sandbox import VARIABLES_LOST, Sandbox, SandboxSession
 from agentenv.errors import EnvError, InfraError, ToolError
 from tests.support.sandboxes import (
     RESIDENTS,

@@ -9,8 +9,8 @@ import time
 import psutil
 import pytest
 
-from agentenv.envs.sandbox import Sandbox, SandboxLimits, SandboxSession
-from agentenv.envs.sandbox.sandbox import VARIABLES_LOST
+from agentenv.envs.sandbox.keys import SandboxLimits
+from agentenv.envs.sandbox.sandbox import VARIABLES_LOST, Sandbox, SandboxSession
 from agentenv.errors import InfraError
 from tests.support.sandboxes import RESIDENTS, children, said, until, until_processes, zygote_of
 

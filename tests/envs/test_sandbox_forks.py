@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.envs.sandbox import Sandbox, SandboxSession
 from agentenv.envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
 from agentenv.envs.sandbox.process import HUGE_PAGES, Rung, environment
+from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from agentenv.errors import EnvError
 from agentenv.pipelines.diagnosis.escapes import RUNGS
 from tests.support.sandboxes import process_of, said, until, zygote_of

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from agentenv.envs.sandbox import Sandbox, SandboxSession
+from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from tests.support.sandboxes import said
 
 USUAL = (

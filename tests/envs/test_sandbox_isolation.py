@@ -7,7 +7,7 @@ import socket
 import sys
 from pathlib import Path
 
-from agentenv.envs.sandbox import Sandbox, SandboxSession
+from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from tests.support.sandboxes import (
     said,
 )

@@ -11,9 +11,8 @@ import time
 import psutil
 import pytest
 
-from agentenv.envs.sandbox import Sandbox
 from agentenv.envs.sandbox import process as zygote_process
-from agentenv.envs.sandbox.sandbox import SandboxSession
+from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from agentenv.errors import EnvError, InfraError
 from tests.support.sandboxes import (
     RESIDENTS,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agentenv.envs.sandbox import RemoteSandbox
+from agentenv.envs.sandbox.remote import RemoteSandbox
 from agentenv.errors import ConfigError, EnvError, InfraError
 
 

@@ -12,7 +12,8 @@ import pytest
 from aiohttp import web
 from aiohttp.abc import AbstractResolver
 
-from agentenv.envs.search.pages import AddressRule, FetchConfig, PageFetcher, RefusedAddress
+from agentenv.envs.search.keys import FetchConfig
+from agentenv.envs.search.pages import AddressRule, PageFetcher, RefusedAddress
 from agentenv.errors import ConfigError, InfraError, ToolError
 from tests.envs.search_server import Handler, Names, Scripted, serving
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from agentenv.config import to_plain
-from agentenv.envs.search.service import PRESETS, REPEATED, Episode, SearchConfig, SearchService
+from agentenv.envs.search.keys import PRESETS, SearchConfig
+from agentenv.envs.search.service import REPEATED, Episode, SearchService
 from agentenv.envs.search.summary import truncated_reasoning
 from agentenv.envs.web_search import search_config
 from agentenv.errors import ConfigError

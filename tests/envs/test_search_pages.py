@@ -10,9 +10,10 @@ from aiohttp import web
 
 from agentenv.envs.search import pages
 from agentenv.envs.search.cache import ResultCache
+from agentenv.envs.search.keys import FetchConfig, PagesConfig, TrafficConfig
 from agentenv.envs.search.page_text import TextExtractor, page_text
-from agentenv.envs.search.pages import FetchConfig, PageReader, PagesConfig, passages, window
-from agentenv.envs.search.upstream import Reply, TrafficConfig
+from agentenv.envs.search.pages import PageReader, passages, window
+from agentenv.envs.search.upstream import Reply
 from agentenv.errors import ConfigError, ToolError
 from tests.envs.search_server import Names, serving
 

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from agentenv.envs.search.corpus import Hit, Query
+from agentenv.envs.search.keys import TrafficConfig
 from agentenv.envs.search.providers import (
     PROVIDERS,
     ProviderName,
@@ -23,7 +24,7 @@ from agentenv.envs.search.providers import (
     provider_hits,
     retrieved_hits,
 )
-from agentenv.envs.search.upstream import Reply, TrafficConfig
+from agentenv.envs.search.upstream import Reply
 from agentenv.errors import ConfigError, InfraError, ToolError
 from tests.envs.search_server import serving
 

@@ -16,7 +16,8 @@ import pytest
 from aiohttp import web
 
 from agentenv.envs.search.corpus import Hit, Query
-from agentenv.envs.search.service import Episode, SearchConfig, SearchService
+from agentenv.envs.search.keys import SearchConfig
+from agentenv.envs.search.service import Episode, SearchService
 from agentenv.envs.search.snapshot import Snapshot
 from agentenv.envs.web_search import WebSearchEnv, search_config
 from agentenv.errors import AgentEnvError, DataError, EnvError, InfraError, ToolError

@@ -9,13 +9,13 @@ from aiohttp import web
 
 from agentenv.envs.search.cache import CachedBackend, ResultCache
 from agentenv.envs.search.corpus import Query
+from agentenv.envs.search.keys import TrafficConfig
 from agentenv.envs.search.providers import WebBackend, WebConfig
 from agentenv.envs.search.upstream import (
     HttpRequest,
     Reply,
     SingleFlight,
     TokenBucket,
-    TrafficConfig,
     Upstream,
     retry_after_s,
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentenv.config import load_config
-from agentenv.envs.search.service import SearchConfig
+from agentenv.envs.search.keys import SearchConfig
 from agentenv.pipelines.config.benchmarks import BENCHMARKS, ENV_ID
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
 from agentenv.pipelines.config.rl import TrainConfig

@@ -14,7 +14,7 @@ import pytest
 import agentenv
 from agentenv.config import build_config
 from agentenv.env import close_shared
-from agentenv.envs.grading.reward import GraderConfig
+from agentenv.envs.grading.keys import GraderConfig
 from agentenv.errors import ConfigError
 from agentenv.pipelines.config.benchmarks import (
     BENCHMARKS,

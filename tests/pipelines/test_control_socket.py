@@ -183,7 +183,7 @@ def test_a_place_that_takes_no_sockets_is_no_reason_to_end(run: Path) -> None:
     warned: list[str] = []
     beside(run, lambda: None, warned)
     assert len(warned) == 1
-    assert "launchers/ctl.py cannot reach this run" in warned[0]
+    assert "agentenv ctl cannot reach this run" in warned[0]
     run.mkdir()
 
 

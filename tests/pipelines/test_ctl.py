@@ -158,7 +158,7 @@ def test_every_command_on_a_run_that_goes_on(
     assert sum(row.get("failed/by_kind/cancelled", 0) for row in rows) >= 1
     log = (run / "run.log").read_text()
     for command in ("pause", "resume", "cancel", "checkpoint", "evaluate"):
-        assert f"launchers/ctl.py {command}: " in log
+        assert f"agentenv ctl {command}: " in log
 
     assert ctl.main([str(run)]) == 1  # what it has left tells whom it was of
     assert "was killed" in capsys.readouterr().err

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from agentenv.config import load_config
 from agentenv.envs.sandbox import sandbox as sandboxes
+from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.search.providers import WebConfig
-from agentenv.envs.search.service import SearchConfig
 from agentenv.errors import ConfigError
 from agentenv.launchers import doctor
 from agentenv.learners import model_check
@@ -64,7 +64,7 @@ def test_a_configuration_of_an_evaluation_is_refused_with_what_looks_at_it() -> 
 
     (result,) = asyncio.run(look())
     assert result.state == "failed"
-    assert "launchers/evaluate.py" in result.message
+    assert "agentenv evaluate" in result.message
     assert "--dry-run" in result.remedy
 
 

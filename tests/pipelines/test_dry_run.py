@@ -16,7 +16,7 @@ from agentenv.learners.lora import LoRAConfig
 from agentenv.pipelines.config.help import values_of
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.planning.plan import make_plan, requirements_of
-from agentenv.pipelines.run.terminal import EXIT_MISSING
+from agentenv.pipelines.run.arguments import EXIT_MISSING
 from agentenv.pipelines.setup.machine import Machine
 from tests.support.warehouse import ROOT
 

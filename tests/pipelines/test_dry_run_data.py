@@ -10,7 +10,7 @@ import pytest
 from agentenv.data_files import read_rows
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.launchers import dpo, evaluate, sft, train
-from agentenv.pipelines.run.terminal import EXIT_MISSING
+from agentenv.pipelines.run.arguments import EXIT_MISSING
 from tests.support.released import (
     BROKEN_CHAIN,
     arpo_row,

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from agentenv.archive import Archive, ArchiveConfig, StepHeader
+from agentenv.archive import Archive, StepHeader
 from agentenv.envs.quickstart_setup import build_tokenizer
+from agentenv.frames import ArchiveConfig
+from agentenv.install import install_hint
 from agentenv.launchers import export
 from agentenv.pipelines.exports.atif import trajectory
 from agentenv.pipelines.records.conversations import Question, of_row, of_tree, redacted, turns_of
@@ -305,7 +307,7 @@ def test_inspect_needs_its_package(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert transcripts(run, tmp_path / "out", "--format", "inspect") == 2
-    assert "pip install 'agentenv[inspect]'" in said(capsys)
+    assert install_hint("inspect") in said(capsys)
 
 
 @pytest.mark.slow

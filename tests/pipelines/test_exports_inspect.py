@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from agentenv.archive import Archive, ArchiveConfig, StepHeader
+from agentenv.archive import Archive, StepHeader
 from agentenv.envs.quickstart_setup import build_tokenizer
+from agentenv.frames import ArchiveConfig
 from tests.support.told_tree import SECRET, told_tree
 
 pytestmark = [pytest.mark.inspect, pytest.mark.slow, pytest.mark.timeout(400)]

@@ -23,7 +23,8 @@ from agentenv.errors import ConfigError, WorkerError
 from agentenv.launchers import train
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
-from agentenv.pipelines.run.terminal import EXIT_BAD_INPUT, first_reason
+from agentenv.pipelines.run.arguments import EXIT_BAD_INPUT
+from agentenv.pipelines.run.terminal import first_reason
 from agentenv.pipelines.workers.main import DRAIN_VARIABLE, WAIT_VARIABLE
 from agentenv.pipelines.workers.rollout_worker import seen_from_here
 from agentenv.ports import hold_port, port_of

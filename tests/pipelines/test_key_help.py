@@ -119,12 +119,12 @@ def test_an_unknown_prefix_names_the_nearest(
 def test_each_command_says_in_the_same_words_how_it_is_used(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command, main = name.removeprefix("agentenv.launchers."), importlib.import_module(name).main
+    command, main = name.rpartition(".")[2], importlib.import_module(name).main
     with suppress(SystemExit):  # one has no parser
         main(["--help"])
     text = capsys.readouterr().out
     usage = text.partition("\n\n")[0]
-    assert usage.startswith(f"usage: launchers/{command}.py")
+    assert usage.startswith(f"usage: agentenv {command}")
     if command in ("train", "evaluate", "sft", "dpo", "synthesize", "serve", "retriever"):
         assert re.search(r"(CONFIG|SUBJECT)\]? \[key.sub=value \.\.\.\]", usage)
     assert ("--resume" in text) == (command in ("train", "sft", "dpo"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import pytest
 
 from agentenv.config import build_config
 from agentenv.errors import ConfigError
+from agentenv.install import install_hint
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import SFTRunConfig
 from agentenv.pipelines.monitors import monitors as module
@@ -259,7 +261,9 @@ def test_a_missing_package_is_told_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"monitor\.tensorboard.*pip install 'agentenv\[monitor"):
+    with pytest.raises(
+        ConfigError, match=rf"monitor\.tensorboard.*{re.escape(install_hint('monitor'))}"
+    ):
         MonitorConfig(tensorboard=True)
 
 

@@ -20,9 +20,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from agentenv.archive import ArchiveConfig
 from agentenv.config import load_config
 from agentenv.envs.quickstart_setup import build_model
+from agentenv.frames import ArchiveConfig
 from agentenv.learners.batch import encode_sequence, pack
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.lora import LoRAConfig

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from agentenv.errors import ConfigError
+from agentenv.install import install_hint
 from agentenv.pipelines.workers.ray_driver import OLDEST, Ray
 from agentenv.pipelines.workers.ray_placement import RaySetup
 from tests.support.warehouse import ROOT
@@ -63,7 +64,7 @@ def test_a_ray_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, versi
         ray_of(monkeypatch, version)
     assert str(refused.value) == (
         f"cluster.kind = ray needs Ray 2.40 or later, and {version} is installed: "
-        "pip install --upgrade 'agentenv[ray]'"
+        f"{install_hint('ray')} --upgrade"
     )
 
 

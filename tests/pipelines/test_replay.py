@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentenv.archive import Archive, ArchiveConfig, KeptTree, StepHeader, read_step, steps_of
+from agentenv.archive import Archive, KeptTree, StepHeader, read_step, steps_of
+from agentenv.frames import ArchiveConfig
 from agentenv.launchers import replay, train
 from tests.pipelines.killed_runs import KilledRun
 from tests.support.killing import Plan
@@ -108,7 +109,7 @@ def test_mistakes_are_told(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps({"run": config["run"]}))
     assert replay.main([str(run)]) == 2
-    assert "not a run of launchers/train.py" in said(capsys)
+    assert "not a run of agentenv train" in said(capsys)
 
 
 def test_a_step_that_is_cut_off_is_replayed_up_to_there(

@@ -11,7 +11,8 @@ import pytest
 
 from agentenv.archive import KeptTree, Step
 from agentenv.config import load_config, to_plain
-from agentenv.journal import Journal, JournalConfig
+from agentenv.frames import JournalConfig
+from agentenv.journal import Journal
 from agentenv.launchers import replay
 from agentenv.launchers.replay import Regrowing
 from agentenv.pipelines.config.rl import TrainConfig

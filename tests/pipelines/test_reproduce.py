@@ -32,18 +32,18 @@ def typed() -> list[list[str]]:
     blocks = re.findall(r"```sh\n(.*?)```", TEXT, flags=re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
     words = [shlex.split(line, comments=True) for line in lines]
-    return [line for line in words if line and line[0] == "python"]
+    return [line for line in words if line and line[0] == "agentenv"]
 
 
 def commands() -> list[list[str]]:
     """Those of the launchers above, which have a dry run."""
-    wanted = {f"launchers/{name}.py" for name in MAIN}
+    wanted = set(MAIN)
     return [line for line in typed() if line[1] in wanted and line[2] not in STORED]
 
 
 def reads_and_leaves(line: list[str]) -> tuple[set[str], set[str]]:
     """Folders of models, runs and evaluations that a command starts from, and that it makes."""
-    launcher = Path(line[1]).stem
+    launcher = line[1]
     if launcher == "export" or line[2] in STORED:
         folders = {word for word in line[2:] if not word.startswith("-") and word not in STORED}
         made = {line[3]} if launcher == "export" else set()
@@ -77,7 +77,7 @@ def test_each_command_starts_from_what_earlier_ones_left() -> None:
 
 
 def test_the_retriever_is_the_one_that_tool_stars_evaluation_asks() -> None:
-    (line,) = [line for line in typed() if line[1] == "launchers/retriever.py"]
+    (line,) = [line for line in typed() if line[1] == "retriever"]
     served = read_config([word for word in line[2:] if word != "&"])
     asked = tomllib.loads((ROOT / "configs" / "eval_tool_star.toml").read_text(encoding="utf-8"))
     for name in ("hotpotqa", "2wiki", "musique", "bamboogle"):
@@ -85,7 +85,7 @@ def test_the_retriever_is_the_one_that_tool_stars_evaluation_asks() -> None:
 
 
 def test_there_is_a_command_for_each_stage() -> None:
-    used = {Path(line[1]).stem for line in commands()}
+    used = {line[1] for line in commands()}
     assert used == set(MAIN)
 
 

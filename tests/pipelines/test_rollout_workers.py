@@ -28,8 +28,9 @@ from agentenv.journal import Leased
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
+from agentenv.pipelines.run.arguments import EXIT_INTERRUPTED
 from agentenv.pipelines.run.rundir import RunDirectory
-from agentenv.pipelines.run.terminal import EXIT_INTERRUPTED, View, first_reason
+from agentenv.pipelines.run.terminal import View, first_reason
 from agentenv.ports import held_ports
 from agentenv.supervisor import NUMBER_VARIABLE
 from benchmarks.parts.chaos import (

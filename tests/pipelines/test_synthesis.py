@@ -17,7 +17,7 @@ from agentenv.launchers import synthesize
 from agentenv.model_files import load_tokenizer
 from agentenv.pipelines.config.supervised import ChatDataConfig
 from agentenv.pipelines.evaluation.store import read_rows
-from agentenv.pipelines.run.terminal import EXIT_MISSING
+from agentenv.pipelines.run.arguments import EXIT_MISSING
 from agentenv.pipelines.setup.assembly import make_renderer
 from agentenv.pipelines.supervised.dialogues import RowFormat, find_sources, read_conversation
 from agentenv.pipelines.supervised.encoding import ChatEncoder

@@ -9,7 +9,8 @@ from typing import Any
 
 from aiohttp import web
 
-from agentenv.envs.grading.judge import Judge, JudgeConfig
+from agentenv.envs.grading.judge import Judge
+from agentenv.envs.grading.keys import JudgeConfig
 
 
 class Cut:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from agentenv.envs.sandbox import Sandbox, SandboxSession
+from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from tests.support import forkserver
 
 # on the rung "namespaces": bubblewrap, the zygote, the nurse, and its child that waits for a fork

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from agentenv.archive import ARCHIVE, Archive, ArchiveConfig, Credit, KeptTree, StepHeader
+from agentenv.archive import ARCHIVE, Archive, Credit, KeptTree, StepHeader
+from agentenv.frames import ArchiveConfig
 from agentenv.pipelines.records.row import EvalRow
 from agentenv.tree import Node, Scored, TrajectoryTree
 from agentenv.types import Limit, Task, VersionSpan

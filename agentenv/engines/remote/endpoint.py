@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 from yarl import URL
 
 from agentenv.backoff import backoff_s
@@ -24,6 +24,7 @@ from agentenv.deadline import admitted, waiting
 from agentenv.engines.remote.client import Count, HttpClient, MalformedReplyError, RefusedError
 from agentenv.engines.remote.server import BusyError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError, ForeignError
+from agentenv.server_config import ChatModelConfig
 from agentenv.untrusted import convert, decode
 
 FIRST_DELAY_S = 0.5
@@ -302,27 +303,6 @@ def shortened(text: str, max_chars: int, gap: str = GAP) -> str:
     """Head and tail of a text that is longer than `max_chars`."""
     half = max_chars // 2
     return text if len(text) <= max_chars else text[:half] + gap + text[-half:]
-
-
-class ChatModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model behind an OpenAI-compatible server, and how it is asked."""
-
-    url: Annotated[
-        str, Meta(description='base URL, e.g. "http://HOST:8000/v1" or "{role:summarizer}/v1"')
-    ]
-    model: Annotated[str, Meta(description="its name at that server")]
-    api_key_env: Annotated[
-        str, Meta(description="environment variable that holds the key; empty: no key; not logged")
-    ] = ""
-    max_tokens: Annotated[int, Meta(ge=1, description="of a reply, thoughts included")] = 4096
-    timeout_s: Annotated[float, Meta(gt=0, description="limit of one request, seconds")] = 120.0
-    num_retries: Annotated[
-        int, Meta(ge=0, description="after 429, 5xx, lost connections, malformed replies")
-    ] = 5
-    max_concurrency: Annotated[int, Meta(ge=1, description="requests in flight")] = 64
-    extra_body: Annotated[
-        dict[str, Any], Meta(description="more keys of each request, e.g. chat_template_kwargs")
-    ] = field(default_factory=dict)
 
 
 class ChatModel:

@@ -11,11 +11,13 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING
 
 from agentenv.errors import EngineError
 from agentenv.offload import in_thread
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 PARTIAL = "\ufffd"  # what bytes decode to that are not (yet) a whole character
 MAX_WHOLE = 64  # stop tokens of a request: each request carries them
@@ -107,15 +109,20 @@ class StopStrings:
 
     def _load(self) -> Tokenizer:
         with self._loading:
-            if self._tokenizer is None:
-                if not self._path.is_file():
-                    raise EngineError(f"stop strings need {self._path}, which does not exist")
-                tokenizer = Tokenizer.from_file(str(self._path))
-                # Each token twice: some decoders strip a space at the start, the second one has it.
-                # One by one, since decode_batch starts a pool of threads that dislikes forks.
-                self._texts = [
-                    tokenizer.decode([index, index], skip_special_tokens=False)
-                    for index in range(self._vocab_size)
-                ]
-                self._tokenizer = tokenizer
-            return self._tokenizer
+            return self._load_once()
+
+    def _load_once(self) -> Tokenizer:
+        if self._tokenizer is None:
+            if not self._path.is_file():
+                raise EngineError(f"stop strings need {self._path}, which does not exist")
+            from tokenizers import Tokenizer
+
+            tokenizer = Tokenizer.from_file(str(self._path))
+            # Each token twice: some decoders strip a space at the start, the second one has it.
+            # One by one, since decode_batch starts a pool of threads that dislikes forks.
+            self._texts = [
+                tokenizer.decode([index, index], skip_special_tokens=False)
+                for index in range(self._vocab_size)
+            ]
+            self._tokenizer = tokenizer
+        return self._tokenizer

@@ -1,0 +1,293 @@
+"""The keys of a grader, [grader]: which one compares answers, and how."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints
+
+from msgspec import NODEFAULT, Meta, Struct, defstruct, field
+from msgspec.structs import replace
+
+from agentenv.config import ESSENTIAL, PATH, build_config
+from agentenv.errors import ConfigError
+from agentenv.registry import Registry
+from agentenv.server_config import ChatModelConfig
+from agentenv.tool_env import Grader
+
+SolutionStr = Literal["response", "sequence"]
+GraderKind = Literal["exact", "f1", "layered", "judge", "custom", "own", "combined"]
+Reward = Literal["answer", "tools"]
+
+
+class JudgeConfig(ChatModelConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the judge is and how it is asked."""
+
+    url: Annotated[
+        str,
+        Meta(
+            description="base URL of an OpenAI-compatible server, e.g. http://host:8000/v1",
+            extra=ESSENTIAL,
+        ),
+    ]
+    model: Annotated[str, Meta(description="name of the model at that server", extra=ESSENTIAL)]
+    when: Annotated[
+        Literal["rules_wrong", "always"],
+        Meta(
+            description="asked when the rules find no right answer; or always, which changes no "
+            "grade, but tells how far the two agree"
+        ),
+    ] = "rules_wrong"
+    timeout_s: Annotated[float, Meta(gt=0, description="limit of one request, seconds")] = 60.0
+    max_tokens: Annotated[
+        int, Meta(ge=1, description="of the reply; more for a thinking model")
+    ] = 16
+    compat: Annotated[
+        Literal["", "reference"],
+        Meta(
+            description="'reference': asked and read as in the released evaluation: the prompt of "
+            "prompt_file, the server's default sampling, its verdict rule; max_tokens does not "
+            "count"
+        ),
+    ] = ""
+    prompt_file: Annotated[
+        str,
+        Meta(
+            description="compat: file with the prompt, a text or the Python file that holds it, as "
+            "evaluation/src/llm_evaluator_sds.py of ARPO's repository",
+            extra=PATH,
+        ),
+    ] = ""
+    cache: Annotated[
+        str, Meta(description='SQLite file of verdicts that processes share; "": in memory only')
+    ] = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.compat) != bool(self.prompt_file):
+            raise ConfigError(
+                'grader.judge.compat = "reference" and grader.judge.prompt_file belong together: '
+                "the released prompt comes from your copy of the repository"
+            )
+
+
+class GraderPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"):
+    """Base of the keys of a grader from elsewhere, [grader.own]."""
+
+    def build(self) -> Grader:
+        """The grader; one for each set of keys in a process."""
+        raise NotImplementedError
+
+
+def _keys_of(found: Any) -> type[GraderPart] | None:
+    """A class with `grade`, whose keys are what its constructor takes."""
+    if not (isinstance(found, type) and callable(getattr(found, "grade", None))):
+        return None
+    fields: list[tuple[str, Any, Any]] = []
+    try:
+        types = get_type_hints(found.__init__)  # type: ignore[misc]
+        for one in inspect.signature(found).parameters.values():
+            if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+                value = NODEFAULT if one.default is one.empty else one.default
+                fields.append((one.name, types.get(one.name, Any), field(default=value)))
+    except (TypeError, ValueError, NameError) as error:
+        raise ConfigError(
+            f"what the constructor of {found.__name__} takes cannot be keys: {error}; derive it "
+            "from agentenv.envs.grading.keys.GraderPart"
+        ) from error
+    names = [name for name, _, _ in fields]
+
+    def build(keys: GraderPart) -> Grader:
+        return cast(Grader, found(**{name: getattr(keys, name) for name in names}))
+
+    part = defstruct(
+        found.__name__,
+        fields,
+        bases=(GraderPart,),
+        namespace={"build": build},
+        frozen=True,
+        kw_only=True,
+        module=found.__module__,
+    )
+    return cast(type[GraderPart], part)
+
+
+GRADERS = Registry("grader", "agentenv.graders", GraderPart, {}, _keys_of)
+
+if TYPE_CHECKING:
+    AnyGrader = GraderPart
+else:
+    AnyGrader = GRADERS.key
+
+
+class GraderKeys(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One grader."""
+
+    kind: Annotated[
+        GraderKind | None,
+        Meta(
+            description="exact match, SQuAD F1, all layers, layers then an LLM, your function, "
+            "your class, several graders; none: own with [grader.own], custom with grader.path, "
+            "judge with grader.judge, combined with [grader.combined.NAME], else that of the "
+            "environment",
+            extra=ESSENTIAL,
+        ),
+    ] = None
+    reward: Annotated[
+        Reward | None,
+        Meta(
+            description="the answer's score, or ARPO's rule: format -1, score, +0.1 for tools; "
+            "none: that of the environment",
+            extra=ESSENTIAL,
+        ),
+    ] = None
+    compat: Annotated[
+        Literal["", "reference"],
+        Meta(description="with reward = tools: 'reference' is the released rule, F1 for all"),
+    ] = ""
+    math: Annotated[
+        bool, Meta(description="layered, judge: ask math-verify (extra 'math') for expressions")
+    ] = True
+    partial_credit: Annotated[
+        bool | None,
+        Meta(
+            description="layered: a wrong answer in words earns its token F1, stays wrong; none: "
+            "as the environment, true of those with tools",
+        ),
+    ] = None
+    ordered: Annotated[
+        bool,
+        Meta(
+            description="layered, judge: the items of a list count in the gold's order; without it "
+            "a judge is asked about another order, and layered alone accepts it"
+        ),
+    ] = False
+    judge: Annotated[JudgeConfig | None, Meta(description="judge: the server and its model")] = None
+    own: Annotated[
+        AnyGrader | None,
+        Meta(
+            description="own: a grader from elsewhere and its keys; name is 'module:Class', or the "
+            "entry point of an installed package in agentenv.graders"
+        ),
+    ] = None
+    path: Annotated[str, Meta(description="custom: the Python file", extra=PATH)] = ""
+    name: Annotated[str, Meta(description="custom: the function in it")] = "compute_score"
+    timeout_s: Annotated[
+        float, Meta(gt=0, description="custom: limit of one call: seconds of CPU time, and asleep")
+    ] = 10.0
+    success_at: Annotated[
+        float, Meta(description="custom: the score from which an answer counts as right")
+    ] = 1.0
+    solution_str: Annotated[
+        SolutionStr,
+        Meta(
+            description="custom, of verl's form: what the policy wrote, or the chat prompt before "
+            "it too, which functions of Search-R1 and TinyZero look for"
+        ),
+    ] = "response"
+
+
+class WeightedConfig(GraderKeys, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One of several graders; what it does not say is as the environment says."""
+
+    weight: Annotated[float, Meta(description="factor on its reward, which may be negative")] = 1.0
+    decides: Annotated[
+        bool,
+        Meta(
+            description="its verdict says whether an answer is right; of several all must; "
+            "without any: that of the first"
+        ),
+    ] = False
+
+
+class GraderConfig(GraderKeys, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How answers are graded."""
+
+    combined: Annotated[
+        dict[str, WeightedConfig],
+        Meta(
+            description="combined: graders by name, [grader.combined.NAME], whose rewards are "
+            "weighted and added up"
+        ),
+    ] = field(default_factory=dict)
+
+
+_READ_BY = {
+    "combined": ("combined",),
+    "compat": ("exact", "f1", "layered", "judge"),
+    "reward": ("exact", "f1", "layered", "judge"),
+    "math": ("layered", "judge"),
+    "ordered": ("layered", "judge"),
+    "partial_credit": ("layered",),
+    "judge": ("judge",),
+    "own": ("own",),
+    "path": ("custom",),
+    "name": ("custom",),
+    "timeout_s": ("custom",),
+    "success_at": ("custom",),
+    "solution_str": ("custom",),
+}
+
+
+def grader_config(
+    keys: GraderConfig | Mapping[str, Any] | None,
+    *,
+    kind: GraderKind = "layered",
+    reward: Reward = "answer",
+    partial_credit: bool = False,
+) -> GraderConfig:
+    """The keys as a checked config, with the environment's `kind`, `reward` and `partial_credit`
+    where they say none; a ConfigError names a key that is wrong or not read."""
+    if not isinstance(keys, GraderConfig):
+        keys = build_config(GraderConfig, dict(keys or {}), "grader")
+    if keys.kind is None:
+        chosen: GraderKind = "custom" if keys.path else "judge" if keys.judge is not None else kind
+        chosen = "own" if keys.own is not None else chosen
+        keys = replace(keys, kind="combined" if keys.combined else chosen)
+    default = GraderConfig()
+    for key, kinds in _READ_BY.items():
+        is_off = key == "partial_credit" and not keys.partial_credit
+        if keys.kind not in kinds and not is_off and getattr(keys, key) != getattr(default, key):
+            raise ConfigError(
+                f"grader.{key} is read by kind {' or '.join(kinds)} only, not by "
+                f"{keys.kind!r}; take it out or change grader.kind"
+            )
+    if keys.reward is None and keys.kind not in ("custom", "own", "combined"):
+        keys = replace(keys, reward=reward)
+    if keys.partial_credit is None:
+        keys = replace(keys, partial_credit=partial_credit and keys.kind == "layered")
+    if keys.compat and keys.reward != "tools":
+        raise ConfigError('grader.compat = "reference" needs grader.reward = "tools"')
+    if keys.kind == "judge" and keys.judge is None:
+        raise ConfigError('grader.kind = "judge" needs grader.judge.url and grader.judge.model')
+    if keys.kind == "own" and keys.own is None:
+        raise ConfigError('grader.kind = "own" needs [grader.own] with the name of a grader')
+    if keys.kind == "combined":
+        return _with_parts(keys, kind, reward, partial_credit)
+    if keys.kind == "custom" and not keys.path:
+        raise ConfigError('grader.kind = "custom" needs grader.path, a Python file')
+    return keys
+
+
+def _with_parts(
+    keys: GraderConfig, kind: GraderKind, reward: Reward, partial_credit: bool
+) -> GraderConfig:
+    """The keys of several graders, each of them checked and filled up."""
+    if not keys.combined:
+        raise ConfigError(
+            'grader.kind = "combined" needs [grader.combined.NAME], a table for each grader'
+        )
+    filled = {}
+    for name, one in keys.combined.items():
+        if one.kind == "combined":
+            raise ConfigError(f"grader.combined.{name}.kind: a grader of several is one of others")
+        plain = {key: getattr(one, key) for key in GraderKeys.__struct_fields__}
+        try:
+            found = grader_config(
+                GraderConfig(**plain), kind=kind, reward=reward, partial_credit=partial_credit
+            )
+        except ConfigError as error:
+            told = str(error).replace("grader.", f"grader.combined.{name}.")
+            raise ConfigError(told) from None
+        taken = {key: getattr(found, key) for key in GraderKeys.__struct_fields__}
+        filled[name] = replace(one, **taken)
+    return replace(keys, combined=filled)

@@ -1,0 +1,82 @@
+"""The keys of the Python interpreter, [python]: where model-written code runs, in which bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+from agentenv.config import ESSENTIAL, PATH, build_config
+from agentenv.env import shared
+from agentenv.errors import ConfigError
+
+
+class SandboxLimits(Struct, frozen=True, forbid_unknown_fields=True):
+    """Bounds of one session, and of all together."""
+
+    memory_bytes: Annotated[
+        int, Meta(ge=1 << 20, description="what it may add to what is preloaded")
+    ] = 512 << 20
+    cpu_s: Annotated[int, Meta(ge=1, description="CPU time of all its calls, seconds")] = 600
+    max_threads: Annotated[
+        int, Meta(ge=1, description="of a session, its own counts; live forks need 1")
+    ] = 1
+    max_open_files: ClassVar[int] = 64  # no key: tools that need more open files were never seen
+    tmp_bytes: ClassVar[int] = 16 << 20  # of a session's files in all
+    max_output_chars: ClassVar[int] = 8000  # of one call; head and tail are kept
+    max_sessions: Annotated[
+        int, Meta(ge=1, description="live at once; beyond, the longest idle one is replayed later")
+    ] = 2000
+    max_total_bytes: Annotated[
+        Annotated[int, Meta(ge=1 << 20)] | None,
+        Meta(description="of all sessions; beyond, the largest dies; none: half of RAM"),
+    ] = None
+
+
+class PythonConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where model-written code runs, and within which bounds."""
+
+    interpreter: Annotated[
+        str | None,
+        Meta(
+            description="virtual or conda environment, seen read-only; none: the trainer's own",
+            extra=PATH,
+        ),
+    ] = None
+    preload: Annotated[
+        tuple[str, ...] | None,
+        Meta(description="modules imported for all; none: numpy and sympy where installed"),
+    ] = None
+    timeout_s: Annotated[
+        Annotated[float, Meta(gt=0)],
+        Meta(description="wall-clock limit of one call", extra=ESSENTIAL),
+    ] = 10.0
+    limits: Annotated[SandboxLimits, Meta(description="bounds of one session")] = field(
+        default_factory=SandboxLimits
+    )
+    remote_url: Annotated[
+        str | None, Meta(description="a SandboxFusion service that runs the code instead")
+    ] = None
+    allow_unsafe: Annotated[
+        bool, Meta(description="run without any sandbox where none can be had")
+    ] = False
+
+
+def python_config(values: Mapping[str, Any] | PythonConfig | None) -> PythonConfig:
+    """The settings, checked once a process. Raises ConfigError."""
+
+    def build() -> PythonConfig:
+        if isinstance(values, PythonConfig):
+            config = values
+        else:
+            config = build_config(PythonConfig, dict(values or {}), "python")
+        if config.remote_url and (config.interpreter or config.preload or config.allow_unsafe):
+            raise ConfigError(
+                "python.remote_url: the service has its own interpreter, so interpreter, preload "
+                "and allow_unsafe cannot be given beside it"
+            )
+        return config
+
+    return shared(("python keys", msgspec.json.encode(values)), build)

@@ -1,0 +1,207 @@
+"""The keys of search, [search]: where results come from, in which sizes, and how pages are read.
+
+A backend is a class with the methods of `corpus.Backend`; its keys are a struct beside the class,
+with `build` and `cache_name`, and one entry in `BACKENDS`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from agentenv.config import ESSENTIAL, PATH
+from agentenv.envs.search.bm25 import BM25Config
+from agentenv.envs.search.corpus import BackendConfig
+from agentenv.errors import ConfigError
+from agentenv.registry import Registry
+from agentenv.server_config import ChatModelConfig
+
+Mode = Literal["snippets", "pages", "summaries"]
+Repeated = Literal["search", "tell"]
+Form = Literal["pages", "passages"]
+PresetName = Literal["arpo", "arpo_eval", "tool_star", "tool_star_wiki"]
+SnapshotMode = Literal["record", "replay"]
+OnMiss = Literal["fail", "tell"]
+
+
+BACKENDS = Registry(
+    "search backend",
+    "agentenv.search_backends",
+    BackendConfig,
+    {
+        "bm25": "agentenv.envs.search.bm25:BM25Config",
+        "tantivy": "agentenv.envs.search.tantivy_index:TantivyConfig",
+        "faiss": "agentenv.envs.search.faiss_index:FaissConfig",
+        "remote": "agentenv.envs.search.providers:RemoteSearchConfig",
+        "web": "agentenv.envs.search.providers:WebConfig",
+    },
+)
+
+if TYPE_CHECKING:
+    AnyBackend = BackendConfig
+else:
+    AnyBackend = BACKENDS.key
+
+
+class TrafficConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """How a service is called. The limits hold for each process."""
+
+    rate_per_s: Annotated[float, Meta(ge=0, description="requests a second; 0: no limit")] = 20.0
+    max_concurrency: Annotated[int, Meta(ge=1, description="requests in the air at once")] = 64
+    timeout_s: Annotated[float, Meta(gt=0, description="for one attempt")] = 20.0
+    num_retries: Annotated[int, Meta(ge=0, description="after 429, 5xx, a lost connection")] = 5
+
+
+class FetchConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """How pages are fetched. Private and loopback addresses are refused."""
+
+    timeout_s: Annotated[float, Meta(gt=0, description="for a page, with its redirects")] = 20.0
+    allow_networks: Annotated[
+        tuple[str, ...], Meta(description='networks to allow though private, as "10.1.0.0/16"')
+    ] = ()
+
+
+class PagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """How pages are fetched and read."""
+
+    reader: Annotated[Literal["direct", "jina"], Meta(description="who fetches and reads")] = (
+        "direct"
+    )
+    fetch: Annotated[FetchConfig, Meta(description="direct fetching")] = FetchConfig()
+    max_chars: Annotated[int, Meta(ge=100, description="of a page, given to the policy")] = 6000
+    extract_timeout_s: Annotated[
+        float, Meta(gt=0, description="CPU time for the text of one page")
+    ] = 5.0
+    summarize: Annotated[bool, Meta(description="open_page gives a model's summary")] = False
+
+
+class SummarizerConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The model that summarises pages."""
+
+    temperature: Annotated[float, Meta(ge=0, description="0 is greedy")] = 0.6
+    top_p: Annotated[float, Meta(gt=0, le=1, description="1 is off")] = 0.95
+    max_chars: Annotated[int, Meta(ge=100, description="of a summary that the policy reads")] = 6000
+    max_uses: Annotated[
+        int,
+        Meta(ge=0, description="in one trajectory; further searches give the pages; 0: no limit"),
+    ] = 0
+
+
+class Preset(Struct, frozen=True):
+    """Sizes in characters: of a page that is read, and of the window round the snippet. `form` is
+    how snippets are written: "Page i: ..." on lines, or passages with their titles, which
+    Tool-Star's policy reads of Wikipedia (`contents` of its retriever, blank lines between)."""
+
+    mode: Mode
+    max_page_chars: int
+    window_chars: int
+    repeated: Repeated = "search"
+    form: Form = "pages"
+
+
+PRESETS: dict[PresetName, Preset] = {
+    "arpo": Preset("snippets", 20_000, 3_000),
+    "arpo_eval": Preset("summaries", 20_000, 3_000, "tell"),
+    "tool_star": Preset("pages", 100_000, 6_000),
+    "tool_star_wiki": Preset("snippets", 100_000, 6_000, form="passages"),
+}
+
+
+class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The search tool and the page tool."""
+
+    backend: Annotated[AnyBackend, Meta(description="where results come from", extra=ESSENTIAL)] = (
+        BM25Config()
+    )
+    preset: Annotated[
+        PresetName, Meta(description="mode and sizes of a published setting", extra=ESSENTIAL)
+    ] = "arpo"
+    mode: Annotated[
+        Mode | None, Meta(description="what one search gives; default: the preset's")
+    ] = None
+    window_chars: Annotated[
+        Annotated[int, Meta(ge=100)] | None,
+        Meta(description="round the snippet; default: the preset's"),
+    ] = None
+    max_results: Annotated[int, Meta(ge=1, le=100, description="results of one search")] = 10
+    max_chars_per_result: Annotated[int, Meta(ge=1, description="of a snippet")] = 1000
+    show_links: Annotated[
+        bool | None,
+        Meta(description="title and address with each result; none: where pages can be opened"),
+    ] = None
+    market: Annotated[
+        str, Meta(description='language and country, as "zh-CN"; "auto": by the script of a query')
+    ] = "auto"
+    cache: Annotated[
+        str,
+        Meta(
+            description='SQLite file of results, pages and summaries; "": in memory only',
+            extra=ESSENTIAL,
+        ),
+    ] = ""
+    cache_max_age_s: Annotated[
+        float, Meta(ge=0, description="older entries are fetched again; 0: never")
+    ] = 0.0
+    repeated: Annotated[
+        Repeated | None,
+        Meta(
+            description="a query that the episode has made before: searched again, or the policy "
+            "reads that it has its results; default: the preset's"
+        ),
+    ] = None
+    arpo_cache: Annotated[
+        str, Meta(description="ARPO's search_cache.json to take in", extra=PATH)
+    ] = ""
+    snapshot: Annotated[
+        str, Meta(description="file of results and pages, the frozen web of this run")
+    ] = ""
+    snapshot_mode: Annotated[
+        SnapshotMode,
+        Meta(description="record: ask and keep what is not there yet; replay: ask nobody"),
+    ] = "replay"
+    snapshot_sha256: Annotated[
+        str, Meta(description="the hash that the snapshot must have; empty: any")
+    ] = ""
+    on_miss: Annotated[
+        OnMiss,
+        Meta(
+            description="what the snapshot does not hold: fail: the rollout fails and is replaced; "
+            "tell: the policy reads that it cannot be reached"
+        ),
+    ] = "fail"
+    pages: Annotated[PagesConfig, Meta(description="how pages are read")] = PagesConfig()
+    summarizer: Annotated[
+        SummarizerConfig | None, Meta(description="the model that summarises")
+    ] = None
+
+    @property
+    def sizes(self) -> Preset:
+        """The preset with what the other keys change."""
+        preset = PRESETS[self.preset]
+        return Preset(
+            self.mode or preset.mode,
+            preset.max_page_chars,
+            self.window_chars or preset.window_chars,
+            self.repeated or preset.repeated,
+            preset.form,
+        )
+
+    def check(self) -> None:
+        """Raises ConfigError for keys that do not fit together."""
+        if self.summarizer is None and (self.sizes.mode == "summaries" or self.pages.summarize):
+            raise ConfigError(
+                'search.summarizer: not set, but search.mode = "summaries" or '
+                "search.pages.summarize asks for it; expected its url and model"
+            )
+        replays = bool(self.snapshot) and self.snapshot_mode == "replay"
+        for key, is_set, is_read in (
+            ("snapshot_mode", self.snapshot_mode == "record", bool(self.snapshot)),
+            ("snapshot_sha256", bool(self.snapshot_sha256), replays),
+            ("on_miss", self.on_miss == "tell", replays),
+        ):
+            if is_set and not is_read:
+                raise ConfigError(
+                    f"search.{key}: is not read; expected search.snapshot = FILE with it"
+                    + ("" if key == "snapshot_mode" else ', and search.snapshot_mode = "replay"')
+                )

@@ -1,0 +1,60 @@
+"""The console script: `agentenv COMMAND ...`, also `python -m agentenv.launchers COMMAND ...`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+from agentenv.install import DISTRIBUTION
+
+COMMANDS = {
+    "new": "make a folder with an environment of your own, which trains as it is",
+    "train": "train a policy with asynchronous agentic reinforcement learning",
+    "evaluate": "evaluate a run, a checkpoint, a model directory, or an endpoint by its URL",
+    "view": "show a run or an evaluation in the browser",
+    "ctl": "ask a run in progress for its state, pause it, save a checkpoint",
+    "sft": "fine-tune a policy on dialogues",
+    "dpo": "train a policy on preferences",
+    "synthesize": "make data for sft and train from questions",
+    "export": "write a checkpoint as a Hugging Face directory, or transcripts for other viewers",
+    "serve": "start models beside the policy, such as a judge",
+    "retriever": "serve a corpus over HTTP",
+    "snapshot": "say what a frozen web holds",
+    "replay": "compute again what a run computed",
+    "doctor": "check a machine, a configuration, the rewards of a run",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that the first argument names; its exit code, 2 for an unknown one."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    name = given[0] if given else "--help"
+    if name in ("-h", "--help"):
+        sys.stdout.write(usage())
+        return 0
+    if name == "--version":
+        sys.stdout.write(f"{DISTRIBUTION} {metadata.version(DISTRIBUTION)}\n")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(COMMANDS)}"
+        sys.stderr.write(f"agentenv: error: there is no command {name!r}; {hint}\n")
+        return 2
+    code: int = importlib.import_module(f"agentenv.launchers.{name}").main(given[1:])
+    return code
+
+
+def usage() -> str:
+    """The commands, each with its purpose."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name.ljust(width)}  {purpose}" for name, purpose in COMMANDS.items()]
+    return "\n".join(
+        ["usage: agentenv COMMAND [arguments]", "", *lines, "", "agentenv COMMAND --help", ""]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
