@@ -19,8 +19,6 @@ from agentenv.server_config import LaunchConfig, RoleConfig
 if TYPE_CHECKING:
     from agentenv.supervisor import WorkerSpec
 
-    pass
-
 FOLDER = "workers"  # of their logs, in the run's directory
 
 
