@@ -20,6 +20,7 @@ from agentenv.config import ESSENTIAL
 from agentenv.errors import ConfigError
 from agentenv.learners.credit import (
     Floats,
+    KLKind,
     Sharing,
     TreeCredit,
     Truncated,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 Aggregation = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
-KLKind = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
 
 
 class Band(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -289,10 +289,58 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
         logprobs, entropies: [tokens] of the current weights, with gradient.
         Metrics of the micro-batches add up, except those ending in _max, which take the maximum.
-        """
-        from agentenv.learners.losses import objective
 
-        return objective(self, batch, logprobs, entropies)
+        The loss is the sum over tokens of importance * policy loss + kl_loss * KL - entropy_bonus *
+        H, the last two weighted by `batch.weight`, over `batch.total_weight`. A mini-batch without
+        tokens gives 0.
+        """
+        from agentenv.learners.losses import kl_loss
+
+        total = batch.total_weight or 1.0
+        ratio = self.ratio(logprobs, batch.proximal)
+        scale = self.advantage_scale(batch, entropies)
+        adv_pos, adv_neg = batch.adv_pos * scale, batch.adv_neg * scale
+        if batch.value is not None and batch.slope is not None:
+            per_token = batch.value + batch.slope * (logprobs - logprobs.detach())
+        else:
+            per_token = self.token_loss(ratio, adv_pos) + self.token_loss(ratio, adv_neg)
+        loss = (batch.importance * per_token).sum() / total
+        part = batch.weight / (batch.sum_weight or 1.0)
+        metrics = self._metrics(batch, logprobs.detach(), ratio.detach(), part)
+        metrics["entropy"] = (part * entropies.detach()).sum()
+        if self.kl_loss > 0 and batch.reference is not None:
+            kl = kl_loss(logprobs, batch.reference, self.kl_kind)
+            loss = loss + self.kl_loss * (batch.weight * kl).sum() / total
+        if batch.reference is not None:
+            difference = logprobs.detach() - batch.reference
+            metrics["kl_to_reference"] = (part * difference).sum()
+        if self.entropy_bonus > 0:
+            loss = loss - self.entropy_bonus * (batch.weight * entropies).sum() / total
+        return loss, {"loss": loss.detach(), **metrics}
+
+    def _metrics(
+        self, batch: LossBatch, logprobs: Tensor, ratio: Tensor, part: Tensor
+    ) -> dict[str, Tensor]:
+        """Of detached tensors; `part`: each token's share of the metrics' means."""
+        from agentenv.learners.losses import ratio_of
+
+        behaviour = ratio_of(batch.proximal, batch.behaviour)
+        cap = float("inf") if self.importance_cap == "none" else self.importance_cap
+        metrics = {
+            "ratio_mean": (part * ratio).sum(),
+            "ratio_max": ratio.max() if len(ratio) else ratio.new_tensor(0.0),
+            "importance_capped": (part * (behaviour > cap)).sum(),
+            "kl_to_proximal": (part * (batch.proximal - logprobs)).sum(),
+        }
+        if self.clips_sequences:
+            return metrics
+        high = (batch.adv_pos > 0) & (ratio > 1 + self.clip_high)
+        low = (batch.adv_neg < 0) & (ratio < 1 - self.clip_low)
+        metrics["clipped_high"] = (part * high).sum()
+        metrics["clipped_low"] = (part * low).sum()
+        dual = (batch.adv_neg < 0) & (ratio > self.negative_bound)
+        metrics["clipped_dual"] = (part * dual).sum()
+        return metrics
 
     def ratio(self, logprobs: Tensor, proximal: Tensor) -> Tensor:
         """current / proximal per token, with gradient."""

@@ -22,6 +22,7 @@ from agentenv.types import Limit
 Floats = NDArray[np.float64]
 Sharing = Literal["soft", "hard"]
 Truncated = Literal["score", "zero", "mask"]
+KLKind = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
 CreditedTree = tuple[TrajectoryTree, "TreeCredit"]  # a group of an update
 Estimator = Callable[[Floats], Floats]  # returns of a group -> advantages
 

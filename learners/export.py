@@ -45,7 +45,7 @@ from agentenv.learners.lora import (
     plain_name,
     write_adapter,
 )
-from agentenv.learners.tensor_file import DTYPES, Place, write_tensors
+from agentenv.learners.tensor_file import DTYPES, Place, disk_shapes, on_disk, write_tensors
 from agentenv.model_files import (
     GENERATION,
     WEIGHTS_SUFFIXES,
@@ -128,23 +128,6 @@ class Parts:
         if name not in self._left:
             self._left = self._make()  # type: ignore[no-untyped-call]
         return torch.clone(self._left.pop(name))
-
-
-def on_disk(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors by name that transformers writes for a parameter (or buffer) of the model, and
-    makes it of when it loads them."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    found: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
-    return found
-
-
-def disk_shapes(
-    model: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of `on_disk`."""
-    meta = torch.empty(shape, dtype=dtype, device="meta")
-    return {disk: tuple(part.shape) for disk, part in on_disk(model, name, meta).items()}
 
 
 def entries(model: Any) -> Iterator[Entry]:

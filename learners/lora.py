@@ -119,7 +119,7 @@ def _unmergeable(model: Any, name: str, module: Any, shared: dict[int, list[str]
     from peft.tuners.lora.layer import Linear, ParamWrapper
     from torch import nn
 
-    from agentenv.learners.export import disk_shapes  # which merges with this module
+    from agentenv.learners.tensor_file import disk_shapes
 
     base, family = module.get_base_layer(), type(model).__name__
     if isinstance(module, ParamWrapper):
