@@ -41,7 +41,7 @@ from torch.distributed.distributed_c10d import (
 from agentenv.engines.remote.weights import Address, Bucket, Group, Wire
 from agentenv.learners.backend import RankBackend
 from agentenv.learners.export import BUCKET_BYTES, Entry, buckets, entries, gathered
-from agentenv.learners.ranks import OpenGroup
+from agentenv.learners.messages import OpenGroup
 
 POLL_S = 0.0005  # between two looks at a bucket that is on its way
 JOIN_POLL_S = 0.02

@@ -21,17 +21,9 @@ from agentenv.learners.backend import RankBackend
 from agentenv.learners.batch import ActionTokens, EncodedTree, MicroBatch, computed, pack
 from agentenv.learners.checkpoint import REFERENCE, Checkpoint, Held, changing, held
 from agentenv.learners.credit import Floats
-from agentenv.learners.entropies import split_by_tree
 from agentenv.learners.learner import Agreement, LearnerConfig, Metrics, Score
-from agentenv.learners.minibatch import (
-    MiniBatch,
-    behaviour_ratios,
-    means,
-    over_all,
-    over_ranks,
-    over_steps,
-    prepare,
-)
+from agentenv.learners.minibatch import MiniBatch, over_all, prepare, ratios
+from agentenv.learners.partition import split_by_tree
 
 GIB = 2**30
 
@@ -300,3 +292,53 @@ def gpu_peak(backend: RankBackend) -> Metrics:
     torch.cuda.reset_peak_memory_stats(device)
     allocated, reserved = (max(one) / GIB for one in zip(*backend.gather(peaks), strict=True))
     return {"gpu_allocated_gib": allocated, "gpu_reserved_gib": reserved}
+
+
+def over_steps(steps: Sequence[Metrics]) -> Metrics:
+    """Counts add up, maxima stay maxima, the rest is averaged over the steps."""
+
+    def reduce(name: str) -> float:
+        values = [step[name] for step in steps if name in step]
+        if name.startswith("num_"):
+            return sum(values)
+        return max(values) if name.endswith("_max") else sum(values) / len(values)
+
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: reduce(name) for name in names}
+
+
+def over_ranks(
+    parts: Sequence[tuple[Counter[str], dict[str, float]]],
+) -> tuple[Counter[str], dict[str, float]]:
+    """Sums and maxima of all ranks; one without tokens has none."""
+    sums: Counter[str] = Counter()
+    maxima: dict[str, float] = {}
+    for part, highest in parts:
+        sums.update(part)
+        maxima |= {n: max(value, maxima.get(n, -math.inf)) for n, value in highest.items()}
+    return sums, maxima
+
+
+def means(parts: Sequence[dict[str, tuple[float, int]]]) -> Metrics:
+    """Means from the sums and counts of all ranks."""
+    names = sorted({name for part in parts for name in part})
+    found = {name: np.sum([part[name] for part in parts if name in part], axis=0) for name in names}
+    return {name: float(total / count) for name, (total, count) in found.items()}
+
+
+def behaviour_ratios(
+    minibatches: Sequence[MiniBatch],
+) -> dict[str, tuple[float, int]]:
+    """Sum of proximal / behaviour over the trained tokens whose proximal log-prob was computed, and
+    their number, by staleness in published updates."""
+    staleness = np.concatenate([one.tokens.staleness[one.is_measured] for one in minibatches])
+    ratio = np.concatenate(
+        [ratios(one.proximal, one.tokens.behaviour)[one.is_measured] for one in minibatches]
+    )
+    return {
+        f"behaviour_ratio/staleness_{age}": (
+            float(ratio[staleness == age].sum()),
+            int((staleness == age).sum()),
+        )
+        for age in np.unique(staleness).tolist()
+    }

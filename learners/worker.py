@@ -38,17 +38,12 @@ from transformers.utils import logging as transformers_logging
 from agentenv.disk import DIR_KEY, explain
 from agentenv.errors import AgentEnvError, ConfigError, LearnerError
 from agentenv.learners import checkpoint
-from agentenv.learners import ranks as wire
-from agentenv.learners.backend import (
-    Aside,
-    DeepSpeedBackend,
-    HostMemory,
-    TorchBackend,
-    device_of_rank,
-)
+from agentenv.learners import messages as wire
+from agentenv.learners.backend import DeepSpeedBackend, TorchBackend, device_of_rank
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.broadcast import Broadcaster
 from agentenv.learners.checkpoint import restore
+from agentenv.learners.device_memory import Aside, HostMemory
 from agentenv.learners.dpo import prefer
 from agentenv.learners.export import write_adapter_only, write_model
 from agentenv.learners.learner import Saved

@@ -14,8 +14,8 @@ from typing import Any
 
 from agentenv.crashes import PACKAGES
 from agentenv.errors import ConfigError
-from agentenv.learners.ranks import ADDRESS_VARIABLE as LEARNER_ADDRESS
-from agentenv.learners.ranks import TOKEN_VARIABLE as LEARNER_TOKEN
+from agentenv.learners.messages import ADDRESS_VARIABLE as LEARNER_ADDRESS
+from agentenv.learners.messages import TOKEN_VARIABLE as LEARNER_TOKEN
 from agentenv.pipelines.cluster.processes import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from agentenv.pipelines.config.cluster import KubernetesCluster, SlurmCluster
 from agentenv.pipelines.config.rl import TrainConfig

@@ -36,10 +36,9 @@ from agentenv.env import shared_stats
 from agentenv.errors import SHOWN, EnvError, LearnerError
 from agentenv.journal import Journal, Leased, Recorded, Started, Trained
 from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.credit import CreditedTree, TreeCredit, counted_leaves
-from agentenv.learners.entropies import forget_entropies
+from agentenv.learners.credit import CreditedTree, TreeCredit, counted_leaves, step_score
 from agentenv.learners.learner import Agreement, Metrics, lr_factor, optimizer_of
-from agentenv.learners.score import step_score
+from agentenv.learners.partition import forget_entropies
 from agentenv.metrics import (
     LoopLag,
     Throughput,

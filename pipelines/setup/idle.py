@@ -17,7 +17,7 @@ from typing import NamedTuple
 from agentenv.errors import ConfigError
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.partition import Paths, idle_share, load, share
+from agentenv.learners.partition import Paths, assign_paths, idle_share, load
 from agentenv.types import Limits
 
 NARROW, WIDE = 0.25, 0.6  # spreads: of 64 trees the largest is 1.8 or 3 times the mean
@@ -128,7 +128,7 @@ def _expected_idle(
     steps = []
     for first in range(0, len(paths), groups):
         step = paths[first : first + groups]
-        steps.append([load(hand, step) for hand in share(step, num_teams)])
+        steps.append([load(shard, step) for shard in assign_paths(step, num_teams)])
     return idle_share(steps)
 
 

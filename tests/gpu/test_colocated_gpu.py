@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
-from agentenv.learners.backend import Aside, TorchBackend
+from agentenv.learners.backend import TorchBackend
+from agentenv.learners.device_memory import Aside
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.policy import Policy
 from agentenv.learners.trainer import Trainer

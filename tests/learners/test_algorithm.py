@@ -11,7 +11,7 @@ from agentenv.errors import ConfigError
 from agentenv.learners.aepo import AEPOPlan
 from agentenv.learners.arpo import ARPOPlan
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.ranks import Init
+from agentenv.learners.messages import Init
 from agentenv.pipelines.config.rl import AnyAlgorithm, TrainConfig
 from agentenv.plan import Independent
 from agentenv.registry import decode_part

@@ -10,7 +10,7 @@ import torch
 
 from agentenv.disk import finished_folder
 from agentenv.errors import ConfigError, DataError, LearnerError
-from agentenv.learners import ranks as wire
+from agentenv.learners import messages as wire
 from agentenv.learners.checkpoint import Checkpoint, restore, save
 from agentenv.learners.learner import SAVED_FILE, Saved
 from agentenv.learners.trainer import Trainer

@@ -14,9 +14,10 @@ from random import Random
 import pytest
 
 from agentenv.errors import ConfigError, LearnerError
-from agentenv.learners import ranks as wire
+from agentenv.learners import messages as wire
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.ranks import RankLink
 from agentenv.learners.worker import Place, failure, find_place
 from agentenv.ports import held_ports
 from tests.learners.ranks import (
@@ -266,7 +267,7 @@ async def test_an_update_is_nowhere_whole_on_its_way() -> None:
     server = await asyncio.start_server(rank, "127.0.0.1", 0)
     async with server:
         streams = await asyncio.open_connection(*server.sockets[0].getsockname())
-        link = wire.RankLink(wire.Hello("", 0, 1, os.getpid(), "here", ""), *streams)
+        link = RankLink(wire.Hello("", 0, 1, os.getpid(), "here", ""), *streams)
         assert isinstance(await link.exchange(update), wire.Done)
         await link.close(idle=False)
     one = len(wire.pack_frame(wire.Tree(trees[0])))

@@ -17,7 +17,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from agentenv.errors import ConfigError
-from agentenv.learners import ranks as wire
+from agentenv.learners import messages as wire
 from agentenv.learners.baselines import GRPO
 from agentenv.learners.batch import encode_sequence, pack
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from agentenv.errors import ConfigError
-from agentenv.learners import ranks as wire
+from agentenv.learners import messages as wire
 from agentenv.learners.checkpoint import Checkpoint
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.export import Entry, entries

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from agentenv.errors import LearnerError
-from agentenv.learners.backend import Aside, HostMemory, TorchBackend, held_tensors
+from agentenv.learners.backend import TorchBackend
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.device_memory import Aside, HostMemory, held_tensors
 from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.policy import Policy
 from tests.learners.ranks import (

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.backend import TorchBackend, scale_learning_rates
-from agentenv.learners.batch import Gather
 from agentenv.learners.context import Team
 from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.minibatch import Gather
 from agentenv.learners.policy import Policy
 from agentenv.learners.trainer import Trainer
 

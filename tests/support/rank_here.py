@@ -23,7 +23,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.errors import LearnerError
-from agentenv.learners import ranks as wire
+from agentenv.learners import messages as wire
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.ranks import RankGroup, RankPlaces
 from agentenv.learners.worker import Rank, failure

@@ -1,0 +1,268 @@
+"""Messages between the controller and a learner rank, and the names of their environment variables.
+
+Messages are tagged Structs in length-prefixed msgpack frames:
+
+    frame = 8 bytes little-endian length, then one msgpack map with its type in "type"
+
+Each rank connects, sends Hello with the token it was given, and answers each command with Done or
+Failed. The trees of an Update precede it one by one, so that only the controller and the rank hold
+a whole update. TCP, so that a rank may run on another machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import asdict, replace
+
+from agentenv.engines.remote.weights import Address, Bucket, Group, Wire
+from agentenv.errors import ConfigError
+from agentenv.learners.algorithm import Algorithm
+from agentenv.learners.batch import EncodedTree
+from agentenv.learners.learner import Agreement, LearnerConfig, OptimizerConfig, Score
+
+ADDRESS_VARIABLE = "AGENTENV_LEARNER_ADDRESS"  # host:port of the controller
+TOKEN_VARIABLE = "AGENTENV_LEARNER_TOKEN"
+BACKEND_VARIABLE = "AGENTENV_LEARNER_BACKEND"  # of ranks that are started here: to be imported
+
+PREFIX_BYTES = 8
+
+
+class Message(Struct, tag=True, tag_field="type"):
+    """Its class says what it is."""
+
+
+class Hello(Message):
+    """`store`: host:port of the store that rank 0 opened for all ranks to meet at; empty if they
+    meet where their launcher says (MASTER_ADDR) or there is one rank only."""
+
+    token: str
+    rank: int
+    num_ranks: int
+    pid: int
+    host: str
+    store: str
+
+
+class Init(Message):
+    """What a rank is built from. `algorithm_class` is an import path, module:Class, so that a
+    class from outside the project reaches the ranks as well."""
+
+    config: LearnerConfig
+    algorithm_class: str
+    algorithm: msgspec.Raw
+    model_dir: str
+    seed: int
+    store: str = ""
+
+    @classmethod
+    def of(
+        cls, config: LearnerConfig, algorithm: Algorithm, model_dir: str, seed: int, store: str = ""
+    ) -> Init:
+        """The message for an algorithm at hand."""
+        kind = type(algorithm)
+        path = f"{kind.__module__}:{kind.__qualname__}"
+        raw = msgspec.Raw(msgspec.msgpack.encode(asdict(algorithm)))  # the class says the name
+        return cls(config, path, raw, model_dir, seed, store)
+
+    def make_algorithm(self) -> Algorithm:
+        """The algorithm again. Raises ConfigError where its module is not on the rank's path."""
+        module, _, name = self.algorithm_class.partition(":")
+        try:
+            kind = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"a learner rank cannot load the algorithm {self.algorithm_class}: {error}; "
+                "install its module where the rank runs"
+            ) from error
+        algorithm: Algorithm = msgspec.msgpack.decode(self.algorithm, type=kind)
+        return algorithm
+
+
+class Update(Message):
+    """Each mini-batch is one optimizer step. It travels as `sizes`, the trees of each mini-batch,
+    behind the trees themselves; see `messages_of`."""
+
+    minibatches: list[list[EncodedTree]]
+    lr_scale: float
+    agreement: Agreement = "exact"
+    sizes: list[int] = []
+
+
+class Tree(Message):
+    """The next tree of the Update that follows; not answered."""
+
+    tree: EncodedTree
+
+
+class Imitate(Message):
+    sequences: list[EncodedTree]
+    lr_scale: float
+
+
+class Prefer(Message):
+    """One optimizer step of DPO on pairs (`agentenv.learners.dpo`)."""
+
+    pairs: list[EncodedTree]
+    beta: float
+    lr_scale: float
+
+
+class ScoreSequences(Message):
+    """Log-probs of sequences under the current weights."""
+
+    sequences: list[EncodedTree]
+
+
+class ResetOptimizer(Message):
+    """Drop the optimizer's state; or set it aside, or take back what was set aside."""
+
+    config: OptimizerConfig
+    state: Literal["drop", "set_aside", "take_back"] = "drop"
+
+
+class WriteModel(Message):
+    """Publishing counts the policy version up, exporting does not. `unmoved`: refused when the
+    weights are not those of the version published last. `adapter_only`: the directory is that of
+    the LoRA adapter."""
+
+    directory: str
+    publish: bool
+    unmoved: bool = False
+    adapter_only: bool = False
+
+
+class Announce(Message):
+    """Count the policy version up: its weights will be broadcast. Answered with `buckets`."""
+
+
+class OpenGroup(Message):
+    """Open a place for the servers to meet rank 0 at. `port` of the store, 0: any that is free;
+    `interface`: name of the network interface whose address the servers are told, empty: that by
+    which the controller knows the machine. Answered with `address` by rank 0."""
+
+    timeout_s: float
+    wire: Wire = "torch"
+    port: int = 0
+    interface: str = ""
+
+
+class JoinGroup(Message):
+    """Rank 0 joins. This command and the next are answered with `problem`."""
+
+    group: Group
+
+
+class SendWeights(Message):
+    """All ranks gather, rank 0 broadcasts."""
+
+
+class LeaveGroup(Message):
+    pass
+
+
+class Abort(Message):
+    """Break off JoinGroup or SendWeights while it runs; not answered. Ignored when it is late."""
+
+
+class Nap(Message):
+    """Give the memory of the device back, or take it again. Nothing else is done `asleep`."""
+
+    asleep: bool
+
+
+class Save(Message):
+    directory: str
+
+
+class Load(Message):
+    directory: str
+
+
+class Stop(Message):
+    pass
+
+
+class Done(Message):
+    """Answer to every command; only the fields that it has to fill are filled.
+
+    steps: metrics of the optimizer steps that were skipped, with "minibatch" and "epoch".
+    entropies, proximal, logprobs: of an update, by mini-batch and tree; see
+    agentenv.learners.entropies.
+    problem: what went wrong in a broadcast, which is no failure of the rank.
+    """
+
+    policy_version: int = 0
+    steps: list[dict[str, float]] = []
+    metrics: dict[str, float] = {}
+    scores: list[Score] = []
+    entropies: list[list[bytes]] = []
+    proximal: list[list[bytes]] = []
+    logprobs: list[list[bytes]] = []
+    buckets: list[Bucket] = []
+    address: Address | None = None
+    problem: str = ""
+
+
+class Failed(Message):
+    """The command raised; the rank goes on with the state it has."""
+
+    error: str
+    traceback: str
+
+
+Command = (
+    Init
+    | Tree
+    | Update
+    | Imitate
+    | Prefer
+    | ScoreSequences
+    | ResetOptimizer
+    | WriteModel
+    | Announce
+    | OpenGroup
+    | JoinGroup
+    | SendWeights
+    | LeaveGroup
+    | Nap
+    | Abort
+    | Save
+    | Load
+    | Stop
+)
+Reply = Hello | Done | Failed
+
+
+def pack_frame(message: Message) -> bytes:
+    """A message as it travels."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(PREFIX_BYTES, "little") + body
+
+
+def messages_of(command: Message) -> Iterator[Message]:
+    """A command as it travels: what goes ahead of it, and then itself."""
+    if isinstance(command, Update):
+        yield from (Tree(tree) for trees in command.minibatches for tree in trees)
+        command = replace(command, minibatches=[], sizes=[*map(len, command.minibatches)])
+    yield command
+
+
+def behind(trees: Iterable[EncodedTree], command: Command) -> Command:
+    """What these messages said: a command, and the trees that went ahead of it."""
+    if not isinstance(command, Update):
+        return command
+    rest = iter(trees)
+    whole = [[*islice(rest, size)] for size in command.sizes]
+    return replace(command, minibatches=whole, sizes=[])
+
+
+def unpack_command(body: bytes) -> Command:
+    """What is in a frame behind its length."""
+    command: Command = msgspec.msgpack.decode(body, type=Command)
+    return command
