@@ -1,4 +1,4 @@
-"""What all algorithms have in common: one Struct is the configuration and the methods.
+"""Base of all algorithms: one Struct is the configuration and the methods.
 
     plan(vocab_size)   which roots and forks a rollout grows
     credit(tree)       returns of the leaves -> credit on shared tokens
@@ -197,7 +197,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     is_released: ClassVar[bool] = False  # the form that compat = "reference" asks for
 
-    # what the learner has to provide
+    # requirements on the learner
 
     @property
     def needs_entropies(self) -> bool:
@@ -253,7 +253,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         return group_advantages(returns)
 
     def penalty(self, trajectory: Trajectory) -> float:
-        """What is added to a trajectory's return."""
+        """Added to a trajectory's return."""
         length = trajectory.num_action_tokens
         return soft_length_penalty(length, self.overlong_tokens, self.overlong_buffer)
 
@@ -277,7 +277,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     @property
     def default_truncated(self) -> dict[Limit, Truncated]:
-        """What happens to trajectories cut by a limit that `truncated` does not name."""
+        """Treatment of trajectories cut by a limit that `truncated` does not name."""
         return TRUNCATED
 
     # loss
@@ -372,7 +372,7 @@ class Clipped(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Grouped(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Group-normalised advantages, as in GRPO, and the switch to the released code.
 
-    compat = "reference" is what the released code of ARPO does, in a class of its own:
+    compat = "reference" selects the behaviour of ARPO's released code, a class of its own:
     `agentenv.reference.algorithms` builds it from these keys.
     """
 

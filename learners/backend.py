@@ -1,6 +1,6 @@
-"""What runs the policy on a rank: plain torch or DeepSpeed, and their optimizer.
+"""Backends of a rank's policy, plain torch and DeepSpeed, and their optimizer.
 
-RankBackend        the forward pass, and the other ranks; what a trainer calls
+RankBackend        the forward pass, and the other ranks; the interface for a trainer
 TorchBackend       for debugging, and as the oracle of the other
 DeepSpeedBackend   ZeRO, bfloat16, offload
 """
@@ -30,11 +30,11 @@ from agentenv.learners.policy import Policy, tensors
 REDUCE_ELEMENTS = 500_000_000  # of one bucket, as in DeepSpeed's default
 
 T = TypeVar("T")
-OptimizerState = dict[Tensor, dict[str, Any]]  # by what the optimizer steps
+OptimizerState = dict[Tensor, dict[str, Any]]  # by the tensor that the optimizer steps
 
 
 class RankBackend(ABC):
-    """What a trainer calls. `dropouts` are modules that drop in training passes only."""
+    """Interface for a trainer. `dropouts` are modules that drop in training passes only."""
 
     module: nn.Module  # computes the policy
     optimizer: Any  # DeepSpeed's, or the torch optimizer itself
@@ -75,7 +75,7 @@ class RankBackend(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Clear what a failed command left behind."""
+        """Clear the gradients that a failed command left."""
 
     @abstractmethod
     def reset_optimizer(self, config: OptimizerConfig) -> None:
@@ -93,7 +93,7 @@ class RankBackend(ABC):
         }
 
     def take_state_back(self) -> None:
-        """Go on with what was set aside. Raises LearnerError if nothing was."""
+        """Restore the state that was set aside. Raises LearnerError without one."""
         if self._aside is None:
             raise LearnerError("no optimizer state was set aside")
         for owner, state in self._aside.items():
@@ -147,7 +147,7 @@ def device_of_rank() -> torch.device:
 
 
 class InFloat32(TorchFunctionMode):
-    """On the CPU, what asks for bfloat16 gets float32.
+    """On the CPU, casts to bfloat16 give float32.
 
     Muon multiplies in bfloat16 for the sake of GPUs. Most CPUs have no such arithmetic and take ten
     times as long for it as for float32, which is also more exact.
@@ -162,7 +162,7 @@ class InFloat32(TorchFunctionMode):
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """torch.optim.Muon and torch.optim.AdamW behind one optimizer, equal to both step for step,
+    """torch.optim.Muon and torch.optim.AdamW as one optimizer, equal to both step for step,
     but for `InFloat32`.
 
     Muon (Jordan 2024) orthogonalises the momentum of 2-D matrices; embeddings, head, norms and
@@ -210,21 +210,16 @@ def build_optimizer(
     }
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     ends = embeddings | ({id(param) for param in head.parameters()} if head is not None else set())
-    params = [param for param in model.parameters() if param.requires_grad]
     use_muon = config.optimizer == "muon_adamw"
-    hidden = [p for p in params if use_muon and p.ndim == 2 and id(p) not in ends]
-    taken = {id(param) for param in hidden}
-    rest = [param for param in params if id(param) not in taken]
-    if use_muon and not hidden:
+    kinds: dict[str, list[Any]] = {"muon": [], "adamw": [], "adamw_no_decay": []}
+    for param in (param for param in model.parameters() if param.requires_grad):
+        is_decayed = param.ndim >= 2 and id(param) not in embeddings
+        kind = "adamw" if is_decayed else "adamw_no_decay"
+        kinds["muon" if use_muon and param.ndim == 2 and id(param) not in ends else kind].append(
+            param
+        )
+    if use_muon and not kinds["muon"]:
         raise ConfigError("learner.optimizer = muon_adamw: the model has no hidden 2-D matrix")
-
-    decayed = [p for p in rest if p.ndim >= 2 and id(p) not in embeddings]
-    taken |= {id(param) for param in decayed}
-    kinds = {
-        "muon": hidden,
-        "adamw": decayed,
-        "adamw_no_decay": [p for p in rest if id(p) not in taken],
-    }
     groups = [
         {"params": chosen, "kind": kind, **_rates(config, kind)}
         for kind, chosen in kinds.items()
@@ -265,7 +260,7 @@ def scale_learning_rates(optimizer: torch.optim.Optimizer, scale: float) -> None
 
 
 class TorchBackend(RankBackend):
-    """Plain torch behind the calls of a trainer, for debugging and as the oracle of DeepSpeed's.
+    """Plain torch, for debugging and as the oracle of DeepSpeed's.
 
     Every rank holds the whole model; gradients are summed one parameter at a time.
     """
@@ -312,7 +307,7 @@ def moved_weights(
 ) -> Iterator[nn.Parameter]:
     """The parameters, each of which comes from where it is mapped to the device, in dtype, when it
     is asked for; buffers come before them. Main memory holds one weight more at most, and so does
-    the device if whoever asks keeps a part of each only. With `copy` the mapped pages stay shared
+    the device if the caller keeps a part of each only. With `copy` the mapped pages stay shared
     even if the device is main memory and the weight is changed."""
     kept = _kept_in_float32(policy.model)
     for prefix, module in policy.named_modules():
@@ -359,8 +354,8 @@ def prepare_deepspeed() -> None:
 class DeepSpeedBackend(RankBackend):
     """A DeepSpeed engine around the policy.
 
-    Ranks have different numbers of micro-batches, as trees give them. What DeepSpeed 0.19 does with
-    that depends on the stage, and several of its calls are silently wrong or hang:
+    Ranks have different numbers of micro-batches, since trees differ. DeepSpeed 0.19 treats that
+    differently at each stage, and several of its calls are silently wrong or hang:
 
         stage 0   gradients stay on the rank; summed here, once, before the step
         stage 1   coalesce_grad_reduction: summed once; every rank needs at least one backward pass

@@ -1,6 +1,6 @@
 """A tree as packed arrays, and micro-batches of trees side by side (numpy only).
 
-What travels to the learner's ranks is an `EncodedTree`: its tokens in pre-order, each stored once.
+The learner's ranks receive a tree as `EncodedTree`: its tokens in pre-order, each stored once.
 
     visible(q, k)  =  k <= q < end[k]        k is an ancestor of q, or q itself
     position id    =  depth[q]               tokens between the root's first token and q
@@ -36,8 +36,8 @@ FLOATS: dict[str, type[np.floating[Any]]] = {"entropies": np.float32}  # the oth
 
 
 class Whole(Struct, frozen=True, array_like=True):
-    """What a part of a tree knows of the tree. `number` is the tree's in the mini-batch; one of the
-    ranks with a part is its home and counts its leaves; `max_staleness` is as in EncodedTree;
+    """Data of a whole tree that its parts carry. `number` is the tree's in the mini-batch; one of
+    the ranks with a part is its home and counts its leaves; `max_staleness` is as in EncodedTree;
     num_actions: int32 per node, its trained tokens."""
 
     number: int
@@ -144,7 +144,7 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
     nodes = [node for node, _ in order]
     place = {node.index: i for i, node in enumerate(nodes)}
     parents = [-1 if node.parent is None else place[node.parent] for node in nodes]
-    texts: list[Sequence[int]] = []  # of each node what it sampled, then what it observed
+    texts: list[Sequence[int]] = []  # of each node its sampled tokens, then its observation
     for node, is_inner in order:
         if len(node.logprobs) != len(node.action_ids):
             raise DataError(f"{tree.task.id}: node {node.index} has tokens without log-probs")
@@ -260,7 +260,7 @@ def _links(starts: Ints, sizes: Ints, parents: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _versions(nodes: Sequence[Node], default: int) -> Longs:
-    """Of each sampled token; `default` where no span says."""
+    """Of each sampled token; `default` where no span gives one."""
     versions, counts = [], []
     for node in nodes:
         size, spans = len(node.action_ids), node.version_spans

@@ -11,9 +11,9 @@ first renamed to DIR.old.
 
 A fragment is a run of elements of one parameter, flattened, of which this rank keeps float32
 weights and optimizer state. At ZeRO stage 0 a fragment is the whole parameter, at stages 1 and 2
-what falls into the rank's part of a flat group of parameters, at stage 3 the rank's part of each
+the part in the rank's share of a flat group of parameters, at stage 3 the rank's part of each
 parameter. Names are the model's own. DeepSpeed's public `safe_get_local_*` know stage 3 only and
-no state before the first step, so fragments read what these functions read.
+no state before the first step, so fragments read the sources of these functions.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ Held = dict[str, tuple[int, Tensor]]  # by name: first element, elements (see `h
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements start to start + size of parameter `name`; `owner` is what the optimizer holds
-    state for, in which they begin at `offset`."""
+    """Elements start to start + size of parameter `name`; `owner` is the tensor that the
+    optimizer holds state for, in which they begin at `offset`."""
 
     name: str
     shape: tuple[int, ...]
@@ -134,7 +134,7 @@ def restore(backend: RankBackend, saved: Checkpoint) -> None:
 
 
 def held(backend: RankBackend) -> Iterator[tuple[str, int, Tensor]]:
-    """Name, first element and elements of what this rank stores of each trained weight to compute
+    """Name, first element and elements of each trained weight, as this rank stores it to compute
     with: all of it at stages 0 to 2, its part at stage 3."""
     for name, param in backend.policy.model.named_parameters():
         if not param.requires_grad:
@@ -150,7 +150,7 @@ def held(backend: RankBackend) -> Iterator[tuple[str, int, Tensor]]:
 
 @contextmanager
 def changing(backend: RankBackend) -> Iterator[None]:
-    """Around writes to what `held` gives. Copies that stage 3 has gathered from all ranks are
+    """Around writes to the tensors of `held`. Copies that stage 3 has gathered from all ranks are
     dropped; the next forward pass gathers anew. Takes no part in any collective."""
     if backend.stage == 3:
         backend.optimizer.checkpoint_event_prologue()
@@ -163,7 +163,7 @@ SEPARATOR = "|"
 
 
 class Checkpoint:
-    """Reads what `save` wrote; tensors are mapped from the files, not loaded."""
+    """A checkpoint of `save`; tensors are mapped from the files, not loaded."""
 
     def __init__(self, directory: Path) -> None:
         directory = finished_folder(directory)

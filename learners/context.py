@@ -55,8 +55,8 @@ def join_team(size: int, timeout_s: float) -> Team | None:
 
 
 def padded(batch: MicroBatch, size: int) -> MicroBatch:
-    """The micro-batch with so many tokens behind it, a path of their own, that `size` divides
-    their number. None of them is trained."""
+    """The micro-batch with untrained tokens appended, a path of their own, so that `size` divides
+    the number of tokens."""
     total = len(batch.end)
     more = -total % size
     if not more:
@@ -71,7 +71,7 @@ def padded(batch: MicroBatch, size: int) -> MicroBatch:
 
 
 class Share:
-    """What a member of a team has of a padded micro-batch: the tokens in `span`, and the trained
+    """A team member's share of a padded micro-batch: the tokens in `span`, and the trained
     tokens, of `num_targets`, whose predecessor is among them: `own`, int64."""
 
     def __init__(self, team: Team, batch: MicroBatch) -> None:
@@ -126,7 +126,7 @@ class Share:
 
 
 def _exchanged(parts: Tensor, team: Team) -> Tensor:
-    """Row i goes to member i; row j of what comes back is from member j."""
+    """Row i goes to member i; row j of the result comes from member j."""
     received: Tensor = _Exchange.apply(parts.contiguous(), team)  # type: ignore[no-untyped-call]
     return received
 

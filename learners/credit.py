@@ -29,7 +29,7 @@ Estimator = Callable[[Floats], Floats]  # returns of a group -> advantages
 
 EPSILON = 1e-6
 ROUNDING = 1e-12  # of a return, which is a sum of rewards; relative above 1
-MIN_GROUP_FRACTION = 0.75  # of the leaves of a whole group; a mean of fewer says too little
+MIN_GROUP_FRACTION = 0.75  # of the leaves of a whole group; a mean of fewer is too noisy
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,11 @@ def tree_credit(
 ) -> TreeCredit | None:
     """Credit of every node, or None when the group is too short to be normalised.
 
-    Failed leaves are in no group, and what a person has given up is none. A truncated leaf counts
+    Failed leaves are in no group, and a cancelled tree is none. A truncated leaf counts
     with its return ("score"), with return 0 ("zero") or not at all ("mask"), by its limit; limits
-    not in the mapping are scored. What is left must be at least MIN_GROUP_FRACTION of group_size.
+    not in the mapping are scored. At least MIN_GROUP_FRACTION of group_size must be left.
     `penalty` is added to each return.
-    `estimator` makes advantages of returns; what it makes of equal ones by rounding alone is 0.
+    `estimator` makes advantages of returns; those of equal returns, rounding alone, become 0.
     Soft sharing gives a token each leaf's own advantage, hard sharing the mean over the leaves
     below it, counted as often (ARPO, Dong 2025, section 3.2).
     """

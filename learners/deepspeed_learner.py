@@ -266,11 +266,11 @@ class DeepSpeedLearner:
 
     async def sleep(self) -> None:
         """Keep everything in main memory and give the memory of the GPUs back."""
-        await self._exchange([wire.Nap(True)] * self.config.num_ranks)
+        await self._exchange([wire.Sleep(True)] * self.config.num_ranks)
 
     async def wake(self) -> None:
         """Take the memory again. A learner that sleeps refuses all other commands."""
-        await self._exchange([wire.Nap(False)] * self.config.num_ranks)
+        await self._exchange([wire.Sleep(False)] * self.config.num_ranks)
 
     async def export(self, directory: Path) -> Path:
         await self.call_all(wire.WriteModel(_absolute(directory), publish=False))

@@ -41,10 +41,10 @@ class HostMemory:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         place = memory.data_ptr()
         if int(runtime.cudaHostRegister(place, memory.nbytes, 0)) == 0:
-            # What lies there next would be copied to pages that are not its own.
+            # The next data there would be copied to pages that are not its own.
             weakref.finalize(memory, runtime.cudaHostUnregister, place).atexit = False
             return
-        with contextlib.suppress(RuntimeError):  # CUDA tells the next kernel of the refusal
+        with contextlib.suppress(RuntimeError):  # CUDA reports the refusal to the next kernel
             torch.zeros(1, device=device)
 
     def put_back(self, memory: Tensor) -> None:
@@ -55,19 +55,19 @@ class HostMemory:
 class Aside:
     """The memory of a rank's device, given back for a while to engines that share the device.
 
-    What model, optimizer and reference hold is copied to main memory, and its storage on the device
-    is freed; `take_back` fills the same storages again. Whatever is a view of them, as parameters
-    are of the flat buffers of ZeRO, stays one, so that this works alike at all stages, stage 0 and
-    plain torch included, which DeepSpeed's own `offload_states` leaves out. What DeepSpeed keeps in
-    main memory by itself (learner.offload) and storages that cannot be freed, as weights on the CPU
-    that are mapped from a file, stay as they are. DeepSpeed's buckets hold nothing between two
-    commands: they are freed without a copy.
+    The tensors of model, optimizer and reference are copied to main memory, and their storage on
+    the device is freed; `take_back` fills the same storages again. Views of them, as parameters are
+    of the flat buffers of ZeRO, stay views, so that this works alike at all stages, stage 0 and
+    plain torch included, which DeepSpeed's own `offload_states` leaves out. Tensors that DeepSpeed
+    keeps in main memory itself (learner.offload), and storages that cannot be freed, as weights on
+    the CPU that are mapped from a file, stay as they are. DeepSpeed's buckets hold nothing between
+    two commands: they are freed without a copy.
     """
 
     def __init__(
         self, backend: RankBackend, *others: Any, memory: HostMemory | None = None
     ) -> None:
-        """Give back what the backend holds on its device, and tensors in `others`."""
+        """Give back the backend's memory on its device, and that of tensors in `others`."""
         self._memory = memory or HostMemory()
         self._device = backend.device
         self._kept = [

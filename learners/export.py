@@ -1,6 +1,6 @@
 """Hugging Face directories for engines and for users, written tensor by tensor.
 
-Only one tensor is in main memory at a time, beside what the rank holds; at ZeRO stage 3 weights are
+Only one tensor is in main memory at a time, beside the rank's own; at ZeRO stage 3 weights are
 gathered bucket by bucket. With adapters the directory holds the merged model, and the adapter by
 itself in DIR/adapter.
 
@@ -67,8 +67,8 @@ BUCKET_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the directory: how it is called and what it is there, and how to get it while
-    `params` are whole."""
+    """A tensor of the directory: its name, dtype and shape there, and how to get it while `params`
+    are whole."""
 
     name: str
     dtype: dtype
@@ -131,7 +131,7 @@ class Parts:
 
 
 def entries(model: Any) -> Iterator[Entry]:
-    """Tied weights once, under their first name; adapters are merged into what they adapt."""
+    """Tied weights once, under their first name; adapters are merged into their weights."""
     for name, param in list(model.named_parameters()):
         if is_adapter(name):
             continue
@@ -180,23 +180,20 @@ def gathered(model: Any) -> Iterator[Entry]:
 
 
 def buckets(entries: Iterable[Entry], max_bytes: int) -> Iterator[list[Entry]]:
-    """Neighbouring entries of at most max_bytes together; a larger one comes alone, and what is one
-    parameter in memory stays together, since it is gathered at once."""
+    """Neighbouring entries of at most max_bytes together; a larger one comes alone, and parts of one
+    parameter stay together, since it is gathered at once."""
     bucket: list[Entry] = []
     size = 0
     for entry in entries:
-        if bucket and size + entry.num_bytes > max_bytes and not _are_parts(bucket[-1], entry):
+        owners = [one.params[0] for one in (*bucket[-1:], entry) if one.params]
+        is_part = len(owners) == 2 and owners[0] is owners[1]  # of one parameter
+        if bucket and size + entry.num_bytes > max_bytes and not is_part:
             yield bucket
             bucket, size = [], 0
         bucket.append(entry)
         size += entry.num_bytes
     if bucket:
         yield bucket
-
-
-def _are_parts(one: Entry, other: Entry) -> bool:
-    """Whether both are of one parameter."""
-    return bool(one.params and other.params) and one.params[0] is other.params[0]
 
 
 def _whole(params: list[Any]) -> AbstractContextManager[Any]:
@@ -219,7 +216,7 @@ def write_weights(
 ) -> None:
     """Write safetensors of at most max_shard_bytes, then the index if there are several.
 
-    `planned` are the same entries, of which no tensor is asked; it says what each shard will hold
+    `planned` are the same entries, whose tensors are not read; it gives the contents of each shard
     before its first tensor is there.
     """
     shards = [
@@ -372,6 +369,8 @@ def export(
     With adapters `out` holds the merged model, and `out`/adapter the adapter by itself. Raises
     DataError if the checkpoint is not complete.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     if out.exists() and any(out.iterdir()):
         raise DataError(f"{out} is not empty; choose another place to export to")
     if not (checkpoint / "config.json").is_file():
@@ -380,7 +379,8 @@ def export(
     copy_files(checkpoint, out, dtype)
     weights = Weights(_base_of(checkpoint, saved))
     wanted = getattr(torch, dtype)
-    model = _without_weights(checkpoint)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
     fused = {} if saved is None else _fused(saved, model)
     kept = {  # as they are: float32 biases of routers
         disk
@@ -408,14 +408,6 @@ def export(
         adapter = {name: whole(saved, name) for name in saved.shapes if is_adapter(name)}
         write_adapter(out / ADAPTER_FOLDER, saved.meta.lora, adapter, saved.meta.base_model)
     check_written(out)
-
-
-def _without_weights(directory: Path) -> Any:
-    """The model of a config.json on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
 
 
 def _fused(saved: Checkpoint, model: Any) -> dict[str, Parts]:

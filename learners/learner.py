@@ -1,4 +1,4 @@
-"""The seam between the controller and whatever trains: trees in, metrics and weights out.
+"""Interface between the controller and a learner: trees in, metrics and weights out.
 
 Keys first: an optimizer, its schedule by the number of updates done, the learner with its ranks.
 """
@@ -122,8 +122,8 @@ def lr_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
 Metrics = dict[str, float]
 
 
-# What is known of an engine's figures of fresh tokens: they are the learner's own up to rounding;
-# its log-probs are close by measurement, its entropies may be bounds; or nothing.
+# How an engine's figures of fresh tokens agree with the learner's: up to rounding; log-probs are
+# close by measurement and entropies may be bounds; or unknown.
 Agreement = Literal["exact", "close", "unknown"]
 
 
@@ -314,7 +314,7 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def num_teams(self) -> int:
-        """Teams of ranks that compute a micro-batch together; trees are dealt to them."""
+        """Teams of ranks that compute a micro-batch together; each gets its own trees."""
         return self.num_ranks // self.context_parallel
 
     @property
@@ -396,7 +396,6 @@ class Learner(Protocol):
     @property
     def policy_version(self) -> int:
         """Number of updates published; the version of the weights published last."""
-        ...
 
     async def update(
         self,
@@ -409,63 +408,51 @@ class Learner(Protocol):
         which there are `num_minibatches`, at most one a group, or as few as groups_per_minibatch
         allows. Trees without entropies get those of their trained tokens, exact ones under the
         weights with which the token was computed first, and nan elsewhere; all get `scored`."""
-        ...
 
     async def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float = 1.0) -> Metrics:
         """One optimizer step on the mean negative log-likelihood of the predicted tokens."""
-        ...
 
     async def prefer(
         self, pairs: Sequence[EncodedTree], beta: float, lr_scale: float = 1.0
     ) -> Metrics:
         """One optimizer step of DPO (`learners.dpo`) on pairs with the reference's log-probs."""
-        ...
 
     async def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
         """Log-probs of given sequences under the current weights; trains nothing."""
-        ...
 
     async def reset_optimizer(self, config: OptimizerConfig) -> None:
         """Start over with an optimizer without state, as between SFT and RL."""
-        ...
 
     async def set_optimizer_aside(self, config: OptimizerConfig) -> None:
         """The same for a while: the state is kept in the main memory of the ranks, not in
         checkpoints, until `take_optimizer_back`."""
-        ...
 
     async def take_optimizer_back(self, config: OptimizerConfig) -> None:
         """Go on with the state that was set aside, which is of an optimizer of `config`."""
-        ...
 
     async def publish(self, directory: Path) -> Path:
         """Write the weights as a Hugging Face directory and count one policy version up."""
-        ...
 
     async def export(self, directory: Path) -> Path:
         """Write the same directory without counting."""
-        ...
 
     async def save(self, directory: Path) -> None:
         """Write everything a bit-exact resume needs; atomic."""
-        ...
 
     async def load(self, directory: Path) -> None:
-        """Go on from what `save` wrote, its policy version included."""
-        ...
+        """Resume from a checkpoint, its policy version included."""
 
     async def close(self) -> None:
         """Stop the ranks; idempotent."""
-        ...
 
 
-# What a checkpoint says of itself, also to those who do not load it.
+# Metadata of a checkpoint, also for readers that do not load it.
 
 SAVED_FILE = "learner.json"
 
 
 class Saved(Struct, kw_only=True):
-    """What a checkpoint is of. `base_model`: directory of the frozen weights, with `lora`.
+    """Metadata of a checkpoint. `base_model`: directory of the frozen weights, with `lora`.
     `reference_updates`: see `agentenv.learners.trainer.Reference`."""
 
     num_ranks: int

@@ -1,7 +1,7 @@
 """Per-token policy losses and KL estimators as functions of tensors; `Algorithm.loss` sums them.
 
-All functions accept any float dtype and any common shape. They add numeric guards to what the
-released code of ARPO and AEPO does, and are equal to that code wherever it stays finite and
+All functions accept any float dtype and any common shape. They add numeric guards to the
+released code of ARPO and AEPO, and are equal to that code wherever it stays finite and
 log-ratios stay within +-20.
 """
 
@@ -27,9 +27,9 @@ class LossBatch:
     (`learners.minibatch`). The scalars belong to the whole mini-batch: the denominator of the
     aggregation, and mean and unbiased standard deviation of `entropies` over the flat tokens.
 
-    importance: truncated and masked proximal / behaviour. sum_weight: sum of `weight` over what is
-    computed of the mini-batch, for metrics. reference: log-probs of the reference policy. value and
-    slope: loss and its derivative by the log-prob, of methods that clip whole sequences.
+    importance: truncated and masked proximal / behaviour. sum_weight: sum of `weight` over the
+    computed tokens of the mini-batch, for metrics. reference: log-probs of the reference policy.
+    value and slope: loss and its derivative by the log-prob, of methods that clip whole sequences.
     """
 
     behaviour: Tensor

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Literal
+from typing import Literal, Union
 
 import msgspec
 from msgspec import Struct
@@ -34,12 +34,16 @@ PREFIX_BYTES = 8
 
 
 class Message(Struct, tag=True, tag_field="type"):
-    """Its class says what it is."""
+    """Its class is its type."""
+
+
+class Command(Message):
+    """A message of the controller."""
 
 
 class Hello(Message):
-    """`store`: host:port of the store that rank 0 opened for all ranks to meet at; empty if they
-    meet where their launcher says (MASTER_ADDR) or there is one rank only."""
+    """`store`: host:port of the store that rank 0 opened for all ranks to meet at; empty where
+    their launcher names one (MASTER_ADDR), and for a single rank."""
 
     token: str
     rank: int
@@ -49,9 +53,9 @@ class Hello(Message):
     store: str
 
 
-class Init(Message):
-    """What a rank is built from. `algorithm_class` is an import path, module:Class, so that a
-    class from outside the project reaches the ranks as well."""
+class Init(Command):
+    """Build the rank. `algorithm_class` is an import path, module:Class, so that a class from
+    outside the project reaches the ranks as well."""
 
     config: LearnerConfig
     algorithm_class: str
@@ -67,11 +71,11 @@ class Init(Message):
         """The message for an algorithm at hand."""
         kind = type(algorithm)
         path = f"{kind.__module__}:{kind.__qualname__}"
-        raw = msgspec.Raw(msgspec.msgpack.encode(asdict(algorithm)))  # the class says the name
+        raw = msgspec.Raw(msgspec.msgpack.encode(asdict(algorithm)))  # the name is the class's
         return cls(config, path, raw, model_dir, seed, store)
 
     def make_algorithm(self) -> Algorithm:
-        """The algorithm again. Raises ConfigError where its module is not on the rank's path."""
+        """Decode the algorithm. Raises ConfigError where its module is not on the rank's path."""
         module, _, name = self.algorithm_class.partition(":")
         try:
             kind = getattr(importlib.import_module(module), name)
@@ -84,9 +88,9 @@ class Init(Message):
         return algorithm
 
 
-class Update(Message):
-    """Each mini-batch is one optimizer step. It travels as `sizes`, the trees of each mini-batch,
-    behind the trees themselves; see `messages_of`."""
+class Update(Command):
+    """Each mini-batch is one optimizer step. On the wire it follows its trees and holds only
+    `sizes`, the number of trees of each mini-batch; see `messages_of`."""
 
     minibatches: list[list[EncodedTree]]
     lr_scale: float
@@ -94,18 +98,18 @@ class Update(Message):
     sizes: list[int] = []
 
 
-class Tree(Message):
+class Tree(Command):
     """The next tree of the Update that follows; not answered."""
 
     tree: EncodedTree
 
 
-class Imitate(Message):
+class Imitate(Command):
     sequences: list[EncodedTree]
     lr_scale: float
 
 
-class Prefer(Message):
+class Prefer(Command):
     """One optimizer step of DPO on pairs (`agentenv.learners.dpo`)."""
 
     pairs: list[EncodedTree]
@@ -113,20 +117,20 @@ class Prefer(Message):
     lr_scale: float
 
 
-class ScoreSequences(Message):
+class ScoreSequences(Command):
     """Log-probs of sequences under the current weights."""
 
     sequences: list[EncodedTree]
 
 
-class ResetOptimizer(Message):
-    """Drop the optimizer's state; or set it aside, or take back what was set aside."""
+class ResetOptimizer(Command):
+    """Drop the optimizer's state; or set it aside, or take it back."""
 
     config: OptimizerConfig
     state: Literal["drop", "set_aside", "take_back"] = "drop"
 
 
-class WriteModel(Message):
+class WriteModel(Command):
     """Publishing counts the policy version up, exporting does not. `unmoved`: refused when the
     weights are not those of the version published last. `adapter_only`: the directory is that of
     the LoRA adapter."""
@@ -137,14 +141,14 @@ class WriteModel(Message):
     adapter_only: bool = False
 
 
-class Announce(Message):
+class Announce(Command):
     """Count the policy version up: its weights will be broadcast. Answered with `buckets`."""
 
 
-class OpenGroup(Message):
-    """Open a place for the servers to meet rank 0 at. `port` of the store, 0: any that is free;
-    `interface`: name of the network interface whose address the servers are told, empty: that by
-    which the controller knows the machine. Answered with `address` by rank 0."""
+class OpenGroup(Command):
+    """Open a store where the servers meet rank 0. `port`: of the store, 0: any that is free;
+    `interface`: the network interface whose address the servers get, empty: the one by which the
+    controller reached the machine. Rank 0 answers with `address`."""
 
     timeout_s: float
     wire: Wire = "torch"
@@ -152,49 +156,50 @@ class OpenGroup(Message):
     interface: str = ""
 
 
-class JoinGroup(Message):
+class JoinGroup(Command):
     """Rank 0 joins. This command and the next are answered with `problem`."""
 
     group: Group
 
 
-class SendWeights(Message):
+class SendWeights(Command):
     """All ranks gather, rank 0 broadcasts."""
 
 
-class LeaveGroup(Message):
+class LeaveGroup(Command):
     pass
 
 
-class Abort(Message):
-    """Break off JoinGroup or SendWeights while it runs; not answered. Ignored when it is late."""
+class Abort(Command):
+    """Abort JoinGroup or SendWeights while it runs; not answered, and ignored when it is late."""
 
 
-class Nap(Message):
-    """Give the memory of the device back, or take it again. Nothing else is done `asleep`."""
+class Sleep(Command):
+    """Give the memory of the device back, or take it again. A rank that is `asleep` does nothing
+    else."""
 
     asleep: bool
 
 
-class Save(Message):
+class Save(Command):
     directory: str
 
 
-class Load(Message):
+class Load(Command):
     directory: str
 
 
-class Stop(Message):
+class Stop(Command):
     pass
 
 
 class Done(Message):
-    """Answer to every command; only the fields that it has to fill are filled.
+    """Answer to every command; each fills only its own fields.
 
     steps: metrics of the optimizer steps that were skipped, with "minibatch" and "epoch".
     entropies, proximal, logprobs: of an update, by mini-batch and tree; see
-    agentenv.learners.entropies.
-    problem: what went wrong in a broadcast, which is no failure of the rank.
+    agentenv.learners.partition.
+    problem: of a broadcast, which is no failure of the rank.
     """
 
     policy_version: int = 0
@@ -210,32 +215,12 @@ class Done(Message):
 
 
 class Failed(Message):
-    """The command raised; the rank goes on with the state it has."""
+    """The command raised; the rank keeps running with the state it has."""
 
     error: str
     traceback: str
 
 
-Command = (
-    Init
-    | Tree
-    | Update
-    | Imitate
-    | Prefer
-    | ScoreSequences
-    | ResetOptimizer
-    | WriteModel
-    | Announce
-    | OpenGroup
-    | JoinGroup
-    | SendWeights
-    | LeaveGroup
-    | Nap
-    | Abort
-    | Save
-    | Load
-    | Stop
-)
 Reply = Hello | Done | Failed
 
 
@@ -246,15 +231,15 @@ def pack_frame(message: Message) -> bytes:
 
 
 def messages_of(command: Message) -> Iterator[Message]:
-    """A command as it travels: what goes ahead of it, and then itself."""
+    """A command as it travels: the trees that precede it, then itself."""
     if isinstance(command, Update):
         yield from (Tree(tree) for trees in command.minibatches for tree in trees)
         command = replace(command, minibatches=[], sizes=[*map(len, command.minibatches)])
     yield command
 
 
-def behind(trees: Iterable[EncodedTree], command: Command) -> Command:
-    """What these messages said: a command, and the trees that went ahead of it."""
+def with_trees(trees: Iterable[EncodedTree], command: Command) -> Command:
+    """The whole command, from the message and the trees that preceded it."""
     if not isinstance(command, Update):
         return command
     rest = iter(trees)
@@ -262,7 +247,9 @@ def behind(trees: Iterable[EncodedTree], command: Command) -> Command:
     return replace(command, minibatches=whole, sizes=[])
 
 
+_COMMANDS = msgspec.msgpack.Decoder[Command](Union[tuple(Command.__subclasses__())])  # noqa: UP007
+
+
 def unpack_command(body: bytes) -> Command:
-    """What is in a frame behind its length."""
-    command: Command = msgspec.msgpack.decode(body, type=Command)
-    return command
+    """The command in the body of a frame."""
+    return _COMMANDS.decode(body)

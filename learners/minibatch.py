@@ -11,27 +11,27 @@ denominator over the mini-batch of N trajectories with lengths |y_i| (policy tok
     seq-mean-token-sum-norm  c_i = 1         denominator N * L         Dr. GRPO, L a constant
 
 A token shared by several trajectories takes the sum of their coefficients. Trajectories without
-policy tokens count in none of the modes. Groups whose returns are equal count like any other: what
-no pass computes of them (EncodedTree.is_counted) stands behind the rest and adds nothing but to
-denominators and statistics. The released code of ARPO differs: it aggregates each
-micro-batch on its own and weights by rows, so that the result depends on the packing; and its last
-mode divides by L without N.
+policy tokens count in none of the modes. Groups whose returns are equal count like any other: their
+tokens that no pass computes (EncodedTree.is_counted) follow the rest and add only to denominators
+and statistics. The released code of ARPO differs: it aggregates each micro-batch on its own and
+weights by rows, so that the result depends on the packing; and its last mode divides by L without
+N.
 
 Data of an older policy or another engine is corrected by
 
     rho = proximal / behaviour      per token; 1 when engine and learner agree and data is fresh
 
 Truncation bounds rho from above (IMPALA, Espeholt 2018; decoupled PPO, Hilton 2022). Masks drop
-what truncation cannot repair: a token mask outside a band of rho (IcePop, Ling team 2025), a
-sequence mask outside a band of the geometric mean of rho over a trajectory. What is masked adds
-nothing to the numerator and stays in the denominator: a step shrinks when much is refused.
+tokens that truncation cannot repair: a token mask outside a band of rho (IcePop, Ling team 2025), a
+sequence mask outside a band of the geometric mean of rho over a trajectory. Masked tokens add
+nothing to the numerator and stay in the denominator: a step shrinks when many are masked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -55,13 +55,7 @@ from agentenv.learners.losses import MAX_LOG_RATIO, LossBatch, sequence_terms
 WIDE = (0.5, 2.0)  # the band whose outside is reported when no mask is set
 
 
-T = TypeVar("T")
-
-
-class Gather(Protocol):
-    """The values of all ranks, by rank; all of them must call it."""
-
-    def __call__(self, value: T, /) -> list[T]: ...
+Gather = Callable[[Any], list[Any]]  # the values of all ranks, by rank; every rank must call it
 
 
 @dataclass(frozen=True)
@@ -213,11 +207,11 @@ class MiniBatch:
     entropy_mean: float
     entropy_std: float
     metrics: Metrics = field(default_factory=dict)
-    told: Floats = field(init=False)  # entropies, nan until a pass has computed them
+    found_entropies: Floats = field(init=False)  # nan until a pass has computed them
     logprobs: Floats = field(init=False)  # of the pass that trained a token first
 
     def __post_init__(self) -> None:
-        self.told = self.entropies.copy()
+        self.found_entropies = self.entropies.copy()
         self.logprobs = np.full(len(self.proximal), np.nan)
 
     def loss_batch(
@@ -246,9 +240,9 @@ class MiniBatch:
             slope=slope,
         )
 
-    def tell(self, index: np.ndarray, logprobs: Tensor, entropies: Tensor) -> None:
+    def record(self, index: np.ndarray, logprobs: Tensor, entropies: Tensor) -> None:
         """Keep the figures of the tokens at `index` that are not known yet."""
-        for known, values in ((self.logprobs, logprobs), (self.told, entropies)):
+        for known, values in ((self.logprobs, logprobs), (self.found_entropies, entropies)):
             unknown = np.isnan(known[index])
             if unknown.any():
                 known[index[unknown]] = values.detach().double().cpu().numpy()[unknown]
@@ -267,7 +261,7 @@ class MiniBatch:
     def computed(self) -> Floats:
         """Entropies, nan where they are those of the engine."""
         brought = ~np.isnan(self.tokens.entropies)
-        return np.where(brought & ~self.is_measured, np.nan, self.told)
+        return np.where(brought & ~self.is_measured, np.nan, self.found_entropies)
 
     def terms(self, algorithm: Algorithm, current: Floats, gather: Gather) -> tuple[Floats, Floats]:
         """Value and slope per token of a loss that clips whole trajectories; `current` are the
@@ -396,7 +390,7 @@ def coefficients(mode: Aggregation, lengths: Floats) -> Floats:
 
 
 def denominator(mode: Aggregation, lengths: Floats, norm_length: int) -> float:
-    """What this rank's trajectories add to the denominator; `norm_length` is L."""
+    """This rank's part of the denominator; `norm_length` is L."""
     if mode == "token-mean":
         return float(lengths.sum())
     num_sequences = float((lengths > 0).sum())

@@ -100,7 +100,7 @@ class Paths:
         return list(range(len(self._path)))
 
     def cost(self, leaves: Sequence[int]) -> float:
-        """Of these, which ascend: what neighbours assign_paths counts once in a micro-batch."""
+        """Of these, which ascend: tokens that neighbours share count once in a micro-batch."""
         key = tuple(leaves)
         if key not in self._costs:
             self._costs[key] = self._sum(key)
@@ -135,7 +135,7 @@ def assign_paths(trees: Sequence[Paths], num_ranks: int) -> list[Shard]:
 
 
 def load(shard: Shard, trees: Sequence[Paths]) -> float:
-    """Cost of what a rank has."""
+    """Cost of a rank's shard."""
     return sum(trees[place].cost(leaves) for place, leaves in shard.items())
 
 
@@ -193,10 +193,10 @@ def minibatches(groups: Sequence[T], count: int) -> list[Sequence[T]]:
 def partition(
     trees: Sequence[EncodedTree], num_ranks: int, max_tokens: int
 ) -> tuple[list[list[EncodedTree]], list[float]]:
-    """Trees and parts of trees of each rank, and what they cost; `max_tokens` of a micro-batch. One
-    rank has the trees themselves. Counted trees, which come last, stay whole and cost nothing."""
+    """Trees and parts of trees of each rank, and their costs; `max_tokens` of a micro-batch. One
+    rank alone has the trees themselves. Counted trees, which come last, stay whole and cost nothing."""
     counted, trees = [tree for tree in trees if tree.is_counted], computed(trees)
-    shapes = [_paths(tree, max_tokens) for tree in trees]
+    shapes = [Paths(one.sizes, one.ints("parents").tolist(), max_tokens) for one in trees]
     shards = assign_paths(shapes, num_ranks)
     homes = {
         place: rank for rank, shard in enumerate(shards) for place in shard if 0 in shard[place]
@@ -208,10 +208,6 @@ def partition(
     for mine, places in zip(parts, assign(counted, num_ranks), strict=True):
         mine += [counted[place] for place in places]
     return parts, [load(shard, shapes) for shard in shards]
-
-
-def _paths(tree: EncodedTree, max_tokens: int) -> Paths:
-    return Paths(tree.sizes, tree.ints("parents").tolist(), max_tokens)
 
 
 def part(tree: EncodedTree, leaves: Sequence[int], number: int, *, is_home: bool) -> EncodedTree:

@@ -31,7 +31,7 @@ TILE_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 
 
 class LogitShape(NamedTuple):
-    """What a model does to the product z of its head: cap tanh(scale z / cap), or scale z."""
+    """A model's logits from the product z of its head: cap tanh(scale z / cap), or scale z."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -362,15 +362,15 @@ def _checkpoint_layers(model: Any) -> None:
     # Transformers 5.2x renamed it and warns of the old name.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    # Layers checkpoint in training mode only; what is inside them stays in the mode it has.
+    # Layers checkpoint in training mode only; the modules inside them keep their mode.
     for layer in model.base_model.layers:
         layer.training = True
 
 
 def compile_parts(model: Any) -> None:
-    """Compile the feed-forward parts and the norms, for any number of tokens; layers share what is
-    compiled. Attention stays: its blocks differ from batch to batch, and on a GPU FlexAttention is
-    compiled by itself. Raises ConfigError where there is nothing to compile."""
+    """Compile the feed-forward parts and the norms, for any number of tokens; layers share the
+    compiled code. Attention stays: its blocks differ from batch to batch, and on a GPU FlexAttention
+    is compiled by itself. Raises ConfigError where there is nothing to compile."""
     parts = list(_parts(model.base_model))
     if not parts:
         raise ConfigError(

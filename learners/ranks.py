@@ -81,7 +81,7 @@ class RankLink:
         return reply
 
     def interrupt(self) -> None:
-        """Tell a rank that is at work to break off; see `Abort`."""
+        """Abort the running command; see `Abort`."""
         self._writer.write(pack_frame(Abort()))
 
     async def close(self, *, idle: bool) -> None:
@@ -218,8 +218,8 @@ def how(code: int) -> str:
 
 SETTLE_S = 3.0  # for the other ranks to answer when one has failed
 STACK_S = 0.3  # for a rank to write its stack
-SILENT = 10  # times as long as usual, after which it is said who is waited for
-AGAIN = 4  # said again when the wait has become so many times longer
+SILENT = 10  # times as long as usual, after which silent ranks are reported
+AGAIN = 4  # times longer, until the next report
 LEAST_SILENT_S = 10.0  # of commands that take less than a second
 FIRST_S = 30.0  # taken for usual of a command that has never been answered
 NUM_USUAL = 20  # answers of which the median is usual
@@ -264,7 +264,7 @@ class RankGroup:
         places: RankPlaces | None = None,
     ) -> None:
         self.config = config
-        self.places = places  # None: this machine, or whoever starts the ranks
+        self.places = places  # None: this machine, or an external launcher
         self.log_path = log_path
         self.gpus = gpus
         self._lock = asyncio.Lock()
@@ -434,8 +434,8 @@ class RankGroup:
         for rank, process in enumerate(ended):
             if process.done():
                 result = process.result()
-                told = how(result) if isinstance(result, int) else str(result)
-                return self._error(rank, told, self._log_of(rank))
+                end = how(result) if isinstance(result, int) else str(result)
+                return self._error(rank, end, self._log_of(rank))
         missing = sorted(set(range(self.config.num_ranks)) - set(links))
         has_log = self._processes or self.places is not None
         log_path = self._log_of(missing[0]) if has_log else None
@@ -464,15 +464,15 @@ class RankGroup:
         return [reply for task in tasks if isinstance(reply := task.result(), Done)]
 
     def interrupt(self) -> None:
-        """Let the command that runs break off, where it can; at once and without waiting."""
+        """Abort the running command, where it can be; returns at once."""
         if self._lock.locked() and self._links:
             self._links[0].interrupt()
 
     async def _settle(
         self, tasks: list[asyncio.Task[Any]], timeout_s: float, name: str
     ) -> LearnerError | None:
-        """Wait for the answers; on trouble end the ranks, unless all of them refused. Says who is
-        waited for when it takes far longer than usual."""
+        """Wait for the answers; on a failure end the ranks, unless all of them refused. Reports the
+        silent ranks of a command that takes far longer than usual."""
         pending: set[asyncio.Task[Any]] = set(tasks)
         clock = asyncio.get_running_loop().time
         began_s, silent_s = clock(), self._silent_s(name)
@@ -484,7 +484,7 @@ class RankGroup:
                 pending, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
             )
             if not done and clock() < deadline:
-                self._tell_silence(tasks, name, clock() - began_s, timeout_s)
+                self._report_silence(tasks, name, clock() - began_s, timeout_s)
                 silent_s *= AGAIN
                 continue
             failed += [n for n, task in enumerate(tasks) if task in done and _is_failed(task)]
@@ -508,11 +508,11 @@ class RankGroup:
         return median(seconds) if seconds else None
 
     def _silent_s(self, name: str) -> float:
-        """How long the command may take before that is said."""
+        """How long the command may take before silent ranks are reported."""
         usual_s = self._usual_s(name)
         return max(LEAST_SILENT_S, SILENT * (FIRST_S if usual_s is None else usual_s))
 
-    def _tell_silence(
+    def _report_silence(
         self, tasks: list[asyncio.Task[Any]], name: str, seconds: float, timeout_s: float
     ) -> None:
         usual_s = self._usual_s(name)

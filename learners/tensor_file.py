@@ -39,8 +39,8 @@ ALIGNMENT = 8  # bytes, of the first tensor
 
 
 def stored_dtype(directory: Path) -> torch.dtype | None:
-    """What all floating-point tensors of a directory's safetensors files have in common; None if
-    they differ, or if there are none."""
+    """The dtype of all floating-point tensors of a directory's safetensors files; None if they
+    differ, or if there are none."""
     found = set()
     for path in directory.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
@@ -67,7 +67,7 @@ def disk_shapes(
 
 
 class Place(NamedTuple):
-    """What a tensor will be, which is known before it is there."""
+    """Name, dtype and shape of a tensor, known before the tensor is there."""
 
     name: str
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""What a rank does with encoded trees: updates, imitation and scoring on some backend.
+"""Training on a rank: updates, imitation and scores of encoded trees on some backend.
 
 `Reference` is the reference policy of a KL term.
 """
@@ -32,7 +32,7 @@ class Reference:
     """The reference policy of a KL term, kept from the first use on, so that it is the policy that
     RL starts from, and renewed every `every` updates (0: never).
 
-    There is no second model. A rank keeps what it stores of the trained weights: all of them at
+    There is no second model. A rank keeps a copy of its trained weights: all of them at
     ZeRO stages 0 to 2, its part at stage 3, only the adapter with LoRA. While the reference scores,
     its weights are exchanged with the policy's.
     """
@@ -141,7 +141,7 @@ class Trainer:
         num_computed = self._num_computed(batches)
         for batch in self.backend.passes(batches):
             logprobs, _, _ = self.backend.forward(batch)
-            loss = -(self._tensor(weight[batch.index], logprobs) * logprobs).sum() / total
+            loss = -(torch.from_numpy(weight[batch.index]).to(logprobs) * logprobs).sum() / total
             self.backend.backward(self._with_router(loss, batch, num_computed))
             loss_sum += float(loss.detach())
         loss_sum = sum(self.backend.gather_teams(loss_sum))
@@ -171,9 +171,6 @@ class Trainer:
     def pack(self, trees: Sequence[EncodedTree]) -> list[MicroBatch]:
         """Micro-batches of at most as many tokens as a team computes at once."""
         return pack(trees, self.config.team_tokens)
-
-    def _tensor(self, values: Floats, like: Tensor) -> Tensor:
-        return torch.from_numpy(values).to(like)
 
     def _prepare_all(self, minibatches: Sequence[Sequence[EncodedTree]]) -> list[MiniBatch]:
         """Before the first step: log-probs of the current weights, and of the reference if the
@@ -233,7 +230,7 @@ class Trainer:
         num_computed = self._num_computed(batches)
         for batch in self.backend.passes(batches):
             logprobs, entropies, _ = self.backend.forward(batch)
-            minibatch.tell(batch.index, logprobs, entropies)
+            minibatch.record(batch.index, logprobs, entropies)
             loss_batch = minibatch.loss_batch(batch.index, logprobs, terms)
             loss, metrics = self.algorithm.loss(loss_batch, logprobs, entropies)
             self.backend.backward(self._with_router(loss, batch, num_computed))
@@ -283,8 +280,8 @@ def times(start_wall: float, start_cpu: float) -> Metrics:
 
 
 def gpu_peak(backend: RankBackend) -> Metrics:
-    """GiB of the fullest rank's GPU since this was asked last, at most: what tensors took, and what
-    torch's allocator held for them; CUDA's context comes on top. Nothing on the CPU."""
+    """Peak GiB of the fullest rank's GPU since the last call: of tensors, and of torch's allocator;
+    CUDA's context comes on top. Empty on the CPU."""
     if backend.device.type != "cuda":
         return {}
     device = backend.device

@@ -18,7 +18,7 @@ from agentenv.learners import messages as wire
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.ranks import RankLink
-from agentenv.learners.worker import Place, failure, find_place
+from agentenv.learners.worker import Position, failure, find_position
 from agentenv.ports import held_ports
 from tests.learners.ranks import (
     ALGORITHM,
@@ -210,7 +210,7 @@ async def test_a_cancelled_start_keeps_no_connection(
 @pytest.mark.parametrize(
     ("environment", "place"),
     [
-        ({}, Place(0, 1, 0, "")),
+        ({}, Position(0, 1, 0, "")),
         (
             {
                 "RANK": "5",
@@ -219,11 +219,11 @@ async def test_a_cancelled_start_keeps_no_connection(
                 "MASTER_ADDR": "node0",
                 "MASTER_PORT": "29500",
             },
-            Place(5, 8, 1, "node0:29500"),
+            Position(5, 8, 1, "node0:29500"),
         ),
         (
             {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"},
-            Place(3, 4, 1, ""),
+            Position(3, 4, 1, ""),
         ),
         (
             {
@@ -231,20 +231,20 @@ async def test_a_cancelled_start_keeps_no_connection(
                 "OMPI_COMM_WORLD_SIZE": "2",
                 "OMPI_COMM_WORLD_LOCAL_RANK": "1",
             },
-            Place(1, 2, 1, ""),
+            Position(1, 2, 1, ""),
         ),
     ],
     ids=["alone", "torchrun and deepspeed", "slurm", "mpi"],
 )
-def test_the_place_comes_from_the_launcher(environment: dict[str, str], place: Place) -> None:
-    assert find_place(environment) == place
+def test_the_place_comes_from_the_launcher(environment: dict[str, str], place: Position) -> None:
+    assert find_position(environment) == place
 
 
 def test_half_a_place_is_refused() -> None:
     with pytest.raises(ConfigError, match="both of RANK and WORLD_SIZE"):
-        find_place({"RANK": "1"})
+        find_position({"RANK": "1"})
     with pytest.raises(ConfigError, match="RANK = 2 of WORLD_SIZE = 2"):
-        find_place({"RANK": "2", "WORLD_SIZE": "2"})
+        find_position({"RANK": "2", "WORLD_SIZE": "2"})
 
 
 async def test_an_update_is_nowhere_whole_on_its_way() -> None:
@@ -273,4 +273,5 @@ async def test_an_update_is_nowhere_whole_on_its_way() -> None:
     one = len(wire.pack_frame(wire.Tree(trees[0])))
     assert max(buffered) < 2 * one, "and never all that is sent"
     *ahead, last = received
-    assert wire.behind([one.tree for one in ahead if isinstance(one, wire.Tree)], last) == update
+    trees = [one.tree for one in ahead if isinstance(one, wire.Tree)]
+    assert wire.with_trees(trees, last) == update

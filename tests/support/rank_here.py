@@ -58,7 +58,7 @@ class RankHere(RankGroup):
     def _answer(self, frames: Sequence[bytes]) -> wire.Done | wire.Failed:
         *ahead, last = [wire.unpack_command(frame[wire.PREFIX_BYTES :]) for frame in frames]
         trees = [one.tree for one in ahead if isinstance(one, wire.Tree)]
-        command: Any = wire.behind(trees, last)
+        command: Any = wire.with_trees(trees, last)
         try:
             if isinstance(command, wire.Init):
                 self._rank = Rank(command)
