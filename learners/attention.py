@@ -18,8 +18,8 @@ the longest path is ignored.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, cached_property
+from collections.abc import Iterator, Sequence
+from functools import cache, cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -103,8 +103,7 @@ def chain_blocks(end: NDArray[np.int64]) -> list[Block]:
     starts = [0, *(np.flatnonzero(np.diff(end)) + 1).tolist()]
     stops = [*starts[1:], len(end)]
     ends = end[starts].tolist()
-    causal: list[Block] = []
-    full: list[Block] = []
+    causal, full = list[Block](), list[Block]()
     chain = 0  # first token of the chain that goes on
     for i, (stop, subtree) in enumerate(zip(stops, ends, strict=True)):
         if stop == subtree:  # a leaf ends the chain
@@ -272,17 +271,13 @@ def flex_tree_attention(
 
     On a GPU only: torch 2.13 has no backward of FlexAttention on the CPU.
     """
-    grouped = query.shape[1] != key.shape[1]
     output: Tensor = _compiled()(
-        query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped
+        query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
     return output.transpose(1, 2).contiguous()
 
 
-@cache
-def _compiled() -> Callable[..., Any]:
-    """Compiled once; uncompiled it would build all scores."""
-    return torch.compile(flex_attention)
+_compiled = cache(partial(torch.compile, flex_attention))  # uncompiled it would build all scores
 
 
 def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -355,8 +350,7 @@ def windowed_attention(
 NAME = "agentenv_tree"
 # Arguments for any attention that this one need not read: dropout is refused before.
 _HARMLESS = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions"}
-_HARMLESS |= {"tree_cu_seqlens_q", "tree_segment_parents"}  # for recurrent layers
-_HARMLESS |= {"output_router_logits"}
+_HARMLESS |= {"output_router_logits", "tree_cu_seqlens_q", "tree_segment_parents"}
 Form = Literal["blocked", "flex", "dense"]
 
 # Transformers hands a four-dimensional mask on as it is. Without one it would take the positions
@@ -378,9 +372,7 @@ class TreeLayout:
         form: Form | None = None,
         share: Share | None = None,
     ) -> None:
-        self.end = end
-        self.device = device
-        self.share = share
+        self.end, self.device, self.share = end, device, share
         self.form = form or default_form(device)
         self._windows: dict[int, list[Stretch]] = {}
 
@@ -403,8 +395,7 @@ class TreeLayout:
         ends = self.end[self.end < len(self.end)]
         changes = np.flatnonzero(np.diff(self.end)) + 1
         starts = np.unique(np.concatenate([[0, len(self.end)], changes, ends]))
-        above: list[int] = []
-        parents = []
+        above, parents = list[int](), list[int]()
         for number, start in enumerate(starts[:-1].tolist()):
             while above and self.end[starts[above[-1]]] <= start:
                 above.pop()
@@ -486,11 +477,10 @@ def _attention(
             "computed over trees"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if share is None:
-        return _attend(query, key, value, tree_layout, scale, sliding_window), None
-    queries, keys, values = share.to_heads(query, key, value)
-    attended = _attend(queries, keys, values, tree_layout, scale, sliding_window)
-    return share.to_tokens(attended), None
+    if share is not None:
+        query, key, value = share.to_heads(query, key, value)
+    attended = _attend(query, key, value, tree_layout, scale, sliding_window)
+    return attended if share is None else share.to_tokens(attended), None
 
 
 def _attend(

@@ -194,7 +194,8 @@ def partition(
     trees: Sequence[EncodedTree], num_ranks: int, max_tokens: int
 ) -> tuple[list[list[EncodedTree]], list[float]]:
     """Trees and parts of trees of each rank, and their costs; `max_tokens` of a micro-batch. One
-    rank alone has the trees themselves. Counted trees, which come last, stay whole and cost nothing."""
+    rank alone has the trees themselves. Counted trees, which come last, stay whole and cost
+    nothing."""
     counted, trees = [tree for tree in trees if tree.is_counted], computed(trees)
     shapes = [Paths(one.sizes, one.ints("parents").tolist(), max_tokens) for one in trees]
     shards = assign_paths(shapes, num_ranks)

@@ -369,8 +369,8 @@ def _checkpoint_layers(model: Any) -> None:
 
 def compile_parts(model: Any) -> None:
     """Compile the feed-forward parts and the norms, for any number of tokens; layers share the
-    compiled code. Attention stays: its blocks differ from batch to batch, and on a GPU FlexAttention
-    is compiled by itself. Raises ConfigError where there is nothing to compile."""
+    compiled code. Attention stays: its blocks differ from batch to batch, and on a GPU
+    FlexAttention is compiled by itself. Raises ConfigError without such parts."""
     parts = list(_parts(model.base_model))
     if not parts:
         raise ConfigError(
