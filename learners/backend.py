@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from agentenv.errors import ConfigError, LearnerError
 from agentenv.learners.batch import MicroBatch, encode_sequence, pack
-from agentenv.learners.context import join_team
+from agentenv.learners.context import join_context_group
 from agentenv.learners.deepspeed_settings import deepspeed_settings
 from agentenv.learners.learner import LearnerConfig, OptimizerConfig
 from agentenv.learners.policy import Policy, tensors
@@ -48,7 +48,7 @@ class RankBackend(ABC):
         self.config = config.resolved(on_gpu=self.device.type == "cuda")
         self.num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.team = join_team(config.context_parallel, config.command_timeout_s)
+        self.context_group = join_context_group(config.context_parallel, config.command_timeout_s)
         self._aside: OptimizerState | None = None
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,7 +56,7 @@ class RankBackend(ABC):
         for dropout in self.dropouts:
             dropout.training = torch.is_grad_enabled()
         outputs: tuple[Tensor, Tensor, Tensor] = self.module(
-            *tensors(batch, self.device, self.team)
+            *tensors(batch, self.device, self.context_group)
         )
         return outputs
 
@@ -111,8 +111,8 @@ class RankBackend(ABC):
         dist.all_gather_object(values, value)
         return values
 
-    def gather_teams(self, value: T) -> list[T]:
-        """The values of all teams, whose members have the same; all ranks must call it."""
+    def gather_replicas(self, value: T) -> list[T]:
+        """The values of all replicas, whose ranks have the same; all ranks must call it."""
         return self.gather(value)[:: self.config.context_parallel]
 
     def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:

@@ -184,11 +184,12 @@ class DeepSpeedLearner:
             await in_thread(encode_groups, one, version, config, self.algorithm) for one in cut
         ]
         partitions = [
-            await in_thread(partition, one, config.num_teams, config.team_tokens) for one in encoded
+            await in_thread(partition, one, config.num_replicas, config.replica_tokens)
+            for one in encoded
         ]
         shards = zip(*(parts for parts, _ in partitions), strict=True)
         commands = [wire.Update(list(shard), lr_scale, agreement) for shard in shards]
-        replies = await self._call_teams(commands)
+        replies = await self._call_replicas(commands)
         for step in replies[0].steps:
             number = int(step["minibatch"])
             trees = [tree for tree, _ in cut[number]]
@@ -209,7 +210,7 @@ class DeepSpeedLearner:
         num_computed = metrics.pop("num_computed_tokens")
         if unique:
             metrics["computed_over_unique"] = num_computed / (config.num_epochs_per_batch * unique)
-        if config.num_teams > 1:
+        if config.num_replicas > 1:
             metrics["idle_share"] = idle_share([loads for _, loads in partitions])
         return metrics
 
@@ -240,9 +241,9 @@ class DeepSpeedLearner:
     async def _spread(
         self, trees: Sequence[EncodedTree], command: Callable[[list[EncodedTree]], wire.Message]
     ) -> list[tuple[list[int], wire.Done]]:
-        """Assign whole trees to teams; of each team the indices of its trees, and its answer."""
-        shards = assign(trees, self.config.num_teams)
-        replies = await self._call_teams([command([trees[i] for i in one]) for one in shards])
+        """Assign whole trees to replicas; of each the indices of its trees, and its answer."""
+        shards = assign(trees, self.config.num_replicas)
+        replies = await self._call_replicas([command([trees[i] for i in one]) for one in shards])
         return list(zip(shards, replies, strict=True))
 
     async def reset_optimizer(self, config: OptimizerConfig) -> None:
@@ -292,8 +293,8 @@ class DeepSpeedLearner:
         """One command for all ranks; their answers by rank."""
         return await self._call([command] * self.config.num_ranks, timeout_s)
 
-    async def _call_teams(self, commands: Sequence[wire.Message]) -> list[wire.Done]:
-        """One command for all ranks of a team; the answer of one of them."""
+    async def _call_replicas(self, commands: Sequence[wire.Message]) -> list[wire.Done]:
+        """One command for all ranks of a replica; the answer of one of them."""
         size = self.config.context_parallel
         return (await self._call([one for one in commands for _ in range(size)]))[::size]
 

@@ -52,11 +52,11 @@ class HostMemory:
         self._free.setdefault(memory.nbytes, []).append(memory)
 
 
-class Aside:
+class OffloadedMemory:
     """The memory of a rank's device, given back for a while to engines that share the device.
 
     The tensors of model, optimizer and reference are copied to main memory, and their storage on
-    the device is freed; `take_back` fills the same storages again. Views of them, as parameters are
+    the device is freed; `restore` fills the same storages again. Views of them, as parameters are
     of the flat buffers of ZeRO, stay views, so that this works alike at all stages, stage 0 and
     plain torch included, which DeepSpeed's own `offload_states` leaves out. Tensors that DeepSpeed
     keeps in main memory itself (learner.offload), and storages that cannot be freed, as weights on
@@ -86,7 +86,7 @@ class Aside:
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
 
-    def take_back(self) -> None:
+    def restore(self) -> None:
         """Put everything where it was."""
         for storage, num_bytes in self._empty:
             storage.resize_(num_bytes)

@@ -151,7 +151,7 @@ def preference_loss(margins: Tensor, beta: float) -> Tensor:
 def prefer(trainer: Trainer, pairs: Sequence[EncodedTree], beta: float, lr_scale: float) -> Metrics:
     """One optimizer step on the mean loss over the pairs of all ranks.
 
-    `pairs` are those of this rank, or of its team, with the reference's log-probs. Where a pair is
+    `pairs` are those of this rank's replica, with the reference's log-probs. Where a pair is
     larger than a micro-batch and so cut, its margin is computed before, and the loss is replaced by
     its tangent there, whose gradient is the same.
     """
@@ -160,10 +160,10 @@ def prefer(trainer: Trainer, pairs: Sequence[EncodedTree], beta: float, lr_scale
     start = time.perf_counter(), time.process_time()
     backend, tokens = trainer.backend, PairTokens.of(pairs)
     batches = trainer.pack(pairs)
-    total = float(sum(backend.gather_teams(len(pairs))))
+    total = float(sum(backend.gather_replicas(len(pairs))))
     slopes = None
     num_parts = sum(len(np.unique(tokens.pair[batch.index])) for batch in batches)
-    if any(backend.gather_teams(num_parts > tokens.num_pairs)):  # some pair is cut
+    if any(backend.gather_replicas(num_parts > tokens.num_pairs)):  # some pair is cut
         margins = tokens.margins(trainer.figures(pairs)[0])
         slopes = -beta * np.exp(-np.logaddexp(0.0, beta * margins))  # of the loss by the margin
     found = np.zeros_like(tokens.reference)
@@ -172,7 +172,7 @@ def prefer(trainer: Trainer, pairs: Sequence[EncodedTree], beta: float, lr_scale
         found[batch.index] = logprobs.detach().cpu().numpy()
         backend.backward(_loss(tokens, batch.index, logprobs, slopes, beta) / total)
     sums = preference_sums(tokens, found, beta)
-    metrics = preference_metrics(backend.gather_teams(sums))
+    metrics = preference_metrics(backend.gather_replicas(sums))
     return metrics | trainer.step(lr_scale, metrics["loss"]) | times(*start)
 
 

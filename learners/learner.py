@@ -278,7 +278,7 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
             (self.offload != "none" and self.zero_stage == 0, OFFLOAD_NEEDS_1),
             (self.offload == "params" and self.zero_stage in (0, 1, 2), OFFLOAD_PARAMS_NEEDS_3),
             ((self.launch == "external") != bool(self.address), EXTERNAL_NEEDS_ADDRESS),
-            (self.num_ranks % self.context_parallel, TEAMS_NEED_RANKS),
+            (self.num_ranks % self.context_parallel, REPLICAS_NEED_RANKS),
             (self.compile and self.zero_stage == 3, COMPILE_NEEDS_WEIGHTS),
             (self.compile and self.fused != "none", COMPILED_OR_FUSED),
             (self.launch == "external" and self.allocator, ALLOCATOR_IS_LOCAL),
@@ -313,13 +313,13 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ConfigError(MUON_NEEDS_0.format(key=key, stage=self.zero_stage))
 
     @property
-    def num_teams(self) -> int:
-        """Teams of ranks that compute a micro-batch together; each gets its own trees."""
+    def num_replicas(self) -> int:
+        """Context groups, each of which has its own trees: data-parallel replicas."""
         return self.num_ranks // self.context_parallel
 
     @property
-    def team_tokens(self) -> int:
-        """Most tokens of a micro-batch, but for a path that is longer."""
+    def replica_tokens(self) -> int:
+        """Most tokens of a micro-batch of a replica, but for a path that is longer."""
         return self.context_parallel * self.max_tokens_per_microbatch
 
     def _needs_deepspeed(self) -> bool:
@@ -353,7 +353,7 @@ EXTERNAL_NEEDS_ADDRESS = (
 )
 
 
-TEAMS_NEED_RANKS = (
+REPLICAS_NEED_RANKS = (
     "learner.context_parallel = {0.context_parallel} does not divide learner.num_ranks = "
     "{0.num_ranks}: so many ranks compute a micro-batch together; change one of them"
 )
@@ -371,7 +371,7 @@ ALLOCATOR_IS_LOCAL = (
 
 
 def check_heads(num_heads: int, size: int) -> None:
-    """Raises ConfigError where a team of so many ranks cannot divide the attention heads."""
+    """Raises ConfigError where a context group of that size cannot divide the attention heads."""
     if num_heads % size:
         raise ConfigError(
             f"learner.context_parallel = {size} does not divide the model's {num_heads} attention "

@@ -48,16 +48,16 @@ SIZES = {  # of a small model; a size that its configuration does not have is le
 SPREAD = 0.15  # of random weights: log-probs differ from token to token, and with the context
 
 
-def check_model(directory: Path, team: int = 1, *, compiled: bool = False) -> None:
+def check_model(directory: Path, context_parallel: int = 1, *, compiled: bool = False) -> None:
     """Raises ConfigError, with the family and the likely reason, for a model that is computed
-    wrongly here, or of which no small one can be made; for one that a team of so many ranks cannot
+    wrongly here, or of which no small one can be made; for one that so many ranks cannot
     compute together; and, with `compiled`, where torch.compile fails or changes it."""
     config = AutoConfig.from_pretrained(directory)
     family = f"{directory}: the family {config.model_type}"
     recurrent = recurrent_kinds(config)
-    if team > 1 and recurrent:
+    if context_parallel > 1 and recurrent:
         raise ConfigError(
-            f"learner.context_parallel = {team}: {family} has layers of type "
+            f"learner.context_parallel = {context_parallel}: {family} has layers of type "
             f"{', '.join(recurrent)}, which carry a state from token to token and cannot be "
             "computed in parts; set learner.context_parallel = 1"
         )

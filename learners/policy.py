@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from agentenv.errors import ConfigError
 from agentenv.learners.attention import NO_MASK, TreeLayout, use_tree_attention
 from agentenv.learners.batch import MicroBatch
-from agentenv.learners.context import Share, Team, padded
+from agentenv.learners.context import ContextGroup, Share, padded
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of one [tokens, vocabulary] tensor
 # Of a float32 copy of some of the weight's rows; on a GPU, which needs none, of their gradient.
@@ -282,7 +282,7 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """log-probs, entropies (nats; both with gradient) and arg-max matches, [tokens].
 
-        Shapes as in MicroBatch. Where a team computes it, the arguments but for the layout are
+        Shapes as in MicroBatch. In a context group the arguments but for the layout are
         this rank's, the figures those of the whole micro-batch.
         """
         causal = _without_adapters(self.model)
@@ -410,12 +410,15 @@ def use_liger(model: Any) -> None:
     apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
 
 
-def tensors(batch: MicroBatch, device: torch.device, team: Team | None = None) -> tuple[Any, ...]:
-    """The arguments of `Policy.forward` on the device, of this rank where it is one of a team."""
+def tensors(
+    batch: MicroBatch, device: torch.device, group: ContextGroup | None = None
+) -> tuple[Any, ...]:
+    """The arguments of `Policy.forward` on the device, of this rank's share in a context
+    group."""
     share = None
-    if team is not None:
-        batch = padded(batch, team.size)
-        share = Share(team, batch)
+    if group is not None:
+        batch = padded(batch, group.size)
+        share = Share(group, batch)
         batch = share.of(batch)
     arrays = (batch.token_ids, batch.position_ids, batch.source, batch.targets)
     token_ids, position_ids, source, targets = (torch.from_numpy(a).to(device) for a in arrays)

@@ -410,13 +410,13 @@ class RankGroup:
                 if isinstance(link, LearnerError):
                     raise link
                 links[link.rank] = link
-            self._check_teams(links)
+            self._check_replicas(links)
         finally:
             for each in ended:
                 each.cancel()
             self._links = [links[rank] for rank in sorted(links)]
 
-    def _check_teams(self, links: dict[int, RankLink]) -> None:
+    def _check_replicas(self, links: dict[int, RankLink]) -> None:
         """Ranks that compute a micro-batch together exchange it in every layer."""
         size = self.config.context_parallel
         for rank, link in links.items():

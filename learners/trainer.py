@@ -19,7 +19,13 @@ from torch import Tensor
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.backend import RankBackend
 from agentenv.learners.batch import ActionTokens, EncodedTree, MicroBatch, computed, pack
-from agentenv.learners.checkpoint import REFERENCE, Checkpoint, Held, changing, held
+from agentenv.learners.checkpoint import (
+    REFERENCE,
+    Checkpoint,
+    LocalWeights,
+    changing_weights,
+    local_weights,
+)
 from agentenv.learners.credit import Floats
 from agentenv.learners.learner import Agreement, LearnerConfig, Metrics, Score
 from agentenv.learners.minibatch import MiniBatch, over_all, prepare, ratios
@@ -41,14 +47,15 @@ class Reference:
         self.backend = backend
         self.every = every
         self.num_updates = 0
-        self.weights: Held | None = None
+        self.weights: LocalWeights | None = None
 
     def begin_update(self) -> None:
         """To be called while the policy has the weights at the start of the update."""
         due = self.every and self.num_updates % self.every == 0
         if self.weights is None or due:
             self.weights = {
-                name: (start, elements.clone()) for name, start, elements in held(self.backend)
+                name: (start, elements.clone())
+                for name, start, elements in local_weights(self.backend)
             }
         self.num_updates += 1
 
@@ -64,8 +71,8 @@ class Reference:
     @torch.no_grad()
     def _exchange(self) -> None:
         assert self.weights is not None
-        with changing(self.backend):
-            for name, _, elements in held(self.backend):
+        with changing_weights(self.backend):
+            for name, _, elements in local_weights(self.backend):
                 kept = self.weights[name][1]
                 other = elements.clone()
                 elements.copy_(kept)
@@ -77,7 +84,7 @@ class Reference:
         if self.num_updates:
             self.weights = {
                 name: (start, saved.read(name, REFERENCE, start, elements.numel()).to(elements))
-                for name, start, elements in held(self.backend)
+                for name, start, elements in local_weights(self.backend)
             }
 
 
@@ -121,12 +128,12 @@ class Trainer:
         self.proximal = [split_by_tree(one.trees, one.measured) for one in prepared]
         self.logprobs = [split_by_tree(one.trees, one.logprobs) for one in prepared]
         metrics = over_steps([step for _, step in steps])
-        metrics |= means(self.backend.gather_teams(behaviour_ratios(prepared)))
+        metrics |= means(self.backend.gather_replicas(behaviour_ratios(prepared)))
         counts = [
             [one.num_computed, one.tokens.weight[: one.num_computed].sum(), one.is_measured.sum()]
             for one in prepared
         ]
-        sums = over_all(np.sum(counts, axis=0), self.backend.gather_teams).tolist()
+        sums = over_all(np.sum(counts, axis=0), self.backend.gather_replicas).tolist()
         names = ("num_tokens", "num_flat_tokens", "num_proximal_tokens")
         metrics |= dict(zip(names, map(float, sums), strict=True))
         return metrics | gpu_peak(self.backend) | times(start_wall, start_cpu)
@@ -135,7 +142,7 @@ class Trainer:
         """One step on the negative log-likelihood, averaged over the weights of all tokens."""
         start_wall, start_cpu = time.perf_counter(), time.process_time()
         weight = ActionTokens.of(sequences).weight
-        total = float(over_all(weight.sum(), self.backend.gather_teams))
+        total = float(over_all(weight.sum(), self.backend.gather_replicas))
         loss_sum = 0.0
         batches = self.pack(sequences)
         num_computed = self._num_computed(batches)
@@ -144,7 +151,7 @@ class Trainer:
             loss = -(torch.from_numpy(weight[batch.index]).to(logprobs) * logprobs).sum() / total
             self.backend.backward(self._with_router(loss, batch, num_computed))
             loss_sum += float(loss.detach())
-        loss_sum = sum(self.backend.gather_teams(loss_sum))
+        loss_sum = sum(self.backend.gather_replicas(loss_sum))
         metrics = {"loss": loss_sum, "num_tokens": total} | self.step(lr_scale, loss_sum)
         return metrics | gpu_peak(self.backend) | times(start_wall, start_cpu)
 
@@ -169,8 +176,8 @@ class Trainer:
         return found
 
     def pack(self, trees: Sequence[EncodedTree]) -> list[MicroBatch]:
-        """Micro-batches of at most as many tokens as a team computes at once."""
-        return pack(trees, self.config.team_tokens)
+        """Micro-batches of at most as many tokens as a replica computes at once."""
+        return pack(trees, self.config.replica_tokens)
 
     def _prepare_all(self, minibatches: Sequence[Sequence[EncodedTree]]) -> list[MiniBatch]:
         """Before the first step: log-probs of the current weights, and of the reference if the
@@ -190,7 +197,7 @@ class Trainer:
             [self._needs_proximal(tree) for tree in trees],
             [tree.num_action_tokens for tree in trees],
         ).astype(np.bool_)
-        if any(self.backend.gather_teams(bool(needed))):
+        if any(self.backend.gather_replicas(bool(needed))):
             proximal[is_needed], entropies[is_needed], _ = self.figures(needed)
         return prepare(
             trees,
@@ -199,7 +206,7 @@ class Trainer:
             entropies,
             reference,
             self.algorithm,
-            self.backend.gather_teams,
+            self.backend.gather_replicas,
             is_needed,
         )
 
@@ -223,7 +230,7 @@ class Trainer:
         if self.algorithm.clips_sequences:
             current = minibatch.proximal.copy()
             current[: minibatch.num_computed] = self.figures(computed(minibatch.trees))[0]
-            terms = minibatch.terms(self.algorithm, current, self.backend.gather_teams)
+            terms = minibatch.terms(self.algorithm, current, self.backend.gather_replicas)
         sums: Counter[str] = Counter(loss=0, num_computed_tokens=0)
         maxima: dict[str, float] = {}
         batches = self.pack(computed(minibatch.trees))
@@ -240,7 +247,7 @@ class Trainer:
                     maxima[name] = max(maxima.get(name, -math.inf), float(value))
                 else:
                     sums[name] += float(value)  # type: ignore[assignment]
-        sums, maxima = over_ranks(self.backend.gather_teams((sums, maxima)))
+        sums, maxima = over_ranks(self.backend.gather_replicas((sums, maxima)))
         step = self.step(lr_scale, sums["loss"])
         return {**minibatch.metrics, **sums, **maxima, **step}
 

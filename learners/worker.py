@@ -43,7 +43,7 @@ from agentenv.learners.backend import DeepSpeedBackend, TorchBackend, device_of_
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.broadcast import Broadcaster
 from agentenv.learners.checkpoint import restore
-from agentenv.learners.device_memory import Aside, HostMemory
+from agentenv.learners.device_memory import HostMemory, OffloadedMemory
 from agentenv.learners.dpo import prefer
 from agentenv.learners.export import write_adapter_only, write_model
 from agentenv.learners.learner import Saved
@@ -173,7 +173,7 @@ class Rank:
         self.trainer = Trainer(self.backend, init.make_algorithm(), init.config)
         self.broadcaster = Broadcaster(self.backend, interrupted, host)
         self.policy_version = 0
-        self._aside: Aside | None = None  # while the rank sleeps
+        self._offloaded: OffloadedMemory | None = None  # while the rank sleeps
         self._host = HostMemory()
 
     def run(self, command: wire.Command) -> wire.Done:
@@ -189,7 +189,7 @@ class Rank:
 
     def _run(self, command: wire.Command) -> wire.Done:
         done = wire.Done()
-        if self._aside is not None and not isinstance(command, wire.Sleep):
+        if self._offloaded is not None and not isinstance(command, wire.Sleep):
             raise LearnerError(f"cannot run {type(command).__name__}: the learner is asleep")
         match command:
             case wire.Sleep():
@@ -250,12 +250,12 @@ class Rank:
             self.count_version()
 
     def _sleep(self, *, asleep: bool) -> None:
-        if asleep and self._aside is None:
+        if asleep and self._offloaded is None:
             reference = self.trainer.reference.weights or {}
-            self._aside = Aside(self.backend, reference, memory=self._host)
-        elif not asleep and self._aside is not None:
-            self._aside.take_back()
-            self._aside = None
+            self._offloaded = OffloadedMemory(self.backend, reference, memory=self._host)
+        elif not asleep and self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
 
     def count_version(self) -> None:
         """The weights of now are the next policy version."""

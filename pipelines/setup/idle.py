@@ -100,12 +100,12 @@ def _path_lengths(sizes: list[float], parents: list[int]) -> list[float]:
 def expected_idle(learner: LearnerConfig, algorithm: Algorithm, limits: Limits) -> float:
     """Part of their time that the ranks would wait for the one with the most, in trees of a wide
     spread, whose trajectories are on average PART_OF_LIMIT as long as the limits allow."""
-    if learner.num_teams == 1:
+    if learner.num_replicas == 1:
         return 0.0
     return _expected_idle(
-        learner.num_teams,
+        learner.num_replicas,
         learner.groups_per_minibatch,
-        learner.team_tokens,
+        learner.replica_tokens,
         algorithm.group_size,
         getattr(algorithm, "num_initial", algorithm.group_size),
         limits.max_prompt_tokens + limits.max_response_tokens,
@@ -114,7 +114,7 @@ def expected_idle(learner: LearnerConfig, algorithm: Algorithm, limits: Limits) 
 
 @cache  # a dry run asks three times
 def _expected_idle(
-    num_teams: int, groups: int, budget: int, group_size: int, num_initial: int, longest: int
+    num_replicas: int, groups: int, budget: int, group_size: int, num_initial: int, longest: int
 ) -> float:
     trees = simulated(
         group_size,
@@ -128,7 +128,7 @@ def _expected_idle(
     steps = []
     for first in range(0, len(paths), groups):
         step = paths[first : first + groups]
-        steps.append([load(shard, step) for shard in assign_paths(step, num_teams)])
+        steps.append([load(shard, step) for shard in assign_paths(step, num_replicas)])
     return idle_share(steps)
 
 
