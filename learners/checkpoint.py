@@ -152,8 +152,8 @@ def local_weights(backend: RankBackend) -> Iterator[tuple[str, int, Tensor]]:
 
 @contextmanager
 def changing_weights(backend: RankBackend) -> Iterator[None]:
-    """Around writes to the tensors of `local_weights`. Copies that stage 3 has gathered from all ranks are
-    dropped; the next forward pass gathers anew. Takes no part in any collective."""
+    """Around writes to the tensors of `local_weights`. Drops copies that stage 3 has gathered from
+    all ranks; the next forward pass gathers anew. Takes no part in any collective."""
     if backend.stage == 3:
         backend.optimizer.checkpoint_event_prologue()
     yield
