@@ -31,12 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import (
-    Backend,
-    GroupName,
-    _new_process_group_helper,
-    _world,
-)
+from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 
 from agentenv.engines.remote.weights import Address, Bucket, Group, Wire
 from agentenv.learners.backend import RankBackend

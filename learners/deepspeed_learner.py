@@ -115,11 +115,7 @@ class DeepSpeedLearner:
     """See `learners.learner.Learner`. Use `start`, then `close`; see RankGroup for failures."""
 
     def __init__(
-        self,
-        config: LearnerConfig,
-        algorithm: Algorithm,
-        ranks: RankGroup,
-        evidence: Evidence,
+        self, config: LearnerConfig, algorithm: Algorithm, ranks: RankGroup, evidence: Evidence
     ) -> None:
         self.config = config
         self.algorithm = algorithm
@@ -326,10 +322,7 @@ def encode_groups(
     """The groups for the ranks. Those on which nothing has a gradient are counted, not computed."""
     is_computed = algorithm.learns_from_equal_groups or config.router_loss > 0
     return [
-        replace(
-            encode(tree, credit, version),
-            is_counted=not (is_computed or credit.has_signal),
-        )
+        replace(encode(tree, credit, version), is_counted=not (is_computed or credit.has_signal))
         for tree, credit in groups
     ]
 

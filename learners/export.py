@@ -358,11 +358,7 @@ class Weights:
 
 
 def export(
-    checkpoint: Path,
-    out: Path,
-    *,
-    dtype: str = "bfloat16",
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    checkpoint: Path, out: Path, *, dtype: str = "bfloat16", max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
     """Write `out` from a checkpoint's directory; its float32 weights are used if they are there.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Literal, Union
+from typing import Any, Literal, Union
 
 import msgspec
 from msgspec import Struct
@@ -247,7 +247,8 @@ def with_trees(trees: Iterable[EncodedTree], command: Command) -> Command:
     return replace(command, minibatches=whole, sizes=[])
 
 
-_COMMANDS = msgspec.msgpack.Decoder[Command](Union[tuple(Command.__subclasses__())])  # noqa: UP007
+_KINDS: Any = Union[tuple(Command.__subclasses__())]  # noqa: UP007
+_COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(_KINDS)
 
 
 def unpack_command(body: bytes) -> Command:

@@ -192,23 +192,14 @@ class Trainer:
     def _prepare(self, trees: Sequence[EncodedTree], reference: Floats | None) -> MiniBatch:
         tokens = ActionTokens.of(trees)
         proximal, entropies = tokens.behaviour.copy(), tokens.entropies.copy()
-        needed = [tree for tree in trees if self._needs_proximal(tree)]
-        is_needed = np.repeat(
-            [self._needs_proximal(tree) for tree in trees],
-            [tree.num_action_tokens for tree in trees],
-        ).astype(np.bool_)
+        flags = [self._needs_proximal(tree) for tree in trees]
+        needed = [tree for tree, flag in zip(trees, flags, strict=True) if flag]
+        counts = [tree.num_action_tokens for tree in trees]
+        is_needed = np.repeat(flags, counts).astype(np.bool_)
         if any(self.backend.gather_replicas(bool(needed))):
             proximal[is_needed], entropies[is_needed], _ = self.figures(needed)
-        return prepare(
-            trees,
-            tokens,
-            proximal,
-            entropies,
-            reference,
-            self.algorithm,
-            self.backend.gather_replicas,
-            is_needed,
-        )
+        gather, rest = self.backend.gather_replicas, (reference, self.algorithm)
+        return prepare(trees, tokens, proximal, entropies, *rest, gather, is_needed)
 
     def _needs_proximal(self, tree: EncodedTree) -> bool:
         """Whether log-probs and entropies under the weights of now are needed; of a tree that is
@@ -280,10 +271,7 @@ class Trainer:
 
 def times(start_wall: float, start_cpu: float) -> Metrics:
     """Seconds since the start of a command, by the clock and of this process."""
-    return {
-        "wall_s": time.perf_counter() - start_wall,
-        "cpu_s": time.process_time() - start_cpu,
-    }
+    return {"wall_s": time.perf_counter() - start_wall, "cpu_s": time.process_time() - start_cpu}
 
 
 def gpu_peak(backend: RankBackend) -> Metrics:
@@ -330,9 +318,7 @@ def means(parts: Sequence[dict[str, tuple[float, int]]]) -> Metrics:
     return {name: float(total / count) for name, (total, count) in found.items()}
 
 
-def behaviour_ratios(
-    minibatches: Sequence[MiniBatch],
-) -> dict[str, tuple[float, int]]:
+def behaviour_ratios(minibatches: Sequence[MiniBatch]) -> dict[str, tuple[float, int]]:
     """Sum of proximal / behaviour over the trained tokens whose proximal log-prob was computed, and
     their number, by staleness in published updates."""
     staleness = np.concatenate([one.tokens.staleness[one.is_measured] for one in minibatches])

@@ -4,7 +4,7 @@
 
 The controller's address and a secret token come in environment variables (`learners.messages`), the
 rank's number in those of torchrun, the DeepSpeed launcher or Slurm (`find_position`).
-`Rendezvous` joins the ranks, `Rank` carries out commands, `serve` answers them. The process ends
+`join_ranks` joins the ranks, `Rank` carries out commands, `serve` answers them. The process ends
 when the controller stops it, dies, or closes the connection; the controller handles interrupts from
 the keyboard.
 """
@@ -94,53 +94,43 @@ def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
     return None
 
 
-class Rendezvous:
-    """Opens a store on rank 0 where no launcher did, and joins the process group."""
+def open_store(position: Position) -> TCPStore | None:
+    """The store where the ranks meet, on rank 0; None where a launcher has one or for one rank."""
+    if position.rank or position.num_ranks == 1 or position.master:
+        return None
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def __init__(self, position: Position) -> None:
-        self.position = position
-        self._store: Store | None = None
 
-    def open(self, own_address: str) -> str:
-        """host:port of the store, which the controller passes on to the others; "" without one.
-
-        `own_address`: this machine's, towards the controller.
-        """
-        position = self.position
-        if position.rank or position.num_ranks == 1 or position.master:
-            return ""
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._store = store
-        return f"{own_address}:{store.port}"
-
-    def join(self, store_address: str, timeout_s: float) -> None:
-        """Join; returns when all ranks have."""
-        position, timeout = self.position, timedelta(seconds=timeout_s)
-        has_gpu = torch.cuda.is_available()
-        # Slurm may show each rank its own GPU only.
-        device = position.local_rank % torch.cuda.device_count() if has_gpu else position.local_rank
-        names = {"RANK": position.rank, "WORLD_SIZE": position.num_ranks, "LOCAL_RANK": device}
-        for name, value in names.items():
-            os.environ[name] = str(value)
-        if has_gpu:
-            torch.cuda.set_device(device)
-        host, _, port = (store_address or position.master or "127.0.0.1:29500").rpartition(":")
-        # DeepSpeed looks for MPI unless it finds these.
-        os.environ.setdefault("MASTER_ADDR", host)
-        os.environ.setdefault("MASTER_PORT", port)
-        if position.num_ranks == 1:
-            store: Store | None = HashStore()
-        elif position.master:
-            store = None  # torch reads the launcher's variables
-        else:
-            store = self._store or TCPStore(host, int(port), is_master=False)
-        dist.init_process_group(
-            "nccl" if has_gpu else "gloo",
-            store=store,
-            rank=position.rank if store is not None else -1,
-            world_size=position.num_ranks if store is not None else -1,
-            timeout=timeout,
-        )
+def join_ranks(
+    position: Position, own_store: TCPStore | None, store_address: str, timeout_s: float
+) -> None:
+    """Join the process group; returns when all ranks have. `own_store`: of `open_store`;
+    `store_address`: host:port of rank 0's, from the controller."""
+    has_gpu = torch.cuda.is_available()
+    # Slurm may show each rank its own GPU only.
+    device = position.local_rank % torch.cuda.device_count() if has_gpu else position.local_rank
+    names = {"RANK": position.rank, "WORLD_SIZE": position.num_ranks, "LOCAL_RANK": device}
+    for name, value in names.items():
+        os.environ[name] = str(value)
+    if has_gpu:
+        torch.cuda.set_device(device)
+    host, _, port = (store_address or position.master or "127.0.0.1:29500").rpartition(":")
+    # DeepSpeed looks for MPI unless it finds these.
+    os.environ.setdefault("MASTER_ADDR", host)
+    os.environ.setdefault("MASTER_PORT", port)
+    if position.num_ranks == 1:
+        store: Store | None = HashStore()
+    elif position.master:
+        store = None  # torch reads the launcher's variables
+    else:
+        store = own_store or TCPStore(host, int(port), is_master=False)
+    dist.init_process_group(
+        "nccl" if has_gpu else "gloo",
+        store=store,
+        rank=position.rank if store is not None else -1,
+        world_size=position.num_ranks if store is not None else -1,
+        timeout=timedelta(seconds=timeout_s),
+    )
 
 
 def own_address(connection: socket.socket, controller: str) -> str:
@@ -218,11 +208,13 @@ class Rank:
                     raise LearnerError(
                         "the learner's weights are no longer those it published last"
                     )
-                self.write_model(
-                    Path(command.directory),
-                    publish=command.publish,
-                    adapter_only=command.adapter_only,
-                )
+                directory = Path(command.directory)
+                if command.adapter_only:
+                    write_adapter_only(self.backend, self.source, directory)
+                else:  # an export survives a crash of the machine
+                    write_model(self.backend, self.source, directory, durable=not command.publish)
+                if command.publish:
+                    self.count_version()
             case wire.Announce():
                 done.buckets = self.broadcaster.manifest()
                 self.count_version()
@@ -239,23 +231,6 @@ class Rank:
             case wire.Load():
                 self.load(Path(command.directory))
         return done
-
-    def write_model(self, directory: Path, *, publish: bool, adapter_only: bool = False) -> None:
-        """Publishing counts up; exporting survives a crash of the machine."""
-        if adapter_only:
-            write_adapter_only(self.backend, self.source, directory)
-        else:
-            write_model(self.backend, self.source, directory, durable=not publish)
-        if publish:
-            self.count_version()
-
-    def _sleep(self, *, asleep: bool) -> None:
-        if asleep and self._offloaded is None:
-            reference = self.trainer.reference.weights or {}
-            self._offloaded = OffloadedMemory(self.backend, reference, memory=self._host)
-        elif not asleep and self._offloaded is not None:
-            self._offloaded.restore()
-            self._offloaded = None
 
     def count_version(self) -> None:
         """The weights of now are the next policy version."""
@@ -325,8 +300,11 @@ OUT_OF_MEMORY = (
 )
 
 
-def serve(connection: socket.socket, rendezvous: Rendezvous, host: str = "127.0.0.1") -> None:
-    """Answer commands until Stop or the end of the connection. `host`: this machine's address."""
+def serve(
+    connection: socket.socket, join: Callable[[str, float], None], host: str = "127.0.0.1"
+) -> None:
+    """Answer commands until Stop or the end of the connection. `join`: `join_ranks` of a store's
+    address and a timeout, seconds; `host`: this machine's address."""
     rank: Rank | None = None
     trees: list[EncodedTree] = []  # that precede their command
     while True:
@@ -341,7 +319,7 @@ def serve(connection: socket.socket, rendezvous: Rendezvous, host: str = "127.0.
         reply: wire.Message
         try:
             if isinstance(command, wire.Init):
-                rendezvous.join(command.store, command.config.command_timeout_s)
+                join(command.store, command.config.command_timeout_s)
                 rank = Rank(command, partial(interrupted, connection), host)
                 reply = wire.Done()
             elif rank is None:
@@ -427,7 +405,7 @@ def main() -> None:
             raise ConfigError(f"{name} is not set: a learner rank finds its controller by it")
     host, port = os.environ[wire.ADDRESS_VARIABLE].rsplit(":", 1)
     position = find_position(os.environ)
-    rendezvous = Rendezvous(position)
+    store = open_store(position)
     with connect(host, int(port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         own = own_address(connection, host)
@@ -437,14 +415,14 @@ def main() -> None:
             num_ranks=position.num_ranks,
             pid=os.getpid(),
             host=socket.gethostname(),
-            store=rendezvous.open(own),
+            store="" if store is None else f"{own}:{store.port}",
         )
         connection.sendall(wire.pack_frame(hello))
         threading.Thread(target=end_with_controller, args=(connection,), daemon=True).start()
         if os.environ.get(wire.BACKEND_VARIABLE) == "deepspeed":
             import deepspeed  # noqa: F401 - while the controller checks its configuration
         try:
-            serve(connection, rendezvous, own)
+            serve(connection, partial(join_ranks, position, store), own)
         except ConnectionError:  # the controller is gone; nobody reads an answer
             sys.exit(1)
     sys.stderr.flush()

@@ -15,6 +15,7 @@ import pytest
 
 from agentenv.errors import ConfigError, LearnerError
 from agentenv.learners import messages as wire
+from agentenv.learners import ranks
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.ranks import RankLink
@@ -59,8 +60,8 @@ async def test_a_rank_that_hangs_is_named_and_all_end(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(wire, "LEAST_SILENT_S", 1.0)
-    monkeypatch.setattr(wire, "FIRST_S", 0.1)
+    monkeypatch.setattr(ranks, "LEAST_SILENT_S", 1.0)
+    monkeypatch.setattr(ranks, "FIRST_S", 0.1)
     config = two_ranks(zero_stage=2)
     learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "learner.log")
     pids = list(learner.ranks.pids)
