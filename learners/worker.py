@@ -183,7 +183,12 @@ class Rank:
             raise LearnerError(f"cannot run {type(command).__name__}: the learner is asleep")
         match command:
             case wire.Sleep():
-                self._sleep(asleep=command.asleep)
+                if command.asleep and self._offloaded is None:
+                    reference = self.trainer.reference.weights or {}
+                    self._offloaded = OffloadedMemory(self.backend, reference, memory=self._host)
+                elif not command.asleep and self._offloaded is not None:
+                    self._offloaded.restore()
+                    self._offloaded = None
             case wire.Update():
                 done.metrics = self.trainer.update(
                     command.minibatches, command.lr_scale, command.agreement

@@ -124,6 +124,6 @@ async def test_the_directory_holds_what_was_published_or_is_refused(
         await sender.learner.imitate(TEACHING)
         assert await sender.publish() == 2
         await sender.learner.imitate(TEACHING)
-        with pytest.raises(EngineError, match="gone on to other weights"):
+        with pytest.raises(EngineError, match="no longer those it published"):
             await sender.write()
         assert sender.learner.policy_version == 2

@@ -78,7 +78,7 @@ def test_a_resumed_rank_knows_whether_its_weights_are_the_published_ones(
         rank.save(tmp_path / f"moved-{moved}")
         resumed.load(tmp_path / f"moved-{moved}")
         if moved:
-            with pytest.raises(LearnerError, match="gone on to other weights"):
+            with pytest.raises(LearnerError, match="no longer those it published"):
                 resumed.run(published)
         else:
             resumed.run(published)

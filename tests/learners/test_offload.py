@@ -61,7 +61,7 @@ async def test_sleeping_between_updates_changes_nothing(
                 if sleeps:
                     await learner.sleep()
                     await learner.sleep()
-                    with pytest.raises(LearnerError, match="Update was asked of a learner that"):
+                    with pytest.raises(LearnerError, match="cannot run Update: the learner is"):
                         await learner.update(credited(TREES, learner.algorithm))
                     await learner.wake()
                     await learner.wake()
