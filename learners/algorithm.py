@@ -1,4 +1,4 @@
-"""What all algorithms have in common: one Struct is the configuration and the methods.
+"""Base of all algorithms: one Struct is the configuration and the methods.
 
     plan(vocab_size)   which roots and forks a rollout grows
     credit(tree)       returns of the leaves -> credit on shared tokens
@@ -20,6 +20,7 @@ from agentenv.config import ESSENTIAL
 from agentenv.errors import ConfigError
 from agentenv.learners.credit import (
     Floats,
+    KLKind,
     Sharing,
     TreeCredit,
     Truncated,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 Aggregation = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
-KLKind = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
 
 
 class Band(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -197,7 +197,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     is_released: ClassVar[bool] = False  # the form that compat = "reference" asks for
 
-    # what the learner has to provide
+    # requirements on the learner
 
     @property
     def needs_entropies(self) -> bool:
@@ -253,7 +253,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         return group_advantages(returns)
 
     def penalty(self, trajectory: Trajectory) -> float:
-        """What is added to a trajectory's return."""
+        """Added to a trajectory's return."""
         length = trajectory.num_action_tokens
         return soft_length_penalty(length, self.overlong_tokens, self.overlong_buffer)
 
@@ -277,7 +277,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     @property
     def default_truncated(self) -> dict[Limit, Truncated]:
-        """What happens to trajectories cut by a limit that `truncated` does not name."""
+        """Treatment of trajectories cut by a limit that `truncated` does not name."""
         return TRUNCATED
 
     # loss
@@ -289,10 +289,58 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
         logprobs, entropies: [tokens] of the current weights, with gradient.
         Metrics of the micro-batches add up, except those ending in _max, which take the maximum.
-        """
-        from agentenv.learners.losses import objective
 
-        return objective(self, batch, logprobs, entropies)
+        The loss is the sum over tokens of importance * policy loss + kl_loss * KL - entropy_bonus *
+        H, the last two weighted by `batch.weight`, over `batch.total_weight`. A mini-batch without
+        tokens gives 0.
+        """
+        from agentenv.learners.losses import kl_loss
+
+        total = batch.total_weight or 1.0
+        ratio = self.ratio(logprobs, batch.proximal)
+        scale = self.advantage_scale(batch, entropies)
+        adv_pos, adv_neg = batch.adv_pos * scale, batch.adv_neg * scale
+        if batch.value is not None and batch.slope is not None:
+            per_token = batch.value + batch.slope * (logprobs - logprobs.detach())
+        else:
+            per_token = self.token_loss(ratio, adv_pos) + self.token_loss(ratio, adv_neg)
+        loss = (batch.importance * per_token).sum() / total
+        part = batch.weight / (batch.sum_weight or 1.0)
+        metrics = self._metrics(batch, logprobs.detach(), ratio.detach(), part)
+        metrics["entropy"] = (part * entropies.detach()).sum()
+        if self.kl_loss > 0 and batch.reference is not None:
+            kl = kl_loss(logprobs, batch.reference, self.kl_kind)
+            loss = loss + self.kl_loss * (batch.weight * kl).sum() / total
+        if batch.reference is not None:
+            difference = logprobs.detach() - batch.reference
+            metrics["kl_to_reference"] = (part * difference).sum()
+        if self.entropy_bonus > 0:
+            loss = loss - self.entropy_bonus * (batch.weight * entropies).sum() / total
+        return loss, {"loss": loss.detach(), **metrics}
+
+    def _metrics(
+        self, batch: LossBatch, logprobs: Tensor, ratio: Tensor, part: Tensor
+    ) -> dict[str, Tensor]:
+        """Of detached tensors; `part`: each token's share of the metrics' means."""
+        from agentenv.learners.losses import ratio_of
+
+        behaviour = ratio_of(batch.proximal, batch.behaviour)
+        cap = float("inf") if self.importance_cap == "none" else self.importance_cap
+        metrics = {
+            "ratio_mean": (part * ratio).sum(),
+            "ratio_max": ratio.max() if len(ratio) else ratio.new_tensor(0.0),
+            "importance_capped": (part * (behaviour > cap)).sum(),
+            "kl_to_proximal": (part * (batch.proximal - logprobs)).sum(),
+        }
+        if self.clips_sequences:
+            return metrics
+        high = (batch.adv_pos > 0) & (ratio > 1 + self.clip_high)
+        low = (batch.adv_neg < 0) & (ratio < 1 - self.clip_low)
+        metrics["clipped_high"] = (part * high).sum()
+        metrics["clipped_low"] = (part * low).sum()
+        dual = (batch.adv_neg < 0) & (ratio > self.negative_bound)
+        metrics["clipped_dual"] = (part * dual).sum()
+        return metrics
 
     def ratio(self, logprobs: Tensor, proximal: Tensor) -> Tensor:
         """current / proximal per token, with gradient."""
@@ -324,7 +372,7 @@ class Clipped(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Grouped(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Group-normalised advantages, as in GRPO, and the switch to the released code.
 
-    compat = "reference" is what the released code of ARPO does, in a class of its own:
+    compat = "reference" selects the behaviour of ARPO's released code, a class of its own:
     `agentenv.reference.algorithms` builds it from these keys.
     """
 

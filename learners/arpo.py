@@ -1,6 +1,6 @@
 """ARPO: trajectories fork after tool results whose entropy rose, and share credit above a fork.
 
-What is ARPO's own is here: keys (`ARPO`), the fork criterion, which AEPO shares, and the plan of
+ARPO's own parts are here: keys (`ARPO`), the fork criterion, which AEPO shares, and the plan of
 the rollout (`ARPOPlan`). Credit and loss are those of every algorithm with a clipped ratio
 (`credit` and `loss` in learners/algorithm.py, `ppo_loss` in learners/losses.py); the docstring of
 `ARPO` says with which settings. Loads no torch.
@@ -16,7 +16,7 @@ in [0, 1] for a vocabulary of V tokens.
 With the paper's beta of 0.2 "paper" is a coin toss: on the quick start one standard deviation of
 dH moves P = 0.5 by 0.001 to 0.003. "relative" lies within +-1 and keeps its scale when entropies
 fall during training. Whether a rise says anything about what a fork is worth depends on the
-window: the window has to reach the tokens in which the turn is decided, behind a fixed phrase at
+window: the window has to reach the tokens in which the turn is decided, after a fixed phrase at
 the start of the turn. docs/experiments.md has the evidence.
 """
 
@@ -174,7 +174,7 @@ class ARPOPlan:
         return clip_probability(self.rules.base_probability + rise)
 
     def rise_term(self, tree: TrajectoryTree, node: Node, entropies: Sequence[float]) -> float:
-        """What the entropies add to the base probability."""
+        """The entropies' addition to the base probability."""
         after, before = self.entropy(entropies), self.entropy(tree.path(node)[1].entropies)
         is_relative = self.rules.fork_criterion == "relative"
         rise = relative_rise(after, before) if is_relative else after - before

@@ -1,7 +1,7 @@
-"""Attention of packed trees behind one interface, inside Hugging Face models.
+"""Attention of packed trees inside Hugging Face models, with one interface for all forms.
 
 `use_tree_attention(model)` once; then pass `tree_layout=` and `attention_mask=NO_MASK` to the
-model. Without a layout the model computes what it did before.
+model. Without a layout the model computes as before.
 
 In a packed tree (`learners.batch`) query q sees key k iff k <= q < end[k]. The layout chooses how
 to compute that:
@@ -11,15 +11,15 @@ to compute that:
     dense     elsewhere: a [tokens, tokens] mask
 
 A layer that looks through a window of w tokens sees k only if fewer than w tokens of the path lie
-between: `WindowPlan` gathers what each stretch of a path sees. A window that no path exceeds is
-none.
+between: `window_stretches` gathers the keys of each stretch of a path. A window at least as long as
+the longest path is ignored.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from functools import cache, cached_property
+from collections.abc import Iterator, Sequence
+from functools import cache, cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -103,8 +103,7 @@ def chain_blocks(end: NDArray[np.int64]) -> list[Block]:
     starts = [0, *(np.flatnonzero(np.diff(end)) + 1).tolist()]
     stops = [*starts[1:], len(end)]
     ends = end[starts].tolist()
-    causal: list[Block] = []
-    full: list[Block] = []
+    causal, full = list[Block](), list[Block]()
     chain = 0  # first token of the chain that goes on
     for i, (stop, subtree) in enumerate(zip(stops, ends, strict=True)):
         if stop == subtree:  # a leaf ends the chain
@@ -113,17 +112,6 @@ def chain_blocks(end: NDArray[np.int64]) -> list[Block]:
         elif ends[i + 1] < subtree:
             full.append(Block(ends[i + 1], subtree, chain, stop, "full"))
     return causal + full
-
-
-def visible_pairs(end: NDArray[np.int64]) -> int:
-    """Number of visible pairs: the least that any attention has to compute."""
-    return int((end - np.arange(len(end))).sum())
-
-
-def is_available() -> bool:
-    """Whether this torch has the kernels."""
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    return hasattr(torch.ops.aten, name) and hasattr(torch.ops.aten, f"{name}_backward")
 
 
 def blocked_attention(
@@ -260,7 +248,7 @@ def block_mask(end: Tensor, block_size: int = BLOCK_SIZE) -> BlockMask:
 def visible_blocks(end: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """bool [query blocks, key blocks], twice: some but not all pairs are visible; all are.
 
-    A last block that is not full counts as one with more tokens behind it, which see themselves.
+    A last block that is not full counts as one with more tokens after it, which see themselves.
     """
     by_block = _whole_blocks(end, block_size)
     block = torch.arange(len(by_block), device=end.device)
@@ -271,9 +259,9 @@ def visible_blocks(end: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 
 
 def _whole_blocks(end: Tensor, block_size: int) -> Tensor:
-    """[blocks, block_size]; tokens behind the last one see themselves."""
-    behind = torch.arange(len(end), -(-len(end) // block_size) * block_size, device=end.device)
-    return torch.cat([end, behind + 1]).view(-1, block_size)
+    """[blocks, block_size]; tokens after the last one see themselves."""
+    after = torch.arange(len(end), -(-len(end) // block_size) * block_size, device=end.device)
+    return torch.cat([end, after + 1]).view(-1, block_size)
 
 
 def flex_tree_attention(
@@ -283,17 +271,13 @@ def flex_tree_attention(
 
     On a GPU only: torch 2.13 has no backward of FlexAttention on the CPU.
     """
-    grouped = query.shape[1] != key.shape[1]
     output: Tensor = _compiled()(
-        query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped
+        query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
     return output.transpose(1, 2).contiguous()
 
 
-@cache
-def _compiled() -> Callable[..., Any]:
-    """Compiled once; uncompiled it would build all scores."""
-    return torch.compile(flex_attention)
+_compiled = cache(partial(torch.compile, flex_attention))  # uncompiled it would build all scores
 
 
 def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -317,27 +301,17 @@ class Stretch(NamedTuple):
     mask: Tensor
 
 
-class WindowPlan:
-    """Stretches of all paths of a layout for one window.
-
-    A query q sees the last `window` tokens of its path, itself among them.
-    """
-
-    def __init__(self, end: NDArray[np.int64], window: int, device: torch.device) -> None:
-        self.stretches = [
-            self._stretch(path, first, last, window, device)
-            for path, first, last in _stretches(end, max(window, MIN_STRETCH))
-        ]
-
-    @staticmethod
-    def _stretch(
-        path: NDArray[np.int64], first: int, last: int, window: int, device: torch.device
-    ) -> Stretch:
+def window_stretches(
+    end: NDArray[np.int64], window: int, device: torch.device
+) -> Iterator[Stretch]:
+    """Stretches of all paths of a layout. A query sees the last `window` tokens of its path, itself
+    among them."""
+    for path, first, last in _stretches(end, max(window, MIN_STRETCH)):
         before = path[max(0, len(path) - window + 1) :]
         keys = np.concatenate([before, np.arange(first, last)])
         far = np.arange(last - first)[:, None] + len(before) - np.arange(len(keys))
         mask = torch.from_numpy((far >= 0) & (far < window))
-        return Stretch(first, last, torch.from_numpy(keys).to(device), mask.to(device))
+        yield Stretch(first, last, torch.from_numpy(keys).to(device), mask.to(device))
 
 
 def _stretches(end: NDArray[np.int64], size: int) -> Iterator[tuple[NDArray[np.int64], int, int]]:
@@ -356,9 +330,9 @@ def _stretches(end: NDArray[np.int64], size: int) -> Iterator[tuple[NDArray[np.i
 
 
 def windowed_attention(
-    query: Tensor, key: Tensor, value: Tensor, plan: WindowPlan, scale: float
+    query: Tensor, key: Tensor, value: Tensor, stretches: Sequence[Stretch], scale: float
 ) -> Tensor:
-    """softmax(scale q k^T) v over what the window shows; shapes as in `blocked_attention`."""
+    """softmax(scale q k^T) v over the window; shapes as in `blocked_attention`."""
     parts = [
         scaled_dot_product_attention(
             query[:, :, one.first : one.last],
@@ -368,16 +342,15 @@ def windowed_attention(
             scale=scale,
             enable_gqa=True,
         )
-        for one in plan.stretches
+        for one in stretches
     ]
     return torch.cat(parts, 2).transpose(1, 2).contiguous()
 
 
 NAME = "agentenv_tree"
-# What layers pass on to any attention and this one need not read: dropout is refused before.
+# Arguments for any attention that this one need not read: dropout is refused before.
 _HARMLESS = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions"}
-_HARMLESS |= {"tree_cu_seqlens_q", "tree_segment_parents"}  # for recurrent layers
-_HARMLESS |= {"output_router_logits"}
+_HARMLESS |= {"output_router_logits", "tree_cu_seqlens_q", "tree_segment_parents"}
 Form = Literal["blocked", "flex", "dense"]
 
 # Transformers hands a four-dimensional mask on as it is. Without one it would take the positions
@@ -388,7 +361,7 @@ NO_MASK = torch.empty(1, 1, 0, 0, dtype=torch.bool)
 class TreeLayout:
     """Which keys each token of a micro-batch sees: k <= q < end[k].
 
-    end: int64 [tokens]. What a form needs is built once and shared by all layers. `share`: which
+    end: int64 [tokens]. The data of a form are built once and shared by all layers. `share`: which
     of the tokens are this rank's, where several compute the micro-batch together.
     """
 
@@ -399,11 +372,9 @@ class TreeLayout:
         form: Form | None = None,
         share: Share | None = None,
     ) -> None:
-        self.end = end
-        self.device = device
-        self.share = share
+        self.end, self.device, self.share = end, device, share
         self.form = form or default_form(device)
-        self._windows: dict[int, WindowPlan] = {}
+        self._windows: dict[int, list[Stretch]] = {}
 
     @cached_property
     def blocks(self) -> BlockPlan:
@@ -419,13 +390,12 @@ class TreeLayout:
 
     @cached_property
     def segments(self) -> tuple[Tensor, Tensor]:
-        """What lies between two forks: first tokens, int32 [segments + 1], the last one behind all;
+        """The segments between forks: first tokens, int32 [segments + 1], the last one after all;
         the segment before each on its path, int64 [segments], -1 at the start of a path."""
         ends = self.end[self.end < len(self.end)]
         changes = np.flatnonzero(np.diff(self.end)) + 1
         starts = np.unique(np.concatenate([[0, len(self.end)], changes, ends]))
-        above: list[int] = []
-        parents = []
+        above, parents = list[int](), list[int]()
         for number, start in enumerate(starts[:-1].tolist()):
             while above and self.end[starts[above[-1]]] <= start:
                 above.pop()
@@ -438,10 +408,10 @@ class TreeLayout:
         """In tokens."""
         return max(len(path) + last - first for path, first, last in _stretches(self.end, 1 << 30))
 
-    def window(self, size: int) -> WindowPlan:
-        """What a window of so many tokens shows."""
+    def window(self, size: int) -> list[Stretch]:
+        """The stretches of a window of so many tokens."""
         if size not in self._windows:
-            self._windows[size] = WindowPlan(self.end, size, self.device)
+            self._windows[size] = list(window_stretches(self.end, size, self.device))
         return self._windows[size]
 
 
@@ -449,7 +419,9 @@ def default_form(device: torch.device) -> Form:
     """The fastest form that trains on the device."""
     if device.type == "cuda":
         return "flex"
-    return "blocked" if device.type == "cpu" and is_available() else "dense"
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    has_kernels = hasattr(torch.ops.aten, name) and hasattr(torch.ops.aten, f"{name}_backward")
+    return "blocked" if device.type == "cpu" and has_kernels else "dense"
 
 
 def use_tree_attention(model: Any, *, is_known: bool = False) -> None:
@@ -484,7 +456,7 @@ def _attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer; query, key, value: [rows, heads, tokens, width]."""
+    """Transformers calls it in each layer; query, key, value: [rows, heads, tokens, width]."""
     if tree_layout is None:
         if attention_mask is NO_MASK:
             raise ValueError("NO_MASK goes with tree_layout only")
@@ -505,11 +477,10 @@ def _attention(
             "computed over trees"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if share is None:
-        return _attend(query, key, value, tree_layout, scale, sliding_window), None
-    queries, keys, values = share.to_heads(query, key, value)
-    attended = _attend(queries, keys, values, tree_layout, scale, sliding_window)
-    return share.to_tokens(attended), None
+    if share is not None:
+        query, key, value = share.to_heads(query, key, value)
+    attended = _attend(query, key, value, tree_layout, scale, sliding_window)
+    return attended if share is None else share.to_tokens(attended), None
 
 
 def _attend(

@@ -1,20 +1,17 @@
-"""What runs the policy on a rank: plain torch or DeepSpeed, and their optimizer.
+"""Backends of a rank's policy, plain torch and DeepSpeed, and their optimizer.
 
-RankBackend        the forward pass, and the other ranks; what a trainer calls
+RankBackend        the forward pass, and the other ranks; the interface for a trainer
 TorchBackend       for debugging, and as the oracle of the other
 DeepSpeedBackend   ZeRO, bfloat16, offload
-Aside              the memory of the device, given back for a while
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import os
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -25,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from agentenv.errors import ConfigError, LearnerError
 from agentenv.learners.batch import MicroBatch, encode_sequence, pack
-from agentenv.learners.context import join_team
+from agentenv.learners.context import join_context_group
 from agentenv.learners.deepspeed_settings import deepspeed_settings
 from agentenv.learners.learner import LearnerConfig, OptimizerConfig
 from agentenv.learners.policy import Policy, tensors
@@ -33,11 +30,11 @@ from agentenv.learners.policy import Policy, tensors
 REDUCE_ELEMENTS = 500_000_000  # of one bucket, as in DeepSpeed's default
 
 T = TypeVar("T")
-OptimizerState = dict[Tensor, dict[str, Any]]  # by what the optimizer steps
+OptimizerState = dict[Tensor, dict[str, Any]]  # by the tensor that the optimizer steps
 
 
 class RankBackend(ABC):
-    """What a trainer calls. `dropouts` are modules that drop in training passes only."""
+    """Interface for a trainer. `dropouts` are modules that drop in training passes only."""
 
     module: nn.Module  # computes the policy
     optimizer: Any  # DeepSpeed's, or the torch optimizer itself
@@ -51,7 +48,7 @@ class RankBackend(ABC):
         self.config = config.resolved(on_gpu=self.device.type == "cuda")
         self.num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.team = join_team(config.context_parallel, config.command_timeout_s)
+        self.context_group = join_context_group(config.context_parallel, config.command_timeout_s)
         self._aside: OptimizerState | None = None
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,7 +56,7 @@ class RankBackend(ABC):
         for dropout in self.dropouts:
             dropout.training = torch.is_grad_enabled()
         outputs: tuple[Tensor, Tensor, Tensor] = self.module(
-            *tensors(batch, self.device, self.team)
+            *tensors(batch, self.device, self.context_group)
         )
         return outputs
 
@@ -78,7 +75,7 @@ class RankBackend(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Clear what a failed command left behind."""
+        """Clear the gradients that a failed command left."""
 
     @abstractmethod
     def reset_optimizer(self, config: OptimizerConfig) -> None:
@@ -96,7 +93,7 @@ class RankBackend(ABC):
         }
 
     def take_state_back(self) -> None:
-        """Go on with what was set aside. Raises LearnerError if nothing was."""
+        """Restore the state that was set aside. Raises LearnerError without one."""
         if self._aside is None:
             raise LearnerError("no optimizer state was set aside")
         for owner, state in self._aside.items():
@@ -114,8 +111,8 @@ class RankBackend(ABC):
         dist.all_gather_object(values, value)
         return values
 
-    def gather_teams(self, value: T) -> list[T]:
-        """The values of all teams, whose members have the same; all ranks must call it."""
+    def gather_replicas(self, value: T) -> list[T]:
+        """The values of all replicas, whose ranks have the same; all ranks must call it."""
         return self.gather(value)[:: self.config.context_parallel]
 
     def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
@@ -150,7 +147,7 @@ def device_of_rank() -> torch.device:
 
 
 class InFloat32(TorchFunctionMode):
-    """On the CPU, what asks for bfloat16 gets float32.
+    """On the CPU, casts to bfloat16 give float32.
 
     Muon multiplies in bfloat16 for the sake of GPUs. Most CPUs have no such arithmetic and take ten
     times as long for it as for float32, which is also more exact.
@@ -165,7 +162,7 @@ class InFloat32(TorchFunctionMode):
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """torch.optim.Muon and torch.optim.AdamW behind one optimizer, equal to both step for step,
+    """torch.optim.Muon and torch.optim.AdamW as one optimizer, equal to both step for step,
     but for `InFloat32`.
 
     Muon (Jordan 2024) orthogonalises the momentum of 2-D matrices; embeddings, head, norms and
@@ -213,21 +210,16 @@ def build_optimizer(
     }
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     ends = embeddings | ({id(param) for param in head.parameters()} if head is not None else set())
-    params = [param for param in model.parameters() if param.requires_grad]
     use_muon = config.optimizer == "muon_adamw"
-    hidden = [p for p in params if use_muon and p.ndim == 2 and id(p) not in ends]
-    taken = {id(param) for param in hidden}
-    rest = [param for param in params if id(param) not in taken]
-    if use_muon and not hidden:
+    kinds: dict[str, list[Any]] = {"muon": [], "adamw": [], "adamw_no_decay": []}
+    for param in (param for param in model.parameters() if param.requires_grad):
+        is_decayed = param.ndim >= 2 and id(param) not in embeddings
+        kind = "adamw" if is_decayed else "adamw_no_decay"
+        kinds["muon" if use_muon and param.ndim == 2 and id(param) not in ends else kind].append(
+            param
+        )
+    if use_muon and not kinds["muon"]:
         raise ConfigError("learner.optimizer = muon_adamw: the model has no hidden 2-D matrix")
-
-    decayed = [p for p in rest if p.ndim >= 2 and id(p) not in embeddings]
-    taken |= {id(param) for param in decayed}
-    kinds = {
-        "muon": hidden,
-        "adamw": decayed,
-        "adamw_no_decay": [p for p in rest if id(p) not in taken],
-    }
     groups = [
         {"params": chosen, "kind": kind, **_rates(config, kind)}
         for kind, chosen in kinds.items()
@@ -268,7 +260,7 @@ def scale_learning_rates(optimizer: torch.optim.Optimizer, scale: float) -> None
 
 
 class TorchBackend(RankBackend):
-    """Plain torch behind the calls of a trainer, for debugging and as the oracle of DeepSpeed's.
+    """Plain torch, for debugging and as the oracle of DeepSpeed's.
 
     Every rank holds the whole model; gradients are summed one parameter at a time.
     """
@@ -315,7 +307,7 @@ def moved_weights(
 ) -> Iterator[nn.Parameter]:
     """The parameters, each of which comes from where it is mapped to the device, in dtype, when it
     is asked for; buffers come before them. Main memory holds one weight more at most, and so does
-    the device if whoever asks keeps a part of each only. With `copy` the mapped pages stay shared
+    the device if the caller keeps a part of each only. With `copy` the mapped pages stay shared
     even if the device is main memory and the weight is changed."""
     kept = _kept_in_float32(policy.model)
     for prefix, module in policy.named_modules():
@@ -362,8 +354,8 @@ def prepare_deepspeed() -> None:
 class DeepSpeedBackend(RankBackend):
     """A DeepSpeed engine around the policy.
 
-    Ranks have different numbers of micro-batches, as trees give them. What DeepSpeed 0.19 does with
-    that depends on the stage, and several of its calls are silently wrong or hang:
+    Ranks have different numbers of micro-batches, since trees differ. DeepSpeed 0.19 treats that
+    differently at each stage, and several of its calls are silently wrong or hang:
 
         stage 0   gradients stay on the rank; summed here, once, before the step
         stage 1   coalesce_grad_reduction: summed once; every rank needs at least one backward pass
@@ -490,136 +482,3 @@ class DeepSpeedBackend(RankBackend):
         count = super()._num_passes(count, train)
         as_many = self.stage == 3 or (self.stage == 2 and train)
         return max(self.gather(count)) if as_many else count
-
-
-PARTITIONS = ("ds_tensor", "ds_secondary_tensor")  # of a parameter at ZeRO stage 3
-
-
-class HostMemory:
-    """Main memory that a rank copies to when it sleeps.
-
-    It is kept from one sleep to the next, since to get it takes longer than the copy; for a GPU it
-    is page-locked where the system allows that, which makes copies several times as fast.
-    """
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[Tensor]] = {}  # bytes, by their number
-
-    def take(self, num_bytes: int, device: torch.device) -> Tensor:
-        """uint8 [num_bytes] for a copy of what lies on `device`."""
-        free = self._free.get(num_bytes)
-        if free:
-            return free.pop()
-        found = torch.empty(num_bytes, dtype=torch.uint8)
-        if device.type == "cuda":
-            self._lock(found, device)
-        return found
-
-    def _lock(self, memory: Tensor, device: torch.device) -> None:
-        """Torch's own page-locked memory is up to twice as much: sizes are powers of two."""
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        place = memory.data_ptr()
-        if int(runtime.cudaHostRegister(place, memory.nbytes, 0)) == 0:
-            # What lies there next would be copied to pages that are not its own.
-            weakref.finalize(memory, runtime.cudaHostUnregister, place).atexit = False
-            return
-        with contextlib.suppress(RuntimeError):  # CUDA tells the next kernel of the refusal
-            torch.zeros(1, device=device)
-
-    def put_back(self, memory: Tensor) -> None:
-        """It is not used any more."""
-        self._free.setdefault(memory.nbytes, []).append(memory)
-
-
-class Aside:
-    """The memory of a rank's device, given back for a while to engines that share the device.
-
-    What model, optimizer and reference hold is copied to main memory, and its storage on the device
-    is freed; `take_back` fills the same storages again. Whatever is a view of them, as parameters
-    are of the flat buffers of ZeRO, stays one, so that this works alike at all stages, stage 0 and
-    plain torch included, which DeepSpeed's own `offload_states` leaves out. What DeepSpeed keeps in
-    main memory by itself (learner.offload) and storages that cannot be freed, as weights on the CPU
-    that are mapped from a file, stay as they are. DeepSpeed's buckets hold nothing between two
-    commands: they are freed without a copy.
-    """
-
-    def __init__(
-        self, backend: RankBackend, *others: Any, memory: HostMemory | None = None
-    ) -> None:
-        """Give back what the backend holds on its device, and tensors in `others`."""
-        self._memory = memory or HostMemory()
-        self._device = backend.device
-        self._kept = [
-            (storage, self._memory.take(storage.nbytes(), self._device))
-            for storage in self._storages(held_tensors(backend, *others))
-        ]
-        self._empty = [(s, s.nbytes()) for s in self._storages(buckets(backend))]
-        for storage, copy in self._kept:
-            copy.copy_(_as_bytes(storage, self._device), non_blocking=True)
-        self._wait()
-        for storage in (*(s for s, _ in self._kept), *(s for s, _ in self._empty)):
-            storage.resize_(0)
-        if self._device.type == "cuda":
-            gc.collect()
-            # A workspace of 32 MB keeps the gigabytes that the allocator has cut it from.
-            torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.empty_cache()
-
-    def take_back(self) -> None:
-        """Put everything where it was."""
-        for storage, num_bytes in self._empty:
-            storage.resize_(num_bytes)
-        for storage, copy in self._kept:
-            storage.resize_(copy.nbytes)
-            _as_bytes(storage, self._device).copy_(copy, non_blocking=True)
-        self._wait()
-        for _, copy in self._kept:
-            self._memory.put_back(copy)
-        self._kept, self._empty = [], []
-
-    def _storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-        found: dict[int, torch.UntypedStorage] = {}
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if tensor.device == self._device and storage.size() and storage.resizable():
-                found[storage.data_ptr()] = storage
-        return list(found.values())
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-
-def _as_bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-def buckets(backend: RankBackend) -> Iterator[Tensor]:
-    """In which DeepSpeed gathers gradients before it reduces them."""
-    for bucket in getattr(backend.optimizer, "ipg_buckets", {}).values():
-        yield from _tensors(bucket.buffer)
-
-
-def held_tensors(backend: RankBackend, *others: Any) -> Iterator[Tensor]:
-    """All that the backend keeps between two commands, some more than once."""
-    for param in backend.policy.parameters():
-        yield from (param, *(t for n in PARTITIONS if (t := getattr(param, n, None)) is not None))
-        if param.grad is not None:
-            yield param.grad
-    yield from backend.policy.buffers()
-    for optimizer in (backend.optimizer, backend.base_optimizer):
-        yield from _tensors(vars(optimizer))
-    for other in others:
-        yield from _tensors(other)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """In a tensor, or in lists, tuples, sets and mappings of them."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for pair in value.items():
-            yield from _tensors(pair)
-    elif isinstance(value, list | tuple | set):
-        for each in value:
-            yield from _tensors(each)

@@ -1,6 +1,6 @@
 """A tree as packed arrays, and micro-batches of trees side by side (numpy only).
 
-What travels to the learner's ranks is an `EncodedTree`: its tokens in pre-order, each stored once.
+The learner's ranks receive a tree as `EncodedTree`: its tokens in pre-order, each stored once.
 
     visible(q, k)  =  k <= q < end[k]        k is an ancestor of q, or q itself
     position id    =  depth[q]               tokens between the root's first token and q
@@ -18,14 +18,14 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import ArrayLike, NDArray
 
 from agentenv.errors import DataError
-from agentenv.learners.credit import Floats, Sharing, TreeCredit
+from agentenv.learners.credit import Floats, TreeCredit
 from agentenv.tree import Node, TrajectoryTree
 
 Ints = NDArray[np.int32]
@@ -36,8 +36,8 @@ FLOATS: dict[str, type[np.floating[Any]]] = {"entropies": np.float32}  # the oth
 
 
 class Whole(Struct, frozen=True, array_like=True):
-    """What a part of a tree knows of the tree. `number` is the tree's in the mini-batch; one of the
-    ranks with a part is its home and counts its leaves; `max_staleness` is as in EncodedTree;
+    """Data of a whole tree that its parts carry. `number` is the tree's in the mini-batch; one of
+    the ranks with a part is its home and counts its leaves; `max_staleness` is as in EncodedTree;
     num_actions: int32 per node, its trained tokens."""
 
     number: int
@@ -144,7 +144,7 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
     nodes = [node for node, _ in order]
     place = {node.index: i for i, node in enumerate(nodes)}
     parents = [-1 if node.parent is None else place[node.parent] for node in nodes]
-    texts: list[Sequence[int]] = []  # of each node what it sampled, then what it observed
+    texts: list[Sequence[int]] = []  # of each node its sampled tokens, then its observation
     for node, is_inner in order:
         if len(node.logprobs) != len(node.action_ids):
             raise DataError(f"{tree.task.id}: node {node.index} has tokens without log-probs")
@@ -260,7 +260,7 @@ def _links(starts: Ints, sizes: Ints, parents: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _versions(nodes: Sequence[Node], default: int) -> Longs:
-    """Of each sampled token; `default` where no span says."""
+    """Of each sampled token; `default` where no span gives one."""
     versions, counts = [], []
     for node in nodes:
         size, spans = len(node.action_ids), node.version_spans
@@ -274,15 +274,6 @@ def _versions(nodes: Sequence[Node], default: int) -> Longs:
         versions += found
         counts += [1] * size
     return np.repeat(np.array(versions, np.int64), counts)
-
-
-T = TypeVar("T")
-
-
-class Gather(Protocol):
-    """The values of all ranks, by rank; all of them must call it."""
-
-    def __call__(self, value: T, /) -> list[T]: ...
 
 
 @dataclass(frozen=True)
@@ -436,126 +427,6 @@ def _assemble(
         offset += len(tokens)
     joined = (np.concatenate(column).astype(np.int64) for column in zip(*columns, strict=True))
     return MicroBatch(*joined)
-
-
-@dataclass(frozen=True)
-class LeafMap:
-    """Which trajectories run through which trained token.
-
-    Trees are in pre-order, so the leaves below a node are a contiguous range of leaf ordinals. Two
-    linear maps do all that methods on whole sequences need; each is the other's transpose:
-
-        to_leaves   values of tokens -> their sum over each trajectory
-        to_tokens   values of leaves -> their sum over the leaves below each token
-
-    Trained tokens are as in `ActionTokens`, leaves tree after tree in pre-order. node: int64
-    [tokens], the node of a token, nodes being numbered over all trees; parent: int64 [nodes], -1
-    for a root; first, last: int64 [nodes], range of leaves below a node, `last` exclusive;
-    leaf_node: int64 [leaves]; returns, advantages: float64 [leaves], nan without a group; lengths:
-    float64 [leaves], trained tokens of a trajectory.
-
-    Of a part of a tree all leaves are here, but not all tokens, so that `to_leaves` gives a part of
-    the sum too; `over_parts` adds them up. is_home: bool [leaves], whether this rank counts them;
-    is_computed: bool [leaves], whether micro-batches have their tokens.
-    """
-
-    node: Longs
-    parent: Longs
-    first: Longs
-    last: Longs
-    leaf_node: Longs
-    group: Longs  # [leaves], the tree of a leaf: its number in the mini-batch, below 0 if whole
-    returns: Floats
-    advantages: Floats
-    lengths: Floats
-    is_home: NDArray[np.bool_]
-    is_computed: NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, trees: Sequence[EncodedTree]) -> LeafMap:
-        none = np.zeros(0, np.int64)  # a rank may have no tree
-        nodes, parents, groups, figures = [none], [none], [none], [np.zeros((2, 0))]
-        counts, homes, computed = [none], [none.astype(np.bool_)], [none.astype(np.bool_)]
-        num_nodes = 0
-        for number, tree in enumerate(trees):
-            starts, owner = tree.ints("starts"), tree.owner
-            parent = tree.ints("parents").astype(np.int64)
-            nodes.append(owner[tree.actions()] + num_nodes)
-            parents.append(np.where(parent < 0, -1, parent + num_nodes))
-            whole = tree.whole
-            groups.append(np.full(len(starts), -1 - number if whole is None else whole.number))
-            homes.append(np.full(len(starts), whole is None or whole.is_home))
-            computed.append(np.full(len(starts), not tree.is_counted))
-            here = np.bincount(owner[tree.actions()], minlength=len(starts))
-            counts.append(here if whole is None else np.frombuffer(whole.num_actions, np.int32))
-            empty = np.full(len(starts), np.nan)
-            leaf_figures = [
-                tree.floats(name) if getattr(tree, name) else empty
-                for name in ("returns", "advantages")
-            ]
-            figures.append(np.stack(leaf_figures))
-            num_nodes += len(starts)
-        parent, node = np.concatenate(parents), np.concatenate(nodes)
-        is_leaf, first, last = leaf_ranges(parent)
-        returns, advantages = np.concatenate(figures, axis=1)[:, is_leaf]
-        num_actions = np.concatenate(counts).astype(np.float64)
-        return cls(
-            node=node,
-            parent=parent,
-            first=first,
-            last=last,
-            leaf_node=np.flatnonzero(is_leaf),
-            group=np.concatenate(groups)[is_leaf],
-            returns=returns,
-            advantages=advantages,
-            lengths=path_sums(num_actions, parent)[is_leaf],
-            is_home=np.concatenate(homes)[is_leaf],
-            is_computed=np.concatenate(computed)[is_leaf],
-        )
-
-    @property
-    def num_leaves(self) -> int:
-        return len(self.leaf_node)
-
-    def to_leaves(self, values: Floats) -> Floats:
-        """float64 [tokens] -> [leaves]: sum over the trained tokens of each trajectory."""
-        per_node = np.bincount(self.node, values, minlength=len(self.parent))
-        return path_sums(per_node.astype(np.float64), self.parent)[self.leaf_node]
-
-    def over_parts(self, values: Floats, gather: Gather) -> Floats:
-        """float64 [leaves], each summed over the ranks that have a part of its tree, in the order
-        of ranks, so that all get the same; every rank must call it."""
-        _, first, tree = np.unique(self.group, return_index=True, return_inverse=True)
-        ordinal = np.arange(self.num_leaves) - first[tree]  # in its tree
-        is_part = self.group >= 0
-        keys = (self.group << 32 | ordinal)[is_part]
-        everywhere = gather((keys, values[is_part]))
-        known, place = np.unique(np.concatenate([k for k, _ in everywhere]), return_inverse=True)
-        sums = np.bincount(place, np.concatenate([v for _, v in everywhere]), len(known))
-        out = values.copy()
-        out[is_part] = sums[np.searchsorted(known, keys)]
-        return out
-
-    def to_tokens(self, values: Floats) -> Floats:
-        """float64 [leaves] -> [tokens]: sum over the leaves below each token."""
-        bounds = np.stack([self.first, self.last], axis=1).ravel()
-        per_node: Floats = np.add.reduceat(np.append(values, 0.0), bounds)[::2]
-        return per_node[self.node]
-
-    def credit(
-        self, advantages: Floats, weights: Floats, sharing: Sharing
-    ) -> tuple[Floats, Floats, Floats]:
-        """adv_pos, adv_neg and weight per token, each leaf counting `weights` times.
-
-        With weights 1 these are the sums of `agentenv.learners.credit.tree_credit`.
-        """
-        weight = self.to_tokens(weights)
-        if sharing == "hard":
-            count = self.to_tokens(np.ones(self.num_leaves))
-            mean = self.to_tokens(advantages) / count * weight
-            return np.maximum(mean, 0.0), np.minimum(mean, 0.0), weight
-        positive = self.to_tokens(weights * np.maximum(advantages, 0.0))
-        return positive, self.to_tokens(weights * np.minimum(advantages, 0.0)), weight
 
 
 def leaf_ranges(parent: Longs) -> tuple[NDArray[np.bool_], Longs, Longs]:

@@ -2,12 +2,12 @@
 
     all ranks   gather a bucket (ZeRO stage 3) --> rank 0 merges adapters, packs, broadcasts it
 
-    Broadcaster   gathers, packs, sends and is called off; the same for every link
+    Broadcaster   gathers, packs, sends and aborts; the same for every link
     TorchLink     a torch.distributed group, built as SGLang builds its own, so that the keys of
                   both in the store agree: NCCL on GPUs, gloo on the CPU
     NcclLink      a bare NCCL communicator, as vLLM's backend "nccl" has it
 
-The link is beside the group of the learner's ranks; only rank 0 is in it. Whatever goes wrong in
+The link is separate from the group of the learner's ranks; only rank 0 is in it. Every problem in
 it is reported and ends the link, never the rank.
 """
 
@@ -31,17 +31,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import (
-    Backend,
-    GroupName,
-    _new_process_group_helper,
-    _world,
-)
+from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 
 from agentenv.engines.remote.weights import Address, Bucket, Group, Wire
 from agentenv.learners.backend import RankBackend
 from agentenv.learners.export import BUCKET_BYTES, Entry, buckets, entries, gathered
-from agentenv.learners.ranks import OpenGroup
+from agentenv.learners.messages import OpenGroup
 
 POLL_S = 0.0005  # between two looks at a bucket that is on its way
 JOIN_POLL_S = 0.02
@@ -49,8 +44,8 @@ SLACK_S = 5.0  # for a link to end by itself
 SOCKETS = Path("/proc/self/fd")
 
 
-class CalledOffError(RuntimeError):
-    """The controller broke the command off."""
+class AbortedError(RuntimeError):
+    """The controller aborted the command."""
 
 
 class Link(Protocol):
@@ -60,26 +55,22 @@ class Link(Protocol):
 
     def join(self, group: Group) -> None:
         """Blocks until all others have joined."""
-        ...
 
     def start(self, data: Tensor) -> Callable[[], bool]:
-        """Begin to broadcast bytes on the link's device; the result says whether they are sent."""
-        ...
+        """Begin to broadcast bytes on the link's device; the result is true once they are sent."""
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """End every transfer and connection, so that nobody waits for this rank any more."""
-        ...
 
     def leave(self) -> None:
         """End the group in peace."""
-        ...
 
 
 class Broadcaster:
     """Carries out the commands of a Sender on one rank.
 
-    `interrupted` says whether the controller calls off what runs, `host` is this machine's address
-    as others see it. Problems are told as texts, empty for none.
+    `interrupted` reports whether the controller aborts the running command, `host` is this
+    machine's address as others see it. Problems are reported as texts, empty for none.
     """
 
     def __init__(self, backend: RankBackend, interrupted: Callable[[], bool], host: str) -> None:
@@ -91,7 +82,7 @@ class Broadcaster:
         self._timeout_s = 0.0
 
     def manifest(self) -> list[Bucket]:
-        """What `send` sends, in this order."""
+        """The buckets of `send`, in its order."""
         return [
             Bucket(
                 [entry.name for entry in bucket],
@@ -102,23 +93,23 @@ class Broadcaster:
         ]
 
     def open(self, command: OpenGroup) -> tuple[Address | None, str]:
-        """Open a place to meet at; no address on ranks other than 0."""
+        """Open a store to meet at; no address on ranks other than 0."""
         self.leave()
         if self.backend.rank:
             return None, ""
         try:
             self._link = open_link(command, self.host, self.backend.device)
         except (RuntimeError, OSError, KeyError) as error:  # DistError is a RuntimeError
-            return None, f"no place to meet the engines could be opened: {_line(error)}"
+            return None, f"no store to meet the engines at could be opened: {_line(error)}"
         return self._link.address, ""
 
     def join(self, group: Group) -> str:
-        """Wait for all others, in a thread that is left behind if it does not end."""
+        """Wait for all others, in a thread that is abandoned if it does not end."""
         link = self._link
         if self.backend.rank:
             return ""
         if link is None:
-            return "there is no place to meet at"
+            return "no store was opened to meet the engines at"
         self._timeout_s = group.timeout_s
         outcome: list[str] = []
 
@@ -139,16 +130,16 @@ class Broadcaster:
             thread.join(JOIN_POLL_S)
             late = time.monotonic() > end
             if not problem and (late or self.interrupted()):
-                kind = "did not form in time" if late else "was called off"
+                kind = "did not form in time" if late else "was aborted"
                 problem = f"joining the group of the engines {kind}"
                 end = time.monotonic() + SLACK_S
-                link.break_off()
+                link.abort()
             elif problem and late:
                 break
         problem = problem or outcome[0]
         self._joined = not problem
         if problem:
-            link.break_off()
+            link.abort()
             self.leave()
         return problem
 
@@ -170,7 +161,7 @@ class Broadcaster:
             except RuntimeError as error:
                 problem = f"a broadcast to the engines failed: {_line(error)}"
                 if self._link is not None:
-                    self._link.break_off()
+                    self._link.abort()
             pack, sizes = [], sizes[1:]
         if problem:
             self.leave()
@@ -188,14 +179,14 @@ class Broadcaster:
         end = time.monotonic() + self._timeout_s
         while not sent():
             if self.interrupted():
-                raise CalledOffError("it was called off")
+                raise AbortedError("it was aborted")
             if time.monotonic() > end:
-                raise CalledOffError(f"a bucket was not taken within {self._timeout_s:g} s")
+                raise AbortedError(f"a bucket was not taken within {self._timeout_s:g} s")
             time.sleep(POLL_S)
 
 
 def packs(model: Any) -> list[list[Entry]]:
-    """What is broadcast as one: neighbours of one dtype that are gathered together."""
+    """Runs of entries that are broadcast as one: of one dtype, gathered together."""
     return [
         list(same)
         for bucket in buckets(entries(model), BUCKET_BYTES)
@@ -259,22 +250,22 @@ class TorchLink:
 
         def sent() -> bool:
             if work.is_completed():
-                work.wait()  # raises what went wrong
+                work.wait()  # raises the error of a failed transfer
                 return True
             return False
 
         return sent
 
-    def break_off(self) -> None:
-        """By breaking every connection on gloo, which has no call for it: its `abort` does nothing,
-        and receivers would wait for minutes."""
+    def abort(self) -> None:
+        """On gloo by shutting every connection down: its own `abort` does nothing, and receivers
+        would wait for minutes."""
         if self.address.backend == "nccl":
             if self._group is not None:
                 self._group.abort()
             return
         now = open_sockets()
-        for number, what in (self._own or self._opened()).items():
-            if now.get(number) != what:
+        for number, name in (self._own or self._opened()).items():
+            if now.get(number) != name:
                 continue
             try:
                 with socket.socket(fileno=os.dup(number)) as connection:
@@ -292,7 +283,7 @@ class TorchLink:
 
     def _opened(self) -> dict[int, str]:
         """Sockets since the link was opened."""
-        return {n: what for n, what in open_sockets().items() if self._others.get(n) != what}
+        return {n: name for n, name in open_sockets().items() if self._others.get(n) != name}
 
 
 class NcclLink:
@@ -344,8 +335,8 @@ class NcclLink:
         event = torch.cuda.current_stream(self._device).record_event()
         return lambda: bool(event.query())
 
-    def break_off(self) -> None:
-        """A communicator that is still being made cannot be aborted: its thread stays behind."""
+    def abort(self) -> None:
+        """A communicator that is still being made cannot be aborted: its thread remains."""
         comm, self._comm = self._comm, ctypes.c_void_p()
         if comm:
             self._library.ncclCommAbort(comm)
@@ -367,17 +358,17 @@ class NcclLink:
 
 
 def open_sockets() -> dict[int, str]:
-    """This process's sockets: what the system calls each, by file descriptor; none where it does
-    not tell."""
+    """The system's names of this process's sockets, by file descriptor; empty where /proc is
+    missing."""
     found = {}
     if SOCKETS.is_dir():
         for path in SOCKETS.iterdir():
             try:
-                what = os.readlink(path)
+                name = os.readlink(path)
             except OSError:  # the one of the listing itself
                 continue
-            if what.startswith("socket:"):
-                found[int(path.name)] = what
+            if name.startswith("socket:"):
+                found[int(path.name)] = name
     return found
 
 

@@ -11,9 +11,9 @@ first renamed to DIR.old.
 
 A fragment is a run of elements of one parameter, flattened, of which this rank keeps float32
 weights and optimizer state. At ZeRO stage 0 a fragment is the whole parameter, at stages 1 and 2
-what falls into the rank's part of a flat group of parameters, at stage 3 the rank's part of each
+the part in the rank's share of a flat group of parameters, at stage 3 the rank's part of each
 parameter. Names are the model's own. DeepSpeed's public `safe_get_local_*` know stage 3 only and
-no state before the first step, so fragments read what these functions read.
+no state before the first step, so fragments read the sources of these functions.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 MASTER = "master"  # float32 weights
 REFERENCE = "reference"  # weights of the reference policy; other kinds are the optimizer's names
 
-Held = dict[str, tuple[int, Tensor]]  # by name: first element, elements (see `held`)
+LocalWeights = dict[str, tuple[int, Tensor]]  # by name, as of `local_weights`
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements start to start + size of parameter `name`; `owner` is what the optimizer holds
-    state for, in which they begin at `offset`."""
+    """Elements start to start + size of parameter `name`; `owner` is the tensor that the
+    optimizer holds state for, in which they begin at `offset`."""
 
     name: str
     shape: tuple[int, ...]
@@ -128,13 +128,15 @@ def restore(backend: RankBackend, saved: Checkpoint) -> None:
         if step is not None:
             state[fragment.owner]["step"] = torch.tensor(step, dtype=torch.float32)
     if backend.stage:
-        with changing(backend):  # the weights in use: the float32 ones, rounded to their dtype
-            for name, start, elements in held(backend):
+        with changing_weights(
+            backend
+        ):  # the weights in use: the float32 ones, rounded to their dtype
+            for name, start, elements in local_weights(backend):
                 elements.copy_(saved.read(name, MASTER, start, elements.numel()))
 
 
-def held(backend: RankBackend) -> Iterator[tuple[str, int, Tensor]]:
-    """Name, first element and elements of what this rank stores of each trained weight to compute
+def local_weights(backend: RankBackend) -> Iterator[tuple[str, int, Tensor]]:
+    """Name, first element and elements of each trained weight, as this rank stores it to compute
     with: all of it at stages 0 to 2, its part at stage 3."""
     for name, param in backend.policy.model.named_parameters():
         if not param.requires_grad:
@@ -149,9 +151,9 @@ def held(backend: RankBackend) -> Iterator[tuple[str, int, Tensor]]:
 
 
 @contextmanager
-def changing(backend: RankBackend) -> Iterator[None]:
-    """Around writes to what `held` gives. Copies that stage 3 has gathered from all ranks are
-    dropped; the next forward pass gathers anew. Takes no part in any collective."""
+def changing_weights(backend: RankBackend) -> Iterator[None]:
+    """Around writes to the tensors of `local_weights`. Drops copies that stage 3 has gathered from
+    all ranks; the next forward pass gathers anew. Takes no part in any collective."""
     if backend.stage == 3:
         backend.optimizer.checkpoint_event_prologue()
     yield
@@ -163,7 +165,7 @@ SEPARATOR = "|"
 
 
 class Checkpoint:
-    """Reads what `save` wrote; tensors are mapped from the files, not loaded."""
+    """A checkpoint of `save`; tensors are mapped from the files, not loaded."""
 
     def __init__(self, directory: Path) -> None:
         directory = finished_folder(directory)
@@ -224,16 +226,18 @@ class Checkpoint:
             return {key.removeprefix("rng_"): file.get_tensor(key) for key in keys}
 
 
-def save(backend: RankBackend, meta: Saved, directory: Path, reference: Held | None = None) -> None:
+def save(
+    backend: RankBackend, meta: Saved, directory: Path, reference: LocalWeights | None = None
+) -> None:
     """Write a checkpoint; all ranks call it. `reference` are the weights of the reference policy,
     if there is one. Raises LearnerError on every rank if one fails."""
     partial = directory.with_name(f"{directory.name}.partial")
-    together(backend, lambda: _fresh(partial) if backend.rank == 0 else None)
-    together(backend, lambda: _write_shard(backend, partial, reference))
-    together(backend, lambda: _finish(meta, partial, directory) if backend.rank == 0 else None)
+    on_all_ranks(backend, lambda: _fresh(partial) if backend.rank == 0 else None)
+    on_all_ranks(backend, lambda: _write_shard(backend, partial, reference))
+    on_all_ranks(backend, lambda: _finish(meta, partial, directory) if backend.rank == 0 else None)
 
 
-def together(backend: RankBackend, work: Callable[[], None]) -> None:
+def on_all_ranks(backend: RankBackend, work: Callable[[], None]) -> None:
     """Do a part of common work; if a file fails on one rank, the work fails on all."""
     problem = ""
     own: Exception | None = None
@@ -253,7 +257,7 @@ def _fresh(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _write_shard(backend: RankBackend, partial: Path, reference: Held | None) -> None:
+def _write_shard(backend: RankBackend, partial: Path, reference: LocalWeights | None) -> None:
     places: list[Place] = []
     loads: list[Callable[[], Tensor]] = []
     index = {}

@@ -1,6 +1,6 @@
-"""Context parallelism: ranks that compute their micro-batches together, a team.
+"""Context parallelism: ranks that compute their micro-batches together, a context group.
 
-A team of N has the same trees and packs them into the same micro-batches, of N times the token
+A group of N has the same trees and packs them into the same micro-batches, of N times the token
 budget. A member computes one N-th of the tokens; inside attention it has all tokens instead, and
 one N-th of the heads (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509). So attention in
 any form sees whole trees:
@@ -32,16 +32,16 @@ from agentenv.learners.batch import MicroBatch
 from agentenv.learners.learner import check_heads
 
 
-class Team(NamedTuple):
+class ContextGroup(NamedTuple):
     """`rank` is the place of this member among `size`."""
 
     rank: int
     size: int
-    group: dist.ProcessGroup
+    process_group: dist.ProcessGroup
 
 
-def join_team(size: int, timeout_s: float) -> Team | None:
-    """The team of this rank, of neighbouring ranks; none for teams of one. All ranks must call it
+def join_context_group(size: int, timeout_s: float) -> ContextGroup | None:
+    """The group of this rank, of neighbouring ranks; none for a size of 1. All ranks must call it
     at the same time."""
     if size == 1:
         return None
@@ -50,13 +50,13 @@ def join_team(size: int, timeout_s: float) -> Team | None:
         members = list(range(first, first + size))
         group = dist.new_group(members, timeout=timedelta(seconds=timeout_s))
         if mine in members:
-            own = Team(mine - first, size, group)
+            own = ContextGroup(mine - first, size, group)
     return own
 
 
 def padded(batch: MicroBatch, size: int) -> MicroBatch:
-    """The micro-batch with so many tokens behind it, a path of their own, that `size` divides
-    their number. None of them is trained."""
+    """The micro-batch with untrained tokens appended, a path of their own, so that `size` divides
+    the number of tokens."""
     total = len(batch.end)
     more = -total % size
     if not more:
@@ -71,13 +71,13 @@ def padded(batch: MicroBatch, size: int) -> MicroBatch:
 
 
 class Share:
-    """What a member of a team has of a padded micro-batch: the tokens in `span`, and the trained
+    """A member's share of a padded micro-batch: the tokens in `span`, and the trained
     tokens, of `num_targets`, whose predecessor is among them: `own`, int64."""
 
-    def __init__(self, team: Team, batch: MicroBatch) -> None:
-        self.team = team
-        self.num_tokens = len(batch.end) // team.size
-        first = team.rank * self.num_tokens
+    def __init__(self, group: ContextGroup, batch: MicroBatch) -> None:
+        self.group = group
+        self.num_tokens = len(batch.end) // group.size
+        first = group.rank * self.num_tokens
         self.span = slice(first, first + self.num_tokens)
         self.own = np.flatnonzero((batch.source >= first) & (batch.source < self.span.stop))
         self.num_targets = len(batch.targets)
@@ -99,13 +99,13 @@ class Share:
         Where N does not divide the number of keys' heads, each is there several times, so that
         every member has those of its queries.
         """
-        size, num_keys = self.team.size, key.shape[1]
+        size, num_keys = self.group.size, key.shape[1]
         check_heads(query.shape[1], size)
         times = math.lcm(num_keys, size) // num_keys
         if times > 1:
             key, value = (one.repeat_interleave(times, 1) for one in (key, value))
         parts = [one.reshape(size, -1) for one in (query, key, value)]
-        received = _exchanged(torch.cat(parts, 1), self.team)
+        received = _exchanged(torch.cat(parts, 1), self.group)
         split = torch.split(received, [part.shape[1] for part in parts], 1)
         return tuple(
             part.view(size, -1, self.num_tokens, one.shape[-1]).transpose(0, 1).flatten(1, 2)[None]
@@ -114,8 +114,8 @@ class Share:
 
     def to_tokens(self, attended: Tensor) -> Tensor:
         """[1, tokens, heads / N, width] -> [1, own tokens, heads, width]."""
-        size, width = self.team.size, attended.shape[-1]
-        received = _exchanged(attended.reshape(size, -1), self.team)
+        size, width = self.group.size, attended.shape[-1]
+        received = _exchanged(attended.reshape(size, -1), self.group)
         by_head = received.view(size, self.num_tokens, -1, width)
         return by_head.transpose(0, 1).flatten(1, 2)[None]
 
@@ -125,9 +125,9 @@ class Share:
         return joined
 
 
-def _exchanged(parts: Tensor, team: Team) -> Tensor:
-    """Row i goes to member i; row j of what comes back is from member j."""
-    received: Tensor = _Exchange.apply(parts.contiguous(), team)  # type: ignore[no-untyped-call]
+def _exchanged(parts: Tensor, group: ContextGroup) -> Tensor:
+    """Row i goes to member i; row j of the result comes from member j."""
+    received: Tensor = _Exchange.apply(parts.contiguous(), group)  # type: ignore[no-untyped-call]
     return received
 
 
@@ -135,17 +135,17 @@ class _Exchange(torch.autograd.Function):
     """See `_exchanged`; it is its own transpose."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, team: Team) -> Tensor:
-        ctx.team = team
+    def forward(ctx: Any, parts: Tensor, group: ContextGroup) -> Tensor:
+        ctx.group = group
         received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=team.group)
+        dist.all_to_all_single(received, parts, group=group.process_group)
         return received
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         returned = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(returned, grad.contiguous(), group=ctx.team.group)
+        dist.all_to_all_single(returned, grad.contiguous(), group=ctx.group.process_group)
         return returned, None
 
 
@@ -159,7 +159,7 @@ class _Joined(torch.autograd.Function):
         own = torch.from_numpy(share.own).to(logprobs.device)
         every = logprobs.new_zeros(3, share.num_targets)
         every[:, own] = torch.stack([logprobs, entropy, matches.to(logprobs)])
-        dist.all_reduce(every, group=share.team.group)
+        dist.all_reduce(every, group=share.group.process_group)
         found = every[2] > 0.5
         ctx.own = own
         ctx.set_materialize_grads(False)

@@ -16,18 +16,20 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from agentenv.metrics import Metrics
 from agentenv.tree import Node, Trajectory, TrajectoryTree
 from agentenv.types import Limit
 
 Floats = NDArray[np.float64]
 Sharing = Literal["soft", "hard"]
 Truncated = Literal["score", "zero", "mask"]
+KLKind = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
 CreditedTree = tuple[TrajectoryTree, "TreeCredit"]  # a group of an update
 Estimator = Callable[[Floats], Floats]  # returns of a group -> advantages
 
 EPSILON = 1e-6
 ROUNDING = 1e-12  # of a return, which is a sum of rewards; relative above 1
-MIN_GROUP_FRACTION = 0.75  # of the leaves of a whole group; a mean of fewer says too little
+MIN_GROUP_FRACTION = 0.75  # of the leaves of a whole group; a mean of fewer is too noisy
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,11 @@ def tree_credit(
 ) -> TreeCredit | None:
     """Credit of every node, or None when the group is too short to be normalised.
 
-    Failed leaves are in no group, and what a person has given up is none. A truncated leaf counts
+    Failed leaves are in no group, and a cancelled tree is none. A truncated leaf counts
     with its return ("score"), with return 0 ("zero") or not at all ("mask"), by its limit; limits
-    not in the mapping are scored. What is left must be at least MIN_GROUP_FRACTION of group_size.
+    not in the mapping are scored. At least MIN_GROUP_FRACTION of group_size must be left.
     `penalty` is added to each return.
-    `estimator` makes advantages of returns; what it makes of equal ones by rounding alone is 0.
+    `estimator` makes advantages of returns; those of equal returns, rounding alone, become 0.
     Soft sharing gives a token each leaf's own advantage, hard sharing the mean over the leaves
     below it, counted as often (ARPO, Dong 2025, section 3.2).
     """
@@ -194,3 +196,61 @@ def _mode(leaf: Node, modes: Mapping[Limit, Truncated]) -> Truncated:
 
 def _is_counted(leaf: Node, modes: Mapping[Limit, Truncated]) -> bool:
     return leaf.end != "failed" and _mode(leaf, modes) != "mask"
+
+
+def step_score(
+    delivered: Sequence[TrajectoryTree],
+    trained: Sequence[CreditedTree],
+    *,
+    policy_version: int,
+    seconds: float,
+    groups_per_step: int,
+    num_known: Mapping[int, int],
+) -> Metrics:
+    """The score of a step, one figure of how much useful training a run does in a second, and its
+    factors.
+
+        score = accepted tokens per second x freshness x batch factor
+
+        accepted tokens   sampled tokens of the trees that a step trained, shared ones once, whose
+                          advantage is not 0: discarded and failed ones and those without a signal
+                          do not count, nor those that a resumed run found in its journal
+        freshness         1 / (1 + s), s: the mean staleness of those tokens, in published versions
+        batch factor      trees with a signal over `queue.groups_per_step`, at most 1
+
+    The product, and that discarded tokens and those without variance do not count, is the score
+    that the autotuner of OpenPipe/ART maximizes (its pull request 758). The two factors are defined
+    here: the published package (0.5.18) does not hold that tuner, so values are not comparable with
+    ART's.
+
+    The step took `seconds` of wall time. `policy_version` is the learner's before the update;
+    `num_known` gives by a tree's index how many of its first nodes an earlier process grew, in
+    seconds that are not counted here. Also flow/filtered_tokens: the share of the sampled tokens of
+    the `delivered` trees that were in none of the `trained` ones, which have a signal each.
+    """
+    num_accepted = num_new = sum_ages = 0
+    for tree, credit in trained:
+        first_new = num_known.get(tree.index, 0)
+        for index, node in enumerate(tree.nodes):
+            if credit.adv_pos[index] or credit.adv_neg[index]:
+                num_accepted += len(node.action_ids)
+                num_new += len(node.action_ids) * (index >= first_new)
+                for span in node.version_spans:
+                    age = max(0, policy_version - span.version)  # of a checkpoint that is gone: 0
+                    sum_ages += (span.end - span.start) * age
+    num_sampled = sum(map(_num_sampled, delivered))
+    num_trained = sum(_num_sampled(tree) for tree, _ in trained)
+    rate = num_new / seconds if seconds else 0.0
+    freshness = num_accepted / (num_accepted + sum_ages) if num_accepted else 0.0
+    factor = min(1.0, len(trained) / groups_per_step)
+    return {
+        "score/value": rate * freshness * factor,
+        "score/accepted_tokens_per_s": rate,
+        "score/freshness": freshness,
+        "score/batch_factor": factor,
+        "flow/filtered_tokens": 1 - num_trained / num_sampled if num_sampled else 0.0,
+    }
+
+
+def _num_sampled(tree: TrajectoryTree) -> int:
+    return sum(len(node.action_ids) for node in tree.nodes)

@@ -1,4 +1,4 @@
-"""The controller's handle on the learner's ranks: trees in, metrics and published weights out."""
+"""The controller's learner: trees go to the ranks, metrics and published weights come back."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from agentenv.deadline import uncancelled
 from agentenv.disk import DIR_KEY, explain, write_whole
 from agentenv.engines.remote.weights import Address, Group, Manifest, TransferError, Wire
 from agentenv.errors import ConfigError, EngineError, LearnerError
-from agentenv.learners import ranks as wire
+from agentenv.learners import messages as wire
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.batch import EncodedTree, computed, encode
 from agentenv.learners.credit import CreditedTree
 from agentenv.learners.deepspeed_settings import deepspeed_settings
-from agentenv.learners.entropies import Share, give_back
 from agentenv.learners.learner import (
     Agreement,
     LearnerConfig,
@@ -33,7 +32,7 @@ from agentenv.learners.learner import (
     optimizer_of,
 )
 from agentenv.learners.lora import check_installed
-from agentenv.learners.partition import deal, deal_parts, idle_share, minibatches
+from agentenv.learners.partition import Share, assign, give_back, idle_share, minibatches, partition
 from agentenv.learners.ranks import RankGroup, RemoteRanks
 from agentenv.model_files import read_model_config
 from agentenv.offload import in_thread
@@ -86,14 +85,14 @@ class Evidence:
             self.directory.mkdir(parents=True, exist_ok=True)
             write_whole(path.with_suffix(".msgpack"), msgspec.msgpack.encode(list(encoded)))
             write_whole(path, json.dumps(row, indent=2) + "\n")
-            told = f"the batch is in {path}"
+            where = f"the batch is in {path}"
         except OSError as error:
-            told = f"the batch could not be written to {error.filename}: {explain(error, DIR_KEY)}"
-        logger.warning("an optimizer step was skipped: loss or gradient was not finite; %s", told)
+            where = f"the batch could not be written to {error.filename}: {explain(error, DIR_KEY)}"
+        logger.warning("an optimizer step was skipped: loss or gradient was not finite; %s", where)
 
 
 def _not_finite(tree: EncodedTree) -> list[str]:
-    """Which figures of a tree are to blame, if it is the batch and not the weights."""
+    """The figures of a tree that are not finite: then the batch is to blame, not the weights."""
     import numpy as np
 
     names = ("behaviour", "entropies", "adv_pos", "adv_neg", "weight")
@@ -116,11 +115,7 @@ class DeepSpeedLearner:
     """See `learners.learner.Learner`. Use `start`, then `close`; see RankGroup for failures."""
 
     def __init__(
-        self,
-        config: LearnerConfig,
-        algorithm: Algorithm,
-        ranks: RankGroup,
-        evidence: Evidence,
+        self, config: LearnerConfig, algorithm: Algorithm, ranks: RankGroup, evidence: Evidence
     ) -> None:
         self.config = config
         self.algorithm = algorithm
@@ -174,24 +169,32 @@ class DeepSpeedLearner:
         agreement: Agreement = "exact",
         num_minibatches: int | None = None,
     ) -> Metrics:
-        """Train on whole groups, which are dealt evenly to `num_minibatches`, by default to as few
-        as groups_per_minibatch allows; without a group no step is taken."""
+        """Train on whole groups, spread evenly over `num_minibatches`, by default as few as
+        groups_per_minibatch allows; without a group no step is taken."""
         if not groups:
             return {"num_trained": 0.0, "num_equal_groups": 0.0, "num_steps": 0.0}
         count = num_minibatches or -(-len(groups) // self.config.groups_per_minibatch)
         cut = [in_order(one) for one in minibatches(groups, count)]
-        encoded = [await in_thread(self._encode, one) for one in cut]
-        dealt = [await in_thread(self._deal, one) for one in encoded]
-        shares = zip(*(parts for parts, _ in dealt), strict=True)
-        commands = [wire.Update(list(share), lr_scale, agreement) for share in shares]
-        replies = await self._call_teams(commands)
+        config, version = self.config, self._policy_version
+        encoded = [
+            await in_thread(encode_groups, one, version, config, self.algorithm) for one in cut
+        ]
+        partitions = [
+            await in_thread(partition, one, config.num_replicas, config.replica_tokens)
+            for one in encoded
+        ]
+        shards = zip(*(parts for parts, _ in partitions), strict=True)
+        commands = [wire.Update(list(shard), lr_scale, agreement) for shard in shards]
+        replies = await self._call_replicas(commands)
         for step in replies[0].steps:
             number = int(step["minibatch"])
             trees = [tree for tree, _ in cut[number]]
             self.evidence.save(step, self._policy_version, trees, encoded[number])
-        for number, (one, ours, (parts, _)) in enumerate(zip(cut, encoded, dealt, strict=True)):
-            told = ("entropies", "proximal", "logprobs")
-            found = [_shares(parts, replies, name, number) for name in told]
+        for number, (one, ours, (parts, _)) in enumerate(
+            zip(cut, encoded, partitions, strict=True)
+        ):
+            reported = ("entropies", "proximal", "logprobs")
+            found = [_shares(parts, replies, name, number) for name in reported]
             await in_thread(give_back, one, ours, *found)
         num_equal = sum(not credit.has_signal for _, credit in groups)
         metrics = {
@@ -202,47 +205,42 @@ class DeepSpeedLearner:
         unique = sum(tree.num_tokens for one in encoded for tree in computed(one))
         num_computed = metrics.pop("num_computed_tokens")
         if unique:
-            epochs = self.config.num_epochs_per_batch
-            metrics["computed_over_unique"] = num_computed / (epochs * unique)
-        if self.config.num_teams > 1:
-            metrics["idle_share"] = idle_share([loads for _, loads in dealt])
+            metrics["computed_over_unique"] = num_computed / (config.num_epochs_per_batch * unique)
+        if config.num_replicas > 1:
+            metrics["idle_share"] = idle_share([loads for _, loads in partitions])
         return metrics
-
-    def _deal(self, trees: Sequence[EncodedTree]) -> tuple[list[list[EncodedTree]], list[float]]:
-        config = self.config
-        return deal_parts(trees, config.num_teams, config.team_tokens)
-
-    def _encode(self, groups: Sequence[CreditedTree]) -> list[EncodedTree]:
-        return encode_groups(groups, self._policy_version, self.config, self.algorithm)
 
     async def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float = 1.0) -> Metrics:
         if not sequences:
             return {"num_steps": 0.0}
-        hands = deal(sequences, self.config.num_teams)
-        commands = [wire.Imitate([sequences[i] for i in hand], lr_scale) for hand in hands]
-        return (await self._call_teams(commands))[0].metrics
+        replies = await self._spread(sequences, lambda own: wire.Imitate(own, lr_scale))
+        return replies[0][1].metrics
 
     async def prefer(
         self, pairs: Sequence[EncodedTree], beta: float, lr_scale: float = 1.0
     ) -> Metrics:
         if not pairs:
             return {"num_steps": 0.0}
-        hands = deal(pairs, self.config.num_teams)
-        commands = [wire.Prefer([pairs[i] for i in hand], beta, lr_scale) for hand in hands]
-        return (await self._call_teams(commands))[0].metrics
+        replies = await self._spread(pairs, lambda own: wire.Prefer(own, beta, lr_scale))
+        return replies[0][1].metrics
 
     async def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
         if not sequences:
             return []
-        hands = deal(sequences, self.config.num_teams)
-        commands = [wire.ScoreSequences([sequences[i] for i in hand]) for hand in hands]
-        replies = await self._call_teams(commands)
         scores = {
             place: score
-            for hand, reply in zip(hands, replies, strict=True)
-            for place, score in zip(hand, reply.scores, strict=True)
+            for shard, reply in await self._spread(sequences, wire.ScoreSequences)
+            for place, score in zip(shard, reply.scores, strict=True)
         }
         return [scores[place] for place in range(len(sequences))]
+
+    async def _spread(
+        self, trees: Sequence[EncodedTree], command: Callable[[list[EncodedTree]], wire.Message]
+    ) -> list[tuple[list[int], wire.Done]]:
+        """Assign whole trees to replicas; of each the indices of its trees, and its answer."""
+        shards = assign(trees, self.config.num_replicas)
+        replies = await self._call_replicas([command([trees[i] for i in one]) for one in shards])
+        return list(zip(shards, replies, strict=True))
 
     async def reset_optimizer(self, config: OptimizerConfig) -> None:
         await self.call_all(wire.ResetOptimizer(optimizer_of(config)))
@@ -265,11 +263,11 @@ class DeepSpeedLearner:
 
     async def sleep(self) -> None:
         """Keep everything in main memory and give the memory of the GPUs back."""
-        await self._exchange([wire.Nap(True)] * self.config.num_ranks)
+        await self._exchange([wire.Sleep(True)] * self.config.num_ranks)
 
     async def wake(self) -> None:
-        """Take the memory again. Nothing else may be asked of a learner that sleeps."""
-        await self._exchange([wire.Nap(False)] * self.config.num_ranks)
+        """Take the memory again. A learner that sleeps refuses all other commands."""
+        await self._exchange([wire.Sleep(False)] * self.config.num_ranks)
 
     async def export(self, directory: Path) -> Path:
         await self.call_all(wire.WriteModel(_absolute(directory), publish=False))
@@ -291,8 +289,8 @@ class DeepSpeedLearner:
         """One command for all ranks; their answers by rank."""
         return await self._call([command] * self.config.num_ranks, timeout_s)
 
-    async def _call_teams(self, commands: Sequence[wire.Message]) -> list[wire.Done]:
-        """One command for all ranks of a team; the answer of one of them."""
+    async def _call_replicas(self, commands: Sequence[wire.Message]) -> list[wire.Done]:
+        """One command for all ranks of a replica; the answer of one of them."""
         size = self.config.context_parallel
         return (await self._call([one for one in commands for _ in range(size)]))[::size]
 
@@ -305,8 +303,8 @@ class DeepSpeedLearner:
     async def _exchange(
         self, commands: Sequence[wire.Message], timeout_s: float | None = None
     ) -> list[wire.Done]:
-        """A cancelled caller waits for the ranks, which know no half of a command and cannot be
-        saved behind one; `close` ends what takes too long."""
+        """A cancelled caller waits for the ranks, which cannot run half of a command nor be saved
+        after one; `close` ends a command that takes too long."""
         exchange = self.ranks.call(commands, timeout_s or self.config.command_timeout_s)
         replies = await uncancelled(exchange)
         self._policy_version = replies[0].policy_version
@@ -324,10 +322,7 @@ def encode_groups(
     """The groups for the ranks. Those on which nothing has a gradient are counted, not computed."""
     is_computed = algorithm.learns_from_equal_groups or config.router_loss > 0
     return [
-        replace(
-            encode(tree, credit, version),
-            is_counted=not (is_computed or credit.has_signal),
-        )
+        replace(encode(tree, credit, version), is_counted=not (is_computed or credit.has_signal))
         for tree, credit in groups
     ]
 
@@ -335,9 +330,9 @@ def encode_groups(
 def _shares(
     parts: Sequence[Sequence[EncodedTree]], replies: Sequence[wire.Done], name: str, minibatch: int
 ) -> list[Share]:
-    """Of each rank its trees in a mini-batch, and figures that it told of them."""
-    told = [getattr(reply, name) for reply in replies]
-    return [(one, of[minibatch] if of else []) for one, of in zip(parts, told, strict=True)]
+    """Each rank's trees in a mini-batch, and the figures that it reported for them."""
+    reported = [getattr(reply, name) for reply in replies]
+    return [(one, of[minibatch] if of else []) for one, of in zip(parts, reported, strict=True)]
 
 
 def _check(config: LearnerConfig, algorithm: Algorithm, model_dir: Path) -> None:
@@ -363,8 +358,7 @@ def _absolute(path: Path) -> str:
     return os.path.abspath(path)
 
 
-# The controller's handle on the trainer's side of a broadcast; see
-# `agentenv.engines.remote.weights`.
+# The controller's side of a broadcast; see `agentenv.engines.remote.weights`.
 
 SLACK_S = 60.0  # the ranks end by themselves before they are ended
 
@@ -427,7 +421,7 @@ class LearnerSender:
                 command = wire.WriteModel(str(path), publish=False, unmoved=True)
                 try:
                     await self.learner.call_all(command)
-                except LearnerError as error:  # whoever trains will see it if it is gone
+                except LearnerError as error:  # training itself reports a learner that is gone
                     raise EngineError(f"the learner wrote no directory: {error}") from error
                 self._written = path
             return self._written

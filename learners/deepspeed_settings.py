@@ -12,8 +12,8 @@ from agentenv.untrusted import decode_loose
 
 Settings = dict[str, Any]
 
-# What a JSON may say beside our keys. DeepSpeed ignores unknown names silently, and others of its
-# parts (pipelines, data loaders, schedulers, quantisation) do not take part in this learner.
+# Names that a JSON may set beside our keys. DeepSpeed ignores unknown ones silently, and others of
+# its parts (pipelines, data loaders, schedulers, quantisation) do not take part in this learner.
 FREE = {
     "comms_logger",
     "communication_data_type",

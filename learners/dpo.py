@@ -6,10 +6,10 @@ y+ is the chosen and y- the rejected answer to x; log pi(y|x) sums over the toke
 wrote. Tool results are part of the context and not of the sum: the paper has no tools, and the
 environment's text is not the policy's to prefer. The mean is over pairs.
 
-A pair is one tree: what both answers share is stored and computed once, prompt and common first
-turns alike. On a token of the chosen answer adv_pos is 1, on one of the rejected answer adv_neg
-is -1; a token of both has both, so that it cancels out of every difference. `behaviour` holds the
-log-probs of the reference policy.
+A pair is one tree: the common part of both answers, prompt and first turns, is stored and computed
+once. On a token of the chosen answer adv_pos is 1, on one of the rejected answer adv_neg is -1; a
+token of both has both, so that it cancels out of every difference. `behaviour` holds the log-probs
+of the reference policy.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from msgspec.structs import replace
 from numpy.typing import ArrayLike, NDArray
 
 from agentenv.errors import DataError
-from agentenv.learners.batch import ActionTokens, EncodedTree, Longs, MicroBatch, from_arrays
+from agentenv.learners.batch import ActionTokens, EncodedTree, Longs, from_arrays
 from agentenv.learners.credit import Floats
 from agentenv.learners.learner import Metrics
 
-if TYPE_CHECKING:  # torch is slow to load, and who reads pairs does not need it
+if TYPE_CHECKING:  # torch is slow to load, and readers of pairs do not need it
     from torch import Tensor
 
     from agentenv.learners.trainer import Trainer
@@ -91,7 +91,7 @@ class PairTokens:
 
     @property
     def sign(self) -> Floats:
-        """What a token's log-prob counts in the margin of its pair: 1, -1, or 0 if shared."""
+        """Factor of a token's log-prob in the margin of its pair: 1, -1, or 0 if shared."""
         return self.chosen - self.rejected
 
     def sums(self, values: Floats) -> Floats:
@@ -104,7 +104,7 @@ class PairTokens:
 
 
 def preference_sums(tokens: PairTokens, logprobs: Floats, beta: float) -> dict[str, float]:
-    """Sums over pairs of what `preference_metrics` averages."""
+    """Sums over pairs, which `preference_metrics` averages."""
     ratio = logprobs - tokens.reference
     chosen, rejected = tokens.sums(tokens.chosen * ratio), tokens.sums(tokens.rejected * ratio)
     margin = beta * tokens.margins(logprobs)
@@ -151,7 +151,7 @@ def preference_loss(margins: Tensor, beta: float) -> Tensor:
 def prefer(trainer: Trainer, pairs: Sequence[EncodedTree], beta: float, lr_scale: float) -> Metrics:
     """One optimizer step on the mean loss over the pairs of all ranks.
 
-    `pairs` are those of this rank, or of its team, with the reference's log-probs. Where a pair is
+    `pairs` are those of this rank's replica, with the reference's log-probs. Where a pair is
     larger than a micro-batch and so cut, its margin is computed before, and the loss is replaced by
     its tangent there, whose gradient is the same.
     """
@@ -160,17 +160,19 @@ def prefer(trainer: Trainer, pairs: Sequence[EncodedTree], beta: float, lr_scale
     start = time.perf_counter(), time.process_time()
     backend, tokens = trainer.backend, PairTokens.of(pairs)
     batches = trainer.pack(pairs)
-    total = float(sum(backend.gather_teams(len(pairs))))
+    total = float(sum(backend.gather_replicas(len(pairs))))
     slopes = None
-    if any(backend.gather_teams(_is_any_cut(tokens, batches))):
-        slopes = _slopes(tokens.margins(trainer.figures(pairs)[0]), beta)
+    num_parts = sum(len(np.unique(tokens.pair[batch.index])) for batch in batches)
+    if any(backend.gather_replicas(num_parts > tokens.num_pairs)):  # some pair is cut
+        margins = tokens.margins(trainer.figures(pairs)[0])
+        slopes = -beta * np.exp(-np.logaddexp(0.0, beta * margins))  # of the loss by the margin
     found = np.zeros_like(tokens.reference)
     for batch in backend.passes(batches):
         logprobs, _, _ = backend.forward(batch)
         found[batch.index] = logprobs.detach().cpu().numpy()
         backend.backward(_loss(tokens, batch.index, logprobs, slopes, beta) / total)
     sums = preference_sums(tokens, found, beta)
-    metrics = preference_metrics(backend.gather_teams(sums))
+    metrics = preference_metrics(backend.gather_replicas(sums))
     return metrics | trainer.step(lr_scale, metrics["loss"]) | times(*start)
 
 
@@ -192,14 +194,3 @@ def _loss(
     differences = sign * (wide - tensor(tokens.reference[index]))
     margins = wide.new_zeros(len(numbers)).index_add(0, tensor(place), differences)
     return preference_loss(margins, beta).sum()
-
-
-def _slopes(margins: Floats, beta: float) -> Floats:
-    """d loss / d margin: -beta * sigmoid(-beta * margin)."""
-    slopes: Floats = -beta * np.exp(-np.logaddexp(0.0, beta * margins))
-    return slopes
-
-
-def _is_any_cut(tokens: PairTokens, batches: Sequence[MicroBatch]) -> bool:
-    parts = sum(len(np.unique(tokens.pair[batch.index])) for batch in batches)
-    return parts > tokens.num_pairs

@@ -1,6 +1,6 @@
 """Hugging Face directories for engines and for users, written tensor by tensor.
 
-Only one tensor is in main memory at a time, beside what the rank holds; at ZeRO stage 3 weights are
+Only one tensor is in main memory at a time, beside the rank's own; at ZeRO stage 3 weights are
 gathered bucket by bucket. With adapters the directory holds the merged model, and the adapter by
 itself in DIR/adapter.
 
@@ -45,7 +45,7 @@ from agentenv.learners.lora import (
     plain_name,
     write_adapter,
 )
-from agentenv.learners.tensor_file import DTYPES, Place, write_tensors
+from agentenv.learners.tensor_file import DTYPES, Place, disk_shapes, on_disk, write_tensors
 from agentenv.model_files import (
     GENERATION,
     WEIGHTS_SUFFIXES,
@@ -67,8 +67,8 @@ BUCKET_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the directory: how it is called and what it is there, and how to get it while
-    `params` are whole."""
+    """A tensor of the directory: its name, dtype and shape there, and how to get it while `params`
+    are whole."""
 
     name: str
     dtype: dtype
@@ -130,25 +130,8 @@ class Parts:
         return torch.clone(self._left.pop(name))
 
 
-def on_disk(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors by name that transformers writes for a parameter (or buffer) of the model, and
-    makes it of when it loads them."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    found: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
-    return found
-
-
-def disk_shapes(
-    model: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of `on_disk`."""
-    meta = torch.empty(shape, dtype=dtype, device="meta")
-    return {disk: tuple(part.shape) for disk, part in on_disk(model, name, meta).items()}
-
-
 def entries(model: Any) -> Iterator[Entry]:
-    """Tied weights once, under their first name; adapters are merged into what they adapt."""
+    """Tied weights once, under their first name; adapters are merged into their weights."""
     for name, param in list(model.named_parameters()):
         if is_adapter(name):
             continue
@@ -197,23 +180,20 @@ def gathered(model: Any) -> Iterator[Entry]:
 
 
 def buckets(entries: Iterable[Entry], max_bytes: int) -> Iterator[list[Entry]]:
-    """Neighbouring entries of at most max_bytes together; a larger one comes alone, and what is one
-    parameter in memory stays together, since it is gathered at once."""
+    """Neighbouring entries of at most max_bytes together; a larger one comes alone, and parts of
+    one parameter stay together, since it is gathered at once."""
     bucket: list[Entry] = []
     size = 0
     for entry in entries:
-        if bucket and size + entry.num_bytes > max_bytes and not _are_parts(bucket[-1], entry):
+        owners = [one.params[0] for one in (*bucket[-1:], entry) if one.params]
+        is_part = len(owners) == 2 and owners[0] is owners[1]  # of one parameter
+        if bucket and size + entry.num_bytes > max_bytes and not is_part:
             yield bucket
             bucket, size = [], 0
         bucket.append(entry)
         size += entry.num_bytes
     if bucket:
         yield bucket
-
-
-def _are_parts(one: Entry, other: Entry) -> bool:
-    """Whether both are of one parameter."""
-    return bool(one.params and other.params) and one.params[0] is other.params[0]
 
 
 def _whole(params: list[Any]) -> AbstractContextManager[Any]:
@@ -236,7 +216,7 @@ def write_weights(
 ) -> None:
     """Write safetensors of at most max_shard_bytes, then the index if there are several.
 
-    `planned` are the same entries, of which no tensor is asked; it says what each shard will hold
+    `planned` are the same entries, whose tensors are not read; it gives the contents of each shard
     before its first tensor is there.
     """
     shards = [
@@ -378,17 +358,15 @@ class Weights:
 
 
 def export(
-    checkpoint: Path,
-    out: Path,
-    *,
-    dtype: str = "bfloat16",
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    checkpoint: Path, out: Path, *, dtype: str = "bfloat16", max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
     """Write `out` from a checkpoint's directory; its float32 weights are used if they are there.
 
     With adapters `out` holds the merged model, and `out`/adapter the adapter by itself. Raises
     DataError if the checkpoint is not complete.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     if out.exists() and any(out.iterdir()):
         raise DataError(f"{out} is not empty; choose another place to export to")
     if not (checkpoint / "config.json").is_file():
@@ -397,7 +375,8 @@ def export(
     copy_files(checkpoint, out, dtype)
     weights = Weights(_base_of(checkpoint, saved))
     wanted = getattr(torch, dtype)
-    model = _without_weights(checkpoint)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
     fused = {} if saved is None else _fused(saved, model)
     kept = {  # as they are: float32 biases of routers
         disk
@@ -425,14 +404,6 @@ def export(
         adapter = {name: whole(saved, name) for name in saved.shapes if is_adapter(name)}
         write_adapter(out / ADAPTER_FOLDER, saved.meta.lora, adapter, saved.meta.base_model)
     check_written(out)
-
-
-def _without_weights(directory: Path) -> Any:
-    """The model of a config.json on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
 
 
 def _fused(saved: Checkpoint, model: Any) -> dict[str, Parts]:

@@ -1,4 +1,4 @@
-"""The seam between the controller and whatever trains: trees in, metrics and weights out.
+"""Interface between the controller and a learner: trees in, metrics and weights out.
 
 Keys first: an optimizer, its schedule by the number of updates done, the learner with its ranks.
 """
@@ -124,8 +124,8 @@ def lr_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
 Metrics = dict[str, float]
 
 
-# What is known of an engine's figures of fresh tokens: they are the learner's own up to rounding;
-# its log-probs are close by measurement, its entropies may be bounds; or nothing.
+# How an engine's figures of fresh tokens agree with the learner's: up to rounding; log-probs are
+# close by measurement and entropies may be bounds; or unknown.
 Agreement = Literal["exact", "close", "unknown"]
 
 
@@ -273,7 +273,7 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
             (self.offload != "none" and self.zero_stage == 0, OFFLOAD_NEEDS_1),
             (self.offload == "params" and self.zero_stage in (0, 1, 2), OFFLOAD_PARAMS_NEEDS_3),
             ((self.launch == "external") != bool(self.address), EXTERNAL_NEEDS_ADDRESS),
-            (self.num_ranks % self.context_parallel, TEAMS_NEED_RANKS),
+            (self.num_ranks % self.context_parallel, REPLICAS_NEED_RANKS),
             (self.compile and self.zero_stage == 3, COMPILE_NEEDS_WEIGHTS),
             (self.compile and self.fused != "none", COMPILED_OR_FUSED),
             (self.launch == "external" and self.allocator, ALLOCATOR_IS_LOCAL),
@@ -308,13 +308,13 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ConfigError(MUON_NEEDS_0.format(key=key, stage=self.zero_stage))
 
     @property
-    def num_teams(self) -> int:
-        """Teams of ranks that compute a micro-batch together; trees are dealt to them."""
+    def num_replicas(self) -> int:
+        """Context groups, each of which has its own trees: data-parallel replicas."""
         return self.num_ranks // self.context_parallel
 
     @property
-    def team_tokens(self) -> int:
-        """Most tokens of a micro-batch, but for a path that is longer."""
+    def replica_tokens(self) -> int:
+        """Most tokens of a micro-batch of a replica, but for a path that is longer."""
         return self.context_parallel * self.max_tokens_per_microbatch
 
     def _needs_deepspeed(self) -> bool:
@@ -348,7 +348,7 @@ EXTERNAL_NEEDS_ADDRESS = (
 )
 
 
-TEAMS_NEED_RANKS = (
+REPLICAS_NEED_RANKS = (
     "learner.context_parallel = {0.context_parallel} does not divide learner.num_ranks = "
     "{0.num_ranks}: so many ranks compute a micro-batch together; change one of them"
 )
@@ -366,7 +366,7 @@ ALLOCATOR_IS_LOCAL = (
 
 
 def check_heads(num_heads: int, size: int) -> None:
-    """Raises ConfigError where a team of so many ranks cannot divide the attention heads."""
+    """Raises ConfigError where a context group of that size cannot divide the attention heads."""
     if num_heads % size:
         raise ConfigError(
             f"learner.context_parallel = {size} does not divide the model's {num_heads} attention "
@@ -391,7 +391,6 @@ class Learner(Protocol):
     @property
     def policy_version(self) -> int:
         """Number of updates published; the version of the weights published last."""
-        ...
 
     async def update(
         self,
@@ -404,63 +403,51 @@ class Learner(Protocol):
         which there are `num_minibatches`, at most one a group, or as few as groups_per_minibatch
         allows. Trees without entropies get those of their trained tokens, exact ones under the
         weights with which the token was computed first, and nan elsewhere; all get `scored`."""
-        ...
 
     async def imitate(self, sequences: Sequence[EncodedTree], lr_scale: float = 1.0) -> Metrics:
         """One optimizer step on the mean negative log-likelihood of the predicted tokens."""
-        ...
 
     async def prefer(
         self, pairs: Sequence[EncodedTree], beta: float, lr_scale: float = 1.0
     ) -> Metrics:
         """One optimizer step of DPO (`learners.dpo`) on pairs with the reference's log-probs."""
-        ...
 
     async def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
         """Log-probs of given sequences under the current weights; trains nothing."""
-        ...
 
     async def reset_optimizer(self, config: OptimizerConfig) -> None:
         """Start over with an optimizer without state, as between SFT and RL."""
-        ...
 
     async def set_optimizer_aside(self, config: OptimizerConfig) -> None:
         """The same for a while: the state is kept in the main memory of the ranks, not in
         checkpoints, until `take_optimizer_back`."""
-        ...
 
     async def take_optimizer_back(self, config: OptimizerConfig) -> None:
         """Go on with the state that was set aside, which is of an optimizer of `config`."""
-        ...
 
     async def publish(self, directory: Path) -> Path:
         """Write the weights as a Hugging Face directory and count one policy version up."""
-        ...
 
     async def export(self, directory: Path) -> Path:
         """Write the same directory without counting."""
-        ...
 
     async def save(self, directory: Path) -> None:
         """Write everything a bit-exact resume needs; atomic."""
-        ...
 
     async def load(self, directory: Path) -> None:
-        """Go on from what `save` wrote, its policy version included."""
-        ...
+        """Resume from a checkpoint, its policy version included."""
 
     async def close(self) -> None:
         """Stop the ranks; idempotent."""
-        ...
 
 
-# What a checkpoint says of itself, also to those who do not load it.
+# Metadata of a checkpoint, also for readers that do not load it.
 
 SAVED_FILE = "learner.json"
 
 
 class Saved(Struct, kw_only=True):
-    """What a checkpoint is of. `base_model`: directory of the frozen weights, with `lora`.
+    """Metadata of a checkpoint. `base_model`: directory of the frozen weights, with `lora`.
     `reference_updates`: see `agentenv.learners.trainer.Reference`."""
 
     num_ranks: int

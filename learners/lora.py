@@ -2,8 +2,8 @@
 
     W' = W + (alpha / r) B A        A: [r, in], B: [out, r]; W is frozen
 
-The model keeps its class and its names, with adapters inside. What is published is W' computed
-beside the weights, so that neither W nor the adapter is ever changed by it.
+The model keeps its class and its names, with adapters inside. Publishing computes W' beside
+the weights, so that it never changes W or the adapter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 BASE = ".base_layer."
 ADAPTER_FOLDER = "adapter"
-# What layers of experts are called in published models; peft takes them for those of an expert.
+# Names of experts' layers in published models; peft takes any layer of such a name for an expert's.
 OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
@@ -120,7 +120,7 @@ def _unmergeable(model: Any, name: str, module: Any, shared: dict[int, list[str]
     from peft.tuners.lora.layer import Linear, ParamWrapper
     from torch import nn
 
-    from agentenv.learners.export import disk_shapes  # which merges with this module
+    from agentenv.learners.tensor_file import disk_shapes
 
     base, family = module.get_base_layer(), type(model).__name__
     if isinstance(module, ParamWrapper):

@@ -1,24 +1,19 @@
-"""Per-token policy losses and KL estimators as functions of tensors, and the objective of all.
+"""Per-token policy losses and KL estimators as functions of tensors; `Algorithm.loss` sums them.
 
-All functions accept any float dtype and any common shape. They add numeric guards to what the
-released code of ARPO and AEPO does, and are equal to that code wherever it stays finite and
+All functions accept any float dtype and any common shape. They add numeric guards to the
+released code of ARPO and AEPO, and are equal to that code wherever it stays finite and
 log-ratios stay within +-20.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agentenv.learners.credit import Floats
-
-if TYPE_CHECKING:
-    from agentenv.learners.algorithm import Algorithm, KLKind
+from agentenv.learners.credit import Floats, KLKind
 
 
 @dataclass(frozen=True)
@@ -32,9 +27,9 @@ class LossBatch:
     (`learners.minibatch`). The scalars belong to the whole mini-batch: the denominator of the
     aggregation, and mean and unbiased standard deviation of `entropies` over the flat tokens.
 
-    importance: truncated and masked proximal / behaviour. sum_weight: sum of `weight` over what is
-    computed of the mini-batch, for metrics. reference: log-probs of the reference policy. value and
-    slope: loss and its derivative by the log-prob, of methods that clip whole sequences.
+    importance: truncated and masked proximal / behaviour. sum_weight: sum of `weight` over the
+    computed tokens of the mini-batch, for metrics. reference: log-probs of the reference policy.
+    value and slope: loss and its derivative by the log-prob, of methods that clip whole sequences.
     """
 
     behaviour: Tensor
@@ -167,57 +162,3 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
         return value
     square = kl_penalty(logprobs, ref_logprobs, "k2")
     return value.detach() + square - square.detach()
-
-
-def objective(
-    algorithm: Algorithm, batch: LossBatch, logprobs: Tensor, entropies: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a micro-batch and its metrics, for every algorithm; see `Algorithm.loss`.
-
-    sum over tokens of importance * policy loss + kl_loss * KL - entropy_bonus * H, the last two
-    weighted by `batch.weight`, over `batch.total_weight`. A mini-batch without tokens gives 0.
-    """
-    total = batch.total_weight or 1.0
-    ratio = algorithm.ratio(logprobs, batch.proximal)
-    scale = algorithm.advantage_scale(batch, entropies)
-    adv_pos, adv_neg = batch.adv_pos * scale, batch.adv_neg * scale
-    if batch.value is not None and batch.slope is not None:
-        per_token = batch.value + batch.slope * (logprobs - logprobs.detach())
-    else:
-        per_token = algorithm.token_loss(ratio, adv_pos) + algorithm.token_loss(ratio, adv_neg)
-    loss = (batch.importance * per_token).sum() / total
-    part = batch.weight / (batch.sum_weight or 1.0)
-    metrics = _metrics(algorithm, batch, logprobs.detach(), ratio.detach(), part)
-    metrics["entropy"] = (part * entropies.detach()).sum()
-    if algorithm.kl_loss > 0 and batch.reference is not None:
-        kl = kl_loss(logprobs, batch.reference, algorithm.kl_kind)
-        loss = loss + algorithm.kl_loss * (batch.weight * kl).sum() / total
-    if batch.reference is not None:
-        difference = logprobs.detach() - batch.reference
-        metrics["kl_to_reference"] = (part * difference).sum()
-    if algorithm.entropy_bonus > 0:
-        loss = loss - algorithm.entropy_bonus * (batch.weight * entropies).sum() / total
-    return loss, {"loss": loss.detach(), **metrics}
-
-
-@torch.no_grad()
-def _metrics(
-    algorithm: Algorithm, batch: LossBatch, logprobs: Tensor, ratio: Tensor, part: Tensor
-) -> dict[str, Tensor]:
-    behaviour = ratio_of(batch.proximal, batch.behaviour)
-    cap = math.inf if algorithm.importance_cap == "none" else algorithm.importance_cap
-    metrics = {
-        "ratio_mean": (part * ratio).sum(),
-        "ratio_max": ratio.max() if len(ratio) else ratio.new_tensor(0.0),
-        "importance_capped": (part * (behaviour > cap)).sum(),
-        "kl_to_proximal": (part * (batch.proximal - logprobs)).sum(),
-    }
-    if algorithm.clips_sequences:
-        return metrics
-    high = (batch.adv_pos > 0) & (ratio > 1 + algorithm.clip_high)
-    low = (batch.adv_neg < 0) & (ratio < 1 - algorithm.clip_low)
-    metrics["clipped_high"] = (part * high).sum()
-    metrics["clipped_low"] = (part * low).sum()
-    dual = (batch.adv_neg < 0) & (ratio > algorithm.negative_bound)
-    metrics["clipped_dual"] = (part * dual).sum()
-    return metrics

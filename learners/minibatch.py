@@ -11,31 +11,27 @@ denominator over the mini-batch of N trajectories with lengths |y_i| (policy tok
     seq-mean-token-sum-norm  c_i = 1         denominator N * L         Dr. GRPO, L a constant
 
 A token shared by several trajectories takes the sum of their coefficients. Trajectories without
-policy tokens count in none of the modes. Groups whose returns are equal count like any other: what
-no pass computes of them (EncodedTree.is_counted) stands behind the rest and adds nothing but to
-denominators and statistics. The released code of ARPO differs: it aggregates each
-micro-batch on its own and weights by rows, so that the result depends on the packing; and its last
-mode divides by L without N.
+policy tokens count in none of the modes. Groups whose returns are equal count like any other: their
+tokens that no pass computes (EncodedTree.is_counted) follow the rest and add only to denominators
+and statistics. The released code of ARPO differs: it aggregates each micro-batch on its own and
+weights by rows, so that the result depends on the packing; and its last mode divides by L without
+N.
 
 Data of an older policy or another engine is corrected by
 
     rho = proximal / behaviour      per token; 1 when engine and learner agree and data is fresh
 
 Truncation bounds rho from above (IMPALA, Espeholt 2018; decoupled PPO, Hilton 2022). Masks drop
-what truncation cannot repair: a token mask outside a band of rho (IcePop, Ling team 2025), a
-sequence mask outside a band of the geometric mean of rho over a trajectory. What is masked adds
-nothing to the numerator and stays in the denominator: a step shrinks when much is refused.
-
-Behind it: metrics of an update from those of its micro-batches, its steps and its ranks.
+tokens that truncation cannot repair: a token mask outside a band of rho (IcePop, Ling team 2025), a
+sequence mask outside a band of the geometric mean of rho over a trajectory. Masked tokens add
+nothing to the numerator and stay in the denominator: a step shrinks when many are masked.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -44,12 +40,142 @@ from torch import Tensor
 
 from agentenv.errors import DataError
 from agentenv.learners.algorithm import Aggregation, Algorithm, Band
-from agentenv.learners.batch import ActionTokens, EncodedTree, Gather, LeafMap, computed
-from agentenv.learners.credit import Floats
+from agentenv.learners.batch import (
+    ActionTokens,
+    EncodedTree,
+    Longs,
+    computed,
+    leaf_ranges,
+    path_sums,
+)
+from agentenv.learners.credit import Floats, Sharing
 from agentenv.learners.learner import Metrics
 from agentenv.learners.losses import MAX_LOG_RATIO, LossBatch, sequence_terms
 
 WIDE = (0.5, 2.0)  # the band whose outside is reported when no mask is set
+
+
+Gather = Callable[[Any], list[Any]]  # the values of all ranks, by rank; every rank must call it
+
+
+@dataclass(frozen=True)
+class LeafMap:
+    """Which trajectories run through which trained token.
+
+    Trees are in pre-order, so the leaves below a node are a contiguous range of leaf ordinals. Two
+    linear maps do all that methods on whole sequences need; each is the other's transpose:
+
+        to_leaves   values of tokens -> their sum over each trajectory
+        to_tokens   values of leaves -> their sum over the leaves below each token
+
+    Trained tokens are as in `ActionTokens`, leaves tree after tree in pre-order. node: int64
+    [tokens], the node of a token, nodes being numbered over all trees; parent: int64 [nodes], -1
+    for a root; first, last: int64 [nodes], range of leaves below a node, `last` exclusive;
+    leaf_node: int64 [leaves]; returns, advantages: float64 [leaves], nan without a group; lengths:
+    float64 [leaves], trained tokens of a trajectory.
+
+    Of a part of a tree all leaves are here, but not all tokens, so that `to_leaves` gives a part of
+    the sum too; `over_parts` adds them up. is_home: bool [leaves], whether this rank counts them;
+    is_computed: bool [leaves], whether micro-batches have their tokens.
+    """
+
+    node: Longs
+    parent: Longs
+    first: Longs
+    last: Longs
+    leaf_node: Longs
+    group: Longs  # [leaves], the tree of a leaf: its number in the mini-batch, below 0 if whole
+    returns: Floats
+    advantages: Floats
+    lengths: Floats
+    is_home: NDArray[np.bool_]
+    is_computed: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, trees: Sequence[EncodedTree]) -> LeafMap:
+        none = np.zeros(0, np.int64)  # a rank may have no tree
+        nodes, parents, groups, figures = [none], [none], [none], [np.zeros((2, 0))]
+        counts, homes, computed = [none], [none.astype(np.bool_)], [none.astype(np.bool_)]
+        num_nodes = 0
+        for number, tree in enumerate(trees):
+            starts, owner = tree.ints("starts"), tree.owner
+            parent = tree.ints("parents").astype(np.int64)
+            nodes.append(owner[tree.actions()] + num_nodes)
+            parents.append(np.where(parent < 0, -1, parent + num_nodes))
+            whole = tree.whole
+            groups.append(np.full(len(starts), -1 - number if whole is None else whole.number))
+            homes.append(np.full(len(starts), whole is None or whole.is_home))
+            computed.append(np.full(len(starts), not tree.is_counted))
+            here = np.bincount(owner[tree.actions()], minlength=len(starts))
+            counts.append(here if whole is None else np.frombuffer(whole.num_actions, np.int32))
+            empty = np.full(len(starts), np.nan)
+            leaf_figures = [
+                tree.floats(name) if getattr(tree, name) else empty
+                for name in ("returns", "advantages")
+            ]
+            figures.append(np.stack(leaf_figures))
+            num_nodes += len(starts)
+        parent, node = np.concatenate(parents), np.concatenate(nodes)
+        is_leaf, first, last = leaf_ranges(parent)
+        returns, advantages = np.concatenate(figures, axis=1)[:, is_leaf]
+        num_actions = np.concatenate(counts).astype(np.float64)
+        return cls(
+            node=node,
+            parent=parent,
+            first=first,
+            last=last,
+            leaf_node=np.flatnonzero(is_leaf),
+            group=np.concatenate(groups)[is_leaf],
+            returns=returns,
+            advantages=advantages,
+            lengths=path_sums(num_actions, parent)[is_leaf],
+            is_home=np.concatenate(homes)[is_leaf],
+            is_computed=np.concatenate(computed)[is_leaf],
+        )
+
+    @property
+    def num_leaves(self) -> int:
+        return len(self.leaf_node)
+
+    def to_leaves(self, values: Floats) -> Floats:
+        """float64 [tokens] -> [leaves]: sum over the trained tokens of each trajectory."""
+        per_node = np.bincount(self.node, values, minlength=len(self.parent))
+        return path_sums(per_node.astype(np.float64), self.parent)[self.leaf_node]
+
+    def over_parts(self, values: Floats, gather: Gather) -> Floats:
+        """float64 [leaves], each summed over the ranks that have a part of its tree, in the order
+        of ranks, so that all get the same; every rank must call it."""
+        _, first, tree = np.unique(self.group, return_index=True, return_inverse=True)
+        ordinal = np.arange(self.num_leaves) - first[tree]  # in its tree
+        is_part = self.group >= 0
+        keys = (self.group << 32 | ordinal)[is_part]
+        everywhere = gather((keys, values[is_part]))
+        known, place = np.unique(np.concatenate([k for k, _ in everywhere]), return_inverse=True)
+        sums = np.bincount(place, np.concatenate([v for _, v in everywhere]), len(known))
+        out = values.copy()
+        out[is_part] = sums[np.searchsorted(known, keys)]
+        return out
+
+    def to_tokens(self, values: Floats) -> Floats:
+        """float64 [leaves] -> [tokens]: sum over the leaves below each token."""
+        bounds = np.stack([self.first, self.last], axis=1).ravel()
+        per_node: Floats = np.add.reduceat(np.append(values, 0.0), bounds)[::2]
+        return per_node[self.node]
+
+    def credit(
+        self, advantages: Floats, weights: Floats, sharing: Sharing
+    ) -> tuple[Floats, Floats, Floats]:
+        """adv_pos, adv_neg and weight per token, each leaf counting `weights` times.
+
+        With weights 1 these are the sums of `agentenv.learners.credit.tree_credit`.
+        """
+        weight = self.to_tokens(weights)
+        if sharing == "hard":
+            count = self.to_tokens(np.ones(self.num_leaves))
+            mean = self.to_tokens(advantages) / count * weight
+            return np.maximum(mean, 0.0), np.minimum(mean, 0.0), weight
+        positive = self.to_tokens(weights * np.maximum(advantages, 0.0))
+        return positive, self.to_tokens(weights * np.minimum(advantages, 0.0)), weight
 
 
 @dataclass
@@ -81,11 +207,11 @@ class MiniBatch:
     entropy_mean: float
     entropy_std: float
     metrics: Metrics = field(default_factory=dict)
-    told: Floats = field(init=False)  # entropies, nan until a pass has computed them
+    found_entropies: Floats = field(init=False)  # nan until a pass has computed them
     logprobs: Floats = field(init=False)  # of the pass that trained a token first
 
     def __post_init__(self) -> None:
-        self.told = self.entropies.copy()
+        self.found_entropies = self.entropies.copy()
         self.logprobs = np.full(len(self.proximal), np.nan)
 
     def loss_batch(
@@ -114,9 +240,9 @@ class MiniBatch:
             slope=slope,
         )
 
-    def tell(self, index: np.ndarray, logprobs: Tensor, entropies: Tensor) -> None:
+    def record(self, index: np.ndarray, logprobs: Tensor, entropies: Tensor) -> None:
         """Keep the figures of the tokens at `index` that are not known yet."""
-        for known, values in ((self.logprobs, logprobs), (self.told, entropies)):
+        for known, values in ((self.logprobs, logprobs), (self.found_entropies, entropies)):
             unknown = np.isnan(known[index])
             if unknown.any():
                 known[index[unknown]] = values.detach().double().cpu().numpy()[unknown]
@@ -135,7 +261,7 @@ class MiniBatch:
     def computed(self) -> Floats:
         """Entropies, nan where they are those of the engine."""
         brought = ~np.isnan(self.tokens.entropies)
-        return np.where(brought & ~self.is_measured, np.nan, self.told)
+        return np.where(brought & ~self.is_measured, np.nan, self.found_entropies)
 
     def terms(self, algorithm: Algorithm, current: Floats, gather: Gather) -> tuple[Floats, Floats]:
         """Value and slope per token of a loss that clips whole trajectories; `current` are the
@@ -264,7 +390,7 @@ def coefficients(mode: Aggregation, lengths: Floats) -> Floats:
 
 
 def denominator(mode: Aggregation, lengths: Floats, norm_length: int) -> float:
-    """What this rank's trajectories add to the denominator; `norm_length` is L."""
+    """This rank's part of the denominator; `norm_length` is L."""
     if mode == "token-mean":
         return float(lengths.sum())
     num_sequences = float((lengths > 0).sum())
@@ -323,54 +449,4 @@ def ratio_metrics(moments: Floats) -> Metrics:
     return {
         "ratio_out_of_band": outside / total,
         "effective_sample_size": first**2 / (total * second),
-    }
-
-
-def over_steps(steps: Sequence[Metrics]) -> Metrics:
-    """Counts add up, maxima stay maxima, the rest is averaged over the steps."""
-
-    def reduce(name: str) -> float:
-        values = [step[name] for step in steps if name in step]
-        if name.startswith("num_"):
-            return sum(values)
-        return max(values) if name.endswith("_max") else sum(values) / len(values)
-
-    names = dict.fromkeys(name for step in steps for name in step)
-    return {name: reduce(name) for name in names}
-
-
-def over_ranks(
-    parts: Sequence[tuple[Counter[str], dict[str, float]]],
-) -> tuple[Counter[str], dict[str, float]]:
-    """Sums and maxima of all ranks; one without tokens has none."""
-    sums: Counter[str] = Counter()
-    maxima: dict[str, float] = {}
-    for part, highest in parts:
-        sums.update(part)
-        maxima |= {n: max(value, maxima.get(n, -math.inf)) for n, value in highest.items()}
-    return sums, maxima
-
-
-def means(parts: Sequence[dict[str, tuple[float, int]]]) -> Metrics:
-    """Means from the sums and counts of all ranks."""
-    names = sorted({name for part in parts for name in part})
-    found = {name: np.sum([part[name] for part in parts if name in part], axis=0) for name in names}
-    return {name: float(total / count) for name, (total, count) in found.items()}
-
-
-def behaviour_ratios(
-    minibatches: Sequence[MiniBatch],
-) -> dict[str, tuple[float, int]]:
-    """Sum of proximal / behaviour over the trained tokens whose proximal log-prob was computed, and
-    their number, by staleness in published updates."""
-    staleness = np.concatenate([one.tokens.staleness[one.is_measured] for one in minibatches])
-    ratio = np.concatenate(
-        [ratios(one.proximal, one.tokens.behaviour)[one.is_measured] for one in minibatches]
-    )
-    return {
-        f"behaviour_ratio/staleness_{age}": (
-            float(ratio[staleness == age].sum()),
-            int((staleness == age).sum()),
-        )
-        for age in np.unique(staleness).tolist()
     }

@@ -29,50 +29,35 @@ VOCABULARY = 64
 WINDOW = 5  # tokens, less than the paths below, as every other length in a small model
 POSITIONS = 8
 HEADS, HEAD_SIZE = 4, 16
-# of a small model; a size that its configuration does not have is left out
-SIZES = {
+SIZES = {  # of a small model; a size that its configuration does not have is left out
     "hidden_size": HEADS * HEAD_SIZE,
     "head_dim": HEAD_SIZE,
     "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "shared_intermediate_size": 32,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "qk_head_dim": 16,
-    "v_head_dim": 16,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_d_state": 16,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 16,
-    "ssm_state_size": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 32
+    ),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim"), 16),
+    **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8},
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_d_state", "mamba_head_dim", "ssm_state_size"), 16),
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
 }
-SPREAD = 0.15  # of random weights: log-probs differ from token to token, and with what is seen
+SPREAD = 0.15  # of random weights: log-probs differ from token to token, and with the context
 
 
-def check_model(directory: Path, team: int = 1, *, compiled: bool = False) -> None:
+def check_model(directory: Path, context_parallel: int = 1, *, compiled: bool = False) -> None:
     """Raises ConfigError, with the family and the likely reason, for a model that is computed
-    wrongly here, or of which no small one can be made; for one that a team of so many ranks cannot
+    wrongly here, or of which no small one can be made; for one that so many ranks cannot
     compute together; and, with `compiled`, where torch.compile fails or changes it."""
     config = AutoConfig.from_pretrained(directory)
     family = f"{directory}: the family {config.model_type}"
     recurrent = recurrent_kinds(config)
-    if team > 1 and recurrent:
+    if context_parallel > 1 and recurrent:
         raise ConfigError(
-            f"learner.context_parallel = {team}: {family} has layers of type "
+            f"learner.context_parallel = {context_parallel}: {family} has layers of type "
             f"{', '.join(recurrent)}, which carry a state from token to token and cannot be "
             "computed in parts; set learner.context_parallel = 1"
         )
@@ -100,9 +85,9 @@ def _check_compiled(family: str, config: Any) -> None:
     except ConfigError:
         raise
     except Exception as error:  # whatever a compiler raises
-        told = (str(error) or type(error).__name__).strip().splitlines()[0]
+        problem = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise ConfigError(
-            f"learner.compile: torch.compile fails here for {family}: {told}; it needs a C++ "
+            f"learner.compile: torch.compile fails here for {family}: {problem}; it needs a C++ "
             "compiler (g++); install one, or set learner.compile = false"
         ) from error
     finally:
@@ -190,8 +175,8 @@ def _share(text: Any) -> int:
 
 
 def _keep_one_layer_of_each_kind(text: Any) -> None:
-    """At least two layers. What says a kind is every list of the configuration with an entry for
-    each layer, and those that number layers."""
+    """At least two layers. The kind of a layer follows from every list of the configuration with an
+    entry for each layer, and from those that number layers."""
     total = text.num_hidden_layers
     values = {name: value for name, value in vars(text).items() if isinstance(value, list)}
     by_layer = {name: value for name, value in values.items() if len(value) == total > 1}
@@ -241,7 +226,7 @@ def _ropes(text: Any) -> list[dict[str, Any]]:
 
 
 def reason(config: Any) -> str:
-    """What in the configuration explains a difference."""
+    """The settings of the configuration that explain a difference."""
     text = config.get_text_config()
     facts = [
         f"{name} = {value}"
@@ -262,5 +247,5 @@ def reason(config: Any) -> str:
         for rope in _ropes(text)
         if rope["rope_type"] in ("dynamic", "longrope")
     ]
-    told = f"its config.json has {', '.join(facts)}" if facts else "its layers see something else"
-    return f"{told}; docs/learner.md lists the families that are right"
+    cause = f"its config.json has {', '.join(facts)}" if facts else "its layers see something else"
+    return f"{cause}; docs/learner.md lists the families that are right"

@@ -1,40 +1,50 @@
-"""Which rank of the learner computes what: trees and parts of trees, dealt by cost (numpy only).
+"""Partition of trees over the learner's ranks, and the ranks' figures back into the trees.
 
-Whole trees are dealt first, the largest first, each to the rank with the least so far (Graham
-1969). Then, as long as it pays, the rank with the most gives trajectories of one of its trees to
-the rank with the least. Such a rank gets a part of the tree: the tokens on the paths to its
-trajectories. A token is trained on the rank that has the first trajectory through it; elsewhere it
-is computed again as context, and costs count that.
+Whole trees are assigned first, in decreasing order of cost, each to the rank with the least cost so
+far (Graham 1969). Then, while it pays, trajectories of one tree move from the most to the least
+loaded rank. That rank gets a part of the tree: the tokens on the paths to its trajectories. A token
+is trained on the rank that has the first trajectory through it; elsewhere it is computed again as
+context, which the costs include.
+
+Back come log-probs, and the exact entropies of trees that brought none: an engine in another
+process reports entropies where forks are decided, and those are lower bounds; the learner computes
+the exact ones anyway when it trains a token. numpy only.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import nan
 from typing import TypeVar
 
 import numpy as np
 from msgspec.structs import replace
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from agentenv.learners.batch import (
     EncodedTree,
+    Longs,
     Whole,
     computed,
+    encoded_nodes,
     from_arrays,
     leaf_ranges,
     path_sums,
 )
+from agentenv.learners.credit import CreditedTree, Floats, TreeCredit
+from agentenv.tree import Node, Scored, TrajectoryTree
 
 PAIR_COST = 1e-4  # of an attention pair, in tokens outside attention: a model of about 1e9 weights
-MIN_GAIN = 0.003  # what dividing a tree has to take off the rank with the most
+MIN_GAIN = 0.003  # share of the largest load that a move has to take off
 PER_TOKEN, PER_NODE = ("behaviour", "entropies"), ("adv_pos", "adv_neg", "weight")
 
 T = TypeVar("T")
 
-Hand = dict[int, list[int]]  # tree -> its trajectories, as ordinals of its leaves in pre-order
+Shard = dict[int, list[int]]  # tree -> its trajectories, as ordinals of its leaves in pre-order
 
 
 def cost(tree: EncodedTree) -> float:
@@ -45,23 +55,23 @@ def cost(tree: EncodedTree) -> float:
     return tree.num_tokens + PAIR_COST * num_pairs
 
 
-def deal(trees: Sequence[EncodedTree], num_ranks: int) -> list[list[int]]:
-    """Places of the trees of each rank, in their order, all of them whole. A rank may get none."""
+def assign(trees: Sequence[EncodedTree], num_ranks: int) -> list[list[int]]:
+    """Indices of the whole trees of each rank, ascending. A rank may get none."""
     return _largest_first([cost(tree) for tree in trees], num_ranks)
 
 
 def _largest_first(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
     ranks = [(0.0, rank) for rank in range(num_ranks)]
-    hands: list[list[int]] = [[] for _ in range(num_ranks)]
+    shards: list[list[int]] = [[] for _ in range(num_ranks)]
     for place in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         total, rank = heapq.heappop(ranks)
-        hands[rank].append(place)
+        shards[rank].append(place)
         heapq.heappush(ranks, (total + costs[place], rank))
-    return [sorted(hand) for hand in hands]
+    return [sorted(shard) for shard in shards]
 
 
 class Paths:
-    """What trajectories of a tree cost together, computed in micro-batches of `max_tokens`.
+    """Costs of sets of trajectories of a tree, computed in micro-batches of `max_tokens`.
 
     `sizes` are the tokens of each node, in pre-order, `parents` the places of the nodes above, -1
     for the root.
@@ -78,7 +88,7 @@ class Paths:
             if parent >= 0:
                 is_leaf[parent] = False
         leaves = [i for i, here in enumerate(is_leaf) if here]
-        # The node behind a leaf is the child of what the leaf shares with the next one.
+        # The node after a leaf is a child of the last node that the leaf shares with the next one.
         forks = [parents[leaf + 1] for leaf in leaves[:-1]]
         self._path = [(lengths[i], costs[i]) for i in leaves]
         self._shared = [(0, 0.0), *((lengths[i], costs[i]) for i in forks)]
@@ -90,7 +100,7 @@ class Paths:
         return list(range(len(self._path)))
 
     def cost(self, leaves: Sequence[int]) -> float:
-        """Of these, which ascend: what neighbours share counts once in a micro-batch."""
+        """Of these, which ascend: tokens that neighbours share count once in a micro-batch."""
         key = tuple(leaves)
         if key not in self._costs:
             self._costs[key] = self._sum(key)
@@ -109,24 +119,24 @@ class Paths:
         return total
 
 
-def share(trees: Sequence[Paths], num_ranks: int) -> list[Hand]:
+def assign_paths(trees: Sequence[Paths], num_ranks: int) -> list[Shard]:
     """The trajectories that each rank gets; a rank may get none."""
-    dealt = _largest_first([tree.cost(tree.leaves) for tree in trees], num_ranks)
-    hands: list[Hand] = [{place: trees[place].leaves for place in places} for places in dealt]
-    loads = [load(hand, trees) for hand in hands]
-    while (move := _best_move(hands, loads, trees)) is not None:
-        giver, taker = hands[move.giver], hands[move.taker]
-        giver[move.tree] = move.kept
+    assigned = _largest_first([tree.cost(tree.leaves) for tree in trees], num_ranks)
+    shards: list[Shard] = [{place: trees[place].leaves for place in places} for places in assigned]
+    loads = [load(shard, trees) for shard in shards]
+    while (move := _best_move(shards, loads, trees)) is not None:
+        source, target = shards[move.source], shards[move.target]
+        source[move.tree] = move.kept
         if not move.kept:
-            del giver[move.tree]
-        taker[move.tree] = sorted(taker.get(move.tree, []) + move.given)
-        loads[move.giver], loads[move.taker] = move.loads
-    return hands
+            del source[move.tree]
+        target[move.tree] = sorted(target.get(move.tree, []) + move.moved)
+        loads[move.source], loads[move.target] = move.loads
+    return shards
 
 
-def load(hand: Hand, trees: Sequence[Paths]) -> float:
-    """Cost of what a rank has."""
-    return sum(trees[place].cost(leaves) for place, leaves in hand.items())
+def load(shard: Shard, trees: Sequence[Paths]) -> float:
+    """Cost of a rank's shard."""
+    return sum(trees[place].cost(leaves) for place, leaves in shard.items())
 
 
 def idle_share(steps: Sequence[Sequence[float]]) -> float:
@@ -140,36 +150,36 @@ def idle_share(steps: Sequence[Sequence[float]]) -> float:
 class _Move:
     """Trajectories of a tree that go to another rank; `loads` are those of both ranks then."""
 
-    giver: int
-    taker: int
+    source: int
+    target: int
     tree: int
     kept: list[int]
-    given: list[int]
+    moved: list[int]
     loads: tuple[float, float]
 
 
 def _best_move(
-    hands: Sequence[Hand], loads: Sequence[float], trees: Sequence[Paths]
+    shards: Sequence[Shard], loads: Sequence[float], trees: Sequence[Paths]
 ) -> _Move | None:
-    """What lowers the largest load most: the first or the last trajectories of one of its trees go
-    to the rank with the least. None if nothing lowers it by MIN_GAIN."""
-    giver, taker = (pick(range(len(loads)), key=loads.__getitem__) for pick in (max, min))
-    best, bound = None, loads[giver] * (1.0 - MIN_GAIN)
-    if giver == taker:
+    """The move that lowers the largest load most: the first or the last trajectories of one of its
+    trees go to the rank with the least. None if none lowers it by MIN_GAIN."""
+    source, target = (pick(range(len(loads)), key=loads.__getitem__) for pick in (max, min))
+    best, bound = None, loads[source] * (1.0 - MIN_GAIN)
+    if source == target:
         return None
-    for place, leaves in hands[giver].items():
-        tree, there = trees[place], hands[taker].get(place, [])
-        rest = loads[giver] - tree.cost(leaves)
-        other = loads[taker] - tree.cost(there)
+    for place, leaves in shards[source].items():
+        tree, there = trees[place], shards[target].get(place, [])
+        rest = loads[source] - tree.cost(leaves)
+        other = loads[target] - tree.cost(there)
         halves = [(leaves[:i], leaves[i:]) for i in range(len(leaves) + 1)]
-        for kept, given in (*halves, *(half[::-1] for half in halves)):
+        for kept, moved in (*halves, *(half[::-1] for half in halves)):
             left = rest + tree.cost(kept)
             if left >= bound:
                 continue
-            got = other + tree.cost(sorted(there + given))
+            got = other + tree.cost(sorted(there + moved))
             if got < bound:
                 bound = max(left, got)
-                best = _Move(giver, taker, place, kept, given, (left, got))
+                best = _Move(source, target, place, kept, moved, (left, got))
     return best
 
 
@@ -180,26 +190,25 @@ def minibatches(groups: Sequence[T], count: int) -> list[Sequence[T]]:
     return [groups[start:stop] for start, stop in pairwise(cuts)]
 
 
-def deal_parts(
+def partition(
     trees: Sequence[EncodedTree], num_ranks: int, max_tokens: int
 ) -> tuple[list[list[EncodedTree]], list[float]]:
-    """Trees and parts of trees of each rank, and what they cost; `max_tokens` of a micro-batch. One
-    rank has the trees themselves. Counted trees, which come last, stay whole and cost nothing."""
+    """Trees and parts of trees of each rank, and their costs; `max_tokens` of a micro-batch. One
+    rank alone has the trees themselves. Counted trees, which come last, stay whole and cost
+    nothing."""
     counted, trees = [tree for tree in trees if tree.is_counted], computed(trees)
-    shapes = [_paths(tree, max_tokens) for tree in trees]
-    hands = share(shapes, num_ranks)
-    homes = {place: rank for rank, hand in enumerate(hands) for place in hand if 0 in hand[place]}
+    shapes = [Paths(one.sizes, one.ints("parents").tolist(), max_tokens) for one in trees]
+    shards = assign_paths(shapes, num_ranks)
+    homes = {
+        place: rank for rank, shard in enumerate(shards) for place in shard if 0 in shard[place]
+    }
     parts = [
-        [part(trees[i], hand[i], i, is_home=homes[i] == rank) for i in sorted(hand)]
-        for rank, hand in enumerate(hands)
+        [part(trees[i], shard[i], i, is_home=homes[i] == rank) for i in sorted(shard)]
+        for rank, shard in enumerate(shards)
     ]
-    for mine, places in zip(parts, deal(counted, num_ranks), strict=True):
+    for mine, places in zip(parts, assign(counted, num_ranks), strict=True):
         mine += [counted[place] for place in places]
-    return parts, [load(hand, shapes) for hand in hands]
-
-
-def _paths(tree: EncodedTree, max_tokens: int) -> Paths:
-    return Paths(tree.sizes, tree.ints("parents").tolist(), max_tokens)
+    return parts, [load(shard, shapes) for shard in shards]
 
 
 def part(tree: EncodedTree, leaves: Sequence[int], number: int, *, is_home: bool) -> EncodedTree:
@@ -230,3 +239,79 @@ def part(tree: EncodedTree, leaves: Sequence[int], number: int, *, is_home: bool
         **figures,
     )
     return replace(encoded, whole=whole)
+
+
+def forget_entropies(trees: Sequence[TrajectoryTree]) -> None:
+    """Drop the engine's entropies, which have served to decide forks."""
+    for tree in trees:
+        for node in tree.nodes:
+            node.entropies = array("f")
+
+
+Share = tuple[Sequence[EncodedTree], Sequence[bytes]]  # of a rank: trees, figures of each
+
+
+def split_by_tree(trees: Sequence[EncodedTree], figures: Floats) -> list[bytes]:
+    """Of trained tokens, tree after tree: as float32, for each tree."""
+    cuts = np.cumsum([tree.num_action_tokens for tree in trees])[:-1]
+    parts = np.split(figures.astype(np.float32), cuts) if trees else []
+    return [part.tobytes() for part in parts]
+
+
+def gathered(encoded: Sequence[EncodedTree], shares: Sequence[Share]) -> list[NDArray[np.float32]]:
+    """Figures of the trained tokens of each tree of a mini-batch, in the order of its tokens, nan
+    where no rank reported any. `shares`: of each rank its trees and parts of trees, and the result
+    of `split_by_tree` for them."""
+    found = [np.full(tree.num_action_tokens, nan, np.float32) for tree in encoded]
+    whole = {id(tree): number for number, tree in enumerate(encoded)}
+    for parts, figures in shares:
+        for part, values in zip(parts, figures, strict=False):
+            number = whole[id(part)] if part.whole is None else part.whole.number
+            if values:
+                places = trained_places(part, encoded[number])
+                found[number][places] = np.frombuffer(values, np.float32)
+    return found
+
+
+def give_back(
+    groups: Sequence[CreditedTree],
+    encoded: Sequence[EncodedTree],
+    entropies: Sequence[Share],
+    proximal: Sequence[Share] = (),
+    logprobs: Sequence[Share] = (),
+) -> None:
+    """Write the ranks' figures into the trees of a mini-batch: into `scored`, and entropies into
+    the nodes of trees that brought none. A token that was not trained has nan there."""
+    found = zip(*(gathered(encoded, one) for one in (entropies, proximal, logprobs)), strict=True)
+    for (tree, credit), one, (exact, before, first) in zip(groups, encoded, found, strict=True):
+        tree.scored = [Scored() for _ in tree.nodes]
+        for node, values in _by_node(tree, credit, before):
+            tree.scored[node.index].proximal = values
+        for node, values in _by_node(tree, credit, first):
+            tree.scored[node.index].logprobs = values
+        if not one.entropies:
+            for node in tree.nodes:
+                node.entropies = array("f", [nan]) * len(node.action_ids)
+        for node, values in _by_node(tree, credit, exact):
+            if one.entropies:
+                tree.scored[node.index].entropies = values
+            else:
+                node.entropies = values
+
+
+def _by_node(
+    tree: TrajectoryTree, credit: TreeCredit, figures: NDArray[np.float32]
+) -> Iterator[tuple[Node, array[float]]]:
+    """Trained nodes with the figures of their tokens; none where no rank reported on the tree."""
+    start = 0
+    for node in encoded_nodes(tree, credit) if not np.isnan(figures).all() else ():
+        stop = start + len(node.action_ids)
+        yield node, array("f", figures[start:stop].tobytes())
+        start = stop
+
+
+def trained_places(part: EncodedTree, tree: EncodedTree) -> Longs:
+    """Which of the trained tokens of a tree are those of a part of it, in their order: a part
+    trains all tokens of a node or none."""
+    ours, theirs = (one.owner[one.actions()] for one in (tree, part))
+    return np.flatnonzero(np.isin(ours, theirs))

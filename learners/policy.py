@@ -24,7 +24,7 @@ from agentenv.errors import ConfigError
 from agentenv.install import install_hint
 from agentenv.learners.attention import NO_MASK, TreeLayout, use_tree_attention
 from agentenv.learners.batch import MicroBatch
-from agentenv.learners.context import Share, Team, padded
+from agentenv.learners.context import ContextGroup, Share, padded
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of one [tokens, vocabulary] tensor
 # Of a float32 copy of some of the weight's rows; on a GPU, which needs none, of their gradient.
@@ -32,7 +32,7 @@ TILE_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 
 
 class LogitShape(NamedTuple):
-    """What a model does to the product z of its head: cap tanh(scale z / cap), or scale z."""
+    """A model's logits from the product z of its head: cap tanh(scale z / cap), or scale z."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -283,7 +283,7 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """log-probs, entropies (nats; both with gradient) and arg-max matches, [tokens].
 
-        Shapes as in MicroBatch. Where a team computes it, the arguments but for the layout are
+        Shapes as in MicroBatch. In a context group the arguments but for the layout are
         this rank's, the figures those of the whole micro-batch.
         """
         causal = _without_adapters(self.model)
@@ -363,15 +363,15 @@ def _checkpoint_layers(model: Any) -> None:
     # Transformers 5.2x renamed it and warns of the old name.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    # Layers checkpoint in training mode only; what is inside them stays in the mode it has.
+    # Layers checkpoint in training mode only; the modules inside them keep their mode.
     for layer in model.base_model.layers:
         layer.training = True
 
 
 def compile_parts(model: Any) -> None:
-    """Compile the feed-forward parts and the norms, for any number of tokens; layers share what is
-    compiled. Attention stays: its blocks differ from batch to batch, and on a GPU FlexAttention is
-    compiled by itself. Raises ConfigError where there is nothing to compile."""
+    """Compile the feed-forward parts and the norms, for any number of tokens; layers share the
+    compiled code. Attention stays: its blocks differ from batch to batch, and on a GPU
+    FlexAttention is compiled by itself. Raises ConfigError without such parts."""
     parts = list(_parts(model.base_model))
     if not parts:
         raise ConfigError(
@@ -411,12 +411,15 @@ def use_liger(model: Any) -> None:
     apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
 
 
-def tensors(batch: MicroBatch, device: torch.device, team: Team | None = None) -> tuple[Any, ...]:
-    """The arguments of `Policy.forward` on the device, of this rank where it is one of a team."""
+def tensors(
+    batch: MicroBatch, device: torch.device, group: ContextGroup | None = None
+) -> tuple[Any, ...]:
+    """The arguments of `Policy.forward` on the device, of this rank's share in a context
+    group."""
     share = None
-    if team is not None:
-        batch = padded(batch, team.size)
-        share = Share(team, batch)
+    if group is not None:
+        batch = padded(batch, group.size)
+        share = Share(group, batch)
         batch = share.of(batch)
     arrays = (batch.token_ids, batch.position_ids, batch.source, batch.targets)
     token_ids, position_ids, source, targets = (torch.from_numpy(a).to(device) for a in arrays)

@@ -1,288 +1,49 @@
-"""The ranks of a learner as the controller sees them, and what both say to each other.
+"""The group of a learner's ranks on the controller: start, commands, failures, end.
 
-Messages are tagged Structs in length-prefixed msgpack frames:
-
-    frame = 8 bytes little-endian length, then one msgpack map with its type in "type"
-
-Each rank connects, says Hello with the token it was given, and answers each command with Done or
-Failed. The trees of an Update go ahead of it one by one, so that an update is whole only in the
-controller and in the rank. TCP, so that a rank may live on another machine. `RankLink` is one
-rank, started here or elsewhere: its process, its log, and its connection. `RankGroup` is all of
-them, which obey together and fail together.
+`RankLink` is one rank, started here or elsewhere: its process, its log, and its connection.
+`RankGroup` holds all of them; they run each command together and fail together. A rank itself is
+`agentenv.learners.worker`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import logging
 import os
 import secrets
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import psutil
-from msgspec import Struct
-from msgspec.structs import asdict, replace
 
 from agentenv.deadline import uncancelled
-from agentenv.engines.remote.weights import Address, Bucket, Group, Wire
 from agentenv.errors import SHOWN, ConfigError, LearnerError
-from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.batch import EncodedTree
-from agentenv.learners.learner import Agreement, LearnerConfig, OptimizerConfig, Score
-from agentenv.link import Link, frame_of
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.messages import (
+    ADDRESS_VARIABLE,
+    BACKEND_VARIABLE,
+    TOKEN_VARIABLE,
+    Abort,
+    Done,
+    Failed,
+    Hello,
+    Message,
+    Reply,
+    Stop,
+    messages_of,
+)
+from agentenv.link import Link
 from agentenv.processes import LocalPlacement, Placement, ProcessSpec, log_tail, python_path
 from agentenv.worker_group import Reception
 
 logger = logging.getLogger(__name__)
-
-ADDRESS_VARIABLE = "AGENTENV_LEARNER_ADDRESS"  # host:port of the controller
-TOKEN_VARIABLE = "AGENTENV_LEARNER_TOKEN"
-BACKEND_VARIABLE = "AGENTENV_LEARNER_BACKEND"  # of ranks that are started here: to be imported
-
-
-class Message(Struct, tag=True, tag_field="type"):
-    """Its class says what it is."""
-
-
-class Hello(Message):
-    """`store`: host:port of the store that rank 0 opened for all ranks to meet at; empty if they
-    meet where their launcher says (MASTER_ADDR) or there is one rank only."""
-
-    token: str
-    rank: int
-    num_ranks: int
-    pid: int
-    host: str
-    store: str
-
-
-class Init(Message):
-    """What a rank is built from. `algorithm_class` is an import path, module:Class, so that a
-    class from outside the project reaches the ranks as well."""
-
-    config: LearnerConfig
-    algorithm_class: str
-    algorithm: msgspec.Raw
-    model_dir: str
-    seed: int
-    store: str = ""
-
-    @classmethod
-    def of(
-        cls, config: LearnerConfig, algorithm: Algorithm, model_dir: str, seed: int, store: str = ""
-    ) -> Init:
-        """The message for an algorithm at hand."""
-        kind = type(algorithm)
-        path = f"{kind.__module__}:{kind.__qualname__}"
-        raw = msgspec.Raw(msgspec.msgpack.encode(asdict(algorithm)))  # the class says the name
-        return cls(config, path, raw, model_dir, seed, store)
-
-    def make_algorithm(self) -> Algorithm:
-        """The algorithm again. Raises ConfigError where its module is not on the rank's path."""
-        module, _, name = self.algorithm_class.partition(":")
-        try:
-            kind = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(
-                f"a learner rank cannot load the algorithm {self.algorithm_class}: {error}; "
-                "install its module where the rank runs"
-            ) from error
-        algorithm: Algorithm = msgspec.msgpack.decode(self.algorithm, type=kind)
-        return algorithm
-
-
-class Update(Message):
-    """Each mini-batch is one optimizer step. It travels as `sizes`, the trees of each mini-batch,
-    behind the trees themselves; see `messages_of`."""
-
-    minibatches: list[list[EncodedTree]]
-    lr_scale: float
-    agreement: Agreement = "exact"
-    sizes: list[int] = []
-
-
-class Tree(Message):
-    """The next tree of the Update that follows; not answered."""
-
-    tree: EncodedTree
-
-
-class Imitate(Message):
-    sequences: list[EncodedTree]
-    lr_scale: float
-
-
-class Prefer(Message):
-    """One optimizer step of DPO on pairs (`agentenv.learners.dpo`)."""
-
-    pairs: list[EncodedTree]
-    beta: float
-    lr_scale: float
-
-
-class ScoreSequences(Message):
-    """Log-probs of sequences under the current weights."""
-
-    sequences: list[EncodedTree]
-
-
-class ResetOptimizer(Message):
-    """Drop the optimizer's state; or set it aside, or take back what was set aside."""
-
-    config: OptimizerConfig
-    state: Literal["drop", "set_aside", "take_back"] = "drop"
-
-
-class WriteModel(Message):
-    """Publishing counts the policy version up, exporting does not. `unmoved`: refused when the
-    weights are not those of the version published last. `adapter_only`: the directory is that of
-    the LoRA adapter."""
-
-    directory: str
-    publish: bool
-    unmoved: bool = False
-    adapter_only: bool = False
-
-
-class Announce(Message):
-    """Count the policy version up: its weights will be broadcast. Answered with `buckets`."""
-
-
-class OpenGroup(Message):
-    """Open a place for the servers to meet rank 0 at. `port` of the store, 0: any that is free;
-    `interface`: name of the network interface whose address the servers are told, empty: that by
-    which the controller knows the machine. Answered with `address` by rank 0."""
-
-    timeout_s: float
-    wire: Wire = "torch"
-    port: int = 0
-    interface: str = ""
-
-
-class JoinGroup(Message):
-    """Rank 0 joins. This command and the next are answered with `problem`."""
-
-    group: Group
-
-
-class SendWeights(Message):
-    """All ranks gather, rank 0 broadcasts."""
-
-
-class LeaveGroup(Message):
-    pass
-
-
-class Abort(Message):
-    """Break off JoinGroup or SendWeights while it runs; not answered. Ignored when it is late."""
-
-
-class Nap(Message):
-    """Give the memory of the device back, or take it again. Nothing else is done `asleep`."""
-
-    asleep: bool
-
-
-class Save(Message):
-    directory: str
-
-
-class Load(Message):
-    directory: str
-
-
-class Stop(Message):
-    pass
-
-
-class Done(Message):
-    """Answer to every command; only the fields that it has to fill are filled.
-
-    steps: metrics of the optimizer steps that were skipped, with "minibatch" and "epoch".
-    entropies, proximal, logprobs: of an update, by mini-batch and tree; see
-    agentenv.learners.entropies.
-    problem: what went wrong in a broadcast, which is no failure of the rank.
-    """
-
-    policy_version: int = 0
-    steps: list[dict[str, float]] = []
-    metrics: dict[str, float] = {}
-    scores: list[Score] = []
-    entropies: list[list[bytes]] = []
-    proximal: list[list[bytes]] = []
-    logprobs: list[list[bytes]] = []
-    buckets: list[Bucket] = []
-    address: Address | None = None
-    problem: str = ""
-
-
-class Failed(Message):
-    """The command raised; the rank goes on with the state it has."""
-
-    error: str
-    traceback: str
-
-
-Command = (
-    Init
-    | Tree
-    | Update
-    | Imitate
-    | Prefer
-    | ScoreSequences
-    | ResetOptimizer
-    | WriteModel
-    | Announce
-    | OpenGroup
-    | JoinGroup
-    | SendWeights
-    | LeaveGroup
-    | Nap
-    | Abort
-    | Save
-    | Load
-    | Stop
-)
-Reply = Hello | Done | Failed
-
-
-def pack_frame(message: Message) -> bytes:
-    """A message as it travels."""
-    return frame_of(msgspec.msgpack.encode(message))
-
-
-def messages_of(command: Message) -> Iterator[Message]:
-    """A command as it travels: what goes ahead of it, and then itself."""
-    if isinstance(command, Update):
-        yield from (Tree(tree) for trees in command.minibatches for tree in trees)
-        command = replace(command, minibatches=[], sizes=[*map(len, command.minibatches)])
-    yield command
-
-
-def behind(trees: Iterable[EncodedTree], command: Command) -> Command:
-    """What these messages said: a command, and the trees that went ahead of it."""
-    if not isinstance(command, Update):
-        return command
-    rest = iter(trees)
-    whole = [[*islice(rest, size)] for size in command.sizes]
-    return replace(command, minibatches=whole, sizes=[])
-
-
-def unpack_command(body: bytes) -> Command:
-    """What is in a frame behind its length."""
-    command: Command = msgspec.msgpack.decode(body, type=Command)
-    return command
-
 
 CLOSE_TIMEOUT_S = 5.0
 ENDED_S = 3.0  # from the end of a connection to that of its process, on a busy machine
@@ -322,7 +83,7 @@ class RankLink:
         return reply
 
     def interrupt(self) -> None:
-        """Tell a rank that is at work to break off; see `Abort`."""
+        """Abort the running command; see `Abort`."""
         self._link.send(msgspec.msgpack.encode(Abort()))
         self._link.flush()
 
@@ -358,8 +119,8 @@ _read_hello = msgspec.msgpack.Decoder(Hello).decode
 
 SETTLE_S = 3.0  # for the other ranks to answer when one has failed
 STACK_S = 0.3  # for a rank to write its stack
-SILENT = 10  # times as long as usual, after which it is said who is waited for
-AGAIN = 4  # said again when the wait has become so many times longer
+SILENT = 10  # times as long as usual, after which silent ranks are reported
+AGAIN = 4  # times longer, until the next report
 LEAST_SILENT_S = 10.0  # of commands that take less than a second
 FIRST_S = 30.0  # taken for usual of a command that has never been answered
 NUM_USUAL = 20  # answers of which the median is usual
@@ -513,13 +274,13 @@ class RankGroup:
                 if isinstance(link, LearnerError):
                     raise link
                 links[link.rank] = link
-            self._check_teams(links)
+            self._check_replicas(links)
         finally:
             for each in ended:
                 each.cancel()
             self._links = [links[rank] for rank in sorted(links)]
 
-    def _check_teams(self, links: dict[int, RankLink]) -> None:
+    def _check_replicas(self, links: dict[int, RankLink]) -> None:
         """Ranks that compute a micro-batch together exchange it in every layer."""
         size = self.config.context_parallel
         for rank, link in links.items():
@@ -564,15 +325,15 @@ class RankGroup:
         return [reply for task in tasks if isinstance(reply := task.result(), Done)]
 
     def interrupt(self) -> None:
-        """Let the command that runs break off, where it can; at once and without waiting."""
+        """Abort the running command, where it can be; returns at once."""
         if self._lock.locked() and self._links:
             self._links[0].interrupt()
 
     async def _settle(
         self, tasks: list[asyncio.Task[Any]], timeout_s: float, name: str
     ) -> LearnerError | None:
-        """Wait for the answers; on trouble end the ranks, unless all of them refused. Says who is
-        waited for when it takes far longer than usual."""
+        """Wait for the answers; on a failure end the ranks, unless all of them refused. Reports the
+        silent ranks of a command that takes far longer than usual."""
         pending: set[asyncio.Task[Any]] = set(tasks)
         clock = asyncio.get_running_loop().time
         began_s, silent_s = clock(), self._silent_s(name)
@@ -584,7 +345,7 @@ class RankGroup:
                 pending, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
             )
             if not done and clock() < deadline:
-                self._tell_silence(tasks, name, clock() - began_s, timeout_s)
+                self._report_silence(tasks, name, clock() - began_s, timeout_s)
                 silent_s *= AGAIN
                 continue
             failed += [n for n, task in enumerate(tasks) if task in done and _is_failed(task)]
@@ -608,11 +369,11 @@ class RankGroup:
         return median(seconds) if seconds else None
 
     def _silent_s(self, name: str) -> float:
-        """How long the command may take before that is said."""
+        """How long the command may take before silent ranks are reported."""
         usual_s = self._usual_s(name)
         return max(LEAST_SILENT_S, SILENT * (FIRST_S if usual_s is None else usual_s))
 
-    def _tell_silence(
+    def _report_silence(
         self, tasks: list[asyncio.Task[Any]], name: str, seconds: float, timeout_s: float
     ) -> None:
         usual_s = self._usual_s(name)

@@ -1,4 +1,5 @@
-"""A safetensors file, written tensor by tensor: only one of them is in main memory at a time.
+"""Tensors of a model on disk: their names and dtypes there, and safetensors files, written tensor
+by tensor, so that only one of them is in main memory at a time.
 
 The format: eight bytes, little-endian, the length of a JSON object; the object, which gives dtype,
 shape and place of each tensor; the bytes of the tensors one after the other. The library's own
@@ -11,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -38,8 +39,8 @@ ALIGNMENT = 8  # bytes, of the first tensor
 
 
 def stored_dtype(directory: Path) -> torch.dtype | None:
-    """What all floating-point tensors of a directory's safetensors files have in common; None if
-    they differ, or if there are none."""
+    """The dtype of all floating-point tensors of a directory's safetensors files; None if they
+    differ, or if there are none."""
     found = set()
     for path in directory.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
@@ -48,8 +49,25 @@ def stored_dtype(directory: Path) -> torch.dtype | None:
     return floating.pop() if len(floating) == 1 else None
 
 
+def on_disk(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors by name that transformers writes for a parameter (or buffer) of the model, and
+    makes it of when it loads them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
+    return found
+
+
+def disk_shapes(
+    model: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of `on_disk`."""
+    meta = torch.empty(shape, dtype=dtype, device="meta")
+    return {disk: tuple(part.shape) for disk, part in on_disk(model, name, meta).items()}
+
+
 class Place(NamedTuple):
-    """What a tensor will be, which is known before it is there."""
+    """Name, dtype and shape of a tensor, known before the tensor is there."""
 
     name: str
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""What a rank does with encoded trees: updates, imitation and scoring on some backend.
+"""Training on a rank: updates, imitation and scores of encoded trees on some backend.
 
 `Reference` is the reference policy of a KL term.
 """
@@ -19,19 +19,17 @@ from torch import Tensor
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.backend import RankBackend
 from agentenv.learners.batch import ActionTokens, EncodedTree, MicroBatch, computed, pack
-from agentenv.learners.checkpoint import REFERENCE, Checkpoint, Held, changing, held
-from agentenv.learners.credit import Floats
-from agentenv.learners.entropies import split_by_tree
-from agentenv.learners.learner import Agreement, LearnerConfig, Metrics, Score
-from agentenv.learners.minibatch import (
-    MiniBatch,
-    behaviour_ratios,
-    means,
-    over_all,
-    over_ranks,
-    over_steps,
-    prepare,
+from agentenv.learners.checkpoint import (
+    REFERENCE,
+    Checkpoint,
+    LocalWeights,
+    changing_weights,
+    local_weights,
 )
+from agentenv.learners.credit import Floats
+from agentenv.learners.learner import Agreement, LearnerConfig, Metrics, Score
+from agentenv.learners.minibatch import MiniBatch, over_all, prepare, ratios
+from agentenv.learners.partition import split_by_tree
 
 GIB = 2**30
 
@@ -40,7 +38,7 @@ class Reference:
     """The reference policy of a KL term, kept from the first use on, so that it is the policy that
     RL starts from, and renewed every `every` updates (0: never).
 
-    There is no second model. A rank keeps what it stores of the trained weights: all of them at
+    There is no second model. A rank keeps a copy of its trained weights: all of them at
     ZeRO stages 0 to 2, its part at stage 3, only the adapter with LoRA. While the reference scores,
     its weights are exchanged with the policy's.
     """
@@ -49,14 +47,15 @@ class Reference:
         self.backend = backend
         self.every = every
         self.num_updates = 0
-        self.weights: Held | None = None
+        self.weights: LocalWeights | None = None
 
     def begin_update(self) -> None:
         """To be called while the policy has the weights at the start of the update."""
         due = self.every and self.num_updates % self.every == 0
         if self.weights is None or due:
             self.weights = {
-                name: (start, elements.clone()) for name, start, elements in held(self.backend)
+                name: (start, elements.clone())
+                for name, start, elements in local_weights(self.backend)
             }
         self.num_updates += 1
 
@@ -72,8 +71,8 @@ class Reference:
     @torch.no_grad()
     def _exchange(self) -> None:
         assert self.weights is not None
-        with changing(self.backend):
-            for name, _, elements in held(self.backend):
+        with changing_weights(self.backend):
+            for name, _, elements in local_weights(self.backend):
                 kept = self.weights[name][1]
                 other = elements.clone()
                 elements.copy_(kept)
@@ -85,7 +84,7 @@ class Reference:
         if self.num_updates:
             self.weights = {
                 name: (start, saved.read(name, REFERENCE, start, elements.numel()).to(elements))
-                for name, start, elements in held(self.backend)
+                for name, start, elements in local_weights(self.backend)
             }
 
 
@@ -129,12 +128,12 @@ class Trainer:
         self.proximal = [split_by_tree(one.trees, one.measured) for one in prepared]
         self.logprobs = [split_by_tree(one.trees, one.logprobs) for one in prepared]
         metrics = over_steps([step for _, step in steps])
-        metrics |= means(self.backend.gather_teams(behaviour_ratios(prepared)))
+        metrics |= means(self.backend.gather_replicas(behaviour_ratios(prepared)))
         counts = [
             [one.num_computed, one.tokens.weight[: one.num_computed].sum(), one.is_measured.sum()]
             for one in prepared
         ]
-        sums = over_all(np.sum(counts, axis=0), self.backend.gather_teams).tolist()
+        sums = over_all(np.sum(counts, axis=0), self.backend.gather_replicas).tolist()
         names = ("num_tokens", "num_flat_tokens", "num_proximal_tokens")
         metrics |= dict(zip(names, map(float, sums), strict=True))
         return metrics | gpu_peak(self.backend) | times(start_wall, start_cpu)
@@ -143,16 +142,16 @@ class Trainer:
         """One step on the negative log-likelihood, averaged over the weights of all tokens."""
         start_wall, start_cpu = time.perf_counter(), time.process_time()
         weight = ActionTokens.of(sequences).weight
-        total = float(over_all(weight.sum(), self.backend.gather_teams))
+        total = float(over_all(weight.sum(), self.backend.gather_replicas))
         loss_sum = 0.0
         batches = self.pack(sequences)
         num_computed = self._num_computed(batches)
         for batch in self.backend.passes(batches):
             logprobs, _, _ = self.backend.forward(batch)
-            loss = -(self._tensor(weight[batch.index], logprobs) * logprobs).sum() / total
+            loss = -(torch.from_numpy(weight[batch.index]).to(logprobs) * logprobs).sum() / total
             self.backend.backward(self._with_router(loss, batch, num_computed))
             loss_sum += float(loss.detach())
-        loss_sum = sum(self.backend.gather_teams(loss_sum))
+        loss_sum = sum(self.backend.gather_replicas(loss_sum))
         metrics = {"loss": loss_sum, "num_tokens": total} | self.step(lr_scale, loss_sum)
         return metrics | gpu_peak(self.backend) | times(start_wall, start_cpu)
 
@@ -177,11 +176,8 @@ class Trainer:
         return found
 
     def pack(self, trees: Sequence[EncodedTree]) -> list[MicroBatch]:
-        """Micro-batches of at most as many tokens as a team computes at once."""
-        return pack(trees, self.config.team_tokens)
-
-    def _tensor(self, values: Floats, like: Tensor) -> Tensor:
-        return torch.from_numpy(values).to(like)
+        """Micro-batches of at most as many tokens as a replica computes at once."""
+        return pack(trees, self.config.replica_tokens)
 
     def _prepare_all(self, minibatches: Sequence[Sequence[EncodedTree]]) -> list[MiniBatch]:
         """Before the first step: log-probs of the current weights, and of the reference if the
@@ -196,23 +192,14 @@ class Trainer:
     def _prepare(self, trees: Sequence[EncodedTree], reference: Floats | None) -> MiniBatch:
         tokens = ActionTokens.of(trees)
         proximal, entropies = tokens.behaviour.copy(), tokens.entropies.copy()
-        needed = [tree for tree in trees if self._needs_proximal(tree)]
-        is_needed = np.repeat(
-            [self._needs_proximal(tree) for tree in trees],
-            [tree.num_action_tokens for tree in trees],
-        ).astype(np.bool_)
-        if any(self.backend.gather_teams(bool(needed))):
+        flags = [self._needs_proximal(tree) for tree in trees]
+        needed = [tree for tree, flag in zip(trees, flags, strict=True) if flag]
+        counts = [tree.num_action_tokens for tree in trees]
+        is_needed = np.repeat(flags, counts).astype(np.bool_)
+        if any(self.backend.gather_replicas(bool(needed))):
             proximal[is_needed], entropies[is_needed], _ = self.figures(needed)
-        return prepare(
-            trees,
-            tokens,
-            proximal,
-            entropies,
-            reference,
-            self.algorithm,
-            self.backend.gather_teams,
-            is_needed,
-        )
+        gather, rest = self.backend.gather_replicas, (reference, self.algorithm)
+        return prepare(trees, tokens, proximal, entropies, *rest, gather, is_needed)
 
     def _needs_proximal(self, tree: EncodedTree) -> bool:
         """Whether log-probs and entropies under the weights of now are needed; of a tree that is
@@ -234,14 +221,14 @@ class Trainer:
         if self.algorithm.clips_sequences:
             current = minibatch.proximal.copy()
             current[: minibatch.num_computed] = self.figures(computed(minibatch.trees))[0]
-            terms = minibatch.terms(self.algorithm, current, self.backend.gather_teams)
+            terms = minibatch.terms(self.algorithm, current, self.backend.gather_replicas)
         sums: Counter[str] = Counter(loss=0, num_computed_tokens=0)
         maxima: dict[str, float] = {}
         batches = self.pack(computed(minibatch.trees))
         num_computed = self._num_computed(batches)
         for batch in self.backend.passes(batches):
             logprobs, entropies, _ = self.backend.forward(batch)
-            minibatch.tell(batch.index, logprobs, entropies)
+            minibatch.record(batch.index, logprobs, entropies)
             loss_batch = minibatch.loss_batch(batch.index, logprobs, terms)
             loss, metrics = self.algorithm.loss(loss_batch, logprobs, entropies)
             self.backend.backward(self._with_router(loss, batch, num_computed))
@@ -251,7 +238,7 @@ class Trainer:
                     maxima[name] = max(maxima.get(name, -math.inf), float(value))
                 else:
                     sums[name] += float(value)  # type: ignore[assignment]
-        sums, maxima = over_ranks(self.backend.gather_teams((sums, maxima)))
+        sums, maxima = over_ranks(self.backend.gather_replicas((sums, maxima)))
         step = self.step(lr_scale, sums["loss"])
         return {**minibatch.metrics, **sums, **maxima, **step}
 
@@ -284,15 +271,12 @@ class Trainer:
 
 def times(start_wall: float, start_cpu: float) -> Metrics:
     """Seconds since the start of a command, by the clock and of this process."""
-    return {
-        "wall_s": time.perf_counter() - start_wall,
-        "cpu_s": time.process_time() - start_cpu,
-    }
+    return {"wall_s": time.perf_counter() - start_wall, "cpu_s": time.process_time() - start_cpu}
 
 
 def gpu_peak(backend: RankBackend) -> Metrics:
-    """GiB of the fullest rank's GPU since this was asked last, at most: what tensors took, and what
-    torch's allocator held for them; CUDA's context comes on top. Nothing on the CPU."""
+    """Peak GiB of the fullest rank's GPU since the last call: of tensors, and of torch's allocator;
+    CUDA's context comes on top. Empty on the CPU."""
     if backend.device.type != "cuda":
         return {}
     device = backend.device
@@ -300,3 +284,51 @@ def gpu_peak(backend: RankBackend) -> Metrics:
     torch.cuda.reset_peak_memory_stats(device)
     allocated, reserved = (max(one) / GIB for one in zip(*backend.gather(peaks), strict=True))
     return {"gpu_allocated_gib": allocated, "gpu_reserved_gib": reserved}
+
+
+def over_steps(steps: Sequence[Metrics]) -> Metrics:
+    """Counts add up, maxima stay maxima, the rest is averaged over the steps."""
+
+    def reduce(name: str) -> float:
+        values = [step[name] for step in steps if name in step]
+        if name.startswith("num_"):
+            return sum(values)
+        return max(values) if name.endswith("_max") else sum(values) / len(values)
+
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: reduce(name) for name in names}
+
+
+def over_ranks(
+    parts: Sequence[tuple[Counter[str], dict[str, float]]],
+) -> tuple[Counter[str], dict[str, float]]:
+    """Sums and maxima of all ranks; one without tokens has none."""
+    sums: Counter[str] = Counter()
+    maxima: dict[str, float] = {}
+    for part, highest in parts:
+        sums.update(part)
+        maxima |= {n: max(value, maxima.get(n, -math.inf)) for n, value in highest.items()}
+    return sums, maxima
+
+
+def means(parts: Sequence[dict[str, tuple[float, int]]]) -> Metrics:
+    """Means from the sums and counts of all ranks."""
+    names = sorted({name for part in parts for name in part})
+    found = {name: np.sum([part[name] for part in parts if name in part], axis=0) for name in names}
+    return {name: float(total / count) for name, (total, count) in found.items()}
+
+
+def behaviour_ratios(minibatches: Sequence[MiniBatch]) -> dict[str, tuple[float, int]]:
+    """Sum of proximal / behaviour over the trained tokens whose proximal log-prob was computed, and
+    their number, by staleness in published updates."""
+    staleness = np.concatenate([one.tokens.staleness[one.is_measured] for one in minibatches])
+    ratio = np.concatenate(
+        [ratios(one.proximal, one.tokens.behaviour)[one.is_measured] for one in minibatches]
+    )
+    return {
+        f"behaviour_ratio/staleness_{age}": (
+            float(ratio[staleness == age].sum()),
+            int((staleness == age).sum()),
+        )
+        for age in np.unique(staleness).tolist()
+    }

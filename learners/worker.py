@@ -1,12 +1,12 @@
-"""One learner rank: a process that obeys the controller over a socket.
+"""The process of one learner rank, which runs the commands of the controller.
 
     python -m agentenv.learners.worker
 
-The controller's address and a secret token come in environment variables (`learners.ranks`), the
-place among the ranks in those of torchrun, the DeepSpeed launcher or Slurm (`find_place`).
-`Meeting` joins the ranks, `Rank` carries out commands, `serve` answers them. The process ends when
-the controller stops it, dies, or closes the connection; an interrupt from the keyboard is the
-controller's business.
+The controller's address and a secret token come in environment variables (`learners.messages`), the
+rank's number in those of torchrun, the DeepSpeed launcher or Slurm (`find_position`).
+`join_ranks` joins the ranks, `Rank` carries out commands, `serve` answers them. The process ends
+when the controller stops it, dies, or closes the connection; the controller handles interrupts from
+the keyboard.
 """
 
 from __future__ import annotations
@@ -38,17 +38,12 @@ from transformers.utils import logging as transformers_logging
 from agentenv.disk import DIR_KEY, explain
 from agentenv.errors import AgentEnvError, ConfigError, LearnerError
 from agentenv.learners import checkpoint
-from agentenv.learners import ranks as wire
-from agentenv.learners.backend import (
-    Aside,
-    DeepSpeedBackend,
-    HostMemory,
-    TorchBackend,
-    device_of_rank,
-)
+from agentenv.learners import messages as wire
+from agentenv.learners.backend import DeepSpeedBackend, TorchBackend, device_of_rank
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.broadcast import Broadcaster
 from agentenv.learners.checkpoint import restore
+from agentenv.learners.device_memory import HostMemory, OffloadedMemory
 from agentenv.learners.dpo import prefer
 from agentenv.learners.export import write_adapter_only, write_model
 from agentenv.learners.learner import Saved
@@ -64,7 +59,7 @@ NUM_RANKS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 
-class Place(Struct, frozen=True):
+class Position(Struct, frozen=True):
     """Which of the ranks this process is, and which of those on its machine."""
 
     rank: int
@@ -73,8 +68,9 @@ class Place(Struct, frozen=True):
     master: str  # host:port that the launcher chose; empty: rank 0 opens a store
 
 
-def find_place(environ: Mapping[str, str]) -> Place:
-    """What the launcher says; alone if there is none. Raises ConfigError for half of it."""
+def find_position(environ: Mapping[str, str]) -> Position:
+    """The position that the launcher gives; alone without a launcher. Raises ConfigError for half
+    of one."""
     rank, num_ranks = _first(environ, RANK), _first(environ, NUM_RANKS)
     if (rank is None) != (num_ranks is None):
         raise ConfigError(
@@ -84,7 +80,7 @@ def find_place(environ: Mapping[str, str]) -> Place:
     if rank is not None and not 0 <= rank < (num_ranks or 0):
         raise ConfigError(f"a learner rank got RANK = {rank} of WORLD_SIZE = {num_ranks}")
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
-    return Place(
+    return Position(
         rank or 0,
         num_ranks or 1,
         _first(environ, LOCAL_RANK) or 0,
@@ -99,53 +95,43 @@ def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
     return None
 
 
-class Meeting:
-    """Opens a store on rank 0 where no launcher did, and joins the process group."""
+def open_store(position: Position) -> TCPStore | None:
+    """The store where the ranks meet, on rank 0; None where a launcher has one or for one rank."""
+    if position.rank or position.num_ranks == 1 or position.master:
+        return None
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self._store: Store | None = None
 
-    def open(self, own_address: str) -> str:
-        """host:port of the store, for the controller to tell to the others; "" if there is none.
-
-        `own_address` is this machine's on the way to the controller.
-        """
-        place = self.place
-        if place.rank or place.num_ranks == 1 or place.master:
-            return ""
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._store = store
-        return f"{own_address}:{store.port}"
-
-    def join(self, store_address: str, timeout_s: float) -> None:
-        """Join; returns when all ranks have."""
-        place, timeout = self.place, timedelta(seconds=timeout_s)
-        has_gpu = torch.cuda.is_available()
-        # Slurm may show each rank its own GPU only.
-        device = place.local_rank % torch.cuda.device_count() if has_gpu else place.local_rank
-        names = {"RANK": place.rank, "WORLD_SIZE": place.num_ranks, "LOCAL_RANK": device}
-        for name, value in names.items():
-            os.environ[name] = str(value)
-        if has_gpu:
-            torch.cuda.set_device(device)
-        host, _, port = (store_address or place.master or "127.0.0.1:29500").rpartition(":")
-        # DeepSpeed looks for MPI unless it finds these.
-        os.environ.setdefault("MASTER_ADDR", host)
-        os.environ.setdefault("MASTER_PORT", port)
-        if place.num_ranks == 1:
-            store: Store | None = HashStore()
-        elif place.master:
-            store = None  # torch reads what the launcher has set
-        else:
-            store = self._store or TCPStore(host, int(port), is_master=False)
-        dist.init_process_group(
-            "nccl" if has_gpu else "gloo",
-            store=store,
-            rank=place.rank if store is not None else -1,
-            world_size=place.num_ranks if store is not None else -1,
-            timeout=timeout,
-        )
+def join_ranks(
+    position: Position, own_store: TCPStore | None, store_address: str, timeout_s: float
+) -> None:
+    """Join the process group; returns when all ranks have. `own_store`: of `open_store`;
+    `store_address`: host:port of rank 0's, from the controller."""
+    has_gpu = torch.cuda.is_available()
+    # Slurm may show each rank its own GPU only.
+    device = position.local_rank % torch.cuda.device_count() if has_gpu else position.local_rank
+    names = {"RANK": position.rank, "WORLD_SIZE": position.num_ranks, "LOCAL_RANK": device}
+    for name, value in names.items():
+        os.environ[name] = str(value)
+    if has_gpu:
+        torch.cuda.set_device(device)
+    host, _, port = (store_address or position.master or "127.0.0.1:29500").rpartition(":")
+    # DeepSpeed looks for MPI unless it finds these.
+    os.environ.setdefault("MASTER_ADDR", host)
+    os.environ.setdefault("MASTER_PORT", port)
+    if position.num_ranks == 1:
+        store: Store | None = HashStore()
+    elif position.master:
+        store = None  # torch reads the launcher's variables
+    else:
+        store = own_store or TCPStore(host, int(port), is_master=False)
+    dist.init_process_group(
+        "nccl" if has_gpu else "gloo",
+        store=store,
+        rank=position.rank if store is not None else -1,
+        world_size=position.num_ranks if store is not None else -1,
+        timeout=timedelta(seconds=timeout_s),
+    )
 
 
 def own_address(connection: socket.socket, controller: str) -> str:
@@ -156,8 +142,8 @@ def own_address(connection: socket.socket, controller: str) -> str:
 
 
 class Rank:
-    """The state of a rank between commands (model, optimizer, counters), and what they do to it.
-    `policy_version` counts published updates."""
+    """Model, optimizer and counters of a rank, and the commands on them. `policy_version` counts
+    published updates."""
 
     def __init__(
         self,
@@ -178,11 +164,11 @@ class Rank:
         self.trainer = Trainer(self.backend, init.make_algorithm(), init.config)
         self.broadcaster = Broadcaster(self.backend, interrupted, host)
         self.policy_version = 0
-        self._aside: Aside | None = None  # the rank sleeps
+        self._offloaded: OffloadedMemory | None = None  # while the rank sleeps
         self._host = HostMemory()
 
     def run(self, command: wire.Command) -> wire.Done:
-        """Carry out one command; whatever it raises goes back as Failed."""
+        """Carry out one command; `serve` reports its errors as Failed."""
         try:
             done = self._run(command)
         except Exception:
@@ -194,11 +180,16 @@ class Rank:
 
     def _run(self, command: wire.Command) -> wire.Done:
         done = wire.Done()
-        if self._aside is not None and not isinstance(command, wire.Nap):
-            raise LearnerError(f"{type(command).__name__} was asked of a learner that sleeps")
+        if self._offloaded is not None and not isinstance(command, wire.Sleep):
+            raise LearnerError(f"cannot run {type(command).__name__}: the learner is asleep")
         match command:
-            case wire.Nap():
-                self._nap(asleep=command.asleep)
+            case wire.Sleep():
+                if command.asleep and self._offloaded is None:
+                    reference = self.trainer.reference.weights or {}
+                    self._offloaded = OffloadedMemory(self.backend, reference, memory=self._host)
+                elif not command.asleep and self._offloaded is not None:
+                    self._offloaded.restore()
+                    self._offloaded = None
             case wire.Update():
                 done.metrics = self.trainer.update(
                     command.minibatches, command.lr_scale, command.agreement
@@ -220,12 +211,16 @@ class Rank:
                     self.backend.take_state_back()
             case wire.WriteModel():
                 if command.unmoved and self.trainer.moved:
-                    raise LearnerError("the learner has gone on to other weights")
-                self.write_model(
-                    Path(command.directory),
-                    publish=command.publish,
-                    adapter_only=command.adapter_only,
-                )
+                    raise LearnerError(
+                        "the learner's weights are no longer those it published last"
+                    )
+                directory = Path(command.directory)
+                if command.adapter_only:
+                    write_adapter_only(self.backend, self.source, directory)
+                else:  # an export survives a crash of the machine
+                    write_model(self.backend, self.source, directory, durable=not command.publish)
+                if command.publish:
+                    self.count_version()
             case wire.Announce():
                 done.buckets = self.broadcaster.manifest()
                 self.count_version()
@@ -243,30 +238,13 @@ class Rank:
                 self.load(Path(command.directory))
         return done
 
-    def write_model(self, directory: Path, *, publish: bool, adapter_only: bool = False) -> None:
-        """Publishing counts up; exporting survives a crash of the machine."""
-        if adapter_only:
-            write_adapter_only(self.backend, self.source, directory)
-        else:
-            write_model(self.backend, self.source, directory, durable=not publish)
-        if publish:
-            self.count_version()
-
-    def _nap(self, *, asleep: bool) -> None:
-        if asleep and self._aside is None:
-            reference = self.trainer.reference.weights or {}
-            self._aside = Aside(self.backend, reference, memory=self._host)
-        elif not asleep and self._aside is not None:
-            self._aside.take_back()
-            self._aside = None
-
     def count_version(self) -> None:
-        """What the weights are now is a policy version of its own."""
+        """The weights of now are the next policy version."""
         self.policy_version += 1
         self.trainer.moved = False
 
     def save(self, directory: Path) -> None:
-        """Write what `load` needs for a bit-exact resume."""
+        """Write a checkpoint for a bit-exact resume."""
         config, reference = self.config, self.trainer.reference
         meta = Saved(
             num_ranks=self.backend.num_ranks,
@@ -283,7 +261,7 @@ class Rank:
         checkpoint.save(self.backend, meta, directory, reference.weights)
 
     def load(self, directory: Path) -> None:
-        """Go on from what `save` wrote, with any number of ranks and any ZeRO stage."""
+        """Resume from a checkpoint of any number of ranks and any ZeRO stage."""
         saved = checkpoint.Checkpoint(directory)
         restore(self.backend, saved)
         states = saved.rng_states(self.backend.rank)
@@ -328,10 +306,13 @@ OUT_OF_MEMORY = (
 )
 
 
-def serve(connection: socket.socket, meeting: Meeting, host: str = "127.0.0.1") -> None:
-    """Answer commands until Stop or the end of the connection. `host`: this machine's address."""
+def serve(
+    connection: socket.socket, join: Callable[[str, float], None], host: str = "127.0.0.1"
+) -> None:
+    """Answer commands until Stop or the end of the connection. `join`: `join_ranks` of a store's
+    address and a timeout, seconds; `host`: this machine's address."""
     rank: Rank | None = None
-    trees: list[EncodedTree] = []  # that came ahead of their command
+    trees: list[EncodedTree] = []  # that precede their command
     while True:
         command = receive(connection)
         if command is None or isinstance(command, wire.Stop):
@@ -344,15 +325,15 @@ def serve(connection: socket.socket, meeting: Meeting, host: str = "127.0.0.1") 
         reply: wire.Message
         try:
             if isinstance(command, wire.Init):
-                meeting.join(command.store, command.config.command_timeout_s)
+                join(command.store, command.config.command_timeout_s)
                 rank = Rank(command, partial(interrupted, connection), host)
                 reply = wire.Done()
             elif rank is None:
                 reply = wire.Failed("the first command must be Init", "")
             else:
                 ahead, trees = trees, []
-                reply = rank.run(wire.behind(ahead, command))
-        except Exception as error:  # the command boundary: the controller decides what to do
+                reply = rank.run(wire.with_trees(ahead, command))
+        except Exception as error:  # the command boundary: the controller decides
             text = traceback.format_exc()
             with suppress(OSError):  # the disk of the log is full
                 sys.stderr.write(text)
@@ -362,19 +343,20 @@ def serve(connection: socket.socket, meeting: Meeting, host: str = "127.0.0.1") 
 
 
 def interrupted(connection: socket.socket) -> bool:
-    """Whether the controller breaks off the command that runs; nothing else comes meanwhile."""
+    """Whether the controller aborts the running command; nothing else comes meanwhile."""
     readable = select.select([connection], [], [], 0)[0]
     return bool(readable) and isinstance(receive(connection), wire.Abort | None)
 
 
 def failure(error: Exception, text: str) -> wire.Failed:
-    """What the controller is told. A reason of ours, or one of the system such as a full disk,
-    needs no traceback, also where torch wraps it in another error."""
+    """The answer for an error. An error of ours, or of the system such as a full disk, needs no
+    traceback, also where torch wraps it in another error."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, AgentEnvError):
             return wire.Failed(str(cause), "")
-        if isinstance(cause, MemoryError | torch.OutOfMemoryError) or _is_cpu_allocator(cause):
+        is_cpu_allocator = isinstance(cause, RuntimeError) and "DefaultCPUAllocator" in str(cause)
+        if isinstance(cause, MemoryError | torch.OutOfMemoryError) or is_cpu_allocator:
             reason = (str(cause) or "no memory is left").splitlines()[0]
             return wire.Failed(OUT_OF_MEMORY.format(reason), "")
         if isinstance(cause, OSError) and cause.strerror:
@@ -383,10 +365,6 @@ def failure(error: Exception, text: str) -> wire.Failed:
             )
         cause = cause.__cause__ or cause.__context__
     return wire.Failed(f"{type(error).__name__}: {error}", text)
-
-
-def _is_cpu_allocator(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def receive(connection: socket.socket) -> wire.Command | None:
@@ -403,7 +381,7 @@ def end_with_controller(connection: socket.socket) -> None:
         try:
             readable = select.select([connection], [], [], 0)[0]
             gone = bool(readable) and not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:  # the main thread has read what was there
+        except BlockingIOError:  # the main thread has read it
             continue
         except (OSError, ValueError):  # closed by the main thread, or broken
             gone = True
@@ -419,28 +397,28 @@ def main() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for name in (wire.ADDRESS_VARIABLE, wire.TOKEN_VARIABLE):
         if not os.environ.get(name):
-            raise ConfigError(f"{name} is not set: it tells a learner rank where its controller is")
+            raise ConfigError(f"{name} is not set: a learner rank finds its controller by it")
     host, port = os.environ[wire.ADDRESS_VARIABLE].rsplit(":", 1)
-    place = find_place(os.environ)
-    meeting = Meeting(place)
+    position = find_position(os.environ)
+    store = open_store(position)
     with connect(host, int(port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         own = own_address(connection, host)
         hello = wire.Hello(
             token=os.environ.pop(wire.TOKEN_VARIABLE),
-            rank=place.rank,
-            num_ranks=place.num_ranks,
+            rank=position.rank,
+            num_ranks=position.num_ranks,
             pid=os.getpid(),
             host=socket.gethostname(),
-            store=meeting.open(own),
+            store="" if store is None else f"{own}:{store.port}",
         )
         connection.sendall(wire.pack_frame(hello))
         threading.Thread(target=end_with_controller, args=(connection,), daemon=True).start()
         if os.environ.get(wire.BACKEND_VARIABLE) == "deepspeed":
-            import deepspeed  # noqa: F401 - while the controller looks at what it was given
+            import deepspeed  # noqa: F401 - while the controller checks its configuration
         try:
-            serve(connection, meeting, own)
-        except ConnectionError:  # the controller is gone; there is nobody to tell
+            serve(connection, partial(join_ranks, position, store), own)
+        except ConnectionError:  # the controller is gone; nobody reads an answer
             sys.exit(1)
     sys.stderr.flush()
     os._exit(0)  # other ranks may be gone already, and leaving their group would wait for them

@@ -157,7 +157,7 @@ class ReleasedEquality:
 
 
 def reference_verdict(reply: str) -> bool:
-    """What the released evaluation reads in a judge's reply: "correct" somewhere in it, and none
+    """The released evaluation's reading of a judge's reply: "correct" somewhere in it, and none
     of "incorrect", "wrong" and "not correct". Marks <judgment>, where there are any, hold the part
     that counts."""
     begin, end = reply.find("<judgment>"), reply.find("</judgment>")

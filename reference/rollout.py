@@ -8,7 +8,7 @@ own list entry, on sums of truncated entropies:
     AEPO   fork iff clip((u + w dH) max(0, 1 - 0.05 l), 0, 1) >= p,   l counted per prompt
 
 Functions here are exact. The plans are the same rules without that code's barrier over all prompts
-of a batch, and so without what only exists there: baselines kept from earlier batches under the
+of a batch, and so without its effects: baselines kept from earlier batches under the
 same list index, and l reset by passes in which another prompt got a trajectory.
 `tests/support/reference_loop.py` adds the barrier and replays recorded runs.
 """

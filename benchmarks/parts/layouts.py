@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentenv.errors import ConfigError
-from agentenv.learners.attention import TreeLayout, visible_pairs
+from agentenv.learners.attention import TreeLayout
 from agentenv.learners.batch import (
     ActionTokens,
     EncodedTree,
@@ -195,7 +195,7 @@ def count(layout: str, trees: list[Nodes], policy: Policy) -> tuple[float, float
     """
     config, batches = policy.model.config, pack(encode_all(layout, trees), MAX_TOKENS)
     num_tokens = sum(len(batch.token_ids) for batch in batches)
-    pairs = sum(visible_pairs(batch.end) for batch in batches)
+    pairs = sum(int((batch.end - np.arange(len(batch.end))).sum()) for batch in batches)
     predicted = sum(len(batch.targets) for batch in batches)
     head = policy.model.lm_head.weight.numel()
     ends = head if config.tie_word_embeddings else 2 * head  # to look up a row costs nothing

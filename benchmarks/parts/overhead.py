@@ -50,7 +50,7 @@ from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.remote.server import PartEnd, Request, ServerInfo, ServerLoad
 from agentenv.envs.quickstart import COMPANIES
 from agentenv.errors import AgentEnvError
-from agentenv.learners import ranks as wire
+from agentenv.learners import messages as wire
 from agentenv.learners.learner import Score
 from agentenv.link import PREFIX_BYTES
 from agentenv.model_files import load_tokenizer

@@ -17,8 +17,8 @@ import jinja2
 
 from agentenv.crashes import PACKAGES
 from agentenv.errors import ConfigError
-from agentenv.learners.ranks import ADDRESS_VARIABLE as LEARNER_ADDRESS
-from agentenv.learners.ranks import TOKEN_VARIABLE as LEARNER_TOKEN
+from agentenv.learners.messages import ADDRESS_VARIABLE as LEARNER_ADDRESS
+from agentenv.learners.messages import TOKEN_VARIABLE as LEARNER_TOKEN
 from agentenv.pipelines.config.cluster import KubernetesCluster, SlurmCluster
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.run.rundir import CONFIG_FILE, JOB_VARIABLE

@@ -7,9 +7,8 @@ from collections import Counter
 
 from agentenv.entropy_profile import entropy_profile
 from agentenv.env import shared_stats
-from agentenv.learners.credit import counted_leaves
+from agentenv.learners.credit import counted_leaves, step_score
 from agentenv.learners.learner import Metrics
-from agentenv.learners.score import step_score
 from agentenv.metrics import (
     LoopLag,
     Throughput,

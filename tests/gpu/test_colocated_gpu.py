@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
-from agentenv.learners.backend import Aside, TorchBackend
+from agentenv.learners.backend import TorchBackend
+from agentenv.learners.device_memory import OffloadedMemory
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.policy import Policy
 from agentenv.learners.trainer import Trainer
@@ -59,10 +60,10 @@ def test_a_sleeping_rank_holds_nothing_and_trains_on_as_if_it_had_not_slept(
             train(trainer, uneven_trees(4), 4)
             if sleeps:
                 before = allocated_bytes()
-                aside = Aside(backend)
-                assert size_of(aside) > 0
-                assert not HAS_GPU or before - allocated_bytes() >= size_of(aside)
-                aside.take_back()
+                offloaded = OffloadedMemory(backend)
+                assert size_of(offloaded) > 0
+                assert not HAS_GPU or before - allocated_bytes() >= size_of(offloaded)
+                offloaded.restore()
         found.append({name: w.cpu().clone() for name, w in weights_of(trainer).items()})
     for name, weight in found[0].items():
         assert torch.allclose(weight, found[1][name], atol=1e-6), name

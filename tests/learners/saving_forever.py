@@ -29,7 +29,7 @@ from agentenv.learners.backend import (
     empty_batch,
     prepare_deepspeed,
 )
-from agentenv.learners.checkpoint import changing, fragments, held, moments
+from agentenv.learners.checkpoint import changing_weights, fragments, local_weights, moments
 from agentenv.learners.export import Weights
 from agentenv.learners.learner import Saved
 from agentenv.learners.policy import Policy
@@ -56,8 +56,8 @@ def make_backend(folder: Path, rank: int, stage: int | None) -> RankBackend:
 
 @torch.no_grad()
 def fill(backend: RankBackend, value: int) -> None:
-    with changing(backend):
-        for _, _, elements in held(backend):
+    with changing_weights(backend):
+        for _, _, elements in local_weights(backend):
             elements.fill_(value)
     for fragment in fragments(backend):
         for tensor in (fragment.view(fragment.owner), *moments(backend, fragment)[0].values()):

@@ -6,13 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agentenv.config import load_config
 from agentenv.errors import ConfigError
 from agentenv.learners.aepo import AEPOPlan
 from agentenv.learners.arpo import ARPOPlan
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.ranks import Init
-from agentenv.pipelines.config.rl import AnyAlgorithm, TrainConfig
+from agentenv.learners.messages import Init
+from agentenv.pipelines.config.rl import AnyAlgorithm
 from agentenv.plan import Independent
 from agentenv.registry import decode_part
 from agentenv.types import Limit
@@ -123,16 +122,3 @@ def test_wall_time_is_masked_by_default() -> None:
     truncated = algorithm(name="grpo").truncated
     assert truncated[Limit.SECONDS] == "mask"
     assert all(truncated[limit] == "score" for limit in Limit if limit is not Limit.SECONDS)
-
-
-@pytest.mark.parametrize("key", ['fork_criterion="zscore"', "rise_scale=0.1"])
-@pytest.mark.parametrize("name", ["arpo", "aepo"])
-def test_the_criterion_zscore_is_refused_and_what_replaces_it_is_named(name: str, key: str) -> None:
-    overrides = [f"algorithm.name={name}", f"algorithm.{key}"]
-    with pytest.raises(ConfigError, match=r"algorithm\..*least information.*relative"):
-        load_config(TrainConfig, CONFIG, overrides)
-
-
-def test_a_configuration_written_with_the_default_of_a_dropped_key_is_read() -> None:
-    overrides = ["algorithm.name=arpo", "algorithm.rise_scale=0.02"]
-    assert load_config(TrainConfig, CONFIG, overrides).algorithm_name == "arpo"

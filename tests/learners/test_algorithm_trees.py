@@ -12,8 +12,8 @@ from agentenv.learners.aepo import AEPO
 from agentenv.learners.algorithm import Algorithm, Band
 from agentenv.learners.arpo import ARPO
 from agentenv.learners.baselines import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforcePP
-from agentenv.learners.batch import ActionTokens, LeafMap, encode
-from agentenv.learners.minibatch import prepare
+from agentenv.learners.batch import ActionTokens, encode
+from agentenv.learners.minibatch import LeafMap, prepare
 from tests.learners.flat import figures, flat_form, grown, tree_form
 from tests.learners.trees import credits_of
 

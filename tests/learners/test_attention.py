@@ -17,7 +17,6 @@ from agentenv.learners.attention import (
     NO_MASK,
     BlockPlan,
     TreeLayout,
-    WindowPlan,
     _attention,
     block_mask,
     blocked_attention,
@@ -25,7 +24,7 @@ from agentenv.learners.attention import (
     flex_tree_attention,
     use_tree_attention,
     visible_blocks,
-    visible_pairs,
+    window_stretches,
     windowed_attention,
 )
 from tests.learners.trees import MODELS, tiny_model
@@ -70,8 +69,7 @@ def test_blocks_hold_each_visible_pair_once_and_no_other(seed: int) -> None:
             queries_of_causal += range(block.first_query, block.last_query)
     assert torch.equal(held, dense(end).long())
     assert queries_of_causal == list(range(len(end)))
-    assert visible_pairs(end) == int(dense(end).sum())
-    assert sum(block.pairs for block in chain_blocks(end)) == visible_pairs(end)
+    assert sum(block.pairs for block in chain_blocks(end)) == int(dense(end).sum())
 
 
 def test_the_form_is_chosen_by_counted_pairs() -> None:
@@ -225,8 +223,8 @@ def test_a_window_shows_the_last_tokens_of_the_path(window: int) -> None:
     far = seen.cumsum(1)  # of q's path, the k-th token sees 1 + k; q itself comes last
     near = torch.from_numpy(seen & (far > far[place, place][:, None] - window))
     inputs = [torch.randn(1, heads, len(end), 16, requires_grad=True) for heads in (4, 2, 2)]
-    plan = WindowPlan(end, window, CPU)
-    found = windowed_attention(*inputs, plan, 0.25)
+    stretches = list(window_stretches(end, window, CPU))
+    found = windowed_attention(*inputs, stretches, 0.25)
     expected = scaled_dot_product_attention(*inputs, attn_mask=near, scale=0.25, enable_gqa=True)
     expected = expected.transpose(1, 2)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

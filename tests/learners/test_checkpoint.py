@@ -10,7 +10,7 @@ import torch
 
 from agentenv.disk import finished_folder
 from agentenv.errors import ConfigError, DataError, LearnerError
-from agentenv.learners import ranks as wire
+from agentenv.learners import messages as wire
 from agentenv.learners.checkpoint import Checkpoint, restore, save
 from agentenv.learners.learner import SAVED_FILE, Saved
 from agentenv.learners.trainer import Trainer
@@ -78,7 +78,7 @@ def test_a_resumed_rank_knows_whether_its_weights_are_the_published_ones(
         rank.save(tmp_path / f"moved-{moved}")
         resumed.load(tmp_path / f"moved-{moved}")
         if moved:
-            with pytest.raises(LearnerError, match="gone on to other weights"):
+            with pytest.raises(LearnerError, match="no longer those it published"):
                 resumed.run(published)
         else:
             resumed.run(published)

@@ -23,13 +23,13 @@ from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.arpo import ARPO
 from agentenv.learners.batch import EncodedTree, encode, encode_sequence, pack
 from agentenv.learners.checkpoint import Checkpoint, restore
-from agentenv.learners.context import Share, Team, check_heads, padded
+from agentenv.learners.context import ContextGroup, Share, check_heads, padded
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.dpo import prefer, with_reference
 from agentenv.learners.learner import LearnerConfig, Metrics
 from agentenv.learners.lora import LoRAConfig, add_adapters
 from agentenv.learners.model_check import check_model
-from agentenv.learners.partition import deal, deal_parts
+from agentenv.learners.partition import assign, partition
 from agentenv.learners.trainer import Trainer
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task, VersionSpan
@@ -45,9 +45,9 @@ from tests.learners.ranks import (
     weights_in,
     weights_of,
 )
-from tests.learners.test_dealing import WHOLE_UPDATES, encode_all
 from tests.learners.test_dpo_ranks import pairs
 from tests.learners.test_oracle import exact
+from tests.learners.test_partition import WHOLE_UPDATES, encode_all
 from tests.learners.threads import Meeting, trainers
 from tests.learners.trees import VOCABULARY, credited, credits_of, tiny_model
 
@@ -145,14 +145,14 @@ def test_a_path_of_four_budgets_trains_as_on_one_rank(num_ranks: int, size: int)
     long = path_of_four_budgets()
     short = [encode_sequence([1, 2, i], [False, True, True]) for i in (3, 4, 5)]
     for sequences in ([long], [long, *short]):
-        hands = deal(sequences, num_ranks // size)
+        shards = assign(sequences, num_ranks // size)
 
         def imitate(trainer: Trainer, team: int) -> Metrics:
-            own = [sequences[i] for i in hands[team]]  # noqa: B023
+            own = [sequences[i] for i in shards[team]]  # noqa: B023
             return trainer.imitate(own, 1.0)
 
         found = run(num_ranks, size, ARPO(), imitate)
-        hands = [list(range(len(sequences)))]
+        shards = [list(range(len(sequences)))]
         assert_same(found, run(1, 1, ARPO(), imitate))
 
 
@@ -166,7 +166,7 @@ def test_a_tree_of_three_forks_trains_as_on_one_rank(num_ranks: int, size: int) 
     budget = -(-whole.num_tokens // size)
     assert len(pack([whole], size * budget)) == 1
     assert len(pack([whole], budget)) > 1
-    shares = deal_parts([whole], num_ranks // size, size * budget)[0]
+    shares = partition([whole], num_ranks // size, size * budget)[0]
 
     def update(trainer: Trainer, team: int) -> Metrics:
         return trainer.update([shares[team]], 1.0)
@@ -182,7 +182,7 @@ def test_updates_of_two_teams_equal_those_of_one_rank(name: str) -> None:
     algorithm = WHOLE_UPDATES[name]
     minibatches = [encode_all(algorithm, trees) for trees in (grown(1, 2), grown(2, 1))]
     budget = 30
-    shares = [deal_parts(one, 2, 2 * budget)[0] for one in minibatches]
+    shares = [partition(one, 2, 2 * budget)[0] for one in minibatches]
     assert any(tree.whole for parts in shares for own in parts for tree in own)
 
     def update(trainer: Trainer, team: int) -> Metrics:
@@ -197,13 +197,13 @@ def test_updates_of_two_teams_equal_those_of_one_rank(name: str) -> None:
 def test_pairs_of_dpo_whole_and_cut() -> None:
     scored = [with_reference(pair, [-3.0] * pair.num_action_tokens) for pair in pairs([60, 3, 5])]
     for chosen in (scored, scored[1:]):
-        hands = deal(chosen, 2)
+        shards = assign(chosen, 2)
 
         def step(trainer: Trainer, team: int) -> Metrics:
-            return prefer(trainer, [chosen[i] for i in hands[team]], 0.5, 1.0)  # noqa: B023
+            return prefer(trainer, [chosen[i] for i in shards[team]], 0.5, 1.0)  # noqa: B023
 
         found = run(4, 2, ARPO(), step)
-        hands = [list(range(len(chosen)))]
+        shards = [list(range(len(chosen)))]
         assert_same(found, run(1, 1, ARPO(), step))
 
 
@@ -235,7 +235,7 @@ def test_a_rank_computes_its_part_of_the_tokens() -> None:
         whole = padded(batch, size)
         assert len(whole.end) % size == 0
         assert whole.end[: len(batch.end)].tolist() == batch.end.tolist()
-        shares = [Share(Team(rank, size, None), whole) for rank in range(size)]  # type: ignore[arg-type]
+        shares = [Share(ContextGroup(rank, size, None), whole) for rank in range(size)]  # type: ignore[arg-type]
         parts = [share.of(whole) for share in shares]
         assert {len(part.token_ids) for part in parts} == {len(whole.end) // size}
         assert sorted(i for share in shares for i in share.own) == list(range(len(batch.targets)))

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from agentenv.learners import minibatch
 from agentenv.learners.algorithm import Band
 from agentenv.learners.baselines import DAPO, GRPO, ReinforcePP
-from agentenv.learners.batch import LeafMap, encode
+from agentenv.learners.batch import encode
 from agentenv.learners.credit import leave_one_out, soft_length_penalty
-from agentenv.learners.minibatch import coefficients, denominator
+from agentenv.learners.minibatch import LeafMap, coefficients, denominator
 from agentenv.types import Limit
 from tests.learners.flat import grown
 from tests.learners.trees import credits_of, truncate

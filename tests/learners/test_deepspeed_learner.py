@@ -19,14 +19,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentenv.errors import ConfigError, LearnerError
-from agentenv.learners import ranks as wire
+from agentenv.learners import messages as wire
 from agentenv.learners.aepo import AEPO
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.arpo import ARPO
 from agentenv.learners.batch import EncodedTree, encode, encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
-from agentenv.learners.entropies import forget_entropies
 from agentenv.learners.learner import LearnerConfig, OptimizerConfig
+from agentenv.learners.partition import forget_entropies
 from agentenv.tree import TrajectoryTree
 from tests.learners.ranks import (
     OF_THE_RANKS,

@@ -14,10 +14,12 @@ from random import Random
 import pytest
 
 from agentenv.errors import ConfigError, LearnerError
-from agentenv.learners import ranks as wire
+from agentenv.learners import messages as wire
+from agentenv.learners import ranks
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
-from agentenv.learners.worker import Place, failure, find_place
+from agentenv.learners.ranks import RankLink
+from agentenv.learners.worker import Position, failure, find_position
 from agentenv.link import PREFIX_BYTES, Link
 from agentenv.ports import held_ports
 from tests.learners.ranks import (
@@ -59,8 +61,8 @@ async def test_a_rank_that_hangs_is_named_and_all_end(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(wire, "LEAST_SILENT_S", 1.0)
-    monkeypatch.setattr(wire, "FIRST_S", 0.1)
+    monkeypatch.setattr(ranks, "LEAST_SILENT_S", 1.0)
+    monkeypatch.setattr(ranks, "FIRST_S", 0.1)
     config = two_ranks(zero_stage=2)
     learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "learner.log")
     pids = list(learner.ranks.pids)
@@ -210,7 +212,7 @@ async def test_a_cancelled_start_keeps_no_connection(
 @pytest.mark.parametrize(
     ("environment", "place"),
     [
-        ({}, Place(0, 1, 0, "")),
+        ({}, Position(0, 1, 0, "")),
         (
             {
                 "RANK": "5",
@@ -219,11 +221,11 @@ async def test_a_cancelled_start_keeps_no_connection(
                 "MASTER_ADDR": "node0",
                 "MASTER_PORT": "29500",
             },
-            Place(5, 8, 1, "node0:29500"),
+            Position(5, 8, 1, "node0:29500"),
         ),
         (
             {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"},
-            Place(3, 4, 1, ""),
+            Position(3, 4, 1, ""),
         ),
         (
             {
@@ -231,20 +233,20 @@ async def test_a_cancelled_start_keeps_no_connection(
                 "OMPI_COMM_WORLD_SIZE": "2",
                 "OMPI_COMM_WORLD_LOCAL_RANK": "1",
             },
-            Place(1, 2, 1, ""),
+            Position(1, 2, 1, ""),
         ),
     ],
     ids=["alone", "torchrun and deepspeed", "slurm", "mpi"],
 )
-def test_the_place_comes_from_the_launcher(environment: dict[str, str], place: Place) -> None:
-    assert find_place(environment) == place
+def test_the_place_comes_from_the_launcher(environment: dict[str, str], place: Position) -> None:
+    assert find_position(environment) == place
 
 
 def test_half_a_place_is_refused() -> None:
     with pytest.raises(ConfigError, match="both of RANK and WORLD_SIZE"):
-        find_place({"RANK": "1"})
+        find_position({"RANK": "1"})
     with pytest.raises(ConfigError, match="RANK = 2 of WORLD_SIZE = 2"):
-        find_place({"RANK": "2", "WORLD_SIZE": "2"})
+        find_position({"RANK": "2", "WORLD_SIZE": "2"})
 
 
 async def test_an_update_is_nowhere_whole_on_its_way() -> None:
@@ -269,10 +271,11 @@ async def test_an_update_is_nowhere_whole_on_its_way() -> None:
         streams = await asyncio.open_connection(*server.sockets[0].getsockname())
         hello = wire.Hello("", 0, 1, os.getpid(), "here", "")
         stream = Link(*streams)
-        link = wire.RankLink(hello, stream, None, is_here=False)
+        link = RankLink(hello, stream, None, is_here=False)
         assert isinstance(await link.exchange(update), wire.Done)
         await link.close(idle=False)
     one = len(wire.pack_frame(wire.Tree(trees[0])))
     assert max(buffered) < 2 * one, "and never all that is sent"
     *ahead, last = received
-    assert wire.behind([one.tree for one in ahead if isinstance(one, wire.Tree)], last) == update
+    trees = [one.tree for one in ahead if isinstance(one, wire.Tree)]
+    assert wire.with_trees(trees, last) == update

@@ -17,9 +17,8 @@ from agentenv.learners.arpo import ARPO
 from agentenv.learners.baselines import GRPO
 from agentenv.learners.batch import ActionTokens, EncodedTree, encode
 from agentenv.learners.credit import CreditedTree
-from agentenv.learners.entropies import forget_entropies, give_back, split_by_tree
 from agentenv.learners.learner import Agreement
-from agentenv.learners.partition import deal_parts
+from agentenv.learners.partition import forget_entropies, give_back, partition, split_by_tree
 from agentenv.metrics import rollout_metrics
 from agentenv.tree import TrajectoryTree
 from tests.learners.test_trainer_options import trainer
@@ -49,7 +48,7 @@ def test_each_entropy_finds_its_token(num_ranks: int) -> None:
         node.entropies = array("f", [0.25]) * len(node.action_ids)
     encoded = [encode(tree, credit, 0) for tree, credit in groups]
     marked = [_marked(tree, 1000 * number) for number, tree in enumerate(encoded)]
-    parts, _ = deal_parts(marked, num_ranks, 10**6)
+    parts, _ = partition(marked, num_ranks, 10**6)
     assert num_ranks == 1 or any(one.whole is not None for share in parts for one in share)
     found = [split_by_tree(share, ActionTokens.of(share).behaviour) for share in parts]
     give_back(groups, marked, list(zip(parts, found, strict=True)))

@@ -18,7 +18,7 @@ from agentenv.learners.baselines import GRPO, GSPO, ReinforcePP
 from agentenv.learners.credit import are_equal
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner, encode_groups, in_order
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.partition import deal_parts, minibatches
+from agentenv.learners.partition import minibatches, partition
 from agentenv.reference.algorithms import released
 from agentenv.tree import TrajectoryTree
 from tests.learners.oracle import VERSION, grow
@@ -198,7 +198,7 @@ def test_ranks_add_up_what_is_counted(name: str) -> None:
     for num_ranks in (1, 2, 4):
         meeting = Meeting(num_ranks)
         ranks = trainers(MODEL, algorithm, config, meeting)
-        shares = [deal_parts(one, num_ranks, limit)[0] for one in cut]
+        shares = [partition(one, num_ranks, limit)[0] for one in cut]
         metrics = meeting.run(
             lambda rank, ranks=ranks, shares=shares: ranks[rank].update(
                 [parts[rank] for parts in shares], 1.0

@@ -17,7 +17,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from agentenv.errors import ConfigError
-from agentenv.learners import ranks as wire
+from agentenv.learners import messages as wire
 from agentenv.learners.baselines import GRPO
 from agentenv.learners.batch import encode_sequence, pack
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
@@ -81,7 +81,7 @@ def test_loss_and_gradient_equal_the_flat_ones_in_float64(name: str) -> None:
 @pytest.mark.slow
 def test_what_is_published_has_the_names_of_transformers(directory: Path, tmp_path: Path) -> None:
     rank = Rank(wire.Init.of(CONFIG, ALGORITHM, str(directory), seed=0))
-    rank.write_model(tmp_path / "v0", publish=True)
+    rank.run(wire.WriteModel(str(tmp_path / "v0"), publish=True))
     before, now = (
         load_file(directory / "model.safetensors"),
         load_file(tmp_path / "v0" / "model.safetensors"),
@@ -90,7 +90,7 @@ def test_what_is_published_has_the_names_of_transformers(directory: Path, tmp_pa
     assert largest_difference(now, before) == 0
     kept = encoded(uneven_trees(4))
     rank.run(wire.Update([kept[:2], kept[2:]], 1.0))
-    rank.write_model(tmp_path / "v1", publish=True)
+    rank.run(wire.WriteModel(str(tmp_path / "v1"), publish=True))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "v1").state_dict()
     trained = rank.backend.policy.model.state_dict()
     assert all(torch.equal(again[name], weight) for name, weight in trained.items())
@@ -104,7 +104,7 @@ def test_a_checkpoint_is_exported_under_the_same_names(directory: Path, tmp_path
     kept = encoded(uneven_trees(4))
     rank.run(wire.Update([kept[:2], kept[2:]], 1.0))
     checkpoint = tmp_path / "step-000001"
-    rank.write_model(checkpoint, publish=False)
+    rank.run(wire.WriteModel(str(checkpoint), publish=False))
     rank.run(wire.Save(str(checkpoint / "trainer")))
     expected = load_file(checkpoint / "model.safetensors")
     coarse = {n: w if n.endswith("bias") else w.bfloat16() for n, w in expected.items()}
@@ -162,13 +162,13 @@ def test_adapters_leave_experts_and_router_alone(directory: Path, tmp_path: Path
     assert not any(".experts." in name or ".gate." in name for name in trained)
     kept = encoded(uneven_trees(4))
     rank.run(wire.Update([kept[:2], kept[2:]], 1.0))
-    rank.write_model(tmp_path / "v1", publish=True)
+    rank.run(wire.WriteModel(str(tmp_path / "v1"), publish=True))
     found, before = weights_in(tmp_path / "v1"), weights_in(directory)
     changed = {name for name in before if not torch.equal(found[name], before[name])}
     assert found.keys() == before.keys()
     assert "model.layers.1.self_attn.q_proj.weight" in changed
     assert not any(".experts." in name or ".gate." in name for name in changed)
-    rank.write_model(tmp_path / "step-000001", publish=False)
+    rank.run(wire.WriteModel(str(tmp_path / "step-000001"), publish=False))
     plain = AutoModelForCausalLM.from_pretrained(directory)
     adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "step-000001" / "adapter")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "v1")

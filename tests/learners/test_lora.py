@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from agentenv.errors import ConfigError
-from agentenv.learners import ranks as wire
+from agentenv.learners import messages as wire
 from agentenv.learners.checkpoint import Checkpoint
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.export import Entry, entries
@@ -64,7 +64,7 @@ def test_only_adapters_are_trained_and_publishing_changes_nothing(
     model_dir: Path, tmp_path: Path
 ) -> None:
     rank = start(model_dir)
-    rank.write_model(tmp_path / "v0", publish=True)
+    rank.run(wire.WriteModel(str(tmp_path / "v0"), publish=True))
     assert largest_difference(weights_in(tmp_path / "v0"), weights_in(model_dir)) == 0, "B is zero"
     before = params(rank)
     train(rank)
@@ -72,7 +72,7 @@ def test_only_adapters_are_trained_and_publishing_changes_nothing(
     assert {n for n in after if not torch.equal(after[n], before[n])} == set(
         filter(is_adapter, after)
     )
-    rank.write_model(tmp_path / "v1", publish=True)
+    rank.run(wire.WriteModel(str(tmp_path / "v1"), publish=True))
     assert all(torch.equal(after[name], now) for name, now in params(rank).items())
     name = "model.layers.0.self_attn.q_proj.weight"
     layer = name.removesuffix(".weight")
@@ -88,7 +88,7 @@ def test_what_is_exported_is_what_was_trained(model_dir: Path, tmp_path: Path) -
     rank = start(model_dir)
     train(rank)
     out = tmp_path / "step-000001"
-    rank.write_model(out, publish=False)
+    rank.run(wire.WriteModel(str(out), publish=False))
     ids = torch.tensor([[1, 2, 3, 4]])
     merged = AutoModelForCausalLM.from_pretrained(out)(ids).logits
     plain = AutoModelForCausalLM.from_pretrained(model_dir)
@@ -152,7 +152,7 @@ async def test_two_ranks_with_cut_weights_equal_one(
         one.run(wire.Update([kept], 1.0))
         await learner.update(credited(uneven_trees(4), learner.algorithm))
         found = weights_in(await learner.export(tmp_path / "export"))
-        one.write_model(tmp_path / "one", publish=False)
+        one.run(wire.WriteModel(str(tmp_path / "one"), publish=False))
         assert largest_difference(found, weights_in(tmp_path / "one")) < 1e-5
         await learner.save(tmp_path / "export" / "trainer")
         export_offline(tmp_path / "export", tmp_path / "offline", dtype="float32")

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from agentenv.errors import LearnerError
-from agentenv.learners.backend import Aside, HostMemory, TorchBackend, held_tensors
+from agentenv.learners.backend import TorchBackend
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.device_memory import HostMemory, OffloadedMemory, held_tensors
 from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.policy import Policy
 from tests.learners.ranks import (
@@ -60,7 +61,7 @@ async def test_sleeping_between_updates_changes_nothing(
                 if sleeps:
                     await learner.sleep()
                     await learner.sleep()
-                    with pytest.raises(LearnerError, match="Update was asked of a learner that"):
+                    with pytest.raises(LearnerError, match="cannot run Update: the learner is"):
                         await learner.update(credited(TREES, learner.algorithm))
                     await learner.wake()
                     await learner.wake()
@@ -81,14 +82,14 @@ def test_what_a_rank_holds_is_freed_and_comes_back(tmp_path: Path) -> None:
     assert isinstance(backend, TorchBackend)
     before = {name: weight.clone() for name, weight in weights_of(trainer).items()}
     num_bytes = sum(weight.nbytes for weight in before.values())
-    aside = Aside(backend)
-    assert 3 * num_bytes <= size_of(aside) <= 3 * num_bytes + 64 * len(before)
+    offloaded = OffloadedMemory(backend)
+    assert 3 * num_bytes <= size_of(offloaded) <= 3 * num_bytes + 64 * len(before)
     assert all(
         t.untyped_storage().size() == 0
         for t in held_tensors(backend)
         if t.untyped_storage().resizable()
     )
-    aside.take_back()
+    offloaded.restore()
     assert all(torch.equal(before[name], weight) for name, weight in weights_of(trainer).items())
 
 
@@ -97,9 +98,9 @@ def test_main_memory_is_kept_for_the_next_sleep(tmp_path: Path) -> None:
     train(trainer, TREES, 4)
     memory, places = HostMemory(), []
     for _ in range(2):
-        aside = Aside(trainer.backend, memory=memory)
-        places.append(sorted(copy.data_ptr() for _, copy in aside._kept))
-        aside.take_back()
+        offloaded = OffloadedMemory(trainer.backend, memory=memory)
+        places.append(sorted(copy.data_ptr() for _, copy in offloaded._kept))
+        offloaded.restore()
     assert places[0] == places[1]
 
 
@@ -132,16 +133,16 @@ def test_memory_is_page_locked_as_long_as_it_is_there(
 def test_buckets_of_gradients_are_freed_without_a_copy(tmp_path: Path) -> None:
     trainer = plain_torch(save_tiny_model(tmp_path / "model"), two_ranks(), torch.float32)
     backend = trainer.backend
-    aside = Aside(backend)
-    held = size_of(aside)
-    aside.take_back()
+    offloaded = OffloadedMemory(backend)
+    held = size_of(offloaded)
+    offloaded.restore()
     bucket = torch.ones(1000)
     lists = SimpleNamespace(buffer=[bucket]), SimpleNamespace(buffer=None)
     backend.optimizer.ipg_buckets = dict(enumerate(lists))  # as ZeRO has them
-    aside = Aside(backend)
-    assert size_of(aside) == held
+    offloaded = OffloadedMemory(backend)
+    assert size_of(offloaded) == held
     assert bucket.untyped_storage().size() == 0
-    aside.take_back()
+    offloaded.restore()
     assert bucket.untyped_storage().size() == 4000
 
 
@@ -150,9 +151,9 @@ def test_tensors_on_another_device_stay(tmp_path: Path) -> None:
     policy = trainer.backend.policy
     assert isinstance(policy, Policy)
     trainer.backend.device = torch.device("meta")
-    assert size_of(Aside(trainer.backend)) == 0
+    assert size_of(OffloadedMemory(trainer.backend)) == 0
 
 
-def size_of(aside: Aside) -> int:
+def size_of(offloaded: OffloadedMemory) -> int:
     """Bytes in main memory."""
-    return sum(copy.nbytes for _, copy in aside._kept)
+    return sum(copy.nbytes for _, copy in offloaded._kept)

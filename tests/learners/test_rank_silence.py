@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.learners import ranks as wire
+from agentenv.learners import messages as wire
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.ranks import RankGroup
 from tests.support.virtual_clock import run_virtual

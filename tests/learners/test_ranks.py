@@ -19,7 +19,7 @@ from agentenv.learners.batch import EncodedTree, encode_sequence
 from agentenv.learners.checkpoint import Checkpoint, restore, save
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.learner import LearnerConfig, OptimizerConfig
-from agentenv.learners.partition import deal_parts
+from agentenv.learners.partition import partition
 from agentenv.learners.trainer import Trainer
 from tests.learners.ranks import (
     ALGORITHM,
@@ -52,7 +52,7 @@ async def test_two_ranks_equal_one(backend: str, model_dir: Path, tmp_path: Path
         for name in expected.keys() - OF_THE_RANKS:
             assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
         lone = [undivided_tree()]
-        shares, _ = deal_parts(encoded(lone), 2, config.max_tokens_per_microbatch)
+        shares, _ = partition(encoded(lone), 2, config.max_tokens_per_microbatch)
         assert [len(own) for own in shares] == [1, 0]
         assert (await learner.update(credited(lone, learner.algorithm)))["num_steps"] == 1
         train(oracle, lone, 1)

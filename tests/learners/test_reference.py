@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentenv.learners import ranks as wire
+from agentenv.learners import messages as wire
 from agentenv.learners.arpo import ARPO
 from agentenv.learners.checkpoint import REFERENCE, Checkpoint, restore
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner

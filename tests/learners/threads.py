@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.backend import TorchBackend, scale_learning_rates
-from agentenv.learners.batch import Gather
-from agentenv.learners.context import Team
+from agentenv.learners.context import ContextGroup
 from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.minibatch import Gather
 from agentenv.learners.policy import Policy
 from agentenv.learners.trainer import Trainer
 
@@ -45,7 +45,7 @@ class Meeting:
 
         return gather
 
-    def team_of(self, rank: int, size: int) -> Team | None:
+    def team_of(self, rank: int, size: int) -> ContextGroup | None:
         """With real sockets of gloo; every rank of the team must call it."""
         if size == 1:
             return None
@@ -56,7 +56,7 @@ class Meeting:
         gloo = dist.ProcessGroupGloo(store, place, size, timedelta(seconds=60))
         group._set_default_backend(kind)
         group._register_backend(torch.device("cpu"), kind, gloo)
-        return Team(place, size, group)
+        return ContextGroup(place, size, group)
 
     def run(self, work: Callable[[int], T]) -> list[T]:
         """`work` of every rank at the same time."""
@@ -84,7 +84,7 @@ class ThreadBackend(TorchBackend):
         super().__init__(policy, replace(config, context_parallel=1))
         self.config = config
         self.rank, self.num_ranks = rank, meeting.num_ranks
-        self.team = meeting.team_of(rank, config.context_parallel)
+        self.context_group = meeting.team_of(rank, config.context_parallel)
         self.gather = meeting.gather_of(rank)  # type: ignore[method-assign]
 
     def step(self, lr_scale: float) -> float:

@@ -18,7 +18,7 @@ from agentenv.learners.arpo import ARPO
 from agentenv.learners.baselines import GRPO
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.losses import LossBatch
-from agentenv.learners.ranks import Init
+from agentenv.learners.messages import Init
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.reference.algorithms import ReleasedAEPO, ReleasedARPO, group_advantages, released
 from agentenv.reference.rollout import ReleasedARPOPlan

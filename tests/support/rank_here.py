@@ -23,7 +23,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.errors import LearnerError
-from agentenv.learners import ranks as wire
+from agentenv.learners import messages as wire
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.ranks import RankGroup, RemoteRanks
 from agentenv.learners.worker import Rank, failure
@@ -59,7 +59,7 @@ class RankHere(RankGroup):
     def _answer(self, frames: Sequence[bytes]) -> wire.Done | wire.Failed:
         *ahead, last = [wire.unpack_command(frame[PREFIX_BYTES:]) for frame in frames]
         trees = [one.tree for one in ahead if isinstance(one, wire.Tree)]
-        command: Any = wire.behind(trees, last)
+        command: Any = wire.with_trees(trees, last)
         try:
             if isinstance(command, wire.Init):
                 self._rank = Rank(command)

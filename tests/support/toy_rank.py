@@ -19,10 +19,10 @@ import msgspec
 import pytest
 
 from agentenv.errors import LearnerError
-from agentenv.learners import ranks as wire
+from agentenv.learners import messages as wire
 from agentenv.learners.checkpoint import shard_name
 from agentenv.learners.learner import SAVED_FILE, LearnerConfig, Saved, Score
-from agentenv.learners.ranks import RankGroup
+from agentenv.learners.ranks import RankGroup, RemoteRanks
 from agentenv.learners.tensor_file import write_tensors
 
 COUNT = "count.json"  # in a checkpoint's folder, and in that of the learner's state
@@ -41,7 +41,7 @@ class ToyRank(RankGroup):
         config: LearnerConfig,
         log_path: Path,
         gpus: Sequence[str] = (),
-        remote: wire.RemoteRanks | None = None,
+        remote: RemoteRanks | None = None,
     ) -> None:
         super().__init__(config, log_path, gpus, remote)
         self.count = {"updates": 0, "imitations": 0}

@@ -16,11 +16,20 @@ from hypothesis import strategies as st
 from agentenv.learners.algorithm import Algorithm, Band
 from agentenv.learners.arpo import ARPO
 from agentenv.learners.baselines import GRPO, GSPO, DrGRPO
-from agentenv.learners.batch import ActionTokens, EncodedTree, LeafMap, encode, from_arrays, pack
+from agentenv.learners.batch import ActionTokens, EncodedTree, encode, from_arrays, pack
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.minibatch import prepare
-from agentenv.learners.partition import Paths, cost, deal, deal_parts, idle_share, load, part, share
+from agentenv.learners.minibatch import LeafMap, prepare
+from agentenv.learners.partition import (
+    Paths,
+    assign,
+    assign_paths,
+    cost,
+    idle_share,
+    load,
+    part,
+    partition,
+)
 from agentenv.learners.trainer import Trainer
 from agentenv.tree import TrajectoryTree
 from agentenv.types import VersionSpan
@@ -49,18 +58,18 @@ def encode_all(algorithm: Algorithm, trees: Sequence[TrajectoryTree], version: i
 
 def test_sequences_are_dealt_whole_by_cost() -> None:
     trees = encoded(uneven_trees(8))
-    assert deal(trees, 1) == [list(range(len(trees)))]
-    hands = deal(trees, 3)
-    assert sorted(place for hand in hands for place in hand) == list(range(len(trees)))
-    loads = [sum(cost(trees[place]) for place in hand) for hand in hands]
+    assert assign(trees, 1) == [list(range(len(trees)))]
+    shards = assign(trees, 3)
+    assert sorted(place for shard in shards for place in shard) == list(range(len(trees)))
+    loads = [sum(cost(trees[place]) for place in shard) for shard in shards]
     largest = max(cost(tree) for tree in trees)
     assert max(loads) <= max(largest, 4 / 3 * sum(loads) / 3)
-    assert deal(trees[:1], 2) == [[0], []]
+    assert assign(trees[:1], 2) == [[0], []]
 
 
 def test_one_rank_has_the_trees_themselves() -> None:
     trees = encoded(uneven_trees(5))
-    (own,), (load_of_it,) = deal_parts(trees, 1, 10**6)
+    (own,), (load_of_it,) = partition(trees, 1, 10**6)
     assert all(one is tree for one, tree in zip(own, trees, strict=True))
     assert load_of_it == pytest.approx(sum(map(cost, trees)))
 
@@ -105,7 +114,7 @@ def test_costs_by_hand() -> None:
 def test_every_token_is_trained_on_one_rank(seed: int, num_ranks: int, max_tokens: int) -> None:
     grown_trees = [random_tree(Random(seed * 10 + i), index=i) for i in range(3)]
     trees = encode_all(GRPO(group_size=6), grown_trees)
-    shares, loads = deal_parts(trees, num_ranks, max_tokens)
+    shares, loads = partition(trees, num_ranks, max_tokens)
     assert len(shares) == len(loads) == num_ranks
     parts = [tree for one in shares for tree in one]
     expected = ActionTokens.of(trees)
@@ -131,7 +140,7 @@ def test_loads_are_what_ranks_compute() -> None:
     """Up to what packing saves where pieces of a tree share a micro-batch."""
     trees = encode_all(ARPO(group_size=16), [grow_large(Random(i), i) for i in range(8)])
     for num_ranks in (1, 4, 8):
-        shares, loads = deal_parts(trees, num_ranks, 1500)
+        shares, loads = partition(trees, num_ranks, 1500)
         for one, expected in zip(shares, loads, strict=True):
             batches = pack(one, 1500)
             pairs = sum(int(batch.position_ids.sum()) + len(batch.end) for batch in batches)
@@ -149,14 +158,14 @@ def grow_large(random: Random, index: int) -> TrajectoryTree:
 def test_a_tree_is_divided_where_that_pays_and_stays_whole_where_not() -> None:
     leaves = 16
     wide = Paths([10, *[100] * leaves], [-1, *[0] * leaves], 10**6)
-    (first, second) = share([wide], 2)
+    (first, second) = assign_paths([wide], 2)
     assert first[0] == list(range(8))
     assert second[0] == list(range(8, 16))
-    loads = [load(hand, [wide]) for hand in share([wide], 16)]
+    loads = [load(shard, [wide]) for shard in assign_paths([wide], 16)]
     assert idle_share([loads]) < 1e-9
     prompt = Paths([10_000, 1, 1], [-1, 0, 0], 10**6)
-    assert share([prompt], 2) == [{0: [0, 1]}, {}]
-    assert share([wide] * 4, 4) == [{i: list(range(16))} for i in range(4)]
+    assert assign_paths([prompt], 2) == [{0: [0, 1]}, {}]
+    assert assign_paths([wide] * 4, 4) == [{i: list(range(16))} for i in range(4)]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -167,7 +176,7 @@ def test_losses_of_ranks_add_up(name: str, num_ranks: int) -> None:
     whole = figures(algorithm, trees)
     batch, theta, current = whole.minibatch, whole.theta.detach(), whole.entropies.detach()
     place = {value: i for i, value in enumerate(batch.tokens.behaviour.tolist())}
-    shares, _ = deal_parts(batch.trees, num_ranks, 10**6)
+    shares, _ = partition(batch.trees, num_ranks, 10**6)
     shares.append([])  # a rank without any
     meeting = Meeting(len(shares))
 
@@ -229,7 +238,7 @@ def test_updates_of_two_and_four_ranks_equal_those_of_one(name: str) -> None:
         ranks = trainers(MODEL, algorithm, CONFIG, meeting)
         metrics = []
         for minibatches in batches:
-            shares = [deal_parts(one, num_ranks, MAX_TOKENS)[0] for one in minibatches]
+            shares = [partition(one, num_ranks, MAX_TOKENS)[0] for one in minibatches]
             has_parts = any(tree.whole for parts in shares for own in parts for tree in own)
             assert has_parts == (num_ranks > 1)
             metrics.append(_update(meeting, ranks, shares))
@@ -274,7 +283,7 @@ async def test_four_processes_at_zero_3_equal_one(model_dir: Path, tmp_path: Pat
     oracle = plain_torch(model_dir, config, torch.float32, algorithm)
     groups = credited(uneven_trees(3), algorithm)
     trees = [encode(tree, credit, 0) for tree, credit in groups]
-    shares, _ = deal_parts(trees, 4, config.max_tokens_per_microbatch)
+    shares, _ = partition(trees, 4, config.max_tokens_per_microbatch)
     assert all(any(tree.whole is not None for tree in own) for own in shares)
     assert len({len(pack(own, config.max_tokens_per_microbatch)) for own in shares}) > 1
     learner = await DeepSpeedLearner.start(config, algorithm, model_dir, tmp_path / "learner.log")
