@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import tomllib
-from pathlib import Path
 
 from agentenv.envs.grading.han import han_core
 from agentenv.envs.grading.places import placed
+from agentenv.envs.grading.tables import Tables
 from agentenv.envs.grading.words import ROMAN_LETTERS, glued, singular, tokens, transliterated
 
 MAX_CHARS = 400  # no name is longer
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TABLES = Tables(__file__)
 _TITLES: dict[str, str] = {
     short: long for long, forms in _TABLES["titles"].items() for short in (long, *forms)
 }
@@ -29,43 +28,20 @@ _SUFFIXES = frozenset({"junior", "senior", *map(str, range(1, 10))})
 _ALIASES: dict[str, str] = _TABLES["aliases"]
 STATES: dict[str, str] = _TABLES["states"]  # by their letters
 
-_CLASSES = re.compile(
-    r"(?:the\s+)?(?:(?:islamic\s+|people's\s+)?republic|state|city|town|village|kingdom|month|year"
-    r"|island|province)\s+of\s+(?=\S)|(?:the\s+)?(?:island|year|month)\s+(?=\S)",
-    re.IGNORECASE,
-)
-_OPENING = re.compile(
-    r"(?:in|at|on|by|from|for|to|with|during|as|through|via|until|because of|due to)\s+(?=\S)",
-    re.IGNORECASE,
-)
-_DETERMINER = re.compile(
-    r"(?:(?:its|his|her|their|our|my|your|some|this|these|those|both)\s+)(?=\S)", re.IGNORECASE
-)
-_PART_OF = re.compile(
-    r"\b(\w+ern|early|late|middle|upper|lower|central) (?:part|portion|region|area)s? of (?:the )?",
-    re.IGNORECASE,
-)
+_CLASSES = _TABLES.pattern("classes", re.IGNORECASE)
+_OPENING = _TABLES.pattern("opening", re.IGNORECASE)
+_DETERMINER = _TABLES.pattern("determiner", re.IGNORECASE)
+_PART_OF = _TABLES.pattern("part_of", re.IGNORECASE)
 _EPITHET = re.compile(r"(?:[a-z]+ ){1,3}(?=[A-Z])")  # the geologist James Hutton
-_NO_EPITHET = frozenset(
-    str.split(
-        "of to by for from in on at not with without after before near outside anti non under over"
-        " against son daughter wife father mother brother sister late early northern"
-        " southern eastern western upper lower central former deputy vice assistant co"
-    )
-)
+_NO_EPITHET = _TABLES.words("no_epithet")
 _REALM = re.compile(r"(?<=[a-z] [IVX]|.[IVX][IVX])\s+of (?:the )?[A-Z]\w+(?: [A-Z]\w+)*$")
 _THE_YEAR = re.compile(r"\bthe year (?=\d)", re.IGNORECASE)
-_STATE = re.compile(
-    r",\s*([A-Z]{2})(?=\s*(?:,|$))"
-    r"(?:,\s*(?:the )?(?:U\.?S\.?(?:A\.?)?|United States(?: of America)?)$)?"
-)
+_STATE = _TABLES.pattern("state")
 _SMALL = frozenset(str.split("of the and for a an in on de"))
 _ROMAN_NUMERAL = re.compile(r"[IVX]+")
 _COPULA = re.compile(r"\s+(is|are|was|were)\s+")
 _NICKNAME = re.compile(r"(\w.*?)\s+[\"'(](\w[\w.-]*)[\"')]\s+(.+)")
-_LINK = re.compile(
-    r",?\s+by\s+|\s*,\s*(?:in\s+)?|\s+(?:of|in|at|from)\s+(?:the\s+)?|'s\s+|\s+\(|\)"
-)
+_LINK = _TABLES.pattern("link")
 
 
 def same_words(answer: str, gold: str) -> bool:
@@ -324,17 +300,7 @@ def _alias(found: list[str]) -> str:
     return _ALIASES.get(text, text)
 
 
-_SPELLING = (  # British as American, plain plurals as singular
-    (re.compile(r"(?<=\w\w)our(?=\w{0,5}$)"), "or"),
-    (re.compile(r"(?<=\w)tre(s?)$"), r"ter\1"),
-    (re.compile(r"(?<=\w)([iy])s(?=(?:e[ds]?|ers?|ing|ations?)$)"), r"\1z"),
-    (re.compile(r"ae|oe"), "e"),
-    (re.compile(r"(?<=\w)ogue(s?)$"), r"og\1"),
-    (re.compile(r"(?<=\w)ence(s?)$"), r"ense\1"),
-    (re.compile(r"ll(?=(?:ed|ing|ers?)$)"), "l"),
-    (re.compile(r"^grey"), "gray"),
-    (re.compile(r"^(program|kilogram|gram)mes?$"), r"\1"),
-)  # fmt: skip
+_SPELLING = _TABLES.rewrites("spelling")
 
 
 def _folded(found: list[str]) -> list[str]:

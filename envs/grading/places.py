@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import tomllib
-from pathlib import Path
 
+from agentenv.envs.grading.tables import Tables
 from agentenv.envs.grading.words import tokens
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TABLES = Tables(__file__)
 _COUNTRIES: dict[str, str] = {
     " ".join(tokens(name)): country
     for country in _TABLES["countries"]
@@ -22,12 +21,7 @@ _FORMS = tuple(
         r"\s+\(([^()]+)\)",
     )
 )
-_VENUE = re.compile(
-    r"\w.*\s(?:stadium|arena|hall|gardens?|theat(?:er|re)|museum|church|cathedral|university|park"
-    r"|hotel|cent(?:er|re)|palace|castle|bridge|tower|airport|station|hospital|school|college"
-    r"|library|gallery|abbey|temple|zoo)",
-    re.IGNORECASE,
-)
+_VENUE = _TABLES.pattern("venue", re.IGNORECASE)
 _IN_A_CITY = re.compile(r"(\S.*\S)(?:\s+in|,)\s+([A-Z][\w.'-]*(?:\s[A-Z][\w.'-]*){0,2})")
 MAX_CHARS = 120
 
