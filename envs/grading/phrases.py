@@ -13,9 +13,8 @@ from functools import lru_cache
 from msgspec import Struct
 
 from agentenv.envs.grading import spans
-from agentenv.envs.grading.names import STATES, is_titled
+from agentenv.envs.grading.names import STATES, country_of, is_titled
 from agentenv.envs.grading.numbers import leading_number, words_as_digits
-from agentenv.envs.grading.places import country_of
 from agentenv.envs.grading.quantities import Quantity, quantity
 from agentenv.envs.grading.separators import Cut, Joint, lines, marks, sentences
 from agentenv.envs.grading.special import truth
