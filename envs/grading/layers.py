@@ -40,6 +40,7 @@ MAX_LINES = 4  # behind an answer in a line of its own
 _NOTE = re.compile(
     r"(.*\S)(?:\s+|(?<=[\u4e00-\u9fff]))\(([^()]{1,80})\)|(.*\S)\uff08([^()\uff08\uff09]{1,80})\uff09"
 )
+_LETTERS = re.compile(r"(?![A-J]{1,5}$)[^\W\d_]{3,}(?: [^\W\d_]{3,}){0,3}")  # no choice
 _CODE = re.compile(r"[A-Z]{1,4}[- ]?\d{1,4}[A-Z]?")
 _BASE = re.compile(r"([0-9A-Z]+)\s*_\s*\{?\s*(\w+)\s*\}?")
 _INNER_NOTE = re.compile(r"\(([^()]{1,80})\)")
@@ -171,6 +172,8 @@ def find(answer: str, gold: str, ordered: bool = False) -> Finding:
     found, wanted = clean(answer), clean(gold)
     if answer.strip() == gold.strip() or (wanted and squashed(found) == squashed(wanted)):
         return Finding(bool(answer.strip() or not gold.strip()), "string")
+    if _LETTERS.fullmatch(wanted) and found.casefold() == wanted.casefold():
+        return Finding(True, "words")
     if not found or (found.endswith("?") and not wanted.endswith("?")):
         return Finding(False, "string")
     one = _of_one_answer(answer, gold, ordered)

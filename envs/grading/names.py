@@ -93,10 +93,10 @@ def _same_name(answer: str, gold: str) -> bool:
         return True
     if _is_nickname(answer, gold) or _is_nickname(gold, answer):
         return True
-    one, other = _core(answer), _core(gold)
+    one, other = _core(answer, gold), _core(gold, answer)
     if _opened(one) != _opened(other):
         one, other = _OPENING.sub("", one, count=1), _OPENING.sub("", other, count=1)
-    one, other = _core(one), _core(other)
+    one, other = _core(one, other), _core(other, one)
     if _same_core(one, other) or _is_turned(one, other):
         return True
     return han_core(answer) == han_core(gold) != ""
@@ -107,13 +107,15 @@ def _joined(text: str) -> str:
     return glued(tokens(text.replace("'s", "s").replace("\N{RIGHT SINGLE QUOTATION MARK}s", "s")))
 
 
-def _core(original: str) -> str:
-    """A phrase without the class of thing and determiners before it; states in full."""
+def _core(original: str, other: str) -> str:
+    """A phrase without the class of thing and determiners before it, and without a description
+    before a name if `other` is a name too; states in full."""
     bare = re.sub(r"^(?:a|an|the)\s+", "", original, flags=re.IGNORECASE)
     text = without_class(_DETERMINER.sub("", bare, count=1))
     epithet = _EPITHET.match(text) if bare != original else None
     if epithet is not None and not _NO_EPITHET & set(epithet[0].split()):
-        text = text[epithet.end() :]
+        rest = text[epithet.end() :]
+        text = rest if _is_proper(rest) and _is_proper(other) else text
     text = _REALM.sub("", text)
     text = _THE_YEAR.sub("", _PART_OF.sub(r"\1 ", re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)))
     return _STATE.sub(lambda match: f", {STATES.get(match[1], match[1])}", text)
@@ -209,6 +211,13 @@ def _is_named(text: str) -> bool:
     """Whether every word is capitalised, up to particles such as van."""
     words = re.findall(r"[^\W\d_][\w.'-]*", text)
     return all(word[0].isupper() or word in _PARTICLES for word in words)
+
+
+def _is_proper(text: str) -> bool:
+    """Whether a text is a name: every word that is no particle or short word is capitalised."""
+    words = re.findall(r"[^\W\d_][\w.'-]*", text)
+    long = [word for word in words if word.lower() not in _SMALL | _PARTICLES]
+    return bool(long) and all(word[0].isupper() for word in long)
 
 
 def _same_given(one: str, other: str) -> bool:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Literal
 
+from agentenv.envs.grading.spelling import FRAME
 from agentenv.envs.grading.tables import Tables
 
-_TABLES = Tables(__file__)
+_TABLES = Tables(__file__, frame=FRAME)
 
 # How a part is attached to the text before it: "" is a new start, as after a full stop; "or" is an
 # alternative, which describes nothing that stands beside it.

@@ -14,7 +14,13 @@ from agentenv.envs.grading.tables import Tables
 MAX_ANSWER_CHARS = 2000
 MAX_UNIFIED_CHARS = 4000  # one sign may become eighteen
 
-_TABLES = Tables(__file__)
+MAX_BOX_CHARS = 20_000  # a box that is still open after so many characters counts as open
+
+# How an answer is boxed: BOX is what is asked for, and FRAME how else models write it.
+BOX = r"\boxed{"
+FRAME = r"\\(?:f?boxed|fbox)\s*\{"
+_BRACE = re.compile(r"[{}]")
+_TABLES = Tables(__file__, frame=FRAME)
 _SYMBOLS = {unicodedata.lookup(name): plain for name, plain in _TABLES["symbols"].items()}
 _SUPERSCRIPTS = {
     chr(code): digit
@@ -40,6 +46,21 @@ _APPROXIMATELY = _TABLES.pattern("approximately", re.IGNORECASE)
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _TRAILING = re.compile(r"(?<!\\)[;,]\s*\Z")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def boxes(text: str) -> list[tuple[str, str]]:
+    r"""Each \boxed{...} that is closed, braces inside balanced, with the text before it."""
+    found, place, before = [], 0, 0
+    while (start := text.find(BOX, place)) >= 0:
+        place = start + len(BOX)
+        depth = 1
+        for brace in _BRACE.finditer(text, place, place + MAX_BOX_CHARS):
+            depth += 1 if brace[0] == "{" else -1
+            if depth == 0:
+                found.append((text[before:start], text[place : brace.start()].strip()))
+                place = before = brace.end()
+                break
+    return found
 
 
 def unify(text: str) -> str:

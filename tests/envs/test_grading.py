@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -78,6 +80,9 @@ async def _shared() -> AsyncIterator[None]:
         ("Elizabeth II", "Queen Elizabeth the Second", "words"),
         ('Robert "Bob" Smith', "Bob Smith", "words"),
         ("\u5317\u4eac", "\u5317\u4eac\u3002", "string"),
+        ("James Hutton", "The geologist James Hutton", "words"),
+        ("The Godfather", "the film The Godfather", "words"),
+        ("five hundred and forty", "FIVE HUNDRED AND FORTY", "words"),
     ],
 )
 async def test_right(gold: str, answer: str, layer: str) -> None:
@@ -120,12 +125,42 @@ async def test_right(gold: str, answer: str, layer: str) -> None:
         ("Martin Luther King Jr.", "Martin Luther"),
         ("Henry VIII", "Henry VII"),
         ("Paris", "Paris " * 1000),
+        ("The public", "The right arm The public"),
+        ("The public", "The right arm Public"),
+        ("The liver", "The right lung The liver"),
     ],
 )
 async def test_wrong(gold: str, answer: str) -> None:
     verdict = await Layered(math=False).verdict("?", answer, [gold])
     assert (verdict.right, verdict.score) == (False, 0.0)
     assert verdict.reason.startswith("wrong: ")
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right", "entered"),
+    [
+        ("41", "42", False, {"layers", "numbers"}),
+        ("1,000", "1000", True, {"layers", "numbers"}),
+        ("PARIS", "Paris", True, {"layers", "numbers", "spelling"}),
+    ],
+)
+def test_plain_answers_are_compared_at_once(
+    answer: str, gold: str, right: bool, entered: set[str]
+) -> None:
+    files: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if path.parent.name == "grading":
+            files.add(path.stem)
+
+    sys.setprofile(note)
+    try:
+        found = compare(answer, gold)
+    finally:
+        sys.setprofile(None)
+    assert found[0] is right
+    assert files == entered
 
 
 async def test_mathematics_is_asked_of_math_verify() -> None:
