@@ -235,7 +235,7 @@ class Connection:
                 if not ready.done():
                     log.seek(0)
                     ready.set_exception(self._unusable(error, log.read()))
-                    ready.exception()  # whoever waits reads it too
+                    ready.exception()  # every waiting call reads it too
             finally:
                 if not ready.done():
                     ready.cancel()

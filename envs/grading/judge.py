@@ -53,7 +53,7 @@ class JudgeConfig(ChatModelConfig, frozen=True, forbid_unknown_fields=True, kw_o
         Literal["rules_wrong", "always"],
         Meta(
             description="asked when the rules find no right answer; or always, which changes no "
-            "grade, but tells how far the two agree"
+            "grade, but shows how far the two agree"
         ),
     ] = "rules_wrong"
     timeout_s: Annotated[float, Meta(gt=0, description="limit of one request, seconds")] = 60.0
@@ -222,8 +222,8 @@ class Judge:
 
     def _parts(self, reply: str) -> dict[str, float]:
         right = self._read(reply)
-        told = {} if right is None else {"judge": float(right)}
-        return {**told, "judge_unparsed": float(right is None)}
+        judged = {} if right is None else {"judge": float(right)}
+        return {**judged, "judge_unparsed": float(right is None)}
 
     async def _ask(self, body: dict[str, Any]) -> bytes:
         try:

@@ -51,7 +51,7 @@ class FaissConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="f
         try:
             state = Path(self.index).stat()
             index = f"{Path(self.index).resolve()} {state.st_size} {state.st_mtime_ns}"
-        except OSError:  # which is told when it is opened
+        except OSError:  # reported when it is opened
             index = self.index
         found_by = [index, self.corpus, self.encoder]
         encoded_by = [self.pooling, self.prefix, self.normalize, MAX_TOKENS]

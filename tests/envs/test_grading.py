@@ -15,6 +15,7 @@ import pytest
 
 from agentenv.env import close_shared
 from agentenv.envs.grading.layers import Layered, compare
+from agentenv.envs.grading.lists import Several, several
 from agentenv.envs.grading.math import risk_of
 from agentenv.envs.grading.reward import ToolReward, check_grader, grader_config, make_grader
 from agentenv.envs.grading.words import f1
@@ -161,6 +162,10 @@ def test_plain_answers_are_compared_at_once(
         sys.setprofile(None)
     assert found[0] is right
     assert files == entered
+
+
+def test_a_long_run_of_spaces_in_an_enumeration_is_read_at_once() -> None:
+    assert several(f"1. a{' ' * 4000}2. b") == Several(("a", "b"))
 
 
 async def test_mathematics_is_asked_of_math_verify() -> None:
