@@ -81,7 +81,7 @@ def read_rows(path: Path, ends: int = 0) -> Iterator[RawRow]:
     reader = readers.get(path.suffix.lower())
     if reader is None or not path.is_file():
         raise DataError(
-            f"{path}: cannot be told what it is; expected a file that ends in "
+            f"{path}: of an unknown kind; expected a file that ends in "
             f"{', '.join(SUFFIXES)}, or a folder of them"
         )
     try:

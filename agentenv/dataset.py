@@ -47,7 +47,7 @@ def load_tasks(
     """Tasks of the rows of a file, a folder, a pattern, or a list of them, in order.
 
     `env_id` is the environment of rows that choose none, `max_samples` takes the first n (0:
-    all), `ends` reads only so many rows of each end of a file (0: all). `say` is told of rows that
+    all), `ends` reads only so many rows of each end of a file (0: all). `say` reports rows that
     `config.skip_bad_rows` leaves out. `adapt` makes of a row one of a known schema, or None to
     leave it out. Raises DataError with file, row, key and what was expected, or for no rows at
     all, and ConfigError for an environment of `config.env_by` that no row chooses.
@@ -329,7 +329,7 @@ class PromptFitter:
         self.say(f"{self.key}: {found}; they {done}")
 
     async def _prompt(self, task: Task) -> _Prompt | AgentEnvError | None:
-        """The prompt of a task; None if its env could not be made or reset, which is told, and
+        """The prompt of a task; None if its env could not be made or reset, which is reported, and
         the rollout's business. Other errors are returned, so that all envs of a batch are
         closed."""
 

@@ -107,7 +107,7 @@ async def _demonstration(
             action = Message("assistant", text, tag_calls(text, info.get("tools", ())))
             shown.append(Message("assistant", text))
             outcome = check_step(await env.step(action))
-            found, reward, terminated, truncated, told = outcome
+            found, reward, terminated, truncated, step_info = outcome
             shown += found
             results += [message.content for message in found]
             if terminated or truncated:
@@ -124,7 +124,7 @@ async def _demonstration(
         "stage": stage,
         "kind": task.kind,
         "reward": reward,
-        "success": bool(told.get("success", reward > 0)),
+        "success": bool(step_info.get("success", reward > 0)),
         "messages": [{"role": one.role, "content": one.content} for one in shown],
     }
 

@@ -160,10 +160,10 @@ def check_turn_end(
     end = template_end(tokenizer, eos_ids, chat_template_kwargs)
     if end is None or end in eos_ids:
         return
-    told = ", ".join(f"{where} is {ids}" for where, ids in sources if ids)
+    listed = ", ".join(f"{where} is {ids}" for where, ids in sources if ids)
     raise DataError(
         f"{model}: the chat template ends an answer with {tokenizer.decode([end])!r} (token {end}),"
-        f" at which generation does not stop: {told}; set eos_token_id in {path} to "
+        f" at which generation does not stop: {listed}; set eos_token_id in {path} to "
         f"{sorted({end, *eos_ids})}, in a copy of the model if need be, or choose a template that "
         "ends answers with one of these tokens"
     )

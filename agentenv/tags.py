@@ -108,7 +108,7 @@ def form(tool: ToolSchema) -> str:
     if takes_object(tool):
         needed = tool["parameters"].get("required", ())
         parts = [
-            f'"{key}": {_told(schema)}{"" if key in needed else " (optional)"}'
+            f'"{key}": {_type_text(schema)}{"" if key in needed else " (optional)"}'
             for key, schema in _properties(tool).items()
         ]
         return f"<{name}>{{{', '.join(parts)}}}</{name}>"
@@ -120,12 +120,12 @@ def with_tools(
 ) -> list[Message]:
     """The messages of a prompt, which tell of the tools that they do not show already: at the end
     of the system message, else before the question."""
-    told = "\n".join(message.content for message in messages)
+    prompt = "\n".join(message.content for message in messages)
     lines = [
         _line(tool)
         for tool in tools
         if (shown == "all" or (shown == "several" and takes_object(tool)))
-        and f"<{tool['name']}>" not in told
+        and f"<{tool['name']}>" not in prompt
     ]
     if not lines or not messages:
         return list(messages)
@@ -206,12 +206,12 @@ def _line(tool: ToolSchema) -> str:
 
 def _notes(tool: ToolSchema) -> Iterator[str]:
     for name, schema in _properties(tool).items():
-        told = schema.get("description") if isinstance(schema, dict) else None
-        if told:
-            yield f"  {name}: {told}"
+        description = schema.get("description") if isinstance(schema, dict) else None
+        if description:
+            yield f"  {name}: {description}"
 
 
-def _told(schema: Any) -> str:
+def _type_text(schema: Any) -> str:
     """The type of a parameter in few words."""
     if isinstance(schema, dict) and "enum" in schema:
         return " | ".join(json.dumps(one, ensure_ascii=False) for one in schema["enum"])

@@ -397,7 +397,7 @@ class Leftovers(NamedTuple):
 
     @classmethod
     async def settled(cls, wanted: Leftovers | None, settle_s: float) -> Leftovers:
-        """The counts once they are no more than `wanted`, or no longer fall, or after settle_s."""
+        """The counts once they are at most `wanted`, or no longer fall, or after settle_s."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + settle_s
         last = cls.now()

@@ -23,7 +23,7 @@ POOR = tuple(habit for habit in HABITS if habit in ("refuse", "quit"))
 
 
 def prepare(run: Path, seed: int) -> str:
-    """Model, data and dialogues below the directory of a run. Returns what the user is told."""
+    """Model, data and dialogues below the directory of a run. Returns the text for the user."""
     write_data(run / "data", seed)
     write_dialogues(run / "data", seed)
     build_model(run / "model", seed)

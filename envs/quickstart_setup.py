@@ -44,7 +44,7 @@ going through with the tools."""
 
 
 def prepare(run: Path, seed: int) -> str:
-    """Everything below the directory of a run: data/ and model/. Returns what the user is told."""
+    """Everything below the directory of a run: data/ and model/. Returns the text for the user."""
     write_data(run / "data", seed)
     build_model(run / "model", seed)
     return TOLD

@@ -28,7 +28,7 @@ WORDS = {  # the word, and the field's
     r"tells? (apart|what|which|whether|who|how|it|them|us)": "report, distinguish",
     r"seats?|Seats?|seated|Seated": "slot",
     r"patient|Patient": "check context",
-    r"(?<!in-)(?<!in )flights?|Flights?": "in-flight rollout",
+    r"(?<!in[-_ ])flights?|Flights?": "in-flight rollout",
     r"dealt|dealing|dealings": "partition",
     r"nursery|Nursery": "fork server",
     r"verdicts?(?= of the doctor)|examination|Examination": "check result",
@@ -58,6 +58,7 @@ def checked(root: Path) -> dict[str, list[tuple[int, str]]]:
     """The places by file, of the files in git."""
     names = subprocess.check_output(["git", "ls-files"], cwd=root, text=True).splitlines()
     files = [name for name in names if CHECKED.fullmatch(name) and (root / name).is_file()]
+    files = [name for name in files if name != "CHANGELOG.md"]  # which has former names
     return {name: found for name in files if (found := places(root / name))}
 
 

@@ -3,7 +3,7 @@
 The code debugger stands around the tool that runs code. When the code of a call fails, a model
 reads code and error and writes the code anew; that runs in the same session, and the policy reads
 its result. If there is no help, or the new code fails too, the policy reads the error of its own
-code. The debugger is told neither question nor answer. `agentenv/assist/rollout.py` holds the other
+code. The debugger reads neither question nor answer. `agentenv/assist/rollout.py` holds the other
 two helpers, which change the way of a rollout.
 """
 
@@ -111,22 +111,11 @@ def count_calls(counts: Counts, records: Iterable[Mapping[str, Any]]) -> None:
     """
     for record in records:
         info = record.get("info") or {}
-        if "debugger" in info:
-            told = info["debugger"]
-            add(
-                counts,
-                debugger_uses=1,
-                debugger_ok=bool(told["fixed"]),
-                debugger_tokens=told["num_tokens"],
-            )
-        if "browser" in info:
-            told = info["browser"]
-            add(
-                counts,
-                browser_uses=1,
-                browser_ok=bool(told["found"]),
-                browser_tokens=told["num_tokens"],
-            )
+        for helper, success in (("debugger", "fixed"), ("browser", "found")):
+            if helper in info:
+                used = info[helper]
+                add(counts, **{f"{helper}_uses": 1.0, f"{helper}_ok": bool(used[success])})
+                add(counts, **{f"{helper}_tokens": used["num_tokens"]})
 
 
 class HelperModel:

@@ -179,7 +179,7 @@ class AssistHooks(RolloutHooks):
 
     def _hopeless(self, record: Info, notes: Notes) -> bool:
         """Whether the call failed and no debugger will help: there is none, or it is used up.
-        A call beyond its limit did not fail: the policy has to read that there are no more."""
+        A call beyond its limit did not fail: the policy has to read that none is left."""
         config = self.assist.config
         tools = config.backtracer.tools if config.backtracer is not None else ()
         if not _failed(record) or (tools and record["name"] not in tools):

@@ -42,8 +42,11 @@ from agentenv.envs.grading.sentences import announcement, has_verb, is_hedged
 from agentenv.envs.grading.separators import Joint, clauses, lines, sentences
 from agentenv.envs.grading.special import special, truth
 from agentenv.envs.grading.spelling import clean
+from agentenv.envs.grading.tables import Tables
 from agentenv.envs.grading.units import unit_of
 from agentenv.envs.grading.words import has_cjk, is_wordy, tokens
+
+_TABLES = Tables(__file__)
 
 MAX_NAME_WORDS = 12
 MAX_PHRASE_WORDS = 4
@@ -59,17 +62,9 @@ class Rivals(Struct, frozen=True):
 
 
 _HAN_CLAUSE = re.compile("[\u7684\u662f\u5728\u4e86\u4e3a\u4e8e\u6709\u88ab\u56e0\u6240]")
-_DENIED = re.compile(
-    r"(?:not|never|neither|nor|rather than|instead of|unlike|except|excluding|without|as opposed to"
-    r"|\u4e0d\u662f|\u800c\u4e0d)(?:\b|(?=[\u4e00-\u9fff]))",
-    re.IGNORECASE,
-)
-_HAN_HEDGE = re.compile(
-    "\u53ef\u80fd|\u4e5f\u8bb8|\u6216\u8bb8|\u5927\u6982|\u4e0d\u662f|\u5e76\u975e|\u6216\u8005"
-)
-_ONE_OF_TWO = re.compile(
-    r"\W*(?:between|both)\s\S.{0,60}\sand\s.{1,60}|\W*one of\s[^.]{1,80}(?:,|\sor\s).{1,60}", re.I
-)
+_DENIED = _TABLES.pattern("denied", re.IGNORECASE)
+_HAN_HEDGE = _TABLES.pattern("han_hedge")
+_ONE_OF_TWO = _TABLES.pattern("one_of_two", re.I)
 _NUMBERS_BETWEEN = re.compile(r"\b(?:between|both)\s+\S*\w(?:\s\w+)?\s+and\s+\S*\w", re.IGNORECASE)
 _NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
@@ -77,12 +72,8 @@ _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
 _TRUTHS = re.compile(r"\b(yes|no|true|false)\b(?=[^\w,]*(?:[.;!\])}]|, the|, it|,? but|$))", re.I)
 _PARTICIPLE = re.compile(r"\w+(?:ed|ing|en|wn|t)\s+(?:in|by|on|at|for|and|from|with|of|to)\b", re.I)
 _DATES = re.compile(r"(?:\d{1,2} )?[A-Z][a-z]+ (?:\d{1,2}, )?\d{3,4}")
-_DOUBT = re.compile(
-    r"\b(?:not|never|maybe|perhaps|possibly|wrong|unsure|might|may|could|doubt|no)\b|n't", re.I
-)
-_MATH_ONLY = re.compile(
-    r"\\(?:int|sum|lim|prod|frac\s*\{\s*d|begin|sin|cos|tan|log|ln|angle|triangle|overline)|'"
-)
+_DOUBT = _TABLES.pattern("doubt", re.I)
+_MATH_ONLY = _TABLES.pattern("math_only")
 
 
 class Gold(Whole):

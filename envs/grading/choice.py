@@ -4,49 +4,25 @@ from __future__ import annotations
 
 import re
 
+from agentenv.envs.grading.tables import Tables
+
+_TABLES = Tables(__file__)
+
 _LETTER = re.compile(r"[(\[]?\s*([A-J])\s*[)\].:]?", re.IGNORECASE)
-_NAMED_CHOICE = re.compile(
-    r"(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)(?:\s+is)?:?\s*"
-    r"|(?:i\s+)?(?:choose|pick)\s+|\u9009\u9879?\s*)[(\[]?\s*([A-J])\s*[)\]]?(?![A-Za-z])(.*)",
-    re.IGNORECASE | re.DOTALL,
-)
-_LABELLED = re.compile(
-    r"(?:\(([A-Ja-j])\)|\[([A-J])\]|([A-J]\s*[).:\]]|[a-j]\)))\s*(?![A-Z]\.)(\S.*)", re.DOTALL
-)
-_LIST = re.compile(
-    r"[(\[]?[A-J][)\]]?(?:\s*(?:,|;|/|&|\band\b|\s)\s*(?:and\s+)?[(\[]?[A-J][)\]]?){1,9}"
-)
-_DENIED = re.compile(
-    r"\b(?:not|never|wrong|incorrect|false|excluded|eliminated|ruled out|except)\b|n't\b",
-    re.IGNORECASE,
-)
+_NAMED_CHOICE = _TABLES.pattern("named_choice", re.IGNORECASE | re.DOTALL)
+_LABELLED = _TABLES.pattern("labelled", re.DOTALL)
+_LIST = _TABLES.pattern("list")
+_DENIED = _TABLES.pattern("denied", re.IGNORECASE)
 _EITHER = re.compile(r"[(\[]?[A-J][)\]]?(?:\s*,\s*[(\[]?[A-J][)\]]?)*,?\s+or\s+[(\[]?[A-J][)\]]?")
 _ASCENDING = re.compile(r"[A-J]{2,5}")
 
 
-_PIECES = re.compile(
-    r"[.;:!?\n\u2028\u2029\t|/=~\u2026\u3001\u3002\uff0c\uff1b\uff1a\uff08\uff09()\[\]{}<>*_`\"]+"
-    r"|[\u2013\u2014\u300c\u300d\u3010\u3011+\u2190-\u21ff\u2248]|\s-+\s|--+|\\approx"
-    r"|\b(?:or|either|if not|aka|then|possibly|perhaps|maybe|alternatively|also|wait|sorry|versus"
-    r"|vs|otherwise|else|alias|namely|equals|known as|that is|as well as|plus|i\.e|e\.g|others)\b"
-    "|\u6216\u8005?",
-    re.IGNORECASE,
-)
-_NAMED_LETTERS = re.compile(
-    r"(?<![\w'\u2019\\-])(?:[B-HJ]|A(?!\s+(?!(?:is|was|seems|and|or|but|other)\b)[a-z])|I(?!\s+[a-z])|[A-J]{2,5})"
-    r"(?![\w'\u2019])"
-)
-_CONDITION = re.compile(
-    r"\bif (?:not|(?:that|this|it)(?:'s| is| was) (?:not|wrong|incorrect)\b)"
-    r"|\bnot (?:sure|to mention)\b",
-    re.IGNORECASE,
-)
+_PIECES = _TABLES.pattern("pieces", re.IGNORECASE)
+_NAMED_LETTERS = _TABLES.pattern("named_letters")
+_CONDITION = _TABLES.pattern("condition", re.IGNORECASE)
 _SENTENCES = re.compile(r"\b(?:i\.e|e\.g)\b|[.;\n]")
 _REASON = re.compile(r"\bbecause\b.*", re.IGNORECASE | re.DOTALL)
-_PROPER = re.compile(
-    r"(?!(?i:option|choice|answer|letter|is|hence|thus|so|or|and|also"
-    r"|but|then|therefore|maybe|perhaps|possibly|finally|no|not)\b)\b[A-Z][a-z]+\s+$"
-)
+_PROPER = _TABLES.pattern("proper")
 
 
 def is_choice(gold: str) -> bool:

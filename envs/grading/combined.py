@@ -28,7 +28,7 @@ class Weighted(Struct, frozen=True):
 class Combined:
     """The sum of what graders give, each times its weight, which is the part of that name.
 
-    An answer is right when all that decide say so; where none is told to decide, the first does.
+    An answer is right when all that decide say so; where none decides, the first does.
     The parts of each grader are kept, as NAME.PART, and the reasons follow each other.
     """
 

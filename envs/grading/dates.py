@@ -8,29 +8,16 @@ from datetime import datetime
 
 from agentenv.envs.grading.han import han_as_digits
 from agentenv.envs.grading.numbers import words_as_digits
+from agentenv.envs.grading.tables import Tables
+
+_TABLES = Tables(__file__)
 
 MAX_CHARS = 60
-MONTH = (
-    r"(?:jan|feb|mar|apr|may|june?|july?|aug|sept?|oct|nov|dec)\b\.?|january|february|march|april"
-    r"|june|july|august|september|october|november|december"
-)
+MONTH = _TABLES.text("month")
 _FILLER = re.compile(r"\b(?:of|the|on|in|month|day|year|date)\b|(?<=\d)(?:st|nd|rd|th)\b|,")
-_HOLIDAYS = tuple(
-    (re.compile(rf"\b{name}\b"), date)
-    for name, date in (
-        (r"new year'?s? day", "1 january"),
-        (r"new year'?s eve", "31 december"),
-        (r"christmas day", "25 december"),
-        (r"christmas eve", "24 december"),
-        (r"valentine'?s day", "14 february"),
-        (r"hallowe'?en", "31 october"),
-        (r"(?:the )?fourth of july", "4 july"),
-    )
-)
+_HOLIDAYS = _TABLES.rewrites("holidays")
 _NTH_MONTH = re.compile(r"\b(?:the )?(\d{1,2})(?:st|nd|rd|th) month\b")
-MONTHS = str.split(
-    "january february march april may june july august september october november december"
-)
+MONTHS: list[str] = _TABLES["months"]
 _DASHED = re.compile(rf"(\d{{1,2}})-({MONTH})-(\d{{4}})")
 _WEEKDAY = re.compile(r"\b(?:mon|tues|wednes|thurs|fri|satur|sun)day\b")
 _NAMED = re.compile(rf"(?:\d{{1,4}}\s+){{0,2}}(?:{MONTH})(?:\s+\d{{1,4}}){{0,2}}")
@@ -40,19 +27,11 @@ _EITHER = re.compile(r"\d{1,2}([-/.])\d{1,2}\1(?:\d{4}|\d{2})")
 _MONTH_YEAR = re.compile(r"(\d{1,2})[-/.](\d{4})")
 _HAN_DAY = re.compile("(\\d{1,2})\\s*\u6708\\s*(\\d{1,2})\\s*[\u65e5\u53f7]")
 _HAN = re.compile("(\\d{4})\\s*\u5e74\\s*(\\d{1,2})\\s*\u6708(?:\\s*(\\d{1,2})\\s*[\u65e5\u53f7])?")
-_TIME = re.compile(
-    r"(?P<hour>\d{1,2})(?::(?P<minute>\d{2}))?(?::00)?(?:\s*o'?clock)?"
-    r"\s*(?:(?P<half>[ap])\.?\s*m\.?|in the (?P<part>morning|afternoon|evening)"
-    r"|at (?P<night>night))",
-    re.IGNORECASE,
-)
+_TIME = _TABLES.pattern("time", re.IGNORECASE)
 _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?:\s*(?:hours|hrs|h))?", re.IGNORECASE)
 _PAST = re.compile(r"(half|quarter|\d{1,2}(?: minutes)?) (past|to) (\d{1,2})\b(.*)", re.IGNORECASE)
 _NOON = {"noon": 720, "midday": 720, "midnight": 0, "12 noon": 720, "12 midnight": 0}
-_HAN_TIME = re.compile(
-    "(?P<part>\u4e0a\u5348|\u65e9\u4e0a|\u51cc\u6668|\u4e2d\u5348|\u4e0b\u5348|\u665a\u4e0a)?(?P<hour>\\d{1,2})"
-    "(?:\u65f6(?:(?P<minute>\\d{1,2})\u5206?|(?P<half>\u534a)|\u6574)?|:(?P<clock>\\d{2}))"
-)
+_HAN_TIME = _TABLES.pattern("han_time")
 # what a text leaves out is filled in by dateutil, and differs between the two
 _FILLED = (datetime(2000, 1, 1), datetime(2004, 2, 2))
 

@@ -12,7 +12,10 @@ from itertools import pairwise
 
 from agentenv.envs.grading.numbers import as_number, words_as_digits
 from agentenv.envs.grading.quantities import quantity
+from agentenv.envs.grading.tables import Tables
 from agentenv.envs.grading.units import Unit
+
+_TABLES = Tables(__file__)
 
 MAX_CHARS = 400
 MAX_TERMS = 30
@@ -62,41 +65,9 @@ def formula(text: str) -> str:
 
 # Python, words.
 
-_PYTHON = (
-    (re.compile(r"\*\*\s*\(([^()]*)\)"), r"^{\1}"),
-    (re.compile(r"\*\*\s*(-?\w+)"), r"^{\1}"),
-    (re.compile(r"\*\*"), "^"),
-    (re.compile(r"\^\(([^()]*)\)"), r"^{\1}"),
-    (re.compile(r"(?<![A-Za-z\\])Rational\((-?\d+),\s*(\d+)\)"), r"\\frac{\1}{\2}"),
-    (re.compile(r"(?<![A-Za-z\\])exp\(([^()]*)\)"), r"e^{\1}"),
-    (re.compile(r"(?<=[\d*])\s*\*?\s*I(?![A-Za-z])"), "i"),
-    (re.compile(r"(?<![A-Za-z\\])oo(?![A-Za-z])"), r"\\infty "),
-    (re.compile(r"(?<![A-Za-z\\])abs\(([^()]*)\)"), r"|\1|"),
-    (re.compile(r"\\(?:lvert|rvert|vert)(?![a-z])"), "|"),
-)
+_PYTHON = _TABLES.rewrites("python")
 _MATRIX = re.compile(r"(?:(?:Matrix|np\.array|array)\()?\[(\[[^\[\]]*\](?:,\s*\[[^\[\]]*\])*)\]\)?")
-_ATOM = r"(?:\\?[A-Za-z]+(?:\{[^{}]*\})*|\d+(?:\.\d+)?|\([^()]*\)|[A-Za-z])"
-_WORDS = (
-    (re.compile(rf"(?:the )?(?:positive )?(?:square )?root of ({_ATOM})"), r"\\sqrt{\1}"),
-    (re.compile(rf"(?:the )?cube root of ({_ATOM})"), r"\\sqrt[3]{\1}"),
-    (re.compile(rf"(?<=\d) (?:square )?root ({_ATOM})"), r"\\sqrt{\1}"),
-    (re.compile(r"(?<=[\w)}]) squared\b"), "^{2}"),
-    (re.compile(r"(?<=[\w)}]) cubed\b"), "^{3}"),
-    (re.compile(r" to the (?:power of )?(-?\d+)(?:[snrt][tdh])?(?: power)?\b"), r"^{\1}"),
-    (re.compile(r"(?<!\\)\btimes\b|\bmultiplied by\b"), r"\\cdot "),
-    (re.compile(rf"({_ATOM}) (?:over|divided by) ({_ATOM})"), r"\\frac{\1}{\2}"),
-    (re.compile(r"\bplus or minus\b"), r"\\pm "),
-    (re.compile(r"\bplus\b"), "+"),
-    (re.compile(r"\b(?:minus|negative)\b"), "-"),
-    (re.compile(r"\b(?:is )?equals?(?: to)?\b"), "="),
-    (re.compile(r"\b(?:is )?(?:strictly )?greater than or equal to\b|\bis at least\b"), r"\\ge "),
-    (re.compile(r"\b(?:is )?(?:strictly )?less than or equal to\b|\bis at most\b"), r"\\le "),
-    (re.compile(r"\b(?:is )?(?:strictly )?(?:greater|more|larger) than\b"), ">"),
-    (re.compile(r"\b(?:is )?(?:strictly )?(?:less|smaller) than\b"), "<"),
-    (re.compile(r"\bis not equal to\b"), r"\\ne "),
-    (re.compile(r"\binfinity\b"), r"\\infty "),
-    (re.compile(r"(?<!\\)\bdegrees?\b"), "\N{DEGREE SIGN}"),
-)  # fmt: skip
+_WORDS = _TABLES.rewrites("words")
 
 
 def _from_python(text: str) -> str:
@@ -118,10 +89,7 @@ def _from_words(text: str) -> str:
     return text
 
 
-_BASE = re.compile(
-    r"([0-9A-Z]+)(?:\s+in)?\s*[,(]?\s*(?:in )?base[\s-]*(\d{1,2})\)?"
-    r"|base[\s-]*(\d{1,2})[:\s]+([0-9A-Z]+)"
-)
+_BASE = _TABLES.pattern("base")
 _RATIO = re.compile(r"^(\d{1,9})\s*(?::|to)\s*([1-9]\d{0,8})$")
 _ANGLE = re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc))\s*[({]?(\d{1,4})\s*\N{DEGREE SIGN}[)}]?")
 
@@ -137,14 +105,10 @@ def _in_radians(text: str) -> str:
 
 # Vectors.
 
-_UNIT_VECTOR = (
-    r"\\(?:mathbf|hat|vec|boldsymbol|bm)\s*\{\s*\\?(?:mathbf\s*\{)?\s*([ijk])(?:math)?\s*\}{1,2}"
-)
+_UNIT_VECTOR = _TABLES.text("unit_vector")
 _TERM = re.compile(r"([+-]?)([^+-]*?)\s*(?:\\cdot|\*)?\s*<([ijk])>")
 _ANGLES = re.compile(r"\\langle(.*)\\rangle", re.DOTALL)
-_TRANSPOSED = re.compile(
-    r"[(\[]([^()\[\]]*,[^()\[\]]*)[)\]]\s*\^\s*\{?\s*(?:T|\\top|\\intercal)\s*\}?"
-)
+_TRANSPOSED = _TABLES.pattern("transposed")
 
 
 def vector(text: str) -> str:
@@ -177,9 +141,7 @@ def _column(rows: list[str]) -> str:
 
 # Sums.
 
-_SUM = re.compile(
-    r"\\sum\s*_\s*\{\s*([a-z])\s*=\s*(-?\d{1,3})\s*\}\s*\^\s*(?:\{\s*(\d{1,3})\s*\}|(\d))(.+)"
-)
+_SUM = _TABLES.pattern("sum")
 
 
 def expanded(text: str) -> str:
@@ -199,38 +161,20 @@ def expanded(text: str) -> str:
 
 # Inequalities and sets of numbers, as intervals.
 
-_SIGN = r"(?:<|>|\\le|\\ge|\\lt|\\gt)"
-_REALS = r"(?:\\mathbb\s*\{?\s*R\s*\}?|\\R|R)"
-_NAME = r"\\?[A-Za-z]+(?:\([a-z]\))?"
-_BUILDER = re.compile(
-    rf"\\?\{{\s*({_NAME})\s*(?:\\in\s*{_REALS}\s*)?(?:\\mid|\\vert|\||:|\\colon)\s*(.+?)\s*\\?\}}"
-)
-_ALL = re.compile(
-    r"(?:the set of |for )?(?:all |any |every )?(?:(?:real )?(?:numbers?|values?)|reals)(?: of)?"
-    rf"(?: {_NAME})?(?:,? (?:that|which) (?:are|is)| such that| with| where| for which)?"
-    rf"(?: {_NAME}(?= ?{_SIGN}))?",
-    re.IGNORECASE,
-)
+_SIGN = _TABLES.text("sign")
+_NAME = _TABLES.text("name")
+_BUILDER = _TABLES.pattern("builder")
+_ALL = _TABLES.pattern("all", re.IGNORECASE)
 _FRENCH = re.compile(r"(?<![\w)])([\]\[])([^\[\](){},;]+[,;][^\[\](){},;]+)([\]\[])")  # ]2, 3[
-_LITERAL = re.compile(
-    r"[(\[][^()\[\]]+,[^()\[\]]+[)\]](?:\s*\\cup\s*[(\[][^()\[\]]+,[^()\[\]]+[)\]])*"
-)
+_LITERAL = _TABLES.pattern("literal")
 _EVERY = re.compile(rf"^(?:for )?(?:all|any|every) (?={_NAME}\s*{_SIGN})")
 _MEMBER = re.compile(rf"({_NAME})\s*\\in\s*(.+)")
 _CHAIN = re.compile(rf"(.+?)\s*({_SIGN})\s*({_NAME})\s*({_SIGN})\s*(.+)")
 _RIGHT = re.compile(rf"(?:{_NAME}\s*)?({_SIGN})\s*(.+)")
 _LEFT = re.compile(rf"(.+?)\s*({_SIGN})\s*({_NAME})")
 _NOT_EQUAL = re.compile(rf"({_NAME})\s*\\ne\s*(.+)")
-_EXCEPT = re.compile(
-    rf"(?:{_REALS}|\(-\\infty,\s*\\infty\)|(?:all |the )?(?:real numbers?|reals)(?: {_NAME})?)\s*"
-    r"(?:\\setminus|\\backslash|-|,? ?except(?: for)?|,? ?other than|,? ?excluding"
-    r"|,? ?but not)\s*(.+)",
-    re.IGNORECASE,
-)
-_BETWEEN = re.compile(
-    rf"(?:{_NAME} (?:is |lies )?)?between (.+?) and (.+?),?(?: \(?(inclusive|exclusive)\)?)",
-    re.IGNORECASE,
-)
+_EXCEPT = _TABLES.pattern("except", re.IGNORECASE)
+_BETWEEN = _TABLES.pattern("between", re.IGNORECASE)
 _UNION = re.compile(r"\s*(?:\\cup|\\lor|\\vee|\bor\b|\\text\s*\{\s*or\s*\})\s*", re.IGNORECASE)
 _BOTH = re.compile(r"\s*(?:\\land|\\wedge|\band\b|\\text\s*\{\s*and\s*\})\s*", re.IGNORECASE)
 _PROSE = re.compile(r"(?<![A-Za-z\\])(?!sqrt|frac)[A-Za-z]{3,}|[A-Za-z]+ [A-Za-z]+")

@@ -72,7 +72,7 @@ def plain_numerals(text: str) -> str:
 
 
 def counted(rest: str) -> str | None:
-    """What stands behind a Chinese number as words: people for several measure words, the general
+    """The words after a Chinese number: people for several measure words, the general
     one left out, then the noun; None when no measure word opens it."""
     match = _MEASURE.match(rest)
     if match is None:

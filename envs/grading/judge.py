@@ -162,8 +162,8 @@ class Judge:
 
     def _parts(self, reply: str) -> dict[str, float]:
         right = self._read(reply)
-        told = {} if right is None else {"judge": float(right)}
-        return {**told, "judge_unparsed": float(right is None)}
+        judged = {} if right is None else {"judge": float(right)}
+        return {**judged, "judge_unparsed": float(right is None)}
 
     async def _ask(self, body: dict[str, Any]) -> bytes:
         try:

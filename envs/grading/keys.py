@@ -35,7 +35,7 @@ class JudgeConfig(ChatModelConfig, frozen=True, forbid_unknown_fields=True, kw_o
         Literal["rules_wrong", "always"],
         Meta(
             description="asked when the rules find no right answer; or always, which changes no "
-            "grade, but tells how far the two agree"
+            "grade, but shows how far the two agree"
         ),
     ] = "rules_wrong"
     timeout_s: Annotated[float, Meta(gt=0, description="limit of one request, seconds")] = 60.0

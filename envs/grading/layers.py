@@ -15,7 +15,6 @@ from functools import lru_cache
 from msgspec import Struct
 
 from agentenv.envs.grading import choice, dates, spans, units
-from agentenv.envs.grading.bases import in_base
 from agentenv.envs.grading.candidates import Gold
 from agentenv.envs.grading.formulas import formulas
 from agentenv.envs.grading.lists import same_answers, without_name
@@ -41,7 +40,9 @@ MAX_LINES = 4  # behind an answer in a line of its own
 _NOTE = re.compile(
     r"(.*\S)(?:\s+|(?<=[\u4e00-\u9fff]))\(([^()]{1,80})\)|(.*\S)\uff08([^()\uff08\uff09]{1,80})\uff09"
 )
+_LETTERS = re.compile(r"(?![A-J]{1,5}$)[^\W\d_]{3,}(?: [^\W\d_]{3,}){0,3}")  # no choice
 _CODE = re.compile(r"[A-Z]{1,4}[- ]?\d{1,4}[A-Z]?")
+_BASE = re.compile(r"([0-9A-Z]+)\s*_\s*\{?\s*(\w+)\s*\}?")
 _INNER_NOTE = re.compile(r"\(([^()]{1,80})\)")
 
 
@@ -171,6 +172,8 @@ def find(answer: str, gold: str, ordered: bool = False) -> Finding:
     found, wanted = clean(answer), clean(gold)
     if answer.strip() == gold.strip() or (wanted and squashed(found) == squashed(wanted)):
         return Finding(bool(answer.strip() or not gold.strip()), "string")
+    if _LETTERS.fullmatch(wanted) and found.casefold() == wanted.casefold():
+        return Finding(True, "words")
     if not found or (found.endswith("?") and not wanted.endswith("?")):
         return Finding(False, "string")
     one = _of_one_answer(answer, gold, ordered)
@@ -289,7 +292,7 @@ def _compare(found: str, wanted: str, ordered: bool = False) -> tuple[bool | Non
     by_number = _number(found, wanted)
     if by_number is not None:
         return by_number, "number"
-    by_base = in_base(found, wanted)
+    by_base = _in_base(found, wanted)
     if by_base is not None:
         return by_base, "number in a base"
     when = dates.dates(wanted)
@@ -366,3 +369,14 @@ def _number(found: str, wanted: str) -> bool | None:
     if is_wordy(found) or re.fullmatch(r"[\w\s.,]*", found):
         return False
     return None
+
+
+def _in_base(found: str, wanted: str) -> bool | None:
+    """Digits with a base as subscript; an answer may leave the base out."""
+    gold = _BASE.fullmatch(wanted)
+    if gold is None:
+        return None
+    answer = _BASE.fullmatch(found)
+    if answer is None:
+        return found == gold[1]
+    return answer[1] == gold[1] and tokens(answer[2]) == tokens(gold[2])

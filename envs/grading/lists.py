@@ -28,7 +28,7 @@ _NAMED_VALUE = re.compile(
     r"(?:[A-Za-z](?:_\{?\w{1,3}\}?)?(?:\([a-z]\))?|[A-Za-z]{2,}(?: [A-Za-z]+){0,3})\s*=\s*(.*)",
     re.DOTALL,
 )
-_ITEM = re.compile(r"(?:^|\s*[,;]?\s+)(?:\(?\d{1,2}[.)]|[-*\N{BULLET}])\s+")
+_ITEM = re.compile(r"(?:^|[,;]\s+|(?<!\s)\s+(?:[,;]\s+)?)(?:\(?\d{1,2}[.)]|[-*\N{BULLET}])\s+")
 _OR = re.compile(r"\b[oO]r\b")
 _OPEN = {"(": ")", "[": "]", "{": "}"}
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import tomllib
-from pathlib import Path
 
 from agentenv.envs.grading.han import han_core
-from agentenv.envs.grading.places import placed
+from agentenv.envs.grading.tables import Tables
 from agentenv.envs.grading.words import ROMAN_LETTERS, glued, singular, tokens, transliterated
 
 MAX_CHARS = 400  # no name is longer
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+MAX_PLACE_CHARS = 120
+_TABLES = Tables(__file__)
 _TITLES: dict[str, str] = {
     short: long for long, forms in _TABLES["titles"].items() for short in (long, *forms)
 }
@@ -29,43 +28,36 @@ _SUFFIXES = frozenset({"junior", "senior", *map(str, range(1, 10))})
 _ALIASES: dict[str, str] = _TABLES["aliases"]
 STATES: dict[str, str] = _TABLES["states"]  # by their letters
 
-_CLASSES = re.compile(
-    r"(?:the\s+)?(?:(?:islamic\s+|people's\s+)?republic|state|city|town|village|kingdom|month|year"
-    r"|island|province)\s+of\s+(?=\S)|(?:the\s+)?(?:island|year|month)\s+(?=\S)",
-    re.IGNORECASE,
-)
-_OPENING = re.compile(
-    r"(?:in|at|on|by|from|for|to|with|during|as|through|via|until|because of|due to)\s+(?=\S)",
-    re.IGNORECASE,
-)
-_DETERMINER = re.compile(
-    r"(?:(?:its|his|her|their|our|my|your|some|this|these|those|both)\s+)(?=\S)", re.IGNORECASE
-)
-_PART_OF = re.compile(
-    r"\b(\w+ern|early|late|middle|upper|lower|central) (?:part|portion|region|area)s? of (?:the )?",
-    re.IGNORECASE,
-)
+_CLASSES = _TABLES.pattern("classes", re.IGNORECASE)
+_OPENING = _TABLES.pattern("opening", re.IGNORECASE)
+_DETERMINER = _TABLES.pattern("determiner", re.IGNORECASE)
+_PART_OF = _TABLES.pattern("part_of", re.IGNORECASE)
 _EPITHET = re.compile(r"(?:[a-z]+ ){1,3}(?=[A-Z])")  # the geologist James Hutton
-_NO_EPITHET = frozenset(
-    str.split(
-        "of to by for from in on at not with without after before near outside anti non under over"
-        " against son daughter wife father mother brother sister late early northern"
-        " southern eastern western upper lower central former deputy vice assistant co"
-    )
-)
+_NO_EPITHET = _TABLES.words("no_epithet")
 _REALM = re.compile(r"(?<=[a-z] [IVX]|.[IVX][IVX])\s+of (?:the )?[A-Z]\w+(?: [A-Z]\w+)*$")
 _THE_YEAR = re.compile(r"\bthe year (?=\d)", re.IGNORECASE)
-_STATE = re.compile(
-    r",\s*([A-Z]{2})(?=\s*(?:,|$))"
-    r"(?:,\s*(?:the )?(?:U\.?S\.?(?:A\.?)?|United States(?: of America)?)$)?"
-)
+_STATE = _TABLES.pattern("state")
 _SMALL = frozenset(str.split("of the and for a an in on de"))
 _ROMAN_NUMERAL = re.compile(r"[IVX]+")
 _COPULA = re.compile(r"\s+(is|are|was|were)\s+")
 _NICKNAME = re.compile(r"(\w.*?)\s+[\"'(](\w[\w.-]*)[\"')]\s+(.+)")
-_LINK = re.compile(
-    r",?\s+by\s+|\s*,\s*(?:in\s+)?|\s+(?:of|in|at|from)\s+(?:the\s+)?|'s\s+|\s+\(|\)"
+_LINK = _TABLES.pattern("link")
+
+_COUNTRIES: dict[str, str] = {
+    " ".join(tokens(name)): country
+    for country in _TABLES["countries"]
+    for name in (country, *_TABLES["country_names"].get(country, ()))
+}
+_PLACE_FORMS = tuple(
+    re.compile(rf"(\S|\S.*\S){form}")
+    for form in (
+        r"\s*,\s*(?:in\s+)?([^,()]+)",
+        r"\s+in\s+([^,()]+)",
+        r"\s+\(([^()]+)\)",
+    )
 )
+_VENUE = _TABLES.pattern("venue", re.IGNORECASE)
+_IN_A_CITY = re.compile(r"(\S.*\S)(?:\s+in|,)\s+([A-Z][\w.'-]*(?:\s[A-Z][\w.'-]*){0,2})")
 
 
 def same_words(answer: str, gold: str) -> bool:
@@ -101,10 +93,10 @@ def _same_name(answer: str, gold: str) -> bool:
         return True
     if _is_nickname(answer, gold) or _is_nickname(gold, answer):
         return True
-    one, other = _core(answer), _core(gold)
+    one, other = _core(answer, gold), _core(gold, answer)
     if _opened(one) != _opened(other):
         one, other = _OPENING.sub("", one, count=1), _OPENING.sub("", other, count=1)
-    one, other = _core(one), _core(other)
+    one, other = _core(one, other), _core(other, one)
     if _same_core(one, other) or _is_turned(one, other):
         return True
     return han_core(answer) == han_core(gold) != ""
@@ -115,13 +107,15 @@ def _joined(text: str) -> str:
     return glued(tokens(text.replace("'s", "s").replace("\N{RIGHT SINGLE QUOTATION MARK}s", "s")))
 
 
-def _core(original: str) -> str:
-    """A phrase without the class of thing and determiners before it; states in full."""
+def _core(original: str, other: str) -> str:
+    """A phrase without the class of thing and determiners before it, and without a description
+    before a name if `other` is a name too; states in full."""
     bare = re.sub(r"^(?:a|an|the)\s+", "", original, flags=re.IGNORECASE)
     text = without_class(_DETERMINER.sub("", bare, count=1))
     epithet = _EPITHET.match(text) if bare != original else None
     if epithet is not None and not _NO_EPITHET & set(epithet[0].split()):
-        text = text[epithet.end() :]
+        rest = text[epithet.end() :]
+        text = rest if _is_proper(rest) and _is_proper(other) else text
     text = _REALM.sub("", text)
     text = _THE_YEAR.sub("", _PART_OF.sub(r"\1 ", re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)))
     return _STATE.sub(lambda match: f", {STATES.get(match[1], match[1])}", text)
@@ -217,6 +211,13 @@ def _is_named(text: str) -> bool:
     """Whether every word is capitalised, up to particles such as van."""
     words = re.findall(r"[^\W\d_][\w.'-]*", text)
     return all(word[0].isupper() or word in _PARTICLES for word in words)
+
+
+def _is_proper(text: str) -> bool:
+    """Whether a text is a name: every word that is no particle or short word is capitalised."""
+    words = re.findall(r"[^\W\d_][\w.'-]*", text)
+    long = [word for word in words if word.lower() not in _SMALL | _PARTICLES]
+    return bool(long) and all(word[0].isupper() for word in long)
 
 
 def _same_given(one: str, other: str) -> bool:
@@ -324,17 +325,7 @@ def _alias(found: list[str]) -> str:
     return _ALIASES.get(text, text)
 
 
-_SPELLING = (  # British as American, plain plurals as singular
-    (re.compile(r"(?<=\w\w)our(?=\w{0,5}$)"), "or"),
-    (re.compile(r"(?<=\w)tre(s?)$"), r"ter\1"),
-    (re.compile(r"(?<=\w)([iy])s(?=(?:e[ds]?|ers?|ing|ations?)$)"), r"\1z"),
-    (re.compile(r"ae|oe"), "e"),
-    (re.compile(r"(?<=\w)ogue(s?)$"), r"og\1"),
-    (re.compile(r"(?<=\w)ence(s?)$"), r"ense\1"),
-    (re.compile(r"ll(?=(?:ed|ing|ers?)$)"), "l"),
-    (re.compile(r"^grey"), "gray"),
-    (re.compile(r"^(program|kilogram|gram)mes?$"), r"\1"),
-)  # fmt: skip
+_SPELLING = _TABLES.rewrites("spelling")
 
 
 def _folded(found: list[str]) -> list[str]:
@@ -346,3 +337,26 @@ def _american(token: str) -> str:
     for pattern, replacement in _SPELLING:
         token = pattern.sub(replacement, token)
     return token
+
+
+# Places.
+
+
+def country_of(name: str) -> str:
+    """The country that a text names; "" if it names none."""
+    return _COUNTRIES.get(" ".join(tokens(name)), "")
+
+
+def placed(text: str) -> tuple[str, str]:
+    """A place without the country behind it, and the country; a building also without its city.
+    The text and "" where there is none, or where the rest names a country too, as in a list."""
+    for form in _PLACE_FORMS if len(text) <= MAX_PLACE_CHARS else ():
+        match = form.fullmatch(text)
+        country = country_of(match[2]) if match is not None else ""
+        if match is not None and country and match[1][0].isupper():
+            others = re.split(r",|;|\band\b", match[1])
+            return (text, "") if any(map(country_of, others)) else (match[1], country)
+    match = _IN_A_CITY.fullmatch(text) if len(text) <= MAX_PLACE_CHARS else None
+    if match is not None and _VENUE.fullmatch(match[1]) and not _VENUE.fullmatch(match[2]):
+        return match[1], match[2]
+    return text, ""

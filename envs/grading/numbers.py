@@ -3,13 +3,12 @@ r"""Numbers as people write them: 1,234.5, \frac{1}{2}, 1 1/2, 2 x 10^3, 5 milli
 from __future__ import annotations
 
 import re
-import tomllib
 from fractions import Fraction
-from pathlib import Path
 
 from agentenv.envs.grading.han import in_han
+from agentenv.envs.grading.tables import Tables
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TABLES = Tables(__file__)
 CARDINALS: dict[str, int] = _TABLES["cardinals"]
 ORDINALS: dict[str, int] = _TABLES["ordinals"]
 _PARTS: dict[str, int] = {
@@ -26,45 +25,18 @@ FLOAT_STEP = Fraction(1, 1 << 52)
 _LONG = re.compile(rf"(?<![\d.])(-?\d{{0,40}})\.(\d{{{LONG_DECIMALS},40}})(?![\d.])")
 
 # digits are bounded so that comparing stays instant, whatever the policy writes
-_PLAIN = re.compile(
-    r"([+-]?)(?:(\d{1,3}(?:,\d{3}){1,10}|\d{1,40})(?:\.(\d{0,40}))?|\.(\d{1,40}))(?:/(\d{1,40}))?"
-)
-_DECIMAL = (
-    r"(?:(?:\d{1,3}(?:,\d{3}){1,10}|\d{1,3}(?: \d{3}){1,10}|\d{1,40})(?:\.\d{0,40})?|\.\d{1,40})"
-)
-_FRACTION = r"\\frac\s*(?:\{\s*(-?\d{1,40})\s*\}|(\d))\s*(?:\{\s*(\d{1,40})\s*\}|(\d))"
-_FORMS = {
-    "mixed": re.compile(rf"(\d{{1,20}})\s*{_FRACTION}"),
-    "mixed_slash": re.compile(r"(\d{1,20})(?:\s+and)?[ -]+(\d{1,20})/(\d{1,20})(?![\d/])"),
-    "fraction": re.compile(_FRACTION),
-    "repeating": re.compile(r"(\d{0,20})\.(\d{0,20})\\overline\s*\{(\d{1,20})\}"),
-    "scientific": re.compile(
-        rf"({_DECIMAL})\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{{\s*|\()?([+-]?\d{{1,2}})(?!\d)[}})]?"
-    ),
-    "power": re.compile(r"10\s*\^\s*(?:\{\s*|\()?([+-]?\d{1,2})(?!\d)[})]?"),
-    "exponent": re.compile(rf"({_DECIMAL})[eE]([+-]?\d{{1,2}})(?![\w.])"),
-    "slash": re.compile(rf"({_DECIMAL})\s*/\s*(-?\d{{1,40}}(?:\.\d{{1,40}})?)(?![\d/])"),
-    "decimal": re.compile(rf"({_DECIMAL})(?!\d)"),
-}
-_SCALE_WORD = re.compile(
-    r"\s*-?\s*(hundred|thousand|million|billion|trillion|dozen|mn|bn)s?\b"
-    "|\\s*([\u767e\u5343\u4e07\u4ebf])",
-    re.IGNORECASE,
-)
+_PLAIN = _TABLES.pattern("plain")
+_FORMS = _TABLES.patterns("forms")
+_SCALE_WORD = _TABLES.pattern("scale_word", re.IGNORECASE)
 _LETTER_SCALE = re.compile(r"([kKMB])(?![A-Za-z])")
 _LETTERS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}
 _WORD = re.compile(r"[A-Za-z]+")
 _FIRST_WORD = re.compile(r"()([A-Za-z]+)")
 _NEXT_WORD = re.compile(r"[\s-]+(and\s+)?([A-Za-z]+)")
 _AND_PART = re.compile(r"\s+and\s+(an?|one|two|three|four|five)\s+([A-Za-z]+?)s?\b", re.IGNORECASE)
-_POINT = re.compile(
-    r"\s+point((?:\s+(?:zero|one|two|three|four|five|six|seven|eight|nine)\b){1,10})", re.IGNORECASE
-)
+_POINT = _TABLES.pattern("point", re.IGNORECASE)
 _PART = re.compile(r"[\s-]*([A-Za-z]+?)s?\b")
-_HALF = re.compile(
-    r"(?:an?\s+|one\s+)?(half|third|quarter|fourth|fifth|sixth|eighth|tenth|dozen)\b(?:\s+(?:of\s+)?(?:an?|the)\b)?",
-    re.IGNORECASE,
-)
+_HALF = _TABLES.pattern("half", re.IGNORECASE)
 
 
 def as_number(text: str) -> Fraction | None:

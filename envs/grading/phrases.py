@@ -6,26 +6,24 @@ from __future__ import annotations
 import ast
 import operator
 import re
-import tomllib
 from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
-from pathlib import Path
 
 from msgspec import Struct
 
 from agentenv.envs.grading import spans
-from agentenv.envs.grading.names import STATES, is_titled
+from agentenv.envs.grading.names import STATES, country_of, is_titled
 from agentenv.envs.grading.numbers import leading_number, words_as_digits
-from agentenv.envs.grading.places import country_of
 from agentenv.envs.grading.quantities import Quantity, quantity
 from agentenv.envs.grading.separators import Cut, Joint, lines, marks, sentences
 from agentenv.envs.grading.special import truth
 from agentenv.envs.grading.spelling import clean
+from agentenv.envs.grading.tables import Tables
 from agentenv.envs.grading.units import unit_of
 from agentenv.envs.grading.words import has_cjk, is_wordy
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TABLES = Tables(__file__)
 LABELS, ASIDES, HEADS, _NOTES = (
     frozenset(_TABLES[name]) for name in ("labels", "asides", "heads", "notes")
 )
@@ -61,94 +59,16 @@ class Part(Struct, frozen=True):
 
 
 EDGE = " \t\n.,;:!?*_`\"'\u201c\u201d\u2018\u2019\u300c\u300d()[]<>~|#"
-_LEAD = re.compile(
-    r"(?:"
-    r"(?:and|or|but|so|thus|hence|therefore|then|also|maybe|perhaps|possibly|probably|likely"
-    r"|either|well"
-    r"|definitely|certainly|ok(?:ay)?(?=,)|alternatively|otherwise|finally|in (?:conclusion|short"
-    r"|summary|fact)"
-    r"|not only|no|yes|even|else|still|yet|now|again|here|there|\u6216\u8005?"
-    r"|\u7b54\u6848?)(?:,\s*|\s+(?!of\b))"
-    r"|(?:i|we|some|others|many|people|(?:other |some |most )?sources|it|one|you|they|he"
-    r"|she)\s+(?:would\s+"
-    r"|will\s+|could\s+|can\s+|may\s+|might\s+|also\s+|first\s+|then\s+|now\s+|still\s+"
-    r"|have\s+){0,3}"
-    r"(?:say|says|think|thought|thinks|believe|believes|guess|suspect|claim|suggest|suggests"
-    r"|choose|chose|pick"
-    r"|go with|get|got|bet|answer|vote for|conclude)(?:\s+(?:that|it|the|is|was|could be|for"
-    r"|on)\b)*[:,]?\s+"
-    r"|(?:(?:passage|source|document|method|my) )?\w+\s+"
-    r"(?-i:says?|gets(?= )|claims?|states?|reports?|suggests?)"
-    r"(?:\s+that)?(?:\s+it\s+(?:is|was))?[:,]?\s+"
-    r"|(?:its|his|her|their|the)\s+(?:\w+\s+)?(?:name|title)\s+(?:is|was)\s+"
-    r"|(?P<pronoun>it|that|this|these|those|they|he|she|which|who|there)(?:'s|'re|\s+(?:is"
-    r"|was|are|were|could be|might be|may be"
-    r"|must be|should be|would be|will be|could also be|might also be|may also be|can also be"
-    r"|can be))\s+"
-    r"(?:(?:also|actually|really|either|possibly|perhaps|maybe|probably|likely|in fact|either)\s+)*"
-    r"|(?:(?:the|my|our|your|another|an?|one|some|any|each)\s+)?(?:(?:final|correct|right"
-    r"|best|possible|first|second"
-    r"|third|fourth|other|alternative|next|most|likely|true|actual|real|exact|initial|last"
-    r"|only|new|old"
-    r"|updated)\s+){0,3}(?:answers?|results?|solutions?|guess(?:es)?|candidates?|options?"
-    r"|choices?|possibility"
-    r"|alternatives?|response|value|attempt|try|reply|conclusion)"
-    r"(?:\s+(?:is|was|are|were|could be|might be|may be|would be|must be|should be"
-    r"|equals)\s+(?:also\s+)?"
-    r"|\s*(?:\#?\d{1,2}|[a-d]|one|two|three|four|i{1,3})\s*(?:[:.)=]|\s+(?:is|was))\s*|\s*[:=]\s*)"
-    r"|(?:(?:first|second|third|fourth|next|last)(?:ly)?,\s+)"
-    r"|[*+>-]\s+|#\d\s+)",
-    re.IGNORECASE,
-)
-_SOURCE = re.compile(
-    r"(?<=[\w.)\]}\"*$])\s+\(?(?:according to|(?:as )?per (?-i:[A-Z])"
-    r"|by (?:one|another|some|other|the (?:first|second))|in (?:one|another"
-    r"|the (?:first|second|other))(?: \w+)?$"
-    r"|with probability|\[\w\]$|(?:then|now|today|too|instead|respectively|officially"
-    r"|unofficially|(?:strictly|loosely) speaking)\W*$)"
-    r"(?:(?!\b(?:and|or|but|while)\b)[^.;,\n]){0,40}$",
-    re.IGNORECASE,
-)
-OPENING = re.compile(  # what describes, and names nothing
-    r"(?:in|at|on|by|from|for|to|with|of|during|after|before|since|because|as|who|which|that"
-    r"|where|when|whose|while"
-    r"|born|died|aged?|located|situated|published|released|founded|based|formerly|previously"
-    r"|originally|known|made"
-    r"|according|including|excluding|see|under|over|between|within|near|about|until|per|via"
-    r"|through|given|using"
-    r"|assuming|if|just|only|not|never|unlike|rather|instead|circa|ca?\.|b\.|d\.|r\.|fl\."
-    r"|est\.|etc|such|like|hence"
-    r"|counting|rounded|approximately|approx\.?|exactly|i|we|he|she|it|they|this|these|those"
-    r"|both|all|neither|none"
-    r"|each|its|his|her|their|our|my|no|yes|correct|right|respectively|inclusive|is|was|are"
-    r"|were|has|had|did)\b",
-    re.IGNORECASE,
-)
-_SMALL = frozenset(
-    str.split(
-        "of the and for a an in on at to with from by de la le du des der die das von van"
-        " den di da do dos"
-        " del della el los las y e und et bin ibn al as or nor but s t"
-    )
-)
-FUNCTION_WORDS = frozenset(
-    str.split(
-        "of in for by with from to on at as that which who about between into under after before"
-    )
-)
+_LEAD = _TABLES.pattern("lead", re.IGNORECASE)
+_SOURCE = _TABLES.pattern("source", re.IGNORECASE)
+OPENING = _TABLES.pattern("opening", re.IGNORECASE)
+_SMALL = _TABLES.words("small")
+FUNCTION_WORDS = _TABLES.words("function_words")
 _OCCUPATION = re.compile(r"[a-z]{3,}(?:ist|er|or|ian|man|woman|ess|ician|smith|ant|ee|ary)s?")
 _NATIONAL = re.compile(r"(?:^|-)[A-Z][a-z]+(?:ish|ese|ian|ean|ican|ch)$")
 ARTICLE = re.compile(r"^(?:an?|the|one of)\s+", re.IGNORECASE)
 _CAPITAL = re.compile(r"[A-Z][a-z]+")
-_COUNTED = frozenset(
-    str.split(
-        "award awards prize prizes medal medals cup cups title titles oscar oscars grammy"
-        " grammys grammies"
-        " emmy emmys tony tonys globe globes championship championships game games series"
-        " season seasons"
-        " nobel olympic olympics american americans"
-    )
-)
+_COUNTED = _TABLES.words("counted")
 FORMULA = re.compile(r"(?:[A-Z][a-z]?\d*){1,4}")  # of a substance
 
 

@@ -10,7 +10,10 @@ from msgspec import Struct
 
 from agentenv.envs.grading.han import counted, is_list
 from agentenv.envs.grading.numbers import leading_number, letter_scale
+from agentenv.envs.grading.tables import Tables
 from agentenv.envs.grading.units import Dimension, Unit, unit_of
+
+_TABLES = Tables(__file__)
 
 MAX_CHARS = 200  # no number with its unit is longer
 MIN_NEAR = 100  # an approximation is off by one part in so many at most
@@ -35,28 +38,12 @@ class Quantity(Struct, frozen=True):
         return self.value * self.factor + self.offset
 
 
-_SPEEDS = {
-    "mph": "mile/hour",
-    "kph": "km/h",
-    "kmh": "km/h",
-    "kmph": "km/h",
-    "fps": "ft/s",
-    "mpg": "mile/gallon",
-}
-_CURRENCY = re.compile(
-    "([+-]?)\\s*(US\\s?\\$|A\\$|AU\\$|C\\$|HK\\$|USD|EUR|GBP|RMB|CNY|JPY|INR|AUD|CAD"
-    "|[$\u20ac\u00a3\u00a5\u20b9\u20a9])\\s*(?=[\\d.-])"
-)
+_SPEEDS: dict[str, str] = _TABLES["speeds"]
+_CURRENCY = _TABLES.pattern("currency")
 _DETERMINER = re.compile(r"^(?:the\s+|an?\s+(?=hundred|thousand|million|billion))(?=\w)", re.I)
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-_UNIT_TOKEN = re.compile(
-    r"(per\b|/|(?:an?|each|every)\b)"
-    r"|([^\W\d_]+|[%$\u00a2\u20ac\u00a3\u00a5\u00b0\u2030][CF]?)(?:\s*\^\s*\{?\s*(-?\d)\s*\}?|(\d))?"
-    r"|(\\cdot|\*|-|\s)"
-)
-_NOT_A_NOUN = frozenset(
-    str.split("or and to but not minus plus times if where when x than of over under until")
-)
+_UNIT_TOKEN = _TABLES.pattern("unit_token")
+_NOT_A_NOUN = _TABLES.words("not_a_noun")
 _BC: Dimension = (("era_bc", 1),)
 _AD: Dimension = (("era_ad", 1),)
 _PERCENT: Dimension = (("percent", 1),)
@@ -65,51 +52,19 @@ _POUNDS: dict[Dimension, Fraction] = {
     (("money_gbp", 1),): Fraction(1),
     (("kilogram", 1),): Fraction(45359237, 100000000),
 }
-_FIRST_UNIT = re.compile(
-    r"([^\W\d_]+)\.?,?\s*(?:and\s+)?(?=\d|an?\s|one\s|half\s|[a-z]+[- ][a-z]+)"
-)
+_FIRST_UNIT = _TABLES.pattern("first_unit")
 _NOUN = re.compile(r"[^\W\d_][\w'-]*(?:\s+[^\W\d_][\w'-]*){0,5}")
-_FEET = re.compile(
-    r"(\d{1,4})\s*(?:'|ft\.?|feet|foot)\s*(\d{1,2}(?:\.\d+)?)\s*(?:\"|''|in\.?|inches)?"
-)
-_MINUTES = re.compile(
-    r"(\d{1,4})\s*\N{DEGREE SIGN}\s*(\d{1,2}(?:\.\d+)?)\s*'(?:\s*(\d{1,2}(?:\.\d+)?)\s*(?:''|\"))?"
-)
+_FEET = _TABLES.pattern("feet")
+_MINUTES = _TABLES.pattern("minutes")
 _HALVES = re.compile(r"(?:an?|one)\s+(\w+)\s+and\s+a\s+(half|quarter)", re.IGNORECASE)
-_SPELT = (  # one form of a unit's name
-    (
-        re.compile(r"\bper ?cent\b|\bpct\b|\bp\.c\.|\b(?:per|in every|out of every) hundred\b"),
-        "percent",
-    ),
-    (
-        re.compile(r"\bper ?mille?\b|\bper ?mil\b|\bpromille\b|\b(?:per|in every) thousand\b"),
-        "permille",
-    ),
-    (re.compile(r"\b(?:US|U\.S\.|American) (?=dollar|cent)"), ""),
-    (re.compile(r"\b(?:pounds? sterling|british pounds?)\b", re.IGNORECASE), "gbp"),
-    (re.compile(r"\bdegrees? (celsius|centigrade|fahrenheit)\b", re.IGNORECASE), r"\1"),
-    (re.compile(r"\bcentigrade\b", re.IGNORECASE), "celsius"),
-    (re.compile(r"\bnautical miles?\b", re.IGNORECASE), "nauticalmile"),
-    (re.compile(r"\blight[- ]years?\b", re.IGNORECASE), "lightyear"),
-    (re.compile(r"\bpercentage points?\b", re.IGNORECASE), "percentagepoint"),
-)
+_SPELT = _TABLES.rewrites("spelt")
 # what may follow a unit without changing what is measured
-_MEASURED = re.compile(
-    r"(?:in (?:length|height|width|depth|area|size|weight|volume|total|all|duration|diameter"
-    r"|age|altitude|elevation|distance)|of age|in the air|long|tall|high|wide|deep|thick|old|away"
-    r"|apart|large|heavy|total|altogether|overall|each)\b",
-    re.IGNORECASE,
-)
+_MEASURED = _TABLES.pattern("measured", re.IGNORECASE)
 _OF_WHAT = re.compile(r"(?:of|in|on|from|at)\s+(?:all\s+|the\s+|its\s+|their\s+)?[a-z]\D{0,80}")
 _OF_ONE = re.compile(r"^of (?:an?|one|the) (?=\w+$)", re.IGNORECASE)  # a third of an hour
 _SCALE_LETTERS = {"k": 10**3, "M": 10**6, "B": 10**9}
-_OUT_OF = re.compile(
-    r"(?P<part>\S+) (?:out )?(?:of|in)(?: (?:every|each))? (?P<whole>\S+)(?: [a-z]+)?",
-    re.IGNORECASE,
-)
-_BELOW_ZERO = re.compile(
-    r"(?P<depth>.*\S)\s+below(?:\s+(?:zero|freezing))?(?P<scale>\s+(?:celsius|fahrenheit))?", re.I
-)
+_OUT_OF = _TABLES.pattern("out_of", re.IGNORECASE)
+_BELOW_ZERO = _TABLES.pattern("below_zero", re.I)
 _SQUARED = re.compile(r"\b(\w+) (squared|cubed)\b")
 
 
@@ -216,9 +171,7 @@ def _unit_and_rest(text: str) -> tuple[Unit, str] | None:
     return None
 
 
-_NOT_UNITS = frozenset(
-    str.split("in at are stone pole hand hands point points us barn b c d e f h i j k n v w a an")
-)
+_NOT_UNITS = _TABLES.words("not_units")
 
 
 def _negative(one: Quantity) -> Quantity:
@@ -298,9 +251,7 @@ def _is_per_piece(words: str) -> bool:
 
 
 _SMALL = frozenset(str.split("of in the a an on from at all"))
-_DECISIVE = frozenset(
-    str.split("ago later earlier before after more less fewer per from now until past old")
-)
+_DECISIVE = _TABLES.words("decisive")
 
 
 def _settled(one: Quantity, other: Quantity) -> Quantity:

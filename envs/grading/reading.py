@@ -6,33 +6,22 @@ import importlib
 import re
 from typing import Any
 
+from agentenv.envs.grading.tables import Tables
+
+_TABLES = Tables(__file__)
+
 MAX_RUNS = 16  # of digits that are changed, one after the other
 
-_IMAGINARY = re.compile(
-    r"\\imath(?![A-Za-z])|(?<![A-Za-z\\_])i(?![A-Za-z])|(?<=[+-][a-z])i(?![A-Za-z])"
-)
+_IMAGINARY = _TABLES.pattern("imaginary")
 _ROOT = re.compile(r"\\sqrt\s*\{\s*-\s*1\s*\}")
 _DECIMAL = re.compile(r"(?<![\d.])(\d{0,40})\.(\d{1,40})(?![\d.])")
-_GROUPED = re.compile(
-    r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?=\.\d)|(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d ])"
-)
+_GROUPED = _TABLES.pattern("grouped")
 _EXPONENT = re.compile(r"(?<![\w.}])(\d{1,40}(?:\.\d{1,40})?)[eE]([+-]?\d{1,4})(?![\w.{])")
-_MIXED = re.compile(
-    r"(?<![\w.^}/])(\d{1,20})\s*\\frac\s*\{\s*(\d{1,20})\s*\}\s*\{\s*(\d{1,20})\s*\}"
-)
+_MIXED = _TABLES.pattern("mixed")
 _PRIMES = re.compile(r"(?<![A-Za-z\\])([A-Za-z])('{1,4})(?!')")
 _TRANSPOSED = re.compile(r"\^\s*\{?\s*(?:T(?![A-Za-z])|\\top|\\intercal)\s*\}?")
-_PRODUCTS = (  # latex2sympy reads 2(3) and \binom{4}{2}\binom{3}{1} as mixed numbers, as sums
-    (re.compile(r"(?<![\w.^}])(\d+)\s*(?=\()"), r"\1\\cdot "),
-    (re.compile(r"\)\s*(?=\(|\\[dt]?binom|\\frac)"), r")\\cdot "),
-    (re.compile(r"(?<=\})\s*(?=\\[dt]?binom)"), r"\\cdot "),
-    (re.compile(r"(?<![\w.^}])(\d+)\s*(?=\\[dt]?binom)"), r"\1\\cdot "),
-)
-_UNREAD = re.compile(
-    r"\\(?:approx|sim|simeq|cong|equiv|p?mod|bmod|dots\w*|[lcvd]dots)(?![A-Za-z])|\.\.|['\"]"
-    "|[\N{DEGREE SIGN}\N{HORIZONTAL ELLIPSIS}\N{ALMOST EQUAL TO}\N{IDENTICAL TO}]"
-    r"|(?<![\d._^])\d+(?:\.\d+)?\s+\d|\d\s*[?@]"
-)
+_PRODUCTS = _TABLES.rewrites("products")
+_UNREAD = _TABLES.pattern("unread")
 _RUN = re.compile(r"\d+")
 
 

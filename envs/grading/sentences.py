@@ -4,132 +4,41 @@ sentences that say the same."""
 from __future__ import annotations
 
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 from agentenv.envs.grading import dates
 from agentenv.envs.grading.numbers import words_as_digits
+from agentenv.envs.grading.tables import Tables
 from agentenv.envs.grading.words import is_numeral, same_signs, singular, tokens
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TABLES = Tables(__file__)
 MAX_WORDS = 60
 MAX_STATEMENT_CHARS = 500
 
-_VERB = re.compile(
-    r"\b(?:is|are|was|were|be|did|does|do|equals?|makes?|gives?|has|had|have|went|goes|won|died|born|took"
-    r"|opened|arrived|says?|found|known|happened|occurred|located|called|named|hence|therefore|\w{3,}ed"
-    r"|began|broke|built|came|became|fell|grew|held|kept|led|left|lost|made|met|ran|rose|sank|sold"
-    r"|sang|saw|set|spoke|stood|struck|taught|told|wrote|drew|flew|knew|gave|got|hit|lies|lives"
-    r"|comes|works|covers|costs?|weighs?|lasts?|takes?|needs?|spends?|earns?|measures?|totals?)\b"
-    r"|^(?:it|he|she|they|we|this|that)\s+\w+",
-    re.IGNORECASE,
-)
-_CORRECTED = re.compile(
-    r"(?:.*,\s*)?not\s+(?:\S+\s+){1,4}?but\s+(?:rather\s+)?(?P<right>.+)", re.IGNORECASE
-)
-_REJECTED = re.compile(
-    r"(?P<right>.{1,300}?)(?:,|\s+-+)?\s+\(?(?:(?:and |but )?(?:not|never)|rather than|instead of"
-    r"|as opposed to|unlike)\s+(?P<wrong>(?:(?!\b(?:but|only|just|always|sure)\b)[^.;]){1,100})",
-    re.IGNORECASE,
-)
-_AUXILIARY = re.compile(
-    r"(?:^|\b(?:is|are|was|were|am|be|did|does|do|has|have|had|can|could|will|would|should|may|might))"
-    r"\s*$|'s\s*$",
-    re.IGNORECASE,
-)
-_CONCLUDED = re.compile(
-    r".*\b(?:answer|result)\s+(?:is|was|must be|should be)\s*:?\s+(.+)", re.IGNORECASE | re.DOTALL
-)
-_CLAUSE = re.compile(
-    r".*\b(?:is|are|was|were|be|equals|in|on|by|to|as|at|for|from|with|=)\s+"
-    r"(?:(?:the|a|an|called|named|known as)\s+)?(.+)",
-    re.DOTALL,
-)
-_PREDICATE = re.compile(
-    r".{0,200}?\b(?:is|are|was|were|equals|consists? of|contains?|comprises?|=)\s+"
-    r"(?:called |named |known as |located (?:in|at|on) )?(.+)",
-    re.DOTALL,
-)
-_SUBJECT = re.compile(
-    r"(.{1,120}?),?\s+(?:is|was|are|were)\s+(?:the|a|an|what|who|where|when|how|why|one of|correct"
-    r"|right|my)\b.*",
-    re.DOTALL | re.IGNORECASE,
-)
-_ELLIPSIS = re.compile(
-    r"(?:yes, )?(.{1,120}?) (?:did|does|do|was|were|is|are|has|had|would)(?: it| so| that| this)?",
-    re.I,
-)
+_VERB = _TABLES.pattern("verb", re.IGNORECASE)
+_CORRECTED = _TABLES.pattern("corrected", re.IGNORECASE)
+_REJECTED = _TABLES.pattern("rejected", re.IGNORECASE)
+_AUXILIARY = _TABLES.pattern("auxiliary", re.IGNORECASE)
+_CONCLUDED = _TABLES.pattern("concluded", re.IGNORECASE | re.DOTALL)
+_CLAUSE = _TABLES.pattern("clause", re.DOTALL)
+_PREDICATE = _TABLES.pattern("predicate", re.DOTALL)
+_SUBJECT = _TABLES.pattern("subject", re.DOTALL | re.IGNORECASE)
+_ELLIPSIS = _TABLES.pattern("ellipsis", re.I)
 _PREAMBLE = re.compile(r"^(?:after|upon|on|having) [\w -]{1,30}ing\b[^,.]{0,40},\s*", re.IGNORECASE)
-_CLEFT = re.compile(
-    r"(?:it|that|this)(?:\s+(?:is|was)|'s)\s+(.{1,120}?),?\s+(?:who|that|which|where|when)\b.*",
-    re.DOTALL | re.IGNORECASE,
-)
-_NEGATION = re.compile(
-    r"\b(?:not|never|no|neither|nor|or|either|unless|maybe|perhaps|possibly|instead|rather|wrong"
-    r"|incorrect|false|except|without|near|than|if|whom|whose|ruled out|excluded|denied|before"
-    r"|after|unlike|contrary|but|although|though|however|while|whereas|hardly|might|(?-i:may)|could"
-    r"|probably|likely|unsure|cannot|second to|close)\b|n't\b",
-    re.IGNORECASE,
-)
-_DENIAL = re.compile(
-    r"\b(?:no|not|never|neither|nor|or|maybe|perhaps|possibly|wrong|incorrect|actually|but|however"
-    r"|although|unsure|cannot|might|(?-i:may)|could|instead|alternatively)\b|n't\b",
-    re.IGNORECASE,
-)
-_CHANGED = re.compile(
-    r".*\b(?:first|initially|originally)\b.*\bbut\s+(?:then |now |in fact |actually )?(?P<right>.+)"
-    r"|.*(?:\bnot|n't)\s+[^,;]{1,60}[,;:]\s*(?:it's|it is|rather|they are|the answer is)"
-    r"\s+(?P<other>.+)",
-    re.IGNORECASE | re.DOTALL,
-)
-_SURE = re.compile(
-    r",?\s+(?:without (?:a |any )?doubt|of course|for sure|certainly|definitely|indeed|in fact"
-    r"|i (?:think|believe|am sure))$",
-    re.IGNORECASE,
-)
-_APPOSITION = re.compile(
-    r"(?:,\s+(?:an?|the|who|which|whose|where|located|born|also)\s|,?\s+because\s|\s+-\s+(?=[^\W\d_]{2})).*",
-    re.DOTALL,
-)
+_CLEFT = _TABLES.pattern("cleft", re.DOTALL | re.IGNORECASE)
+_NEGATION = _TABLES.pattern("negation", re.IGNORECASE)
+_DENIAL = _TABLES.pattern("denial", re.IGNORECASE)
+_CHANGED = _TABLES.pattern("changed", re.IGNORECASE | re.DOTALL)
+_SURE = _TABLES.pattern("sure", re.IGNORECASE)
+_APPOSITION = _TABLES.pattern("apposition", re.DOTALL)
 _MATH = re.compile(r"\$([^$]*[\\=^_][^$]*)\$")
-_AMOUNT = re.compile(
-    r"(?:(?:over|under|above|below|at least|at most|up to|minus|negative|about|every|another)\s+)?"
-    r"[$\u20ac\u00a3]?-?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?"
-)
+_AMOUNT = _TABLES.pattern("amount")
 _DATE = re.compile(r"(?:\w+ )?\d{1,2},? \w+,? \d{4}|[A-Z]\w+ \d{1,2}, \d{4}")
-_SENTENCE_END = re.compile(
-    r";\s+|(?<=[a-z\d)])(?<!\b(?:Mr|Dr|St|Mt))(?<!\bRev)(?<!\bMrs)[.:]\s+|\n+"
-)
+_SENTENCE_END = _TABLES.pattern("sentence_end")
 
 
-_ANNOUNCED = re.compile(  # a second answer
-    r"\b(?:second|third|other|another|alternative|alternate|backup|back-up|next|last|first"
-    r"|possible|plausible|potential|likely|final)\s+(?:best\s+)?(?:guess|option|choice|candidate"
-    r"|possibilit(?:y|ie)|alternative|interpretation)(?:s|es)?\b"
-    r"|\b(?:second|third|another|alternative|alternate|backup|other|possible|plausible|potential"
-    r"|likely)\s+(?:answer|reading|solution)s?\b"
-    r"|\b(?:candidate|guesse|possibilitie|alternative)s\b(?=\s*(?:are|:))|\b(?:backup|other)\s*:"
-    r"|\b(?:the other|another|a second|a third)(?: one)? (?:is|was|could|might|may|would)\b"
-    r"|\b(?:it|that|this|they|answer|one|as|and) (?:could|might|may)(?: also| just as well| well"
-    r"| even| instead| equally| alternatively)?(?: be\b|(?=\s[A-Z\d]))"
-    r"|\bif (?:that|this|it|the first)(?:'s| is| was) (?:not|wrong|incorrect|rejected)"
-    r"|\bif (?:wrong|not),"
-    r"|\b(?:are|is|seems?|may be) (?:both|also|equally|all|each) (?:possible|plausible|correct"
-    r"|right|likely)"
-    r"|\b(?:are|is) (?:possible|plausible)\b|\bboth (?:are )?(?:possible|plausible)\b"
-    r"|\band so (?:is|are)\b|\boption\s+(?:[2-9B-Z]|two|three)\b"
-    r"|\b(?:others|some|some sources|other sources) (?:say|claim|think|believe|suggest)\b"
-    r"|\baccording to (?:some|other)s?\b|\bdepending on\b|\b(?:less|more|most|very) likely\b"
-    r"|\bwith probability\b|\bnot sure\b|\bon the other hand\b|\bunless (?:it|that|this) is\b"
-    r"|\b(?:and|or|but|,) (?:possibly|perhaps|maybe|probably)\b|\bfailing (?:that|which)\b"
-    r"|\b(?:source|answer|candidate|guess|reading|version)s?\s*#?[2-9B]\b"
-    r"|\b(?:were|are) the candidates\b"
-    r"|\b(?:is|was) (?:the first|one answer|one|another|the second|the other|the third)(?=[,.;]|$)"
-    r"|\b(?:one|the first|the second) is\b|\btop (?:two|three|2|3)\b|\bsecond[- ]guess",
-    re.IGNORECASE,
-)
+_ANNOUNCED = _TABLES.pattern("announced", re.IGNORECASE)
 
 
 def announcement(text: str) -> str:
@@ -249,15 +158,9 @@ def _names(clause: str, wanted: str) -> bool:
 
 # Two sentences.
 
-_BE = r"(?:is|are|was|were)"
+_BE = _TABLES.text("be")
 MIN_STATEMENT_WORDS = 4
-_FILLERS = frozenset(
-    str.split(
-        "is are was were be been being located situated found currently presently now today also"
-        " of in on at to for by from with and that which who whom whose where it its he she they"
-        " his her their has have had there as this these those still up meaning did does do"
-    )
-)
+_FILLERS = _TABLES.words("fillers")
 _PRONOUN = re.compile(r"(?:it|he|she|they|this|that)\b", re.IGNORECASE)
 _PHRASES = tuple(
     (re.compile(rf"\b(?:{phrase})\b", re.IGNORECASE), word)
@@ -268,13 +171,8 @@ _BY = re.compile(r"\bby\b", re.IGNORECASE)
 _SYNONYMS: dict[str, str] = {
     word: name for name, words in _TABLES["synonyms"].items() for word in words
 }
-_WHERE = re.compile(
-    rf"(?P<place>.+?),? {_BE} (?:the place )?where (?P<what>.+?) (?:{_BE}(?: \w+ed| found)?|lies"
-    r"|stands)(?P<now> now)?"
-)
-_PASSIVE = re.compile(
-    rf"(?P<object>.+?) (?:{_BE}|has been|have been|had been) (?P<verb>\w+) by (?P<subject>.+)"
-)
+_WHERE = _TABLES.pattern("where")
+_PASSIVE = _TABLES.pattern("passive")
 
 
 def same_statement(found: str, wanted: str) -> bool:

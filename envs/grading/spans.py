@@ -12,19 +12,16 @@ from msgspec.structs import replace
 from agentenv.envs.grading import dates
 from agentenv.envs.grading.numbers import leading_number, words_as_digits
 from agentenv.envs.grading.quantities import Quantity, quantity, same_quantity
+from agentenv.envs.grading.tables import Tables
+
+_TABLES = Tables(__file__)
 
 MAX_CHARS = 120
 
 # Between two ends.
 
-_BETWEEN = re.compile(
-    r"\s+(?:up\s+)?(?:to|until|till|through|thru)\s+|\s+and\s+|\s*(?:-|~|\u81f3|\u5230)\s*",
-    re.IGNORECASE,
-)
-_START = re.compile(
-    r"(?:lasted |ran |lasting |running |ranging )?(from|between|anywhere between|\u4ece)\s*(?=\S)",
-    re.IGNORECASE,
-)
+_BETWEEN = _TABLES.pattern("between", re.IGNORECASE)
+_START = _TABLES.pattern("start", re.IGNORECASE)
 _BOTH_YEARS = re.compile(r"(\d{2})(\d{2})\s*-\s*(\d{2})")
 
 Ends = tuple[Quantity, Quantity]
@@ -121,35 +118,12 @@ def _han_end(start: re.Match[str], end: str) -> str:
 
 # Open on one side.
 
-_BOUNDS = (
-    ("most", r"(?:(?:at|the) (?:very )?most|up to|as (?:much|many) as"
-             r"|no (?:more|greater|longer|later) than|not (?:more"
-             r"|greater) than|(?:with )?a maximum(?: of)?|maximum|not exceeding|\\le"
-             r"|\u6700\u591a|\u81f3\u591a|\u4e0d\u8d85\u8fc7)\s*(?P<end>.+)"
-             r"|(?P<start>.+?)\s*(?:or (?:less|fewer|under|below)|at (?:the )?most|maximum"
-             r"|\u4ee5\u5185)"),
-    ("least", r"(?:at (?:the very )?least|no (?:less|fewer|earlier) than|not (?:less|fewer) than"
-              r"|(?:with )?a minimum(?: of)?|minimum|upwards? of|\\ge"
-              r"|\u81f3\u5c11|\u6700\u5c11|\u4e0d\u5c11\u4e8e|\u4e0d\u4f4e\u4e8e)\s*(?P<end>.+)"
-              r"|(?P<start>.+?)\s*(?:(?:or|and) (?:more|greater|above|over|older|up)|at least"
-              r"|minimum|\u4ee5\u4e0a)"),
-    ("over", r"(?:more than|over|greater than|above|exceeding|in excess of|higher than|>"
-             r"|\u8d85\u8fc7|\u591a\u4e8e)\s*(?P<end>.+)|(?P<start>.+?)\s*(?:-?plus|\+)"),
-    ("under", r"(?:less than|fewer than|under|below|lower than|smaller than|<"
-              r"|\u5c11\u4e8e|\u4e0d\u5230|\u4f4e\u4e8e)\s*(?P<end>.+)"),
-    ("after", r"(?:(?:sometime |some time )?after|later than|following|subsequent to|post-?)\s*"
-              r"(?P<end>.+)|(?P<start>.+?)\s*(?:\u5e74\u4e4b\u540e|\u4e4b\u540e|\u4ee5\u540e|\u540e)"),
-    ("before", r"(?:(?:sometime |some time )?before|earlier than|prior to|ahead of|pre-?)\s*"
-               r"(?P<end>.+)|(?P<start>.+?)\s*(?:\u4e4b\u524d|\u4ee5\u524d|\u524d)"),
-    ("since", r"(?:ever )?since\s*(?P<end>.+)|(?:starting|beginning) (?:in|from|on)\s*(?P<last>.+)"
-              r"|from\s+(?P<start>.+?)\s+(?:on|onwards?|forward)"),
-)  # fmt: skip
-_BOUND_FORMS = [(name, re.compile(form, re.IGNORECASE | re.DOTALL)) for name, form in _BOUNDS]
+_BOUNDS = _TABLES.patterns("bounds")
 
 
 def bound(text: str) -> tuple[str, str] | None:
     """The side that a text such as "at least 5 km" leaves open, and the rest of it."""
-    for name, form in _BOUND_FORMS:
+    for name, form in _BOUNDS.items():
         match = form.fullmatch(text) if len(text) <= MAX_CHARS else None
         if match is not None:
             return name, next(group for group in match.groups() if group is not None)
@@ -159,16 +133,8 @@ def bound(text: str) -> tuple[str, str] | None:
 # How often.
 
 _TIMES = {"once": 1, "twice": 2, "thrice": 3}
-_ADVERBS = {
-    "hourly": "hour", "daily": "day", "weekly": "week", "monthly": "month", "quarterly": "3 months",
-    "yearly": "year", "annually": "year", "annual": "year", "fortnightly": "2 weeks",
-    "semiannually": "6 months", "biennially": "2 years", "biennial": "2 years",
-}  # fmt: skip
-_OFTEN = re.compile(
-    r"(?:(?P<times>once|twice|thrice|(?P<count>\d{1,4}) times?)\s+)?"
-    r"(?:(?P<every>every|each|per|in every)\s+|(?P<one>an?|in an?|a single)\s+|\u6bcf)"
-    r"(?P<other>other\s+|second\s+|2nd\s+)?(?P<period>\d{1,4}(?:rd|th)?\s*)?(?P<unit>\w+)"
-)
+_ADVERBS: dict[str, str] = _TABLES["adverbs"]
+_OFTEN = _TABLES.pattern("often")
 
 
 def frequency(text: str) -> tuple[Fraction, str] | None:
@@ -189,17 +155,8 @@ def frequency(text: str) -> tuple[Fraction, str] | None:
 
 # Centuries and decades.
 
-_PERIOD = re.compile(
-    r"(?:(?:in|during)\s+)?(?:the\s+)?(?:(early|beginning|start|mid|middle|late|end|first half"
-    r"|second half|2nd half|1st half|latter half|turn)(?:[\s-]+(?:part\s+|years\s+)?)"
-    r"(?:of\s+)?(?:the\s+)?)?"
-    r"(?:(\w+(?:[\s-]\w+)?)[\s-]+century|(\d{2,3}0|[1-9]0(?=s))'?s)(?:\s+(bc|bce|ad|ce))?",
-    re.IGNORECASE,
-)
-_PARTS = {
-    "beginning": "early", "start": "early", "middle": "mid", "end": "late",
-    "1st half": "first half", "2nd half": "second half", "latter half": "second half",
-}  # fmt: skip
+_PERIOD = _TABLES.pattern("period", re.IGNORECASE)
+_PARTS: dict[str, str] = _TABLES["parts"]
 
 
 def period(text: str) -> tuple[str, int, int, bool] | None:

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import re
 import string
-import tomllib
 import unicodedata
-from pathlib import Path
+
+from agentenv.envs.grading.tables import Tables
 
 MAX_ANSWER_CHARS = 2000
 MAX_UNIFIED_CHARS = 4000  # one sign may become eighteen
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+MAX_BOX_CHARS = 20_000  # a box that is still open after so many characters counts as open
+
+# How an answer is boxed: BOX is what is asked for, and FRAME how else models write it.
+BOX = r"\boxed{"
+FRAME = r"\\(?:f?boxed|fbox)\s*\{"
+_BRACE = re.compile(r"[{}]")
+_TABLES = Tables(__file__, frame=FRAME)
 _SYMBOLS = {unicodedata.lookup(name): plain for name, plain in _TABLES["symbols"].items()}
 _SUPERSCRIPTS = {
     chr(code): digit
@@ -25,87 +31,36 @@ _SUPERSCRIPTS = {
     )
 }
 _SUPERSCRIPT = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
-_VULGAR = re.compile(
-    "(?<=\\d)(?=[\N{VULGAR FRACTION ONE QUARTER}-\N{VULGAR FRACTION THREE QUARTERS}"
-    "\N{VULGAR FRACTION ONE SEVENTH}-\N{VULGAR FRACTION SEVEN EIGHTHS}])"
-)
+_VULGAR = _TABLES.pattern("vulgar")
 _ROOT = re.compile(r"\N{SQUARE ROOT}\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\))")
 _PLAIN_ROOT = re.compile(r"(?<![A-Za-z\\])\\?sqrt\s*(?:\(((?:[^()]|\([^()]*\))*)\)|\{([^{}]*)\})")
-_LATEX = (
-    (re.compile(r"\\[dtc]frac"), r"\\frac"),
-    (re.compile(r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])"), ""),
-    (re.compile(r"\\!\s*"), ""),
-    (re.compile(r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])"), " "),
-    (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi"),
-    (re.compile(r"(?<!\\)\\([%$&#_])"), r"\1"),
-    (re.compile("\u767e\u5206\u4e4b(.+)"), r"\1%"),
-    (re.compile(r"\{,\}"), ","),
-    (re.compile(r"\^\{?\s*\\circ\s*\}?|\\degree(?:s)?(?![a-zA-Z])"), "\N{DEGREE SIGN}"),
-    (re.compile(r"\\leq?(?:slant)?(?![a-zA-Z])|<=(?!>)"), r"\\le "),
-    (re.compile(r"\\geq?(?:slant)?(?![a-zA-Z])|>="), r"\\ge "),
-    (re.compile(r"\\neq?(?![a-zA-Z])|!="), r"\\ne "),
-    (re.compile(r"\\varnothing"), r"\\emptyset"),
-    (re.compile(r"\\(?:long)?rightarrow(?![a-zA-Z])|(?<![<=-])-+>"), r"\\to "),
-    (re.compile(r"(?<=\s)<-+(?=\s)"), r"\\leftarrow "),
-    (re.compile(r"<-+>"), r"\\leftrightarrow "),
-    (re.compile(r"\\(?:wedge)(?![a-zA-Z])"), r"\\land "),
-    (re.compile(r"\\(?:vee)(?![a-zA-Z])"), r"\\lor "),
-    (re.compile(r"\^\s*\{?\s*(?:\\text\s*\{)?\s*(st|nd|rd|th)\s*\}{0,2}(?![a-z])"), r"\1"),
-    (re.compile(r"(?<![A-Za-z\\])(log|ln|sin|cos|tan)(?=[_^(\s\d]|$)"), r"\\\1"),
-    (re.compile(r"\\log_\{?e\}?(?![a-z])"), r"\\ln"),
-    (
-        re.compile(
-            r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"
-        ),
-        r" \1 ",
-    ),
-    (re.compile(r"\\sqrt\s*([0-9A-Za-z])"), r"\\sqrt{\1}"),
-)
+_LATEX = _TABLES.rewrites("latex")
 _MOD = re.compile(r"\(?\\?p?mod\s*(?:\{\s*(?=\w+\s*\}))?(\w+)\s*[})]?")
 _CHARGE = re.compile(r"\^\{?(\d*[+-])(?:\}|(?![\w({]))")  # Ca^{2+} as Ca2+
 _BOLD = re.compile(r"(?<![\w)}*])\*\*([^*\n]+)\*\*(?![\w({*])")
-_WRAPPERS = (
-    re.compile(r'\{\s*"\w+"\s*:\s*"?([^{}"]*)"?\s*\}'),
-    re.compile(r"\$\$([^$]*)\$\$"),
-    re.compile(r"\$(\$\d[^$]*)\$"),
-    re.compile(r"\$([^$]*[^$\s][^$]*)\$", re.DOTALL),
-    re.compile(r"\\\(((?:(?!\\[()]).)*)\\\)", re.DOTALL),
-    re.compile(r"\\\[((?:(?!\\[\[\]]).)*)\\\]", re.DOTALL),
-    re.compile(r"\*\*((?:(?!\*\*).)*)\*\*", re.DOTALL),
-    re.compile(r"`+([^`]*)`+"),
-    re.compile(r'"([^"]*)"'),
-    re.compile(r"'([^']*)'"),
-    re.compile(r"\\f?boxed\s*\{(.*)\}|\\fbox\s*\{(.*)\}", re.DOTALL),
-    re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"),
-)
+_WRAPPERS = _TABLES.patterns("wrappers")
 _INLINE = re.compile(r"(?<![\\\w$])\$(?=\S)([^$\n]{1,120}?)(?<=\S)\$(?![\w$])")
 MAX_WORDS_AROUND = 3  # of an answer that is a formula with its unit; more are a sentence
-_LEAD_IN = re.compile(
-    r"(?:=+>|-+>|=|\\to(?![a-z])|\\Rightarrow|\\therefore)\s*(?=[^\s=])"
-    r"|(?:in|on|at)\s+(?=(?:the year )?\d)"
-    r"|(?:(?:so|thus|therefore|hence)\b,?\s*)?"
-    r"(?:(?:the|my|our)\s+)?(?:final\s+|correct\s+)?(?:answer|result|solution)"
-    r"\s*(?:\bis\b|\bare\b|\bequals\b|=|:)+(?:\s*:)?\s*"
-    r"|(?:it\s+is|it's|that\s+is|they\s+are)\s+"
-    r"|(?:definitely|certainly|clearly|simply|exactly|precisely|indeed|just"
-    r"|surely|undoubtedly|obviously|a total of|namely)\s+(?=\S)"
-    r"|(?:no|neither|not) (?:more|fewer|less) (?:and|or|nor) (?:no |not )?"
-    r"(?:more|fewer|less) than\s+"
-    r"|(?:so|thus|therefore|hence),?\s+(?=\S)"
-    r"|(?:\u516c\u5143|\u662f|\u4e3a|\u5728|\u4e8e|\u76f8\u5dee)(?=[\d\u96f6\u3007\u4e00\u4e8c\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d\u5341\u4e24])"
-    r"|(?:none other than|no other than|nothing but|none but|the so-called)\s+(?=\S)"
-    r"|(?:\u4e00\u5171|\u603b\u5171|\u5171\u8ba1|\u5408\u8ba1|\u5171)(?:\u6709|\u662f|\u4e3a)?\s*(?=\S)"
-    r"|\u6700\u7ec8\u7b54\u6848(?:\u662f|\u4e3a|:)?\s*|\u7b54\u6848?(?:\u662f|\u4e3a|:)\s*",
-    re.IGNORECASE,
-)
-_APPROXIMATELY = re.compile(
-    r"(?:\\approx|\\sim|approximately|approx\.?|about|around|roughly|nearly|almost|circa|(?-i:ca?\.)|\u5927\u7ea6|\u7ea6|~)"
-    r"\s*(?=[\d$.\\-])",
-    re.IGNORECASE,
-)
+_LEAD_IN = _TABLES.pattern("lead_in", re.IGNORECASE)
+_APPROXIMATELY = _TABLES.pattern("approximately", re.IGNORECASE)
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _TRAILING = re.compile(r"(?<!\\)[;,]\s*\Z")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def boxes(text: str) -> list[tuple[str, str]]:
+    r"""Each \boxed{...} that is closed, braces inside balanced, with the text before it."""
+    found, place, before = [], 0, 0
+    while (start := text.find(BOX, place)) >= 0:
+        place = start + len(BOX)
+        depth = 1
+        for brace in _BRACE.finditer(text, place, place + MAX_BOX_CHARS):
+            depth += 1 if brace[0] == "{" else -1
+            if depth == 0:
+                found.append((text[before:start], text[place : brace.start()].strip()))
+                place = before = brace.end()
+                break
+    return found
 
 
 def unify(text: str) -> str:
@@ -161,7 +116,7 @@ def words_of(text: str) -> str:
 
 def _strip_once(text: str) -> str:
     text = _end(text)
-    for pattern in _WRAPPERS:
+    for pattern in _WRAPPERS.values():
         match = pattern.fullmatch(text)
         if match is not None:
             inner = next(group for group in match.groups() if group is not None)

@@ -9,34 +9,16 @@ from typing import Protocol
 from msgspec import Struct
 
 from agentenv.envs.grading.separators import last_correction
+from agentenv.envs.grading.spelling import BOX, boxes
 from agentenv.errors import GraderError, InfraError
 
 STOPPED = "stopped"  # the part of a grade that says that the function gave none
-MAX_BOX_CHARS = 20_000  # a box that is still open after so many characters counts as open
-
-_BRACE = re.compile(r"[{}]")
-_BOX = r"\boxed{"
 _TAGGED = re.compile(r"(.*?)<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
-
-
-def boxes(text: str) -> list[tuple[str, str]]:
-    r"""Each \boxed{...} that is closed, braces inside balanced, with the text before it."""
-    found, place, before = [], 0, 0
-    while (start := text.find(_BOX, place)) >= 0:
-        place = start + len(_BOX)
-        depth = 1
-        for brace in _BRACE.finditer(text, place, place + MAX_BOX_CHARS):
-            depth += 1 if brace[0] == "{" else -1
-            if depth == 0:
-                found.append((text[before:start], text[place : brace.start()].strip()))
-                place = before = brace.end()
-                break
-    return found
 
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last \boxed{...}, braces inside balanced; None when there is none."""
-    found = boxes(text[max(text.rfind(_BOX), 0) :])
+    found = boxes(text[max(text.rfind(BOX), 0) :])
     return found[-1][1] if found else None
 
 

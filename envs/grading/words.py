@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import re
-import tomllib
 import unicodedata
 from collections import Counter
-from pathlib import Path
 
 from agentenv.envs.grading.numbers import words_as_digits
-from agentenv.envs.grading.signs import NAMED_A, SIGNS, is_sign, named_a, signed
 from agentenv.envs.grading.spelling import unify, words_of
+from agentenv.envs.grading.tables import Tables
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+MINUS = "\N{MINUS SIGN}"  # texts hold hyphens only, once they are unified
+_BACK, _BOTH_WAYS = "\N{LEFTWARDS ARROW}", "\N{LEFT RIGHT ARROW}"
+_AT_MOST, _AT_LEAST = "\N{LESS-THAN OR EQUAL TO}", "\N{GREATER-THAN OR EQUAL TO}"
+_UNEQUAL, _EITHER = "\N{NOT EQUAL TO}", "\N{PLUS-MINUS SIGN}"
+SIGNS = f"<>{_AT_MOST}{_AT_LEAST}{_UNEQUAL}{_BACK}{_BOTH_WAYS}{_EITHER}"
+NAMED_A = "\N{FULLWIDTH LATIN SMALL LETTER A}"  # a name, which is no article
+
+_TABLES = Tables(__file__, signs=SIGNS)
+_SIGN_WORDS = frozenset({"a", "plus", "minus", "sharp", "flat", "star"})
+
+_COMMANDS: dict[str, str] = _TABLES["commands"]
+_FORMAT = _TABLES.words("format")
+_COMMAND = re.compile(r"\\([a-zA-Z]+)")
+_TAG = re.compile(r"</?[a-z][a-z\d]*(?:\s[^<>]*)?/?>|^>\s+(?=[^\W\d])", re.MULTILINE)
+_FORMS = _TABLES.rewrites("forms")
+
+_GREEK = re.compile("(?<![\u0370-\u03ff])[\u0391-\u03c9](?![\u0370-\u03ff])")
+_A = re.compile(r"(?<![\w'.])[Aa](?![\w'.])")
+_LETTERED = _TABLES.pattern("lettered", re.IGNORECASE)
+_BEHIND_A_NAME = _TABLES.pattern("behind_a_name")
 _SHORT: dict[str, str] = _TABLES["short"]
 _PLURALS: dict[str, str] = _TABLES["plurals"]
 _STROKES: dict[str, str] = _TABLES["strokes"]
@@ -59,7 +76,7 @@ def token_f1(found: list[str], wanted: list[str]) -> float:
 def tokens(text: str) -> list[str]:
     """Words in one form: no case, accents, punctuation or articles; numerals as digits. Signs that
     carry a value stay: comparators, arrows, a minus before a number, + and # behind a letter."""
-    text = named_a(signed(unify(text))).casefold()
+    text = _named_a(_signed(unify(text))).casefold()
     text = re.sub(r"(?<=\w)'s\b", "", text).replace("&", " and ")
     text = re.sub(r"(?<=\w) vs?\. (?=\w)", " versus ", text)
     text = re.sub(r"\bno\.?\s*(?=\d)|#\s*(?=\d)", "number ", text)
@@ -91,7 +108,7 @@ def is_numeral(token: str) -> bool:
 
 def same_signs(one: str, other: str) -> bool:
     """Whether both texts hold the same signs that carry a value, and no two currencies."""
-    sides = [Counter(filter(is_sign, tokens(text))) for text in (one, other)]
+    sides = [Counter(filter(_is_sign, tokens(text))) for text in (one, other)]
     money = [set(_CURRENCY.findall(unify(text))) for text in (one, other)]
     return sides[0] == sides[1] and (not money[0] or not money[1] or money[0] == money[1])
 
@@ -152,3 +169,45 @@ def is_wordy(text: str) -> bool:
     if max(map(len, found)) <= 3 and re.search(r"[\\^_=+*/<>|]|\d", text):
         return " " in plain.strip() and not re.search(r"[\\^_=+*/<>|]", text)
     return True
+
+
+# Signs that carry a value in words: x > 5, A -> B, C++, blood type A-, a profit of -3; a named A.
+# Each has one form, a sign or a word, whichever way it is written; what is punctuation (hyphens in
+# words, ranges, dates, dashes, bullets) has none.
+
+
+def _signed(text: str) -> str:
+    """A unified text with its signs in one form each, and LaTeX commands as words."""
+    text = _GREEK.sub(_greek, _COMMAND.sub(_named, _TAG.sub(" ", text)))
+    for form, plain in _FORMS:
+        text = form.sub(plain, text)
+    return text
+
+
+def _named_a(text: str) -> str:
+    """The text with each A marked that is a name: hepatitis A, plan A, A+, the last word."""
+
+    def marked(match: re.Match[str]) -> str:
+        before, behind = text[: match.start()], text[match.end() :]
+        is_name = (
+            _BEHIND_A_NAME.match(behind)
+            or _LETTERED.search(before[-20:])
+            or (match[0] == "A" and before.strip() and re.match(r"\s+[a-z]", behind))
+        )
+        return NAMED_A if is_name and len(text.strip()) > 1 else match[0]
+
+    return _A.sub(marked, text)
+
+
+def _is_sign(token: str) -> bool:
+    """Whether a token is a sign, a number below zero or a named A."""
+    return token in SIGNS or token.startswith(MINUS) or token in _SIGN_WORDS
+
+
+def _named(match: re.Match[str]) -> str:
+    name = match[1]
+    return " " if name in _FORMAT else f" {_COMMANDS.get(name, name)} "
+
+
+def _greek(match: re.Match[str]) -> str:
+    return f" {unicodedata.name(match[0]).rpartition(' ')[2].lower()} "

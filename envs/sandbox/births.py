@@ -10,7 +10,7 @@ or refuses them: the clone by which a session forks, prctl(PR_SET_PDEATHSIG) and
     m         prctl: it must hold nothing that n holds too; then it gets its socket for n's
 
 All that untrusted code can do about it is to be no fork. Without namespaces a session asks for the
-same prctl once before it runs any; whoever else asks is refused.
+same prctl once before it runs any; any other process is refused.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class SessionProcess:
     async def ask(self, request: dict[str, Any]) -> CellAnswer:
         """One request and its answer. Raises ChannelClosedError; then, and when cancelled, the
         process can only be killed."""
-        answer = await self._channel.ask(request, self._go_on)
+        answer = await self._channel.ask(request, self._resume)
         self.stop()
         return answer
 
@@ -158,7 +158,7 @@ class SessionProcess:
         """Until the next request."""
         send_signal(self._pidfd, signal.SIGSTOP)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         send_signal(self._pidfd, signal.SIGCONT)
 
     def kill(self) -> None:

@@ -277,9 +277,9 @@ class ZygoteProcess:
                 report = await asyncio.get_running_loop().sock_recv(ours, 1 << 16)
             if not report:
                 await zygote._refuse()
-            told = decode(report, _Report)
-            check_missing(told.missing, python)
-            zygote.live_forks = told.live_forks
+            found = decode(report, _Report)
+            check_missing(found.missing, python)
+            zygote.live_forks = found.live_forks
             asyncio.get_running_loop().add_reader(ours, zygote._hear)
             started = True
         except TimeoutError as error:
@@ -386,7 +386,7 @@ class ZygoteProcess:
         self._flush()
 
     def _hear(self) -> None:
-        """The zygote tells which process a session is."""
+        """The zygote reports the process of a session."""
         try:
             packet, fds, _, _ = socket.recv_fds(self._control, 4096, 1, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
@@ -427,7 +427,7 @@ class ZygoteProcess:
                 loop.add_writer(self._control, self._flush)
                 return
             except OSError:
-                pass  # the zygote is gone; whoever waits for an answer reads the end of file
+                pass  # the zygote is gone; a call that waits for an answer reads the end of file
             self._drop_first()
         loop.remove_writer(self._control)
 

@@ -274,7 +274,7 @@ class Sandbox:
     The first of `rungs` that this machine offers is taken: "namespaces" (bubblewrap, and
     namespaces for each session) or "landlock" (Landlock; sessions cannot write files). On both a
     filter of system calls refuses processes and sockets. Before a rung is used, quick escapes are
-    tried on it. Going to a lower rung is said in a warning, and `rung` tells which it is. When
+    tried on it. Going to a lower rung is said in a warning, and `rung` names it. When
     none is left a ConfigError says what each one lacks; only `allow_unsafe` makes it fall back to
     a plain subprocess with resource limits, with a warning.
 
@@ -373,7 +373,7 @@ class Sandbox:
     async def close(self) -> None:
         """End all sessions; no process is left. Idempotent."""
         self._closed = True
-        self._freed.set()  # who waits for room is told
+        self._freed.set()  # wakes the calls that wait for room
         async with self._starting:
             zygote, self._zygote = self._zygote, None
             if zygote is not None:

@@ -1,7 +1,7 @@
 """The shared cache of tool results, SQLite in WAL mode behind an in-memory LRU; cached backends.
 
 Many processes may share one file. Reads take some 0.1 ms and never wait for writers; writes are
-collected and done by a thread. The age of an entry is told by SQLite's clock.
+collected and done by a thread. SQLite's clock measures the age of an entry.
 
 What a file gives back may be damaged, or of another version of this program: that is a miss, and
 said once in a warning. It never ends a run.
@@ -23,7 +23,7 @@ import msgspec
 
 from agentenv.env import summed_stats
 from agentenv.envs.search.corpus import Backend, Hit, Query
-from agentenv.envs.search.upstream import SingleFlight
+from agentenv.envs.search.upstream import SharedFetches
 from agentenv.errors import ConfigError, DataError, ForeignError
 from agentenv.offload import in_thread
 from agentenv.untrusted import decode, decode_text
@@ -72,7 +72,7 @@ class ResultCache:
         self._memory: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # value, loop time
         self._pending: dict[str, bytes] = {}
         self._flushing: asyncio.Task[None] | None = None
-        self._flight: SingleFlight[bytes] = SingleFlight()
+        self._fetches: SharedFetches[bytes] = SharedFetches()
         self._reader: sqlite3.Connection | None = None
         self._warned = False  # of entries that cannot be read
         if path is not None:
@@ -142,11 +142,11 @@ class ResultCache:
             return value
 
         known = self.get_as(read, key)
-        return read(await self._flight.run(key, fetched)) if known is None else known
+        return read(await self._fetches.run(key, fetched)) if known is None else known
 
     async def close(self) -> None:
         """Cancel what is in the air, write what is pending and close the file; idempotent."""
-        await self._flight.close()
+        await self._fetches.close()
         if self._flushing is not None:
             await self._flushing
         if self._reader is not None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import weakref
+from array import array
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 from msgspec import Meta, Struct
 
 from agentenv.config import PATH
@@ -15,10 +19,11 @@ from agentenv.envs.search.corpus import (
     BackendConfig,
     Hit,
     LocalBackend,
+    Passage,
     Query,
     needed,
+    read_passage,
 )
-from agentenv.envs.search.corpus_file import CorpusFile
 from agentenv.errors import ConfigError, DataError, InfraError
 
 MAX_BATCH = 64  # queries that are encoded together
@@ -46,7 +51,7 @@ class FaissConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="f
         try:
             state = Path(self.index).stat()
             index = f"{Path(self.index).resolve()} {state.st_size} {state.st_mtime_ns}"
-        except OSError:  # which is told when it is opened
+        except OSError:  # reported when it is opened
             index = self.index
         found_by = [index, self.corpus, self.encoder]
         encoded_by = [self.pooling, self.prefix, self.normalize, MAX_TOKENS]
@@ -211,3 +216,71 @@ class Encoder:
             if self._config.normalize:
                 vectors = self._torch.nn.functional.normalize(vectors, dim=-1)
         return vectors.float().cpu().numpy()
+
+
+class CorpusFile:
+    """A JSONL corpus, whose passages are read from the file when they are asked for, by place or by
+    id. Every row is read and checked once, here; safe to use from several threads.
+
+    In memory stand 24 bytes a passage: where its line begins, and its id as a 64-bit hash in a
+    sorted table. 21 million passages (Wikipedia as FlashRAG has it, 14 GB) take half a gigabyte.
+
+    Raises DataError for a file that cannot be read, a row that is no passage, and an id that two
+    rows have.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        begins, hashes = array("q"), array("q")
+        try:  # kept open: another file of that name may come later
+            self._file = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)
+            place = 0
+            with path.open("rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        passage = read_passage(line, f"corpus {path}, row {number}")
+                        begins.append(place)
+                        hashes.append(hash(passage.id))
+                    place += len(line)
+        except OSError as error:
+            raise DataError(f"corpus {path} cannot be read: {error.strerror}") from error
+        if not begins:
+            raise DataError(f"corpus {path} is empty; expected a passage on each line")
+        begins.append(place)
+        self._begins = np.frombuffer(begins, np.int64)
+        self._order = np.argsort(np.frombuffer(hashes, np.int64), kind="stable")
+        self._sorted = np.frombuffer(hashes, np.int64)[self._order]
+        self._refuse_twins()
+
+    def __len__(self) -> int:
+        return len(self._begins) - 1
+
+    def __getitem__(self, place: int) -> Passage:
+        """The passage of that row, counted from 0 without blank lines."""
+        if not 0 <= place < len(self):
+            raise IndexError(place)
+        begin, end = int(self._begins[place]), int(self._begins[place + 1])
+        line = os.pread(self._file, end - begin, begin)
+        return read_passage(line.split(b"\n", 1)[0], f"corpus {self.path}, passage {place + 1}")
+
+    def find(self, passage_id: str) -> Passage | None:
+        """The passage of that id."""
+        wanted = hash(passage_id)
+        first = np.searchsorted(self._sorted, wanted, "left")
+        last = np.searchsorted(self._sorted, wanted, "right")
+        for place in self._order[first:last].tolist():
+            if (passage := self[place]).id == passage_id:
+                return passage
+        return None
+
+    def _refuse_twins(self) -> None:
+        """Rows whose ids have one hash are compared: ids that are equal are refused."""
+        alike = np.flatnonzero(self._sorted[1:] == self._sorted[:-1])
+        for first in alike.tolist():
+            one, other = self._order[first : first + 2].tolist()
+            if self[one].id == self[other].id:
+                raise DataError(
+                    f"corpus {self.path}, passage {other + 1}: id {self[other].id!r} is already "
+                    f"that of passage {one + 1}; expected a different id for each row"
+                )

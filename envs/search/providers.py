@@ -9,8 +9,7 @@ from __future__ import annotations
 import html
 import os
 import re
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlencode
 
 from msgspec import Meta, Struct
@@ -21,6 +20,8 @@ from agentenv.envs.search.keys import TrafficConfig
 from agentenv.envs.search.upstream import HttpRequest, Reply, Upstream
 from agentenv.errors import ConfigError, ForeignError, InfraError, ToolError
 from agentenv.untrusted import convert, decode
+
+T = TypeVar("T")
 
 ProviderName = Literal["brightdata", "serper", "serpapi", "tavily", "brave", "searxng"]
 
@@ -36,20 +37,24 @@ _OF_ACCOUNT = re.compile(
 )
 
 
-class Provider(Struct, frozen=True):
-    """One provider. `request(url, key, zone, query)`; `results` finds the list in the reply, and
-    `failure` says why an empty one means nothing, if it does."""
+class Provider:
+    """One provider. `rows` is where the reply holds its results, a key in a key; `failure` the key
+    that says why there are none, if their absence means nothing."""
 
-    url: str
-    key_variable: str
-    request: Callable[[str, str, str, Query], HttpRequest]
-    results: Callable[[dict[str, Any]], Any]
-    text_field: str
-    url_field: str = "link"
-    failure: Callable[[dict[str, Any]], Any] = lambda reply: reply.get("error")
-    max_chars: int = 2000  # of a query
-    max_words: int = 1000
-    is_html: bool = False  # texts hold references to characters, and tags
+    url = ""
+    key_variable = ""
+    rows: tuple[str, ...] = ("results",)
+    failure = "error"
+    text_field = "content"
+    url_field = "url"
+    max_chars = 2000  # of a query
+    max_words = 1000
+    is_html = False  # texts hold references to characters, and tags
+
+    @staticmethod
+    def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
+        """The search at the address `url`, with the key of the account."""
+        raise NotImplementedError
 
 
 class WebConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="web"):
@@ -170,14 +175,16 @@ def provider_hits(config: WebConfig, reply: Reply, max_results: int) -> list[Hit
     """
     provider = PROVIDERS[config.provider]
     clean = _plain if provider.is_html else str.strip
-    if reply.status != 200:
-        raise InfraError(f"{config.provider}: status {reply.status}, expected 200")
+    content = _decoded(reply, dict[str, Any], config.provider, "a JSON object")
+    found: Any = content
+    for key in provider.rows:
+        found = found.get(key) if isinstance(found, dict) else None
     try:
-        content = decode(reply.body, dict[str, Any])
-        rows = convert(provider.results(content) or [], list[dict[str, Any]])
-    except (ForeignError, AttributeError) as error:
+        rows = convert(found or [], list[dict[str, Any]])
+    except ForeignError as error:
         raise InfraError(f"{config.provider}: the reply has another form: {error}") from error
-    if not rows and (failure := provider.failure(content)) and not _NOTHING.search(str(failure)):
+    failure = content.get(provider.failure)
+    if not rows and failure and not _NOTHING.search(str(failure)):
         raise InfraError(f"{config.provider}: no results, but {str(failure)[:MAX_REASON_CHARS]}")
     hits: list[Hit] = []
     for row in rows:
@@ -186,6 +193,18 @@ def provider_hits(config: WebConfig, reply: Reply, max_results: int) -> list[Hit
         if text or title:
             hits.append(Hit(text or title, title, str(row.get(provider.url_field) or "")))
     return hits[:max_results]
+
+
+def _decoded(reply: Reply, form: type[T], name: str, expected: str) -> T:
+    """The reply as a value of this form. InfraError: it has another status or form."""
+    if reply.status != 200:
+        raise InfraError(f"{name}: status {reply.status}, expected 200")
+    try:
+        return decode(reply.body, form)
+    except ForeignError as error:
+        raise InfraError(
+            f"{name}: the reply has another form: {error}; expected {expected}"
+        ) from error
 
 
 _NOTHING = re.compile("hasn't returned any results")  # SerpAPI's error where there are none
@@ -197,20 +216,22 @@ def _plain(text: str) -> str:
     return html.unescape(_TAG.sub("", text)).strip()
 
 
-def _bright_data(url: str, key: str, zone: str, query: Query) -> HttpRequest:
+class _BrightData(Provider):
     """Bing through Bright Data, as ARPO asks it: quotes are left out of the query."""
-    search = urlencode(
-        {
-            "q": query.text.replace('"', ""),
-            "mkt": query.market,
-            "setLang": query.language,
-            "brd_json": "1",
-            "cc": query.country,
-        }
-    )
-    body = {"zone": zone, "url": f"https://www.bing.com/search?{search}", "format": "raw"}
-    secret = {"Authorization": f"Bearer {key}"}
-    return HttpRequest("POST", f"{url}/request", json=body, secret_headers=secret)
+
+    url, key_variable = "https://api.brightdata.com", "BRIGHTDATA_API_KEY"
+    rows, text_field, url_field = ("organic",), "description", "link"
+
+    @staticmethod
+    def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
+        asked = {"q": query.text.replace('"', ""), "mkt": query.market, "setLang": query.language}
+        search = urlencode({**asked, "brd_json": "1", "cc": query.country})
+        body = {"zone": zone, "url": f"https://www.bing.com/search?{search}", "format": "raw"}
+        return HttpRequest("POST", f"{url}/request", json=body, secret_headers=_bearer(key))
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
 
 
 def _google(query: Query) -> dict[str, str]:
@@ -219,120 +240,91 @@ def _google(query: Query) -> dict[str, str]:
     return {"q": query.text, "gl": query.country, "hl": language}
 
 
-def _serper(url: str, key: str, zone: str, query: Query) -> HttpRequest:
-    body = {**_google(query), "num": query.max_results}
-    return HttpRequest("POST", f"{url}/search", json=body, secret_headers={"X-API-KEY": key})
+class _Serper(Provider):
+    url, key_variable = "https://google.serper.dev", "SERPER_API_KEY"
+    rows, text_field, url_field = ("organic",), "snippet", "link"
+
+    @staticmethod
+    def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
+        body = {**_google(query), "num": query.max_results}
+        return HttpRequest("POST", f"{url}/search", json=body, secret_headers={"X-API-KEY": key})
 
 
-def _serpapi(url: str, key: str, zone: str, query: Query) -> HttpRequest:
-    params = {"engine": "google", **_google(query), "num": str(query.max_results)}
-    return HttpRequest("GET", f"{url}/search.json", params, secret_params={"api_key": key})
+class _SerpApi(Provider):
+    url, key_variable = "https://serpapi.com", "SERPAPI_API_KEY"
+    rows, text_field, url_field = ("organic_results",), "snippet", "link"
+
+    @staticmethod
+    def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
+        params = {"engine": "google", **_google(query), "num": str(query.max_results)}
+        return HttpRequest("GET", f"{url}/search.json", params, secret_params={"api_key": key})
 
 
-def _tavily(url: str, key: str, zone: str, query: Query) -> HttpRequest:
-    body = {
-        "query": query.text,
-        "max_results": query.max_results,
-        "search_depth": "basic",
-        "include_raw_content": False,
-    }
-    secret = {"Authorization": f"Bearer {key}"}
-    return HttpRequest("POST", f"{url}/search", json=body, secret_headers=secret)
+class _Tavily(Provider):
+    url, key_variable, max_chars = "https://api.tavily.com", "TAVILY_API_KEY", 400
+
+    @staticmethod
+    def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
+        asked = {"query": query.text, "max_results": query.max_results}
+        body = {**asked, "search_depth": "basic", "include_raw_content": False}
+        return HttpRequest("POST", f"{url}/search", json=body, secret_headers=_bearer(key))
 
 
-# Brave's languages and countries; it refuses others. It has codes of its own for some languages.
 _BRAVE_CODES = {
-    "ja": "jp",
-    "no": "nb",
-    "zh": "zh-hans",
-    "zh-HK": "zh-hant",
-    "zh-TW": "zh-hant",
-    "pt": "pt-pt",
-    "pt-BR": "pt-br",
-    "en-GB": "en-gb",
-}
-_BRAVE_LANGUAGES = re.compile(
-    "ar|bg|bn|ca|cs|da|de|el|en|en-gb|es|et|eu|fi|fr|gl|gu|he|hi|hr|hu|is|it|jp|kn|ko|lt|lv|ml|mr"
-    "|ms|nb|nl|pa|pl|pt-br|pt-pt|ro|ru|sk|sl|sr|sv|ta|te|th|tr|uk|vi|zh-hans|zh-hant"
-)
-_BRAVE_COUNTRIES = re.compile(
-    "AR|AT|AU|BE|BR|CA|CH|CL|CN|DE|DK|ES|FI|FR|GB|HK|ID|IN|IT|JP|KR|MX|MY|NL|NO|NZ|PH|PL|PT|RU|SA"
-    "|SE|TR|TW|US|ZA"
-)
+    "ja": "jp", "no": "nb", "zh": "zh-hans", "zh-HK": "zh-hant", "zh-TW": "zh-hant",
+    "pt": "pt-pt", "pt-BR": "pt-br", "en-GB": "en-gb",
+}  # fmt: skip
 
 
-def _brave(url: str, key: str, zone: str, query: Query) -> HttpRequest:
-    country, language = query.country.upper(), query.language
-    code = _BRAVE_CODES.get(query.market) or _BRAVE_CODES.get(language, language)
-    params = {
-        "q": query.text,
-        "count": str(min(20, query.max_results)),
-        "country": country if _BRAVE_COUNTRIES.fullmatch(country) else "ALL",
-        "text_decorations": "false",
-    }
-    if _BRAVE_LANGUAGES.fullmatch(code):
-        params["search_lang"] = code
-    secret = {"X-Subscription-Token": key}
-    return HttpRequest("GET", f"{url}/res/v1/web/search", params, secret_headers=secret)
+class _Brave(Provider):
+    """It has codes of its own for some languages, and refuses other languages and countries."""
+
+    url, key_variable = "https://api.search.brave.com", "BRAVE_API_KEY"
+    rows, text_field, is_html = ("web", "results"), "description", True
+    max_chars, max_words = 400, 50
+    languages = re.compile(
+        "ar|bg|bn|ca|cs|da|de|el|en|en-gb|es|et|eu|fi|fr|gl|gu|he|hi|hr|hu|is|it|jp|kn|ko|lt|lv|ml"
+        "|mr|ms|nb|nl|pa|pl|pt-br|pt-pt|ro|ru|sk|sl|sr|sv|ta|te|th|tr|uk|vi|zh-hans|zh-hant"
+    )
+    countries = re.compile(
+        "AR|AT|AU|BE|BR|CA|CH|CL|CN|DE|DK|ES|FI|FR|GB|HK|ID|IN|IT|JP|KR|MX|MY|NL|NO|NZ|PH|PL|PT|RU"
+        "|SA|SE|TR|TW|US|ZA"
+    )
+
+    @staticmethod
+    def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
+        country, language = query.country.upper(), query.language
+        code = _BRAVE_CODES.get(query.market) or _BRAVE_CODES.get(language, language)
+        params = {
+            "q": query.text,
+            "count": str(min(20, query.max_results)),
+            "country": country if _Brave.countries.fullmatch(country) else "ALL",
+            "text_decorations": "false",
+        }
+        if _Brave.languages.fullmatch(code):
+            params["search_lang"] = code
+        secret = {"X-Subscription-Token": key}
+        return HttpRequest("GET", f"{url}/res/v1/web/search", params, secret_headers=secret)
 
 
-def _searxng(url: str, key: str, zone: str, query: Query) -> HttpRequest:
+class _SearXng(Provider):
     """An instance has JSON off by default and then answers 403."""
-    params = {"q": query.text, "format": "json", "language": query.market}
-    return HttpRequest("GET", f"{url}/search", params)
+
+    failure = "unresponsive_engines"
+
+    @staticmethod
+    def request(url: str, key: str, zone: str, query: Query) -> HttpRequest:
+        params = {"q": query.text, "format": "json", "language": query.market}
+        return HttpRequest("GET", f"{url}/search", params)
 
 
-PROVIDERS: dict[ProviderName, Provider] = {
-    "brightdata": Provider(
-        "https://api.brightdata.com",
-        "BRIGHTDATA_API_KEY",
-        _bright_data,
-        lambda reply: reply.get("organic"),
-        "description",
-    ),
-    "serper": Provider(
-        "https://google.serper.dev",
-        "SERPER_API_KEY",
-        _serper,
-        lambda reply: reply.get("organic"),
-        "snippet",
-    ),
-    "serpapi": Provider(
-        "https://serpapi.com",
-        "SERPAPI_API_KEY",
-        _serpapi,
-        lambda reply: reply.get("organic_results"),
-        "snippet",
-    ),
-    "tavily": Provider(
-        "https://api.tavily.com",
-        "TAVILY_API_KEY",
-        _tavily,
-        lambda reply: reply.get("results"),
-        "content",
-        "url",
-        max_chars=400,
-    ),
-    "brave": Provider(
-        "https://api.search.brave.com",
-        "BRAVE_API_KEY",
-        _brave,
-        lambda reply: (reply.get("web") or {}).get("results"),
-        "description",
-        "url",
-        max_chars=400,
-        max_words=50,
-        is_html=True,
-    ),
-    "searxng": Provider(
-        "",
-        "",
-        _searxng,
-        lambda reply: reply.get("results"),
-        "content",
-        "url",
-        failure=lambda reply: reply.get("unresponsive_engines"),
-    ),
+PROVIDERS: dict[ProviderName, type[Provider]] = {
+    "brightdata": _BrightData,
+    "serper": _Serper,
+    "serpapi": _SerpApi,
+    "tavily": _Tavily,
+    "brave": _Brave,
+    "searxng": _SearXng,
 }
 
 
@@ -416,34 +408,31 @@ class RemoteBackend(HttpBackend):
         return retrieved_hits(reply, self._url)[: query.max_results]
 
 
+_RETRIEVED = '{"result": [[{"document": {"contents": text}, "score": number}]]}'
+_BATCH = '[[[{"id": text, "contents": text}, ..]], [[score, ..]]]'
+
+
 def retrieved_hits(reply: Reply, url: str) -> list[Hit]:
     """The hits of one query. With and without scores, and with a flat or a nested list."""
-    if reply.status != 200:
-        raise InfraError(f"retriever {url}: status {reply.status}, expected 200")
+    name = f"retriever {url}"
+    rows = _decoded(reply, _Retrieved, name, _RETRIEVED).result
     try:
-        rows = decode(reply.body, _Retrieved).result
-        if rows and isinstance(rows[0], list):
-            rows = rows[0]
-        return [_retrieved_hit(row) for row in rows]
+        return [_retrieved_hit(row) for row in (rows[0] if _is_nested(rows) else rows)]
     except ForeignError as error:
-        raise InfraError(
-            f"retriever {url}: {error}; expected "
-            '{"result": [[{"document": {"contents": text}, "score": number}]]}'
-        ) from error
+        raise InfraError(f"{name}: {error}; expected {_RETRIEVED}") from error
+
+
+def _is_nested(rows: list[Any]) -> bool:
+    return bool(rows) and isinstance(rows[0], list)
 
 
 def batch_hits(reply: Reply, url: str) -> list[Hit]:
     """The hits of one query to /batch_search."""
-    if reply.status != 200:
-        raise InfraError(f"retriever {url}: status {reply.status}, expected 200")
+    found = _decoded(reply, _Batch, f"retriever {url}", _BATCH)
     try:
-        found = decode(reply.body, _Batch)
         (rows,), (scores,) = found.documents, found.scores
-    except (ForeignError, ValueError) as error:  # the second: not one list each
-        raise InfraError(
-            f"retriever {url}: {error}; expected "
-            '[[[{"id": text, "contents": text}, ..]], [[score, ..]]]'
-        ) from error
+    except ValueError as error:  # not one list each
+        raise InfraError(f"retriever {url}: {error}; expected {_BATCH}") from error
     hits = []
     for row, score in zip(rows, scores, strict=False):
         title, text = split_contents(row.contents)

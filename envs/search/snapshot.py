@@ -392,7 +392,7 @@ def _answered(row: _Search) -> int:
 
 
 def _drop_cut_row(file: BinaryIO) -> None:
-    """Cut the file behind its last whole row; whoever wrote the rest was killed meanwhile."""
+    """Cut the file after its last whole row; the process that wrote the rest was killed."""
     end = size = os.fstat(file.fileno()).st_size
     while end:
         start = max(0, end - 65_536)

@@ -31,41 +31,41 @@ class Reply(Struct, frozen=True, omit_defaults=True):
     url: str = ""
 
 
-# Single flight: equal calls that are in the air at once share one fetch.
+# Equal calls that are in flight at once share one fetch.
 
 T = TypeVar("T")
 
 
-class SingleFlight(Generic[T]):
-    """Runs one fetch a key at a time; whoever asks meanwhile waits for the same one.
+class SharedFetches(Generic[T]):
+    """Runs one fetch a key at a time; equal calls meanwhile wait for the same one.
 
     A waiter that is cancelled leaves the fetch alone: others wait for it, and its result is
     cached. `close` cancels what is still in the air.
     """
 
     def __init__(self) -> None:
-        self._flying: dict[str, asyncio.Task[T]] = {}
+        self._in_flight: dict[str, asyncio.Task[T]] = {}
 
     async def run(self, key: str, fetch: Callable[[], Awaitable[T]]) -> T:
         """The result of `fetch`, or of an equal call's; all waiters see the same exception."""
-        flight = self._flying.get(key)
-        if flight is None:
-            flight = asyncio.get_running_loop().create_task(_await(fetch))
-            self._flying[key] = flight
-            flight.add_done_callback(lambda done: self._landed(key, done))
-            return await asyncio.shield(flight)
+        task = self._in_flight.get(key)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(_await(fetch))
+            self._in_flight[key] = task
+            task.add_done_callback(lambda done: self._landed(key, done))
+            return await asyncio.shield(task)
         with waiting("a request that another rollout has made"):
-            return await asyncio.shield(flight)
+            return await asyncio.shield(task)
 
     async def close(self) -> None:
         """Cancel every fetch and wait until each is gone."""
-        flights = list(self._flying.values())
-        for flight in flights:
-            flight.cancel()
-        await asyncio.gather(*flights, return_exceptions=True)
+        tasks = list(self._in_flight.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _landed(self, key: str, done: asyncio.Task[T]) -> None:
-        del self._flying[key]
+        del self._in_flight[key]
         if not done.cancelled():
             done.exception()  # looked at: all waiters may be gone
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
 from agentenv.env import close_shared
 from agentenv.envs.grading.keys import grader_config
 from agentenv.envs.grading.layers import Layered, compare
+from agentenv.envs.grading.lists import Several, several
 from agentenv.envs.grading.math import risk_of
 from agentenv.envs.grading.reward import ToolReward, check_grader, make_grader
 from agentenv.envs.grading.words import f1
@@ -79,6 +82,9 @@ async def _shared() -> AsyncIterator[None]:
         ("Elizabeth II", "Queen Elizabeth the Second", "words"),
         ('Robert "Bob" Smith', "Bob Smith", "words"),
         ("\u5317\u4eac", "\u5317\u4eac\u3002", "string"),
+        ("James Hutton", "The geologist James Hutton", "words"),
+        ("The Godfather", "the film The Godfather", "words"),
+        ("five hundred and forty", "FIVE HUNDRED AND FORTY", "words"),
     ],
 )
 async def test_right(gold: str, answer: str, layer: str) -> None:
@@ -121,12 +127,46 @@ async def test_right(gold: str, answer: str, layer: str) -> None:
         ("Martin Luther King Jr.", "Martin Luther"),
         ("Henry VIII", "Henry VII"),
         ("Paris", "Paris " * 1000),
+        ("The public", "The right arm The public"),
+        ("The public", "The right arm Public"),
+        ("The liver", "The right lung The liver"),
     ],
 )
 async def test_wrong(gold: str, answer: str) -> None:
     verdict = await Layered(math=False).verdict("?", answer, [gold])
     assert (verdict.right, verdict.score) == (False, 0.0)
     assert verdict.reason.startswith("wrong: ")
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right", "entered"),
+    [
+        ("41", "42", False, {"layers", "numbers"}),
+        ("1,000", "1000", True, {"layers", "numbers"}),
+        ("PARIS", "Paris", True, {"layers", "numbers", "spelling"}),
+    ],
+)
+def test_plain_answers_are_compared_at_once(
+    answer: str, gold: str, right: bool, entered: set[str]
+) -> None:
+    files: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if path.parent.name == "grading":
+            files.add(path.stem)
+
+    sys.setprofile(note)
+    try:
+        found = compare(answer, gold)
+    finally:
+        sys.setprofile(None)
+    assert found[0] is right
+    assert files == entered
+
+
+def test_a_long_run_of_spaces_in_an_enumeration_is_read_at_once() -> None:
+    assert several(f"1. a{' ' * 4000}2. b") == Several(("a", "b"))
 
 
 async def test_mathematics_is_asked_of_math_verify() -> None:

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from agentenv.envs.search.corpus import Passage
-from agentenv.envs.search.corpus_file import CorpusFile
+from agentenv.envs.search.faiss_index import CorpusFile
 from agentenv.errors import DataError
 
 MAX_BYTES = 100  # of memory a passage; 21 million are the recipe

@@ -14,7 +14,7 @@ from agentenv.envs.search.providers import WebBackend, WebConfig
 from agentenv.envs.search.upstream import (
     HttpRequest,
     Reply,
-    SingleFlight,
+    SharedFetches,
     TokenBucket,
     Upstream,
     retry_after_s,
@@ -122,7 +122,7 @@ async def test_many_equal_calls_cost_few_requests_and_none_fails() -> None:
 
 
 async def test_equal_calls_in_the_air_are_one() -> None:
-    flight: SingleFlight[int] = SingleFlight()
+    flight: SharedFetches[int] = SharedFetches()
     gate, calls = asyncio.Event(), []
 
     async def fetch() -> int:
@@ -143,7 +143,7 @@ async def test_equal_calls_in_the_air_are_one() -> None:
 
 
 async def test_all_waiters_see_the_failure_and_closing_ends_flights() -> None:
-    flight: SingleFlight[int] = SingleFlight()
+    flight: SharedFetches[int] = SharedFetches()
 
     async def fail() -> int:
         await asyncio.sleep(0)
