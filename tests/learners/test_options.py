@@ -12,7 +12,8 @@ from torch._inductor import config as inductor
 from agentenv.errors import ConfigError
 from agentenv.learners.model_check import check_model
 from agentenv.learners.policy import compile_parts, use_liger
-from agentenv.learners.ranks import environment
+from agentenv.learners.ranks import RankGroup
+from agentenv.processes import LocalPlacement, ProcessSpec
 from tests.learners.trees import tiny_model
 
 
@@ -46,12 +47,20 @@ def test_liger_is_asked_for_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> 
         use_liger(tiny_model())
 
 
-def test_the_allocator_reaches_a_rank_under_the_name_that_torch_reads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")  # torch prefers it
-    rank = 0, 1, 1, "127.0.0.1:1", "token"
-    assert environment(*rank)["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
-    found = environment(*rank, allocator="expandable_segments:True")
-    assert found["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in found
+async def test_the_allocator_reaches_a_rank_under_the_name_that_torch_reads(tmp_path: Path) -> None:
+    """And not under its older name, which torch prefers."""
+    started: list[ProcessSpec] = []
+
+    class Recording(LocalPlacement):
+        async def start(self, spec: ProcessSpec) -> None:
+            started.append(spec)
+
+    for allocator in ("", "expandable_segments:True"):
+        config = LearnerConfig(allocator=allocator)
+        group = RankGroup(config, tmp_path / "learner.log")
+        await group._start(Recording(grace_s=0.0), 0, "127.0.0.1:1", "token")
+    plain, chosen = started
+    assert "PYTORCH_ALLOC_CONF" not in plain.env
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in plain.unset
+    assert chosen.env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PYTORCH_CUDA_ALLOC_CONF" in chosen.unset
