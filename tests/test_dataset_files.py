@@ -119,7 +119,7 @@ def test_a_folder_of_several_splits_is_not_mixed_by_accident(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("x.txt", "?", r"x.txt: cannot be told what it is; expected a file that ends in \.jsonl"),
+        ("x.txt", "?", r"x.txt: of an unknown kind; expected a file that ends in \.jsonl"),
         ("x.json", "{", "x.json: not valid JSON"),
         ("x.json", '{"query": "result"}', "x.json: expected a list of rows, or SQuAD's object"),
         ("x.json", '{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "SQuAD's data, .* 'context'"),

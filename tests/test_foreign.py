@@ -33,6 +33,7 @@ IMPORTS = re.compile(r"from (json|pickle|msgspec\.json)\b")
 # What these decode was written by this program, or is the configuration, which has errors of its
 # own, or they run where agentenv is not.
 OURS = {
+    "agentenv/install.py": "a file of pip",
     "agentenv/archive.py": "a run directory",
     "agentenv/config.py": "configuration",
     "agentenv/cluster/env_messages.py": "a process of ours",

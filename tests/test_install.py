@@ -21,12 +21,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from agentenv.pipelines.cluster.processes import ADDRESS_VARIABLE
 from packaging.requirements import Requirement
 
 from agentenv.install import DISTRIBUTION
 from agentenv.launchers.__main__ import COMMANDS
 from agentenv.ports import hold_port, port_of
+from agentenv.supervisor import ADDRESS_VARIABLE
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

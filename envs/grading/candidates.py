@@ -65,6 +65,7 @@ _HAN_CLAUSE = re.compile("[\u7684\u662f\u5728\u4e86\u4e3a\u4e8e\u6709\u88ab\u56e
 _DENIED = _TABLES.pattern("denied", re.IGNORECASE)
 _HAN_HEDGE = _TABLES.pattern("han_hedge")
 _ONE_OF_TWO = _TABLES.pattern("one_of_two", re.I)
+_BOUND = re.compile(r"(?:between|from)\b.*\d", re.IGNORECASE)
 _NUMBERS_BETWEEN = re.compile(r"\b(?:between|both)\s+\S*\w(?:\s\w+)?\s+and\s+\S*\w", re.IGNORECASE)
 _NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
@@ -228,6 +229,8 @@ class Gold(Whole):
         """Whether an alternative, or another name, is a phrase: it describes nothing beside it."""
         if part.joint == "alias" and part.is_first and ARTICLE.match(bare):
             return False  # the river, called the Seine
+        if _BOUND.match(bare):
+            return False  # a range, or an end of one: between 1970 and 1972
         is_amount = amount_of(bare) is not None or value_of(bare) is not None
         if self.kind in ("choice", "truth", "math") or (self.kind == "number" and is_amount):
             return False

@@ -124,7 +124,7 @@ async def test_nothing_outlives_a_killed_host() -> None:
     code = """
 import asyncio
 import psutil
-from agentenv.envs.sandbox import Sandbox
+from agentenv.envs.sandbox.sandbox import Sandbox
 
 async def main():
     session = Sandbox(preload=()).session(1)

@@ -10,6 +10,7 @@ import torch
 from torch._inductor import config as inductor
 
 from agentenv.errors import ConfigError
+from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.model_check import check_model
 from agentenv.learners.policy import compile_parts, use_liger
 from agentenv.learners.ranks import RankGroup

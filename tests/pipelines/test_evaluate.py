@@ -130,10 +130,6 @@ env = {{ id = "%s" }}
         ("[sets.a]\nbenchmark = 'gsm9k'", "did you mean gsm8k"),
         ("[sets.a]\nnum_samples = 2", "sets.a.path: no file"),
         ("data = 'x'\n[sets.a]\npath = 'x'", "give one of them"),
-        (
-            "[rows]\nskip_bad_rows = true\n[sets.a]\npath = 'x'",
-            "how rows are read stands with their set",
-        ),
         ("num_samples = 1", "no questions"),
     ],
 )

@@ -69,7 +69,6 @@ def entropy(folder: Path) -> None:
 def test_a_full_disk_names_the_file(
     name: str, write: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervised, "smoothed", list)
     for module in (curves, supervised):
         monkeypatch.setattr(module, "png", lambda *_, **__: b"picture")
     full(tmp_path / name)
@@ -89,14 +88,13 @@ def test_pictures_are_drawn_of_the_rows_that_a_full_disk_did_not_cut_off(
         return [], []
 
     monkeypatch.setattr(curves, "learning_curve", series)
-    monkeypatch.setattr(supervised, "_series", series)
-    monkeypatch.setattr(supervised, "smoothed", list)
     for module in (curves, supervised):
         monkeypatch.setattr(module, "png", lambda *_: b"picture")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "sft/loss": 2.5}\n{"step": 2, "lo')
     assert curves.write_plots(tmp_path / "metrics.jsonl", tmp_path, "run") == ["curve.png"]
     supervised.plot_losses(tmp_path, "sft", ("loss",))
-    assert seen == [[{"step": 1}]] * 3
+    assert (tmp_path / "loss.png").read_bytes() == b"picture"
+    assert seen == [[{"step": 1, "sft/loss": 2.5}]] * len(seen)
 
 
 def test_evidence_that_cannot_be_written_is_a_warning_and_the_update_goes_on(

@@ -59,7 +59,6 @@ def spec_of(folder: Path, text: str = SERVER, **changes: Any) -> ServerSpec:
         {"GPUS": "0,1"},
         f"http://127.0.0.1:{port}",
         60,
-        3,
     )
     return msgspec.structs.replace(spec, **changes)
 

@@ -38,7 +38,6 @@ COMMANDS = {
     "new": ["mine", "--folder", BAD],
     "doctor": ["--config", f"{BAD}.toml"],
     "doctor audit": ["audit", BAD],
-    "bench": ["learner", "--json", BAD],
     "retriever": [f"{BAD}.toml"],
 }
 
