@@ -15,7 +15,8 @@ What an environment of your own needs can be imported from here; the rest lives 
                queue      the replay queue to the learner and its bound on staleness
                pace       when a tree starts, so that it does not wait for the learner
                evaluate   questions asked with the same actor
-               journal    what a killed run goes on from
+               journal    the log that a killed run resumes from
+               journal_frames, recorded   its frames; trees made of them again
                archive    every tree that was taken for a step
                replay     one of them grown again, to compare
                metrics    figures of rollouts

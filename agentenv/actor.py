@@ -21,9 +21,10 @@ from agentenv.engine import Engine
 from agentenv.env import Env
 from agentenv.failures import Failures
 from agentenv.hooks import RolloutHooks
-from agentenv.journal import Recorded, TreeRecord
+from agentenv.journal import TreeRecord
 from agentenv.metrics import PrefixHits, ProbeWaits
 from agentenv.plan import RolloutPlan
+from agentenv.recorded import Recorded
 from agentenv.recovery import OtherPromptError
 from agentenv.renderer import Renderer
 from agentenv.rollout import Rollout

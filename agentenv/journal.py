@@ -1,12 +1,6 @@
 """The journal: what a run rolls out, on the disk as it happens, for a killed run to go on from.
 
-    Started    the feeder starts a tree that no process began before, at this moment of the run
-    Began      a tree begins; with its next frame, what the journal says of it before holds no more
-    Grown      what happened to it at once: branches that began, nodes that are complete
-    Finished   all its branches are at their end: from here on the queue may deliver it
-    Leased     the learner takes these trees for a step
-    Trained    what became of them; weights that know them are live
-    WorkerLost its worker was lost, and how many in a row while it came no further
+The frames stand in journal_frames.py, and how they make a tree again in recorded.py.
 
     folder/000001.frames ...   a new file at each start and at each checkpoint; a file goes when no
                                checkpoint that is kept can want a tree of it any more
@@ -24,220 +18,57 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable
 from copy import copy
-from itertools import pairwise
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO
 
 import msgspec
-from msgspec import Struct
 
 from agentenv.deadline import uncancelled, within
 from agentenv.disk import make_folder, sync
-from agentenv.errors import ConfigError, DataError, StallError
-from agentenv.frames import HEADER, SUFFIX, JournalConfig, framed, frames_of
+from agentenv.errors import ConfigError, StallError
+from agentenv.frames import SUFFIX, JournalConfig, framed, frames_of
+from agentenv.journal_frames import (
+    BEGAN,
+    DECODER,
+    FINISHED,
+    HEADS,
+    NUM_FIRST,
+    OF_TREES,
+    Asked,
+    Began,
+    Counts,
+    Finished,
+    Frame,
+    Grown,
+    Head,
+    Mark,
+    OpenBranch,
+    Packed,
+    Place,
+    Sink,
+    Started,
+    Turned,
+    WorkerLost,
+    trees_of,
+)
 from agentenv.offload import OwnThread
+from agentenv.recorded import (
+    Recorded,
+    assembled,
+    read_payloads,
+)
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
-from agentenv.untrusted import packed
 
 logger = logging.getLogger(__name__)
-
 # In which frames come together, and those that somebody waits for: handing a thread each turn alone
 # costs 300 us.
 GATHER_S, COMMIT_S = 0.2, 0.05
 STALL_S = 300.0  # a disk that has not written for so long hangs
 CLOSE_S = 10.0  # of one that has failed already
-
-
-class Turned(Struct, array_like=True, frozen=True):
-    """A complete node: how long its branch was worked for, and the stop string that ended its
-    turn."""
-
-    node: Node
-    seconds: float = 0.0
-    stop: str | None = None
-
-
-class OpenBranch(Struct, array_like=True, frozen=True):
-    """A branch that began: its name, the node it goes on from, and the seconds it was worked for
-    before."""
-
-    name: str
-    cursor: int
-    seconds: float = 0.0
-
-
-class Counts(Struct, array_like=True, frozen=True):
-    """Those of the tree, after what happened."""
-
-    num_started: int
-    num_roots: int
-    num_live: int
-    num_retries: int
-    num_retaken: int
-
-
-class Mark(Struct, array_like=True, frozen=True):
-    """Of which record a frame is, and its place there. `record` is a number of its own within the
-    process, which is the start `incarnation` of the run."""
-
-    incarnation: int
-    record: int
-    place: int
-
-    def follows(self, before: Mark | None) -> bool:
-        """Whether the frame comes right behind that one."""
-        return before is not None and self == Mark(
-            before.incarnation, before.record, before.place + 1
-        )
-
-
-class Began(Struct, array_like=True, frozen=True, tag=1):
-    """`settings` names the configuration that the tree is grown under. `mark` is None in frames of
-    earlier versions, here and below."""
-
-    tree: int
-    task_id: str
-    policy_version: int
-    incarnation: int
-    settings: str
-    mark: Mark | None = None
-
-
-class Asked(Struct, array_like=True, frozen=True):
-    """A node at which the plan was asked, the forks it wanted there, and how many turns of the
-    frame were complete before."""
-
-    node: int
-    num_forks: int
-    num_before: int = 1 << 30
-
-
-class Grown(Struct, array_like=True, frozen=True, tag=2):
-    """What happened in one go; `lost` are nodes as those of a tree."""
-
-    tree: int
-    opened: list[OpenBranch]
-    turns: list[Turned]
-    asked: list[Asked]
-    counts: Counts
-    lost: list[int] = []
-    mark: Mark | None = None
-
-
-class Finished(Struct, array_like=True, frozen=True, tag=3):
-    """`turns` are those that were never complete."""
-
-    tree: int
-    num_nodes: int
-    turns: list[Turned]
-    counts: Counts
-    mark: Mark | None = None
-
-
-class Leased(Struct, array_like=True, frozen=True, tag=4):
-    """`step` is the update that takes these trees."""
-
-    step: int
-    trees: list[int]
-
-
-class Trained(Struct, array_like=True, frozen=True, tag=5):
-    """The weights of the step are live, as this policy version; `trees` are those that it trained
-    of the ones it took, the others were filtered or had failed."""
-
-    step: int
-    policy_version: int
-    trees: list[int]
-
-
-class Started(Struct, array_like=True, frozen=True, tag=6):
-    """The feeder starts a tree while the learner has taken `step` steps, after it held the tree
-    back for `early_s` seconds, in which the learner did not need it yet. Of a run that goes on,
-    such a tree starts at once."""
-
-    tree: int
-    step: int
-    early_s: float
-
-
-class WorkerLost(Struct, array_like=True, frozen=True, tag=16):
-    """The rollout worker of a tree was lost, as so many in a row while the tree came no further;
-    `settings` as of `Began`."""
-
-    tree: int
-    num: int
-    settings: str
-
-
-Frame = Began | Grown | Finished | Leased | Trained | Started | WorkerLost
-_DECODER = msgspec.msgpack.Decoder(Frame)
-BEGAN, FINISHED = Began.__struct_config__.tag, Finished.__struct_config__.tag
-_OF_TREES = (1, 2, 3)
-NUM_FIRST = 2  # frames of a tree that say where it begins, or goes on
-
-
-def read_frames(data: bytes) -> Iterator[tuple[int, Frame]]:
-    """The frames of a file that are whole, each with the offset of its end. Raises
-    msgspec.DecodeError for one that no journal wrote."""
-    for offset, size, is_whole in frames_of(data):
-        if is_whole:
-            yield offset + size, _DECODER.decode(data[offset : offset + size])
-
-
-class _Head(Struct, array_like=True):
-    """The beginning of any frame."""
-
-    tag: int
-    number: int
-
-
-_HEADS = msgspec.msgpack.Decoder(_Head)
-
-
-class Packed(NamedTuple):
-    """A frame of a tree that a rollout worker has packed, with its head."""
-
-    tree: int
-    frame: bytes
-
-
-class Sink(Protocol):
-    """Where the record of a tree writes: a journal, or the link to one."""
-
-    @property
-    def settings(self) -> str: ...
-    @property
-    def incarnation(self) -> int: ...
-
-    def append(self, frame: Frame) -> None:
-        """See Journal.append."""
-        ...
-
-    async def commit(self) -> None:
-        """See Journal.commit."""
-        ...
-
-
-class Place(NamedTuple):
-    """Where a frame lies."""
-
-    path: Path
-    offset: int  # of its payload
-    size: int
-
-
-class Recorded(NamedTuple):
-    """A tree as the journal has it, its branches that are not at their end, and by the index of a
-    node the stop string that ended its turn."""
-
-    tree: TrajectoryTree
-    is_finished: bool
-    branches: list[OpenBranch]
-    stops: dict[int, str]
 
 
 class Journal:
@@ -310,12 +141,12 @@ class Journal:
                 )
                 continue
             payload = data[offset : offset + size]
-            head = _HEADS.decode(payload)
-            if head.tag in _OF_TREES:
+            head = HEADS.decode(payload)
+            if head.tag in OF_TREES:
                 trees = [head.number]
                 self._note(head, Place(path, offset, size))
             else:
-                frame = _DECODER.decode(payload)
+                frame = DECODER.decode(payload)
                 trees = trees_of(frame)
                 if isinstance(frame, Started):
                     self._started.add(frame.tree)
@@ -323,7 +154,7 @@ class Journal:
                     self.losses[frame.tree] = frame.num if frame.settings == self.settings else 0
             self._last[path] = max([self._last[path], *trees])
 
-    def _note(self, head: _Head, place: Place) -> None:
+    def _note(self, head: Head, place: Place) -> None:
         """A tree that goes on begins again, and then says all that is known of it: before it has
         said that, the earlier frames hold."""
         if head.tag == BEGAN:
@@ -348,14 +179,16 @@ class Journal:
         """The tree of this place as an earlier process left it, if it can be gone on with: it is
         the task's, nothing of it is damaged, and the settings are those of today. Blocks."""
         try:
-            frames = [_DECODER.decode(payload) for payload in _read(self._places.get(index, ()))]
+            frames = [
+                DECODER.decode(payload) for payload in read_payloads(self._places.get(index, ()))
+            ]
         except (OSError, msgspec.DecodeError):
             return None
         if not frames or not isinstance(began := frames[0], Began):
             return None
         if (began.task_id, began.settings) != (task.id, self.settings):
             return None
-        return _assembled(began, frames[1:], task)
+        return assembled(began, frames[1:], task)
 
     async def recall(self, index: int, task: Task) -> Recorded | None:
         """As `read`, in the journal's thread."""
@@ -665,165 +498,3 @@ class TreeRecord:
     def _counts(self) -> Counts:
         tree = self._tree
         return Counts(*(getattr(tree, name) for name in Counts.__struct_fields__))
-
-
-class TreeFrames:
-    """The frames of one tree that another process grows, since it began there: its state at any
-    moment, without the journal."""
-
-    def __init__(self) -> None:
-        self.is_finished = False
-        self._frames: list[bytes] = []
-
-    def __len__(self) -> int:
-        return len(self._frames)
-
-    def add(self, tag: int, frame: bytes) -> None:
-        """The next frame, with its head, and the tag of what is in it."""
-        if tag == BEGAN:  # also where the tree could not go on, and begins anew
-            self._frames.clear()
-        self._frames.append(frame)
-        self.is_finished = tag == FINISHED
-
-    def recorded(self, task: Task) -> Recorded | None:
-        """What they leave of the tree; None: nothing that can be gone on with."""
-        frames = [_DECODER.decode(memoryview(frame)[HEADER.size :]) for frame in self._frames]
-        if not frames or not isinstance(began := frames[0], Began):
-            return None
-        return _assembled(began, frames[1:], task)
-
-
-class _Recorded(Struct, array_like=True):
-    """A Recorded for another process."""
-
-    tree: TrajectoryTree
-    branches: list[OpenBranch]
-    stops: list[tuple[int, str]]
-
-
-_RECORDED = msgspec.msgpack.Decoder(_Recorded)
-
-
-def pack_recorded(recorded: Recorded) -> bytes:
-    """For another process that goes on with the tree, MessagePack."""
-    return packed(_Recorded(recorded.tree, recorded.branches, [*recorded.stops.items()]))
-
-
-def unpack_recorded(data: bytes) -> Recorded:
-    """What `pack_recorded` packed."""
-    found = _RECORDED.decode(data)
-    return Recorded(found.tree, False, found.branches, dict(found.stops))
-
-
-def _assembled(began: Began, rest: Sequence[Frame], task: Task) -> Recorded | None:
-    """What these frames leave of a tree, if nothing is missing between them."""
-    frames = [frame for frame in rest if isinstance(frame, Grown | Finished)]
-    if not frames or len(frames) < len(rest) or not _is_chain([began, *frames]):
-        return None
-    turns: dict[int, Turned] = {}
-    live: dict[str, OpenBranch] = {}
-    lost: list[int] = []
-    events: list[int] = []
-    for frame in frames:
-        if isinstance(frame, Grown):
-            events += _order(frame)
-            live |= {branch.name: branch for branch in frame.opened}
-            lost += frame.lost
-        for turn in frame.turns:
-            node = turn.node
-            turns[node.index] = turn
-            if node.end is not None:
-                live.pop(node.branch, None)
-            elif node.branch in live:
-                live[node.branch] = OpenBranch(node.branch, node.index, turn.seconds)
-        for asked in frame.asked if isinstance(frame, Grown) else ():
-            if asked.node not in turns:
-                return None
-            turns[asked.node].node.num_forks = asked.num_forks
-    last = frames[-1]
-    if isinstance(last, Finished):
-        is_whole = len(turns) == last.num_nodes
-    else:
-        is_whole = len(live) == last.counts.num_live
-    if 0 not in turns or not is_whole:
-        return None
-    new = {old: number for number, old in enumerate(sorted(turns))}  # without incomplete nodes
-    links = {turn.node.parent for turn in turns.values()} | {b.cursor for b in live.values()}
-    links |= {turn.node.continues for turn in turns.values()}
-    if not links <= {None, *new}:
-        return None
-    tree = TrajectoryTree(task, index=began.tree, policy_version=began.policy_version)
-    for old in new:
-        node = turns[old].node
-        node.index = new[old]
-        node.parent = None if node.parent is None else new[node.parent]
-        node.continues = None if node.continues is None else new[node.continues]
-        tree.nodes.append(node)
-    tree.events = [new[one] if one >= 0 else ~new[~one] for one in events]
-    tree.lost = [new[one] for one in lost]
-    if _has_doubles(tree):
-        return None
-    for name in Counts.__struct_fields__:
-        setattr(tree, name, getattr(last.counts, name))
-    branches = [OpenBranch(one.name, new[one.cursor], one.seconds) for one in live.values()]
-    stops = {new[old]: turn.stop for old, turn in turns.items() if turn.stop is not None}
-    return Recorded(tree, isinstance(last, Finished), branches, stops)
-
-
-def _is_chain(frames: Sequence[Began | Grown | Finished]) -> bool:
-    """Whether each frame follows the one before; of earlier versions nothing is known."""
-    if all(frame.mark is None for frame in frames):
-        return True
-    return all(two.mark and two.mark.follows(one.mark) for one, two in pairwise(frames))
-
-
-def _has_doubles(tree: TrajectoryTree) -> bool:
-    """Whether a place (branch, turns before it, begins a context or not) is there twice."""
-    depths: list[int] = []
-    places = set()
-    for node in tree.nodes:
-        before = node.continues if node.parent is None else node.parent
-        depths.append(0 if before is None else depths[before] + 1)
-        places.add((node.branch, depths[-1], node.parent is None))
-    return len(places) < len(depths)
-
-
-def _order(frame: Grown) -> list[int]:
-    """The events of a frame, as a tree has them."""
-    turned = [(place, 1, turn.node.index) for place, turn in enumerate(frame.turns)]
-    asked = [(asked.num_before, 0, ~asked.node) for asked in frame.asked]
-    return [event for *_, event in sorted(turned + asked, key=lambda one: one[:2])]
-
-
-def finished_trees(folder: Path, settings: str) -> Iterator[TrajectoryTree]:
-    """Of a journal that is only read, the finished trees that were begun under these settings, in
-    start order; of a task its id alone is known. Raises DataError."""
-    places: dict[int, list[Place]] = {}
-    try:
-        for path in sorted(folder.glob(f"*{SUFFIX}")):
-            data = path.read_bytes()
-            for offset, size, is_whole in frames_of(data):
-                head = _HEADS.decode(data[offset : offset + size]) if is_whole else None
-                if head is not None and head.tag in _OF_TREES:
-                    known = [] if head.tag == BEGAN else places.get(head.number, [])
-                    places[head.number] = [*known, Place(path, offset, size)]
-        for _, parts in sorted(places.items()):
-            began, *rest = (_DECODER.decode(payload) for payload in _read(parts))
-            if isinstance(began, Began) and began.settings == settings:
-                recorded = _assembled(began, rest, Task(began.task_id, "", "", ()))
-                if recorded is not None and recorded.is_finished:
-                    yield recorded.tree
-    except (OSError, msgspec.DecodeError) as error:
-        raise DataError(f"{folder}: cannot be read: {error}") from error
-
-
-def _read(places: Sequence[Place]) -> Iterator[bytes]:
-    for place in places:
-        with place.path.open("rb") as file:
-            file.seek(place.offset)
-            yield file.read(place.size)
-
-
-def trees_of(frame: Frame | Packed) -> list[int]:
-    """The places of the trees that a frame is about."""
-    return frame.trees if isinstance(frame, Leased | Trained) else [frame.tree]

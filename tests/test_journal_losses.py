@@ -18,17 +18,11 @@ from hypothesis import strategies as st
 
 from agentenv.actor import Actor
 from agentenv.frames import HEADER, MARK, JournalConfig, frames_of
-from agentenv.journal import (
-    Began,
-    Journal,
-    Leased,
-    TreeFrames,
-    finished_trees,
-    pack_recorded,
-    read_frames,
-)
+from agentenv.journal import Journal
+from agentenv.journal_frames import Began, Leased, read_frames
 from agentenv.offload import in_thread
 from agentenv.plan import RolloutPlan
+from agentenv.recorded import TreeFrames, finished_trees, pack_recorded
 from tests import test_actor
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import AlwaysFork

@@ -15,9 +15,11 @@ from agentenv.cluster import messages
 from agentenv.cluster.messages import Figures, Grow, pack
 from agentenv.failures import MAX_TEXTS, Failure, Failures
 from agentenv.frames import framed
-from agentenv.journal import Frame, TreeRecord, unpack_recorded
+from agentenv.journal import TreeRecord
+from agentenv.journal_frames import Frame
 from agentenv.link import Link
 from agentenv.plan import RolloutPlan
+from agentenv.recorded import unpack_recorded
 from agentenv.worker_group import named, serve
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentenv.journal import Journal, Leased, Started, Trained
+from agentenv.journal import Journal
+from agentenv.journal_frames import Leased, Started, Trained
 
 
 class Listener:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agentenv.journal import Began, Finished, Frame, Leased, Trained
+from agentenv.journal_frames import Began, Finished, Frame, Leased, Trained
 from agentenv.learners import ranks
 from benchmarks import bench
 from benchmarks.parts import chaos

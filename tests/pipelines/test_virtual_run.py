@@ -16,7 +16,7 @@ import pytest
 
 from agentenv.config import load_config
 from agentenv.frames import framed
-from agentenv.journal import Began, Finished, Frame, Started, Trained, read_frames
+from agentenv.journal_frames import Began, Finished, Frame, Started, Trained, read_frames
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
