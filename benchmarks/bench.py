@@ -19,10 +19,9 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 if __name__ == "__main__":  # run by its path: the repository root is what holds the packages
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -158,38 +157,28 @@ def head(title: str, names: Iterable[str]) -> Table:
     return table
 
 
-def show_all(view: View, tables: Iterable[Table]) -> None:
-    """One below the other."""
-    for table in tables:
-        view.show(table)
-
-
 def run_learner(options: argparse.Namespace, view: View) -> int:
     """Trees against flat layouts."""
     from benchmarks.parts import layouts  # loads torch
 
     say = say_of(options, view)
     figures, tables = layouts.run(options.shapes, options.repeats, options.dense, say)
-    tell(options, figures, partial(show_all, view, tables))
+
+    def show() -> None:
+        for table in tables:
+            view.show(table)
+
+    tell(options, figures, show)
     return 0
-
-
-K = TypeVar("K")
-
-
-def _known(option: str, asked: Sequence[K] | None, known: Collection[K]) -> list[K]:
-    """What was asked for, or all. Raises ConfigError."""
-    for one in asked or ():
-        if one not in known:
-            raise ConfigError(f"{option} {one}: expected of {', '.join(map(str, known))}")
-    return list(asked or known)
 
 
 def run_overhead(options: argparse.Namespace, view: View) -> int:
     """The controller's figures as a table, or as JSON: to a file, or alone to the output."""
     from benchmarks.parts import overhead
 
-    sizes = _known("--sizes", options.sizes, overhead.SIZES)
+    sizes = options.sizes or list(overhead.SIZES)
+    if unknown := set(sizes) - set(overhead.SIZES):
+        raise ConfigError(f"--sizes: {unknown}; expected of {list(overhead.SIZES)}")
     found = overhead.run(sizes, options.workers)
 
     def show() -> None:
