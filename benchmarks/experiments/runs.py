@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import launchers
 from agentenv.errors import DataError
 from agentenv.pipelines.evaluation.store import read_rows
 from agentenv.pipelines.rl.recorder import EVALUATIONS
@@ -27,7 +26,7 @@ from agentenv.pipelines.rl.report import PHASES
 
 Raw = dict[str, Any]
 
-CODE = Path(launchers.__file__).resolve().parents[1]
+CODE = Path(__file__).resolve().parents[2]
 
 CONFIG = CODE / "configs" / "quickstart.toml"
 START = "start"

@@ -13,7 +13,7 @@ from agentenv.errors import DataError
 
 Row = dict[str, Any]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BEST = "against the best GRPO"
 README_ROW = "| tool calls for the same success"
 PICTURE = "![success against tool calls](img/algorithms.png)"
