@@ -67,8 +67,11 @@ from agentenv.learners.learner import LearnerConfig, Score
 from agentenv.metrics import Metrics
 from agentenv.pipelines.config.cluster import SpreadCluster
 from agentenv.pipelines.config.rl import EvalConfig, LogConfig, TrainConfig
+from agentenv.pipelines.rl.batching import Batch
+from agentenv.pipelines.rl.feeder import Feeder, InflightRollout
 from agentenv.pipelines.rl.parts import NUM_PROBE_PROMPTS, Parts
 from agentenv.pipelines.rl.publishing import DirectoryPublisher, ParityProbe
+from agentenv.pipelines.rl.step_report import StepReport
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
@@ -656,26 +659,14 @@ class Figures(Struct, frozen=True, kw_only=True):
     tools_wait_s: float  # for a place, the mean of the calls of tools
 
 
-class SimulatedTraining(Training):
-    """A run whose steps are counted, without what comes before and after."""
+class SimulatedFeeder(Feeder):
+    """Starts trees while fewer branches grow than `max_branches`, 0: any number."""
 
-    def __init__(self, *arguments: Any, max_branches: int, **keys: Any) -> None:
-        super().__init__(*arguments, **keys)
-        self.max_branches = max_branches
-        self.tree_s = 0.0  # of the loop, for each tree of a step
-        self.commit_s = 0.0  # until the end of a tree is in the journal, which is not written
-        self.rows: list[dict[str, float]] = []
-        self._row_s = 0.0
+    max_branches = 0
+    commit_s = 0.0  # until the end of a tree is in the journal, which is not written
 
-    async def simulate(self) -> None:
-        async with AsyncExitStack() as stack:
-            await self._set_up(stack)
-            stack.push_async_callback(self.parts.probe.close)
-            self.run.begin(self.config)
-            await self._run_rl()
-
-    async def _roll_out(self, task: Task, position: int) -> TrajectoryTree:
-        tree = await super()._roll_out(task, position)
+    async def _roll_out(self, one: InflightRollout, position: int) -> TrajectoryTree:
+        tree = await super()._roll_out(one, position)
         await asyncio.sleep(self.commit_s)
         return tree
 
@@ -683,13 +674,23 @@ class SimulatedTraining(Training):
         envs, size = self.parts.actor.envs, self.config.algorithm.group_size
         if self.max_branches:
             await asyncio.sleep(1e-6)  # the tree before has begun then
-        while self.max_branches and envs.count and envs.count + size > self.max_branches:
-            await self._branch_ended()
+        most = self.max_branches
+        while most and envs.count and envs.count + size > most:  # noqa: ASYNC110 (of any tree)
+            await asyncio.sleep(LOOK_S)
 
-    async def _branch_ended(self) -> None:
-        await asyncio.sleep(LOOK_S)
 
-    async def _report_step(self, trees: list[TrajectoryTree], metrics: Metrics) -> None:
+class SimulatedReport(StepReport):
+    """Keeps what `figures` needs of each step."""
+
+    tree_s = 0.0  # of the loop, for each tree of a step
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.rows: list[dict[str, float]] = []
+        self._row_s = 0.0
+
+    async def record(self, batch: Batch, num_known: dict[int, int]) -> None:
+        trees, metrics = batch.delivered, batch.metrics
         await asyncio.sleep(self.tree_s * len(trees))
         now_s = asyncio.get_running_loop().time()
         nodes = (node for tree in trees for node in tree.nodes)
@@ -709,6 +710,23 @@ class SimulatedTraining(Training):
             }
         )
         self._row_s = now_s
+
+
+class SimulatedTraining(Training):
+    """A run whose steps are counted, without the phases before and after."""
+
+    feeder_class, report_class = SimulatedFeeder, SimulatedReport
+    report: SimulatedReport
+
+    async def simulate(self, max_branches: int, tree_s: float, commit_s: float) -> None:
+        async with AsyncExitStack() as stack:
+            await self._set_up(stack)
+            stack.push_async_callback(self.parts.probe.close)
+            self.run.begin(self.config)
+            assert isinstance(self.feeder, SimulatedFeeder)
+            self.feeder.max_branches, self.feeder.commit_s = max_branches, commit_s
+            self.report_class.tree_s = tree_s
+            await self._run_rl()
 
 
 def simulate(
@@ -755,15 +773,12 @@ def simulate(
         run = RunDirectory(Path(folder) / "run", resume=False, settings={})
         view = View()
         view.console = view._errors = Console(file=nowhere)
-        training = SimulatedTraining(
-            config, run, view, resume="", build=build, max_branches=variant.max_branches
-        )
-        training.tree_s, training.commit_s = model.tree_s, commit_s
-        run_virtual(training.simulate())
+        training = SimulatedTraining(config, run, view, resume="", build=build)
+        run_virtual(training.simulate(variant.max_branches, model.tree_s, commit_s))
         run.close()
         if timings is not None:
             shutil.copyfile(run.path / TIMINGS, timings)
-    return figures(training.rows, bound)
+    return figures(training.report.rows, bound)
 
 
 def _parts(

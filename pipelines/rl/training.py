@@ -85,6 +85,9 @@ class Training:
     saver: RunSaver
     evaluator: Evaluator
     feeder: Feeder
+    report: StepReport
+    feeder_class: type[Feeder] = Feeder  # of a simulated run others
+    report_class: type[StepReport] = StepReport
 
     def __init__(
         self,
@@ -230,7 +233,7 @@ class Training:
             )
             stack.push_async_callback(self.journal.close)
             self.listeners.append(JournalListener(self.journal))
-        self.feeder = Feeder(
+        self.feeder = self.feeder_class(
             config, state, parts, self.queue, self.batches, self.journal, self.listeners
         )
         kept = [] if config.sft is None else [0]  # for other algorithms to begin with
@@ -350,7 +353,7 @@ class Training:
         """The loop, which begins to measure."""
         parts, state = self.parts, self.state
         watch = Stopwatch()
-        report = StepReport(
+        self.report = self.report_class(
             state, self.feeder, self.batches.alarms, self.recorder, watch, self.lag, self.timings
         )
         return Loop(
@@ -364,7 +367,7 @@ class Training:
             saver=self.saver,
             recorder=self.recorder,
             evaluator=self.evaluator,
-            report=report,
+            report=self.report,
             critic=self._critic(),
             actions=self.actions,
             listeners=self.listeners,
