@@ -15,14 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
-
-if __name__ == "__main__":  # run by its path: the repository root is what holds the packages
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import msgspec
 from aiohttp import web

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from agentenv.pipelines.run.arguments import Parser
-
-if __name__ == "__main__":  # run by its path: the repository root is what holds the packages
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 MAX_MB = 30.0
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import pytest
 
+from agentenv.crashes import PACKAGES
 from agentenv.journal_frames import Began, Finished, Frame, Leased, Trained
-from agentenv.learners import ranks
 from benchmarks import bench
 from benchmarks.parts import chaos
 from benchmarks.parts.chaos import Witness
@@ -28,8 +27,8 @@ def start_training(arguments: Sequence[str], output: int) -> Forked:
     return Forked(
         project().fork(
             ["-m", "tests.support.killing", plan, *arguments],
-            environment=os.environ | {"PYTHONPATH": ranks.PACKAGES},
-            folder=Path(ranks.PACKAGES),
+            environment=os.environ | {"PYTHONPATH": str(PACKAGES)},
+            folder=PACKAGES,
             output=output,
         )
     )

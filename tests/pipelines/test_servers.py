@@ -29,7 +29,7 @@ from pathlib import Path
 from agentenv.pipelines.serving.servers import ServerProcess, ServerSpec
 async def main():
     spec = ServerSpec("policy", [sys.executable, sys.argv[1], sys.argv[2]], {},
-                      f"http://127.0.0.1:{sys.argv[2]}", 60, 0)
+                      f"http://127.0.0.1:{sys.argv[2]}", 60)
     await ServerProcess(spec, Path(sys.argv[3]), lambda text: None).start()
     print("ready", flush=True)
     await asyncio.sleep(600)

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from agentenv.config import load_config
+from agentenv.crashes import PACKAGES
 from agentenv.engines.scripted import ScriptedEngine
 from agentenv.errors import ConfigError, EngineDeadError, EnvError
 from agentenv.launchers import train
-from agentenv.learners import ranks
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl import parts
 from agentenv.pipelines.rl.parts import MEMORY, build_parts
@@ -69,12 +69,12 @@ def test_a_terminal_that_is_gone_costs_nothing(warehouse: Path, is_told: bool) -
     name = f"no-terminal-{is_told}".lower()
     ours, theirs = os.openpty()
     command = ("launchers/train.py", str(warehouse), f"run.name={name}", "train.num_steps=8")
-    folders = [str(warehouse.parent), str(ranks.PACKAGES)]
+    folders = [str(warehouse.parent), str(PACKAGES)]
     process = Forked(
         project().fork(
             [*command, "engine.latency_s=0.05"],
             environment=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
-            folder=Path(ranks.PACKAGES),
+            folder=PACKAGES,
             output=theirs,
         )
     )

@@ -40,7 +40,7 @@ import psutil
 import torch
 from msgspec import Struct
 
-from agentenv import journal
+from agentenv import journal, offload, processes
 from agentenv.engines.scripted import ScriptedEngine
 from agentenv.engines.vllm import VLLMServer
 from agentenv.envs.sandbox.channel import SessionProcess
@@ -291,6 +291,7 @@ class SpareRank:
     def __init__(self, killer: Killer) -> None:
         inner, self._told = os.pipe()
         self.returncode: int | None = None
+        self.stdin = None
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self._told)
@@ -353,22 +354,14 @@ def main() -> int:
             return train.main(arguments)
     spare = SpareRank(killer)
 
-    async def spawn(
-        rank: int,
-        num_ranks: int,
-        log_path: Path,
-        num_threads: int,
-        address: str,
-        token: str,
-        *others: Any,
-    ) -> SpareRank:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        spare.start(
-            wire.environment(rank, num_ranks, num_threads, address, token, *others), log_path
-        )
+    async def start_process(*command: str, stdout: Any, env: dict[str, str], **options: Any) -> Any:
+        """In place of that of agentenv/processes.py: the rank is the spare one, without a guard."""
+        if command[-1] != "agentenv.learners.worker":
+            return await offload.start_process(*command, stdout=stdout, env=env, **options)
+        spare.start(env, Path(stdout.name))
         return spare
 
-    wire.spawn = spawn  # type: ignore[assignment]
+    processes.start_process = start_process
     return train.main([*arguments, "learner.backend=torch"])
 
 
