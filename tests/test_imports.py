@@ -28,7 +28,7 @@ COMMANDS = ", ".join(  # whose --help comes at once, and which report mistakes b
         *("snapshot", "synthesize", "train"),
     )
 )
-HEAVY = {"torch", "deepspeed", "vllm", "sglang", "transformers"}
+HEAVY = {"torch", "deepspeed", "vllm", "sglang", "transformers", "safetensors"}
 
 
 @pytest.fixture(scope="module")

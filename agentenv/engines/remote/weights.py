@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from msgspec import Struct
-from safetensors import SafetensorError, safe_open
 
 from agentenv.errors import EngineError, ForeignError
 from agentenv.untrusted import decode
@@ -257,6 +256,8 @@ def check_layout(directory: Path, found: Layout, served: Layout) -> None:
 
 def read_header(path: Path) -> dict[str, tuple[int, ...]]:
     """Shapes by name. Raises EngineError for a file that is cut off or not safetensors."""
+    from safetensors import SafetensorError, safe_open  # of the extra train
+
     try:
         with safe_open(path, framework="numpy") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
