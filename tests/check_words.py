@@ -56,7 +56,11 @@ def places(path: Path) -> list[tuple[int, str]]:
 
 def checked(root: Path) -> dict[str, list[tuple[int, str]]]:
     """The places by file, of the files in git."""
-    names = subprocess.check_output(["git", "ls-files"], cwd=root, text=True).splitlines()
+    if (root / ".git").exists():
+        names = subprocess.check_output(["git", "ls-files"], cwd=root, text=True).splitlines()
+    else:  # an archive of the sources
+        names = [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
+        names = [name for name in names if not re.search(r"(^|/)(\.|node_modules/|site/)", name)]
     files = [name for name in names if CHECKED.fullmatch(name) and (root / name).is_file()]
     files = [name for name in files if name != "CHANGELOG.md"]  # which has former names
     return {name: found for name in files if (found := places(root / name))}
