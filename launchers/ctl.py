@@ -123,7 +123,8 @@ def _who(run: Path) -> str:
     except (OSError, ForeignError):
         holder = None
     if holder is None:
-        if not (run / "config.json").is_file():
+        is_evaluation = (run / "rows.jsonl").is_file()
+        if is_evaluation or not (run / "config.json").is_file():
             return f"{run} holds no run"
         return f"no process trains in {run} now (start it again with --resume)"
     if holder.host != socket.gethostname():
