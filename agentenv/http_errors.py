@@ -65,7 +65,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 def _reason(text: str) -> str:
-    """What a body says is wrong, be it a text or an object of JSON."""
+    """The error message of a body: a text, or an object of JSON."""
     try:
         found = decode(text)
     except ForeignError:

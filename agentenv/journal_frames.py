@@ -65,7 +65,7 @@ class Mark(Struct, array_like=True, frozen=True):
     place: int
 
     def follows(self, before: Mark | None) -> bool:
-        """Whether the frame comes right behind that one."""
+        """Whether the frame directly follows that one."""
         return before is not None and self == Mark(
             before.incarnation, before.record, before.place + 1
         )

@@ -60,7 +60,7 @@ class _Growing:
         self.frames = TreeFrames()  # since it has the worker
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()
-        self.looked: asyncio.Future[list[BranchNow]] | None = None  # while that is asked for
+        self.looked: asyncio.Future[list[BranchNow]] | None = None  # of a pending Look
         self.cancelled = ""  # why; empty: it is not
         self.since = loop.time()
         self.number = -1

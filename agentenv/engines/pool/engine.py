@@ -44,7 +44,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     ] = ""
     control_urls: Annotated[
         list[str],
-        Meta(description="workers behind a router at the one URL, which get weights and aborts"),
+        Meta(description="worker servers of the router at the URL; they get weights and aborts"),
     ] = field(default_factory=list)
     servers: Annotated[ServersConfig | None, Meta(description="servers to start for the run")] = (
         None

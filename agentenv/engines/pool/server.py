@@ -169,7 +169,7 @@ class Pausable(Protocol):
 
 class Slot:
     """A server that a turn may send requests to. `reason` says why it does not serve, `running` are
-    its requests and what to pause with it, `on_trial`: its next token is waited for."""
+    its requests and what to pause with it, `on_trial`: one request until its first token."""
 
     def __init__(self, client: Server) -> None:
         self.client = client

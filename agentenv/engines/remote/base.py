@@ -330,7 +330,7 @@ class RemoteServer(ABC, Generic[F]):
             )
         return VersionSpan(int(version), start, end)
 
-    # labels, and calls to all servers behind the URL
+    # Labels, and calls to all servers of the URL.
 
     async def _name(self, policy_version: int) -> None:
         """Give the weights in place, whatever they are, a label of this version."""
