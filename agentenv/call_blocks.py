@@ -24,13 +24,13 @@ class MalformedCall(Exception):
 
 
 class Markers(NamedTuple):
-    """What stands around a call, where the value in it ends, and what stands around a thought."""
+    """What stands around a call, where the value in it ends, and what stands around a thought: None
+    where a style keeps its thoughts in messages of their own."""
 
     opening: str
     closing: str
     value_end: ValueEnd
-    thought_opening: str = THOUGHT_OPEN
-    thought_closing: str = THOUGHT_CLOSE
+    thought: tuple[str, str] | None = (THOUGHT_OPEN, THOUGHT_CLOSE)
 
 
 def after_thoughts(text: str) -> str:
@@ -42,11 +42,12 @@ def after_thoughts(text: str) -> str:
 def blocks(text: str, markers: Markers) -> Iterator[Any]:
     """The texts between the markers outside of thoughts; for one that is not closed, what is
     wrong. A turn may begin within a thought, which the prompt has opened."""
-    found = re.compile(f"{re.escape(markers.thought_opening)}|{re.escape(markers.opening)}")
+    opens, _ = markers.thought or (None, None)
+    found = re.compile("|".join(map(re.escape, filter(None, (opens, markers.opening)))))
     place = max(0, thought_end(text, 0, markers))
     while (mark := found.search(text, place)) is not None:
         place = mark.end()
-        if mark[0] == markers.thought_opening:
+        if mark[0] == opens:
             place = thought_end(text, place, markers)
             if place < 0:
                 return
@@ -61,13 +62,14 @@ def blocks(text: str, markers: Markers) -> Iterator[Any]:
 
 def thought_end(text: str, place: int, markers: Markers) -> int:
     """The offset after the first mark that closes a thought outside of a value; -1 for none."""
-    if markers.thought_closing not in text:
+    _, closes = markers.thought or (None, None)
+    if closes is None or closes not in text:
         return -1
-    found = re.compile(f"{re.escape(markers.thought_closing)}|{re.escape(markers.opening)}")
+    found = re.compile(f"{re.escape(closes)}|{re.escape(markers.opening)}")
     num_quoted = 0
     while (mark := found.search(text, place)) is not None:
         place = mark.end()
-        if mark[0] == markers.thought_closing:
+        if mark[0] == closes:
             return place
         end = markers.value_end(text, place) if num_quoted < MAX_QUOTED else -1
         num_quoted += end < 0

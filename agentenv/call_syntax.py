@@ -31,7 +31,15 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from agentenv.call_blocks import MalformedCall, Markers, blocks, json_end, thought_end
+from agentenv.call_blocks import (
+    THOUGHT_CLOSE,
+    THOUGHT_OPEN,
+    MalformedCall,
+    Markers,
+    blocks,
+    json_end,
+    thought_end,
+)
 from agentenv.errors import ForeignError
 from agentenv.types import MALFORMED_CALL, ToolCall
 from agentenv.untrusted import decode
@@ -104,7 +112,7 @@ def gemma_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, .
     """The calls in the <|tool_call> markers outside the thoughts of a turn."""
     thought = "<|channel>", "<channel|>"
     return _each(
-        blocks(text, Markers("<|tool_call>", "<tool_call|>", _gemma_end, *thought)), _gemma_call
+        blocks(text, Markers("<|tool_call>", "<tool_call|>", _gemma_end, thought)), _gemma_call
     )
 
 
@@ -240,11 +248,16 @@ def atem_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ..
         if "to=self" not in header:
             messages.append(body)
     said = "<|start|>".join(messages)
-    return _tagged_calls(said, "<atem:invoke", "</atem:invoke>", _ATEM, tools)
+    return _tagged_calls(said, "<atem:invoke", "</atem:invoke>", _ATEM, tools, None)
 
 
 def _tagged_calls(
-    text: str, opening: str, closing: str, tags: _Tags, tools: Sequence[dict[str, Any]]
+    text: str,
+    opening: str,
+    closing: str,
+    tags: _Tags,
+    tools: Sequence[dict[str, Any]],
+    thought: tuple[str, str] | None = (THOUGHT_OPEN, THOUGHT_CLOSE),
 ) -> tuple[ToolCall, ...]:
     def value_end(text: str, start: int) -> int:
         following = text.find(opening, start)
@@ -255,7 +268,7 @@ def _tagged_calls(
             return -1
         return end
 
-    found = blocks(text, Markers(opening, closing, value_end))
+    found = blocks(text, Markers(opening, closing, value_end, thought))
     return _each(found, lambda body: _tagged_call(body, tags, tools))
 
 

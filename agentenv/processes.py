@@ -58,7 +58,9 @@ class LocalProcess:
 
     async def start(self) -> None:
         env = {name: text for name, text in os.environ.items() if name not in self.spec.unset}
-        with await in_thread(open_log, Path(self.spec.log)) as log:
+        opening = asyncio.ensure_future(in_thread(open_log, Path(self.spec.log)))
+        try:
+            log = await asyncio.shield(opening)
             self._guard = await start_process(
                 *guarded(self.spec.command, self._grace_s),
                 stdin=asyncio.subprocess.PIPE,
@@ -68,6 +70,9 @@ class LocalProcess:
                 cwd=self.spec.cwd,
                 start_new_session=True,
             )
+        finally:  # a cancellation leaves the thread at work, which opens the log all the same
+            opening.add_done_callback(_close_log)
+            await asyncio.wait([opening], timeout=self._grace_s)
 
     async def ended(self) -> str:
         """Wait for the end of the process; how it ended."""
@@ -100,6 +105,11 @@ def how_it_ended(status: int) -> str:
 def python_path() -> str:
     """PYTHONPATH of a process that runs a module of this project."""
     return os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
+
+
+def _close_log(opening: asyncio.Future[BinaryIO]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 def open_log(path: Path) -> BinaryIO:

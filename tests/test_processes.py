@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import threading
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 import pytest
 
+from agentenv import processes
 from agentenv.processes import (
     LocalPlacement,
     LocalProcess,
@@ -17,6 +20,7 @@ from agentenv.processes import (
     Restarts,
     how_it_ended,
     log_tail,
+    open_log,
 )
 
 SHOW = "import os; print(sorted(name for name in os.environ if 'COLOR_OF' in name))"
@@ -53,6 +57,27 @@ async def test_a_signal_that_killed_it_is_named(
     await process.start()
     assert how in await process.ended()
     await process.stop()
+
+
+async def test_a_start_that_is_cancelled_closes_the_log_that_opens_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, go_on = [], threading.Event()
+
+    def open_late(path: Path) -> BinaryIO:
+        go_on.wait()
+        opened.append(open_log(path))
+        return opened[0]
+
+    monkeypatch.setattr(processes, "open_log", open_late)
+    start = asyncio.create_task(LocalProcess(spec_of(tmp_path, SHOW)).start())
+    await asyncio.sleep(0)
+    start.cancel()
+    asyncio.get_running_loop().call_later(0.05, go_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    await asyncio.sleep(0)
+    assert opened[0].closed
 
 
 async def test_it_ends_with_all_below_it(tmp_path: Path) -> None:

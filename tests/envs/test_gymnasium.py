@@ -111,14 +111,15 @@ def test_every_registered_environment_is_stepped_many_at_a_time(
 SHIPPED = """
 import sys, agentenv
 ids = agentenv.env_ids()
-loaded = [name for name in ("envs", "aiohttp", "gymnasium", "torch") if name in sys.modules]
+heavy = "agentenv.envs", "aiohttp", "gymnasium", "torch"
+loaded = [name for name in heavy if name in sys.modules]
 import gymnasium, agentenv.gym
 task = agentenv.Task("t", "", "How much is 24 and 10?", ("34",))
 env = gymnasium.make("agentenv/CodeInterpreter-v0", tasks=[task])
 env.reset(seed=1)
 shown, *_ = env.step("<python>24 + 10</python>")
 env.close()
-import envs
+import agentenv.envs
 print([name for name in ids if name.startswith("agentenv/")], loaded, repr(shown))
 print(agentenv.env_ids() == ids)
 """
