@@ -1,13 +1,15 @@
 """The actor: rolls out tasks with one engine, renderer and kind of environment.
 
-It serves any number of rollouts at a time, each of which grows one tree (`rollout.py`).
+It serves any number of rollouts at a time, each of which grows one tree (`rollout.py`), in which
+`RolloutHooks` take part. Evaluation (`ask`, `evaluate`) is the same rollout with the plan
+`Independent`, and a list for a queue.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from math import inf
 from random import Random
@@ -15,21 +17,75 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from agentenv.branch import OpenEnvs
+from agentenv.branch import Branch, OpenEnvs
 from agentenv.deadline import waiting
 from agentenv.engine import Engine
-from agentenv.env import Env
+from agentenv.env import Env, StepResult
 from agentenv.failures import Failures
-from agentenv.hooks import RolloutHooks
 from agentenv.journal import TreeRecord
 from agentenv.metrics import PrefixHits, ProbeWaits
-from agentenv.plan import RolloutPlan
+from agentenv.plan import Independent, RolloutPlan
 from agentenv.recorded import Recorded
 from agentenv.recovery import OtherPromptError
 from agentenv.renderer import Renderer
 from agentenv.rollout import Rollout
 from agentenv.tree import TrajectoryTree
-from agentenv.types import Limits, SamplingParams, Task
+from agentenv.types import Info, Limit, Limits, Message, SamplingParams, Task
+
+
+class RolloutHooks:
+    """Hooks of a rollout; these change nothing.
+
+    One object a rollout. A subclass overrides the calls that it changes, in the order of a
+    trajectory:
+
+        prefix     the prompt was rendered
+        sampling   a turn will be sampled
+        step       the policy has acted and the env is to answer
+        redirect   the env has answered, and the episode goes on
+        finish     a limit ends the episode: the env is to grade
+        end        the branch is over in any way, cancelled too
+
+    Its constructor may refuse the rollout with a ConfigError.
+    """
+
+    def __init__(self, rollout: Rollout) -> None:
+        self.rollout = rollout
+
+    def prefix(self, branch: Branch, prompt_ids: list[int]) -> list[int]:
+        """Token ids that the first turn of every root begins with; asked once a tree.
+
+        They are context and not sampled, so that no loss mask covers them, and they count as
+        response, not as prompt.
+        """
+        return []
+
+    def sampling(self, branch: Branch) -> SamplingParams:
+        """How the next turn of the branch is sampled."""
+        return self.rollout.actor.sampling
+
+    async def step(self, branch: Branch, action: Message) -> StepResult:
+        """The env's answer to the action."""
+        assert branch.env is not None
+        return await self.rollout.actor.envs.step(branch.env, action)
+
+    async def redirect(self, branch: Branch, observation_ids: Sequence[int]) -> bool:
+        """Whether the branch goes on from another place than after this observation.
+
+        If so, the branch stands there already: `Branch.take_back` and `Branch.restart` move it.
+        """
+        return False
+
+    async def finish(
+        self, branch: Branch, limit: Limit, action: Message | None
+    ) -> tuple[float, Info]:
+        """The reward of an episode that a limit ends, and facts; `action` was not stepped."""
+        assert branch.env is not None
+        return await self.rollout.actor.envs.finish(branch.env, limit, action)
+
+    async def end(self, branch: Branch) -> None:
+        """Free what belongs to the branch."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -192,3 +248,104 @@ class Actor:
         roots = [int(name) for name in names if name.isdecimal()]
         await make(tree).run(max(roots, default=-1) + 1, recorded, cancelled)
         return tree
+
+
+class Question(NamedTuple):
+    """One trajectory to ask for: sample number `sample` of a task, by an actor."""
+
+    actor: Actor
+    task: Task
+    sample: int
+
+
+class Answer(NamedTuple):
+    """What came of a question: a tree with one leaf, how often it was tried again after a
+    failure, and the seconds that the last attempt took."""
+
+    question: Question
+    tree: TrajectoryTree
+    num_retries: int
+    seconds: float
+
+
+async def ask(
+    questions: Iterable[Question],
+    on_answer: Callable[[Answer], Awaitable[None] | None],
+    *,
+    concurrency: int,
+) -> None:
+    """Ask all questions, `concurrency` at a time and in order; `on_answer` gets each answer as
+    soon as it is there, and is awaited if it wants that.
+
+    What is sampled depends on the actor's seed, the task and the number of the sample, never on
+    order, concurrency, or how many samples are asked. A failed trajectory is tried again with
+    the same seeds, up to `max_failures` of the limits. Raises what Actor.rollout raises.
+    """
+    waiting = iter(questions)
+
+    async def work() -> None:
+        for question in waiting:
+            heard = on_answer(await _answer(question))
+            if heard is not None:
+                await heard
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(work())
+
+
+async def evaluate(
+    actor: Actor,
+    tasks: Sequence[Task],
+    *,
+    num_samples: int = 1,
+    concurrency: int = 256,
+    on_answer: Callable[[Answer], None] = lambda answer: None,
+) -> list[TrajectoryTree]:
+    """Roll out every task `num_samples` times, `concurrency` trajectories at a time; a tree a
+    task, in the order of the tasks. `on_answer` sees each trajectory as it ends."""
+    questions = [Question(actor, task, number) for task in tasks for number in range(num_samples)]
+    found: dict[int, TrajectoryTree] = {}
+
+    def keep(answer: Answer) -> None:
+        found[id(answer.question)] = answer.tree
+        on_answer(answer)
+
+    await ask(questions, keep, concurrency=min(concurrency, len(questions)))
+    trees = [found[id(question)] for question in questions]
+    firsts = range(0, len(trees), num_samples)
+    return [_joined(i, trees[first : first + num_samples]) for i, first in enumerate(firsts)]
+
+
+async def _answer(question: Question) -> Answer:
+    actor, task, sample = question
+    loop = asyncio.get_running_loop()
+    num_retries = 0
+    while True:
+        begin = loop.time()
+        tree = await actor.rollout(
+            task, Independent(1), session=task.id, first_root=sample, max_failures=0
+        )
+        if not tree.failures() or num_retries == actor.limits.max_failures:
+            return Answer(question, tree, num_retries, loop.time() - begin)
+        num_retries += 1
+
+
+def _joined(index: int, parts: Sequence[TrajectoryTree]) -> TrajectoryTree:
+    """The trajectories of `parts`, which have the prompt in common, as one tree."""
+    whole = parts[0]
+    whole.index = index
+    for part in parts[1:]:
+        whole.root.observation_ids = whole.root.observation_ids or part.root.observation_ids
+        whole.policy_version = min(whole.policy_version, part.policy_version)
+        shift = len(whole.nodes) - 1
+        for node in part.nodes[1:]:
+            node.index += shift
+            if node.continues is not None:
+                node.continues += shift
+            elif node.parent:
+                node.parent += shift
+            whole.nodes.append(node)
+        whole.num_started += part.num_started
+        whole.num_roots += part.num_roots
+    return whole

@@ -6,11 +6,9 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from agentenv.crashes import guarded
 from agentenv.deadline import Deadline, WorkClock, uncancelled
-from agentenv.env import Env, StepResult
-from agentenv.errors import AgentEnvError, EnvError, InfraError
-from agentenv.outcomes import check_finish, check_reset, check_step
+from agentenv.env import Env, StepResult, check_finish, check_reset, check_step
+from agentenv.errors import AgentEnvError, EnvError, InfraError, guarded
 from agentenv.renderer import ToolSchemas
 from agentenv.tree import End, Node, Prefix, TrajectoryTree, packed_ids
 from agentenv.types import Completion, Info, Limit, Limits, Message

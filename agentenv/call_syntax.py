@@ -18,8 +18,9 @@ A parser takes the text and the schemas of the tools, which give the values a ty
 has none, and never raises. A call that cannot be read is a call too, to MALFORMED_CALL: the policy
 reads what is wrong. Calls within thoughts do not count.
 
-Where calls and thoughts end: `agentenv/call_blocks.py`. The forms of tags have values that nothing
-quotes: one that holds an opening tag of the form is malformed.
+A value is read as one from the marker that opens its call on, whatever markers its texts hold: only
+after it can the call end, and only outside of it a thought. The forms of tags have values that
+nothing quotes: one that holds an opening tag of the form is malformed.
 """
 
 from __future__ import annotations
@@ -28,21 +29,90 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from agentenv.call_blocks import (
-    THOUGHT_CLOSE,
-    THOUGHT_OPEN,
-    MalformedCall,
-    Markers,
-    blocks,
-    json_end,
-    thought_end,
-)
 from agentenv.errors import ForeignError
 from agentenv.types import MALFORMED_CALL, ToolCall
-from agentenv.untrusted import decode
+from agentenv.untrusted import decode, decode_first, typed
+
+THOUGHT_OPEN, THOUGHT_CLOSE = "<think>", "</think>"
+MAX_QUOTED = 100  # markers in a thought that open nothing; beyond, none is tried any more
+
+ValueEnd = Callable[[str, int], int]  # where the value that begins there ends; -1 if none does
+
+
+class MalformedCall(Exception):
+    """What is wrong with a call."""
+
+
+class Markers(NamedTuple):
+    """What stands around a call, where the value in it ends, and what stands around a thought: None
+    where a style keeps its thoughts in messages of their own."""
+
+    opening: str
+    closing: str
+    value_end: ValueEnd
+    thought: tuple[str, str] | None = (THOUGHT_OPEN, THOUGHT_CLOSE)
+
+
+def after_thoughts(text: str) -> str:
+    """What follows the last thought of a text without calls; nothing while one is still open."""
+    after = text.rpartition(THOUGHT_CLOSE)[2]
+    return "" if THOUGHT_OPEN in after else after
+
+
+def blocks(text: str, markers: Markers) -> Iterator[Any]:
+    """The texts between the markers outside of thoughts; for one that is not closed, what is
+    wrong. A turn may begin within a thought, which the prompt has opened."""
+    opens, _ = markers.thought or (None, None)
+    found = re.compile("|".join(map(re.escape, filter(None, (opens, markers.opening)))))
+    place = max(0, thought_end(text, 0, markers))
+    while (mark := found.search(text, place)) is not None:
+        place = mark.end()
+        if mark[0] == opens:
+            place = thought_end(text, place, markers)
+            if place < 0:
+                return
+            continue
+        end = text.find(markers.closing, max(place, markers.value_end(text, place)))
+        if end < 0:
+            yield MalformedCall(f"{markers.opening} is not closed by {markers.closing}")
+            return
+        yield text[place:end]
+        place = end + len(markers.closing)
+
+
+def thought_end(text: str, place: int, markers: Markers) -> int:
+    """The offset after the first mark that closes a thought outside of a value; -1 for none."""
+    _, closes = markers.thought or (None, None)
+    if closes is None or closes not in text:
+        return -1
+    found = re.compile(f"{re.escape(closes)}|{re.escape(markers.opening)}")
+    num_quoted = 0
+    while (mark := found.search(text, place)) is not None:
+        place = mark.end()
+        if mark[0] == closes:
+            return place
+        end = markers.value_end(text, place) if num_quoted < MAX_QUOTED else -1
+        num_quoted += end < 0
+        place = max(place, end)
+    return -1
+
+
+_BLANKS = re.compile(r"\s*")
+
+
+def json_end(text: str, start: int) -> int:
+    """The offset after the JSON object or list that begins there, blanks skipped."""
+    start = _BLANKS.match(text, start).end()  # type: ignore[union-attr]  # it always matches
+    if text[start : start + 1] not in ("{", "["):
+        return -1
+    try:
+        return decode_first(text, start)[1]
+    except ForeignError:
+        return -1
+
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -117,24 +187,25 @@ def gemma_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, .
 
 
 def _json_call(body: str) -> ToolCall:
-    try:
-        raw = decode(body)
-    except ForeignError as error:
-        raise MalformedCall(f"not valid JSON ({error}); {EXPECTED}") from error
+    raw = _read(body, "not valid JSON", EXPECTED)
     if not isinstance(raw, dict) or not isinstance(raw.get("name"), str):
         raise MalformedCall(f"no name; {EXPECTED}")
     return ToolCall(raw["name"], _object(raw.get("arguments", raw.get("parameters", {}))))
 
 
-def _object(value: object) -> dict[str, Any]:
+def _read(text: str, problem: str, expected: str) -> Any:
+    try:
+        return decode(text)
+    except ForeignError as error:
+        raise MalformedCall(f"{problem} ({error}); {expected}") from error
+
+
+def _object(value: object, expected: str = EXPECTED) -> dict[str, Any]:
     """Arguments; some models write them as a text of JSON."""
     if isinstance(value, str):
-        try:
-            value = decode(value)
-        except ForeignError as error:
-            raise MalformedCall(f"the arguments are not an object; {EXPECTED}") from error
+        value = _read(value, "the arguments cannot be read", expected)
     if not isinstance(value, dict):
-        raise MalformedCall(f"the arguments are not an object; {EXPECTED}")
+        raise MalformedCall(f"the arguments are not an object; {expected}")
     return value
 
 
@@ -144,13 +215,8 @@ def _harmony_call(written: tuple[str, str]) -> ToolCall:
     expected = "expected to=functions.NAME and an object of JSON behind <|message|>"
     if prefix != "functions" or not name:
         raise MalformedCall(f"the message goes to {address[:60]!r}; {expected}")
-    try:
-        arguments = decode(body)
-    except ForeignError as error:
-        raise MalformedCall(f"the arguments are not valid JSON ({error}); {expected}") from error
-    if not isinstance(arguments, dict):
-        raise MalformedCall(f"the arguments are not an object; {expected}")
-    return ToolCall(name, arguments)
+    arguments = _read(body, "the arguments are not valid JSON", expected)
+    return ToolCall(name, _object(arguments, expected))
 
 
 _GEMMA_QUOTE = '<|"|>'
@@ -184,11 +250,7 @@ def _gemma_call(body: str) -> ToolCall:
     # texts are at odd places; what stands between them is the structure
     parts[::2] = [_BARE_KEY.sub(r'\1"\2"', part) for part in parts[::2]]
     parts[1::2] = [json.dumps(part) for part in parts[1::2]]
-    try:
-        arguments = decode("".join(parts))
-    except ForeignError as error:
-        raise MalformedCall(f"the arguments cannot be read ({error}); {expected}") from error
-    return ToolCall(found[1], _object(arguments))
+    return ToolCall(found[1], _object("".join(parts), expected))
 
 
 # forms of tags, whose values have no type of their own
@@ -288,7 +350,7 @@ def _tagged_call(body: str, tags: _Tags, tools: Sequence[dict[str, Any]]) -> Too
         value = value.removesuffix("\n") if tags is _QWEN_XML else value
         if within := tags.reserved.search(value):
             raise MalformedCall(f"the argument {key[:60]!r} holds {within[0]!r}; {tags.expected}")
-        pairs.append((key, _typed(value, schemas.get(key, {}))))
+        pairs.append((key, typed(value, schemas.get(key, {}))))
         end = close + len(tags.closing)
     left = rest[end:].strip()
     if left:
@@ -302,49 +364,6 @@ def _properties(name: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
             properties = tool["parameters"].get("properties", {})
             return properties if isinstance(properties, dict) else {}
     return {}
-
-
-_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
-_TYPES: tuple[tuple[str, type], ...] = (  # bool before the numbers that it is one of
-    ("boolean", bool),
-    ("integer", int),
-    ("number", int),
-    ("number", float),
-    ("array", list),
-    ("object", dict),
-    ("null", type(None)),
-)
-
-
-def _typed(text: str, schema: Any) -> Any:
-    """The value that a text means to a parameter of this schema: JSON of a type that it has, else
-    the text itself, of which the tool says what is wrong with it."""
-    types = schema_types(schema)
-    if types == {"string"}:
-        return text
-    try:
-        value = decode(_PYTHON_NAMES.get(text.strip(), text))
-    except ForeignError:
-        return text
-    if isinstance(value, float) and value.is_integer() and "integer" in types:
-        return int(value)
-    if not types:
-        return text if isinstance(value, str) else value
-    kinds = {name for name, kind in _TYPES if type(value) is kind}
-    return value if kinds & types else text
-
-
-def schema_types(schema: Any) -> set[str]:
-    """The JSON types that a schema of a parameter allows; none if it does not say."""
-    if not isinstance(schema, dict):
-        return set()
-    declared = schema.get("type") or ()
-    types = {declared} if isinstance(declared, str) else set(map(str, declared))
-    for choice in [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]:
-        types |= schema_types(choice)
-    if "enum" in schema and not types:
-        types = {"string"} if all(isinstance(one, str) for one in schema["enum"]) else set()
-    return types | ({"null"} if schema.get("nullable") else set())
 
 
 # calls in Python's notation

@@ -23,7 +23,7 @@ import msgspec
 from msgspec import inspect as mi
 
 from agentenv.errors import ConfigError
-from agentenv.hub import place_of
+from agentenv.model_files import place_on_hub
 from agentenv.old_keys import deleted_keys, moved_values
 from agentenv.registry import TAG, PartKey, Registry, decode_part
 
@@ -190,8 +190,8 @@ def upgrade(config_type: type[T], raw: Tree) -> Tree:
 
 def resolver(run: Path | str) -> Resolve:
     """What makes a path of a text in a configuration; {run} is the directory of the run, and an id
-    of the hub that was found (agentenv/hub.py) the place in its cache."""
-    return lambda text: place_of(text) or Path(text.replace(RUN, str(run)))
+    of the hub that was found (agentenv/model_files.py) the place in its cache."""
+    return lambda text: place_on_hub(text) or Path(text.replace(RUN, str(run)))
 
 
 def substituted(value: Any, resolve: Resolve) -> Any:

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from agentenv.disk import undecodable
-from agentenv.errors import ConfigError, DataError, ForeignError
-from agentenv.install import install_hint
+from agentenv.errors import ConfigError, DataError, ForeignError, install_hint
 from agentenv.untrusted import decode_loose
 
 Row = dict[str, Any]

@@ -17,10 +17,17 @@ from typing import NamedTuple, overload
 
 from msgspec.structs import replace
 
-from agentenv.crashes import guarded
 from agentenv.data_files import RawRow, Row, find_files, read_rows
 from agentenv.env import Env
-from agentenv.errors import AgentEnvError, ConfigError, CrashError, DataError, EnvError, InfraError
+from agentenv.errors import (
+    AgentEnvError,
+    ConfigError,
+    CrashError,
+    DataError,
+    EnvError,
+    InfraError,
+    guarded,
+)
 from agentenv.offload import in_thread
 from agentenv.renderer import CUT_MARKER, Renderer, ToolSchemas
 from agentenv.rows import MixPart, Overlong, RowReader, RowsConfig

@@ -8,6 +8,7 @@
     with doubting(look): ...                       what is worked may be lost: a deadline asks first
     await uncancelled(env.close())                 ends it, however often the waiter is cancelled
     await within(60.0, "..", reading)              what it gives, or StallError
+    backoff_s(attempt, key, first_s=.., max_s=..)  how long to wait before another try
 
 A trajectory is timed by a `WorkClock`. Whoever makes it wait for a place, for a rate limit, or for
 a server that is paused, asleep, updating or gone says so with `waiting`: load and outages are not
@@ -22,6 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import partial
+from random import Random
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -462,3 +464,17 @@ async def uncancelled(work: Awaitable[T]) -> T:
     if cancelled is not None:
         raise cancelled
     return result
+
+
+def backoff_s(
+    attempt: int, key: str, *, first_s: float, max_s: float, at_least_s: float = 0.0
+) -> float:
+    """Seconds to wait after try number `attempt`, from 0, has failed.
+
+    `first_s`, doubled with each try, or what the other side asks for by `at_least_s` if that is
+    more; at most `max_s`; and then up to half as long again, so that those who failed together do
+    not come back together. The spread is drawn from `key` and `attempt` alone: equal runs wait
+    equally long.
+    """
+    delay = min(max_s, max(first_s * 2.0**attempt, at_least_s))
+    return delay * Random(f"{key}/{attempt}").uniform(1.0, 1.5)

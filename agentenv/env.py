@@ -8,6 +8,9 @@ An installed package adds its environments by entry points, and needs no import 
 
     [project.entry-points."agentenv.envs"]
     "acme/Dice-v0" = "acme_envs.dice:DiceEnv"
+
+`check_reset`, `check_step`, `check_finish` and `check_observation` say what an environment may
+return; anything else is a bug of it, a CrashError.
 """
 
 from __future__ import annotations
@@ -16,14 +19,15 @@ import copy
 import difflib
 import inspect
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from importlib import metadata
+from math import isfinite
 from typing import Any, Literal, Protocol, Self, TypeVar, cast
 
-from agentenv.crashes import loaded
 from agentenv.deadline import uncancelled
-from agentenv.errors import ConfigError
+from agentenv.errors import ConfigError, CrashError
+from agentenv.registry import loaded
 from agentenv.types import Info, Limit, Message, Task
 
 ForkMode = Literal["pure", "replay", "snapshot", "none"]
@@ -296,3 +300,69 @@ async def _close_shared() -> None:
             outcome = close()
             if inspect.isawaitable(outcome):
                 await outcome
+
+
+CallProtocol = Literal["tags", "native"]  # of renderers
+
+MAX_SHOWN = 200  # characters of what came instead
+ROLES: dict[CallProtocol, tuple[str, ...]] = {"tags": ("tool",), "native": ("tool", "user")}
+
+
+def check_reset(result: tuple[list[Message], Info]) -> tuple[list[Message], Info]:
+    """The result of an env's `reset`, if it is one."""
+    try:
+        messages, info = result
+        if isinstance(info, dict) and all(map(_is_message, messages)):
+            return list(messages), info
+    except (TypeError, ValueError):
+        pass
+    raise _wrong("reset", "(messages, info)", result)
+
+
+def check_finish(result: tuple[float, Info]) -> tuple[float, Info]:
+    """The result of an env's `finish`, if it is one."""
+    try:
+        reward, info = result
+        if isinstance(info, dict) and isfinite(reward):
+            return float(reward), info
+    except (TypeError, ValueError):
+        pass
+    raise _wrong("finish", "(reward, info)", result)
+
+
+def check_step(result: StepResult) -> StepResult:
+    """The result of an env's `step`, if it is one."""
+    try:
+        given, reward, terminated, truncated, info = result
+        messages = list(given)
+        if all(map(_is_message, messages)) and isinstance(info, dict) and isfinite(reward):
+            return messages, float(reward), bool(terminated), bool(truncated), info
+    except (TypeError, ValueError):
+        pass
+    raise _wrong("step", "(messages, reward, terminated, truncated, info)", result)
+
+
+def check_observation(messages: Sequence[Message], protocol: CallProtocol) -> None:
+    """Refuse messages of a step that the episode goes on after and that no renderer of the protocol
+    renders."""
+    for message in messages:
+        if message.role not in ROLES[protocol]:
+            raise CrashError(_refusal(message.role, protocol))
+
+
+def _refusal(role: str, protocol: CallProtocol) -> str:
+    if protocol == "native":
+        return f"an observation holds tool results or user messages, not {role!r}"
+    return (
+        f"the tag protocol renders tool results only, the env sent {role!r}: let a tool of the "
+        'policy return that text, as a Message("tool", ..) (docs/environments.md, "A simulated '
+        'user")'
+    )
+
+
+def _is_message(one: object) -> bool:
+    return isinstance(one, Message)
+
+
+def _wrong(method: str, form: str, result: Any) -> CrashError:
+    return CrashError(f"the environment's {method} gave no {form} but {repr(result)[:MAX_SHOWN]}")

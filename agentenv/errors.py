@@ -7,7 +7,7 @@
     +-- InfraError     machinery of a tool or a grader is down; retried, never shown to the policy
     +-- EnvError       an environment could not go on; the leaf is marked failed
     |   +-- OutageError   what it needs was gone for longer than is waited for
-    |   +-- CrashError    a tool, an environment or a grader has a bug; see agentenv/crashes.py
+    |   +-- CrashError    a tool, an environment or a grader has a bug (`guarded`)
     +-- TooManyFailuresError   so many rollouts failed that the run ends
     +-- EngineError    an engine could not generate or load weights
     |   +-- EngineDeadError   no engine is left; the run ends with the reason
@@ -21,9 +21,23 @@
 What a user's tool, environment or grader raises beside these fails its rollout, as a CrashError.
 Anything else that is not an AgentEnvError is a bug of the core: it stops the run with its
 traceback.
+
+    await guarded(env.step(action), "the environment's step")   a CrashError says what it raised
+    install_hint("train")        how to add an extra to this installation: no index has the package
 """
 
-from typing import Any
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
 
 SHOWN = {"shown": True}  # `extra` of a warning in the log that people are to see at once
 
@@ -125,3 +139,115 @@ class StallError(AgentEnvError):
 
 class ForeignError(AgentEnvError):
     """What others wrote is not of the form that was asked for; see agentenv/untrusted.py."""
+
+
+PACKAGES = Path(__file__).resolve().parent.parent  # a clone, or the folder of installed packages
+DISTRIBUTION = "agentenv-rl"
+TRAIN = ("torch", "transformers", "deepspeed", "safetensors", "tokenizers", "matplotlib")
+
+
+def install_hint(extra: str) -> str:
+    """The command that adds an extra of pyproject.toml to this installation."""
+    if (PACKAGES / "pyproject.toml").is_file():
+        place = "." if Path.cwd() == PACKAGES else str(PACKAGES)
+        return f"pip install -e {shlex.quote(f'{place}[{extra}]')}"
+    origin = _origin()
+    return f"pip install '{DISTRIBUTION}[{extra}]{origin and f' @ {origin}'}'"
+
+
+def _origin() -> str:
+    """The address that pip installed this package from; empty: an index, or unknown."""
+    try:
+        text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+        found = json.loads(text or "{}")
+    except (metadata.PackageNotFoundError, ValueError):
+        return ""
+    url, vcs = str(found.get("url", "")), found.get("vcs_info")
+    return f"{vcs['vcs']}+{url}@{vcs['commit_id']}" if vcs else url
+
+
+def require_train(*modules: str) -> None:
+    """Raises ConfigError if one of these modules of the extra `train` is missing; loads none."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise ConfigError(needs_train(", ".join(missing)))
+
+
+def needs_train(missing: str) -> str:
+    """The error for a missing module of the extra `train`."""
+    return f"this needs {missing}, missing here: {install_hint('train')}"
+
+
+T = TypeVar("T")
+
+MAX_SHOWN = 500  # characters of what was called with which arguments
+
+
+async def guarded(work: Awaitable[T], what: str | Callable[[], str]) -> T:
+    """What `work` gives, which is code of a user. Raises CrashError for all that it raises but an
+    AgentEnvError, also where it cancels or ends itself; `what` says what it was."""
+    try:
+        return await work
+    except AgentEnvError:
+        raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise _crash(what, error) from error
+    except (Exception, SystemExit) as error:
+        raise _crash(what, error) from error
+
+
+def _crash(what: str | Callable[[], str], error: BaseException) -> CrashError:
+    text = what if isinstance(what, str) else what()
+    if len(text) > MAX_SHOWN:
+        text = f"{text[:MAX_SHOWN]}..."
+    said = f"raised {type(error).__name__}: {error}{place_of(error)}"
+    crash = CrashError(f"{text} {said}")
+    crash.said = f"{text.partition(', called with')[0]} {said}"
+    return crash
+
+
+async def at_start(work: Awaitable[T], what: str) -> T:
+    """Like `guarded`, before a run starts: a bug is then a mistake to mend first. Raises
+    ConfigError."""
+    try:
+        return await guarded(work, what)
+    except CrashError as error:
+        raise ConfigError(str(error)) from error
+
+
+OURS = "agentenv"  # the package whose lines say nothing about a bug of a user, but for these parts
+NAMED = ("agentenv.envs.", "agentenv.learners.", "agentenv.reference.")
+
+
+def place_of(error: BaseException) -> str:
+    """The last line of a user's code that an error went through, as " (my_env.py, line 12)"; empty
+    where there is none."""
+    places = [place for place, is_theirs in _places(error) if is_theirs]
+    return f" ({places[-1]})" if places else ""
+
+
+def origin_of(error: BaseException) -> str:
+    """The line that an error comes from: the last one of a user's code that it or its cause went
+    through, else the last one; empty for an error that was not raised here."""
+    found: list[tuple[str, bool]] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        found += _places(cause)
+        cause = cause.__cause__
+    theirs = [place for place, is_theirs in found if is_theirs]
+    return (theirs or [place for place, _ in found] or [""])[-1]
+
+
+def _places(error: BaseException) -> Iterator[tuple[str, bool]]:
+    """The lines that an error went through, and whether each is of a user's code."""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
+        package = module.partition(".")[0]
+        is_ours = package == OURS and not module.startswith(NAMED)
+        is_theirs = not (is_ours or package in sys.stdlib_module_names or "site-packages" in file)
+        path = Path(file)
+        is_ours = is_ours and path.is_relative_to(PACKAGES)
+        yield f"{path.relative_to(PACKAGES) if is_ours else path.name}, line {line}", is_theirs

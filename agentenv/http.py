@@ -13,23 +13,91 @@
     no answer, or half of one InfraError
 
 What `raise_for_status` of aiohttp, httpx and requests raises in a tool means the same, and so do
-their errors of connections.
+their errors of connections: `meaning` knows. Every environment asks it, so aiohttp is loaded with
+the first client, not before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import email.utils
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import Any
-
-import aiohttp
+from typing import TYPE_CHECKING, Any
 
 from agentenv.env import shared
-from agentenv.errors import ConfigError, ForeignError, InfraError, ToolError
-from agentenv.http_errors import status_error
+from agentenv.errors import AgentEnvError, ConfigError, ForeignError, InfraError, ToolError
 from agentenv.untrusted import decode
+
+if TYPE_CHECKING:
+    import aiohttp
+
+BUSY = (408, 425, 429)
+MAX_REASON_CHARS = 500
+_LIBRARIES = {"aiohttp", "httpx", "httpx2", "requests"}
+_CONNECTION = {  # of them: no answer, or half of one
+    "ClientConnectionError", "ClientPayloadError", "TransportError", "ConnectionError", "Timeout",
+    "ChunkedEncodingError",
+}  # fmt: skip
+
+
+def status_error(
+    status: int, text: str = "", headers: Mapping[str, str] | None = None
+) -> ToolError | InfraError:
+    """What an answer with this status, which is none of 2xx, means to a tool. `text` is its body,
+    which the policy reads of a ToolError."""
+    said = _reason(text)[:MAX_REASON_CHARS]
+    if status in BUSY or status >= 500:
+        wanted_s = retry_after_s(headers or {}) or 0.0
+        return InfraError(f"HTTP {_named(status)}{said and ': '}{said}", wanted_s)
+    return ToolError(said or f"HTTP {_named(status)}", {"status": status})
+
+
+def meaning(error: BaseException) -> AgentEnvError | None:
+    """What an error of an HTTP library means to a tool; None for other errors."""
+    if type(error).__module__.partition(".")[0] not in _LIBRARIES:
+        return None
+    response = getattr(error, "response", None)
+    status = getattr(error, "status", None) or getattr(response, "status_code", None)
+    if isinstance(status, int):
+        headers = getattr(error, "headers", None) or getattr(response, "headers", None)
+        return status_error(status, headers=headers)
+    if _CONNECTION.isdisjoint(one.__name__ for one in type(error).__mro__):
+        return None
+    return InfraError(f"{type(error).__name__}: {error}")
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Seconds that a Retry-After header asks for, as a number or as a date; None without one."""
+    text = headers.get("Retry-After", "").strip()
+    if text.isascii() and text.isdigit():
+        return float(text)
+    try:
+        until = email.utils.parsedate_to_datetime(text)
+        now = email.utils.parsedate_to_datetime(headers.get("Date", ""))
+        return max(0.0, (until - now).total_seconds())
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
+def _reason(text: str) -> str:
+    """The error message of a body: a text, or an object of JSON."""
+    try:
+        found = decode(text)
+    except ForeignError:
+        return text.strip()
+    held = found if isinstance(found, dict) else {}
+    said = [held[key] for key in ("error", "message", "detail") if isinstance(held.get(key), str)]
+    return said[0] if said else text.strip()
+
+
+def _named(status: int) -> str:
+    try:
+        return f"{status} {HTTPStatus(status).phrase}"
+    except ValueError:
+        return str(status)
+
 
 Login = Callable[["HttpClient"], Awaitable[Mapping[str, str]]]
 
@@ -96,6 +164,8 @@ class HttpClient:
         token: Mapping[str, str],
         options: Mapping[str, Any],
     ) -> tuple[int, str, Mapping[str, str]]:
+        import aiohttp
+
         headers = {**self.headers, **token, **options.get("headers", {})}
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
         try:
@@ -116,6 +186,8 @@ class _Session:
     """What the episodes of one loop share: connections, and the token of a login."""
 
     def __init__(self, client: HttpClient) -> None:
+        import aiohttp
+
         self._client = client
         connector = aiohttp.TCPConnector(limit=client.max_connections)
         self.http = aiohttp.ClientSession(connector=connector)

@@ -1,6 +1,6 @@
 """The journal: what a run rolls out, on the disk as it happens, for a killed run to go on from.
 
-The frames stand in journal_frames.py, and how they make a tree again in recorded.py.
+The frames stand in frames.py, and how they make a tree again in recorded.py.
 
     folder/000001.frames ...   a new file at each start and at each checkpoint; a file goes when no
                                checkpoint that is kept can want a tree of it any more
@@ -29,14 +29,14 @@ import msgspec
 from agentenv.deadline import uncancelled, within
 from agentenv.disk import make_folder, sync
 from agentenv.errors import ConfigError, StallError
-from agentenv.frames import SUFFIX, JournalConfig, framed, frames_of
-from agentenv.journal_frames import (
+from agentenv.frames import (
     BEGAN,
     DECODER,
     FINISHED,
     HEADS,
     NUM_FIRST,
     OF_TREES,
+    SUFFIX,
     Asked,
     Began,
     Counts,
@@ -44,6 +44,7 @@ from agentenv.journal_frames import (
     Frame,
     Grown,
     Head,
+    JournalConfig,
     Mark,
     OpenBranch,
     Packed,
@@ -52,6 +53,8 @@ from agentenv.journal_frames import (
     Started,
     Turned,
     WorkerLost,
+    framed,
+    frames_of,
     trees_of,
 )
 from agentenv.offload import OwnThread

@@ -19,10 +19,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
-from agentenv.call_blocks import THOUGHT_CLOSE, after_thoughts
-from agentenv.call_syntax import PARSERS, Parser
+from agentenv.call_syntax import PARSERS, THOUGHT_CLOSE, Parser, after_thoughts
+from agentenv.env import check_observation
 from agentenv.errors import ConfigError, DataError
-from agentenv.outcomes import check_observation
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import TextCodec, ToolSchemas
 from agentenv.types import UNKNOWN_TOOL, Completion, Message, ToolCall

@@ -15,8 +15,8 @@ from typing import BinaryIO, Protocol
 
 from msgspec import Struct
 
-from agentenv.backoff import backoff_s
-from agentenv.crashes import PACKAGES
+from agentenv.deadline import backoff_s
+from agentenv.errors import PACKAGES
 from agentenv.guard import guarded
 from agentenv.offload import in_thread, kill, start_process
 

@@ -11,13 +11,14 @@ import msgspec
 from msgspec import Struct
 
 from agentenv.errors import DataError
-from agentenv.frames import HEADER, SUFFIX, frames_of
-from agentenv.journal_frames import (
+from agentenv.frames import (
     BEGAN,
     DECODER,
     FINISHED,
+    HEADER,
     HEADS,
     OF_TREES,
+    SUFFIX,
     Began,
     Counts,
     Finished,
@@ -26,6 +27,7 @@ from agentenv.journal_frames import (
     OpenBranch,
     Place,
     Turned,
+    frames_of,
 )
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task

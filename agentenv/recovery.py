@@ -14,9 +14,8 @@ from itertools import count
 from random import Random
 from typing import TYPE_CHECKING, TypeVar
 
-from agentenv.backoff import backoff_s
 from agentenv.branch import Branch
-from agentenv.deadline import Work, waiting
+from agentenv.deadline import Work, backoff_s, waiting
 from agentenv.env import StepResult
 from agentenv.errors import (
     AgentEnvError,

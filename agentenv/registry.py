@@ -14,20 +14,68 @@ part has the type `Registry.key`, which `decode_part` reads.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
+from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 from msgspec import Struct
 
-from agentenv.crashes import loaded
-from agentenv.errors import ConfigError
+from agentenv.errors import AgentEnvError, ConfigError, place_of
 
 T = TypeVar("T", bound=Struct)
 
 TAG = "name"  # the key of a table that names its part
+
+
+def loaded(path: str) -> Any:
+    """What 'module' or 'module:name' names, imported. Raises ConfigError with what is wrong, also
+    with the module itself."""
+    module, _, name = path.partition(":")
+    try:
+        found = _imported(module)
+        return getattr(found, name) if name else found
+    except (AgentEnvError, ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{error}{place_of(error)}{_renamed(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{type(error).__name__}: {error}{place_of(error)}") from error
+
+
+FORMER = {  # what modules of ours were called, in configurations that name them
+    "launchers.quickstart": "agentenv.envs.quickstart_setup",
+    "launchers.quickstart_chat": "agentenv.envs.quickstart_chat",
+    "envs": "agentenv.envs",
+    "learners": "agentenv.learners",
+    "reference": "agentenv.reference",
+}
+
+
+def _imported(module: str) -> ModuleType:
+    """The module, of the user or, where there is none, the one of ours that had this name."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        for former, name in FORMER.items():
+            is_missing = error.name is not None and f"{module}.".startswith(f"{error.name}.")
+            if is_missing and f"{module}.".startswith(f"{former}."):
+                return importlib.import_module(name + module.removeprefix(former))
+        raise
+
+
+def _renamed(error: BaseException) -> str:
+    """Where a user's module imports a module of ours by its former name: a hint at today's."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
+    for former, name in FORMER.items():
+        if f"{missing}.".startswith(f"{former}."):
+            today = name + missing.removeprefix(former)
+            with suppress(ImportError):
+                if importlib.util.find_spec(today) is not None:
+                    return f"; that of this project is {today}"
+    return ""
 
 
 @cache

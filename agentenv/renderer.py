@@ -22,8 +22,8 @@ from typing import Annotated, Any, Protocol
 from msgspec import Meta, Struct
 
 from agentenv.encoder import Encoder, EncoderLostError, decoder
+from agentenv.env import check_observation
 from agentenv.errors import ConfigError
-from agentenv.outcomes import check_observation
 from agentenv.prompt import PromptConfig
 from agentenv.tags import TAGS, Shown, check_tags, tagged_call, with_tools
 from agentenv.types import Completion, Message, ToolCall

@@ -18,11 +18,10 @@ from typing import Any, NamedTuple, Self
 from msgspec.structs import replace
 
 from agentenv import errors
-from agentenv.actor import Actor
+from agentenv.actor import Actor, RolloutHooks
 from agentenv.branch import Branch
 from agentenv.env import ForkMode, StepResult
 from agentenv.errors import AgentEnvError, EngineError
-from agentenv.hooks import RolloutHooks
 from agentenv.plan import RolloutPlan
 from agentenv.renderer import Renderer, ToolSchemas
 from agentenv.rollout import Rollout

@@ -12,9 +12,9 @@
     time     a branch is out of time once it was worked for `max_seconds`, its tree after
              `max_tree_seconds`: what is live then ends, and nothing is tried again
 
-`recovery.py` tries again and resumes after a kill, `hooks.py` lets others take part, `branch.py`
-holds the state of a branch. Each env and each fork is closed exactly once, by the coroutine that
-opened it.
+`recovery.py` tries again and resumes after a kill, `RolloutHooks` lets others take part,
+`branch.py` holds the state of a branch. Each env and each fork is closed exactly once, by the
+coroutine that opened it.
 """
 
 from __future__ import annotations

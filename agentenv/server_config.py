@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct, field
 
-from agentenv.backoff import backoff_s
 from agentenv.config import ESSENTIAL
+from agentenv.deadline import backoff_s
 from agentenv.errors import ConfigError
 
 # Settings of engine servers that a run starts by itself.

@@ -30,8 +30,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from agentenv.crashes import PACKAGES
-from agentenv.errors import ConfigError, WorkerError
+from agentenv.errors import PACKAGES, ConfigError, WorkerError
 from agentenv.link import Link
 from agentenv.offload import in_thread
 from agentenv.processes import (

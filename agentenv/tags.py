@@ -19,11 +19,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from agentenv.call_blocks import THOUGHT_CLOSE, THOUGHT_OPEN
-from agentenv.call_syntax import malformed, schema_types
+from agentenv.call_syntax import THOUGHT_CLOSE, THOUGHT_OPEN, malformed
 from agentenv.errors import ConfigError, ForeignError
 from agentenv.types import Message, ToolCall
-from agentenv.untrusted import decode
+from agentenv.untrusted import decode, schema_types
 
 TAGS = ("think", "result", "answer")
 ToolSchema = Mapping[str, Any]

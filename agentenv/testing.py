@@ -17,15 +17,17 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import psutil
 
-from agentenv.env import Env, ForkMode, shared_apart
-from agentenv.errors import AgentEnvError, ConfigError, CrashError
-from agentenv.outcomes import (
-    Protocol,
+from agentenv.env import (
+    CallProtocol,
+    Env,
+    ForkMode,
     check_finish,
     check_observation,
     check_reset,
     check_step,
+    shared_apart,
 )
+from agentenv.errors import AgentEnvError, ConfigError, CrashError
 from agentenv.tags import check_tags, tag_calls
 from agentenv.types import Limit, Message, Task
 
@@ -47,7 +49,7 @@ async def check_tool_env(
     task: Task,
     actions: Sequence[Message | str],
     *,
-    renderer: Protocol = "tags",
+    renderer: CallProtocol = "tags",
 ) -> None:
     """Raises AssertionError, with a text that says what is wrong, if the env breaks its contract.
 
@@ -60,7 +62,7 @@ async def check_tool_env(
     deadline can end a step or a fork at each of its awaits and leaves nothing behind, that
     episodes at the same time do not touch each other, and the fork law; and that the policy can
     call each tool, and read each observation, in the form of `renderer`. What rollouts refuse of an
-    environment (`agentenv.outcomes`) is refused with the same text. What the episodes share is
+    environment (`agentenv.env`) is refused with the same text. What the episodes share is
     closed at the end.
     """
     async with shared_apart():
@@ -71,7 +73,7 @@ async def check_tool_env(
 
 
 async def _check_env(
-    make: Make, task: Task, actions: Sequence[Message], renderer: Protocol
+    make: Make, task: Task, actions: Sequence[Message], renderer: CallProtocol
 ) -> None:
     """Its seed determines an episode, which holds nobody up, whatever is done to others."""
     before = getstate()

@@ -24,13 +24,12 @@ from typing import Any, Protocol, Self, TypeVar
 
 from msgspec import Struct
 
-from agentenv.backoff import backoff_s
-from agentenv.crashes import guarded
 from agentenv.deadline import (
     Deadline,
     Work,
     WorkClock,
     admitted,
+    backoff_s,
     doing,
     doubting,
     uncancelled,
@@ -48,8 +47,9 @@ from agentenv.errors import (
     InfraError,
     OutageError,
     ToolError,
+    guarded,
 )
-from agentenv.http_errors import meaning
+from agentenv.http import meaning
 from agentenv.prompt import Instruction
 from agentenv.tools import (
     CallBudget,

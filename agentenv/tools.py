@@ -40,9 +40,9 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from agentenv.config import substituted
-from agentenv.crashes import guarded, loaded
 from agentenv.env import ForkMode, shared
-from agentenv.errors import AgentEnvError, ConfigError, ForeignError, ToolError
+from agentenv.errors import AgentEnvError, ConfigError, ForeignError, ToolError, guarded
+from agentenv.registry import loaded
 from agentenv.types import ToolResult
 from agentenv.untrusted import convert
 

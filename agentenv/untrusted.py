@@ -193,3 +193,46 @@ def _simple(value: object) -> object:
 # With an order, keys that are no text are an error.
 _encode = msgspec.msgpack.Encoder(enc_hook=_simple, order="deterministic").encode
 _encode_any = msgspec.msgpack.Encoder(enc_hook=_simple).encode
+
+
+_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
+_TYPES: tuple[tuple[str, type], ...] = (  # bool before the numbers that it is one of
+    ("boolean", bool),
+    ("integer", int),
+    ("number", int),
+    ("number", float),
+    ("array", list),
+    ("object", dict),
+    ("null", type(None)),
+)
+
+
+def typed(text: str, schema: Any) -> Any:
+    """The value that a text means to a parameter of this schema: JSON of a type that it has, else
+    the text itself, of which the tool says what is wrong with it."""
+    types = schema_types(schema)
+    if types == {"string"}:
+        return text
+    try:
+        value = decode(_PYTHON_NAMES.get(text.strip(), text))
+    except ForeignError:
+        return text
+    if isinstance(value, float) and value.is_integer() and "integer" in types:
+        return int(value)
+    if not types:
+        return text if isinstance(value, str) else value
+    kinds = {name for name, kind in _TYPES if type(value) is kind}
+    return value if kinds & types else text
+
+
+def schema_types(schema: Any) -> set[str]:
+    """The JSON types that a schema of a parameter allows; none if it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    declared = schema.get("type") or ()
+    types = {declared} if isinstance(declared, str) else set(map(str, declared))
+    for choice in [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]:
+        types |= schema_types(choice)
+    if "enum" in schema and not types:
+        types = {"string"} if all(isinstance(one, str) for one in schema["enum"]) else set()
+    return types | ({"null"} if schema.get("nullable") else set())

@@ -26,9 +26,8 @@ from typing import Any, TextIO, cast
 from urllib.parse import urlsplit
 
 from agentenv.env import ForkMode, shared
-from agentenv.errors import ConfigError, ForeignError, InfraError, ToolError
+from agentenv.errors import ConfigError, ForeignError, InfraError, ToolError, install_hint
 from agentenv.guard import guarded
-from agentenv.install import install_hint
 from agentenv.tools import StatelessTool
 from agentenv.types import ToolResult
 from agentenv.untrusted import decode

@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from agentenv.cold_start import tiny_model, tiny_tokenizer
 from agentenv.disk import write_whole
 from agentenv.envs.quickstart import (
     HABITS,
@@ -21,7 +22,6 @@ from agentenv.envs.quickstart import (
     make_world,
     vocabulary,
 )
-from agentenv.tiny import tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from agentenv.install import DISTRIBUTION
+from agentenv.errors import DISTRIBUTION
 
 COMMANDS = {
     "new": "make a folder with an environment of your own, which trains as it is",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from agentenv.config import load_config, to_plain
-from agentenv.install import require_train
+from agentenv.errors import require_train
 from agentenv.pipelines.config.help import Parser, add_key_help
 from agentenv.pipelines.config.verl_keys import refuse_verl_keys
 from agentenv.pipelines.run.arguments import EXIT_FAILED, EXIT_INTERRUPTED, LATEST

@@ -20,11 +20,10 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from agentenv import hub
 from agentenv.config import blaming, to_plain
-from agentenv.errors import ConfigError
-from agentenv.install import require_train
+from agentenv.errors import ConfigError, require_train
 from agentenv.launchers.command import add_subject
+from agentenv.model_files import fetch_from_hub, find_on_hub
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
 from agentenv.pipelines.config.help import Parser
 from agentenv.pipelines.evaluation.live import SET, Asked, ask_one
@@ -105,9 +104,9 @@ def _find_on_hub(arguments: argparse.Namespace, view: View) -> None:
     if arguments.subject.startswith(("http://", "https://")):
         return
     if arguments.dry_run:
-        hub.find(arguments.subject, "model")
+        find_on_hub(arguments.subject, "model")
     else:
-        hub.fetch(arguments.subject, "model", view.say)
+        fetch_from_hub(arguments.subject, "model", view.say)
 
 
 def _configuration(arguments: argparse.Namespace, subject: Subject, view: View) -> EvaluateConfig:

@@ -41,6 +41,7 @@ from agentenv.learners.credit import CreditedTree, TreeCredit
 from agentenv.learners.deepspeed_learner import encode_groups, in_order
 from agentenv.learners.partition import minibatches
 from agentenv.model_files import vocab_size
+from agentenv.offload import run_virtual
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.run.arguments import EXIT_FAILED, Parser
 from agentenv.pipelines.run.rundir import CONFIG_FILE, JOURNAL, find_checkpoint
@@ -50,7 +51,6 @@ from agentenv.plan import RolloutPlan
 from agentenv.recorded import finished_trees
 from agentenv.replay import Difference, cannot_grow_again, differences
 from agentenv.tree import TrajectoryTree
-from agentenv.virtual_clock import run_virtual
 
 TOLERANCE = {"rel_tol": 1e-4, "abs_tol": 1e-6}  # of a loss, which float32 sums in another order
 

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta, Struct
 
 from agentenv.config import ESSENTIAL
-from agentenv.errors import ConfigError
-from agentenv.install import install_hint
+from agentenv.errors import ConfigError, install_hint
 
 if TYPE_CHECKING:
     from torch import Tensor

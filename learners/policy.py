@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from agentenv.errors import ConfigError
-from agentenv.install import install_hint
+from agentenv.errors import ConfigError, install_hint
 from agentenv.learners.attention import NO_MASK, TreeLayout, use_tree_attention
 from agentenv.learners.batch import MicroBatch
 from agentenv.learners.context import ContextGroup, Share, padded

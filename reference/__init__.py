@@ -1,4 +1,6 @@
-"""Behaviour of the released code of ARPO, AEPO and Tool-Star where it differs from the papers.
+"""Behaviour of the released code of ARPO, AEPO and Tool-Star where it differs from the papers, and
+Tool-Star's helpers at inference time.
 
-Nothing of the framework imports this package; launchers load it for `compat = "reference"`.
+Nothing of the framework imports this package; pipelines load it for `compat = "reference"`
+and `[assist]`.
 """

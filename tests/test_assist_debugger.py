@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from agentenv.assist.helpers import DebuggerConfig, HelperModel, corrected_code, debugged
 from agentenv.env import close_shared
 from agentenv.envs.code_interpreter import CodeInterpreterEnv
 from agentenv.errors import ConfigError, EnvError, InfraError, ToolError
+from agentenv.reference.debugger import DebuggerConfig, HelperModel, corrected_code, debugged
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Message, Task, ToolCall, ToolResult

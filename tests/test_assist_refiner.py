@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from agentenv.actor import evaluate
 from agentenv.errors import ConfigError
-from agentenv.evaluate import evaluate
 from agentenv.learners.arpo import ARPO
 from agentenv.types import Limit, Limits
 from tests.support.assisted import ANSWER, TASK, Rollout, Turns, look, search_env

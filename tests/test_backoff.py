@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentenv.backoff import backoff_s
+from agentenv.deadline import backoff_s
 
 
 def test_a_wait_doubles_is_bounded_and_differs_by_key() -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from agentenv.dataset import load_tasks
-from agentenv.errors import ConfigError, DataError
-from agentenv.install import install_hint
+from agentenv.errors import ConfigError, DataError, install_hint
 from agentenv.rows import RowsConfig
 from tests.support.parquet import arpo_rows, write_arrow, write_parquet
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from agentenv.entropy_profile import MAX_TOOLS, OTHER_TOOLS, EntropyProfile, entropy_profile
+from agentenv.metrics import MAX_TOOLS, OTHER_TOOLS, EntropyProfile, entropy_profile
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 

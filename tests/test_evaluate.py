@@ -6,7 +6,7 @@ import asyncio
 from random import Random
 from typing import Any
 
-from agentenv.evaluate import Answer, evaluate
+from agentenv.actor import Answer, evaluate
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, Task
 from tests.support.toy import CountingEnv

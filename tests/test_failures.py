@@ -20,9 +20,8 @@ from agentenv.errors import (
     OutageError,
     TooManyFailuresError,
 )
-from agentenv.failures import MAX_TEXTS, WINDOW, FailureLog, Failures, failure_of
+from agentenv.failures import MAX_TEXTS, WINDOW, FailureLog, Failures, Redactor, failure_of
 from agentenv.plan import Independent
-from agentenv.redact import Redactor
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, Message, Task, ToolCall
 from tests.support.toy import CountingEnv

@@ -33,13 +33,13 @@ IMPORTS = re.compile(r"from (json|pickle|msgspec\.json)\b")
 # What these decode was written by this program, or is the configuration, which has errors of its
 # own, or they run where agentenv is not.
 OURS = {
-    "agentenv/install.py": "a file of pip",
+    "agentenv/errors.py": "a file of pip",
     "agentenv/archive.py": "a run directory",
     "agentenv/config.py": "configuration",
     "agentenv/cluster/env_messages.py": "a process of ours",
     "agentenv/cluster/messages.py": "a process of ours",
     "agentenv/engines/remote/base.py": "a client of ours in another process",
-    "agentenv/journal_frames.py": "a run directory",
+    "agentenv/frames.py": "a run directory",
     "agentenv/recorded.py": "a process of ours",
     "agentenv/registry.py": "configuration",
     "agentenv/worker_group.py": "a process of ours",

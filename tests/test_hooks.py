@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from agentenv.actor import RolloutHooks
 from agentenv.branch import Branch
 from agentenv.env import StepResult
 from agentenv.errors import ConfigError
-from agentenv.hooks import RolloutHooks
 from agentenv.plan import Independent
 from agentenv.rollout import Rollout
 from agentenv.tree import Trajectory

@@ -19,8 +19,7 @@ from agentenv import Message, Task, ToolEnv, demonstrate, tool
 from agentenv.env import close_shared
 from agentenv.envs.grading.reward import ExactMatch
 from agentenv.errors import ConfigError, CrashError, InfraError, OutageError, ToolError
-from agentenv.http import HttpClient
-from agentenv.http_errors import meaning, status_error
+from agentenv.http import HttpClient, meaning, status_error
 from agentenv.testing import check_tool_env
 from agentenv.tools import FunctionTool
 from agentenv.types import ToolCall
@@ -340,7 +339,7 @@ async def test_a_refusal_of_the_api_is_what_the_policy_reads() -> None:
 
 
 async def test_an_environment_that_fails_is_played_again_unless_it_is_a_bug() -> None:
-    from agentenv.demonstrations import MAX_FAILURES
+    from agentenv.cold_start import MAX_FAILURES
     from agentenv.errors import EnvError
 
     class Failing(ToolEnv):

@@ -23,7 +23,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from agentenv.install import DISTRIBUTION
+from agentenv.errors import DISTRIBUTION
 from agentenv.launchers.__main__ import COMMANDS
 from agentenv.ports import hold_port, port_of
 from agentenv.supervisor import ADDRESS_VARIABLE

@@ -16,9 +16,8 @@ import pytest
 from agentenv.actor import Actor
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.errors import ConfigError, EngineError
-from agentenv.frames import JournalConfig, framed, frames_of
+from agentenv.frames import Began, JournalConfig, Leased, Started, Trained, framed, frames_of
 from agentenv.journal import COMMIT_S, GATHER_S, Journal
-from agentenv.journal_frames import Began, Leased, Started, Trained
 from agentenv.learners.aepo import AEPO
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.recorded import Recorded

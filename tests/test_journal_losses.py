@@ -17,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentenv.actor import Actor
-from agentenv.frames import HEADER, MARK, JournalConfig, frames_of
+from agentenv.frames import HEADER, MARK, Began, JournalConfig, Leased, frames_of, read_frames
 from agentenv.journal import Journal
-from agentenv.journal_frames import Began, Leased, read_frames
 from agentenv.offload import in_thread
 from agentenv.plan import RolloutPlan
 from agentenv.recorded import TreeFrames, finished_trees, pack_recorded

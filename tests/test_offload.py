@@ -11,8 +11,16 @@ from pathlib import Path
 import pytest
 
 from agentenv.metrics import LoopLag
-from agentenv.offload import Inline, check_outside, in_thread, replaced, start_process, start_thread
-from agentenv.virtual_clock import DeadlockError, run_virtual
+from agentenv.offload import (
+    DeadlockError,
+    Inline,
+    check_outside,
+    in_thread,
+    replaced,
+    run_virtual,
+    start_process,
+    start_thread,
+)
 from tests.support.sources import sources
 
 ROOT = Path(__file__).parent.parent

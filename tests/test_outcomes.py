@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from agentenv import Message, Task, ToolEnv, demonstrate, register, tool
+from agentenv.env import check_finish, check_observation, check_reset, check_step
 from agentenv.envs.grading.reward import ExactMatch
 from agentenv.errors import ConfigError, CrashError, DataError
-from agentenv.outcomes import check_finish, check_observation, check_reset, check_step
 from agentenv.pipelines.setup.data import try_turn
 from agentenv.pipelines.supervised.data import load_demonstrations
 from agentenv.plan import Independent

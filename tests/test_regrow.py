@@ -14,11 +14,11 @@ from agentenv.engines.scripted import ScriptedEngine
 from agentenv.frames import frames_of
 from agentenv.learners.aepo import AEPO
 from agentenv.learners.arpo import ARPO
+from agentenv.offload import run_virtual
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.replay import cannot_grow_again, differences
 from agentenv.tree import TrajectoryTree, of_frame, to_frame
 from agentenv.types import Chunk, Completion, Limit, Limits
-from agentenv.virtual_clock import run_virtual
 from tests.support.toy import CountingEnv
 from tests.test_actor import AlwaysFork
 from tests.test_journal import TASK, Failing, cuts, make_actor, read

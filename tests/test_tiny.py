@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from agentenv import tiny_model
+from agentenv.cold_start import tiny_tokenizer
 from agentenv.errors import ConfigError
 from agentenv.model_files import check_model_directory, load_tokenizer, read_model_config
-from agentenv.tiny import tiny_tokenizer
 
 TEXTS = ["How many Bolts are there?", "<think>look</think><stock>Bolts</stock>", 'So {"a": 3}']
 

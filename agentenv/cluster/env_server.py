@@ -15,12 +15,10 @@ from traceback import format_exception
 from agentenv.cluster import env_messages as messages
 from agentenv.cluster.env_messages import Call, Failed, Gave
 from agentenv.cluster.messages import Alive, Figures, Say, pack
-from agentenv.crashes import guarded
 from agentenv.deadline import Deadline, ToldClock, working
-from agentenv.env import Env, shared_stats
-from agentenv.errors import AgentEnvError, CrashError, EnvError
+from agentenv.env import Env, check_finish, check_reset, check_step, shared_stats
+from agentenv.errors import AgentEnvError, CrashError, EnvError, guarded
 from agentenv.link import Link
-from agentenv.outcomes import check_finish, check_reset, check_step
 from agentenv.types import Task
 from agentenv.worker_group import named, serve
 

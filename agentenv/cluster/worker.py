@@ -14,9 +14,8 @@ from agentenv.actor import Actor
 from agentenv.cluster import messages
 from agentenv.cluster.messages import Figures, Grow, pack
 from agentenv.failures import MAX_TEXTS, Failure, Failures
-from agentenv.frames import framed
+from agentenv.frames import Frame, framed
 from agentenv.journal import TreeRecord
-from agentenv.journal_frames import Frame
 from agentenv.link import Link
 from agentenv.plan import RolloutPlan
 from agentenv.recorded import unpack_recorded

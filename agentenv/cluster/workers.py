@@ -29,8 +29,8 @@ from agentenv.cluster.slots import Leases
 from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.errors import TooManyFailuresError, WorkerError
+from agentenv.frames import NUM_FIRST, Packed, WorkerLost
 from agentenv.journal import Journal, TreeRecord
-from agentenv.journal_frames import NUM_FIRST, Packed, WorkerLost
 from agentenv.link import Link
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.recorded import Recorded, TreeFrames, pack_recorded

@@ -28,8 +28,8 @@ from agentenv.engines.remote.endpoint import (
     Json,
     read_chat,
 )
+from agentenv.env import check_observation
 from agentenv.errors import EngineError, ForeignError
-from agentenv.outcomes import check_observation
 from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN, TextCodec, ToolSchemas, bounded
 from agentenv.tags import Shown, check_tags, tagged_call, with_tools
 from agentenv.types import MALFORMED_CALL, Chunk, Completion, Message, SamplingParams, ToolCall

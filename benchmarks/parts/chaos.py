@@ -46,9 +46,8 @@ from msgspec import Struct
 from agentenv.env import register
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.errors import AgentEnvError
-from agentenv.frames import SUFFIX
+from agentenv.frames import SUFFIX, Began, Finished, Frame, Leased, Trained, read_frames
 from agentenv.guard import GUARD
-from agentenv.journal_frames import Began, Finished, Frame, Leased, Trained, read_frames
 from agentenv.ports import held_ports
 from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import StatelessTool

@@ -65,6 +65,7 @@ from agentenv.learners.batch import EncodedTree, encoded_nodes
 from agentenv.learners.credit import CreditedTree
 from agentenv.learners.learner import LearnerConfig, Score
 from agentenv.metrics import Metrics
+from agentenv.offload import run_virtual
 from agentenv.pipelines.config.cluster import SpreadCluster
 from agentenv.pipelines.config.rl import EvalConfig, LogConfig, TrainConfig
 from agentenv.pipelines.rl.batching import Batch
@@ -89,7 +90,6 @@ from agentenv.types import (
     ToolCall,
     VersionSpan,
 )
-from agentenv.virtual_clock import run_virtual
 
 MIN_TAIL = 40  # calls of a tool from which a tail is estimated
 TAIL = 0.05  # the share of the longest ones that it is estimated from

@@ -11,8 +11,7 @@ import re
 from agentenv.env import shared
 from agentenv.envs.grading.verdict import GraderDownError
 from agentenv.envs.search.cache import ResultCache
-from agentenv.errors import ConfigError, InfraError
-from agentenv.install import install_hint
+from agentenv.errors import ConfigError, InfraError, install_hint
 from agentenv.untrusted import decode
 from agentenv.worker_pool import JobError, JobStoppedError, WorkerPool
 

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import msgspec
 
-from agentenv.crashes import at_start
 from agentenv.env import shared
 from agentenv.envs.grading.keys import (
     GraderConfig,
@@ -23,7 +22,7 @@ from agentenv.envs.grading.keys import (
 )
 from agentenv.envs.grading.keys import GraderPart as GraderPart
 from agentenv.envs.grading.verdict import STOPPED, Matcher, check_format, final_answer
-from agentenv.errors import ConfigError, CrashError, GraderError
+from agentenv.errors import ConfigError, CrashError, GraderError, at_start
 from agentenv.tool_env import Grade, Grader, graded, start_grader
 from agentenv.types import Message, Task
 

@@ -17,8 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
-from agentenv.errors import ConfigError, DataError, ForeignError
-from agentenv.install import install_hint
+from agentenv.errors import ConfigError, DataError, ForeignError, install_hint
 from agentenv.offload import check_outside
 from agentenv.untrusted import convert, decode
 

@@ -20,8 +20,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
-from agentenv.backoff import backoff_s
-from agentenv.deadline import admitted, waiting
+from agentenv.deadline import admitted, backoff_s, waiting
 from agentenv.env import summed_stats
 from agentenv.envs.search.cache import ResultCache
 from agentenv.envs.search.corpus import words

@@ -15,11 +15,10 @@ import aiohttp
 import msgspec
 from msgspec import Struct, field
 
-from agentenv.backoff import backoff_s
-from agentenv.deadline import admitted, waiting
+from agentenv.deadline import admitted, backoff_s, waiting
 from agentenv.envs.search.keys import TrafficConfig
 from agentenv.errors import ConfigError, InfraError
-from agentenv.http_errors import retry_after_s
+from agentenv.http import retry_after_s
 
 
 class Reply(Struct, frozen=True, omit_defaults=True):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct, field
 
-from agentenv.assist import AssistConfig
 from agentenv.config import ROWS, Tree, build_config
 from agentenv.engine import EngineConfig
 from agentenv.engines.embedded import EmbeddedConfig
@@ -26,6 +25,7 @@ from agentenv.pipelines.config.rl import (
     SearchTable,
 )
 from agentenv.prompt import PromptConfig
+from agentenv.reference.helpers import AssistConfig
 from agentenv.registry import Registry
 from agentenv.renderer import TagsConfig
 from agentenv.rows import RowsConfig

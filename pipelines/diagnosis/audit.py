@@ -26,12 +26,11 @@ from msgspec.structs import replace
 
 from agentenv.archive import ARCHIVE, Entry, KeptTree, Step, readable_steps
 from agentenv.config import build_config, resolver, upgrade
-from agentenv.crashes import guarded
 from agentenv.env import close_shared
 from agentenv.envs.grading.custom import ground_truth
 from agentenv.envs.grading.numbers import as_number
 from agentenv.envs.grading.verdict import final_answer
-from agentenv.errors import ConfigError, CrashError, DataError, ForeignError, GraderError
+from agentenv.errors import ConfigError, CrashError, DataError, ForeignError, GraderError, guarded
 from agentenv.model_files import load_tokenizer, read_eos_ids
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig

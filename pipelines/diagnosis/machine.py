@@ -12,8 +12,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from agentenv.disk import existing
-from agentenv.errors import AgentEnvError, ConfigError
-from agentenv.install import DISTRIBUTION, install_hint
+from agentenv.errors import DISTRIBUTION, AgentEnvError, ConfigError, install_hint
 from agentenv.model_files import read_model_config
 from agentenv.pipelines.diagnosis.escapes import RUNGS, attack_all, known_attacks
 from agentenv.pipelines.planning.plan import make_plan, requirements_of

@@ -8,8 +8,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agentenv.actor import Actor
-from agentenv.assist.helpers import count_calls
+from agentenv.actor import Actor, Answer, Question, ask
 from agentenv.config import to_plain
 from agentenv.engine import Engine
 from agentenv.engines.chat import ChatEngine, ChatRenderer
@@ -17,8 +16,7 @@ from agentenv.engines.openai import TokensEngine
 from agentenv.env import shared_stats
 from agentenv.envs.grading.verdict import final_answer
 from agentenv.errors import EngineError, EnvError, TooManyFailuresError
-from agentenv.evaluate import Answer, Question, ask
-from agentenv.failures import FailureLog
+from agentenv.failures import FailureLog, Redactor
 from agentenv.metrics import Throughput
 from agentenv.offload import in_thread, look_again
 from agentenv.pipelines.config.evaluation import EvaluateConfig
@@ -31,7 +29,7 @@ from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.run.waits import watched
 from agentenv.pipelines.setup.assembly import Questions
 from agentenv.pipelines.setup.checks import refuse
-from agentenv.redact import Redactor
+from agentenv.reference.helpers import count_calls
 from agentenv.renderer import Renderer, TextCodec
 from agentenv.tree import Node, Trajectory
 

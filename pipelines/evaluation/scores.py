@@ -25,7 +25,7 @@ from agentenv.envs.grading.exact import same_answer
 from agentenv.envs.grading.layers import Layered, compare
 from agentenv.envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed, words_of
 from agentenv.envs.grading.words import f1, has_cjk, is_wordy
-from agentenv.install import install_hint
+from agentenv.errors import install_hint
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.benchmarks import benchmark_of
 from agentenv.pipelines.evaluation.store import keep_filled, load_rows, num_filled

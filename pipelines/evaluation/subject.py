@@ -19,7 +19,6 @@ import msgspec
 from msgspec.structs import replace
 
 from agentenv.actor import Actor
-from agentenv.assist import Assist, assist_actor
 from agentenv.config import (
     Tree,
     keys_in,
@@ -32,8 +31,7 @@ from agentenv.engine import Engine, EngineStart
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces
 from agentenv.engines.openai import OpenAIConfig, TokensEngine
 from agentenv.errors import ConfigError, DataError
-from agentenv.hub import find, place_of
-from agentenv.model_files import read_eos_ids
+from agentenv.model_files import find_on_hub, place_on_hub, read_eos_ids
 from agentenv.native import NativeConfig
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.benchmarks import load_benchmark
@@ -47,6 +45,7 @@ from agentenv.pipelines.serving.servers import ServerFactory
 from agentenv.pipelines.setup.assembly import AskingAssembly, Questions, SetConfig, once
 from agentenv.pipelines.setup.data import Say, load_set, said
 from agentenv.prompt import PromptConfig
+from agentenv.reference.helpers import Assist, assist_actor
 from agentenv.renderer import Renderer
 from agentenv.rows import RowsConfig
 from agentenv.types import Task
@@ -81,7 +80,7 @@ def find_subject(
         return Subject(model or text.partition("://")[2], {"engine": engine}, Path(), None)
     if model or tokenizer:
         raise ConfigError(f"--model and --tokenizer belong to a URL; {text} is none")
-    path = place_of(text) or Path(text)
+    path = place_on_hub(text) or Path(text)
     for run in (path, *list(path.absolute().parents)[:2]):
         if (run / CONFIG_FILE).is_file() and (run / "checkpoints").is_dir():
             break
@@ -96,7 +95,9 @@ def find_subject(
         return Subject(f"{name}-{path.name}", raw, run, path)
     if checkpoint == START:
         began = _saved(run)["model"]["path"]
-        return Subject(f"{name}-{START}", raw, run, find(began, "model") or resolver(run)(began))
+        return Subject(
+            f"{name}-{START}", raw, run, find_on_hub(began, "model") or resolver(run)(began)
+        )
     try:
         found = find_checkpoint(path, best=checkpoint == BEST)
     except DataError as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from agentenv.install import DISTRIBUTION
+from agentenv.errors import DISTRIBUTION
 from agentenv.pipelines.records.conversations import Branch, Question, Turn
 
 SCHEMA = "ATIF-v1.7"

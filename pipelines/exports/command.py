@@ -18,15 +18,14 @@ import msgspec
 
 from agentenv.archive import ARCHIVE, Step, read_step, steps_of
 from agentenv.disk import naming
-from agentenv.errors import ConfigError, DataError
-from agentenv.install import install_hint
+from agentenv.errors import ConfigError, DataError, install_hint
+from agentenv.failures import Redactor
 from agentenv.pipelines.evaluation.store import CONFIG_FILE as EVALUATION_FILE
 from agentenv.pipelines.evaluation.store import ROWS_FILE, load_rows, load_saved
 from agentenv.pipelines.exports import atif
 from agentenv.pipelines.records.conversations import Decode, Question, of_row, of_tree, redacted
 from agentenv.pipelines.run.rundir import CONFIG_FILE, find_checkpoint
 from agentenv.pipelines.run.terminal import View
-from agentenv.redact import Redactor
 
 logger = logging.getLogger(__name__)
 

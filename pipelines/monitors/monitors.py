@@ -21,8 +21,8 @@ from msgspec import Meta, Struct, field
 
 from agentenv.config import ESSENTIAL
 from agentenv.data_files import Row
-from agentenv.errors import ConfigError
-from agentenv.install import install_hint
+from agentenv.errors import ConfigError, install_hint
+from agentenv.failures import Redactor
 from agentenv.pipelines.monitors.otel import OtelConfig, OtelMonitor
 from agentenv.pipelines.monitors.trackers import Axis as Axis
 from agentenv.pipelines.monitors.trackers import (
@@ -32,7 +32,6 @@ from agentenv.pipelines.monitors.trackers import (
     WandbMonitor,
 )
 from agentenv.pipelines.records.trajectories import readable
-from agentenv.redact import Redactor
 from agentenv.registry import Registry
 
 COLD_START_STEP = "sft/step"

@@ -15,13 +15,13 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from agentenv import hub
 from agentenv.config import paths_of, resolver
 from agentenv.engine import EngineConfig
 from agentenv.engines.openai import OpenAIConfig
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.search.providers import PROVIDERS, WebConfig
 from agentenv.errors import AgentEnvError, ConfigError
+from agentenv.model_files import find_on_hub, hub_id
 from agentenv.pipelines.config.benchmarks import benchmark
 from agentenv.pipelines.config.cluster import WideCluster
 from agentenv.pipelines.config.evaluation import EvaluateConfig
@@ -83,7 +83,7 @@ def _not_cached(config: AnyRun) -> Iterator[str]:
     """What is named by an id of the hub and not in its cache; what is there, is found from now
     on."""
     for key, text, kind in hub_keys(config):
-        if hub.find(text, kind) is None and hub.hub_id(text) is not None:
+        if find_on_hub(text, kind) is None and hub_id(text) is not None:
             yield f"{key} = {text}: no such path; the run looks for this {kind} on the hub"
 
 

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import jinja2
 
-from agentenv.crashes import PACKAGES
-from agentenv.errors import ConfigError
+from agentenv.errors import PACKAGES, ConfigError
 from agentenv.learners.messages import ADDRESS_VARIABLE as LEARNER_ADDRESS
 from agentenv.learners.messages import TOKEN_VARIABLE as LEARNER_TOKEN
 from agentenv.pipelines.config.cluster import KubernetesCluster, SlurmCluster

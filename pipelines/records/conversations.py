@@ -17,8 +17,8 @@ import numpy as np
 from msgspec import Struct, field
 
 from agentenv.archive import KeptTree
+from agentenv.failures import Redactor
 from agentenv.pipelines.records.row import FAILED, EvalRow
-from agentenv.redact import Redactor
 from agentenv.tree import Node
 
 Decode = Callable[[Sequence[int]], str]

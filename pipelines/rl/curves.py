@@ -15,7 +15,7 @@ from typing import Any
 
 from agentenv.data_files import Row
 from agentenv.disk import write_whole
-from agentenv.entropy_profile import EntropyProfile
+from agentenv.metrics import EntropyProfile
 from agentenv.pipelines.run.plots import panels, png
 
 COLUMNS = ("curve", "position", "entropy", "turns")

@@ -21,13 +21,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from agentenv.actor import Actor
+from agentenv.actor import Actor, Answer
 from agentenv.config import to_plain
 from agentenv.deadline import uncancelled
 from agentenv.disk import PARTIAL, replace_folder
 from agentenv.errors import SHOWN, AgentEnvError, DataError, EnvError, TooManyFailuresError
-from agentenv.evaluate import Answer
-from agentenv.failures import NUM_NAMED
+from agentenv.failures import NUM_NAMED, Redactor
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
 from agentenv.pipelines.config.rl import TrainConfig
@@ -41,7 +40,6 @@ from agentenv.pipelines.rl.report import PHASES
 from agentenv.pipelines.rl.state import BriefReport, Evaluating, RunSaver, RunState, brief_report
 from agentenv.pipelines.run.rundir import REMOVED, RunDirectory
 from agentenv.pipelines.run.terminal import Pulse, View
-from agentenv.redact import Redactor
 from agentenv.tree import CANCELLED
 from agentenv.types import Task
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from agentenv.frames import Leased, Started, Trained
 from agentenv.journal import Journal
-from agentenv.journal_frames import Leased, Started, Trained
 
 
 class Listener:

@@ -13,8 +13,7 @@ import msgspec
 from agentenv.data_files import Row
 from agentenv.disk import append_whole, write_whole
 from agentenv.engine import Engine
-from agentenv.entropy_profile import EntropyProfile
-from agentenv.metrics import Throughput
+from agentenv.metrics import EntropyProfile, Throughput
 from agentenv.offload import look_again
 from agentenv.pipelines.records.row import EvalRow
 from agentenv.pipelines.records.trajectories import readable

@@ -18,9 +18,8 @@ from random import Random
 
 import msgspec
 
-from agentenv.actor import Actor
+from agentenv.actor import Actor, evaluate
 from agentenv.disk import write_whole
-from agentenv.evaluate import evaluate
 from agentenv.learners.dpo import encode_pair
 from agentenv.learners.learner import Learner, Metrics, OptimizerConfig
 from agentenv.offload import in_thread

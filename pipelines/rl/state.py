@@ -14,11 +14,10 @@ from msgspec.structs import replace
 
 from agentenv.archive import Archive
 from agentenv.deadline import uncancelled, within
-from agentenv.entropy_profile import EntropyProfile
 from agentenv.errors import AgentEnvError
 from agentenv.journal import Journal
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
-from agentenv.metrics import Metrics, TreeCounters
+from agentenv.metrics import EntropyProfile, Metrics, TreeCounters
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import CheckpointConfig
 from agentenv.pipelines.evaluation import intervals

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from agentenv.entropy_profile import entropy_profile
 from agentenv.env import shared_stats
 from agentenv.learners.credit import counted_leaves, step_score
 from agentenv.learners.learner import Metrics
 from agentenv.metrics import (
     LoopLag,
     Throughput,
+    entropy_profile,
     rollout_metrics,
     trained_metrics,
 )

@@ -27,6 +27,7 @@ from agentenv.config import to_plain
 from agentenv.deadline import uncancelled
 from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
+from agentenv.failures import Redactor
 from agentenv.journal import Journal
 from agentenv.learners.learner import optimizer_of
 from agentenv.metrics import LoopLag
@@ -52,7 +53,6 @@ from agentenv.pipelines.run.timings import FILE as TIMINGS
 from agentenv.pipelines.run.timings import TimedEngine, Timings
 from agentenv.pipelines.run.waits import watched
 from agentenv.queue import ReplayQueue
-from agentenv.redact import Redactor
 from agentenv.types import TIMES
 
 

@@ -33,10 +33,8 @@ from rich.progress import (
 )
 from rich.table import Table as RichTable
 
-from agentenv.crashes import PACKAGES
 from agentenv.disk import DIR_KEY, explain
-from agentenv.errors import AgentEnvError, ConfigError, DataError
-from agentenv.install import TRAIN, needs_train
+from agentenv.errors import PACKAGES, TRAIN, AgentEnvError, ConfigError, DataError, needs_train
 from agentenv.offload import hanging, running
 from agentenv.pipelines.run.arguments import (
     EXIT_BAD_INPUT,

@@ -27,7 +27,6 @@ from msgspec import Struct
 
 import agentenv.env
 from agentenv.config import RUN, resolver
-from agentenv.crashes import loaded
 from agentenv.env import Env, close_shared
 from agentenv.errors import ConfigError, DataError
 from agentenv.model_files import check_model_directory, load_tokenizer, read_eos_ids
@@ -41,6 +40,7 @@ from agentenv.pipelines.serving.servers import ServerFactory
 from agentenv.pipelines.setup.data import EnvMaker, Say, fit_prompts, tables_of, try_env
 from agentenv.pipelines.setup.env_workers import Asked, EnvProcesses
 from agentenv.prompt import PromptConfig
+from agentenv.registry import loaded
 from agentenv.renderer import Renderer, TagRenderer, TagsConfig
 from agentenv.rows import RowsConfig
 from agentenv.server_config import RoleConfig

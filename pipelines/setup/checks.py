@@ -18,13 +18,13 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from msgspec import Struct
 
-from agentenv.crashes import loaded
 from agentenv.errors import AgentEnvError
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.setup import start_checks
 from agentenv.pipelines.setup.assembly import Assembly
+from agentenv.registry import loaded
 
 Stage = Literal[
     "machine",  # has no configuration: its checks take the folder of the runs

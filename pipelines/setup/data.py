@@ -19,16 +19,14 @@ import msgspec
 
 import agentenv.env
 from agentenv.config import substituted
-from agentenv.crashes import at_start, loaded
 from agentenv.dataset import PromptFitter, TaskMix, load_mix, load_tasks
-from agentenv.env import Env
+from agentenv.env import CallProtocol, Env, check_observation, check_reset, check_step
 from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
-from agentenv.errors import ConfigError, CrashError
+from agentenv.errors import ConfigError, CrashError, at_start
 from agentenv.offload import in_thread
-from agentenv.outcomes import Protocol, check_observation, check_reset, check_step
 from agentenv.pipelines.config.rl import TABLES, DataConfig, EnvConfig, EnvVariant
 from agentenv.prompt import PromptConfig, load_instruction
-from agentenv.registry import decode_part
+from agentenv.registry import decode_part, loaded
 from agentenv.renderer import Renderer
 from agentenv.rows import RowsConfig
 from agentenv.tool_env import ToolEnv
@@ -227,7 +225,7 @@ PROBE_S = 10.0  # in which an environment answers the probe, or is not tried
 PROBE = Message("assistant", "Which one?")
 
 
-async def try_turn(make_env: Callable[[Task], Env], task: Task, protocol: Protocol) -> None:
+async def try_turn(make_env: Callable[[Task], Env], task: Task, protocol: CallProtocol) -> None:
     """Have an environment whose `step` is its own answer a turn without a call, and refuse, as
     ConfigError, an answer that rollouts refuse. What it raises may be meant for the policy."""
     env = make_env(task)

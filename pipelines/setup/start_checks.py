@@ -10,16 +10,21 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from agentenv import hub
 from agentenv.config import paths_of
 from agentenv.engine import EngineConfig, check_context
+from agentenv.env import CallProtocol
 from agentenv.envs.grading.keys import grader_config
 from agentenv.errors import ConfigError, DataError
 from agentenv.learners.learner import LearnerConfig
-from agentenv.model_files import check_turn_end, num_positions, read_model_config
+from agentenv.model_files import (
+    HubKind,
+    check_turn_end,
+    fetch_from_hub,
+    num_positions,
+    read_model_config,
+)
 from agentenv.native import NativeConfig, NativeRenderer
 from agentenv.offload import in_thread
-from agentenv.outcomes import Protocol
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import TABLES, ModelConfig, TrainConfig
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
@@ -38,7 +43,7 @@ from agentenv.pipelines.setup.data import (
 from agentenv.renderer import TagRenderer
 
 
-def hub_keys(config: Any) -> Iterator[tuple[str, str, hub.Kind]]:
+def hub_keys(config: Any) -> Iterator[tuple[str, str, HubKind]]:
     """The keys that may name something on the hub, what they say, and of which kind it is."""
     model = getattr(config, "model", None)
     if isinstance(model, ModelConfig):
@@ -207,7 +212,7 @@ async def of_the_hub(assembly: Assembly[Any]) -> None:
         if assembly.checkpoint is not None and key == "model.path":
             continue  # a resumed run has its weights
         try:
-            await in_thread(hub.fetch, text, kind, said(assembly.say, key))
+            await in_thread(fetch_from_hub, text, kind, said(assembly.say, key))
         except DataError as error:
             raise DataError(f"{key}: {error}") from error
 
@@ -372,7 +377,9 @@ async def callable_tools(assembly: AskingAssembly[Any]) -> None:
 async def observations(assembly: AskingAssembly[Any]) -> None:
     """The renderer can write what the environment of each set answers to a turn without a call. One
     that computes in processes of its own is not asked here, where nothing could end its step."""
-    protocol: Protocol = "native" if isinstance(assembly.config.renderer, NativeConfig) else "tags"
+    protocol: CallProtocol = (
+        "native" if isinstance(assembly.config.renderer, NativeConfig) else "tags"
+    )
     for maker, sets in await assembly.shared():
         if maker.config.workers:
             continue

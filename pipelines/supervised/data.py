@@ -20,10 +20,10 @@ import msgspec
 from msgspec import Struct
 
 from agentenv.data_files import RawRow, Row, read_rows
+from agentenv.env import check_observation
 from agentenv.errors import CrashError, DataError
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.dpo import Answer, encode_pair
-from agentenv.outcomes import check_observation
 from agentenv.pipelines.config.rl import SFTConfig
 from agentenv.pipelines.config.supervised import ChatDataConfig, SFTRunConfig, SupervisedRunConfig
 from agentenv.pipelines.supervised.dialogues import (

@@ -10,13 +10,11 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.actor import Actor
+from agentenv.actor import Actor, Answer, RolloutHooks
 from agentenv.branch import Branch
 from agentenv.engine import Engine
 from agentenv.env import EnvWrapper, StepResult
 from agentenv.errors import ConfigError, DataError
-from agentenv.evaluate import Answer
-from agentenv.hooks import RolloutHooks
 from agentenv.pipelines.config.synthesis import WITH_TOOLS, SynthesisPlan, Way, set_name
 from agentenv.pipelines.evaluation.run import Progress, ask_into, row_of, share_failures
 from agentenv.pipelines.evaluation.store import Store

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from agentenv.crashes import PACKAGES
-from agentenv.errors import AgentEnvError, ConfigError, WorkerError
+from agentenv.errors import PACKAGES, AgentEnvError, ConfigError, WorkerError
 from agentenv.link import Link
 from agentenv.pipelines.run.event_loop import rolling_out
 from agentenv.pipelines.run.terminal import View, is_shown, run_until_done, to_its_end

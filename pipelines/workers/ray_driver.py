@@ -17,8 +17,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from agentenv.cluster.messages import Alive, Figures, Say
-from agentenv.errors import ConfigError, WorkerError
-from agentenv.install import install_hint
+from agentenv.errors import ConfigError, WorkerError, install_hint
 from agentenv.link import Link
 from agentenv.offload import in_thread
 from agentenv.pipelines.setup import data

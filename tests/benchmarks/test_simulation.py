@@ -12,12 +12,12 @@ from msgspec.structs import replace
 
 from agentenv.errors import DataError
 from agentenv.learners.learner import LearnerConfig
+from agentenv.offload import run_virtual
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.run.timings import FILE, StepTimes, Trace, Turn, read_trace
-from agentenv.virtual_clock import run_virtual
 from benchmarks.parts.simulation import (
     Durations,
     Grown,

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agentenv.assist.helpers import count_calls
 from agentenv.env import close_shared
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.search.service import Episode, SearchService
 from agentenv.envs.web_search import WebSearchEnv, search_config
 from agentenv.errors import ConfigError, EnvError
+from agentenv.reference.helpers import count_calls
 from agentenv.types import Message, Task, ToolCall
 from tests.envs.search_server import serving
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from agentenv.entropy_profile import entropy_profile
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.arpo import ARPO
 from agentenv.learners.baselines import GRPO
@@ -19,7 +18,7 @@ from agentenv.learners.batch import ActionTokens, EncodedTree, encode
 from agentenv.learners.credit import CreditedTree
 from agentenv.learners.learner import Agreement
 from agentenv.learners.partition import forget_entropies, give_back, partition, split_by_tree
-from agentenv.metrics import rollout_metrics
+from agentenv.metrics import entropy_profile, rollout_metrics
 from agentenv.tree import TrajectoryTree
 from tests.learners.test_trainer_options import trainer
 from tests.learners.trees import credited, random_tree

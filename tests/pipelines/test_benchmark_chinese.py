@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from agentenv.actor import Actor
+from agentenv.actor import Actor, evaluate
 from agentenv.config import build_config
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.env import close_shared
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.quickstart_setup import build_tokenizer
 from agentenv.envs.search.keys import SearchConfig
-from agentenv.evaluate import evaluate
 from agentenv.pipelines.config.benchmarks import benchmark, load_benchmark
 from agentenv.pipelines.config.rl import EnvConfig
 from agentenv.pipelines.setup.data import EnvMaker

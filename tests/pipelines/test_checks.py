@@ -12,13 +12,13 @@ from transformers import AutoTokenizer
 
 from agentenv import tool
 from agentenv.config import load_config
-from agentenv.crashes import loaded
 from agentenv.launchers import train
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.parts import TrainingAssembly
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.setup.assembly import Assembly, once
 from agentenv.pipelines.setup.checks import CHECKS, CheckResult, Runner, select
+from agentenv.registry import loaded
 
 
 async def found(

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from agentenv.disk import explain
-from agentenv.entropy_profile import EntropyProfile
 from agentenv.learners.deepspeed_learner import Evidence
+from agentenv.metrics import EntropyProfile
 from agentenv.pipelines.records.trajectories import write_rows
 from agentenv.pipelines.rl import curves, report
 from agentenv.pipelines.run.timings import Timings

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from agentenv import hub
+from agentenv import model_files
 from agentenv.config import resolver
 from agentenv.errors import DataError
 from agentenv.launchers import sft, train
+from agentenv.model_files import HubId, fetch_from_hub, find_on_hub, hub_id
 from tests.support.hub_cache import COMMIT, hub_cache
 from tests.support.released import sharegpt_row, write_rows
 from tests.support.warehouse import ROOT
@@ -26,17 +27,17 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hub, "_places", {})
+    monkeypatch.setattr(model_files, "_places", {})
     monkeypatch.chdir(tmp_path)
     return tmp_path / "home"
 
 
 def test_an_id_is_what_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert hub.hub_id("Qwen/Qwen3-0.6B") == hub.HubId("Qwen/Qwen3-0.6B")
-    assert hub.hub_id("Qwen/Qwen3-0.6B@c1899de") == hub.HubId("Qwen/Qwen3-0.6B", "c1899de")
+    assert hub_id("Qwen/Qwen3-0.6B") == HubId("Qwen/Qwen3-0.6B")
+    assert hub_id("Qwen/Qwen3-0.6B@c1899de") == HubId("Qwen/Qwen3-0.6B", "c1899de")
     pinned = "openai/gsm8k@main:main/train-*.parquet"
-    assert hub.hub_id(pinned) == hub.HubId("openai/gsm8k", "main", "main/train-*.parquet")
+    assert hub_id(pinned) == HubId("openai/gsm8k", "main", "main/train-*.parquet")
     for path in (
         "models/Qwen3-0.6B",
         "data/train.jsonl",
@@ -45,35 +46,35 @@ def test_an_id_is_what_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "{run}/model",
         "x.jsonl",
     ):
-        assert hub.hub_id(path) is None
+        assert hub_id(path) is None
     (tmp_path / "mine").mkdir()
-    assert hub.hub_id("mine/model") is None
+    assert hub_id("mine/model") is None
 
 
 def test_a_model_is_found_in_the_cache(home: Path, warehouse: Path) -> None:
     snapshot = hub_cache(home, "model", "me/tiny", warehouse.parent / "model")
     told: list[str] = []
-    assert hub.fetch("me/tiny", "model", told.append) == snapshot
+    assert fetch_from_hub("me/tiny", "model", told.append) == snapshot
     assert told == [f"me/tiny: in the cache of the hub, revision {COMMIT[:12]}"]
     assert resolver("runs/a")("me/tiny") == snapshot
-    assert hub.fetch(f"me/tiny@{COMMIT}", "model", told.append) == snapshot
+    assert fetch_from_hub(f"me/tiny@{COMMIT}", "model", told.append) == snapshot
 
 
 def test_what_is_cached_in_part_counts_as_missing(home: Path, warehouse: Path) -> None:
     snapshot = hub_cache(home, "model", "me/tiny", warehouse.parent / "model")
     (snapshot / "model.safetensors").unlink()
     with pytest.raises(DataError, match="hf download me/tiny"):
-        hub.fetch("me/tiny", "model", print)
+        fetch_from_hub("me/tiny", "model", print)
 
 
 def test_what_is_missing_names_the_command(home: Path) -> None:
     with pytest.raises(DataError) as caught:
-        hub.fetch("me/other@v2", "model", print)
+        fetch_from_hub("me/other@v2", "model", print)
     told = str(caught.value)
     assert "me/other at revision v2 is neither a path here nor a model in the cache" in told
     assert "`hf download me/other --revision v2` fetches it" in told
     with pytest.raises(DataError, match="hf download me/rows --repo-type dataset"):
-        hub.fetch("me/rows", "dataset", print)
+        fetch_from_hub("me/rows", "dataset", print)
 
 
 def test_a_dataset_is_its_files(home: Path, warehouse: Path, tmp_path: Path) -> None:
@@ -81,9 +82,9 @@ def test_a_dataset_is_its_files(home: Path, warehouse: Path, tmp_path: Path) -> 
     files.mkdir()
     shutil.copy(warehouse.parent / "train.jsonl", files / "train-1.jsonl")
     snapshot = hub_cache(home, "dataset", "me/rows", files)
-    assert hub.find("me/rows", "dataset") == snapshot
-    assert hub.find("me/rows:train-*.jsonl", "dataset") == snapshot / "train-*.jsonl"
-    assert hub.find("me/rows:test-*.jsonl", "dataset") is None
+    assert find_on_hub("me/rows", "dataset") == snapshot
+    assert find_on_hub("me/rows:train-*.jsonl", "dataset") == snapshot / "train-*.jsonl"
+    assert find_on_hub("me/rows:test-*.jsonl", "dataset") is None
 
 
 def test_a_dry_run_and_a_run_take_ids(
@@ -137,7 +138,10 @@ def test_what_is_learned_from_a_model_of_the_cache_is_saved(
 @pytest.mark.slow
 def test_the_variables_of_the_hub_count(warehouse: Path, tmp_path: Path) -> None:
     hub_cache(tmp_path, "model", "me/tiny", warehouse.parent / "model")
-    code = "from agentenv import hub; print(hub.fetch('me/tiny', 'model', print))"
+    code = (
+        "from agentenv.model_files import fetch_from_hub as fetch; "
+        "print(fetch('me/tiny', 'model', print))"
+    )
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(

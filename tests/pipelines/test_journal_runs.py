@@ -9,7 +9,7 @@ from typing import TypeVar
 import pytest
 
 from agentenv.archive import read_step, steps_of
-from agentenv.journal_frames import Began, Finished, Frame, Leased, Trained
+from agentenv.frames import Began, Finished, Frame, Leased, Trained
 from agentenv.launchers import train
 from benchmarks.parts.chaos import Reader
 from tests.pipelines.test_train_ends import started

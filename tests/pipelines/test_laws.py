@@ -34,14 +34,13 @@ from hypothesis.stateful import (
 
 from agentenv.errors import AgentEnvError
 from agentenv.frames import frames_of
-from agentenv.offload import Inline, replaced
+from agentenv.offload import DeadlockError, Inline, VirtualClockLoop, replaced, waiting_tasks
 from agentenv.pipelines.rl.batching import Batch
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
 from agentenv.tree import TrajectoryTree
-from agentenv.virtual_clock import DeadlockError, VirtualClockLoop, waiting_tasks
 from tests.support.toy_run import ToyWorld, toy_config
 
 pytestmark = pytest.mark.slow

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from agentenv.config import build_config
-from agentenv.errors import ConfigError
-from agentenv.install import install_hint
+from agentenv.errors import ConfigError, install_hint
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import SFTRunConfig
 from agentenv.pipelines.monitors import monitors as module

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from agentenv.assist import AssistConfig
 from agentenv.config import build_config, load_config, to_plain
 from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.reference.helpers import AssistConfig
 from tests.support.warehouse import ROOT
 
 CONFIGS = ROOT / "configs"

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.errors import ConfigError
-from agentenv.install import install_hint
+from agentenv.errors import ConfigError, install_hint
 from agentenv.pipelines.workers.ray_driver import OLDEST, Ray
 from agentenv.pipelines.workers.ray_placement import RaySetup
 from tests.support.warehouse import ROOT

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.redact import REDACTED, Redactor
+from agentenv.failures import REDACTED, Redactor
 
 ENVIRONMENT = {
     "SERPER_API_KEY": "q7Rz0pLmX2",

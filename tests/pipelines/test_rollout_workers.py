@@ -24,7 +24,7 @@ from agentenv.archive import read_step, steps_of
 from agentenv.cluster.engine import Turns
 from agentenv.config import load_config
 from agentenv.errors import ConfigError, WorkerError
-from agentenv.journal_frames import Leased
+from agentenv.frames import Leased
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training

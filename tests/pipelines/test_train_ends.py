@@ -14,9 +14,8 @@ import psutil
 import pytest
 
 from agentenv.config import load_config
-from agentenv.crashes import PACKAGES
 from agentenv.engines.scripted import ScriptedEngine
-from agentenv.errors import ConfigError, EngineDeadError, EnvError
+from agentenv.errors import PACKAGES, ConfigError, EngineDeadError, EnvError
 from agentenv.launchers import train
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl import parts

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from agentenv.actor import Actor
+from agentenv.offload import run_virtual
 from agentenv.pipelines.evaluation.store import identity, load_saved, read_rows
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.recorder import Recorder
@@ -21,7 +22,6 @@ from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
 from agentenv.types import SamplingParams
-from agentenv.virtual_clock import run_virtual
 from tests.support.toy_run import WEIGHTS, ToyEngine, ToyEnv, ToyWorld, toy_config
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import pytest
 
 from agentenv.config import load_config
-from agentenv.frames import framed
-from agentenv.journal_frames import Began, Finished, Frame, Started, Trained, read_frames
+from agentenv.frames import Began, Finished, Frame, Started, Trained, framed, read_frames
+from agentenv.offload import run_virtual
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
@@ -24,7 +24,6 @@ from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
 from agentenv.tools import FunctionTool
 from agentenv.types import ToolResult
-from agentenv.virtual_clock import run_virtual
 from tests.support.runs import rows_of
 from tests.support.toy_rank import ToyRank, toy_ranks
 

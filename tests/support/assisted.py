@@ -7,13 +7,13 @@ from random import Random
 from typing import Any
 
 from agentenv.actor import Actor
-from agentenv.assist import Assist, AssistConfig, assist_actor
 from agentenv.config import build_config
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.env import Env
 from agentenv.envs.grading.reward import make_grader
 from agentenv.errors import ToolError
 from agentenv.plan import Independent
+from agentenv.reference.helpers import Assist, AssistConfig, assist_actor
 from agentenv.renderer import TagRenderer
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import tool

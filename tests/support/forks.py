@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from agentenv import offload
-from agentenv.crashes import PACKAGES
+from agentenv.errors import PACKAGES
 from tests.support.forkserver import POLL_S, PYTHON, Forked, ForkServer, fork_server
 
 MODULES = (

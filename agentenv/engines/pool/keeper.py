@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from agentenv.backoff import backoff_s
+from agentenv.deadline import backoff_s
 from agentenv.engines.pool.server import FIRST_CLOSED_S, PooledServer, State
 from agentenv.engines.remote.server import (
     BusyError,

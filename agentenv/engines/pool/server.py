@@ -19,8 +19,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from agentenv.backoff import backoff_s
-from agentenv.deadline import Wait, Work, WorkClock
+from agentenv.deadline import Wait, Work, WorkClock, backoff_s
 from agentenv.engines.pool.limit import ConcurrencyLimit
 from agentenv.engines.remote.server import ForeignWeightsError, Server, ServerLoad
 from agentenv.errors import SHOWN

@@ -39,7 +39,7 @@ from agentenv.engines.remote.server import (
     ServerLostError,
 )
 from agentenv.errors import SHOWN, ConfigError, EngineError, ForeignError
-from agentenv.http_errors import retry_after_s
+from agentenv.http import retry_after_s
 from agentenv.untrusted import decode
 
 # uvicorn closes an idle connection after 5 s; one that we reuse at that moment would be lost

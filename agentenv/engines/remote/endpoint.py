@@ -18,9 +18,8 @@ import msgspec
 from msgspec import Meta, Struct
 from yarl import URL
 
-from agentenv.backoff import backoff_s
-from agentenv.call_blocks import after_thoughts
-from agentenv.deadline import admitted, waiting
+from agentenv.call_syntax import after_thoughts
+from agentenv.deadline import admitted, backoff_s, waiting
 from agentenv.engines.remote.client import Count, HttpClient, MalformedReplyError, RefusedError
 from agentenv.engines.remote.server import BusyError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError, ForeignError

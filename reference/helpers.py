@@ -1,36 +1,136 @@
-r"""A rollout that may go back, and whose context may be replaced by a shorter one.
+r"""Tool-Star's inference-time tools (arXiv 2505.16410, appendix), for evaluation only.
 
+    debugger     around a tool that runs code (debugger.py)
     backtracer   root - turn - turn (its call failed; info["abandoned"], no end: no answer)
                           \ - turn, taken again with another seed, in a copy of the env from before
     refiner      root - turn - turn                    the context that was too long
                  prompt with the summary - turn - ..   a node without parent that continues the last
 
 Nothing is cut out of a context: the tokens on the path to a leaf are those that the engine saw,
-and `TrajectoryTree.history` is the whole way there.
+and `TrajectoryTree.history` is the whole way there. The browser agent is `search.mode =
+"summaries"` (envs/search/summary.py). `assist_actor` gives an actor these; it needs no other env,
+renderer or engine.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from agentenv.actor import Actor
-from agentenv.assist.helpers import Assist, Counts, HelperModel, add, count_calls, debugged
+from agentenv.actor import Actor, RolloutHooks
 from agentenv.branch import Branch
-from agentenv.engines.remote.endpoint import Said
 from agentenv.env import Env, StepResult
 from agentenv.errors import ConfigError, EnvError, InfraError
-from agentenv.hooks import RolloutHooks
 from agentenv.plan import Independent
+from agentenv.reference.debugger import DebuggerConfig, HelperConfig, HelperModel, debugged
 from agentenv.rollout import Rollout
 from agentenv.tool_env import ToolEnv
 from agentenv.tree import packed_ids
 from agentenv.types import Info, Message, SamplingParams, Task
 
-SYSTEM = """\
+
+class BacktracerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Takes a turn again whose call failed where the debugger could not help."""
+
+    max_uses: Annotated[int, Meta(ge=1, description="times in one trajectory")] = 1
+    tools: Annotated[
+        tuple[str, ...], Meta(description="whose errors count; empty: those of all tools")
+    ] = ()
+    min_temperature: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="of the turn that is taken again, where sampling.temperature is lower: "
+            "a greedy policy would write the same once more",
+        ),
+    ] = 0.6
+
+
+class RefinerConfig(HelperConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Compresses a long chain of reasoning; the rollout goes on from question and summary."""
+
+    min_response_tokens: Annotated[
+        int,
+        Meta(ge=1, description="tokens after the prompt, tool results included, that call for it"),
+    ] = 8192
+    count_tokens: Annotated[
+        Literal["anew", "total"],
+        Meta(
+            description="towards limits.max_response_tokens afterwards: those of the summary and "
+            "what follows it, or those of the whole trajectory"
+        ),
+    ] = "anew"
+
+
+class AssistConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which helpers an evaluation has; the table [assist]."""
+
+    debugger: Annotated[DebuggerConfig | None, Meta(description="the code debugger")] = None
+    backtracer: Annotated[BacktracerConfig | None, Meta(description="the tool-use backtracer")] = (
+        None
+    )
+    refiner: Annotated[RefinerConfig | None, Meta(description="the reasoning-chain refiner")] = None
+
+
+HELPERS = ("debugger", "backtracer", "refiner", "browser")
+Counts = dict[str, float]
+
+
+def add(counts: Counts, **more: float) -> None:
+    """Add each of `more` to the count of that name."""
+    for name, value in more.items():
+        counts[name] = counts.get(name, 0.0) + value
+
+
+def count_calls(counts: Counts, records: Iterable[Mapping[str, Any]]) -> None:
+    """Add what the records of tool calls say about debugger and browser agent: how often each was
+    used, with what success, for how many tokens.
+
+    HELPER_uses, HELPER_ok and HELPER_tokens; the latter are of requests and replies.
+    """
+    for record in records:
+        info = record.get("info") or {}
+        for helper, success in (("debugger", "fixed"), ("browser", "found")):
+            if helper in info:
+                used = info[helper]
+                add(counts, **{f"{helper}_uses": 1.0, f"{helper}_ok": bool(used[success])})
+                add(counts, **{f"{helper}_tokens": used["num_tokens"]})
+
+
+class Assist:
+    """The helpers of a process: their configuration and their models."""
+
+    def __init__(self, config: AssistConfig) -> None:
+        self.config = config
+        self.debugger, self.refiner = (
+            None if one is None else HelperModel(name, one)
+            for name, one in (("debugger", config.debugger), ("refiner", config.refiner))
+        )
+
+    async def start(self) -> None:
+        """Find the models. Raises ConfigError for a server that is not there."""
+        for model in (self.debugger, self.refiner):
+            if model is not None:
+                await model.start()
+
+    def fits(self, env: Env) -> bool:
+        """Whether the env has the tool that the debugger is for."""
+        config = self.config.debugger
+        return config is not None and isinstance(env, ToolEnv) and config.tool in env.tools
+
+    async def close(self) -> None:
+        """Close the models; idempotent."""
+        for model in (self.debugger, self.refiner):
+            if model is not None:
+                await model.close()
+
+
+_REFINER_SYSTEM = """\
 You shorten the work of an assistant that answers a question by reasoning and with tools. You get \
 the question and what it has written so far, with the results of its tools. Write down, briefly \
 and in order: what is established, with the facts, numbers, names and code that are needed \
@@ -44,13 +144,6 @@ _GOES_ON = """\
 You have worked on this already. What follows is a summary of that work; go on from there.
 
 {summary}"""
-
-
-async def ask_refiner(model: HelperModel, question: str, work: str) -> Said:
-    """The work as the model shortened it. Raises InfraError when there is no reply."""
-    return await model.ask(
-        SYSTEM, f"The question:\n{model.fenced(question)}\n\nThe work:\n{model.fenced(work)}"
-    )
 
 
 def fresh_prompt(messages: Sequence[Message], summary: str) -> list[Message]:
@@ -229,8 +322,10 @@ class AssistHooks(RolloutHooks):
         work = "".join(decode(node.action_ids) + decode(node.observation_ids) for node in nodes)
         work = f"{notes.summary}\n\n{work}{decode(observation_ids)}".strip()
         add(notes.counts, refiner_uses=1)
+        model, question = self.assist.refiner, self._tree.task.question
+        asked = f"The question:\n{model.fenced(question)}\n\nThe work:\n{model.fenced(work)}"
         try:
-            said = await ask_refiner(self.assist.refiner, self._tree.task.question, work)
+            said = await model.ask(_REFINER_SYSTEM, asked)
         except InfraError as error:
             logger.warning("task %s: no refined chain: %s", self._tree.task.id, error)
             return ""
