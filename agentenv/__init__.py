@@ -50,7 +50,7 @@ What an environment of your own needs can be imported from here; the rest lives 
 """
 
 from agentenv.cold_start import demonstrate, texts_of, tiny_model, write_rows
-from agentenv.env import Env, EnvWrapper, StepResult, env_ids, make, register, shared
+from agentenv.env import Env, EnvWrapper, Grade, Grader, StepResult, env_ids, make, register, shared
 from agentenv.errors import (
     AgentEnvError,
     ConfigError,
@@ -62,7 +62,7 @@ from agentenv.errors import (
     LearnerError,
     ToolError,
 )
-from agentenv.tool_env import Grade, Grader, ToolEnv
+from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool, Tool, ToolLimits, tool
 from agentenv.tree import Trajectory, TrajectoryTree
 from agentenv.types import Limit, Message, Task, ToolCall, ToolResult

@@ -36,7 +36,7 @@ from agentenv.errors import (
     GraderError,
     InfraError,
     OutageError,
-    install_hint,
+    require_train,
 )
 from agentenv.rows import RowReader, RowsConfig
 from agentenv.tags import TAGS, tag_calls
@@ -182,6 +182,7 @@ def tiny_model(
     demonstrations say. `max_tokens` is the longest sequence, prompt included. Equal arguments give
     equal files. Needs the extra `train`. Raises ConfigError.
     """
+    require_train("torch", "tokenizers", "transformers")
     tokenizer = tiny_tokenizer(texts, tools=tools, words=words, max_tokens=max_tokens)
     _write_model(Path(path), tokenizer, seed, max_tokens, hidden_size, num_layers)
     return Path(path)
@@ -198,13 +199,9 @@ def tiny_tokenizer(
 
     The tags are ordinary tokens (they stay in decoded text), the chat markers special ones.
     """
-    try:
-        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
-    except ImportError as error:
-        raise ConfigError(
-            f"tiny_model needs the package {error.name}, which is missing: {install_hint('train')}"
-        ) from error
+    require_train("tokenizers", "transformers")
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + [
@@ -253,14 +250,9 @@ def _write_model(
     of its own (tied weights are not reloaded correctly by vLLM on CPU), but starts equal to the
     embedding: copying a token then works before its output row has been trained.
     """
-    try:
-        import torch
-        from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
-        from transformers.utils import logging
-    except ImportError as error:
-        raise ConfigError(
-            f"tiny_model needs the package {error.name}, which is missing: {install_hint('train')}"
-        ) from error
+    import torch
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
     logging.disable_progress_bar()
     ids: Mapping[str, int] = tokenizer.get_vocab()

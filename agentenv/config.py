@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import functools
 import logging
 import re
 import tomllib
@@ -25,7 +24,17 @@ from msgspec import inspect as mi
 from agentenv.errors import ConfigError
 from agentenv.model_files import place_on_hub
 from agentenv.old_keys import deleted_keys, moved_values
-from agentenv.registry import TAG, PartKey, Registry, decode_part
+from agentenv.registry import (
+    TAG,
+    Registry,
+    decode_part,
+    marks_of,
+    registry_of,
+    struct_type,
+    struct_types,
+    type_info,
+    unwrap,
+)
 
 T = TypeVar("T", bound=msgspec.Struct)
 Tree = dict[str, Any]
@@ -39,7 +48,6 @@ PATH = {"path": True}
 ROWS = {"path": True, "rows": True}
 RUN = "{run}"  # in a path of a configuration: the run's directory
 
-type_info = functools.cache(mi.type_info)  # costs milliseconds, and some envs ask each time
 
 logger = logging.getLogger(__name__)
 
@@ -233,11 +241,6 @@ def paths_of(config: Any, path: str = "") -> Iterator[PathKey]:
             for text in [value] if isinstance(value, str) else value or ():
                 if text:
                     yield PathKey(key, text, bool(marks.get("rows")))
-
-
-def marks_of(kind: mi.Type) -> dict[str, Any]:
-    """What Meta(extra=...) says of a key's type."""
-    return kind.extra or {} if isinstance(kind, mi.Metadata) else {}
 
 
 def to_plain(config: msgspec.Struct) -> Tree:
@@ -478,39 +481,9 @@ def _chosen(raw: Tree, kind: mi.Type, path: str, source: str) -> mi.StructType |
     return tags[name]
 
 
-def struct_types(kind: mi.Type, *, loads: bool = True) -> list[mi.StructType]:
-    """The structs that a type may be: several for a tagged union or for parts that are chosen by
-    name, none for a plain value. Without `loads`, all parts of a registry are their base."""
-    registry = registry_of(kind)
-    if registry is not None:
-        return [struct_type(part) for part in (registry.parts() if loads else [registry.base])]
-    kind = unwrap(kind)
-    if isinstance(kind, mi.UnionType):
-        return [struct for part in kind.types for struct in struct_types(part, loads=loads)]
-    return [kind] if isinstance(kind, mi.StructType) else []
-
-
-def struct_type(struct: type[msgspec.Struct]) -> mi.StructType:
-    """What msgspec tells of a struct's fields."""
-    return cast(mi.StructType, type_info(struct))
-
-
-def registry_of(kind: mi.Type) -> Registry[Any] | None:
-    """Of the parts that a field of this type holds; None: it holds something else."""
-    kind = unwrap(kind)
-    found = kind.types if isinstance(kind, mi.UnionType) else (kind,)
-    keys = [one.cls for one in map(unwrap, found) if isinstance(one, mi.CustomType)]
-    return keys[0].registry if keys and issubclass(keys[0], PartKey) else None
-
-
 def registry_at(config_type: type[msgspec.Struct], key: str) -> Registry[Any] | None:
     """Of the parts that a table of a configuration chooses from; None: it does not choose."""
     return registry_of(_type_at(type_info(config_type), key))
-
-
-def unwrap(kind: mi.Type) -> mi.Type:
-    """A type without its annotations."""
-    return unwrap(kind.type) if isinstance(kind, mi.Metadata) else kind
 
 
 def _lookup(raw: Any, key: str) -> Any:

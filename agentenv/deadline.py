@@ -196,8 +196,8 @@ class Work:
             self.begin()
 
 
-class Doing:
-    """See `doing`."""
+class doing:  # a context manager, named as those of contextlib
+    """The rollout that is current now awaits `what`, inside."""
 
     __slots__ = ("_before", "_clock", "_what")
 
@@ -215,8 +215,10 @@ class Doing:
             self._clock.now(self._before)
 
 
-class Doubting:
-    """See `doubting`."""
+class doubting:
+    """What is worked inside for the rollout that is current now may turn out to be lost, so that a
+    deadline which is due asks `look` after how many seconds it is to look again; 0: it has
+    passed."""
 
     __slots__ = ("_before", "_clock", "_look")
 
@@ -233,13 +235,13 @@ class Doubting:
             self._clock.doubt = self._before
 
 
-class Waiting:
-    """See `waiting`."""
+class waiting:
+    """What is awaited inside is no work; see Wait."""
 
     __slots__ = ("_doing", "_wait")
 
     def __init__(self, what: str) -> None:
-        self._wait, self._doing = Wait(), Doing(what)
+        self._wait, self._doing = Wait(), doing(what)
 
     def __enter__(self) -> Wait:
         self._wait.begin()
@@ -249,23 +251,6 @@ class Waiting:
     def __exit__(self, *_: object) -> None:
         self._doing.__exit__()
         self._wait.end()
-
-
-def doubting(look: Callable[[], float]) -> Doubting:
-    """What is worked inside for the rollout that is current now may turn out to be lost, so that a
-    deadline which is due asks `look` after how many seconds it is to look again; 0: it has
-    passed."""
-    return Doubting(look)
-
-
-def doing(what: str) -> Doing:
-    """The rollout that is current now awaits this, inside."""
-    return Doing(what)
-
-
-def waiting(what: str) -> Waiting:
-    """What is awaited inside is no work; see Wait."""
-    return Waiting(what)
 
 
 @asynccontextmanager

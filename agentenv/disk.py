@@ -188,7 +188,6 @@ SHARED_MEMORY = Path("/dev/shm")
 WEIGHTS_PREFIX = "agentenv-weights-"  # of a folder through which new weights pass
 WEIGHTS_KEY = "resources.weights_dir"
 DIR_KEY = "run.dir"  # which places a run
-HARDLY = 0.1  # part of a device that is no use to free
 
 
 def explain(error: OSError, key: str = "") -> str:
@@ -206,23 +205,7 @@ def explain(error: OSError, key: str = "") -> str:
             elsewhere = f"give {SHARED_MEMORY} more room (docker run --shm-size), or {elsewhere}"
         if error.errno == errno.EDQUOT:
             full = "the quota of this disk is used up"
-        elif path is not None and (size := _is_too_small(path)):
-            return f"{full}, which has {size / 2**20:.1f} MiB in all; {elsewhere}, and resume"
         return f"{full}; free some and resume, or {elsewhere}"
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return f"no permission ({error.strerror}); {elsewhere}"
     return error.strerror or str(error)
-
-
-def _is_too_small(path: Path) -> int:
-    """The size of the device that the file is on, bytes, if what is beside the file's own folder
-    is hardly worth freeing; else 0."""
-    with suppress(OSError):
-        folder = existing(path.parent)
-        found = os.statvfs(folder)
-        size = found.f_blocks * found.f_frsize
-        used = size - found.f_bfree * found.f_frsize
-        own = sum(one.lstat().st_blocks * 512 for one in folder.iterdir())
-        if used - own < HARDLY * size:
-            return size
-    return 0

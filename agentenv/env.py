@@ -23,10 +23,13 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from importlib import metadata
 from math import isfinite
+from numbers import Real
 from typing import Any, Literal, Protocol, Self, TypeVar, cast
 
-from agentenv.deadline import uncancelled
-from agentenv.errors import ConfigError, CrashError
+from msgspec import Struct
+
+from agentenv.deadline import doing, uncancelled
+from agentenv.errors import ConfigError, CrashError, GraderError, OutageError, guarded
 from agentenv.registry import loaded
 from agentenv.types import Info, Limit, Message, Task
 
@@ -366,3 +369,58 @@ def _is_message(one: object) -> bool:
 
 def _wrong(method: str, form: str, result: Any) -> CrashError:
     return CrashError(f"the environment's {method} gave no {form} but {repr(result)[:MAX_SHOWN]}")
+
+
+class Grade(Struct, frozen=True):
+    """A verdict: the reward, whether the answer counts as right, the parts of the reward
+    (metric name -> value), and why."""
+
+    reward: float
+    success: bool
+    parts: dict[str, float] = {}
+    reason: str = ""
+
+
+class GraderOutageError(OutageError, GraderError):
+    """What a grader asks stayed away for longer than it is waited for."""
+
+
+class Grader(Protocol):
+    """Grades a finished or cut-off episode. Must be quick or do its work off the event loop.
+
+    A grader may have a method `async def start(self)`, awaited before each episode, that gets it
+    ready once and raises ConfigError when it cannot work.
+    """
+
+    async def grade(
+        self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
+    ) -> Grade:
+        """`written` holds only the policy's own messages; `calls` counts, by tool, the calls
+        that really ran without error. Raises GraderError, and InfraError where what it asks is
+        down: it is asked again."""
+        ...
+
+
+async def start_grader(grader: Grader) -> None:
+    """Get a grader ready, if it has a `start`. Raises ConfigError when the grader cannot work."""
+    start = getattr(grader, "start", None)
+    if start is not None:
+        await start()
+
+
+async def graded(
+    grader: Grader, task: Task, written: Sequence[Message], calls: Mapping[str, int]
+) -> Grade:
+    """What the grader gives. Raises GraderError, InfraError, and CrashError for a bug of the
+    grader."""
+    who = f"the grader {type(grader).__name__}"
+
+    async def grade() -> Grade:
+        return await grader.grade(task, written, calls)
+
+    with doing(who):
+        found: Any = await guarded(grade(), who)
+    reward: Any = getattr(found, "reward", None)
+    if isinstance(found, Grade) and isinstance(reward, Real):
+        return found
+    raise CrashError(f"{who} gave {repr(found)[:200]}, which is no Grade with a number as reward")

@@ -276,9 +276,9 @@ class Failures:
     """The failures of an actor's rollouts. Raises TooManyFailuresError above `max_share` of the
     last WINDOW ended ones, and with `strict` at the first bug."""
 
-    def __init__(self, max_share: float, *, strict: bool, log: FailureLog | None = None) -> None:
+    def __init__(self, max_share: float, *, strict: bool) -> None:
         self.num = 0
-        self.log = log or FailureLog()
+        self.log = FailureLog()
         self._max_share = max_share
         self._strict = strict
         self._recent: deque[str | None] = deque(maxlen=WINDOW)  # causes of those that count

@@ -7,14 +7,13 @@
 Importing this module registers every known id with Gymnasium, and those registered later too. It
 is the only module that imports gymnasium. An episode runs as a coroutine on one event loop in a
 thread, which all envs of the process share; a vector env steps thousands of them there, where
-Gymnasium's own "async" mode takes a process each.
+Gymnasium's own "async" mode takes a process each, and needs vector_kwargs={"shared_memory": False}.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import threading
 from collections.abc import Coroutine, Sequence
@@ -24,14 +23,10 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import gymnasium
 import numpy as np
+from gymnasium.error import CustomSpaceError
 from gymnasium.spaces import Text
 from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import (
-    batch_space,
-    create_shared_memory,
-    read_from_shared_memory,
-    write_to_shared_memory,
-)
+from gymnasium.vector.utils import batch_space, create_shared_memory
 from numpy.typing import NDArray
 
 import agentenv.env
@@ -49,7 +44,6 @@ Step = tuple[str, float, bool, bool, Info]
 
 GAP_MARKER = " ... "
 CLOSE_SHARED_S = 60.0
-NO_CHARACTER = 0x110000  # one more than the last code point
 
 
 class LoopThread:
@@ -118,52 +112,10 @@ class AnyText(Text):  # type: ignore[misc]  # gymnasium is not typed for us
         return isinstance(x, str) and self.min_length <= len(x) <= self.max_length
 
 
-class SharedTexts(Sequence[str]):
-    """One text of each env of Gymnasium's "async" mode, in memory that its processes share.
-
-    Gymnasium asks for them once and copies them after every step, so they are read when they are
-    copied. Each text stands as code points with NO_CHARACTER behind them.
-    """
-
-    def __init__(self, space: AnyText, memory: Any, num_envs: int) -> None:
-        shape = num_envs, space.max_length + 1
-        self._rows = np.frombuffer(memory.get_obj(), np.int32).reshape(shape)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        row = self._rows[index]
-        end = int((row == NO_CHARACTER).argmax())
-        return row[:end].tobytes().decode("utf-32-le", "surrogatepass")
-
-    def write(self, index: int, text: str) -> None:
-        """Put the text in the place of one env."""
-        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.int32)
-        self._rows[index, : len(points)] = points
-        self._rows[index, len(points)] = NO_CHARACTER
-
-    def __deepcopy__(self, memo: Any) -> tuple[str, ...]:
-        return tuple(self)
-
-
 @create_shared_memory.register(AnyText)  # type: ignore[untyped-decorator]
-def _create_texts(space: AnyText, n: int = 1, ctx: Any = multiprocessing) -> Any:
-    memory = ctx.Array("i", n * (space.max_length + 1))
-    for index in range(n):
-        SharedTexts(space, memory, n).write(index, "")
-    return memory
-
-
-@write_to_shared_memory.register(AnyText)  # type: ignore[untyped-decorator]
-def _write_text(space: AnyText, index: int, values: str, shared_memory: Any) -> None:
-    num_envs = len(shared_memory) // (space.max_length + 1)
-    SharedTexts(space, shared_memory, num_envs).write(index, values)
-
-
-@read_from_shared_memory.register(AnyText)  # type: ignore[untyped-decorator]
-def _read_texts(space: AnyText, shared_memory: Any, n: int = 1) -> SharedTexts:
-    return SharedTexts(space, shared_memory, n)
+def _refuse_shared_memory(*_: Any) -> Any:
+    """Gymnasium's "async" mode then says that it wants shared_memory=False."""
+    raise CustomSpaceError("texts of any characters have no form in shared memory")
 
 
 class TextEnv(gymnasium.Env):  # type: ignore[misc]

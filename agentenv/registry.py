@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 from msgspec import Struct
+from msgspec import inspect as mi
 
 from agentenv.errors import AgentEnvError, ConfigError, place_of
 
@@ -207,3 +208,41 @@ def decode_part(kind: type, raw: Any) -> Any:
     if issubclass(kind, PartKey):
         return kind.registry.decode(raw)
     raise NotImplementedError(f"no field of a configuration has the type {kind}")
+
+
+type_info = cache(mi.type_info)  # costs milliseconds, and some envs ask each time
+
+
+def marks_of(kind: mi.Type) -> dict[str, Any]:
+    """What Meta(extra=...) says of a key's type."""
+    return kind.extra or {} if isinstance(kind, mi.Metadata) else {}
+
+
+def struct_types(kind: mi.Type, *, loads: bool = True) -> list[mi.StructType]:
+    """The structs that a type may be: several for a tagged union or for parts that are chosen by
+    name, none for a plain value. Without `loads`, all parts of a registry are their base."""
+    registry = registry_of(kind)
+    if registry is not None:
+        return [struct_type(part) for part in (registry.parts() if loads else [registry.base])]
+    kind = unwrap(kind)
+    if isinstance(kind, mi.UnionType):
+        return [struct for part in kind.types for struct in struct_types(part, loads=loads)]
+    return [kind] if isinstance(kind, mi.StructType) else []
+
+
+def struct_type(struct: type[msgspec.Struct]) -> mi.StructType:
+    """What msgspec tells of a struct's fields."""
+    return cast(mi.StructType, type_info(struct))
+
+
+def registry_of(kind: mi.Type) -> Registry[Any] | None:
+    """Of the parts that a field of this type holds; None: it holds something else."""
+    kind = unwrap(kind)
+    found = kind.types if isinstance(kind, mi.UnionType) else (kind,)
+    keys = [one.cls for one in map(unwrap, found) if isinstance(one, mi.CustomType)]
+    return keys[0].registry if keys and issubclass(keys[0], PartKey) else None
+
+
+def unwrap(kind: mi.Type) -> mi.Type:
+    """A type without its annotations."""
+    return unwrap(kind.type) if isinstance(kind, mi.Metadata) else kind

@@ -18,11 +18,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
-from numbers import Real
 from random import Random
-from typing import Any, Protocol, Self, TypeVar
-
-from msgspec import Struct
+from typing import Any, Self, TypeVar
 
 from agentenv.deadline import (
     Deadline,
@@ -37,13 +34,19 @@ from agentenv.deadline import (
     work_clock,
     working,
 )
-from agentenv.env import ForkMode, StepResult, shared
+from agentenv.env import (
+    ForkMode,
+    Grader,
+    GraderOutageError,
+    StepResult,
+    graded,
+    shared,
+    start_grader,
+)
 from agentenv.errors import (
     SHOWN,
     AgentEnvError,
-    CrashError,
     EnvError,
-    GraderError,
     InfraError,
     OutageError,
     ToolError,
@@ -86,61 +89,6 @@ NO_LIMITS = ToolLimits()
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-
-class Grade(Struct, frozen=True):
-    """A verdict: the reward, whether the answer counts as right, the parts of the reward
-    (metric name -> value), and why."""
-
-    reward: float
-    success: bool
-    parts: dict[str, float] = {}
-    reason: str = ""
-
-
-class GraderOutageError(OutageError, GraderError):
-    """What a grader asks stayed away for longer than it is waited for."""
-
-
-class Grader(Protocol):
-    """Grades a finished or cut-off episode. Must be quick or do its work off the event loop.
-
-    A grader may have a method `async def start(self)`, awaited before each episode, that gets it
-    ready once and raises ConfigError when it cannot work.
-    """
-
-    async def grade(
-        self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
-    ) -> Grade:
-        """`written` holds only the policy's own messages; `calls` counts, by tool, the calls
-        that really ran without error. Raises GraderError, and InfraError where what it asks is
-        down: it is asked again."""
-        ...
-
-
-async def start_grader(grader: Grader) -> None:
-    """Get a grader ready, if it has a `start`. Raises ConfigError when the grader cannot work."""
-    start = getattr(grader, "start", None)
-    if start is not None:
-        await start()
-
-
-async def graded(
-    grader: Grader, task: Task, written: Sequence[Message], calls: Mapping[str, int]
-) -> Grade:
-    """What the grader gives. Raises GraderError, InfraError, and CrashError for a bug of the
-    grader."""
-    who = f"the grader {type(grader).__name__}"
-
-    async def grade() -> Grade:
-        return await grader.grade(task, written, calls)
-
-    with doing(who):
-        found: Any = await guarded(grade(), who)
-    reward: Any = getattr(found, "reward", None)
-    if isinstance(found, Grade) and isinstance(reward, Real):
-        return found
-    raise CrashError(f"{who} gave {repr(found)[:200]}, which is no Grade with a number as reward")
 
 
 Prompt = Callable[[Task], Sequence[Message]] | str | None

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from agentenv.env import Grade
 from agentenv.plan import Independent
-from agentenv.tool_env import Grade, ToolEnv
+from agentenv.tool_env import ToolEnv
 from agentenv.tools import tool
 from agentenv.types import Limits, Task
 from tests.support.toy import CountingEnv

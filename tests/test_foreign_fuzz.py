@@ -31,7 +31,7 @@ from agentenv.engines.remote.client import HttpClient
 from agentenv.engines.remote.server import ForeignWeightsError, Request
 from agentenv.engines.sglang import SGLangAnswer
 from agentenv.engines.vllm import VLLMAnswer
-from agentenv.env import close_shared
+from agentenv.env import Grade, close_shared
 from agentenv.envs.grading.judge import Judge
 from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.mcp_tools import MCPTools
@@ -64,7 +64,7 @@ from agentenv.errors import (
 )
 from agentenv.launchers.retriever import Retriever, RetrieverConfig
 from agentenv.link import Link, frame_of
-from agentenv.tool_env import Grade, ToolEnv
+from agentenv.tool_env import ToolEnv
 from agentenv.tools import tool
 from agentenv.types import Message, SamplingParams, Task, ToolCall, VersionSpan
 from agentenv.untrusted import decode, packed

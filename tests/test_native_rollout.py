@@ -9,9 +9,10 @@ import pytest
 
 from agentenv.actor import Actor
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
+from agentenv.env import Grade
 from agentenv.native import NativeRenderer
 from agentenv.plan import Independent
-from agentenv.tool_env import Grade, ToolEnv
+from agentenv.tool_env import ToolEnv
 from agentenv.tools import tool
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, Message, SamplingParams, Task, ToolCall

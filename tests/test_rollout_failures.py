@@ -13,11 +13,12 @@ from msgspec.structs import replace
 from agentenv.actor import Actor
 from agentenv.deadline import admitted, waiting
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
+from agentenv.env import Grade
 from agentenv.errors import ConfigError, EngineError, EnvError, InfraError, ToolError
 from agentenv.learners.aepo import AEPO, AEPOPlan, is_probe
 from agentenv.learners.arpo import ARPO, ARPOPlan
 from agentenv.plan import Independent, RolloutPlan
-from agentenv.tool_env import Grade, ToolEnv
+from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool, Tool, tool
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Completion, Limit, Limits, Message, Task, ToolResult

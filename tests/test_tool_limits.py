@@ -12,12 +12,12 @@ import pytest
 
 from agentenv.config import build_config
 from agentenv.deadline import WorkClock, working
-from agentenv.env import close_shared, register
+from agentenv.env import Grade, close_shared, register
 from agentenv.errors import ConfigError, EnvError, InfraError
 from agentenv.pipelines.config.rl import EnvConfig, TrainConfig
 from agentenv.pipelines.setup.data import EnvMaker
 from agentenv.prompt import PromptConfig
-from agentenv.tool_env import Grade, ToolEnv
+from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool, ToolConfig, ToolLimits, load_tools, tool
 from agentenv.types import Limits, Message, Task, ToolCall, ToolResult
 from tests.support.virtual_clock import run_virtual

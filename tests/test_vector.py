@@ -60,7 +60,8 @@ def test_what_it_gives_is_what_gymnasiums_own_vector_envs_give(mode: str) -> Non
     processes forked while the event loop of others runs in a thread of this one."""
     ours = make(2)
     ours.reset()
-    theirs = make(2, vectorization_mode=mode)
+    own = {"shared_memory": False} if mode == "async" else {}
+    theirs = make(2, vectorization_mode=mode, vector_kwargs=own)
     for seed in (5, [1, None]):
         (shown, infos), (expected, expected_infos) = ours.reset(seed=seed), theirs.reset(seed=seed)
         if seed == 5:

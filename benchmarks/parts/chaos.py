@@ -43,13 +43,13 @@ from typing import Any, Protocol
 import psutil
 from msgspec import Struct
 
-from agentenv.env import register
+from agentenv.env import Grade, register
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.errors import AgentEnvError
 from agentenv.frames import SUFFIX, Began, Finished, Frame, Leased, Trained, read_frames
 from agentenv.guard import GUARD
 from agentenv.ports import held_ports
-from agentenv.tool_env import Grade, ToolEnv
+from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Task, ToolResult
 from benchmarks.parts.mock_server import SCHEMA, TOKEN_S

@@ -48,6 +48,7 @@ from agentenv.disk import write_whole
 from agentenv.engine import EngineConfig, EngineStart
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.remote.server import PartEnd, Request, ServerInfo, ServerLoad
+from agentenv.env import Grade
 from agentenv.envs.quickstart import COMPANIES
 from agentenv.errors import AgentEnvError
 from agentenv.learners import messages as wire
@@ -59,7 +60,7 @@ from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View, run_until_done
 from agentenv.ports import held_ports
-from agentenv.tool_env import Grade, ToolEnv
+from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Chunk, Completion, SamplingParams, Task, ToolResult, VersionSpan
 from benchmarks.parts.mock_server import NUM_CALLS, SCHEMA, TURN_TOKENS

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from agentenv.tool_env import Grade, Grader, graded, start_grader
+from agentenv.env import Grade, Grader, graded, start_grader
 from agentenv.types import Message, Task
 
 

@@ -22,11 +22,11 @@ from typing import Any
 
 import msgspec
 
+from agentenv.env import Grade
 from agentenv.envs.grading.keys import SolutionStr
 from agentenv.envs.grading.verdict import STOPPED, GraderDownError
 from agentenv.errors import ConfigError, GraderError, InfraError
 from agentenv.rows import GOLD_KEY, literal, look_up
-from agentenv.tool_env import Grade
 from agentenv.types import SYSTEM_KEY, Message, Task
 from agentenv.worker_pool import JobDiedError, JobRaisedError, JobStoppedError, WorkerPool
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import msgspec
 
-from agentenv.env import shared
+from agentenv.env import Grade, Grader, graded, shared, start_grader
 from agentenv.envs.grading.keys import (
     GraderConfig,
     GraderKeys,
@@ -23,7 +23,6 @@ from agentenv.envs.grading.keys import (
 from agentenv.envs.grading.keys import GraderPart as GraderPart
 from agentenv.envs.grading.verdict import STOPPED, Matcher, check_format, final_answer
 from agentenv.errors import ConfigError, CrashError, GraderError, at_start
-from agentenv.tool_env import Grade, Grader, graded, start_grader
 from agentenv.types import Message, Task
 
 TOOL_BONUS = 0.1

@@ -17,17 +17,10 @@ from msgspec import NODEFAULT, Struct
 from msgspec import inspect as mi
 from msgspec.structs import fields
 
-from agentenv.config import (
-    marks_of,
-    registry_at,
-    registry_of,
-    struct_types,
-    type_info,
-    unwrap,
-)
+from agentenv.config import registry_at
 from agentenv.errors import ConfigError
 from agentenv.pipelines.run import arguments
-from agentenv.registry import TAG
+from agentenv.registry import TAG, marks_of, registry_of, struct_types, type_info, unwrap
 
 REQUIRED = "required"
 TABLE = "table"

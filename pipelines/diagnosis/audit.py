@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from agentenv.archive import ARCHIVE, Entry, KeptTree, Step, readable_steps
 from agentenv.config import build_config, resolver, upgrade
-from agentenv.env import close_shared
+from agentenv.env import Grade, Grader, close_shared, graded, start_grader
 from agentenv.envs.grading.custom import ground_truth
 from agentenv.envs.grading.numbers import as_number
 from agentenv.envs.grading.verdict import final_answer
@@ -46,7 +46,6 @@ from agentenv.pipelines.setup.checks import CheckResult
 from agentenv.pipelines.setup.data import EnvMaker, tables_of
 from agentenv.renderer import TextCodec
 from agentenv.rows import GOLD_KEY
-from agentenv.tool_env import Grade, Grader, graded, start_grader
 from agentenv.tree import Trajectory
 from agentenv.types import Task
 from agentenv.untrusted import decode

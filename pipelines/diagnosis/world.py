@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from agentenv.deadline import within
-from agentenv.env import Env
+from agentenv.env import Env, Grader, graded, start_grader
 from agentenv.envs.grading.reward import AnswerReward
 from agentenv.envs.search.corpus import Query
 from agentenv.envs.search.providers import RemoteSearchConfig, WebConfig
@@ -21,7 +21,6 @@ from agentenv.pipelines.setup.assembly import TRAINED
 from agentenv.pipelines.setup.checks import Skip
 from agentenv.pipelines.setup.data import EnvMaker
 from agentenv.testing import check_end, check_tool_env, play
-from agentenv.tool_env import Grader, graded, start_grader
 from agentenv.types import Message, Task
 
 NUM_GRADED = 8  # rows whose golds are graded

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from agentenv.config import Tree, apply_overrides, blaming, build_config, resolver, to_plain
 from agentenv.disk import write_whole
-from agentenv.env import close_shared
+from agentenv.env import Grader, close_shared, graded, start_grader
 from agentenv.errors import ConfigError, CrashError, GraderError
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.evaluation import EvaluateConfig
@@ -39,7 +39,6 @@ from agentenv.pipelines.records.row import FAILED, EvalRow, calls_that_ran, pred
 from agentenv.pipelines.run.tables import Table, as_markdown, short
 from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.setup.data import EnvMaker, Resolve
-from agentenv.tool_env import Grader, graded, start_grader
 from agentenv.types import Task
 
 # Grades stored trajectories again, by the graders that a configuration gives; asks no engine.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agentenv.config import build_config
-from agentenv.env import close_shared
+from agentenv.env import Grade, Grader, close_shared
 from agentenv.envs.grading import judge
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import check_grader, make_grader
@@ -22,7 +22,6 @@ from agentenv.errors import GraderError
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.serving.roles import check_roles, fill_roles, start_servers
 from agentenv.pipelines.serving.servers import ServerFactory
-from agentenv.tool_env import Grade, Grader
 from agentenv.types import Message, Task
 from tests.engines.server_process import FORKING
 from tests.engines.vllm_server import forking_python, require_vllm

@@ -89,6 +89,8 @@ def test_every_registered_environment_is_stepped_many_at_a_time(
     if name == "QAGrader":
         own["grader"] = {"kind": "exact"}
     env_id = f"agentenv/{name}-v0"
+    if mode == "async":
+        own["vector_kwargs"] = {"shared_memory": False}
     vector = gymnasium.make_vec(
         env_id, num_envs=2, vectorization_mode=mode, tasks=[TASK, TASK], **own
     )

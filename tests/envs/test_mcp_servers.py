@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from agentenv.env import close_shared
+from agentenv.env import Grade, close_shared
 from agentenv.envs.mcp_tools import MCPTools
-from agentenv.tool_env import Grade, ToolEnv
+from agentenv.tool_env import ToolEnv
 from agentenv.types import Message, Task, ToolCall
 from tests.support.small_server import until
 from tests.support.warehouse import ROOT

@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
-from agentenv.env import close_shared
+from agentenv.env import Grade, close_shared
 from agentenv.envs.mcp_tools import MCPTools
 from agentenv.errors import ConfigError, EnvError
-from agentenv.tool_env import Grade, ToolEnv
+from agentenv.tool_env import ToolEnv
 from agentenv.tools import ToolConfig, ToolLimits, load_tools
 from agentenv.types import Message, Task, ToolCall
 from tests.support.small_server import until

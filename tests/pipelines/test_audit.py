@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from agentenv.archive import Entry, Step, StepHeader
+from agentenv.env import Grade
 from agentenv.envs.grading.custom import ground_truth
 from agentenv.envs.grading.layers import Layered
 from agentenv.launchers import doctor, train
@@ -25,7 +26,6 @@ from agentenv.pipelines.diagnosis.audit import (
 )
 from agentenv.pipelines.diagnosis.guesses import JOINTS, guess_twice, remedy
 from agentenv.pipelines.setup.checks import CheckResult
-from agentenv.tool_env import Grade
 from agentenv.types import Message, Task
 from tests.support.rank_here import rank_here
 

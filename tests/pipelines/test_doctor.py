@@ -17,6 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentenv.config import load_config
+from agentenv.env import Grade
 from agentenv.envs.sandbox import sandbox as sandboxes
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.search.providers import WebConfig
@@ -33,7 +34,6 @@ from agentenv.pipelines.diagnosis.world import respelled
 from agentenv.pipelines.setup.checks import CHECKS, Check, CheckResult, Runner
 from agentenv.pipelines.setup.machine import Machine as PlannedMachine
 from agentenv.renderer import TagRenderer, TextCodec
-from agentenv.tool_env import Grade
 from agentenv.types import Completion, Message
 from tests.support.toy import CharTokenizer
 

@@ -11,7 +11,7 @@ import pytest
 
 from agentenv import Message, Task
 from agentenv.config import load_config
-from agentenv.env import close_shared
+from agentenv.env import close_shared, graded
 from agentenv.envs.quickstart import QuickstartEnv
 from agentenv.errors import ConfigError
 from agentenv.launchers import evaluate, train
@@ -21,7 +21,6 @@ from agentenv.pipelines.evaluation.report import write_report
 from agentenv.pipelines.evaluation.subject import of_env
 from agentenv.pipelines.evaluation.tables import MAX_UNREADABLE_SHARE
 from agentenv.pipelines.run.terminal import View
-from agentenv.tool_env import graded
 from tests.support.stored_evaluation import row, write_evaluation
 from tests.support.warehouse import ROOT
 

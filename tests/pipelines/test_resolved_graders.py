@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from agentenv.config import load_config
-from agentenv.env import close_shared
+from agentenv.env import Grade, Grader, close_shared
 from agentenv.envs.grading.judge import Judge
 from agentenv.envs.grading.reward import AnswerReward, ToolReward
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
@@ -21,7 +21,7 @@ from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.serving.roles import fill_roles
 from agentenv.pipelines.setup.data import EnvMaker, tables_of
 from agentenv.prompt import PromptConfig
-from agentenv.tool_env import Grade, Grader, ToolEnv
+from agentenv.tool_env import ToolEnv
 from agentenv.types import Message, Task
 from tests.support.warehouse import ROOT
 

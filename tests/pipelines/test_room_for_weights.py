@@ -159,8 +159,8 @@ def test_each_remedy_belongs_to_its_path(tmp_path: Path) -> None:
 
     weights = told("size=64k", "agentenv-weights-x/model.partial", "run.dir")
     assert weights == (
-        "no space is left on the device, which has 0.1 MiB in all; choose another place with "
-        "resources.weights_dir=DIR, and resume"
+        "no space is left on the device; free some and resume, or choose another place with "
+        "resources.weights_dir=DIR"
     )
     others = f"head -c 1000000 /dev/zero > {place}/theirs; "
     mine = told("size=1m", "run/metrics.jsonl", "run.dir", others)

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from agentenv.env import ForkMode
-from agentenv.tool_env import Grade, ToolEnv
+from agentenv.env import ForkMode, Grade
+from agentenv.tool_env import ToolEnv
 from agentenv.types import Message, Task, ToolCall, ToolResult
 
 TASK = Task("t", "test", "how many?", ("2",))
