@@ -13,7 +13,7 @@ What an environment of your own needs can be imported from here; the rest lives 
                plan       the seam that decides on roots and forks
                queue      the replay queue to the learner, its bound on staleness, its pace
                journal    the log that a killed run resumes from
-               frames, recorded   its frames; trees made of them again
+               frames     its frames; trees made of them again
                archive    every tree that was taken for a step
                replay     one of them grown again, to compare
                metrics    figures of rollouts
@@ -33,9 +33,9 @@ What an environment of your own needs can be imported from here; the rest lives 
                cold_start demonstrations, and a small untrained model with words of one's own
     data       data_files, rows, dataset: from files to tasks in order
                untrusted  what this program did not write, decoded
-    engines/   what samples: embedded, scripted, vLLM, SGLang, pools of servers; engine is the seam
+    engines/   what samples: embedded, scripted, vLLM, SGLang, pools of servers
+               engine     the seam to them, and settings of those that are servers
     settings   config     TOML files to structs
-               server_config   settings of engines that are servers
                registry   parts chosen by name, also from a package of the user's own
                old_keys   keys of earlier configurations: why they went, what replaces them
     processes  cluster/   rollouts and environments in processes of their own

@@ -22,10 +22,10 @@ from agentenv.deadline import waiting
 from agentenv.engine import Engine
 from agentenv.env import Env, StepResult
 from agentenv.failures import Failures
+from agentenv.frames import Recorded
 from agentenv.journal import TreeRecord
 from agentenv.metrics import PrefixHits, ProbeWaits
 from agentenv.plan import Independent, RolloutPlan
-from agentenv.recorded import Recorded
 from agentenv.recovery import OtherPromptError
 from agentenv.renderer import Renderer
 from agentenv.rollout import Rollout

@@ -29,6 +29,7 @@ from agentenv.registry import (
     Registry,
     decode_part,
     marks_of,
+    not_one_of,
     registry_of,
     struct_type,
     struct_types,
@@ -96,9 +97,7 @@ def _meant(path: Path) -> str:
         found = [one.name for one in path.parent.iterdir() if one.suffix == ".toml"]
     except OSError:
         return ""
-    near = difflib.get_close_matches(path.name, found, n=1) or [
-        name for name in found if name == f"{path.name}.toml"
-    ]
+    near = difflib.get_close_matches(path.name, found, n=1, cutoff=0.4)
     return f"; did you mean {path.with_name(near[0])}?" if near else ""
 
 
@@ -163,7 +162,15 @@ def apply_overrides(
                     place.pop(last, None)
                 continue
             value = None if _may_be_none(config_type, key) else value
-        _apply(raw, override, key, value)
+        *parents, last = key.split(".")
+        place = raw
+        for parent in parents:
+            if place.get(parent) is None:
+                place[parent] = {}
+            place = place[parent]
+            if not isinstance(place, dict):
+                raise ConfigError(f"override {override!r}: {parent} is a value, not a table")
+        place[last] = value
 
 
 def build_config(config_type: type[T], raw: Tree, source: str) -> T:
@@ -178,11 +185,7 @@ def build_config(config_type: type[T], raw: Tree, source: str) -> T:
         value = _lookup(raw, key)
         choices = _choices(type_info(config_type), key)
         if choices and reason.startswith("Invalid enum value"):
-            near = difflib.get_close_matches(str(value), choices, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(
-                f"{source}: {key}: expected one of {choices}, got {value!r}{hint}"
-            ) from error
+            raise ConfigError(f"{source}: {key}: {not_one_of(value, choices)}") from error
         got = "" if value is None else f"{':' if ', got ' in reason else ', got'} {value!r}"
         raise ConfigError(f"{source}: {key or 'the configuration'}: {reason}{got}") from error
 
@@ -359,18 +362,6 @@ def _may_be_none(config_type: type[msgspec.Struct], key: str) -> bool:
     return has_none and "none" not in _choices(type_info(config_type), key)
 
 
-def _apply(raw: Tree, override: str, key: str, value: Any) -> None:
-    *parents, last = key.split(".")
-    place = raw
-    for parent in parents:
-        if place.get(parent) is None:
-            place[parent] = {}
-        place = place[parent]
-        if not isinstance(place, dict):
-            raise ConfigError(f"override {override!r}: {parent} is a value, not a table")
-    place[last] = value
-
-
 def _check_keys(raw: Tree, kind: mi.Type, source: str) -> None:
     """Refuse unknown keys with the nearest known one, and deleted keys with the reason; types
     are msgspec's business."""
@@ -472,12 +463,7 @@ def _chosen(raw: Tree, kind: mi.Type, path: str, source: str) -> mi.StructType |
     if name not in tags and not source:
         return None
     if name not in tags:
-        near = difflib.get_close_matches(str(name), tags, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        got = "which is missing" if name is None else f"got {name!r}{hint}"
-        raise ConfigError(
-            f"{source}: {_join(path, tag_field)}: expected one of {sorted(tags)}, {got}"
-        )
+        raise ConfigError(f"{source}: {_join(path, tag_field)}: {not_one_of(name, sorted(tags))}")
     return tags[name]
 
 

@@ -1,15 +1,9 @@
 """The journal: what a run rolls out, on the disk as it happens, for a killed run to go on from.
 
-The frames stand in frames.py, and how they make a tree again in recorded.py.
+The frames, and how they make a tree again, stand in frames.py.
 
     folder/000001.frames ...   a new file at each start and at each checkpoint; a file goes when no
                                checkpoint that is kept can want a tree of it any more
-
-A frame (frames.py) is an array. It does not say who wrote it, so that a worker of another host may.
-Tokens take 4 bytes an id, 4 a log-prob and 4 an entropy. Frames are written in the order of events,
-many at once, by a thread of their own: what is lost of them in a crash is an end, and from any end
-a tree can go on. A damaged frame costs its tree alone: each frame of a tree names its record and
-its place there (`Mark`), and a tree that lacks a frame in between is rolled out again.
 """
 
 from __future__ import annotations
@@ -49,20 +43,18 @@ from agentenv.frames import (
     OpenBranch,
     Packed,
     Place,
+    Recorded,
     Sink,
     Started,
     Turned,
     WorkerLost,
+    assembled,
     framed,
     frames_of,
+    read_payloads,
     trees_of,
 )
 from agentenv.offload import OwnThread
-from agentenv.recorded import (
-    Recorded,
-    assembled,
-    read_payloads,
-)
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
 

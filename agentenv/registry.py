@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -89,6 +89,16 @@ def installed(group: str) -> Iterable[metadata.EntryPoint]:
     return cast(Iterable[metadata.EntryPoint], _entry_points().select(group=group))
 
 
+def not_one_of(name: object, known: Sequence[str], other: str = "") -> str:
+    """The error for a name that is none of the known ones, and no `other`; names the nearest."""
+    near = difflib.get_close_matches(str(name), known)
+    near.sort(key=lambda one: sorted(one) != sorted(str(name)))  # first: letters swapped
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    got = "which is missing" if name is None else f"got {name!r}{hint}"
+    wanted = [f"one of {known}"] * bool(known) + [other] * bool(other)
+    return f"expected {' or '.join(wanted)}, {got}"
+
+
 class _Instances(type):
     """What msgspec asks for after a part was read: whether the part is of that kind."""
 
@@ -131,13 +141,7 @@ class Registry(Generic[T]):
             if path is not None:
                 self._loaded[name] = self._load(name, path)
         if not isinstance(name, str) or name not in self._loaded:
-            known = sorted(self.names())
-            near = difflib.get_close_matches(str(name), known)
-            near.sort(key=lambda one: sorted(one) != sorted(str(name)))  # first: letters swapped
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            got = "which is missing" if name is None else f"got {name!r}{hint}"
-            one_of = f"one of {known} or " if known else ""
-            raise ConfigError(f"expected {one_of}'module:Class', {got}")
+            raise ConfigError(not_one_of(name, sorted(self.names()), "'module:Class'"))
         return self._loaded[name]
 
     def names(self) -> list[str]:

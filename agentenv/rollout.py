@@ -43,9 +43,9 @@ from agentenv.errors import (
     WorkerError,
 )
 from agentenv.failures import failure_of, kind_of
+from agentenv.frames import Recorded
 from agentenv.journal import TreeRecord
 from agentenv.plan import RolloutPlan
-from agentenv.recorded import Recorded
 from agentenv.recovery import Recovery
 from agentenv.tree import Node, Prefix, TrajectoryTree, packed_ids
 from agentenv.types import Chunk, Completion, Limit, Limits, Message

@@ -212,16 +212,13 @@ class ToolEnv:
         """
         states = self._open_states("step")
         self._written.append(action)
-        if not action.tool_calls:
-            with self._ended():
-                reward, info = await self._grade(self._written)
-            return [], reward, True, False, {"tool_calls": [], **info}
         names = [call.name for call in action.tool_calls]
         over = self._budget.beyond(names, self.tool_limits) if self.on_limit == "end" else ""
-        if over:
+        if over or not names:
             with self._ended():
                 reward, info = await self._grade(self._written)
-            return [], reward, False, True, {"tool_calls": [], "limit": over, **info}
+            limit = {"limit": over} if over else {}
+            return [], reward, not over, bool(over), {"tool_calls": [], **limit, **info}
         messages: list[Message] = []
         records: list[Info] = []
         for call in action.tool_calls:

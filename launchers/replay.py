@@ -35,6 +35,7 @@ from agentenv.archive import (
 )
 from agentenv.config import apply_overrides, build_config, resolver, upgrade
 from agentenv.errors import ConfigError, DataError
+from agentenv.frames import finished_trees
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.batch import ActionTokens, encoded_nodes
 from agentenv.learners.credit import CreditedTree, TreeCredit
@@ -48,7 +49,6 @@ from agentenv.pipelines.run.rundir import CONFIG_FILE, JOURNAL, find_checkpoint
 from agentenv.pipelines.run.terminal import View, to_its_end
 from agentenv.pipelines.setup.assembly import TRAINING, actor_seed
 from agentenv.plan import RolloutPlan
-from agentenv.recorded import finished_trees
 from agentenv.replay import Difference, cannot_grow_again, differences
 from agentenv.tree import TrajectoryTree
 

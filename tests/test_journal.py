@@ -16,11 +16,19 @@ import pytest
 from agentenv.actor import Actor
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.errors import ConfigError, EngineError
-from agentenv.frames import Began, JournalConfig, Leased, Started, Trained, framed, frames_of
+from agentenv.frames import (
+    Began,
+    JournalConfig,
+    Leased,
+    Recorded,
+    Started,
+    Trained,
+    framed,
+    frames_of,
+)
 from agentenv.journal import COMMIT_S, GATHER_S, Journal
 from agentenv.learners.aepo import AEPO
 from agentenv.plan import Independent, RolloutPlan
-from agentenv.recorded import Recorded
 from agentenv.renderer import TagRenderer
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, SamplingParams, Task

@@ -17,11 +17,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentenv.actor import Actor
-from agentenv.frames import HEADER, MARK, Began, JournalConfig, Leased, frames_of, read_frames
+from agentenv.frames import (
+    HEADER,
+    MARK,
+    Began,
+    JournalConfig,
+    Leased,
+    TreeFrames,
+    finished_trees,
+    frames_of,
+    pack_recorded,
+    read_frames,
+)
 from agentenv.journal import Journal
 from agentenv.offload import in_thread
 from agentenv.plan import RolloutPlan
-from agentenv.recorded import TreeFrames, finished_trees, pack_recorded
 from tests import test_actor
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import AlwaysFork

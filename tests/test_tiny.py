@@ -60,6 +60,6 @@ def test_without_the_extra_it_says_so(tmp_path: Path) -> None:
         "except agentenv.ConfigError as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "tiny_model needs the package tokenizers" in done.stdout, done.stderr
+    assert "needs tokenizers, missing here" in done.stdout, done.stderr
     assert "pip install" in done.stdout
     assert "[train]" in done.stdout

@@ -14,11 +14,10 @@ from agentenv.actor import Actor
 from agentenv.cluster import messages
 from agentenv.cluster.messages import Figures, Grow, pack
 from agentenv.failures import MAX_TEXTS, Failure, Failures
-from agentenv.frames import Frame, framed
+from agentenv.frames import Frame, framed, unpack_recorded
 from agentenv.journal import TreeRecord
 from agentenv.link import Link
 from agentenv.plan import RolloutPlan
-from agentenv.recorded import unpack_recorded
 from agentenv.worker_group import named, serve
 
 logger = logging.getLogger(__name__)

@@ -29,11 +29,10 @@ from agentenv.cluster.slots import Leases
 from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.errors import TooManyFailuresError, WorkerError
-from agentenv.frames import NUM_FIRST, Packed, WorkerLost
+from agentenv.frames import NUM_FIRST, Packed, Recorded, TreeFrames, WorkerLost, pack_recorded
 from agentenv.journal import Journal, TreeRecord
 from agentenv.link import Link
 from agentenv.plan import Independent, RolloutPlan
-from agentenv.recorded import Recorded, TreeFrames, pack_recorded
 from agentenv.rollout import BranchNow
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from msgspec import Struct
 
-from agentenv.engine import check_request
+from agentenv.engine import SGLANG_RESERVED, check_request
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.engines.remote.base import HEALTH_S, Answer, LabelledSpan, read_metrics
 from agentenv.engines.remote.client import Count, HttpClient, Logprob, RefusedError
@@ -34,7 +34,6 @@ from agentenv.engines.remote.sglang_probe import (
 from agentenv.engines.remote.weight_sync import WeightSync
 from agentenv.engines.remote.weights import Bucket, Group, Manifest
 from agentenv.errors import ConfigError, EngineError, ForeignError
-from agentenv.server_config import SGLANG_RESERVED
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 from agentenv.untrusted import decode
 

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta, Struct, field
 
-from agentenv.engine import EngineConfig
+from agentenv.engine import EngineConfig, LaunchConfig, RoleConfig
 from agentenv.errors import ConfigError
-from agentenv.server_config import LaunchConfig, RoleConfig
 
 if TYPE_CHECKING:
     from agentenv.supervisor import WorkerSpec

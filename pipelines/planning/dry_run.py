@@ -16,7 +16,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from agentenv.config import paths_of, resolver
-from agentenv.engine import EngineConfig
+from agentenv.engine import EngineConfig, LaunchConfig, RoleConfig
 from agentenv.engines.openai import OpenAIConfig
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.search.providers import PROVIDERS, WebConfig
@@ -39,7 +39,6 @@ from agentenv.pipelines.setup.checks import refuse
 from agentenv.pipelines.setup.machine import GIB, find_machine
 from agentenv.pipelines.setup.start_checks import Absent, absent_paths, hub_keys, is_here
 from agentenv.pipelines.supervised.dialogues import registered_files
-from agentenv.server_config import LaunchConfig, RoleConfig
 
 # What a configuration reads and is not there: files, folders, keys, environments of engines.
 

@@ -9,7 +9,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from agentenv.config import RUN
-from agentenv.engine import EngineConfig, LocalModel
+from agentenv.engine import EngineConfig, LaunchConfig, LocalModel, RoleConfig
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.learners.learner import LearnerConfig, check_heads
 from agentenv.pipelines.config.cluster import WideCluster
@@ -41,7 +41,6 @@ from agentenv.pipelines.setup.memory import (
     server_memory,
 )
 from agentenv.pipelines.setup.passage import passing_bytes
-from agentenv.server_config import LaunchConfig, RoleConfig
 from agentenv.types import Limits
 
 # What a plan is made of: a machine, processes on it, and what does not fit.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.dataset import TaskStream
 from agentenv.engines.pool.pool import EnginePool
+from agentenv.frames import Recorded
 from agentenv.journal import Journal
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.batching import BatchBuilder
@@ -21,7 +22,6 @@ from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.recorder import adding
 from agentenv.pipelines.rl.state import RunState
 from agentenv.queue import ReplayQueue
-from agentenv.recorded import Recorded
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 

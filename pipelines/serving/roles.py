@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from agentenv.engine import ROLES, RoleConfig, Served
 from agentenv.errors import ConfigError
 from agentenv.pipelines.serving.servers import ServerFactory
 from agentenv.registry import decode_part
-from agentenv.server_config import ROLES, RoleConfig, Served
 
 # tables of the configuration that may name a role
 READERS = ("env", "grader", "search", "python", "assist")

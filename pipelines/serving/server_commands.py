@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from agentenv.engine import SGLANG_RESERVED, LaunchConfig, Served
 from agentenv.errors import ConfigError
 from agentenv.model_files import num_experts, read_model_config
 from agentenv.offload import kill, start_process
-from agentenv.server_config import SGLANG_RESERVED, LaunchConfig, Served
 
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 VLLM_CPU_EXTENSION = "agentenv_vllm_cpu.WorkerExtension"  # packs head and experts again

@@ -17,6 +17,7 @@ import aiohttp
 from msgspec import Struct
 from msgspec.structs import replace
 
+from agentenv.engine import LaunchConfig, Served
 from agentenv.errors import ConfigError, EngineError
 from agentenv.offload import in_thread
 from agentenv.pipelines.serving.gpus import GpuPlan
@@ -28,7 +29,6 @@ from agentenv.pipelines.serving.server_commands import (
 )
 from agentenv.ports import hold_port, port_of
 from agentenv.processes import LocalProcess, ProcessSpec, Restarts, log_tail, open_log
-from agentenv.server_config import LaunchConfig, Served
 
 POLL_S = 0.5
 MAX_RESTARTS = 10  # of one server in a run

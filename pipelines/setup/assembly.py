@@ -27,6 +27,7 @@ from msgspec import Struct
 
 import agentenv.env
 from agentenv.config import RUN, resolver
+from agentenv.engine import RoleConfig
 from agentenv.env import Env, close_shared
 from agentenv.errors import ConfigError, DataError
 from agentenv.model_files import check_model_directory, load_tokenizer, read_eos_ids
@@ -43,7 +44,6 @@ from agentenv.prompt import PromptConfig
 from agentenv.registry import loaded
 from agentenv.renderer import Renderer, TagRenderer, TagsConfig
 from agentenv.rows import RowsConfig
-from agentenv.server_config import RoleConfig
 from agentenv.types import Info, Limits, Message, Task
 
 P = TypeVar("P")

@@ -19,6 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.cluster.messages import Alive, Figures, Say, pack, read_answer
+from agentenv.engine import LaunchConfig, Served, ServersConfig
 from agentenv.errors import WorkerError
 from agentenv.link import Link
 from agentenv.offload import in_thread
@@ -26,7 +27,6 @@ from agentenv.pipelines.serving.servers import ServerFactory
 from agentenv.pipelines.setup import data
 from agentenv.pipelines.workers.main import main
 from agentenv.processes import Placement
-from agentenv.server_config import LaunchConfig, Served, ServersConfig
 from agentenv.supervisor import Supervisor, WorkerSpec
 from agentenv.worker_group import Left, Worker, WorkerGroup, serve
 

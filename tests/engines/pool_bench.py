@@ -21,9 +21,9 @@ from agentenv.cluster.messages import (
     read_asked,
 )
 from agentenv.cluster.slots import LeasedEngine, Leases
+from agentenv.engine import PoolConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.link import Link
-from agentenv.server_config import PoolConfig
 from agentenv.types import Completion, SamplingParams
 from tests.engines.faulty_server import (
     EOS,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from agentenv.engine import ChatModelConfig
 from agentenv.engines.remote.endpoint import (
     ChatModel,
     MalformedReplyError,
@@ -16,7 +17,6 @@ from agentenv.engines.remote.endpoint import (
     shortened,
 )
 from agentenv.errors import ConfigError, EngineDeadError
-from agentenv.server_config import ChatModelConfig
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 
 

@@ -14,7 +14,6 @@ HTTP = ("aiohttp", "agentenv.engines.remote.client")
     ("module", "absent"),
     [
         ("agentenv.engine", (*HTTP, "agentenv.engines")),
-        ("agentenv.server_config", (*HTTP, "agentenv.engines")),
         ("agentenv.engines.scripted", (*HTTP, "agentenv.engines.pool")),
         pytest.param("agentenv.engines.embedded.engine", HTTP, marks=pytest.mark.slow),
         ("agentenv.engines.pool.engine", ("agentenv.engines.vllm", "agentenv.engines.sglang")),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentenv.config import build_config
+from agentenv.engine import Served, ServersConfig
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.engines.sglang import SGLangConfig
@@ -21,7 +22,6 @@ from agentenv.pipelines.serving.gpus import GpuPlan, learner_gpus
 from agentenv.pipelines.serving.server_commands import command, environment
 from agentenv.pipelines.setup.assembly import Assembly
 from agentenv.pipelines.setup.checks import refuse
-from agentenv.server_config import Served, ServersConfig
 
 TWO = LearnerConfig(num_ranks=2)
 SERVERS = VLLMConfig(servers=ServersConfig(num_servers=2))

@@ -11,6 +11,7 @@ import pytest
 
 import agentenv.engines.pool.engine
 from agentenv.config import build_config, load_config
+from agentenv.engine import RoleConfig
 from agentenv.engines.pool.engine import read_urls, watch_urls
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.sglang import SGLangConfig
@@ -19,7 +20,6 @@ from agentenv.errors import ConfigError
 from agentenv.launchers import train
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.serving.roles import check_roles, fill_roles
-from agentenv.server_config import RoleConfig
 from tests.engines.faulty_server import EOS, FaultyServer, reciter
 from tests.engines.pool_bench import write_folder
 from tests.support.warehouse import ROOT

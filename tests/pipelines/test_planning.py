@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from agentenv.config import load_config
+from agentenv.engine import LaunchConfig
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.frames import ArchiveConfig
 from agentenv.learners.batch import encode_sequence, pack
@@ -45,7 +46,6 @@ from agentenv.pipelines.setup.memory import (
     server_memory,
     shape_of,
 )
-from agentenv.server_config import LaunchConfig
 from tests.learners.threads import Meeting
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from agentenv.engine import LaunchConfig, Served, ServersConfig
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.errors import ConfigError
 from agentenv.pipelines.serving.gpus import GpuPlan, visible_gpus
 from agentenv.pipelines.serving.server_commands import command, environment, find_python
 from agentenv.pipelines.serving.servers import ServerFactory
-from agentenv.server_config import LaunchConfig, Served, ServersConfig
 from tests.support.warehouse import ROOT
 
 

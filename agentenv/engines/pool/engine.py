@@ -13,14 +13,21 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, field
 
 from agentenv.config import ESSENTIAL, PATH
-from agentenv.engine import EngineConfig, EngineStart, ServerStarter, check_context
+from agentenv.engine import (
+    EngineConfig,
+    EngineStart,
+    PoolConfig,
+    Served,
+    ServersConfig,
+    ServerStarter,
+    check_context,
+)
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.remote.client import base_url, why_unreachable
 from agentenv.engines.remote.server import Server
 from agentenv.errors import ConfigError
 from agentenv.model_files import num_stretched_positions, read_eos_ids, vocab_size
 from agentenv.offload import in_thread
-from agentenv.server_config import PoolConfig, Served, ServersConfig
 
 WATCH_INTERVAL_S = 5.0
 MAX_SHARE = 0.9  # of a GPU's memory, for servers beside the CUDA context of a learner

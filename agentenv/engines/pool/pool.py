@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentenv.deadline import uncancelled
+from agentenv.engine import PoolConfig
 from agentenv.engines.pool.broadcast import Broadcast
 from agentenv.engines.pool.keeper import Keeper, Target, WeightProbe
 from agentenv.engines.pool.limit import FULL
@@ -32,7 +33,6 @@ from agentenv.engines.pool.turn import TurnEngine
 from agentenv.engines.remote.server import BusyError, Request, Server, ServerLostError, sampled
 from agentenv.engines.remote.weights import Sender
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
-from agentenv.server_config import PoolConfig
 from agentenv.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)

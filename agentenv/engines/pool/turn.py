@@ -23,7 +23,7 @@ from typing import Generic, Literal, TypeVar
 from msgspec.structs import replace
 
 from agentenv.deadline import doing, doubting, end, uncancelled, waiting
-from agentenv.engine import extend_spans
+from agentenv.engine import PoolConfig, extend_spans
 from agentenv.engines.pool.server import (
     SILENT,
     WATCH_S,
@@ -50,7 +50,6 @@ from agentenv.engines.remote.server import (
 )
 from agentenv.engines.remote.stop_strings import StopMatcher, StopStrings
 from agentenv.errors import EngineError
-from agentenv.server_config import PoolConfig
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 EntropyKind = Literal["exact", "top_k"]
