@@ -18,11 +18,10 @@ What an environment of your own needs can be imported from here; the rest lives 
                replay     one of them grown again, to compare
                metrics    figures of rollouts
                failures   of rollouts: logged once without secrets, counted, bounded
-    tokens     renderer   messages to token ids and back: the tag protocol
+    tokens     renderer   messages to token ids and back: the system prompt, the tag protocol
                tags       its calls: read, written, described
                native     the same by the chat template of the model
                call_syntax   forms in which models write tool calls
-               prompt     the system prompt
                encoder    a process that tokenizes long texts
     tools      tools      what the policy can call, and its bounds
                tool_env   the environment that runs tool calls and grades

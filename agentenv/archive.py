@@ -180,16 +180,13 @@ _read_entry = msgspec.msgpack.Decoder(Entry).decode
 _read_tree = msgspec.msgpack.Decoder(KeptTree).decode
 
 
-class Step:
+class Step(NamedTuple):
     """One file. `is_whole` is False if it was cut off, or is being written."""
 
-    def __init__(
-        self, path: Path, header: StepHeader, entries: list[Entry], *, is_whole: bool
-    ) -> None:
-        self.path = path
-        self.header = header
-        self.entries = entries
-        self.is_whole = is_whole
+    path: Path
+    header: StepHeader
+    entries: list[Entry]
+    is_whole: bool
 
     def tree(self, entry: Entry) -> KeptTree:
         """Read one tree. Raises DataError if it is damaged."""

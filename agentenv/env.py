@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager
 from importlib import metadata
 from math import isfinite
 from numbers import Real
-from typing import Any, Literal, Protocol, Self, TypeVar, cast
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar, cast
 
 from msgspec import Struct
 
@@ -111,18 +111,15 @@ class EnvWrapper:
         await self.env.close()
 
 
-class EnvSpec:
+class EnvSpec(NamedTuple):
     """A registered id: where its class is, and the keyword arguments it is made with.
 
     `source` names what registered it, for error messages.
     """
 
-    def __init__(
-        self, entry_point: str, kwargs: dict[str, Any], source: str = "agentenv.register"
-    ) -> None:
-        self.entry_point = entry_point
-        self.kwargs = kwargs
-        self.source = source
+    entry_point: str
+    kwargs: dict[str, Any]
+    source: str = "agentenv.register"
 
     def load(self) -> Any:
         """The class; a ConfigError says what cannot be imported, and who registered it."""

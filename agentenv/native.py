@@ -22,8 +22,7 @@ from msgspec import Meta, Struct
 from agentenv.call_syntax import PARSERS, THOUGHT_CLOSE, Parser, after_thoughts
 from agentenv.env import check_observation
 from agentenv.errors import ConfigError, DataError
-from agentenv.prompt import PromptConfig
-from agentenv.renderer import TextCodec, ToolSchemas
+from agentenv.renderer import PromptConfig, TextCodec, ToolSchemas
 from agentenv.types import UNKNOWN_TOOL, Completion, Message, ToolCall
 
 Style = Literal[

@@ -13,7 +13,7 @@ that holds it nowhere, in the column ground_truth, is an answer as JSON, for a g
 
 All that a task does not hold as it is goes to the metadata: other columns, objects as a whole, and
 an answer that is no plain text as metadata["ground_truth"] too. Nulls are left out. A system prompt
-goes to metadata["system_prompt"], where `agentenv/prompt.py` finds it.
+goes to metadata["system_prompt"], where `agentenv/renderer.py` finds it.
 """
 
 from __future__ import annotations

@@ -337,58 +337,48 @@ async def cancel_at(awaitable: Awaitable[Any], suspension: int, timeout_s: float
     return "went on" if task.result()[0] else "finished before"
 
 
-async def _cancelling(awaitable: Awaitable[T], suspension: int) -> tuple[bool, T]:
-    """Have this task cancelled in the n-th wait; whether it came to that, and the result."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    count = 0
-
-    def waits() -> None:
-        nonlocal count
-        count += 1
-        if count == suspension:
-            loop.call_soon(task.cancel)
-
-    found = await _watched(awaitable, lambda: None, waits)
-    return count >= suspension, found
-
-
-async def _timed(awaitable: Awaitable[T]) -> tuple[T, float]:
-    """The result, and the longest time between two waits, in seconds."""
-    time = asyncio.get_running_loop().time
-    start = longest = 0.0
-
-    def goes_on() -> None:
-        nonlocal start
-        start = time()
-
-    def waits() -> None:
-        nonlocal longest
-        longest = max(longest, time() - start)
-
-    found = await _watched(awaitable, goes_on, waits)
-    waits()
-    return found, longest
-
-
 @types.coroutine
-def _watched(
-    awaitable: Awaitable[T], goes_on: Callable[[], None], waits: Callable[[], None]
-) -> Generator[Any, Any, T]:
-    """Passes every wait on to the event loop, and says when the awaitable goes on and waits."""
+def _cancelling(awaitable: Awaitable[T], suspension: int) -> Generator[Any, Any, tuple[bool, T]]:
+    """Passes every wait on to the event loop, and has this task cancelled in the n-th wait."""
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
     iterator = awaitable.__await__()
     error: BaseException | None = None
+    count = 0
     while True:
-        goes_on()
         try:
             waiting = next(iterator) if error is None else iterator.throw(error)
         except StopIteration as stop:
-            return stop.value  # type: ignore[no-any-return]
-        waits()
+            return count >= suspension, stop.value
+        count += 1
+        if count == suspension:
+            loop.call_soon(task.cancel)
         try:
             yield waiting
             error = None
         except BaseException as raised:  # a cancellation, above all: the awaitable must see it
+            error = raised
+
+
+@types.coroutine
+def _timed(awaitable: Awaitable[T]) -> Generator[Any, Any, tuple[T, float]]:
+    """Passes every wait on to the event loop; the longest time between two of them, in seconds."""
+    time = asyncio.get_running_loop().time
+    iterator = awaitable.__await__()
+    error: BaseException | None = None
+    longest = 0.0
+    while True:
+        start = time()
+        try:
+            waiting = next(iterator) if error is None else iterator.throw(error)
+        except StopIteration as stop:
+            return stop.value, max(longest, time() - start)
+        longest = max(longest, time() - start)
+        try:
+            yield waiting
+            error = None
+        except BaseException as raised:  # a cancellation: the awaitable must see it
             error = raised
 
 

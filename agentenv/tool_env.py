@@ -53,7 +53,7 @@ from agentenv.errors import (
     guarded,
 )
 from agentenv.http import meaning
-from agentenv.prompt import Instruction
+from agentenv.renderer import Instruction
 from agentenv.tools import (
     CallBudget,
     ChosenTool,

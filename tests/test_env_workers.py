@@ -23,7 +23,7 @@ from agentenv.link import Link
 from agentenv.pipelines.config.rl import EnvConfig
 from agentenv.pipelines.setup.env_workers import Asked, EnvSetup
 from agentenv.pipelines.workers import env_worker
-from agentenv.prompt import PromptConfig
+from agentenv.renderer import PromptConfig
 from agentenv.testing import check_tool_env
 from agentenv.types import Limit, Limits, Message, Task
 from agentenv.worker_group import BEAT_S, Left

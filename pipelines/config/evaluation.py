@@ -24,10 +24,9 @@ from agentenv.pipelines.config.rl import (
     Sampling,
     SearchTable,
 )
-from agentenv.prompt import PromptConfig
 from agentenv.reference.helpers import AssistConfig
 from agentenv.registry import Registry
-from agentenv.renderer import TagsConfig
+from agentenv.renderer import PromptConfig, TagsConfig
 from agentenv.rows import RowsConfig
 from agentenv.types import Limits
 

@@ -25,9 +25,8 @@ from agentenv.native import NativeConfig
 from agentenv.pipelines.config.cluster import ClusterConfig, LocalCluster, check_reachable
 from agentenv.pipelines.monitors.monitors import RolloutMonitorConfig
 from agentenv.pipelines.run.saver import SavingConfig
-from agentenv.prompt import PromptConfig
 from agentenv.registry import Registry
-from agentenv.renderer import TagsConfig
+from agentenv.renderer import PromptConfig, TagsConfig
 from agentenv.rows import MixPart, RowsConfig
 from agentenv.tools import ToolConfig
 from agentenv.types import Limits, SamplingParams

@@ -22,8 +22,7 @@ from agentenv.native import NativeConfig
 from agentenv.pipelines.config.rl import ModelConfig, RunConfig
 from agentenv.pipelines.monitors.monitors import MonitorConfig
 from agentenv.pipelines.run.saver import SavingConfig
-from agentenv.prompt import PromptConfig
-from agentenv.renderer import TagsConfig
+from agentenv.renderer import PromptConfig, TagsConfig
 
 Format = Literal["auto", "sharegpt", "messages", "alpaca", "turns"]
 

@@ -12,7 +12,7 @@ from agentenv.config import Tree, build_config, read_toml
 from agentenv.errors import ConfigError
 from agentenv.native import NativeConfig
 from agentenv.pipelines.config.evaluation import EvaluateConfig, QuestionSet, resolve_sets
-from agentenv.prompt import PromptConfig
+from agentenv.renderer import PromptConfig
 
 HINT_TEXTS = read_toml(Path(__file__).with_name("hints.toml"))  # what is not given in [hints]
 

@@ -44,9 +44,8 @@ from agentenv.pipelines.serving.roles import fill_roles
 from agentenv.pipelines.serving.servers import ServerFactory
 from agentenv.pipelines.setup.assembly import AskingAssembly, Questions, SetConfig, once
 from agentenv.pipelines.setup.data import Say, load_set, said
-from agentenv.prompt import PromptConfig
 from agentenv.reference.helpers import Assist, assist_actor
-from agentenv.renderer import Renderer
+from agentenv.renderer import PromptConfig, Renderer
 from agentenv.rows import RowsConfig
 from agentenv.types import Task
 

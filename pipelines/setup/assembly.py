@@ -40,9 +40,8 @@ from agentenv.pipelines.serving.roles import fill_roles, start_servers
 from agentenv.pipelines.serving.servers import ServerFactory
 from agentenv.pipelines.setup.data import EnvMaker, Say, fit_prompts, tables_of, try_env
 from agentenv.pipelines.setup.env_workers import Asked, EnvProcesses
-from agentenv.prompt import PromptConfig
 from agentenv.registry import loaded
-from agentenv.renderer import Renderer, TagRenderer, TagsConfig
+from agentenv.renderer import PromptConfig, Renderer, TagRenderer, TagsConfig
 from agentenv.rows import RowsConfig
 from agentenv.types import Info, Limits, Message, Task
 

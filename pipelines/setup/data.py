@@ -25,9 +25,8 @@ from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
 from agentenv.errors import ConfigError, CrashError, at_start
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TABLES, DataConfig, EnvConfig, EnvVariant
-from agentenv.prompt import PromptConfig, load_instruction
 from agentenv.registry import decode_part, loaded
-from agentenv.renderer import Renderer
+from agentenv.renderer import PromptConfig, Renderer, load_instruction
 from agentenv.rows import RowsConfig
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import ChosenTool, load_tools

@@ -17,7 +17,7 @@ from agentenv.cluster.envs import EnvWorkers, WorkerEnv
 from agentenv.config import build_config, to_plain
 from agentenv.pipelines.config.rl import EnvConfig, GraderTable, PythonTable, SearchTable
 from agentenv.pipelines.setup.data import EnvMaker, Say, tables_of
-from agentenv.prompt import PromptConfig
+from agentenv.renderer import PromptConfig
 from agentenv.supervisor import Supervisor, WorkerSpec
 from agentenv.types import Limits, Task
 

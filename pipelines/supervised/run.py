@@ -36,8 +36,7 @@ from agentenv.pipelines.setup.assembly import Assembly, once
 from agentenv.pipelines.setup.checks import refuse
 from agentenv.pipelines.supervised.data import Loaded, load_examples, load_pairs
 from agentenv.pipelines.supervised.encoding import ChatEncoder
-from agentenv.prompt import load_instruction
-from agentenv.renderer import Renderer
+from agentenv.renderer import Renderer, load_instruction
 
 SMOOTHING = 0.9  # of the running mean that is drawn over the steps
 

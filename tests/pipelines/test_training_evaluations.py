@@ -24,8 +24,7 @@ from agentenv.pipelines.rl.state import Evaluating
 from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.setup.assembly import make_renderer
 from agentenv.pipelines.setup.data import EnvMaker
-from agentenv.prompt import PromptConfig
-from agentenv.renderer import TagsConfig
+from agentenv.renderer import PromptConfig, TagsConfig
 from agentenv.types import Task
 from tests.support.runs import rows_of
 from tests.support.warehouse import ROOT, warehouse_turn
