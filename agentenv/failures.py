@@ -17,6 +17,7 @@ import os
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
+from functools import partial
 from traceback import format_exception
 from typing import Any
 
@@ -107,17 +108,16 @@ class Redactor:
         if isinstance(value, Mapping):
             return {
                 (self.text(key) if isinstance(key, str) else key): REDACTED
-                if isinstance(key, str) and isinstance(one, str) and one and _is_secret(key)
+                if isinstance(key, str)
+                and isinstance(one, str)
+                and one
+                and _SECRET_KEY.fullmatch(key)
                 else self.tree(one)
                 for key, one in value.items()
             }
         if isinstance(value, list | tuple):
             return [self.tree(one) for one in value]
         return value
-
-
-def _is_secret(key: str) -> bool:
-    return _SECRET_KEY.fullmatch(key) is not None
 
 
 def _variables(settings: Any) -> Iterator[str]:
@@ -201,11 +201,8 @@ def _described(action: Message | None) -> str:
         return ""
     if not action.tool_calls:
         return repr(action.content[-MAX_ACTION // 2 :])
-    return ", ".join(f"{one.name}({_written(one.arguments)})" for one in action.tool_calls)
-
-
-def _written(arguments: object) -> str:
-    return json.dumps(arguments, ensure_ascii=False, default=repr)
+    written = partial(json.dumps, ensure_ascii=False, default=repr)
+    return ", ".join(f"{one.name}({written(one.arguments)})" for one in action.tool_calls)
 
 
 def _bounded(text: str, size: int) -> str:

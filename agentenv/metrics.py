@@ -333,9 +333,10 @@ class LoopLag:
     by how long it was: each lag is of `interval_s` of time, whether or not the loop ran then.
     """
 
-    def __init__(self, interval_s: float = 0.02, window: int = 20_000) -> None:
-        self.interval_s = interval_s
-        self._lags_ms: deque[float] = deque(maxlen=window)
+    interval_s = 0.02
+
+    def __init__(self) -> None:
+        self._lags_ms: deque[float] = deque(maxlen=20_000)
 
     async def run(self) -> None:
         """Measure until cancelled."""

@@ -177,18 +177,13 @@ def check_turn_end(
     )
 
 
-HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")  # of a model there; paths of that form may be meant so
-
-
 def check_model_directory(model: Path, with_weights: bool = True) -> None:
     """Raises DataError, which says what is missing in it."""
     for name in ("config.json", "tokenizer.json"):
         if not (model / name).is_file():
-            is_name = not model.exists() and HUB_NAME.fullmatch(str(model))
-            hint = f", e.g. by `hf download {model} --local-dir DIR`" if is_name else ""
             raise DataError(
                 f"{model} is not a model directory: {name} is missing; expected a Hugging Face "
-                f"directory with config.json, safetensors and tokenizer files{hint}"
+                "directory with config.json, safetensors and tokenizer files, or an id of the hub"
             )
     for path in model.iterdir():
         if not path.exists() and not path.name.endswith(WEIGHTS_SUFFIXES):

@@ -119,7 +119,10 @@ class ReplayQueue:
                 await self._freed.wait()
             self.flow.blocked(now() - began_s)
         began_s = now()
-        while not at_once and (left_s := self._next_is_early_s(now())):
+        while self._pace is not None and not at_once:
+            left_s = self._pace.early_s(now(), self._steps_ahead())
+            if not left_s:
+                break
             self._changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
@@ -128,10 +131,6 @@ class ReplayQueue:
         self.flow.early(early_s)
         self.num_reserved += 1
         return early_s
-
-    def _next_is_early_s(self, now_s: float) -> float:
-        """The seconds after which the next tree should start."""
-        return 0.0 if self._pace is None else self._pace.early_s(now_s, self._steps_ahead())
 
     def _steps_ahead(self) -> int:
         """The batches that are expected to be delivered before the one of the next tree."""

@@ -137,7 +137,7 @@ class Registry(Generic[T]):
     def find(self, name: object) -> type[T]:
         """The struct of this name. Raises ConfigError, naming the nearest."""
         if isinstance(name, str) and name not in self._loaded:
-            path = name if ":" in name else self._paths().get(name)
+            path = name if ":" in name else {**self._installed(), **self.own}.get(name)
             if path is not None:
                 self._loaded[name] = self._load(name, path)
         if not isinstance(name, str) or name not in self._loaded:
@@ -155,9 +155,6 @@ class Registry(Generic[T]):
 
     def _known(self) -> dict[str, Any]:
         return {**self.own, **self._loaded, **self._installed()}
-
-    def _paths(self) -> dict[str, str]:
-        return {**self._installed(), **self.own}
 
     def decode(self, raw: object) -> T:
         """A part from its table. Raises ValueError as msgspec expects it, and ConfigError."""

@@ -137,17 +137,11 @@ def _compared(recorded: TrajectoryTree, tree: TrajectoryTree) -> list[Difference
     return found
 
 
-def _depths(tree: TrajectoryTree) -> list[int]:
+def _places(tree: TrajectoryTree) -> dict[Place, Node]:
     depths: list[int] = []
     for node in tree.nodes:
         depths.append(0 if node.parent is None else depths[node.parent] + 1)
-    return depths
-
-
-def _places(tree: TrajectoryTree) -> dict[Place, Node]:
-    return {
-        (node.branch, depth): node for node, depth in zip(tree.nodes, _depths(tree), strict=True)
-    }
+    return {(node.branch, depth): node for node, depth in zip(tree.nodes, depths, strict=True)}
 
 
 class _Record:

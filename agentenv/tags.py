@@ -59,7 +59,7 @@ def tagged_call(text: str, tool: ToolSchema) -> tuple[ToolCall, ...]:
     if is_text and opened in written:
         return (malformed(f"{opened} is opened again before </{name}>; expected {form(tool)}"),)
     if not takes_object(tool):
-        return (ToolCall(name, first_argument(tool, written)),)
+        return (ToolCall(name, dict.fromkeys([*_properties(tool)][:1], written)),)
     if alone is not None and is_text:
         return (ToolCall(name, {alone: written} if written else {}),)
     return (_object_call(name, written, tool),)
@@ -83,13 +83,6 @@ def tag_calls(text: str, tools: Sequence[ToolSchema]) -> tuple[ToolCall, ...]:
         if text.endswith(f"</{tool['name']}>"):
             return tagged_call(text, tool)
     return ()
-
-
-def first_argument(tool: ToolSchema, text: str) -> dict[str, Any]:
-    """The arguments of a call that is one text, which is the first parameter, if there is any."""
-    for name in _properties(tool):
-        return {name: text}
-    return {}
 
 
 def written_arguments(arguments: Mapping[str, Any], tool: ToolSchema | None) -> str:

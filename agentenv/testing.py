@@ -68,7 +68,7 @@ async def check_tool_env(
     async with shared_apart():
         tools = await _tools(make, task)
         if renderer == "tags":
-            _check_callable(tools)
+            _refuse(check_tags, tools)
         await _check_env(make, task, [_message(action, tools) for action in actions], renderer)
 
 
@@ -119,14 +119,7 @@ def _refuse(check: Callable[..., T], *given: Any) -> T:
     """What a check of rollouts gives. Raises AssertionError with its text where it refuses."""
     try:
         return check(*given)
-    except CrashError as error:
-        raise AssertionError(str(error)) from error
-
-
-def _check_callable(tools: Sequence[dict[str, Any]]) -> None:
-    try:
-        check_tags(tools)
-    except ConfigError as error:
+    except (ConfigError, CrashError) as error:
         raise AssertionError(str(error)) from error
 
 

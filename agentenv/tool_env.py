@@ -432,7 +432,10 @@ async def _timed(timeout_s: float, tool: Tool, arguments: dict[str, Any], state:
         clock() + timeout_s, clock.__call__, lambda: InfraError(f"no result within {timeout_s:g} s")
     )
     with late, doing(f"the tool {tool.name!r}"), doubting(lambda: LOOK_AGAIN_S):
-        return await guarded(_called(tool, arguments, state), partial(_naming, tool, arguments))
+        return await guarded(
+            _called(tool, arguments, state),
+            lambda: f"the tool {tool.name!r}, called with {arguments},",
+        )
 
 
 def _tell_outage(who: str, problem: str, patience_s: float, now_s: float) -> None:
@@ -445,10 +448,6 @@ def _tell_outage(who: str, problem: str, patience_s: float, now_s: float) -> Non
             *(who, patience_s, problem),
             extra=SHOWN,
         )
-
-
-def _naming(tool: Tool, arguments: dict[str, Any]) -> str:
-    return f"the tool {tool.name!r}, called with {arguments},"
 
 
 async def _called(tool: Tool, arguments: dict[str, Any], state: Any) -> ToolResult:
