@@ -1,195 +1,189 @@
-"""The replay queue: start order, an exact staleness bound, and nothing lost."""
+"""A recorded tree grows again as it was, or what is otherwise is named."""
 
 from __future__ import annotations
 
-import asyncio
-from random import Random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from agentenv.errors import EnvError
-from agentenv.queue import ReplayQueue
-from agentenv.tree import TrajectoryTree
-from agentenv.types import Task
-from tests.support.virtual_clock import run_virtual
+from agentenv.actor import Actor
+from agentenv.engines.scripted import ScriptedEngine
+from agentenv.frames import frames_of
+from agentenv.learners.aepo import AEPO
+from agentenv.learners.arpo import ARPO
+from agentenv.offload import run_virtual
+from agentenv.plan import Independent, RolloutPlan
+from agentenv.replay import cannot_grow_again, differences
+from agentenv.tree import TrajectoryTree, of_frame, to_frame
+from agentenv.types import Chunk, Completion, Limit, Limits
+from tests.support.toy import CountingEnv
+from tests.test_actor import AlwaysFork
+from tests.test_journal import TASK, Failing, cuts, make_actor, read
+from tests.test_journal import grown as journaled
 
-TASK = Task("t", "toy", "q", ("a",))
-
-
-async def run_loop(
-    queue: ReplayQueue, num_steps: int, rng: Random, refuse: float = 0.0
-) -> tuple[list[list[int]], list[int], list[int]]:
-    """Feeder, heavy-tailed rollouts and a learner; returns the indices by step, the staleness of
-    every trained tree, and the indices refused."""
-    version = 0
-    refused: list[int] = []
-    steps: list[list[int]] = []
-    staleness: list[int] = []
-
-    async def rollout(index: int) -> TrajectoryTree:
-        tree = TrajectoryTree(TASK, index=index, policy_version=version)
-        await asyncio.sleep(rng.paretovariate(1.1))
-        return tree
-
-    async def feed(group: asyncio.TaskGroup) -> None:
-        index = 0
-        while True:
-            await queue.reserve()
-            queue.put(group.create_task(rollout(index)))
-            index += 1
-
-    def keep(tree: TrajectoryTree) -> bool:
-        if Random(f"{tree.index}").random() < refuse:
-            refused.append(tree.index)
-            return False
-        return True
-
-    async with asyncio.TaskGroup() as group:
-        feeder = group.create_task(feed(group))
-        for _ in range(num_steps):
-            trees = await queue.get(keep)
-            staleness += [version - tree.policy_version for tree in trees]
-            steps.append([tree.index for tree in trees])
-            await asyncio.sleep(rng.expovariate(1.0))
-            version += 1
-            queue.release(len(trees))
-        feeder.cancel()
-        for rest in queue.drain():
-            rest.cancel()
-    return steps, staleness, refused
+PLANS: dict[str, RolloutPlan] = {
+    "independent": Independent(4),
+    "forks": AlwaysFork(group_size=6),
+    "arpo": ARPO(group_size=8, entropy_window=3).plan(60),
+    "aepo": AEPO(group_size=6, entropy_window=3).plan(60),
+}
 
 
-@given(
-    groups=st.integers(1, 5),
-    bound=st.integers(0, 4),
-    seed=st.integers(0, 10**6),
-    refuse=st.sampled_from([0.0, 0.3]),
+@pytest.fixture(autouse=True)
+def _no_env_left_open() -> Iterator[None]:
+    CountingEnv.num_open = 0
+    yield
+    assert CountingEnv.num_open == 0
+
+
+def grown(plan: RolloutPlan, actor: Actor | None = None, index: int = 3) -> TrajectoryTree:
+    """As it is read from a file."""
+    actor = actor or make_actor()
+    return of_frame(to_frame(run_virtual(actor.rollout(TASK, plan, index=index))))
+
+
+def found(tree: TrajectoryTree, plan: RolloutPlan, limits: Limits | None = None) -> list[str]:
+    work = differences(tree, plan, limits or make_actor().limits, "7")
+    return [str(one) for one in run_virtual(work)]
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "actor",
+    [
+        make_actor(),
+        make_actor(Failing, faults={"finish": 0.3, "step": 0.1}),
+        make_actor(fork_mode="none"),
+    ],
+    ids=["calm", "failing", "no copies"],
 )
-def test_staleness_never_exceeds_its_bound_and_order_is_that_of_starting(
-    groups: int, bound: int, seed: int, refuse: float
+def test_a_tree_grows_again_as_it_was(name: str, actor: Actor) -> None:
+    plan, num_compared = PLANS[name], 0
+    for index in range(6):
+        tree = grown(plan, actor, index)
+        if not cannot_grow_again(tree):
+            num_compared += 1
+            assert found(tree, plan, actor.limits) == []
+    assert num_compared >= 4
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_turns": 2},
+        {"max_tool_calls": 1},
+        {"max_turn_tokens": 40},
+        {"max_response_tokens": 120},
+    ],
+    ids=str,
+)
+def test_limits_end_what_they_ended(limits: dict[str, Any]) -> None:
+    actor = make_actor()
+    actor.limits = replace(actor.limits, **limits)
+    plan = AlwaysFork(group_size=5)
+    trees = [grown(plan, actor, index) for index in range(4)]
+    assert any(node.end == "truncated" for tree in trees for node in tree.nodes)
+    for tree in trees:
+        assert found(tree, plan, actor.limits) == []
+
+
+def forked(plan: RolloutPlan) -> tuple[TrajectoryTree, Any]:
+    """A tree with a fork, and a node at which it has one."""
+    for index in range(20):
+        tree = grown(plan, index=index)
+        for node in tree.nodes:
+            if node.num_forks:
+                return tree, node
+    raise AssertionError("no tree forks")
+
+
+class Trained(ScriptedEngine):
+    """As after an update: the same texts, of which it is surer or less sure."""
+
+    async def generate(self, *arguments: Any, on_tokens: Any = None, **keys: Any) -> Completion:
+        def moved(entropies: list[float]) -> list[float]:
+            return [1.7 * one % 0.9 for one in entropies]
+
+        def tell(chunk: Chunk) -> None:
+            on_tokens(replace(chunk, entropies=moved(chunk.entropies)))
+
+        told = tell if on_tokens else None
+        done = await super().generate(*arguments, on_tokens=told, **keys)
+        return replace(done, entropies=moved(done.entropies))
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [("forks", 2), pytest.param("arpo", 5, marks=pytest.mark.slow), ("aepo", 3)],
+)
+@pytest.mark.parametrize("engine", [ScriptedEngine, Trained])
+def test_a_tree_that_goes_on_after_crashes_grows_again_as_it_was(
+    tmp_path: Path, name: str, index: int, engine: type[ScriptedEngine]
 ) -> None:
-    queue = ReplayQueue(groups, bound)
-    steps, staleness, refused = run_virtual(run_loop(queue, 12, Random(seed), refuse))
-    assert max(staleness) <= bound
-    trained = [index for step in steps for index in step]
-    assert sorted(trained + refused) == list(range(len(trained) + len(refused)))
-    assert trained == sorted(trained)
-    assert queue.num_reserved == 0
+    """After every crash that is possible, and after a second one."""
+    plan, actor = PLANS[name], make_actor(engine)
+    journaled(tmp_path / "whole", make_actor(), plan, index=index)
+    num_forked = 0
+    for number, cut in enumerate(cuts(tmp_path / "whole")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "000001.frames").write_bytes(cut)
+        recorded = read(folder, index=index)
+        if recorded is None or recorded.is_finished:
+            continue
+        num_forked += any(node.num_forks for node in recorded.tree.nodes)
+        once = journaled(folder, actor, plan, index=index, incarnation=2)
+        last = max(path for path in folder.glob("*.frames") if path.stat().st_size)
+        ends = [at + size for at, size, _ in frames_of(last.read_bytes())]
+        last.write_bytes(last.read_bytes()[: ends[len(ends) // 2]])
+        twice = journaled(folder, actor, plan, index=index, incarnation=3)
+        again = read(folder, index=index)
+        assert again is not None
+        for tree in (once, twice, again.tree):
+            assert cannot_grow_again(tree) == ""
+            assert found(tree, plan) == []
+    assert num_forked > 2
 
 
-def test_an_asynchronous_run_uses_the_staleness_it_is_given() -> None:
-    _, staleness, _ = run_virtual(run_loop(ReplayQueue(4, 3), 30, Random(1)))
-    assert max(staleness) == 3
+def test_forks_of_another_number_are_named() -> None:
+    tree, node = forked(PLANS["forks"])
+    node.num_forks += 1
+    wanted = node.num_forks
+    place = f"node {node.index} (branch {node.branch})"
+    assert f"{place}: num_forks: recorded {wanted}, computed {wanted - 1}" in found(
+        tree, PLANS["forks"]
+    )
 
 
-def test_get_gives_back_what_it_took_when_it_is_cancelled() -> None:
-    async def scenario() -> None:
-        queue = ReplayQueue(2, 0)
-
-        async def rollout(index: int, seconds: float) -> TrajectoryTree:
-            await asyncio.sleep(seconds)
-            return TrajectoryTree(TASK, index=index)
-
-        for index, seconds in enumerate((0.0, 100.0)):
-            await queue.reserve()
-            queue.put(asyncio.ensure_future(rollout(index, seconds)))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(queue.get(), 5)
-        assert [tree.index for tree in await queue.get()] == [0, 1]
-
-    run_virtual(scenario())
+def test_another_plan_is_noticed() -> None:
+    tree, _ = forked(PLANS["forks"])
+    assert "goes on" in found(tree, Independent(7))[0]
+    assert (
+        "question to the plan: recorded there, computed missing" in found(tree, Independent(1))[0]
+    )
 
 
-def test_get_gives_back_what_it_took_when_no_tree_is_wanted_any_more() -> None:
-    async def scenario() -> None:
-        queue = ReplayQueue(3, 0)
-
-        async def rollout(index: int) -> TrajectoryTree:
-            return TrajectoryTree(TASK, index=index)
-
-        def keep(tree: TrajectoryTree) -> bool:
-            if tree.index == 2:
-                raise EnvError("nothing is trained")
-            return tree.index > 0
-
-        for index in range(3):
-            await queue.reserve()
-            queue.put(asyncio.ensure_future(rollout(index)))
-        with pytest.raises(EnvError):
-            await queue.get(keep)
-        queue.finish()
-        assert [tree.index for tree in await queue.get()] == [1, 2], "the first was refused"
-
-    run_virtual(scenario())
+def test_a_missing_branch_is_named() -> None:
+    tree = grown(Independent(4))
+    found_now = found(tree, Independent(3))
+    assert any("recorded there, computed missing" in one for one in found_now)
 
 
-def test_a_finished_queue_delivers_what_is_left_and_then_nothing() -> None:
-    async def scenario() -> None:
-        queue = ReplayQueue(2, 1)
-
-        async def rollout() -> TrajectoryTree:
-            return TrajectoryTree(TASK)
-
-        for _ in range(3):
-            await queue.reserve()
-            queue.put(asyncio.ensure_future(rollout()))
-        queue.finish()
-        assert [len(await queue.get()) for _ in range(3)] == [2, 1, 0]
-
-    run_virtual(scenario())
+def test_another_end_is_named() -> None:
+    tree = grown(Independent(2))
+    leaf = tree.leaves()[0]
+    leaf.end, leaf.limit = "truncated", Limit.TURN_TOKENS
+    assert "limit: recorded turn_tokens" in found(tree, Independent(2))[0]
 
 
-def test_a_bug_in_a_rollout_reaches_the_learner() -> None:
-    async def scenario() -> None:
-        queue = ReplayQueue(1, 0)
-
-        async def rollout() -> TrajectoryTree:
-            raise ZeroDivisionError
-
-        await queue.reserve()
-        queue.put(asyncio.ensure_future(rollout()))
-        with pytest.raises(ZeroDivisionError):
-            await queue.get()
-
-    run_virtual(scenario())
-
-
-def test_what_waits_between_feeder_and_learner_is_measured() -> None:
-    """Trees end after 2, 1 and 7 s in a queue of two slots; the learner takes both at 5 s."""
-
-    async def scenario() -> None:
-        queue = ReplayQueue(2, 0)
-
-        async def rollout(seconds: float) -> TrajectoryTree:
-            await asyncio.sleep(seconds)
-            return TrajectoryTree(TASK)
-
-        async def feed() -> None:
-            for seconds in (2.0, 1.0, 7.0):
-                await queue.reserve()
-                queue.put(asyncio.ensure_future(rollout(seconds)))
-            queue.finish()
-
-        feeding = asyncio.ensure_future(feed())
-        await asyncio.sleep(5)
-        await queue.get()
-        queue.release(2)
-        await feeding
-        figures = queue.flow.take()
-        assert figures == {
-            "flow/producer_blocked_s": 5.0,
-            "flow/producer_early_s": 0.0,
-            "flow/age_s": (3.0 + 4.0) / 2,
-            "flow/age_max_s": 4.0,
-        }
-        await queue.get()
-        assert queue.flow.take() == {
-            "flow/producer_blocked_s": 0.0,
-            "flow/producer_early_s": 0.0,
-            "flow/age_s": 0.0,
-            "flow/age_max_s": 0.0,
-        }
-
-    run_virtual(scenario())
+def test_what_is_not_recorded_is_said() -> None:
+    tree, _ = forked(PLANS["forks"])
+    assert cannot_grow_again(tree) == ""
+    events, tree.events = tree.events, tree.events[3:]
+    assert "not recorded" in cannot_grow_again(tree)
+    tree.events = events
+    tree.leaves()[0].limit = Limit.SECONDS
+    assert "time ran out" in cannot_grow_again(tree)

@@ -1,0 +1,195 @@
+"""The replay queue: start order, an exact staleness bound, and nothing lost."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentenv.errors import EnvError
+from agentenv.queue import ReplayQueue
+from agentenv.tree import TrajectoryTree
+from agentenv.types import Task
+from tests.support.virtual_clock import run_virtual
+
+TASK = Task("t", "toy", "q", ("a",))
+
+
+async def run_loop(
+    queue: ReplayQueue, num_steps: int, rng: Random, refuse: float = 0.0
+) -> tuple[list[list[int]], list[int], list[int]]:
+    """Feeder, heavy-tailed rollouts and a learner; returns the indices by step, the staleness of
+    every trained tree, and the indices refused."""
+    version = 0
+    refused: list[int] = []
+    steps: list[list[int]] = []
+    staleness: list[int] = []
+
+    async def rollout(index: int) -> TrajectoryTree:
+        tree = TrajectoryTree(TASK, index=index, policy_version=version)
+        await asyncio.sleep(rng.paretovariate(1.1))
+        return tree
+
+    async def feed(group: asyncio.TaskGroup) -> None:
+        index = 0
+        while True:
+            await queue.reserve()
+            queue.put(group.create_task(rollout(index)))
+            index += 1
+
+    def keep(tree: TrajectoryTree) -> bool:
+        if Random(f"{tree.index}").random() < refuse:
+            refused.append(tree.index)
+            return False
+        return True
+
+    async with asyncio.TaskGroup() as group:
+        feeder = group.create_task(feed(group))
+        for _ in range(num_steps):
+            trees = await queue.get(keep)
+            staleness += [version - tree.policy_version for tree in trees]
+            steps.append([tree.index for tree in trees])
+            await asyncio.sleep(rng.expovariate(1.0))
+            version += 1
+            queue.release(len(trees))
+        feeder.cancel()
+        for rest in queue.drain():
+            rest.cancel()
+    return steps, staleness, refused
+
+
+@given(
+    groups=st.integers(1, 5),
+    bound=st.integers(0, 4),
+    seed=st.integers(0, 10**6),
+    refuse=st.sampled_from([0.0, 0.3]),
+)
+def test_staleness_never_exceeds_its_bound_and_order_is_that_of_starting(
+    groups: int, bound: int, seed: int, refuse: float
+) -> None:
+    queue = ReplayQueue(groups, bound)
+    steps, staleness, refused = run_virtual(run_loop(queue, 12, Random(seed), refuse))
+    assert max(staleness) <= bound
+    trained = [index for step in steps for index in step]
+    assert sorted(trained + refused) == list(range(len(trained) + len(refused)))
+    assert trained == sorted(trained)
+    assert queue.num_reserved == 0
+
+
+def test_an_asynchronous_run_uses_the_staleness_it_is_given() -> None:
+    _, staleness, _ = run_virtual(run_loop(ReplayQueue(4, 3), 30, Random(1)))
+    assert max(staleness) == 3
+
+
+def test_get_gives_back_what_it_took_when_it_is_cancelled() -> None:
+    async def scenario() -> None:
+        queue = ReplayQueue(2, 0)
+
+        async def rollout(index: int, seconds: float) -> TrajectoryTree:
+            await asyncio.sleep(seconds)
+            return TrajectoryTree(TASK, index=index)
+
+        for index, seconds in enumerate((0.0, 100.0)):
+            await queue.reserve()
+            queue.put(asyncio.ensure_future(rollout(index, seconds)))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(queue.get(), 5)
+        assert [tree.index for tree in await queue.get()] == [0, 1]
+
+    run_virtual(scenario())
+
+
+def test_get_gives_back_what_it_took_when_no_tree_is_wanted_any_more() -> None:
+    async def scenario() -> None:
+        queue = ReplayQueue(3, 0)
+
+        async def rollout(index: int) -> TrajectoryTree:
+            return TrajectoryTree(TASK, index=index)
+
+        def keep(tree: TrajectoryTree) -> bool:
+            if tree.index == 2:
+                raise EnvError("nothing is trained")
+            return tree.index > 0
+
+        for index in range(3):
+            await queue.reserve()
+            queue.put(asyncio.ensure_future(rollout(index)))
+        with pytest.raises(EnvError):
+            await queue.get(keep)
+        queue.finish()
+        assert [tree.index for tree in await queue.get()] == [1, 2], "the first was refused"
+
+    run_virtual(scenario())
+
+
+def test_a_finished_queue_delivers_what_is_left_and_then_nothing() -> None:
+    async def scenario() -> None:
+        queue = ReplayQueue(2, 1)
+
+        async def rollout() -> TrajectoryTree:
+            return TrajectoryTree(TASK)
+
+        for _ in range(3):
+            await queue.reserve()
+            queue.put(asyncio.ensure_future(rollout()))
+        queue.finish()
+        assert [len(await queue.get()) for _ in range(3)] == [2, 1, 0]
+
+    run_virtual(scenario())
+
+
+def test_a_bug_in_a_rollout_reaches_the_learner() -> None:
+    async def scenario() -> None:
+        queue = ReplayQueue(1, 0)
+
+        async def rollout() -> TrajectoryTree:
+            raise ZeroDivisionError
+
+        await queue.reserve()
+        queue.put(asyncio.ensure_future(rollout()))
+        with pytest.raises(ZeroDivisionError):
+            await queue.get()
+
+    run_virtual(scenario())
+
+
+def test_what_waits_between_feeder_and_learner_is_measured() -> None:
+    """Trees end after 2, 1 and 7 s in a queue of two slots; the learner takes both at 5 s."""
+
+    async def scenario() -> None:
+        queue = ReplayQueue(2, 0)
+
+        async def rollout(seconds: float) -> TrajectoryTree:
+            await asyncio.sleep(seconds)
+            return TrajectoryTree(TASK)
+
+        async def feed() -> None:
+            for seconds in (2.0, 1.0, 7.0):
+                await queue.reserve()
+                queue.put(asyncio.ensure_future(rollout(seconds)))
+            queue.finish()
+
+        feeding = asyncio.ensure_future(feed())
+        await asyncio.sleep(5)
+        await queue.get()
+        queue.release(2)
+        await feeding
+        figures = queue.flow.take()
+        assert figures == {
+            "flow/producer_blocked_s": 5.0,
+            "flow/producer_early_s": 0.0,
+            "flow/age_s": (3.0 + 4.0) / 2,
+            "flow/age_max_s": 4.0,
+        }
+        await queue.get()
+        assert queue.flow.take() == {
+            "flow/producer_blocked_s": 0.0,
+            "flow/producer_early_s": 0.0,
+            "flow/age_s": 0.0,
+            "flow/age_max_s": 0.0,
+        }
+
+    run_virtual(scenario())
