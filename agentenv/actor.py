@@ -295,26 +295,21 @@ async def ask(
 
 
 async def evaluate(
-    actor: Actor,
-    tasks: Sequence[Task],
-    *,
-    num_samples: int = 1,
-    concurrency: int = 256,
-    on_answer: Callable[[Answer], None] = lambda answer: None,
+    actor: Actor, tasks: Sequence[Task], *, num_samples: int = 1, concurrency: int = 256
 ) -> list[TrajectoryTree]:
-    """Roll out every task `num_samples` times, `concurrency` trajectories at a time; a tree a
-    task, in the order of the tasks. `on_answer` sees each trajectory as it ends."""
-    questions = [Question(actor, task, number) for task in tasks for number in range(num_samples)]
-    found: dict[int, TrajectoryTree] = {}
+    """Roll out every task `num_samples` times, at most `concurrency` trajectories at a time if one
+    task has no more; a tree a task, in the order of the tasks. Seeds are those of `ask`."""
+    places = asyncio.Semaphore(max(1, concurrency // num_samples))
 
-    def keep(answer: Answer) -> None:
-        found[id(answer.question)] = answer.tree
-        on_answer(answer)
+    async def grow(number: int, task: Task) -> TrajectoryTree:
+        async with places:
+            tree = await actor.rollout(task, Independent(num_samples), session=task.id)
+        tree.index = number
+        return tree
 
-    await ask(questions, keep, concurrency=min(concurrency, len(questions)))
-    trees = [found[id(question)] for question in questions]
-    firsts = range(0, len(trees), num_samples)
-    return [_joined(i, trees[first : first + num_samples]) for i, first in enumerate(firsts)]
+    async with asyncio.TaskGroup() as group:
+        growing = [group.create_task(grow(*one)) for one in enumerate(tasks)]
+    return [one.result() for one in growing]
 
 
 async def _answer(question: Question) -> Answer:
@@ -329,23 +324,3 @@ async def _answer(question: Question) -> Answer:
         if not tree.failures() or num_retries == actor.limits.max_failures:
             return Answer(question, tree, num_retries, loop.time() - begin)
         num_retries += 1
-
-
-def _joined(index: int, parts: Sequence[TrajectoryTree]) -> TrajectoryTree:
-    """The trajectories of `parts`, which have the prompt in common, as one tree."""
-    whole = parts[0]
-    whole.index = index
-    for part in parts[1:]:
-        whole.root.observation_ids = whole.root.observation_ids or part.root.observation_ids
-        whole.policy_version = min(whole.policy_version, part.policy_version)
-        shift = len(whole.nodes) - 1
-        for node in part.nodes[1:]:
-            node.index += shift
-            if node.continues is not None:
-                node.continues += shift
-            elif node.parent:
-                node.parent += shift
-            whole.nodes.append(node)
-        whole.num_started += part.num_started
-        whole.num_roots += part.num_roots
-    return whole

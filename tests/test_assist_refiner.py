@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from random import Random
 from typing import Any
 
 import pytest
 
-from agentenv.actor import evaluate
 from agentenv.errors import ConfigError
 from agentenv.learners.arpo import ARPO
 from agentenv.types import Limit, Limits
@@ -114,21 +112,6 @@ async def test_a_summary_forges_no_structure(server: ScriptedEndpoint) -> None:
     for mark in ("<eos>", "</result>", "<answer>", "<search>", "</search>"):
         assert mark not in fresh
     assert "< answer>3< /answer>" in fresh
-
-
-async def test_samples_of_a_question_are_joined_with_all_their_contexts(
-    server: ScriptedEndpoint,
-) -> None:
-    def script(prompt: str, rng: Random) -> str:
-        return ANSWER if "Summary" in prompt else LONG
-
-    rollout = Rollout(script, search_env, refiner=refiner(server))
-    await rollout.assist.start()
-    (tree,) = await evaluate(rollout.actor, [TASK], num_samples=3)
-    await rollout.assist.close()
-    ways = [[node.index for node in tree.history(leaf)] for leaf in tree.leaves()]
-    assert ways == [[0, 1, 2, 3], [0, 4, 5, 6], [0, 7, 8, 9]]
-    assert [len(trajectory.turns) for trajectory in tree.trajectories()] == [1, 1, 1]
 
 
 async def test_both_together(server: ScriptedEndpoint) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from random import Random
 from typing import Any
 
-from agentenv.actor import Answer, evaluate
+from agentenv.actor import Answer, Question, ask, evaluate
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, Task
 from tests.support.toy import CountingEnv
@@ -17,7 +17,13 @@ TASKS = [Task(f"t{n}", "toy", f"question {n}", ("1",)) for n in range(6)]
 
 
 def texts(trees: list[TrajectoryTree]) -> dict[str, list[list[int]]]:
-    return {t.task.id: [trajectory.token_ids for trajectory in t.trajectories()] for t in trees}
+    """By task, the trajectories in the order of their branches."""
+    return {
+        tree.task.id: [
+            path.token_ids for path in sorted(tree.trajectories(), key=lambda one: one.leaf.branch)
+        ]
+        for tree in trees
+    }
 
 
 def evaluated(tasks: list[Task], **keys: Any) -> list[TrajectoryTree]:
@@ -29,7 +35,7 @@ def test_a_tree_a_task_with_its_samples_in_order() -> None:
     assert [tree.task for tree in trees] == TASKS
     assert [tree.index for tree in trees] == list(range(6))
     for tree in trees:
-        assert [leaf.branch for leaf in tree.leaves()] == ["0", "1", "2"]
+        assert sorted(leaf.branch for leaf in tree.leaves()) == ["0", "1", "2"]
         assert (tree.num_started, tree.num_roots, tree.num_live) == (3, 3, 0)
         assert [node.index for node in tree.nodes] == list(range(len(tree.nodes)))
         for leaf in tree.leaves():
@@ -58,15 +64,17 @@ def test_a_failure_is_tried_again_with_the_same_seeds() -> None:
 
     rng = Random(1)
     actor.make_env = faulty
-    trees = run_virtual(evaluate(actor, TASKS, num_samples=2, on_answer=answers.append))
+    questions = [Question(actor, task, number) for task in TASKS for number in range(2)]
+    run_virtual(ask(questions, answers.append, concurrency=12))
     assert len(answers) == 12
     assert sum(answer.num_retries for answer in answers) > 0
-    assert texts(trees) == calm
-    assert not any(tree.failures() for tree in trees)
+    for answer in answers:
+        (own,) = answer.tree.trajectories()
+        assert own.token_ids == calm[answer.question.task.id][answer.question.sample]
+    answers.clear()
     actor.make_env = lambda task: CountingEnv(task, faults={"reset": 1.0})
-    trees = run_virtual(evaluate(actor, TASKS, num_samples=2))
-    assert not any(texts(trees).values())
-    assert sum(len(tree.failures()) for tree in trees) == 12
+    run_virtual(ask(questions, answers.append, concurrency=12))
+    assert sum(len(answer.tree.failures()) for answer in answers) == 12
     assert actor.envs.count == 0
 
 
@@ -81,4 +89,8 @@ def test_no_more_than_asked_are_in_flight() -> None:
 
     actor.engine.generate = watch  # type: ignore[method-assign]
     run_virtual(evaluate(actor, TASKS, num_samples=2, concurrency=5))
+    assert max(seen) == 4  # two trees of two
+    seen.clear()
+    questions = [Question(actor, task, 0) for task in TASKS]
+    run_virtual(ask(questions, lambda answer: None, concurrency=5))
     assert max(seen) == 5
