@@ -260,10 +260,8 @@ class FailureLog:
     def report(self) -> None:
         """Log each cause with its count, the most frequent ones also on the terminal."""
         lines = self.lines()
-        for line in lines[:NUM_SHOWN]:
-            logger.warning("failed rollouts: %s", line, extra=SHOWN)
-        for line in lines[NUM_SHOWN:]:
-            logger.warning("failed rollouts: %s", line)
+        for number, line in enumerate(lines):
+            logger.warning("failed rollouts: %s", line, extra=SHOWN if number < NUM_SHOWN else {})
         if len(lines) > NUM_SHOWN:
             left = len(lines) - NUM_SHOWN
             logger.warning("failed rollouts: %d other texts, see the log", left, extra=SHOWN)

@@ -292,66 +292,53 @@ def fetch_from_hub(text: str, kind: HubKind, say: Callable[[str], None]) -> Path
         return place
     say(f"{text}: not in the cache; fetching the {kind} from the hub")
     try:
-        from huggingface_hub import snapshot_download
-
-        folder = snapshot_download(
-            found.name,
-            repo_type=kind,
-            revision=found.revision or None,
-            allow_patterns=_files(found, kind),
-        )
+        folder = _snapshot(found, kind)
     except (ImportError, OSError, ValueError, RuntimeError) as error:  # whatever requests raise
-        why = f"{_missing(found, kind)} ({_reason(error)})"
-        raise DataError(f"{why}; {_command(found, kind)}") from error
-    place = _cached(found, kind)
+        pinned = f" at revision {found.revision}" if found.revision else ""
+        raise DataError(
+            f"{found.name}{pinned} is neither a path here nor a {kind} in the cache of the hub "
+            f"(HF_HOME), and the hub does not give it ({_reason(error)}); {_command(found, kind)}"
+        ) from error
+    place = find_on_hub(text, kind)
     if place is None:
         raise DataError(f"{text}: {folder} lacks files of the {kind}; {_command(found, kind)}")
-    _places[text] = place
     say(f"{text}: fetched, revision {_commit(place)[:12]}")
     return place
+
+
+def _snapshot(found: HubId, kind: HubKind, *, is_cached: bool = False) -> Path:
+    """The folder of what the id names, from the cache alone if it `is_cached`."""
+    from huggingface_hub import snapshot_download
+
+    revision, files = found.revision or None, _files(found, kind)
+    folder = snapshot_download(
+        found.name, repo_type=kind, revision=revision, allow_patterns=files,
+        local_files_only=is_cached,
+    )  # fmt: skip
+    return Path(folder)
 
 
 def _cached(found: HubId, kind: HubKind) -> Path | None:
     """The place in the cache, if all that is wanted is there."""
     try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
+        place = _snapshot(found, kind, is_cached=True)
+    except (ImportError, OSError, ValueError, RuntimeError):  # not there, or only in part
         return None
-    try:
-        folder = snapshot_download(
-            found.name, repo_type=kind, revision=found.revision or None, local_files_only=True,
-            allow_patterns=_files(found, kind),
-        )  # fmt: skip
-    except (OSError, ValueError, RuntimeError):  # not there, or only in part
-        return None
-    place = Path(folder)
     if kind == "dataset":
-        place = place / found.files if found.files else place
-        is_there = any(Path(folder).glob(found.files)) if found.files else any(place.iterdir())
-        return place if is_there else None
+        is_there = any(place.glob(found.files or "*"))
+        return place / found.files if is_there else None
     try:
         check_model_directory(place)
         index = place / "model.safetensors.index.json"
         parts = read_object(index, "index").get("weight_map") if index.is_file() else {}
     except DataError:
         return None
-    return (
-        place
-        if all((place / str(file)).is_file() for file in set((parts or {}).values()))
-        else None
-    )
+    names = {str(file) for file in (parts or {}).values()}
+    return place if all((place / name).is_file() for name in names) else None
 
 
 def _files(found: HubId, kind: HubKind) -> list[str]:
     return MODEL_FILES if kind == "model" else [found.files] if found.files else DATA_FILES
-
-
-def _missing(found: HubId, kind: HubKind) -> str:
-    pinned = f" at revision {found.revision}" if found.revision else ""
-    return (
-        f"{found.name}{pinned} is neither a path here nor a {kind} in the cache of the hub "
-        "(HF_HOME), and the hub does not give it"
-    )
 
 
 def _command(found: HubId, kind: HubKind) -> str:

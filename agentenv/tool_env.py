@@ -176,14 +176,10 @@ class ToolEnv:
         """
         if tools:
             self._toolbox = self._toolbox.chosen(tools, type(self).__name__)
-        if max_tool_calls is not None:
-            self.max_tool_calls = max_tool_calls
-        if on_limit is not None:
-            self.on_limit = on_limit
-        if outage_s is not None:
-            self.outage_s = outage_s
-        if instruction is not None:
-            self.instruction = instruction
+        self.max_tool_calls = self.max_tool_calls if max_tool_calls is None else max_tool_calls
+        self.on_limit = on_limit or self.on_limit
+        self.outage_s = self.outage_s if outage_s is None else outage_s
+        self.instruction = instruction or self.instruction
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
