@@ -22,7 +22,7 @@ ANSWER = Message("assistant", r"<think>.</think><answer>\boxed{12}</answer>")
 
 FUNCTIONS = """
 import asyncio, os, time
-from agentenv.tool_env import Grade
+from agentenv import Grade
 
 def verl(data_source, solution_str, ground_truth, extra_info=None):
     assert (data_source, ground_truth, extra_info) == ("math", "12", {"question": "q?", "index": 3})

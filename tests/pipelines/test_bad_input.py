@@ -106,7 +106,7 @@ def test_a_mistake_in_the_dataset(
 
 A_GRADER = """
 from agentenv import ToolEnv
-from agentenv.tool_env import Grade
+from agentenv import Grade
 class Lenient:
     {grade}
 class Mine(ToolEnv):
