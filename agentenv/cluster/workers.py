@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 
 from agentenv.actor import Actor
 from agentenv.cluster import messages
-from agentenv.cluster.engine import Turns
+from agentenv.cluster.engines import Leases, Turns
 from agentenv.cluster.messages import Figures, pack
-from agentenv.cluster.slots import Leases
 from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.errors import TooManyFailuresError, WorkerError

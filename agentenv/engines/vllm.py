@@ -18,8 +18,19 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 from msgspec import Struct
 
 from agentenv.engine import check_request
-from agentenv.engines.pool.engine import PooledEngineConfig
-from agentenv.engines.remote.base import Answer, LabelledSpan, read_metrics
+from agentenv.engines.pool import PooledEngineConfig
+from agentenv.engines.remote import (
+    Answer,
+    BrokenOffError,
+    BusyError,
+    ForeignWeightsError,
+    LabelledSpan,
+    PartEnd,
+    Request,
+    ServerLoad,
+    ServerLostError,
+)
+from agentenv.engines.remote.base import WeightSync, read_metrics
 from agentenv.engines.remote.client import (
     Count,
     FailedError,
@@ -28,29 +39,19 @@ from agentenv.engines.remote.client import (
     RefusedError,
     all_of,
 )
-from agentenv.engines.remote.server import (
-    BrokenOffError,
-    BusyError,
-    ForeignWeightsError,
-    PartEnd,
-    Request,
-    ServerLoad,
-    ServerLostError,
-)
-from agentenv.engines.remote.vllm_probe import (
+from agentenv.engines.remote.probes import (
     ABORT,
     GENERATE,
     REPACK,
-    TRANSFER,
     TRIAL,
-    TRIED,
+    VLLM_TRANSFER,
+    VLLM_TRIED,
     WIRES,
     Models,
     VLLMFacts,
     check_trial,
-    probe,
+    probe_vllm,
 )
-from agentenv.engines.remote.weight_sync import WeightSync
 from agentenv.engines.remote.weights import Bucket, Group, Wire, check_adapter, is_adapter
 from agentenv.errors import ConfigError, EngineError, ForeignError
 from agentenv.offload import in_thread
@@ -160,7 +161,7 @@ class VLLMAnswer(Answer):
         try:
             found = decode(event, WITH_RIVALS if self._with_entropies else BARE)
         except ForeignError as error:
-            text = f"{self._server} streamed what vLLM {TRIED} does not: {error}"
+            text = f"{self._server} streamed what vLLM {VLLM_TRIED} does not: {error}"
             raise ServerLostError(text) from None
         if (failure := found.error) is not None:
             text = f"{self._server} broke off: {failure.message}"
@@ -234,8 +235,8 @@ class VLLMServer(WeightSync[VLLMFacts]):
     go on from their tokens under the new one.
     """
 
-    transfer = TRANSFER
-    tried = f"{TRIED}."
+    transfer = VLLM_TRANSFER
+    tried = f"{VLLM_TRIED}."
     facts = VLLMFacts
 
     def __init__(self, url: str, **options: Any) -> None:
@@ -245,7 +246,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
         self._adapter = ""  # name that requests ask for; empty: the model itself
 
     async def _probe(self) -> VLLMFacts:
-        facts = await probe(self._controls[0], self._given_vocab_size, self._top_k)
+        facts = await probe_vllm(self._controls[0], self._given_vocab_size, self._top_k)
         self._adapter = ""
         return facts
 

@@ -49,7 +49,7 @@ from agentenv.errors import AgentEnvError
 from agentenv.frames import SUFFIX
 from agentenv.guard import GUARD
 from agentenv.journal_frames import Began, Finished, Frame, Leased, Trained, read_frames
-from agentenv.ports import held_ports
+from agentenv.link import held_ports
 from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Task, ToolResult

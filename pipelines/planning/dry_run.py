@@ -33,7 +33,7 @@ from agentenv.pipelines.planning.plan import AnyRun, Plan, Process, make_plan, r
 from agentenv.pipelines.run.arguments import EXIT_MISSING
 from agentenv.pipelines.run.rundir import find_checkpoint
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.serving.server_commands import find_python
+from agentenv.pipelines.serving import find_python
 from agentenv.pipelines.setup.assembly import Assembly
 from agentenv.pipelines.setup.checks import refuse
 from agentenv.pipelines.setup.machine import GIB, find_machine

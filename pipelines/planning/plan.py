@@ -23,8 +23,7 @@ from agentenv.pipelines.config.rl import (
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.run.rundir import find_checkpoint
 from agentenv.pipelines.run.saver import SavingConfig
-from agentenv.pipelines.serving.gpus import GpuPlan, learner_gpus
-from agentenv.pipelines.serving.server_commands import CPU_CACHE_GIB
+from agentenv.pipelines.serving import CPU_CACHE_GIB, GpuPlan, learner_gpus
 from agentenv.pipelines.setup.machine import GIB, Machine
 from agentenv.pipelines.setup.memory import (
     KNOWN,

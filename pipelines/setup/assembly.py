@@ -36,8 +36,7 @@ from agentenv.offload import in_thread
 from agentenv.pipelines.config.cluster import FOLDER
 from agentenv.pipelines.config.rl import EnvConfig, RunConfig, Sampling, TrainConfig
 from agentenv.pipelines.run.rundir import find_checkpoint
-from agentenv.pipelines.serving.roles import fill_roles, start_servers
-from agentenv.pipelines.serving.servers import ServerFactory
+from agentenv.pipelines.serving.servers import ServerFactory, fill_roles, start_servers
 from agentenv.pipelines.setup.data import EnvMaker, Say, fit_prompts, tables_of, try_env
 from agentenv.pipelines.setup.env_workers import Asked, EnvProcesses
 from agentenv.prompt import PromptConfig

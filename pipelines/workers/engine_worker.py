@@ -24,10 +24,9 @@ from agentenv.link import Link
 from agentenv.offload import in_thread
 from agentenv.pipelines.serving.servers import ServerFactory
 from agentenv.pipelines.setup import data
-from agentenv.pipelines.workers.main import main
-from agentenv.processes import Placement
+from agentenv.pipelines.workers import main
 from agentenv.server_config import LaunchConfig, Served, ServersConfig
-from agentenv.supervisor import Supervisor, WorkerSpec
+from agentenv.supervisor import Placement, Supervisor, WorkerSpec
 from agentenv.worker_group import Left, Worker, WorkerGroup, serve
 
 URL = "serves at "  # begins the first sentence of a process

@@ -24,8 +24,7 @@ from msgspec.structs import replace
 from agentenv.cluster.messages import Alive, Say
 from agentenv.errors import WorkerError
 from agentenv.guard import guarded
-from agentenv.processes import GRACE_S, ProcessSpec
-from agentenv.supervisor import Supervisor, WorkerSpec
+from agentenv.supervisor import GRACE_S, ProcessSpec, Supervisor, WorkerSpec
 from agentenv.untrusted import packed
 from agentenv.worker_group import Left, Worker, WorkerGroup
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.remote.server import Request, Server, sampled
+from agentenv.engines.remote import Request, Server, sampled
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, check_sampled, greedy, processed

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
+from agentenv.cluster.engines import LeasedEngine, Leases
 from agentenv.cluster.messages import (
     Acquire,
     Drop,
@@ -20,7 +21,6 @@ from agentenv.cluster.messages import (
     read_answer,
     read_asked,
 )
-from agentenv.cluster.slots import LeasedEngine, Leases
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.link import Link
 from agentenv.server_config import PoolConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.cluster.slots import LeasedEngine
+from agentenv.cluster.engines import LeasedEngine
 from agentenv.deadline import Deadline, WorkClock, working
 from agentenv.engines.pool.server import PooledServer
 from agentenv.errors import EngineError

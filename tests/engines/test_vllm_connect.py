@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.remote.vllm_probe import GENERATE
+from agentenv.engines.remote.probes import GENERATE
 from agentenv.engines.vllm import VLLMServer
 from agentenv.errors import ConfigError
 from agentenv.types import SamplingParams

@@ -13,11 +13,12 @@ from msgspec import Struct
 
 from agentenv.errors import ConfigError, WorkerError
 from agentenv.link import Link
-from agentenv.processes import ExternalPlacement, ProcessSpec
 from agentenv.supervisor import (
     ADDRESS_VARIABLE,
     NUMBER_VARIABLE,
     TOKEN_VARIABLE,
+    ExternalPlacement,
+    ProcessSpec,
     Supervisor,
     WorkerSpec,
     own_code,

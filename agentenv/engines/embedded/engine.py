@@ -26,7 +26,7 @@ import torch
 
 from agentenv.deadline import Wait
 from agentenv.engine import check_request
-from agentenv.engines.embedded.cache import SlotCache
+from agentenv.engines.embedded.model import SlotCache
 from agentenv.engines.embedded.scheduler import Event, Request, Scheduler
 from agentenv.engines.embedded.weights import Weights, read_architecture
 from agentenv.engines.remote.stop_strings import StopStrings

@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentenv.deadline import uncancelled
-from agentenv.engines.pool.broadcast import Broadcast
-from agentenv.engines.pool.keeper import Keeper, Target, WeightProbe
+from agentenv.engines.pool.keeper import Broadcast, Keeper, Target, WeightProbe
 from agentenv.engines.pool.limit import FULL
 from agentenv.engines.pool.server import Lost, Outcome, PooledServer, State, problems
 from agentenv.engines.pool.turn import TurnEngine
-from agentenv.engines.remote.server import BusyError, Request, Server, ServerLostError, sampled
+from agentenv.engines.remote import BusyError, Request, Server, ServerLostError, sampled
 from agentenv.engines.remote.weights import Sender
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.server_config import PoolConfig

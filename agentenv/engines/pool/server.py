@@ -22,7 +22,7 @@ from msgspec import Struct
 from agentenv.backoff import backoff_s
 from agentenv.deadline import Wait, Work, WorkClock
 from agentenv.engines.pool.limit import ConcurrencyLimit
-from agentenv.engines.remote.server import ForeignWeightsError, Server, ServerLoad
+from agentenv.engines.remote import ForeignWeightsError, Server, ServerLoad
 from agentenv.errors import SHOWN
 from agentenv.server_config import PoolConfig
 

@@ -38,7 +38,7 @@ from agentenv.engines.pool.server import (
     Slot,
     Starved,
 )
-from agentenv.engines.remote.server import (
+from agentenv.engines.remote import (
     BrokenConnectionError,
     BrokenOffError,
     BusyError,
@@ -262,7 +262,7 @@ class Turn:
 
 class TurnEngine(ABC, Generic[S]):
     """An Engine's turns on servers, of which `acquire` gives slots: in the controller's process
-    the pool itself, in a rollout worker by what the controller grants (agentenv/cluster/slots.py).
+    the pool itself, in a rollout worker what the controller grants (agentenv/cluster/engines.py).
     `counts` are those since the start."""
 
     def __init__(

@@ -1,8 +1,21 @@
-"""What the clients of vLLM and SGLang share: the connection to a server, requests and answers.
+"""The part that the clients of vLLM and SGLang share: requests, answers, changes of the weights.
 
-RemoteServer   connect, stream the answer to a request, labels of weights (changes of the weights
-               themselves: weight_sync.py)
-Answer         what a server streams for one request, read into chunks and their end
+load_weights, receive (a broadcast):
+    check --> pause --> change --> drop old prefixes --> name --> resume
+    requests that come meanwhile wait in `generate`, so that each starts on the new weights
+
+Each change names the weights by a label, policy version and nonce ("17-ab12..."). The server writes
+the label beside each token, gives it back when asked, and a process that has taken its place does
+not know it. Labels of one client begin their nonces alike, so that a rollout worker, which samples
+on the server in another process, knows them too.
+
+No request meets keys and values of other weights, in one of two ways (`update_kv`):
+
+recompute  the pause drops the whole cache, and running requests are computed again on the new
+           weights; the salt of the prefix cache is one for all versions: prefixes are shared
+keep       running requests keep theirs, which are of the old weights; so the label is the
+           salt, and requests without a token are sent again under the new one. The version alone
+           would not do, since a run that is resumed gives its number to other weights
 """
 
 from __future__ import annotations
@@ -13,24 +26,42 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
-from math import inf, isfinite, nan
-from typing import Any, ClassVar, Generic, Literal, TypeVar, cast
+from functools import partial
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
-import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.engines.remote.client import HttpClient, Ranks, RefusedError, all_of, routing
-from agentenv.engines.remote.server import (
+from agentenv.engines.remote import (
+    Answer,
     ForeignWeightsError,
     NoDescriptorError,
-    PartEnd,
     ServerInfo,
     ServerLostError,
 )
-from agentenv.engines.remote.weights import Layout
+from agentenv.engines.remote.client import (
+    FailedError,
+    HttpClient,
+    Ranks,
+    RefusedError,
+    all_of,
+    routing,
+)
+from agentenv.engines.remote.weights import (
+    Bucket,
+    Group,
+    Layout,
+    Manifest,
+    Wire,
+    check_layout,
+    check_manifest,
+    read_layout,
+)
 from agentenv.errors import ConfigError, EngineError
+from agentenv.offload import in_thread
 from agentenv.types import Chunk, VersionSpan
 
 logger = logging.getLogger(__name__)
@@ -39,94 +70,6 @@ HEALTH_S = 5.0
 NUM_LOOKS = 4  # questions by which several servers behind one URL show
 LAST_S = 5.0  # for background calls when the client is closed
 UpdateKV = Literal["recompute", "keep"]
-
-# Answers.
-
-
-def top_k_entropies(positions: Sequence[Sequence[float]]) -> list[float]:
-    """-sum p ln p - r ln r in nats of each position, from its largest log-probs; r = 1 - sum p, all
-    that is left, is taken as one token.
-
-    A lower bound of the entropy: splitting the remainder can only add to it. Exact if a position
-    has the log-probs of the whole vocabulary. Tokens that cannot be sampled may be listed with
-    -inf, or with a very low number in its place.
-    """
-    if not positions:
-        return []
-    width = max(map(len, positions))
-    logprobs = np.array([[*one, *(-inf,) * (width - len(one))] for one in positions])
-    p = np.exp(logprobs)
-    parts = np.where(p > 0.0, logprobs, 0.0)
-    rest = np.maximum(1.0 - p.sum(1), 0.0)
-    entropies = -(p * parts).sum(1) - rest * np.log(np.where(rest > 0.0, rest, 1.0))
-    found: list[float] = np.maximum(entropies, 0.0).tolist()
-    return found
-
-
-class LabelledSpan(Struct, frozen=True):
-    """Tokens from `start` to `end` were sampled by the weights of a label."""
-
-    version: str
-    start: int
-    end: int
-
-
-class Answer(ABC):
-    """What a server streams for one request, event by event. `name_span` turns the label of weights
-    into their version; see RemoteServer."""
-
-    def __init__(
-        self,
-        server: str,
-        entropy_kind: Literal["exact", "top_k"],
-        name_span: Callable[[str, int, int], VersionSpan],
-        vocab_size: int,
-        *,
-        with_entropies: bool = True,
-    ) -> None:
-        self._with_entropies = with_entropies
-        self._server, self._name_span, self._vocab_size = server, name_span, vocab_size
-        self._reason: str | None = None  # why the turn ended
-        self._spans: list[LabelledSpan] = []
-        self._entropy_kind: Literal["exact", "top_k"] = entropy_kind
-        self._stop: str | None = None
-        self._num_cached_tokens = 0
-        self._num_tokens = 0  # so far
-
-    @abstractmethod
-    def add(self, event: bytes) -> Chunk | None:
-        """The new tokens of an event, if it has any. Raises ServerLostError for an error of the
-        engine, EngineError for a refusal or for tokens without a log-prob."""
-
-    def finish(self) -> PartEnd:
-        """The end. ServerLostError if the stream ended without a finish reason."""
-        if self._reason not in ("stop", "length", "abort"):
-            raise ServerLostError(f"{self._server} ended the stream with {self._reason!r}")
-        spans = [self._name_span(span.version, span.start, span.end) for span in self._spans]
-        if [0, *(s.end for s in spans)] != [*(s.start for s in spans), self._num_tokens]:
-            raise EngineError(
-                f"{self._server} gave version spans {spans} for {self._num_tokens} tokens"
-            )
-        reason = cast(Literal["stop", "length", "abort"], self._reason)
-        kind, num_cached = self._entropy_kind, self._num_cached_tokens
-        return PartEnd(reason, spans, self._num_tokens, self._stop, kind, num_cached)
-
-    def _chunk(
-        self, token_ids: list[int], logprobs: list[float], rivals: Sequence[Sequence[float]]
-    ) -> Chunk:
-        """The turn goes on by these tokens; `rivals` are the largest log-probs of each position."""
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
-            raise EngineError(
-                f"{self._server} sampled the token {max(token_ids)}, the vocabulary has "
-                f"{self._vocab_size}"
-            )
-        self._num_tokens += len(token_ids)
-        if not self._with_entropies:
-            return Chunk(token_ids, logprobs, [nan] * len(token_ids))
-        return Chunk(token_ids, logprobs, top_k_entropies(rivals))
-
-
-# The connection.
 
 
 class Facts(Struct, frozen=True):
@@ -475,3 +418,167 @@ def read_metrics(body: bytes, names: Mapping[str, object]) -> dict[str, list[flo
                 raise EngineError(f"the metrics of a server hold no number: {line[:200]!r}")
             found[name].append(value)
     return found
+
+
+SLACK_S = 15.0  # an HTTP call outlives its collective call by this
+
+
+class TransferRoutes(Struct, frozen=True):
+    """Paths by which an engine takes weights from a broadcast; `empty` is the body of a call
+    without parameters."""
+
+    join: str
+    start: str
+    receive: str
+    finish: str
+    leave: str
+    empty: dict[str, Any] | None
+
+    @property
+    def posts(self) -> set[str]:
+        """The routes, as HttpClient.routes names them."""
+        paths = (self.join, self.start, self.receive, self.finish, self.leave)
+        return {f"POST {path}" for path in paths}
+
+
+class WeightSync(RemoteServer[F]):
+    """A server whose weights can be replaced; see Server, and Receiver for weights by broadcast."""
+
+    transfer: ClassVar[TransferRoutes]
+
+    @property
+    def wire(self) -> Wire:
+        return "torch"
+
+    async def load_weights(self, source: Path, policy_version: int) -> None:
+        """See Server.load_weights. The server must see `source` under the same path."""
+        self._connected()
+        async with self._changing:
+            layout = await in_thread(read_layout, source)
+            if self._layout is not None:
+                check_layout(source, layout, self._layout)
+            await self._replace(partial(self._reload, layout.directory), policy_version)
+            self._layout = self._layout or layout
+
+    async def sleep(self) -> None:
+        """See Server.sleep."""
+        async with self._changing:
+            if self._tasks:  # of a load that was broken off: they resume it
+                await asyncio.wait(self._tasks)
+            self._doubt = "it sleeps"
+            await self._fall_asleep()
+
+    async def wake(self) -> None:
+        """See Server.wake."""
+        async with self._changing:
+            await self._wake()
+
+    async def _replace(self, change: Callable[[], Awaitable[None]], policy_version: int) -> None:
+        """Pause, let `change` put other weights in place, drop old prefixes, name the weights,
+        resume. A RefusedError of `change` says that nothing was touched; after any other failure
+        the weights are unknown."""
+        before, self._doubt = self._doubt, "its weights are being replaced"
+        self._open.clear()
+        refused = False
+        try:
+            await self._pause()
+            try:
+                await change()
+            except RefusedError:
+                await self._resume()
+                refused, self._doubt = True, before
+                raise
+            await self._drop_prefixes()
+            await self._name(policy_version)
+            await self._resume()
+            self._doubt, self._half_loaded = "", False
+        except BaseException as error:  # a cancellation too
+            if refused:
+                raise
+            reason = str(error) or type(error).__name__
+            self._doubt = f"a load of weights was not completed ({reason})"
+            self._half_loaded = True
+            if not isinstance(error, EngineError):
+                raise
+            raise self._lost() from error
+        finally:
+            self._open.set()
+
+    # broadcasts
+
+    async def num_ranks(self) -> int:
+        """See Receiver.num_ranks."""
+        return sum([await self._num_workers(each) for each in self._controls])
+
+    async def join(self, group: Group, first_rank: int) -> None:
+        """See Receiver.join."""
+        calls = []
+        for each in self._controls:
+            body = self._join_body(group, first_rank)
+            first_rank += await self._num_workers(each)
+            calls.append(post(each, self.transfer.join, body, group.timeout_s + SLACK_S))
+        await all_of(calls)
+
+    async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
+        """See Receiver.receive."""
+        async with self._changing:
+            check_manifest(manifest, self._layout)
+            await self._replace(partial(self._receive, group, manifest), policy_version)
+
+    async def leave(self, group: Group) -> None:
+        """See Receiver.leave."""
+        with suppress(EngineError):
+            await self._post(self.transfer.leave, self._leave_body(group), SLACK_S)
+
+    async def _receive(self, group: Group, manifest: Manifest) -> None:
+        routes = self.transfer
+        try:
+            await self._post(routes.start, routes.empty)
+        except (RefusedError, FailedError):  # an earlier update was broken off between two buckets
+            with suppress(EngineError):
+                await self._post(routes.finish, routes.empty)
+            await self._post(routes.start, routes.empty)
+        try:
+            for bucket in manifest.buckets:
+                body = self._bucket_body(group, bucket)
+                await self._post(routes.receive, body, group.timeout_s + SLACK_S)
+            await self._post(routes.finish, routes.empty, self._load_s)
+        except EngineError as error:
+            raise ServerLostError(f"its weights are unknown: {error}") from error
+
+    # what differs
+
+    @abstractmethod
+    async def _pause(self) -> None:
+        """Nothing is sampled from here on; requests keep their tokens."""
+
+    @abstractmethod
+    async def _reload(self, directory: Path) -> None:
+        """Read the weights from a directory; see `_replace` for errors."""
+
+    @abstractmethod
+    async def _drop_prefixes(self) -> None:
+        """Free what no running request holds. With `update_kv` "recompute", after a pause, that
+        is everything, else ServerLostError."""
+
+    @abstractmethod
+    async def _resume(self) -> None: ...
+
+    @abstractmethod
+    async def _fall_asleep(self) -> None: ...
+
+    @abstractmethod
+    async def _wake(self) -> None: ...
+
+    @abstractmethod
+    async def _num_workers(self, server: HttpClient) -> int:
+        """Ranks that one server takes in a broadcast; EngineError if it cannot take part."""
+
+    @abstractmethod
+    def _join_body(self, group: Group, first_rank: int) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _bucket_body(self, group: Group, bucket: Bucket) -> dict[str, Any]: ...
+
+    def _leave_body(self, group: Group) -> dict[str, Any] | None:
+        return None

@@ -32,7 +32,7 @@ import msgspec
 from msgspec import Meta, Struct
 from yarl import URL
 
-from agentenv.engines.remote.server import (
+from agentenv.engines.remote import (
     BrokenConnectionError,
     BusyError,
     NoDescriptorError,

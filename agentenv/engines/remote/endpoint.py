@@ -21,8 +21,8 @@ from yarl import URL
 from agentenv.backoff import backoff_s
 from agentenv.call_blocks import after_thoughts
 from agentenv.deadline import admitted, waiting
+from agentenv.engines.remote import BusyError
 from agentenv.engines.remote.client import Count, HttpClient, MalformedReplyError, RefusedError
-from agentenv.engines.remote.server import BusyError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError, ForeignError
 from agentenv.server_config import ChatModelConfig
 from agentenv.untrusted import convert, decode
