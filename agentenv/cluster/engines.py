@@ -5,7 +5,7 @@ servers itself.
 
     worker   LeasedEngine.generate --Acquire--> Leases   controller: EnginePool
                 |      ^                        |
-                |      +--- Serves, Granted, Standing, BreakOff
+                |      +--- Granted, Standing, BreakOff
                 +-- HTTP --> server
                 +-- Release ---------------------> the outcome
 
@@ -40,8 +40,6 @@ from agentenv.cluster.messages import (
     Refused,
     Release,
     Sample,
-    Serves,
-    Settled,
     Stand,
     Standing,
     Tokens,
@@ -53,7 +51,8 @@ from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.pool.server import Aborted, Busy, Lost, Outcome, PooledServer, Reset, Slot
 from agentenv.engines.pool.turn import TurnEngine
-from agentenv.engines.remote import Server, ServerLostError
+from agentenv.engines.remote import ServerLostError
+from agentenv.engines.remote.weight_sync import Server
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.link import Link
 from agentenv.tree import Prefix, packed_ids
@@ -242,23 +241,19 @@ class LeasedEngine(TurnEngine[Lease]):
         super().__init__(model_path, **options)
         self.policy_version = 0
         self._link, self._make = link, make
-        self._clients: dict[int, tuple[str, Server]] = {}
+        self._clients: dict[int, tuple[bytes, Server]] = {}  # with what each has taken over
         self._sought: dict[int, asyncio.Future[Lease]] = {}
         self._held: dict[int, Lease] = {}
-        self._settling: dict[int, asyncio.Future[str]] = {}
         self._numbers = count()
         self._loop = asyncio.get_running_loop()
         self._death = ""  # of the pool: its reason
-        self._closing: set[asyncio.Task[None]] = set()
 
     def hear(self, said: OfPlace) -> None:
         """A message of the controller."""
-        lease = self._held.get(said.number) if not isinstance(said, Serves) else None
+        lease = self._held.get(said.number)
         match said:
-            case Serves():
-                self._serve(said)
             case Granted():
-                self._seat(said)
+                self._take(said)
             case Refused():
                 if (sought := self._sought.get(said.number)) and not sought.done():
                     sought.set_exception(raised(said.kind, said.text))
@@ -271,23 +266,13 @@ class LeasedEngine(TurnEngine[Lease]):
                     self._death = said.reason
                 if lease:
                     lease.break_off(said)
-            case Settled():
-                if (settling := self._settling.get(said.number)) and not settling.done():
-                    settling.set_result(said.problem)
 
-    def _serve(self, said: Serves) -> None:
-        url, client = self._clients.get(said.server, ("", None))
-        if client is None or url != said.url:
-            if client is not None:
-                closing = asyncio.create_task(client.close())
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
-            client = self._make(said.url)
-            self._clients[said.server] = said.url, client
-        client.take_over(said.handed)
-
-    def _seat(self, said: Granted) -> None:
-        _, client = self._clients[said.server]
+    def _take(self, said: Granted) -> None:
+        handed, client = self._clients.get(said.server, (None, None))
+        client = client or self._make(said.url)
+        if handed != said.handed:  # the first time, and after each connection
+            client.take_over(said.handed)
+            self._clients[said.server] = said.handed, client
         sought = self._sought.get(said.number)
         if sought is None or sought.done():  # nobody wants it, as the controller will know
             return
@@ -312,39 +297,24 @@ class LeasedEngine(TurnEngine[Lease]):
             return await sought
         except asyncio.CancelledError:
             if sought.done() and not sought.cancelled() and sought.exception() is None:
-                self._leave(sought.result(), Aborted())
+                self.release(sought.result(), Aborted())
             else:
                 self._link.send(pack(Quit(number)))
             raise
         finally:
             del self._sought[number]
 
-    async def release(self, slot: Lease, outcome: Outcome) -> Outcome:
+    def release(self, slot: Lease, outcome: Outcome) -> Outcome:
         if self._death:
             outcome = Aborted()
-        if not isinstance(outcome, Busy):
-            self._leave(slot, outcome)
-            return outcome
-        settling: asyncio.Future[str] = self._loop.create_future()
-        self._settling[slot.number] = settling
-        self._leave(slot, outcome)
-        try:
-            problem = await settling
-        finally:
-            del self._settling[slot.number]
-        return Lost(ServerLostError.kind, problem) if problem else outcome
-
-    def _leave(self, slot: Lease, outcome: Outcome) -> None:
         del self._held[slot.number]
         counts = dict(self.counts)
         self.counts.clear()
-        self._link.send(
-            pack(
-                Release(
-                    slot.number, slot.num_requests, slot.num_tokens, slot.answers, counts, outcome
-                )
-            )
+        left = Release(
+            slot.number, slot.num_requests, slot.num_tokens, slot.answers, counts, outcome
         )
+        self._link.send(pack(left))
+        return outcome
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
         raise NotImplementedError("the controller loads weights")
@@ -355,8 +325,6 @@ class LeasedEngine(TurnEngine[Lease]):
     async def close(self) -> None:
         """Drop the connections; the servers go on."""
         await asyncio.gather(*(client.close() for _, client in self._clients.values()))
-        if self._closing:
-            await asyncio.wait(self._closing)
 
 
 # The controller's end.
@@ -397,14 +365,8 @@ class Leases:
 
     def __init__(self, pool: EnginePool, link: Link) -> None:
         self._pool, self._link = pool, link
-        self._known: dict[int, int] = {}  # connections of a server that the worker knows of
         self._sought: dict[int, asyncio.Future[PooledServer]] = {}
         self._held: dict[int, _Held] = {}
-
-    @property
-    def num_held(self) -> int:
-        """Slots that the worker has."""
-        return len(self._held)
 
     def hear(self, told: Acquire | FirstToken | Release) -> None:
         """A message of the worker."""
@@ -472,13 +434,11 @@ class Leases:
 
     def _seat(self, number: int, server: PooledServer) -> None:
         held = self._held[number] = _Held(self._pool, self._link, number, server)
-        if self._known.get(server.number) != server.epoch:
-            self._known[server.number] = server.epoch
-            url, handed = server.client.url, server.client.handed()
-            self._link.send(pack(Serves(server.number, url, handed)))
-        self._link.send(
-            pack(Granted(number, server.number, server.policy_version, server.on_trial))
+        client, version = server.client, server.policy_version
+        granted = Granted(
+            number, server.number, client.url, client.handed(), version, server.on_trial
         )
+        self._link.send(pack(granted))
         server.guests.add(held)
         server.run(held, held)
 
@@ -499,7 +459,4 @@ class Leases:
             server.receive(0)
         for num_tokens, seconds in left.answers:
             server.answer(num_tokens, seconds)
-        settled = self._pool.settle(server, outcome, is_late=held.is_over)
-        if isinstance(outcome, Busy):
-            problem = settled.problem if isinstance(settled, Lost) else ""
-            self._link.send(pack(Settled(left.number, problem)))
+        self._pool.settle(server, outcome, is_late=held.is_over)

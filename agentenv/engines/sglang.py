@@ -28,7 +28,7 @@ from agentenv.engines.remote import (
     ServerLoad,
     ServerLostError,
 )
-from agentenv.engines.remote.base import HEALTH_S, WeightSync, read_metrics
+from agentenv.engines.remote.base import HEALTH_S, read_metrics
 from agentenv.engines.remote.client import Count, HttpClient, Logprob, RefusedError
 from agentenv.engines.remote.probes import (
     SGLANG_TRANSFER,
@@ -39,6 +39,7 @@ from agentenv.engines.remote.probes import (
     check_logprobs,
     probe_sglang,
 )
+from agentenv.engines.remote.weight_sync import WeightSync
 from agentenv.engines.remote.weights import Bucket, Group, Manifest
 from agentenv.errors import ConfigError, EngineError, ForeignError
 from agentenv.server_config import SGLANG_RESERVED
@@ -318,7 +319,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
         await check_logprobs(self._http, self._connected().vocab_size)
 
     async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
-        """See Server.generate. While weights are being replaced a new request waits."""
+        """See RemoteServer.generate."""
         facts = await self._known()
         check_turn(request, facts)
         body = request_body(request, facts, self._top_k, self._salt)

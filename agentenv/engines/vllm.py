@@ -30,7 +30,7 @@ from agentenv.engines.remote import (
     ServerLoad,
     ServerLostError,
 )
-from agentenv.engines.remote.base import WeightSync, read_metrics
+from agentenv.engines.remote.base import read_metrics
 from agentenv.engines.remote.client import (
     Count,
     FailedError,
@@ -52,6 +52,7 @@ from agentenv.engines.remote.probes import (
     check_trial,
     probe_vllm,
 )
+from agentenv.engines.remote.weight_sync import WeightSync
 from agentenv.engines.remote.weights import Bucket, Group, Wire, check_adapter, is_adapter
 from agentenv.errors import ConfigError, EngineError, ForeignError
 from agentenv.offload import in_thread
@@ -256,9 +257,8 @@ class VLLMServer(WeightSync[VLLMFacts]):
     # requests
 
     async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
-        """See Server.generate. While weights are being replaced a new request waits. With the
-        cache kept, one without a token is sent again, so that each carries the salt of the weights
-        it starts with."""
+        """See RemoteServer.generate. With the cache kept, a request without a token is sent again,
+        so that each carries the salt of the weights it starts with."""
         num_sent = 0
         while True:
             facts = await self._known()
@@ -344,7 +344,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
     # weights
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
-        """See Server.load_weights. The server must see `source` under the same path."""
+        """See WeightSync.load_weights. The server must see `source` under the same path."""
         if is_adapter(source) or "adapters" in self._connected().info.features:
             async with self._changing:
                 await self._load_adapter(source, policy_version)

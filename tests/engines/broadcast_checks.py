@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.remote import Server
+from agentenv.engines.remote.weight_sync import Server
 from agentenv.engines.remote.weights import Group, Manifest, TransferError
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender

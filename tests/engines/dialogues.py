@@ -25,8 +25,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from agentenv.engines.remote import Request, sampled
-from agentenv.engines.remote.base import RemoteServer
+from agentenv.engines.remote import Request
+from agentenv.engines.remote.base import RemoteServer, sampled
 from agentenv.engines.remote.client import SESSION_HEADER
 from agentenv.engines.sglang import SGLangServer
 from agentenv.engines.vllm import VLLMServer
@@ -194,7 +194,7 @@ async def guest_while_paused(
 async def refused(server: RemoteServer[Any], source: Path) -> str:
     """An update that the server itself refuses, since it does not see the directory."""
     layout = msgspec.structs.replace(server._layout, directory=source.parent / "elsewhere")
-    with mock.patch("agentenv.engines.remote.base.read_layout", return_value=layout):
+    with mock.patch("agentenv.engines.remote.weight_sync.read_layout", return_value=layout):
         try:
             await server.load_weights(source, 5)
         except EngineError as error:

@@ -183,13 +183,13 @@ async def leased(
     finally:
         if not is_killed:
             await hear_all()
-            assert not leases.num_held
+            assert not leases._held
         for one in hearing:
             if one.done():
                 one.result()  # what it has raised
             one.cancel()
         leases.close()
-        assert not leases.num_held
+        assert not leases._held
         await engine.close()
 
 

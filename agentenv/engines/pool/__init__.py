@@ -15,8 +15,8 @@ from msgspec import Meta, field
 from agentenv.config import ESSENTIAL, PATH
 from agentenv.engine import EngineConfig, EngineStart, ServerStarter, check_context
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.remote import Server
 from agentenv.engines.remote.client import base_url, why_unreachable
+from agentenv.engines.remote.weight_sync import Server
 from agentenv.errors import ConfigError
 from agentenv.model_files import num_stretched_positions, read_eos_ids, vocab_size
 from agentenv.offload import in_thread

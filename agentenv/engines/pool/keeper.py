@@ -18,14 +18,9 @@ from msgspec import Struct
 
 from agentenv.backoff import backoff_s
 from agentenv.engines.pool.server import FIRST_CLOSED_S, PooledServer, State
-from agentenv.engines.remote import (
-    BusyError,
-    NoDescriptorError,
-    Request,
-    Server,
-    ServerLostError,
-    sampled,
-)
+from agentenv.engines.remote import BusyError, NoDescriptorError, Request, ServerLostError
+from agentenv.engines.remote.base import sampled
+from agentenv.engines.remote.weight_sync import Server
 from agentenv.engines.remote.weights import Group, Manifest, Sender
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import SamplingParams
@@ -130,7 +125,7 @@ FOREIGN = "it does not have the weights that this run gave it"
 
 class Keeper:
     """Of one server of the pool. Whether a server still has its weights is known by their label,
-    which the server gives back (Server.keeps_label), and by a token of the probe."""
+    which the server gives back (keeps_label), and by a token of the probe."""
 
     def __init__(self, pool: EnginePool, server: PooledServer, probe: WeightProbe) -> None:
         self.server, self.client = server, server.client

@@ -28,7 +28,9 @@ from agentenv.engines.pool.keeper import Broadcast, Keeper, Target, WeightProbe
 from agentenv.engines.pool.limit import FULL
 from agentenv.engines.pool.server import Lost, Outcome, PooledServer, State, problems
 from agentenv.engines.pool.turn import TurnEngine
-from agentenv.engines.remote import BusyError, Request, Server, ServerLostError, sampled
+from agentenv.engines.remote import BusyError, Request, ServerLostError
+from agentenv.engines.remote.base import sampled
+from agentenv.engines.remote.weight_sync import Server
 from agentenv.engines.remote.weights import Sender
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.server_config import PoolConfig
@@ -275,7 +277,7 @@ class EnginePool(TurnEngine[PooledServer]):
                 self.queue.free(slot.result())
             raise
 
-    async def release(self, slot: PooledServer, outcome: Outcome) -> Outcome:
+    def release(self, slot: PooledServer, outcome: Outcome) -> Outcome:
         outcome = self.settle(slot, outcome)
         self.queue.free(slot)
         return outcome

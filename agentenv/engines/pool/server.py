@@ -22,7 +22,8 @@ from msgspec import Struct
 from agentenv.backoff import backoff_s
 from agentenv.deadline import Wait, Work, WorkClock
 from agentenv.engines.pool.limit import ConcurrencyLimit
-from agentenv.engines.remote import ForeignWeightsError, Server, ServerLoad
+from agentenv.engines.remote import ForeignWeightsError, ServerLoad
+from agentenv.engines.remote.weight_sync import Server
 from agentenv.errors import SHOWN
 from agentenv.server_config import PoolConfig
 

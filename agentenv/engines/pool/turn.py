@@ -297,9 +297,8 @@ class TurnEngine(ABC, Generic[S]):
         """A slot on a server that serves. Raises EngineDeadError."""
 
     @abstractmethod
-    async def release(self, slot: S, outcome: Outcome) -> Outcome:
-        """The slot is free again. The outcome, or Lost where the server refuses everything; it
-        suspends only for a server that was Busy."""
+    def release(self, slot: S, outcome: Outcome) -> Outcome:
+        """The slot is free again. The outcome, or Lost where the server refuses everything."""
 
     async def generate(
         self,
@@ -368,7 +367,7 @@ class TurnEngine(ABC, Generic[S]):
                 pass  # the fork window was whole, the rest of the turn follows
             outcome = ended
         finally:
-            outcome = await self.release(slot, outcome)
+            outcome = self.release(slot, outcome)
         if isinstance(outcome, Lost) or (isinstance(outcome, Aborted) and outcome.problem):
             failed.add(slot)
         if isinstance(outcome, Lost) and outcome.kind == ForeignWeightsError.kind:

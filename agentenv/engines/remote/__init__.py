@@ -1,25 +1,22 @@
-"""The contract of one engine server behind HTTP; `vllm.py` and `sglang.py` speak to theirs.
+"""Requests to an engine server behind HTTP, how they end, and answers read into chunks.
 
-EnginePool (pool/pool.py)   which server, retries, continuation after a loss, concurrency, versions
+EnginePool (pool/pool.py)    which server, retries, continuation after a loss, concurrency, versions
     |
-Server                      one URL: one request, one abort, one load of weights; keeps no policy
+WeightSync (weight_sync.py)  one URL: one request, one abort, one load of weights; no policy
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 from math import inf, nan
-from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Literal, cast
 
 import numpy as np
 from msgspec import Struct
 
-from agentenv.engines.remote.weights import Receiver
 from agentenv.errors import EngineError
-from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
+from agentenv.types import Chunk, SamplingParams, VersionSpan
 
 
 class ServerLostError(EngineError):
@@ -203,115 +200,3 @@ class Answer(ABC):
         if not self._with_entropies:
             return Chunk(token_ids, logprobs, [nan] * len(token_ids))
         return Chunk(token_ids, logprobs, top_k_entropies(rivals))
-
-
-class Server(Receiver, Protocol):
-    """One engine server. All methods raise ServerLostError when it is gone or broken, and
-    EngineError for what it refuses or what the client refuses on its behalf. Those of Receiver are
-    used with the feature "broadcast" only.
-
-    `before_release` is awaited before a server goes on whose weights are half loaded: requests that
-    other processes have on it would kill it. `on_named` is called when its weights have got another
-    version, before it goes on.
-    """
-
-    before_release: Callable[[], Awaitable[None]]
-    on_named: Callable[[], None]
-
-    @property
-    def url(self) -> str:
-        """As it was given."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """The URL without credentials, for messages and metrics."""
-        ...
-
-    @property
-    def policy_version(self) -> int:
-        """Version of the weights that choose its next token, as far as this client set it."""
-        ...
-
-    async def connect(self, policy_version: int) -> ServerInfo:
-        """Probe version, routes, model and limits, and name the weights it has `policy_version`.
-
-        Raises ConfigError if it lacks what the run needs: what is missing, and which version or
-        flag of the engine brings it.
-        """
-        ...
-
-    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
-        """Sample one turn by streaming; every token is in exactly one chunk, and kept nowhere else.
-
-        Cancelling the call aborts the request on the server at once.
-        """
-        ...
-
-    async def healthy(self) -> bool:
-        """Whether it answers now; never raises for a server that is gone."""
-        ...
-
-    async def load(self) -> ServerLoad:
-        """Its own load figures."""
-        ...
-
-    async def load_weights(self, source: Path, policy_version: int) -> None:
-        """Pause keeping requests, load a Hugging Face directory, name the version, resume.
-
-        No later request meets a prefix cache of another version. EngineError: refused, the old
-        weights are served under the old version. ServerLostError: its weights are unknown,
-        it must not be used before another load has succeeded.
-        """
-        ...
-
-    async def sleep(self) -> None:
-        """Give its memory back: no cache, weights in main memory. Nothing may be running on it,
-        and nothing may be asked of it but `wake`, `healthy` and `close`. Feature "sleep" only."""
-        ...
-
-    async def wake(self) -> None:
-        """Take the memory again, with an empty cache. The process may be another one than the one
-        that fell asleep, so that weights have to be loaded before it is used."""
-        ...
-
-    def handed(self) -> bytes:
-        """What a client in another process needs to sample on it; see `take_over`."""
-        ...
-
-    def take_over(self, handed: bytes) -> None:
-        """Sample on a server that the client which gave this keeps: only `generate`, `name` and
-        `close` are used then. After each connection it is given anew."""
-        ...
-
-    async def keeps_label(self) -> bool:
-        """Whether the server gives back the label under which this client put its weights in
-        place. False: another process is behind the URL, or someone else named other weights."""
-        ...
-
-    async def close(self) -> None:
-        """Drop the connections; the server itself goes on. Idempotent."""
-        ...
-
-
-async def sampled(
-    server: Server, request: Request, on_chunk: Callable[[Chunk], None] = lambda chunk: None
-) -> Completion:
-    """One turn of a server with all its tokens; see Server.generate."""
-    chunks: list[Chunk] = []
-
-    def keep(chunk: Chunk) -> None:
-        chunks.append(chunk)
-        on_chunk(chunk)
-
-    end = await server.generate(request, keep)
-    return Completion(
-        token_ids=[*chain.from_iterable(chunk.token_ids for chunk in chunks)],
-        logprobs=[*chain.from_iterable(chunk.logprobs for chunk in chunks)],
-        entropies=[*chain.from_iterable(chunk.entropies for chunk in chunks)],
-        finish_reason=end.finish_reason,
-        version_spans=end.version_spans,
-        stop=end.stop,
-        entropy_kind=end.entropy_kind,
-        num_cached_tokens=end.num_cached_tokens,
-    )

@@ -1,21 +1,6 @@
-"""The part that the clients of vLLM and SGLang share: requests, answers, changes of the weights.
+"""The part that the clients of vLLM and SGLang share: connections, requests, labels of weights.
 
-load_weights, receive (a broadcast):
-    check --> pause --> change --> drop old prefixes --> name --> resume
-    requests that come meanwhile wait in `generate`, so that each starts on the new weights
-
-Each change names the weights by a label, policy version and nonce ("17-ab12..."). The server writes
-the label beside each token, gives it back when asked, and a process that has taken its place does
-not know it. Labels of one client begin their nonces alike, so that a rollout worker, which samples
-on the server in another process, knows them too.
-
-No request meets keys and values of other weights, in one of two ways (`update_kv`):
-
-recompute  the pause drops the whole cache, and running requests are computed again on the new
-           weights; the salt of the prefix cache is one for all versions: prefixes are shared
-keep       running requests keep theirs, which are of the old weights; so the label is the
-           salt, and requests without a token are sent again under the new one. The version alone
-           would not do, since a run that is resumed gives its number to other weights
+Changes of the weights themselves: weight_sync.py.
 """
 
 from __future__ import annotations
@@ -26,9 +11,8 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from itertools import chain
 from math import isfinite, nan
-from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
@@ -39,11 +23,13 @@ from agentenv.engines.remote import (
     Answer,
     ForeignWeightsError,
     NoDescriptorError,
+    PartEnd,
+    Request,
     ServerInfo,
+    ServerLoad,
     ServerLostError,
 )
 from agentenv.engines.remote.client import (
-    FailedError,
     HttpClient,
     Ranks,
     RefusedError,
@@ -51,18 +37,10 @@ from agentenv.engines.remote.client import (
     routing,
 )
 from agentenv.engines.remote.weights import (
-    Bucket,
-    Group,
     Layout,
-    Manifest,
-    Wire,
-    check_layout,
-    check_manifest,
-    read_layout,
 )
 from agentenv.errors import ConfigError, EngineError
-from agentenv.offload import in_thread
-from agentenv.types import Chunk, VersionSpan
+from agentenv.types import Chunk, Completion, VersionSpan
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +64,7 @@ F = TypeVar("F", bound=Facts)
 
 
 class Handed(Struct, Generic[F], array_like=True, frozen=True):
-    """See Server.handed; `nonce` is that with which all labels of the client begin."""
+    """See RemoteServer.handed; `nonce` is that with which all labels of the client begin."""
 
     facts: F
     salt: str
@@ -98,7 +76,13 @@ async def _no_guests() -> None:
 
 
 class RemoteServer(ABC, Generic[F]):
-    """One engine server; see Server.
+    """One engine server. All methods raise ServerLostError when it is gone or broken, and
+    EngineError for what it refuses or what the client refuses on its behalf.
+
+    `name` is the URL without credentials, `policy_version` that of the weights that choose its next
+    token, as far as this client set it. `before_release` is awaited before a server goes on whose
+    weights are half loaded: requests that other processes have on it would kill it. `on_named` is
+    called when its weights have got another version, before it goes on.
 
     `url` samples; `control_urls` are the API servers or workers behind it, which hold the same
     weights, if it is a router. Entropies come from the `entropy_top_k` largest log-probs (-1: all).
@@ -151,9 +135,15 @@ class RemoteServer(ABC, Generic[F]):
         self.on_named: Callable[[], None] = lambda: None
 
     async def connect(self, policy_version: int) -> ServerInfo:
-        """See Server.connect; a server that was left paused goes on. After a load that was not
-        completed it would sample nonsense, or die of a request: it serves nothing before
-        load_weights has succeeded."""
+        """Probe version, routes, model and limits, and name the weights it has `policy_version`.
+
+        Raises ConfigError if it lacks what the run needs: what is missing, and which version or
+        flag of the engine brings it.
+
+        A server that was left paused goes on. After a load that was not completed it would
+        sample nonsense, or die of a request: it serves nothing before
+        load_weights has succeeded.
+        """
         async with self._changing:
             facts = self._facts = await self._probe()
             self._layout = facts.layout
@@ -169,19 +159,23 @@ class RemoteServer(ABC, Generic[F]):
             return facts.info
 
     def handed(self) -> bytes:
-        """See Server.handed. With the cache kept, salts change with each update, which other
-        processes hear of too late: they must not be given such a server."""
+        """What a client in another process needs to sample on it; see `take_over`. With the cache
+        kept, salts change with each update, of which other processes learn too late: they must not
+        be given such a server.
+        """
         facts = replace(self._connected(), layout=None)
         return msgspec.msgpack.encode(Handed(facts, self._run_salt, self._nonce))
 
     def take_over(self, handed: bytes) -> None:
-        """See Server.take_over."""
+        """Sample on a server that the client which gave this keeps: only `generate`, `name` and
+        `close` are used then. After each connection it is given anew.
+        """
         found = msgspec.msgpack.decode(handed, type=Handed[self.facts])  # type: ignore[name-defined]
         self._facts, self._run_salt, self._nonce = found.facts, found.salt, found.nonce
         self._ranks.count, self._doubt = found.facts.num_ranks, ""
 
     async def healthy(self) -> bool:
-        """See Server.healthy."""
+        """Whether it answers now; never raises for a server that is gone."""
         try:
             await self._check_health()
         except EngineError:
@@ -192,7 +186,11 @@ class RemoteServer(ABC, Generic[F]):
         await self._http.call("GET", "/health", timeout_s=HEALTH_S)
 
     async def keeps_label(self) -> bool:
-        """See Server.keeps_label; all servers behind the URL must give it back."""
+        """Whether the server gives back the label under which this client put its weights in
+        place. False: another process is behind the URL, or someone else named other weights.
+
+        All servers behind the URL must give it back.
+        """
         if self._doubt:
             return False
         label = self._label
@@ -339,6 +337,18 @@ class RemoteServer(ABC, Generic[F]):
     # what differs
 
     @abstractmethod
+    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+        """Sample one turn by streaming; every token is in exactly one chunk, and kept nowhere else.
+        While weights are being replaced a new request waits.
+
+        Cancelling the call aborts the request on the server at once.
+        """
+
+    @abstractmethod
+    async def load(self) -> ServerLoad:
+        """Its own load figures."""
+
+    @abstractmethod
     async def _probe(self) -> F:
         """Ask what the server is and can do. Raises ConfigError for what a run cannot do
         without."""
@@ -420,165 +430,26 @@ def read_metrics(body: bytes, names: Mapping[str, object]) -> dict[str, list[flo
     return found
 
 
-SLACK_S = 15.0  # an HTTP call outlives its collective call by this
+async def sampled(
+    server: RemoteServer[Any],
+    request: Request,
+    on_chunk: Callable[[Chunk], None] = lambda chunk: None,
+) -> Completion:
+    """One turn of a server with all its tokens; see RemoteServer.generate."""
+    chunks: list[Chunk] = []
 
+    def keep(chunk: Chunk) -> None:
+        chunks.append(chunk)
+        on_chunk(chunk)
 
-class TransferRoutes(Struct, frozen=True):
-    """Paths by which an engine takes weights from a broadcast; `empty` is the body of a call
-    without parameters."""
-
-    join: str
-    start: str
-    receive: str
-    finish: str
-    leave: str
-    empty: dict[str, Any] | None
-
-    @property
-    def posts(self) -> set[str]:
-        """The routes, as HttpClient.routes names them."""
-        paths = (self.join, self.start, self.receive, self.finish, self.leave)
-        return {f"POST {path}" for path in paths}
-
-
-class WeightSync(RemoteServer[F]):
-    """A server whose weights can be replaced; see Server, and Receiver for weights by broadcast."""
-
-    transfer: ClassVar[TransferRoutes]
-
-    @property
-    def wire(self) -> Wire:
-        return "torch"
-
-    async def load_weights(self, source: Path, policy_version: int) -> None:
-        """See Server.load_weights. The server must see `source` under the same path."""
-        self._connected()
-        async with self._changing:
-            layout = await in_thread(read_layout, source)
-            if self._layout is not None:
-                check_layout(source, layout, self._layout)
-            await self._replace(partial(self._reload, layout.directory), policy_version)
-            self._layout = self._layout or layout
-
-    async def sleep(self) -> None:
-        """See Server.sleep."""
-        async with self._changing:
-            if self._tasks:  # of a load that was broken off: they resume it
-                await asyncio.wait(self._tasks)
-            self._doubt = "it sleeps"
-            await self._fall_asleep()
-
-    async def wake(self) -> None:
-        """See Server.wake."""
-        async with self._changing:
-            await self._wake()
-
-    async def _replace(self, change: Callable[[], Awaitable[None]], policy_version: int) -> None:
-        """Pause, let `change` put other weights in place, drop old prefixes, name the weights,
-        resume. A RefusedError of `change` says that nothing was touched; after any other failure
-        the weights are unknown."""
-        before, self._doubt = self._doubt, "its weights are being replaced"
-        self._open.clear()
-        refused = False
-        try:
-            await self._pause()
-            try:
-                await change()
-            except RefusedError:
-                await self._resume()
-                refused, self._doubt = True, before
-                raise
-            await self._drop_prefixes()
-            await self._name(policy_version)
-            await self._resume()
-            self._doubt, self._half_loaded = "", False
-        except BaseException as error:  # a cancellation too
-            if refused:
-                raise
-            reason = str(error) or type(error).__name__
-            self._doubt = f"a load of weights was not completed ({reason})"
-            self._half_loaded = True
-            if not isinstance(error, EngineError):
-                raise
-            raise self._lost() from error
-        finally:
-            self._open.set()
-
-    # broadcasts
-
-    async def num_ranks(self) -> int:
-        """See Receiver.num_ranks."""
-        return sum([await self._num_workers(each) for each in self._controls])
-
-    async def join(self, group: Group, first_rank: int) -> None:
-        """See Receiver.join."""
-        calls = []
-        for each in self._controls:
-            body = self._join_body(group, first_rank)
-            first_rank += await self._num_workers(each)
-            calls.append(post(each, self.transfer.join, body, group.timeout_s + SLACK_S))
-        await all_of(calls)
-
-    async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
-        """See Receiver.receive."""
-        async with self._changing:
-            check_manifest(manifest, self._layout)
-            await self._replace(partial(self._receive, group, manifest), policy_version)
-
-    async def leave(self, group: Group) -> None:
-        """See Receiver.leave."""
-        with suppress(EngineError):
-            await self._post(self.transfer.leave, self._leave_body(group), SLACK_S)
-
-    async def _receive(self, group: Group, manifest: Manifest) -> None:
-        routes = self.transfer
-        try:
-            await self._post(routes.start, routes.empty)
-        except (RefusedError, FailedError):  # an earlier update was broken off between two buckets
-            with suppress(EngineError):
-                await self._post(routes.finish, routes.empty)
-            await self._post(routes.start, routes.empty)
-        try:
-            for bucket in manifest.buckets:
-                body = self._bucket_body(group, bucket)
-                await self._post(routes.receive, body, group.timeout_s + SLACK_S)
-            await self._post(routes.finish, routes.empty, self._load_s)
-        except EngineError as error:
-            raise ServerLostError(f"its weights are unknown: {error}") from error
-
-    # what differs
-
-    @abstractmethod
-    async def _pause(self) -> None:
-        """Nothing is sampled from here on; requests keep their tokens."""
-
-    @abstractmethod
-    async def _reload(self, directory: Path) -> None:
-        """Read the weights from a directory; see `_replace` for errors."""
-
-    @abstractmethod
-    async def _drop_prefixes(self) -> None:
-        """Free what no running request holds. With `update_kv` "recompute", after a pause, that
-        is everything, else ServerLostError."""
-
-    @abstractmethod
-    async def _resume(self) -> None: ...
-
-    @abstractmethod
-    async def _fall_asleep(self) -> None: ...
-
-    @abstractmethod
-    async def _wake(self) -> None: ...
-
-    @abstractmethod
-    async def _num_workers(self, server: HttpClient) -> int:
-        """Ranks that one server takes in a broadcast; EngineError if it cannot take part."""
-
-    @abstractmethod
-    def _join_body(self, group: Group, first_rank: int) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def _bucket_body(self, group: Group, bucket: Bucket) -> dict[str, Any]: ...
-
-    def _leave_body(self, group: Group) -> dict[str, Any] | None:
-        return None
+    end = await server.generate(request, keep)
+    return Completion(
+        token_ids=[*chain.from_iterable(chunk.token_ids for chunk in chunks)],
+        logprobs=[*chain.from_iterable(chunk.logprobs for chunk in chunks)],
+        entropies=[*chain.from_iterable(chunk.entropies for chunk in chunks)],
+        finish_reason=end.finish_reason,
+        version_spans=end.version_spans,
+        stop=end.stop,
+        entropy_kind=end.entropy_kind,
+        num_cached_tokens=end.num_cached_tokens,
+    )

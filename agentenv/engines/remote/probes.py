@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from agentenv.engines.remote import PartEnd, Request, ServerInfo
-from agentenv.engines.remote.base import Facts, TransferRoutes, check_settings, vocabulary
+from agentenv.engines.remote.base import Facts, check_settings, vocabulary
 from agentenv.engines.remote.client import (
     Count,
     HttpClient,
@@ -19,6 +19,7 @@ from agentenv.engines.remote.client import (
     MalformedReplyError,
     RefusedError,
 )
+from agentenv.engines.remote.weight_sync import TransferRoutes
 from agentenv.engines.remote.weights import Layout, Wire, find_layout
 from agentenv.errors import ConfigError
 from agentenv.offload import in_thread

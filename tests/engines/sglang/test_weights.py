@@ -124,7 +124,7 @@ async def test_a_directory_that_only_the_server_refuses(
     """As when it does not see our files: it answers 400 before it touches a weight."""
     assert server._layout is not None
     layout = replace(server._layout, directory=tmp_path / "elsewhere")
-    monkeypatch.setattr("agentenv.engines.remote.base.read_layout", lambda source: layout)
+    monkeypatch.setattr("agentenv.engines.remote.weight_sync.read_layout", lambda source: layout)
     with pytest.raises(EngineError, match="Failed to get weights iterator") as caught:
         await server.load_weights(tmp_path / "elsewhere", 1)
     assert not isinstance(caught.value, ServerLostError)
