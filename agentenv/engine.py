@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+from threading import Lock
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from msgspec import Meta, Struct
 
 from agentenv.config import ESSENTIAL
 from agentenv.errors import ConfigError, EngineError
 from agentenv.model_files import num_positions, read_model_config
+from agentenv.offload import in_thread
 from agentenv.server_config import LaunchConfig, Served, ServersConfig
 from agentenv.types import Chunk, Completion, Limits, SamplingParams, VersionSpan
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 class Engine(Protocol):
@@ -276,3 +282,116 @@ def extend_spans(spans: list[VersionSpan], span: VersionSpan) -> None:
         spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
     else:
         spans.append(span)
+
+
+# Stop strings, found in sampled tokens without decoding most of them: an engine looks at a few
+# tokens only, those with which a stop string can end (`candidates`). At such a token it decodes the
+# end of what it has sampled. The embedded engine and the pool of servers use it.
+
+PARTIAL = "\ufffd"  # what bytes decode to that are not (yet) a whole character
+MAX_WHOLE = 64  # stop tokens of a request: each request carries them
+MAX_AT_ONCE = 2000  # tokens of a vocabulary that are looked at on the event loop
+MARGIN = 8  # tokens decoded beyond the longest stop, since a cut may spoil the first ones
+
+
+class StopMatcher:
+    """The stop strings of a request, and the tokens with which one of them can end.
+
+    `whole` are the tokens that hold a stop string by themselves, unless they are many: an engine
+    can stop at them without decoding anything. `has_tokens`: each stop string has one, and a
+    model that knows it will hardly ever spell it in other tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, texts: Sequence[str], stops: tuple[str, ...]) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
+        self._window = max(len(stop.encode()) for stop in stops) + MARGIN
+        lasts = {stop[-1] for stop in stops}
+        partial = any(not last.isascii() for last in lasts)
+        # A byte token can only complete a character that takes several bytes.
+        marks = lasts | {PARTIAL} if partial else lasts
+        self.candidates = frozenset(
+            index for index, text in enumerate(texts) if not marks.isdisjoint(text)
+        )
+        twice = [i for i in sorted(self.candidates) if any(stop in texts[i] for stop in stops)]
+        whole = tuple(i for i in twice if any(stop in self._decode([i]) for stop in stops))
+        self.whole = whole if len(whole) <= MAX_WHOLE else ()
+        held = [self._decode([index]) for index in self.whole]
+        self.has_tokens = all(any(stop in text for text in held) for stop in stops)
+
+    def match(self, token_ids: list[int]) -> str | None:
+        """The stop string that comes first in the text of the sampled tokens, if there is one.
+
+        To be asked after each token of `candidates`: only the end of the list is decoded.
+        """
+        start = max(0, len(token_ids) - self._window)
+        text = self._decode(token_ids[start:])
+        while start and text.startswith(PARTIAL):  # the cut went through a character
+            start -= 1
+            text = self._decode(token_ids[start:])
+        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        return min(found)[1] if found else None
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+
+class StopStrings:
+    """Makes and keeps the matchers of one model directory; reads tokenizer.json when first used."""
+
+    def __init__(self, model_path: Path, vocab_size: int) -> None:
+        self._path = model_path / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self._tokenizer: Tokenizer | None = None
+        self._texts: list[str] = []
+        self._loading = Lock()
+        self._matchers: dict[tuple[str, ...], StopMatcher] = {}
+        self._making: dict[tuple[str, ...], asyncio.Task[StopMatcher | None]] = {}
+
+    async def ready(self, stops: tuple[str, ...]) -> StopMatcher | None:
+        """Like `matcher`, which looks at each token of the vocabulary for new strings, and for the
+        first ones decodes them all: seconds of a large one, off the event loop."""
+        if not stops or stops in self._matchers or self._vocab_size <= MAX_AT_ONCE:
+            return self.matcher(stops)
+        if stops not in self._making:
+            self._making[stops] = asyncio.create_task(self._make(stops))
+        return await asyncio.shield(self._making[stops])
+
+    async def _make(self, stops: tuple[str, ...]) -> StopMatcher | None:
+        try:
+            return await in_thread(self.matcher, stops)
+        finally:
+            del self._making[stops]
+
+    def matcher(self, stops: tuple[str, ...]) -> StopMatcher | None:
+        """The matcher of these strings, None for none.
+
+        Raises EngineError for an empty string or when the directory has no tokenizer.json.
+        """
+        if not stops:
+            return None
+        if stops not in self._matchers:
+            if not all(stops):
+                raise EngineError("a stop string is empty")
+            tokenizer = self._load()
+            self._matchers[stops] = StopMatcher(tokenizer, self._texts, stops)
+        return self._matchers[stops]
+
+    def _load(self) -> Tokenizer:
+        with self._loading:
+            return self._load_once()
+
+    def _load_once(self) -> Tokenizer:
+        if self._tokenizer is None:
+            if not self._path.is_file():
+                raise EngineError(f"stop strings need {self._path}, which does not exist")
+            from tokenizers import Tokenizer
+
+            tokenizer = Tokenizer.from_file(str(self._path))
+            # Each token twice: some decoders strip a space at the start, the second one has it.
+            # One by one, since decode_batch starts a pool of threads that dislikes forks.
+            self._texts = [
+                tokenizer.decode([index, index], skip_special_tokens=False)
+                for index in range(self._vocab_size)
+            ]
+            self._tokenizer = tokenizer
+        return self._tokenizer

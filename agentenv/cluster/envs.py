@@ -1,18 +1,17 @@
 """Environments in processes of their own: their host's end of the link, and the process's.
 
-    EnvWorkers.make(task) --> WorkerEnv, an Env --Begin, Step, ..--> EnvServer: the process with the
-                                  ^                                    fewest environments
+    EnvWorkers.make(task) --> WorkerEnv, an Env --Call--> EnvServer: the process with the fewest
+                                  ^                        |            environments
                                   +---- Begun, Awaits, Gave, Failed
 
-    host                                  process
-    Begin(call, env, task)   ----->       makes an environment, unless it has it, and resets it
-    Step, End, Copy, Close   ----->       the other calls of agentenv.env.Env
-                             <-----  Begun      the process begins the call
-                             <-----  Awaits     what the call awaits, and whether its clock runs
-                             <-----  Gave       its result
-                             <-----  Failed     its error
-    Cancel(call)             ----->       the result is not wanted any more
-                             <-----  Alive, Say    as agentenv/cluster/messages.py has them
+    host                              process
+    Call(call, env, method)  ----->   the calls of agentenv.env.Env
+                             <-----   Begun      the process begins the call
+                             <-----   Awaits     what the call awaits, and whether its clock runs
+                             <-----   Gave       its result
+                             <-----   Failed     its error
+    Cancel(call)             ----->   the result is not wanted any more
+                             <-----   Alive, Say    as agentenv/cluster/messages.py has them
 
 `env` names an environment, and a call is one of those of Env; both are numbers on one link.
 
@@ -30,7 +29,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from traceback import format_exception
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import msgspec
 from msgspec import Struct
@@ -45,56 +44,29 @@ from agentenv.outcomes import check_finish, check_reset, check_step
 from agentenv.types import Info, Limit, Message, Task
 from agentenv.worker_group import Left, Worker, WorkerGroup, named, raised, serve
 
-
-class Begin(Struct, array_like=True, frozen=True, tag=1):
-    """`Env.reset`. The others are its arguments."""
-
-    call: int
-    env: int
-    task: Task
-    seed: int | None
-    options: dict[str, Any] | None
+Method = Literal["reset", "step", "finish", "fork", "close"]
 
 
-class Step(Struct, array_like=True, frozen=True, tag=2):
-    """`Env.step`."""
+class Call(Struct, array_like=True, frozen=True, tag=1):
+    """A call of `method` of Env, with its arguments; the copy of a fork is called `copy`. A reset
+    makes the environment first, unless the process has it; a close comes after all other calls of
+    the environment, which are cancelled."""
 
     call: int
     env: int
-    action: Message
-
-
-class End(Struct, array_like=True, frozen=True, tag=3):
-    """`Env.finish`."""
-
-    call: int
-    env: int
-    reason: Limit
-    action: Message | None
-
-
-class Copy(Struct, array_like=True, frozen=True, tag=4):
-    """`Env.fork`; the copy is called `copy`."""
-
-    call: int
-    env: int
-    copy: int
-
-
-class Close(Struct, array_like=True, frozen=True, tag=5):
-    """`Env.close`, after all other calls of it, which are cancelled."""
-
-    call: int
-    env: int
+    method: Method
+    task: Task | None = None
+    seed: int | None = None
+    options: dict[str, Any] | None = None
+    action: Message | None = None
+    reason: Limit | None = None
+    copy: int = -1
 
 
 class Cancel(Struct, array_like=True, frozen=True, tag=6):
     """Cancel a call; not answered."""
 
     call: int
-
-
-Call = Begin | Step | End | Copy | Close
 
 
 class Begun(Struct, array_like=True, frozen=True, tag=11):
@@ -141,6 +113,10 @@ read_answer = msgspec.msgpack.Decoder(Begun | Awaits | Gave | Failed | Alive | S
 
 PLACE = "a process for environments"
 MAX_RESETS = 3  # more of an env whose process is lost meanwhile
+
+
+def _name(method: Method) -> str:
+    return f"the environment's {method}"
 
 
 class _Pending:
@@ -201,13 +177,13 @@ class EnvWorkers(WorkerGroup[_Process]):
         """A fresh number for an environment or a call."""
         return next(self._numbers)
 
-    async def ask(self, process: _Process, call: Call, what: str, task_id: str) -> Gave:
+    async def ask(self, process: _Process, call: Call, task_id: str) -> Gave:
         """The result of a call. Raises the environment's error, and EnvError if the process is
         gone."""
         if process.why_gone:
             raise EnvError(process.why_gone)
         with doing(PLACE):
-            pending = process.calls[call.call] = _Pending(what, task_id)
+            pending = process.calls[call.call] = _Pending(_name(call.method), task_id)
             pending.wait.begin()
             process.link.send(pack(call))
             try:
@@ -306,10 +282,8 @@ class WorkerEnv:
                 self._process = await self._workers.place()
                 self._number = self._workers.number()
                 self._process.num_envs += 1
-            call = self._workers.number()
-            begin = Begin(call, self._number, self._task, seed, options)
             try:
-                gave = await self._ask(begin, "the environment's reset")
+                gave = await self._ask("reset", task=self._task, seed=seed, options=options)
                 break
             except CrashError:
                 raise
@@ -321,25 +295,22 @@ class WorkerEnv:
         return gave.messages, gave.info
 
     async def step(self, action: Message) -> StepResult:
-        call = Step(self._workers.number(), self._number, action)
-        gave = await self._ask(call, "the environment's step")
+        gave = await self._ask("step", action=action)
         self._mode = gave.fork_mode
         return gave.messages, gave.reward, gave.terminated, gave.truncated, gave.info
 
     async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
-        call = End(self._workers.number(), self._number, reason, action)
-        gave = await self._ask(call, "the environment's finish")
+        gave = await self._ask("finish", reason=reason, action=action)
         return gave.reward, gave.info
 
     async def fork(self) -> Self:
         other = type(self)(self._workers, self._task)
         other._number = self._workers.number()
-        call = Copy(self._workers.number(), self._number, other._number)
         try:
-            gave = await self._ask(call, "the environment's fork")
+            gave = await self._ask("fork", copy=other._number)
         except BaseException:  # the copy may have been made
             if self._process is not None:
-                unwanted = Close(self._workers.number(), other._number)
+                unwanted = Call(self._workers.number(), other._number, "close")
                 self._process.link.send(pack(unwanted))
             raise
         assert self._process is not None
@@ -353,9 +324,7 @@ class WorkerEnv:
             return
         if self._closing is None:
             self._process.num_envs -= 1
-            call = Close(self._workers.number(), self._number)
-            asking = self._ask(call, "the environment's close")
-            self._closing = asyncio.ensure_future(asking)
+            self._closing = asyncio.ensure_future(self._ask("close"))
             self._closing.add_done_callback(heed)
         try:
             await asyncio.shield(self._closing)
@@ -363,10 +332,13 @@ class WorkerEnv:
             if not self._process.why_gone:
                 raise
 
-    async def _ask(self, call: Call, what: str) -> Gave:
-        if self._process is None or (self._closing is not None and not isinstance(call, Close)):
+    async def _ask(self, method: Method, **arguments: Any) -> Gave:
+        is_over = self._closing is not None and method != "close"
+        if self._process is None or is_over:
+            what = _name(method)
             raise EnvError(f"task {self._task.id}: {what} before its reset or after its close")
-        return await self._workers.ask(self._process, call, what, self._task.id)
+        call = Call(self._workers.number(), self._number, method, **arguments)
+        return await self._workers.ask(self._process, call, self._task.id)
 
 
 LAST_S = 10.0  # for environments to close after the host is gone
@@ -407,7 +379,7 @@ class EnvServer:
             if asked.call in self._calls:
                 self._calls[asked.call].cancel()
             return
-        concerned = {asked.env, asked.copy if isinstance(asked, Copy) else asked.env}
+        concerned = {asked.env, asked.copy if asked.method == "fork" else asked.env}
         before = [task for env in concerned for task in self._of.get(env, ())]
         task = group.create_task(self._answer(asked, before))
         self._calls[asked.call] = task
@@ -442,32 +414,30 @@ class EnvServer:
         self._link.flush()
 
     async def _call(self, asked: Call, before: list[asyncio.Task[None]]) -> Gave:
-        if isinstance(asked, Close):
+        number, what = asked.call, _name(asked.method)
+        if asked.method == "close":
             return await self._close(asked, before)
-        if isinstance(asked, Begin):
+        if asked.method == "reset":
             return await self._reset(asked)
         env = self._envs.get(asked.env)
         if env is None:
             raise EnvError("called before reset or after close")
-        number = asked.call
-        match asked:
-            case Step():
-                given = await guarded(env.step(asked.action), "the environment's step")
-                observation, reward, terminated, truncated, info = check_step(given)
-                mode = env.fork_mode
-                return Gave(number, mode, observation, reward, terminated, truncated, info)
-            case End():
-                finishing = env.finish(asked.reason, asked.action)
-                reward, info = check_finish(await guarded(finishing, "the environment's finish"))
-                return Gave(number, env.fork_mode, reward=reward, info=info)
-            case Copy():
-                copy = await guarded(env.fork(), "the environment's fork")
-                self._envs[asked.copy] = copy
-                return Gave(number, copy.fork_mode)
+        if asked.method == "fork":
+            copy = self._envs[asked.copy] = await guarded(env.fork(), what)
+            return Gave(number, copy.fork_mode)
+        if asked.method == "finish":
+            assert asked.reason is not None
+            given = await guarded(env.finish(asked.reason, asked.action), what)
+            reward, info = check_finish(given)
+            return Gave(number, env.fork_mode, reward=reward, info=info)
+        assert asked.action is not None
+        step = check_step(await guarded(env.step(asked.action), what))
+        return Gave(number, env.fork_mode, *step)
 
-    async def _reset(self, asked: Begin) -> Gave:
+    async def _reset(self, asked: Call) -> Gave:
         env = self._envs.get(asked.env)
         if env is None:
+            assert asked.task is not None
             try:
                 env = self._make_env(asked.task)
             except AgentEnvError:
@@ -479,7 +449,7 @@ class EnvServer:
         observation, info = check_reset(await guarded(resetting, "the environment's reset"))
         return Gave(asked.call, env.fork_mode, observation, info=info)
 
-    async def _close(self, asked: Close, before: list[asyncio.Task[None]]) -> Gave:
+    async def _close(self, asked: Call, before: list[asyncio.Task[None]]) -> Gave:
         for task in before:
             task.cancel()
         await asyncio.gather(*before, return_exceptions=True)

@@ -19,16 +19,8 @@ from msgspec import Struct
 
 from agentenv.engine import check_request
 from agentenv.engines.pool import PooledEngineConfig
-from agentenv.engines.remote import (
-    Answer,
-    BusyError,
-    LabelledSpan,
-    PartEnd,
-    Request,
-    ServerLoad,
-    ServerLostError,
-)
-from agentenv.engines.remote.base import HEALTH_S, read_metrics
+from agentenv.engines.remote import BusyError, PartEnd, Request, ServerLoad, ServerLostError
+from agentenv.engines.remote.base import HEALTH_S, Answer, LabelledSpan
 from agentenv.engines.remote.client import Count, HttpClient, Logprob, RefusedError
 from agentenv.engines.remote.probes import (
     SGLANG_TRANSFER,
@@ -38,6 +30,7 @@ from agentenv.engines.remote.probes import (
     TokenLogprob,
     check_logprobs,
     probe_sglang,
+    read_metrics,
 )
 from agentenv.engines.remote.weight_sync import WeightSync
 from agentenv.engines.remote.weights import Bucket, Group, Manifest

@@ -20,17 +20,15 @@ from msgspec import Struct
 from agentenv.engine import check_request
 from agentenv.engines.pool import PooledEngineConfig
 from agentenv.engines.remote import (
-    Answer,
     BrokenOffError,
     BusyError,
     ForeignWeightsError,
-    LabelledSpan,
     PartEnd,
     Request,
     ServerLoad,
     ServerLostError,
 )
-from agentenv.engines.remote.base import read_metrics
+from agentenv.engines.remote.base import Answer, LabelledSpan
 from agentenv.engines.remote.client import (
     Count,
     FailedError,
@@ -51,6 +49,7 @@ from agentenv.engines.remote.probes import (
     VLLMFacts,
     check_trial,
     probe_vllm,
+    read_metrics,
 )
 from agentenv.engines.remote.weight_sync import WeightSync
 from agentenv.engines.remote.weights import Bucket, Group, Wire, check_adapter, is_adapter

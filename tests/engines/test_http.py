@@ -18,8 +18,8 @@ from agentenv.engines.remote import (
     BusyError,
     NoDescriptorError,
     ServerLostError,
-    top_k_entropies,
 )
+from agentenv.engines.remote.base import top_k_entropies
 from agentenv.engines.remote.client import FailedError, HttpClient, RefusedError
 from agentenv.errors import ConfigError, EngineError
 from agentenv.pipelines.run.terminal import is_shown

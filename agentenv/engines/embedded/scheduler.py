@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentenv.engine import StopMatcher, StopStrings
 from agentenv.engines.embedded.model import (
     Batch,
     DecodeGroup,
@@ -29,7 +30,6 @@ from agentenv.engines.embedded.model import (
     SlotCache,
 )
 from agentenv.engines.embedded.weights import Architecture, Weights
-from agentenv.engines.remote.stop_strings import StopMatcher, StopStrings
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 

@@ -23,7 +23,7 @@ from typing import Generic, Literal, TypeVar
 from msgspec.structs import replace
 
 from agentenv.deadline import doing, doubting, end, uncancelled, waiting
-from agentenv.engine import extend_spans
+from agentenv.engine import StopMatcher, StopStrings, extend_spans
 from agentenv.engines.pool.server import (
     SILENT,
     WATCH_S,
@@ -48,7 +48,6 @@ from agentenv.engines.remote import (
     Request,
     ServerLostError,
 )
-from agentenv.engines.remote.stop_strings import StopMatcher, StopStrings
 from agentenv.errors import EngineError
 from agentenv.server_config import PoolConfig
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan

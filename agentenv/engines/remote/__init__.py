@@ -1,4 +1,4 @@
-"""Requests to an engine server behind HTTP, how they end, and answers read into chunks.
+"""Requests to an engine server behind HTTP, and how they end.
 
 EnginePool (pool/pool.py)    which server, retries, continuation after a loss, concurrency, versions
     |
@@ -7,16 +7,13 @@ WeightSync (weight_sync.py)  one URL: one request, one abort, one load of weight
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from math import inf, nan
-from typing import Literal, cast
+from collections.abc import Sequence
+from typing import Literal
 
-import numpy as np
 from msgspec import Struct
 
 from agentenv.errors import EngineError
-from agentenv.types import Chunk, SamplingParams, VersionSpan
+from agentenv.types import SamplingParams, VersionSpan
 
 
 class ServerLostError(EngineError):
@@ -117,86 +114,3 @@ class PartEnd(Struct, frozen=True):
     stop: str | None = None
     entropy_kind: Literal["exact", "top_k"] = "exact"
     num_cached_tokens: int = 0
-
-
-def top_k_entropies(positions: Sequence[Sequence[float]]) -> list[float]:
-    """-sum p ln p - r ln r in nats of each position, from its largest log-probs; r = 1 - sum p, all
-    that is left, is taken as one token.
-
-    A lower bound of the entropy: splitting the remainder can only add to it. Exact if a position
-    has the log-probs of the whole vocabulary. Tokens that cannot be sampled may be listed with
-    -inf, or with a very low number in its place.
-    """
-    if not positions:
-        return []
-    width = max(map(len, positions))
-    logprobs = np.array([[*one, *(-inf,) * (width - len(one))] for one in positions])
-    p = np.exp(logprobs)
-    parts = np.where(p > 0.0, logprobs, 0.0)
-    rest = np.maximum(1.0 - p.sum(1), 0.0)
-    entropies = -(p * parts).sum(1) - rest * np.log(np.where(rest > 0.0, rest, 1.0))
-    found: list[float] = np.maximum(entropies, 0.0).tolist()
-    return found
-
-
-class LabelledSpan(Struct, frozen=True):
-    """Tokens from `start` to `end` were sampled by the weights of a label."""
-
-    version: str
-    start: int
-    end: int
-
-
-class Answer(ABC):
-    """What a server streams for one request, event by event. `name_span` turns the label of weights
-    into their version; see RemoteServer."""
-
-    def __init__(
-        self,
-        server: str,
-        entropy_kind: Literal["exact", "top_k"],
-        name_span: Callable[[str, int, int], VersionSpan],
-        vocab_size: int,
-        *,
-        with_entropies: bool = True,
-    ) -> None:
-        self._with_entropies = with_entropies
-        self._server, self._name_span, self._vocab_size = server, name_span, vocab_size
-        self._reason: str | None = None  # why the turn ended
-        self._spans: list[LabelledSpan] = []
-        self._entropy_kind: Literal["exact", "top_k"] = entropy_kind
-        self._stop: str | None = None
-        self._num_cached_tokens = 0
-        self._num_tokens = 0  # so far
-
-    @abstractmethod
-    def add(self, event: bytes) -> Chunk | None:
-        """The new tokens of an event, if it has any. Raises ServerLostError for an error of the
-        engine, EngineError for a refusal or for tokens without a log-prob."""
-
-    def finish(self) -> PartEnd:
-        """The end. ServerLostError if the stream ended without a finish reason."""
-        if self._reason not in ("stop", "length", "abort"):
-            raise ServerLostError(f"{self._server} ended the stream with {self._reason!r}")
-        spans = [self._name_span(span.version, span.start, span.end) for span in self._spans]
-        if [0, *(s.end for s in spans)] != [*(s.start for s in spans), self._num_tokens]:
-            raise EngineError(
-                f"{self._server} gave version spans {spans} for {self._num_tokens} tokens"
-            )
-        reason = cast(Literal["stop", "length", "abort"], self._reason)
-        kind, num_cached = self._entropy_kind, self._num_cached_tokens
-        return PartEnd(reason, spans, self._num_tokens, self._stop, kind, num_cached)
-
-    def _chunk(
-        self, token_ids: list[int], logprobs: list[float], rivals: Sequence[Sequence[float]]
-    ) -> Chunk:
-        """The turn goes on by these tokens; `rivals` are the largest log-probs of each position."""
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
-            raise EngineError(
-                f"{self._server} sampled the token {max(token_ids)}, the vocabulary has "
-                f"{self._vocab_size}"
-            )
-        self._num_tokens += len(token_ids)
-        if not self._with_entropies:
-            return Chunk(token_ids, logprobs, [nan] * len(token_ids))
-        return Chunk(token_ids, logprobs, top_k_entropies(rivals))

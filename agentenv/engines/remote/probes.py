@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from math import nan
+from collections.abc import Mapping, Sequence
+from math import isfinite, nan
 from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
 from agentenv.engines.remote import PartEnd, Request, ServerInfo
-from agentenv.engines.remote.base import Facts, check_settings, vocabulary
+from agentenv.engines.remote.base import Facts
 from agentenv.engines.remote.client import (
     Count,
     HttpClient,
@@ -21,7 +21,7 @@ from agentenv.engines.remote.client import (
 )
 from agentenv.engines.remote.weight_sync import TransferRoutes
 from agentenv.engines.remote.weights import Layout, Wire, find_layout
-from agentenv.errors import ConfigError
+from agentenv.errors import ConfigError, EngineError
 from agentenv.offload import in_thread
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 
@@ -430,3 +430,50 @@ async def _ask(http: HttpClient, temperature: float, vocab_size: int) -> dict[in
     except (RefusedError, MalformedReplyError, IndexError) as error:
         raise ConfigError(f"{http.name}/generate returns no log-probs: {error}") from error
     return {token: logprob for logprob, token, _ in top if logprob is not None}
+
+
+# Checks of probes.
+
+
+def check_settings(name: str, *, speculative: Any, flag: str, quantization: str | None) -> None:
+    """Raises ConfigError for what changes the samples of a server."""
+    if speculative:
+        raise ConfigError(
+            f"{name} decodes speculatively, several tokens a step; its stop strings and log-probs "
+            "were not verified then: start it without "
+            f"{flag}"
+        )
+    if quantization:
+        raise ConfigError(
+            f"{name} runs quantized weights ({quantization}), which the learner's do not fit, and "
+            "whose log-probs differ from its own: start it without, or only ask it, with "
+            'engine.name = "openai"'
+        )
+
+
+def vocabulary(name: str, given: int | None, layout: Layout | None, model: str) -> int:
+    """Size of the served vocabulary. Raises ConfigError if it is unknown."""
+    size = given or (layout.vocab_size if layout is not None else None)
+    if size is None:
+        raise ConfigError(
+            f"{name} serves {model!r}, whose config.json cannot be read from here: give the size "
+            "of its vocabulary (vocab_size)"
+        )
+    return size
+
+
+def read_metrics(body: bytes, names: Mapping[str, object]) -> dict[str, list[float]]:
+    """Values of Prometheus text by name; a line is NAME{LABELS} VALUE. Raises EngineError for a
+    value that is no finite number."""
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for line in body.decode(errors="replace").splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in found:
+            try:
+                value = float(line.rpartition(" ")[2])
+            except ValueError:
+                value = nan
+            if not isfinite(value):
+                raise EngineError(f"the metrics of a server hold no number: {line[:200]!r}")
+            found[name].append(value)
+    return found

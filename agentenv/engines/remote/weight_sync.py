@@ -30,9 +30,7 @@ from typing import Any, ClassVar
 
 from msgspec import Struct
 
-from agentenv.engines.remote import (
-    ServerLostError,
-)
+from agentenv.engines.remote import ServerLostError
 from agentenv.engines.remote.base import F, RemoteServer, post
 from agentenv.engines.remote.client import (
     FailedError,
@@ -104,7 +102,7 @@ class WeightSync(RemoteServer[F]):
         and nothing may be asked of it but `wake`, `healthy` and `close`. Feature "sleep" only.
         """
         async with self._changing:
-            if self._tasks:  # of a load that was broken off: they resume it
+            if self._tasks:  # of a load that was aborted: they resume it
                 await asyncio.wait(self._tasks)
             self._doubt = "it sleeps"
             await self._fall_asleep()
@@ -183,7 +181,7 @@ class WeightSync(RemoteServer[F]):
         routes = self.transfer
         try:
             await self._post(routes.start, routes.empty)
-        except (RefusedError, FailedError):  # an earlier update was broken off between two buckets
+        except (RefusedError, FailedError):  # an earlier update was aborted between two buckets
             with suppress(EngineError):
                 await self._post(routes.finish, routes.empty)
             await self._post(routes.start, routes.empty)
