@@ -161,9 +161,9 @@ class Link:
 
 def hold_port(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
     """A socket bound to a port, 0 for any that is free. Until it is closed the system gives that
-    port to nobody who asks for any port. Who is told it can listen there, and again after its end,
-    if it sets SO_REUSEADDR as asyncio, uvloop and the engines do; a connection is refused
-    meanwhile. Raises OSError if the port cannot be had.
+    port to nobody who asks for any port. A process that is given the port can listen there, and
+    again after its end, if it sets SO_REUSEADDR as asyncio, uvloop and the engines do; a connection
+    is refused meanwhile. Raises OSError if the port cannot be had.
     """
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:

@@ -16,17 +16,15 @@ ends the process with all its descendants when this one ends, however that happe
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -43,6 +41,8 @@ from agentenv.worker_group import (
     Reception,
     Refusal,
     WorkerGroup,
+    WorkerSpec,
+    own_code,
     raised,
     read_first,
     read_hello,
@@ -175,10 +175,10 @@ class Restarts:
 
 
 class Placement(Protocol):
-    """Where processes run. `host` is the address of this process for them. `is_patient`: a process
-    may have to wait for room, without a bound."""
+    """Where processes run. `host` is the address of this process for them. `waits_for_room`: a
+    process may have to wait for room, without a bound."""
 
-    is_patient: bool
+    waits_for_room: bool
 
     @property
     def host(self) -> str: ...
@@ -200,7 +200,7 @@ class LocalPlacement:
     """This machine."""
 
     host = "127.0.0.1"
-    is_patient = False
+    waits_for_room = False
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self._grace_s = grace_s
@@ -221,7 +221,7 @@ class LocalPlacement:
 class ExternalPlacement:
     """Machines on which others start the processes: Slurm, Kubernetes, or a person."""
 
-    is_patient = True
+    waits_for_room = True
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -246,50 +246,6 @@ NUMBER_VARIABLE = "AGENTENV_WORKER_NUMBER"
 FIRST_BREAK_S, MAX_BREAK_S = 1.0, 60.0
 ENDED_S = 3.0  # from the end of a link to that of its process, on a busy machine
 POLL_S, REPORT_S = 1.0, 5.0  # of an outage of all workers
-
-
-@cache
-def own_code() -> str:
-    """A digest of this project's sources on this machine; equal digests are equal code."""
-    digest = hashlib.blake2b(digest_size=6)
-    sources = (
-        Path(folder, file)
-        for folder, _, files in os.walk(PACKAGES / "agentenv", followlinks=True)
-        for file in files
-    )
-    for path in sorted(path for path in sources if path.suffix == ".py"):
-        digest.update(f"{path.relative_to(PACKAGES)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-class WorkerSpec(NamedTuple):
-    """The workers of one kind: the module that each runs, its name before its number, a noun for
-    people, their number, and the configuration table with the bounds. The rest is for placements
-    that may have to wait: how many must be there at the start, for how long there may be none, the
-    port of this process (0: any), variables to pass on, resources of each, and the interpreter."""
-
-    module: str
-    name: str
-    one: str
-    num: int
-    start_timeout_s: float
-    max_restarts: int
-    table: str = ""
-    min_num: int | None = None
-    max_outage_s: float = 0.0
-    port: int = 0
-    env: Sequence[str] = ()
-    resources: Mapping[str, float] = {}
-    python: str = ""
-
-    @property
-    def least(self) -> int:
-        """How many must be there at the start."""
-        return self.num if self.min_num is None else self.min_num
-
-    def key(self, name: str) -> str:
-        """The configuration key, for messages."""
-        return f" ({self.table}.{name})" if self.table else ""
 
 
 class Supervisor:
@@ -368,7 +324,7 @@ class Supervisor:
         WorkerError only where too few workers are left to come."""
         spec, waiting = self._spec, set(starting)
         num_there = num_lost = 0
-        patience_s = spec.start_timeout_s if self._placement.is_patient else None
+        patience_s = spec.start_timeout_s if self._placement.waits_for_room else None
         try:
             async with asyncio.timeout(patience_s):
                 while num_there < spec.least:
@@ -411,7 +367,7 @@ class Supervisor:
             late += spec.key("start_timeout_s")
             raise await in_thread(self._failure, number, late) from error
         except EOFError as error:
-            raise await in_thread(self._failure, number, f"broke off: {error}") from error
+            raise await in_thread(self._failure, number, f"has gone: {error}") from error
         finally:
             ended.cancel()
         if isinstance(first, Refusal):

@@ -368,16 +368,16 @@ class Leases:
         self._sought: dict[int, asyncio.Future[PooledServer]] = {}
         self._held: dict[int, _Held] = {}
 
-    def hear(self, told: Acquire | FirstToken | Release) -> None:
+    def hear(self, said: Acquire | FirstToken | Release) -> None:
         """A message of the worker."""
-        if isinstance(told, Acquire):
-            return self._seek(told)
-        held = self._held.get(told.number)
-        if isinstance(told, Release):
-            for name, number in told.counts.items():  # half the time of Counter.update
+        if isinstance(said, Acquire):
+            return self._seek(said)
+        held = self._held.get(said.number)
+        if isinstance(said, Release):
+            for name, number in said.counts.items():  # half the time of Counter.update
                 self._pool.counts[name] += number
             if held:
-                self._settle(held, told)
+                self._settle(held, said)
                 self._free(held)
         elif held:
             held.server.receive(0)
@@ -405,7 +405,7 @@ class Leases:
         avoid = [one for one in pool.servers if one.number in asked.avoid] if asked.avoid else ()
         slot = pool.queue.seek(asked.session, asked.order, avoid)
         if isinstance(slot, PooledServer):
-            self._seat(asked.number, slot)
+            self._grant(asked.number, slot)
         else:
             self._sought[asked.number] = slot
             slot.add_done_callback(partial(self._found, asked))
@@ -420,7 +420,7 @@ class Leases:
             return self._refuse(asked.number, error)
         server = slot.result()
         if is_wanted and not server.is_asleep:  # since the slot was given
-            return self._seat(asked.number, server)
+            return self._grant(asked.number, server)
         self._pool.queue.free(server)
         if is_wanted:
             self._seek(asked)
@@ -432,7 +432,7 @@ class Leases:
     def _refuse(self, number: int, error: BaseException) -> None:
         self._link.send(pack(Refused(number, *named(error), is_final=False)))
 
-    def _seat(self, number: int, server: PooledServer) -> None:
+    def _grant(self, number: int, server: PooledServer) -> None:
         held = self._held[number] = _Held(self._pool, self._link, number, server)
         client, version = server.client, server.policy_version
         granted = Granted(
@@ -450,7 +450,7 @@ class Leases:
         self._pool.queue.free(held.server)
 
     def _settle(self, held: _Held, left: Release) -> None:
-        """Judge the server by the requests of a worker. Of what ended since it was broken off
+        """Judge the server by the requests of a worker. Of what ended since it was aborted
         nothing is new; the server may be back by the time the worker reports it."""
         server, outcome = held.server, left.outcome
         server.num_requests += left.num_requests

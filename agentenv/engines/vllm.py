@@ -164,7 +164,7 @@ class VLLMAnswer(Answer):
             text = f"{self._server} streamed what vLLM {VLLM_TRIED} does not: {error}"
             raise ServerLostError(text) from None
         if (failure := found.error) is not None:
-            text = f"{self._server} broke off: {failure.message}"
+            text = f"{self._server} aborted the request: {failure.message}"
             if failure.code == 429:
                 raise BusyError(text)
             kind = FailedError if failure.code >= 500 else RefusedError
@@ -202,11 +202,11 @@ METRICS: dict[str, Callable[[list[float]], float]] = {
 
 
 class Sent:
-    """A request on the server, which can be broken off; `on_purpose`: nothing is wrong, it may be
+    """A request on the server, which can be aborted; `on_purpose`: nothing is wrong, it may be
     sent again at once."""
 
     def __init__(self, on_chunk: Callable[[Chunk], None]) -> None:
-        self.timeout = asyncio.timeout(None)  # to be entered; it expires when broken off
+        self.timeout = asyncio.timeout(None)  # to be entered; it expires when aborted
         self.has_tokens = self.on_purpose = False
         self._on_chunk = on_chunk
 
@@ -231,7 +231,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
 
     LoRA adapters are served one at a time, each version under a name of its own: the name is part
     of the key of vLLM's prefix cache, and requests name the adapter that they want, so that
-    versions cannot mix. Running requests are broken off, since one cannot change its adapter; they
+    versions cannot mix. Running requests are aborted, since one cannot change its adapter; they
     go on from their tokens under the new one.
     """
 

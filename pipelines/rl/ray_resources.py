@@ -17,7 +17,7 @@ from agentenv.pipelines.setup.data import Say
 from agentenv.pipelines.workers.engine_worker import SLACK_S, ClusterServers
 from agentenv.pipelines.workers.ray_placement import RayPlacement, RaySetup
 from agentenv.server_config import LaunchConfig
-from agentenv.supervisor import WorkerSpec
+from agentenv.worker_group import WorkerSpec
 
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray accepts; nothing of ours uses it
 

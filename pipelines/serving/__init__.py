@@ -4,26 +4,22 @@ scale-out and dev routes, log-probs of the sampled distribution, and on the CPU 
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentenv.engine import EngineConfig
 from agentenv.errors import ConfigError
 from agentenv.learners.learner import LearnerConfig
+from agentenv.model_files import num_experts, read_model_config
 from agentenv.pipelines.config.cluster import RayCluster
+from agentenv.server_config import SGLANG_RESERVED, LaunchConfig, Served
 
 if TYPE_CHECKING:
     from agentenv.pipelines.config.rl import ResourcesConfig, TrainConfig
-import asyncio
-import importlib.util
-import sys
-from typing import Any
-
-from agentenv.model_files import num_experts, read_model_config
-from agentenv.offload import kill, start_process
-from agentenv.server_config import SGLANG_RESERVED, LaunchConfig, Served
 
 
 def visible_gpus() -> list[str]:
@@ -136,11 +132,6 @@ VLLM_CPU_EXTENSION = "agentenv_vllm_cpu.WorkerExtension"  # packs head and exper
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MIN_BATCHED_TOKENS = 4096  # of one step of vLLM on the CPU
 SGLANG_CPU_PLATFORM = "plaincpu"
-PLUGIN = "tests/engines/vllm_support"  # takes broadcasts where there is no NCCL, beside vLLM
-_HAS_PLUGIN = (
-    "import importlib.util, sys; "
-    "sys.exit(importlib.util.find_spec('agentenv_vllm_broadcast') is None)"
-)
 CPU_CACHE_GIB = 1  # of keys and values, where there is no GPU
 MAX_CPU_TOKENS = 65536  # of SGLang's cache on the CPU
 HOW_TO_MAKE = {
@@ -166,28 +157,6 @@ def find_python(engine: str, config: LaunchConfig, key: str) -> str:
         f"{key}: {engine} is neither installed for {sys.executable} nor in {path} of this folder: "
         f"{HOW_TO_MAKE[engine]}; or name an interpreter with {key}.python"
     )
-
-
-PROBE_S = 120.0  # a Python that looks for a package, on a cold disk
-
-
-async def check_plugin(python: str, key: str) -> None:
-    """Raises ConfigError unless vLLM's environment has the package that takes broadcasts on the
-    CPU; vLLM itself would end with an unknown backend, after loading the model."""
-    process = await start_process(python, "-c", _HAS_PLUGIN)
-    try:
-        async with asyncio.timeout(PROBE_S):
-            status = await process.wait()
-    except TimeoutError as error:
-        raise ConfigError(f"{key}.python: {python} did not start within {PROBE_S:g} s") from error
-    finally:
-        await kill(process)
-    if status:
-        raise ConfigError(
-            f'{key}: engine.weights = "broadcast" on the CPU needs the package of {PLUGIN} beside '
-            "vLLM: "
-            f"`{python} -m pip install ./{PLUGIN}`"
-        )
 
 
 def command(python: str, served: Served, config: LaunchConfig) -> list[str]:

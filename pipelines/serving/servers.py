@@ -26,7 +26,6 @@ from agentenv.link import hold_port, port_of
 from agentenv.offload import in_thread
 from agentenv.pipelines.serving import (
     GpuPlan,
-    check_plugin,
     command,
     environment,
     find_python,
@@ -195,8 +194,6 @@ class ServerFactory:
         EngineError for a server that does not come up.
         """
         specs = self._specs(served, config, key)
-        if served.broadcast and served.engine == "vllm" and self._on_cpu(config, key):
-            await check_plugin(specs[0].command[0], key)
         started = [ServerProcess(spec, self._folder, self._say) for spec in specs]
         for process in started:
             self._stack.push_async_callback(process.close)

@@ -26,8 +26,8 @@ from agentenv.pipelines.serving.servers import ServerFactory
 from agentenv.pipelines.setup import data
 from agentenv.pipelines.workers import main
 from agentenv.server_config import LaunchConfig, Served, ServersConfig
-from agentenv.supervisor import Placement, Supervisor, WorkerSpec
-from agentenv.worker_group import Left, Worker, WorkerGroup, serve
+from agentenv.supervisor import Placement, Supervisor
+from agentenv.worker_group import Left, Worker, WorkerGroup, WorkerSpec, serve
 
 URL = "serves at "  # begins the first sentence of a process
 SLACK_S = 120.0  # for a process to be placed, beside what the server takes
@@ -106,7 +106,7 @@ class ClusterServers(WorkerGroup[Worker]):
         self.report(f"engine servers: {reason}")
 
     def leave(self, name: str, within_s: float) -> None:
-        """The node of a server is about to end: its turns go on elsewhere, and so does it."""
+        """The node of a server is about to end: server and turns move to another one."""
         if (worker := self.workers.get(name)) is not None:
             self.report(f"{name} leaves with its node, within {within_s:.0f} s")
             worker.link.close()

@@ -53,7 +53,7 @@ SHOWN = {
         *("vllm_config/model_config/quantization", "vllm_config/speculative_config"),
         *("vllm_config/parallel_config/data_parallel_size", "dp_size", "quantization"),
         *("incremental_streaming_output", "speculative_algorithm"),
-        *("vllm_config/model_config/max_logprobs", "vllm_config/scheduler_config"),
+        "vllm_config/model_config/max_logprobs",
         *("vllm_config/parallel_config/worker_extension_cls", "version", "max_req_input_len"),
         *("sampling_mask_max_tokens", "enable_metrics", "skip_tokenizer_init"),
     ),

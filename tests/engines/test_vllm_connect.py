@@ -57,11 +57,6 @@ BY_ANSWER: dict[str, tuple[str, Change, str]] = {
         changed(*SETTINGS, "max_logprobs", to=5),
         "at most 5 .* entropy_top_k is 20: start it with --max-logprobs 20",
     ),
-    "prompts in parts on the CPU": (
-        "/server_info",
-        changed("vllm_config", "scheduler_config", "enable_chunked_prefill", to=True),
-        "start it with --no-enable-chunked-prefill",
-    ),
     "no figures": ("/metrics", lambda text: "", "start it without --disable-log-stats"),
 }
 BY_REQUEST: dict[str, tuple[str, Change, str]] = {

@@ -9,31 +9,27 @@ Broadcast     weights that all servers of the pool receive at once
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from agentenv.backoff import backoff_s
+from agentenv.deadline import uncancelled
 from agentenv.engines.pool.server import FIRST_CLOSED_S, PooledServer, State
 from agentenv.engines.remote import BusyError, NoDescriptorError, Request, ServerLostError
 from agentenv.engines.remote.base import sampled
 from agentenv.engines.remote.weight_sync import Server
-from agentenv.engines.remote.weights import Group, Manifest, Sender
+from agentenv.engines.remote.weights import Group, Manifest, Sender, TransferError
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import SamplingParams
 
 if TYPE_CHECKING:
     from agentenv.engines.pool.pool import EnginePool
-import logging
-import secrets
-from collections.abc import Sequence
-from typing import Any
-
-from agentenv.deadline import uncancelled
-from agentenv.engines.remote.weights import TransferError
 
 
 class Target(Struct, frozen=True):
@@ -366,7 +362,7 @@ class Keeper:
                 server.drop(f"its weights are in doubt: {lost}")
                 raise lost from error
             except (ServerLostError, asyncio.CancelledError) as error:
-                text = str(error) or "their load was broken off"
+                text = str(error) or "their load was aborted"
                 server.drop(f"its weights are in doubt: {text}")
                 raise
             finally:

@@ -98,7 +98,6 @@ class _Settings(Struct):
 
     device_config: dict[str, Any]
     model_config: _ModelSettings
-    scheduler_config: dict[str, Any]
     parallel_config: dict[str, Any]
     weight_transfer_config: dict[str, Any] | None = None
     speculative_config: dict[str, Any] | None = None
@@ -133,8 +132,6 @@ async def probe_vllm(http: HttpClient, vocab_size: int | None, entropy_top_k: in
         flag="--speculative-config",
         quantization=info.model_config.quantization,
     )
-    if cpu:
-        _check_prefill(http.name, info.scheduler_config)
     root = model.root or ""
     layout = await in_thread(find_layout, [Path(root)])
     extension = str(info.parallel_config.get("worker_extension_cls") or "")
@@ -194,14 +191,6 @@ def _check_packed(name: str, version: str, layout: Layout) -> None:
                 f"{what} when weights are loaded: start it with --worker-extension-cls "
                 f"{EXTENSION}, or use {other}"
             )
-
-
-def _check_prefill(name: str, settings: dict[str, Any]) -> None:
-    if settings.get("enable_chunked_prefill"):
-        raise ConfigError(
-            f"{name} runs on the CPU and computes long prompts in parts, of which vLLM "
-            "dies when a request has a seed: start it with --no-enable-chunked-prefill"
-        )
 
 
 def check_trial(
