@@ -47,10 +47,9 @@ What an environment of your own needs can be imported from here; the rest lives 
     processes  cluster/   rollouts and environments in processes of their own
                offload    threads and processes beside the event loop
                guard      none outlives its starter
-               processes  one process: its log, its end, its restarts, where it runs
-               supervisor, worker_group, link   workers: start, handshake, liveness, restart
+               supervisor  one process, where it runs, restarts; and workers of one kind
+               worker_group, link   handshake, liveness, messages; ports held for servers
                worker_pool   jobs that may hang or crash
-               ports      held for those that will listen
                virtual_clock   under which a whole run is the same each time
     strangers  crashes    bugs of users' code
                failures   of rollouts: logged once, counted, bounded

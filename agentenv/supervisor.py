@@ -6,11 +6,10 @@
         |         ----> Ready or Refusal
         +--> WorkerGroup.join, until the worker is lost; then it starts again after a back-off
 
-Start: with a deadline, and an error that ends with the tail of the log. Handshake: nobody joins
-without the token. Liveness: a worker that sends nothing for `silence_s` hangs, and its link is
-broken. Restart: with a growing pause (`Restarts`); a worker that died `max_restarts` times in a row
-without progress is given up, and the group ends with the last one. End: a guard (agentenv/guard.py)
-ends the process with all its descendants when this one ends, however that happens.
+Start: with a deadline; the error ends with the tail of the log. Nobody joins without the token. A
+worker that sends nothing for `silence_s` hangs, and its link is broken. Restart: with a growing
+pause; a worker that died `max_restarts` times in a row without progress is given up, and the group
+ends with the last one. A guard (agentenv/guard.py) ends a process with all its descendants.
 """
 
 from __future__ import annotations

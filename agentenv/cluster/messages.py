@@ -14,7 +14,7 @@
                                   <-----  Sample   a turn, of an engine that is no pool
     Tokens, Stand, Turn, Refused  ----->           what becomes of it
                                   <-----  Quit     that slot or turn is not wanted any more
-    Steer                         ----->           all rollouts pause or resume; their time limits
+    Steer                         ----->           all rollouts pause or resume
     GiveUp(number, reason)        ----->           a person cancels that tree
     Look(number)                  ----->           what do its branches await?
                                   <-----  Looked
@@ -36,7 +36,7 @@ from msgspec import Struct
 from agentenv.engines.pool.server import Outcome
 from agentenv.failures import Failure
 from agentenv.rollout import BranchNow
-from agentenv.types import Chunk, Completion, Limits, SamplingParams, Task
+from agentenv.types import Chunk, Completion, SamplingParams, Task
 from agentenv.untrusted import packed
 
 
@@ -122,10 +122,9 @@ class BreakOff(Struct, array_like=True, frozen=True, tag=10):
 
 
 class Steer(Struct, array_like=True, frozen=True, tag=12):
-    """All rollouts pause or resume from now on, with these time limits."""
+    """All rollouts pause or resume from now on."""
 
     holds: bool
-    limits: Limits
 
 
 class GiveUp(Struct, array_like=True, frozen=True, tag=13):

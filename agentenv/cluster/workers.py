@@ -403,15 +403,13 @@ class RolloutWorkers(WorkerGroup[_Worker]):
     # Control
 
     def steer(self) -> None:
-        """Pause or resume the rollouts of workers as those of the controller's actor, with its
-        time limits."""
+        """Pause or resume the rollouts of workers as those of the controller's actor."""
         self._is_steered = True
         for worker in self.workers.values():
             self._steer(worker)
 
     def _steer(self, worker: _Worker) -> None:
-        actor = self._actor
-        worker.link.send(pack(messages.Steer(actor.is_paused, actor.limits)))
+        worker.link.send(pack(messages.Steer(self._actor.is_paused)))
 
     def give_up(self, index: int, reason: str) -> bool:
         """Cancel a tree on a person's request: its worker receives the order; without a worker it

@@ -151,7 +151,7 @@ class RolloutWorker:
                 if asked.number in self._rollouts:
                     self._rollouts[asked.number].cancel()
             case messages.Steer():
-                self._steer(asked)
+                (self._actor.pause if asked.holds else self._actor.resume)()
             case messages.GiveUp() | messages.Look():
                 self._of_tree(asked)
             case messages.Over():
@@ -166,12 +166,6 @@ class RolloutWorker:
     def leave(self, within_s: float) -> None:
         """Ask for no more trees: this process ends within the time."""
         self._link.send(pack(messages.Leaving(within_s)))
-
-    def _steer(self, asked: messages.Steer) -> None:
-        if asked.holds:
-            self._actor.pause()
-        else:
-            self._actor.resume()
 
     def _of_tree(self, asked: messages.GiveUp | messages.Look) -> None:
         """As soon as the tree has begun to grow, which a new one does at once."""

@@ -7,12 +7,10 @@ decoding works on views:
     width 128: | running | running | running | free |        width 256: | running | free |
                  row 0     row 1     row 2
 
-A row that is full moves to the block of twice the width. So rows of over 128 columns are at most
-about twice as wide as they are long, and a long sequence widens no other row, neither in memory
-nor in the columns that attention reads: with one width for all, a sequence of 4,000 tokens among
-63 short ones cost four times the time and eight times the memory. Idle slots, the prefix cache,
-are tensors of their exact length; the least recently used one goes first. Columns are shared only
-while the version of their slot is the version of the engine.
+A row that is full moves to the block of twice the width, so a long sequence widens no other row:
+with one width for all, 4,000 tokens among 63 short sequences cost four times the time and eight
+times the memory. Idle slots, the prefix cache, are tensors of their exact length; the least
+recently used one goes first. Columns are shared only under the engine's own version.
 
 All tokens of a step are packed in one list [T], so that the matrix products meet no padding:
 
