@@ -40,10 +40,9 @@ What an environment of your own needs can be imported from here; the rest lives 
     processes  cluster/   rollouts and environments in processes of their own
                offload    threads and processes beside the event loop; the virtual clock
                guard      none outlives its starter
-               processes  one process: its log, its end, its restarts, where it runs
-               supervisor, worker_group, link   workers: start, handshake, liveness, restart
+               supervisor  one process, where it runs, restarts; and workers of one kind
+               worker_group, link   handshake, liveness, messages; ports held for servers
                worker_pool   jobs that may hang or crash
-               ports      held for those that will listen
     files      model_files   what a model directory says; models and datasets on the hub
                disk          files that are whole whenever somebody reads them
 """

@@ -24,7 +24,7 @@ from typing import Any
 
 from agentenv.errors import SHOWN, AgentEnvError, EnvError
 from agentenv.offload import check_outside
-from agentenv.processes import Restarts
+from agentenv.supervisor import Restarts
 from agentenv.worker_pool import JobError, WorkerPool
 
 COLLECT_S = 0.01  # texts of so long travel together

@@ -3,19 +3,25 @@ the settings of engines that are servers, apart from their clients so that readi
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+from threading import Lock
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from agentenv.config import ESSENTIAL
-from agentenv.deadline import backoff_s
 from agentenv.errors import ConfigError, EngineError
 from agentenv.model_files import num_positions, read_model_config
+from agentenv.offload import in_thread
+from agentenv.server_config import LaunchConfig, Served, ServersConfig
 from agentenv.types import Chunk, Completion, Limits, SamplingParams, VersionSpan
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 class Engine(Protocol):
@@ -279,209 +285,114 @@ def extend_spans(spans: list[VersionSpan], span: VersionSpan) -> None:
         spans.append(span)
 
 
-# Settings of engine servers that a run starts by itself.
+# Stop strings, found in sampled tokens without decoding most of them: an engine looks at a few
+# tokens only, those with which a stop string can end (`candidates`). At such a token it decodes the
+# end of what it has sampled. The embedded engine and the pool of servers use it.
 
-SGLANG_RESERVED = 2  # tokens of its context length that an SGLang server never fills
-ROLES = ("summarizer", "judge", "debugger", "refiner")  # besides the policy, which is [engine]
-
-
-class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one server is started."""
-
-    gpus: Annotated[
-        list[int],
-        Meta(description="GPUs by number, among those visible; empty: free ones in order"),
-    ] = field(default_factory=list)
-    port: Annotated[
-        int,
-        Meta(ge=0, le=65535, description="port of the first server, the next ones follow; 0: free"),
-    ] = 0
-    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
-    tensor_parallel_size: Annotated[
-        int, Meta(ge=1, description="GPUs that share a layer", extra=ESSENTIAL)
-    ] = 1
-    data_parallel_size: Annotated[
-        int, Meta(ge=1, description="copies of the model behind one server")
-    ] = 1
-    gpu_memory_share: Annotated[
-        float,
-        Meta(
-            gt=0, le=1, description="share of a GPU's memory for weights and cache", extra=ESSENTIAL
-        ),
-    ] = 0.9
-    max_num_seqs: Annotated[
-        int, Meta(ge=0, description="requests that run at a time; 0: the engine's choice")
-    ] = 0
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], Meta(description="auto: GPUs if there are any")
-    ] = "auto"
-    dtype: Annotated[
-        Literal["model", "float32", "bfloat16", "float16"],
-        Meta(description="of weights and cache; model: what its config.json says"),
-    ] = "model"
-    quantization: Annotated[str, Meta(description="method by the engine's name; empty: none")] = ""
-    python: Annotated[
-        str,
-        Meta(
-            description="interpreter of the engine's environment; empty: this one if the engine "
-            "is installed in it, else .venv-vllm/bin/python or .venv-sglang/bin/python"
-        ),
-    ] = ""
-    args: Annotated[
-        list[str], Meta(description="more arguments of the engine's own command line, as they are")
-    ] = field(default_factory=list)
-    env: Annotated[dict[str, str], Meta(description="more environment variables of the server")] = (
-        field(default_factory=dict)
-    )
-    start_timeout_s: Annotated[
-        float, Meta(gt=0, description="deadline for a server to come up")
-    ] = 900.0
-
-    @property
-    def count(self) -> int:
-        """Servers to start."""
-        return 1
+PARTIAL = "\ufffd"  # what bytes decode to that are not (yet) a whole character
+MAX_WHOLE = 64  # stop tokens of a request: each request carries them
+MAX_AT_ONCE = 2000  # tokens of a vocabulary that are looked at on the event loop
+MARGIN = 8  # tokens decoded beyond the longest stop, since a cut may spoil the first ones
 
 
-class ServersConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The servers of the policy."""
+class StopMatcher:
+    """The stop strings of a request, and the tokens with which one of them can end.
 
-    num_servers: Annotated[int, Meta(ge=1, description="servers to start", extra=ESSENTIAL)] = 1
+    `whole` are the tokens that hold a stop string by themselves, unless they are many: an engine
+    can stop at them without decoding anything. `has_tokens`: each stop string has one, and a
+    model that knows it will hardly ever spell it in other tokens.
+    """
 
-    @property
-    def count(self) -> int:
-        return self.num_servers
+    def __init__(self, tokenizer: Tokenizer, texts: Sequence[str], stops: tuple[str, ...]) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
+        self._window = max(len(stop.encode()) for stop in stops) + MARGIN
+        lasts = {stop[-1] for stop in stops}
+        partial = any(not last.isascii() for last in lasts)
+        # A byte token can only complete a character that takes several bytes.
+        marks = lasts | {PARTIAL} if partial else lasts
+        self.candidates = frozenset(
+            index for index, text in enumerate(texts) if not marks.isdisjoint(text)
+        )
+        twice = [i for i in sorted(self.candidates) if any(stop in texts[i] for stop in stops)]
+        whole = tuple(i for i in twice if any(stop in self._decode([i]) for stop in stops))
+        self.whole = whole if len(whole) <= MAX_WHOLE else ()
+        held = [self._decode([index]) for index in self.whole]
+        self.has_tokens = all(any(stop in text for text in held) for stop in stops)
 
+    def match(self, token_ids: list[int]) -> str | None:
+        """The stop string that comes first in the text of the sampled tokens, if there is one.
 
-class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model beside the policy, for environments and graders: OpenAI routes at `{role:NAME}/v1`,
-    model name NAME. Either started for the run, or there already at `url`."""
+        To be asked after each token of `candidates`: only the end of the list is decoded.
+        """
+        start = max(0, len(token_ids) - self._window)
+        text = self._decode(token_ids[start:])
+        while start and text.startswith(PARTIAL):  # the cut went through a character
+            start -= 1
+            text = self._decode(token_ids[start:])
+        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        return min(found)[1] if found else None
 
-    url: Annotated[
-        str,
-        Meta(
-            description="http://HOST:PORT of a server that runs already; empty: start one. NAME is "
-            "summarizer, judge, debugger or refiner; {role:NAME} in texts of [env], [grader], "
-            "[search] and [python] stands for the URL, e.g. grader.judge.url = '{role:judge}/v1'"
-        ),
-    ] = ""
-    model: Annotated[str, Meta(description="Hugging Face directory; needed to start one")] = ""
-    engine: Annotated[Literal["vllm", "sglang"], Meta(description="what serves it")] = "vllm"
-    max_model_len: Annotated[
-        int, Meta(ge=0, description="tokens of prompt and answer; 0: the model's")
-    ] = 0
-
-    def __post_init__(self) -> None:
-        if bool(self.url) == bool(self.model):
-            raise ConfigError("roles.NAME: give exactly one of url and model")
-
-
-class Served(Struct, frozen=True):
-    """What one server is to serve, under `name`. `trained`: its weights are replaced during the
-    run, through a directory or by `broadcast`, or as LoRA adapters of rank `lora_rank` if that is
-    not 0. `colocated`: it sleeps while the learner has its GPUs. The last three are where it runs,
-    which the one who starts it says."""
-
-    engine: str
-    model: Path
-    name: str
-    max_model_len: int = 0
-    trained: bool = False
-    broadcast: bool = False
-    colocated: bool = False
-    lora_rank: int = 0
-    port: int = 0
-    gpus: Sequence[str] = ()
-    on_cpu: bool = False
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
 
-# Settings of the engine pool: budgets, deadlines, concurrency.
+class StopStrings:
+    """Makes and keeps the matchers of one model directory; reads tokenizer.json when first used."""
 
+    def __init__(self, model_path: Path, vocab_size: int) -> None:
+        self._path = model_path / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self._tokenizer: Tokenizer | None = None
+        self._texts: list[str] = []
+        self._loading = Lock()
+        self._matchers: dict[tuple[str, ...], StopMatcher] = {}
+        self._making: dict[tuple[str, ...], asyncio.Task[StopMatcher | None]] = {}
 
-class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a pool treats its servers and the requests on them."""
+    async def ready(self, stops: tuple[str, ...]) -> StopMatcher | None:
+        """Like `matcher`, which looks at each token of the vocabulary for new strings, and for the
+        first ones decodes them all: seconds of a large one, off the event loop."""
+        if not stops or stops in self._matchers or self._vocab_size <= MAX_AT_ONCE:
+            return self.matcher(stops)
+        if stops not in self._making:
+            self._making[stops] = asyncio.create_task(self._make(stops))
+        return await asyncio.shield(self._making[stops])
 
-    # Not keys: nobody had a reason to set them.
-    poll_interval_s: ClassVar[float] = 1.0  # between two looks at a server's health and load
-    poll_timeout_s: ClassVar[float] = 60.0  # a server that does not say its load so long is lost
-    initial_concurrency: ClassVar[int] = 64  # of a server whose load is not known; it doubles
+    async def _make(self, stops: tuple[str, ...]) -> StopMatcher | None:
+        try:
+            return await in_thread(self.matcher, stops)
+        finally:
+            del self._making[stops]
 
-    max_retries: Annotated[
-        int, Meta(ge=0, description="times a turn is sent again after its server was lost")
-    ] = 5
-    max_outage_s: Annotated[
-        float, Meta(gt=0, description="the run ends when all servers are gone for this long")
-    ] = 600.0
-    first_token_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="a server that has a request for this long and gives no token of it is "
-            "lost; after silence_s if it gives none of any request, and the trajectory has no time "
-            "left; pauses for new weights do not count",
-        ),
-    ] = 300.0
-    silence_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="the same, after the first token: between two events, unless "
-            "requests wait in the server and it speaks to others",
-        ),
-    ] = 30.0
-    load_timeout_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="deadline of one server for one update of its weights, and of a request "
-            "that gives no token meanwhile",
-        ),
-    ] = 600.0
-    broadcast_timeout_s: Annotated[
-        float,
-        Meta(gt=0, description="deadline of a broadcast for its group, and for each 512 MiB"),
-    ] = 60.0
-    broadcast_port: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=65535,
-            description="port of the learner's machine at which SGLang servers meet it for a "
-            "broadcast; 0: any that is free (NCCL itself chooses its ports, as with vLLM)",
-        ),
-    ] = 0
-    broadcast_interface: Annotated[
-        str,
-        Meta(
-            description="network interface of the learner's machine for broadcasts, e.g. eth1; "
-            "empty: NCCL's choice, and the address by which the controller knows the machine"
-        ),
-    ] = ""
-    max_concurrency: Annotated[
-        int, Meta(ge=1, description="most requests in flight on one server, whatever its load")
-    ] = 2048
+    def matcher(self, stops: tuple[str, ...]) -> StopMatcher | None:
+        """The matcher of these strings, None for none.
 
-    def backoff_s(self, retry: int, key: str) -> float:
-        """Seconds before a retry, from 1: at most 30."""
-        return backoff_s(retry - 1, key, first_s=0.25, max_s=20.0)
+        Raises EngineError for an empty string or when the directory has no tokenizer.json.
+        """
+        if not stops:
+            return None
+        if stops not in self._matchers:
+            if not all(stops):
+                raise EngineError("a stop string is empty")
+            tokenizer = self._load()
+            self._matchers[stops] = StopMatcher(tokenizer, self._texts, stops)
+        return self._matchers[stops]
 
+    def _load(self) -> Tokenizer:
+        with self._loading:
+            return self._load_once()
 
-class ChatModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model behind an OpenAI-compatible server, and how it is asked."""
+    def _load_once(self) -> Tokenizer:
+        if self._tokenizer is None:
+            if not self._path.is_file():
+                raise EngineError(f"stop strings need {self._path}, which does not exist")
+            from tokenizers import Tokenizer
 
-    url: Annotated[
-        str, Meta(description='base URL, e.g. "http://HOST:8000/v1" or "{role:summarizer}/v1"')
-    ]
-    model: Annotated[str, Meta(description="its name at that server")]
-    api_key_env: Annotated[
-        str, Meta(description="environment variable that holds the key; empty: no key; not logged")
-    ] = ""
-    max_tokens: Annotated[int, Meta(ge=1, description="of a reply, thoughts included")] = 4096
-    timeout_s: Annotated[float, Meta(gt=0, description="limit of one request, seconds")] = 120.0
-    num_retries: Annotated[
-        int, Meta(ge=0, description="after 429, 5xx, lost connections, malformed replies")
-    ] = 5
-    max_concurrency: Annotated[int, Meta(ge=1, description="requests in flight")] = 64
-    extra_body: Annotated[
-        dict[str, Any], Meta(description="more keys of each request, e.g. chat_template_kwargs")
-    ] = field(default_factory=dict)
+            tokenizer = Tokenizer.from_file(str(self._path))
+            # Each token twice: some decoders strip a space at the start, the second one has it.
+            # One by one, since decode_batch starts a pool of threads that dislikes forks.
+            self._texts = [
+                tokenizer.decode([index, index], skip_special_tokens=False)
+                for index in range(self._vocab_size)
+            ]
+            self._tokenizer = tokenizer
+        return self._tokenizer

@@ -53,11 +53,11 @@ def main(argv: list[str]) -> int:
     if not is_alone:
         _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    told = False
+    is_asked = False
 
     def tell(*_: object) -> None:
-        nonlocal told
-        told = True
+        nonlocal is_asked
+        is_asked = True
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, tell)
@@ -80,12 +80,12 @@ def main(argv: list[str]) -> int:
     handle, inputs = _handle(server), [] if passes_on or is_alone else [sys.stdin]
     shared: set[Path] = set()
     look = 0.0
-    while server.poll() is None and not told:
+    while server.poll() is None and not is_asked:
         if time.monotonic() > look:  # before it can be killed
             shared |= _listed(_shared_memory() - shared, own)
             look = time.monotonic() + LOOK_EVERY_S
         ended, _, _ = select.select([*handle, *inputs], [], [], INTERVAL_S)
-        told = told or sys.stdin in ended
+        is_asked = is_asked or sys.stdin in ended
     shared |= _shared_memory()
     if server.returncode is None:
         with contextlib.suppress(ProcessLookupError):

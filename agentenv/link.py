@@ -1,7 +1,7 @@
-"""Links between a process and its workers: frames over a stream, in order, each delivered once.
+"""Connections: links between a process and its workers, and ports that nobody else is given.
 
-8 bytes little-endian length, then a message
-
+A link carries frames over a stream, in order, each delivered once: 8 bytes little-endian length,
+then a message.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 PREFIX_BYTES = 8
 READ_BYTES = 1 << 18
@@ -156,3 +157,30 @@ class Link:
         """Close both ends at once; frames in transit are lost. Idempotent."""
         self._is_closed = True
         self._writer.transport.abort()
+
+
+def hold_port(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """A socket bound to a port, 0 for any that is free. Until it is closed the system gives that
+    port to nobody who asks for any port. A process that is given the port can listen there, and
+    again after its end, if it sets SO_REUSEADDR as asyncio, uvloop and the engines do; a connection
+    is refused meanwhile. Raises OSError if the port cannot be had.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((host, port))
+    except BaseException:
+        held.close()
+        raise
+    return held
+
+
+def port_of(held: socket.socket) -> int:
+    return int(held.getsockname()[1])
+
+
+@contextmanager
+def held_ports(count: int) -> Iterator[list[int]]:
+    """So many free ports of this machine, held to the end of the block."""
+    with ExitStack() as stack:
+        yield [port_of(stack.enter_context(hold_port())) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""The supervisor of processes that work for this one, and the laws that hold for each of them.
+"""Processes that work for this one: one process, where processes run, and their supervisor.
 
     Supervisor --Placement.start--> a process: on this machine, started elsewhere, or placed by Ray
         |                              |
@@ -6,52 +6,235 @@
         |         ----> Ready or Refusal
         +--> WorkerGroup.join, until the worker is lost; then it starts again after a back-off
 
-Start: with a deadline, and an error that ends with the tail of the log. Handshake: nobody joins
-without the token. Liveness: a worker that sends nothing for `silence_s` hangs, and its link is
-broken. Restart: with a growing pause (`Restarts`); a worker that died `max_restarts` times in a row
-without progress is given up, and the group ends with the last one. End: a guard (agentenv/guard.py)
-ends the process with all its descendants when this one ends, however that happens.
+Start: with a deadline; the error ends with the tail of the log. Nobody joins without the token. A
+worker that sends nothing for `silence_s` hangs, and its link is broken. Restart: with a growing
+pause; a worker that died `max_restarts` times in a row without progress is given up, and the group
+ends with the last one. A guard (agentenv/guard.py) ends a process with all its descendants.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
 import secrets
+import signal
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, Protocol
 
 import msgspec
 from msgspec import Struct
 
+from agentenv.deadline import backoff_s
 from agentenv.errors import PACKAGES, ConfigError, WorkerError
+from agentenv.guard import guarded
 from agentenv.link import Link
-from agentenv.offload import in_thread
-from agentenv.processes import (
-    ExternalPlacement,
-    LocalPlacement,
-    Placement,
-    ProcessSpec,
-    Restarts,
-    log_tail,
-    python_path,
-)
+from agentenv.offload import in_thread, kill, start_process
 from agentenv.worker_group import (
     Hello,
     Left,
     Reception,
     Refusal,
     WorkerGroup,
+    WorkerSpec,
+    own_code,
     raised,
     read_first,
     read_hello,
 )
+
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
+TAIL_BYTES = 2000
+
+
+class ProcessSpec(Struct, array_like=True, frozen=True):
+    """A process to start: its name, its command, variables on top of the machine's, its log file,
+    its resources as Ray counts them ({"CPU": 1}), its working directory, and variables of this
+    process that it does not get."""
+
+    name: str
+    command: list[str]
+    env: dict[str, str]
+    log: str
+    resources: dict[str, float] = {}
+    cwd: str | None = None
+    unset: list[str] = []
+
+
+class LocalProcess:
+    """A process of this machine below a guard, which ends it when this process ends."""
+
+    def __init__(self, spec: ProcessSpec, grace_s: float = GRACE_S) -> None:
+        self.spec, self._grace_s = spec, grace_s
+        self._guard: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the guard, whose child the process is."""
+        assert self._guard is not None
+        return self._guard.pid
+
+    @property
+    def status(self) -> int | None:
+        """Exit status; None while it runs."""
+        return None if self._guard is None else self._guard.returncode
+
+    async def start(self) -> None:
+        env = {name: text for name, text in os.environ.items() if name not in self.spec.unset}
+        opening = asyncio.ensure_future(in_thread(open_log, Path(self.spec.log)))
+        try:
+            log = await asyncio.shield(opening)
+            self._guard = await start_process(
+                *guarded(self.spec.command, self._grace_s),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=env | self.spec.env,
+                cwd=self.spec.cwd,
+                start_new_session=True,
+            )
+        finally:  # a cancellation leaves the thread at work, which opens the log all the same
+            opening.add_done_callback(_close_log)
+            await asyncio.wait([opening], timeout=self._grace_s)
+
+    async def ended(self) -> str:
+        """Wait for the end of the process; how it ended."""
+        assert self._guard is not None
+        return how_it_ended(await self._guard.wait())
+
+    async def stop(self) -> None:
+        """End the process with its descendants. Idempotent."""
+        guard = self._guard
+        if guard is None:
+            return
+        if guard.stdin is not None:
+            guard.stdin.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._grace_s + 5.0):
+                await guard.wait()
+        await kill(guard)
+
+
+def how_it_ended(status: int) -> str:
+    """An exit status in words; that of a guard is 128 + n for signal n."""
+    if status < 0 or status > 128:
+        with suppress(ValueError):
+            name = signal.Signals(abs(status) % 128).name
+            hint = " (the system does that when memory runs out: see dmesg)"
+            return f"was killed by {name}{hint if name == 'SIGKILL' else ''}"
+    return f"ended with status {status}"
+
+
+def python_path() -> str:
+    """PYTHONPATH of a process that runs a module of this project."""
+    return os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
+
+
+def _close_log(opening: asyncio.Future[BinaryIO]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Open a log to append to; its folder is created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("ab", buffering=0)
+
+
+def log_tail(path: Path, max_bytes: int = TAIL_BYTES) -> str:
+    """The end of a log; empty if there is none."""
+    with suppress(OSError), path.open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - max_bytes))
+        return log.read().decode(errors="replace").strip()
+    return ""
+
+
+class Restarts:
+    """The restarts of one process: how long to wait before the next, and when to stop trying."""
+
+    def __init__(self, limit: int, key: str, *, first_s: float, max_s: float) -> None:
+        self.num = 0  # losses in a row
+        self._limit, self._key = limit, key
+        self._first_s, self._max_s = first_s, max_s
+
+    def progressed(self) -> None:
+        """The process worked before it was lost."""
+        self.num = 0
+
+    def lost(self) -> float | None:
+        """Count a loss. Seconds to wait before the next start; None: there is no next one."""
+        self.num += 1
+        if self.num > self._limit:
+            return None
+        return backoff_s(self.num - 1, self._key, first_s=self._first_s, max_s=self._max_s)
+
+
+class Placement(Protocol):
+    """Where processes run. `host` is the address of this process for them. `waits_for_room`: a
+    process may have to wait for room, without a bound."""
+
+    waits_for_room: bool
+
+    @property
+    def host(self) -> str: ...
+
+    async def start(self, spec: ProcessSpec) -> None:
+        """Return when the process runs, or is expected. Raises WorkerError where it cannot run."""
+        ...
+
+    async def ended(self, name: str) -> str:
+        """Wait for the end of the process; how it ended."""
+        ...
+
+    async def stop(self, name: str) -> None:
+        """End the process, if there is one."""
+        ...
+
+
+class LocalPlacement:
+    """This machine."""
+
+    host = "127.0.0.1"
+    waits_for_room = False
+
+    def __init__(self, grace_s: float = GRACE_S) -> None:
+        self._grace_s = grace_s
+        self._processes: dict[str, LocalProcess] = {}
+
+    async def start(self, spec: ProcessSpec) -> None:
+        process = self._processes[spec.name] = LocalProcess(spec, self._grace_s)
+        await process.start()
+
+    async def ended(self, name: str) -> str:
+        return await self._processes[name].ended()
+
+    async def stop(self, name: str) -> None:
+        if name in self._processes:
+            await self._processes[name].stop()
+
+
+class ExternalPlacement:
+    """Machines on which others start the processes: Slurm, Kubernetes, or a person."""
+
+    waits_for_room = True
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+
+    async def start(self, spec: ProcessSpec) -> None:
+        """Expected from now on."""
+
+    async def ended(self, name: str) -> str:
+        """Only its link shows its end."""
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    async def stop(self, name: str) -> None:
+        """It ends with its link."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -61,50 +244,6 @@ NUMBER_VARIABLE = "AGENTENV_WORKER_NUMBER"
 FIRST_BREAK_S, MAX_BREAK_S = 1.0, 60.0
 ENDED_S = 3.0  # from the end of a link to that of its process, on a busy machine
 POLL_S, REPORT_S = 1.0, 5.0  # of an outage of all workers
-
-
-@cache
-def own_code() -> str:
-    """A digest of this project's sources on this machine; equal digests are equal code."""
-    digest = hashlib.blake2b(digest_size=6)
-    sources = (
-        Path(folder, file)
-        for folder, _, files in os.walk(PACKAGES / "agentenv", followlinks=True)
-        for file in files
-    )
-    for path in sorted(path for path in sources if path.suffix == ".py"):
-        digest.update(f"{path.relative_to(PACKAGES)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-class WorkerSpec(NamedTuple):
-    """The workers of one kind: the module that each runs, its name before its number, a noun for
-    people, their number, and the configuration table with the bounds. The rest is for placements
-    that may have to wait: how many must be there at the start, for how long there may be none, the
-    port of this process (0: any), variables to pass on, resources of each, and the interpreter."""
-
-    module: str
-    name: str
-    one: str
-    num: int
-    start_timeout_s: float
-    max_restarts: int
-    table: str = ""
-    min_num: int | None = None
-    max_outage_s: float = 0.0
-    port: int = 0
-    env: Sequence[str] = ()
-    resources: Mapping[str, float] = {}
-    python: str = ""
-
-    @property
-    def least(self) -> int:
-        """How many must be there at the start."""
-        return self.num if self.min_num is None else self.min_num
-
-    def key(self, name: str) -> str:
-        """The configuration key, for messages."""
-        return f" ({self.table}.{name})" if self.table else ""
 
 
 class Supervisor:
@@ -183,7 +322,7 @@ class Supervisor:
         WorkerError only where too few workers are left to come."""
         spec, waiting = self._spec, set(starting)
         num_there = num_lost = 0
-        patience_s = spec.start_timeout_s if self._placement.is_patient else None
+        patience_s = spec.start_timeout_s if self._placement.waits_for_room else None
         try:
             async with asyncio.timeout(patience_s):
                 while num_there < spec.least:
@@ -226,7 +365,7 @@ class Supervisor:
             late += spec.key("start_timeout_s")
             raise await in_thread(self._failure, number, late) from error
         except EOFError as error:
-            raise await in_thread(self._failure, number, f"broke off: {error}") from error
+            raise await in_thread(self._failure, number, f"has gone: {error}") from error
         finally:
             ended.cancel()
         if isinstance(first, Refusal):

@@ -11,9 +11,13 @@ messages, beats  ----->         WorkerGroup.join, until the worker is gone
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from traceback import format_exception
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -21,7 +25,7 @@ import msgspec
 from msgspec import Struct
 
 from agentenv import errors
-from agentenv.errors import AgentEnvError
+from agentenv.errors import PACKAGES, AgentEnvError
 from agentenv.link import Link
 
 BEAT_S = 1.0  # between heartbeats
@@ -49,6 +53,50 @@ class Refusal(Struct, array_like=True, frozen=True, tag=2):
 
     kind: str
     text: str
+
+
+@cache
+def own_code() -> str:
+    """A digest of this project's sources on this machine; equal digests are equal code."""
+    digest = hashlib.blake2b(digest_size=6)
+    sources = (
+        Path(folder, file)
+        for folder, _, files in os.walk(PACKAGES / "agentenv", followlinks=True)
+        for file in files
+    )
+    for path in sorted(path for path in sources if path.suffix == ".py"):
+        digest.update(f"{path.relative_to(PACKAGES)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+class WorkerSpec(NamedTuple):
+    """The workers of one kind: the module that each runs, its name before its number, a noun for
+    people, their number, and the configuration table with the bounds. The rest is for placements
+    that may have to wait: how many must be there at the start, for how long there may be none, the
+    port of this process (0: any), variables to pass on, resources of each, and the interpreter."""
+
+    module: str
+    name: str
+    one: str
+    num: int
+    start_timeout_s: float
+    max_restarts: int
+    table: str = ""
+    min_num: int | None = None
+    max_outage_s: float = 0.0
+    port: int = 0
+    env: Sequence[str] = ()
+    resources: Mapping[str, float] = {}
+    python: str = ""
+
+    @property
+    def least(self) -> int:
+        """How many must be there at the start."""
+        return self.num if self.min_num is None else self.min_num
+
+    def key(self, name: str) -> str:
+        """The configuration key, for messages."""
+        return f" ({self.table}.{name})" if self.table else ""
 
 
 read_hello = msgspec.msgpack.Decoder(Hello).decode

@@ -13,8 +13,7 @@ from agentenv.launchers.command import make_parser, parse, run_command
 from agentenv.pipelines.config.rl import ServeConfig
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.serving.roles import start_servers
-from agentenv.pipelines.serving.servers import ServerFactory
+from agentenv.pipelines.serving.servers import ServerFactory, start_servers
 
 
 def main(argv: Sequence[str] | None = None) -> int:

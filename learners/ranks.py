@@ -40,7 +40,7 @@ from agentenv.learners.messages import (
     messages_of,
 )
 from agentenv.link import Link
-from agentenv.processes import LocalPlacement, Placement, ProcessSpec, log_tail, python_path
+from agentenv.supervisor import LocalPlacement, Placement, ProcessSpec, log_tail, python_path
 from agentenv.worker_group import Reception
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from agentenv.engine import ChatModelConfig
 from agentenv.engines.remote.endpoint import ChatModel, Said, fenced, shortened
 from agentenv.errors import ConfigError, EngineError, InfraError, ToolError
+from agentenv.server_config import ChatModelConfig
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import Tool, ToolLimits, prepare_tool
 from agentenv.types import Info, ToolResult

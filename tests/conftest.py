@@ -94,7 +94,7 @@ def forked_ranks() -> Iterator[None]:
     from tests.support import forks
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentenv.processes.start_process", forks.start_process)
+        patch.setattr("agentenv.supervisor.start_process", forks.start_process)
         yield
 
 

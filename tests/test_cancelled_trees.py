@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentenv.actor import Actor
-from agentenv.cluster.engine import LinkedEngine, Turns
+from agentenv.cluster.engines import LinkedEngine, Turns
 from agentenv.cluster.messages import Quit, read_answer, read_asked
 from agentenv.plan import Independent, RolloutPlan
 from tests.support.links import linked

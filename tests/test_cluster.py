@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentenv.actor import Actor
-from agentenv.cluster.engine import LinkedEngine
+from agentenv.cluster.engines import LinkedEngine
 from agentenv.cluster.messages import read_asked
-from agentenv.cluster.worker import RolloutWorker
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.deadline import WorkClock, waiting, working
 from agentenv.errors import DataError, EngineDeadError, TooManyFailuresError, WorkerError
 from agentenv.frames import JournalConfig
 from agentenv.journal import Journal
 from agentenv.link import PREFIX_BYTES, READ_BYTES, Link
+from agentenv.pipelines.workers.rollout_worker import RolloutWorker
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, Task
 from agentenv.worker_group import BEAT_S, NUM_LOSSES, NUM_TRIALS, Left

@@ -12,8 +12,7 @@ import pytest
 
 from agentenv.actor import Actor
 from agentenv.branch import OpenEnvs
-from agentenv.cluster.env_server import EnvServer
-from agentenv.cluster.envs import EnvWorkers, WorkerEnv
+from agentenv.cluster.envs import EnvServer, EnvWorkers, WorkerEnv
 from agentenv.cluster.messages import pack
 from agentenv.config import to_plain
 from agentenv.deadline import WorkClock, doing, waiting, working

@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from agentenv.call_syntax import PARSERS
 from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces, native_call
 from agentenv.engines.openai import OpenAIConfig
+from agentenv.engines.remote import ForeignWeightsError, Request
 from agentenv.engines.remote.client import HttpClient
-from agentenv.engines.remote.server import ForeignWeightsError, Request
 from agentenv.engines.sglang import SGLangAnswer
 from agentenv.engines.vllm import VLLMAnswer
 from agentenv.env import Grade, close_shared

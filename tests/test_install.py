@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 
 from agentenv.errors import DISTRIBUTION
 from agentenv.launchers.__main__ import COMMANDS
-from agentenv.ports import hold_port, port_of
+from agentenv.link import hold_port, port_of
 from agentenv.supervisor import ADDRESS_VARIABLE
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 

@@ -12,16 +12,15 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from agentenv.cluster.engines import _Held
 from agentenv.cluster.messages import Alive, Ended, Figures, Say, pack
-from agentenv.cluster.slots import _Held
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.errors import TooManyFailuresError
 from agentenv.failures import Failure
 from agentenv.link import Link
-from agentenv.processes import LocalPlacement
-from agentenv.supervisor import Supervisor, WorkerSpec
+from agentenv.supervisor import LocalPlacement, Supervisor
 from agentenv.types import Limits
-from agentenv.worker_group import Left, WorkerGroup
+from agentenv.worker_group import Left, WorkerGroup, WorkerSpec
 from tests.support.links import linked
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import run_virtual

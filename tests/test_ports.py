@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from agentenv.ports import held_ports, hold_port, port_of
+from agentenv.link import held_ports, hold_port, port_of
 
 LOCAL_PORT_RANGE = 51  # IP_LOCAL_PORT_RANGE, from which ports are chosen
 

@@ -12,8 +12,8 @@ from typing import BinaryIO
 import psutil
 import pytest
 
-from agentenv import processes
-from agentenv.processes import (
+from agentenv import supervisor
+from agentenv.supervisor import (
     LocalPlacement,
     LocalProcess,
     ProcessSpec,
@@ -69,7 +69,7 @@ async def test_a_start_that_is_cancelled_closes_the_log_that_opens_late(
         opened.append(open_log(path))
         return opened[0]
 
-    monkeypatch.setattr(processes, "open_log", open_late)
+    monkeypatch.setattr(supervisor, "open_log", open_late)
     start = asyncio.create_task(LocalProcess(spec_of(tmp_path, SHOW)).start())
     await asyncio.sleep(0)
     start.cancel()

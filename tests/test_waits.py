@@ -58,7 +58,7 @@ ALLOWED = {
     "agentenv/link.py _exactly: connection.recv": CHILD,
     "agentenv/worker_pool.py _send: sock.sendall": CHILD,
     "agentenv/link.py Link.drain: self._writer.drain": CALLER + "RankGroup._settle",
-    "agentenv/processes.py LocalProcess.ended: self._guard.wait": FOREVER,
+    "agentenv/supervisor.py LocalProcess.ended: self._guard.wait": FOREVER,
     "agentenv/guard.py _own_folder: fcntl.flock": "who else takes it only looks, as in disk.py",
     "agentenv/guard.py main: server.wait": "it was killed",
     "agentenv/gym.py LoopThread.run: asyncio.run_coroutine_threadsafe": "result(timeout_s)",

@@ -1,10 +1,21 @@
-"""Environments in processes of their own, as their host sees them.
+"""Environments in processes of their own: their host's end of the link, and the process's.
 
-    EnvWorkers.make(task) --> WorkerEnv, an Env --Begin, Step, ..--> the process with the fewest
-                                  ^                                    environments
+    EnvWorkers.make(task) --> WorkerEnv, an Env --Call--> EnvServer: the process with the fewest
+                                  ^                        |            environments
                                   +---- Begun, Awaits, Gave, Failed
 
-What computes blocks its own process, not the rollouts. The clock of a rollout stops until the
+    host                              process
+    Call(call, env, method)  ----->   the calls of agentenv.env.Env
+                             <-----   Begun      the process begins the call
+                             <-----   Awaits     what the call awaits, and whether its clock runs
+                             <-----   Gave       its result
+                             <-----   Failed     its error
+    Cancel(call)             ----->   the result is not wanted any more
+                             <-----   Alive, Say    as agentenv/cluster/messages.py has them
+
+`env` names an environment, and a call is one of those of Env; both are numbers on one link.
+
+A computation blocks its own process, not the rollouts. The clock of a rollout stops until the
 process begins its call. A process that is lost takes its environments along: their calls raise
 EnvError, and the rollout goes on in a fresh environment.
 """
@@ -12,23 +23,106 @@ EnvError, and the rollout goes on in a fresh environment.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import count
-from typing import Any, Self
+from traceback import format_exception
+from typing import Any, Literal, Self
 
-from agentenv.cluster import env_messages as messages
-from agentenv.cluster.env_messages import Call, Gave
+import msgspec
+from msgspec import Struct
+
 from agentenv.cluster.messages import Alive, Figures, Say, pack
-from agentenv.deadline import Wait, doing, heed, waiting, work_clock
-from agentenv.env import ForkMode, StepResult
-from agentenv.errors import CrashError, EnvError, WorkerError
+from agentenv.deadline import Deadline, ToldClock, Wait, doing, heed, waiting, work_clock, working
+from agentenv.env import (
+    Env,
+    ForkMode,
+    StepResult,
+    check_finish,
+    check_reset,
+    check_step,
+    shared_stats,
+)
+from agentenv.errors import AgentEnvError, CrashError, EnvError, WorkerError, guarded
 from agentenv.link import Link
 from agentenv.types import Info, Limit, Message, Task
-from agentenv.worker_group import Left, Worker, WorkerGroup, raised
+from agentenv.worker_group import Left, Worker, WorkerGroup, named, raised, serve
+
+Method = Literal["reset", "step", "finish", "fork", "close"]
+
+
+class Call(Struct, array_like=True, frozen=True, tag=1):
+    """A call of `method` of Env, with its arguments; the copy of a fork is called `copy`. A reset
+    makes the environment first, unless the process has it; a close comes after all other calls of
+    the environment, which are cancelled."""
+
+    call: int
+    env: int
+    method: Method
+    task: Task | None = None
+    seed: int | None = None
+    options: dict[str, Any] | None = None
+    action: Message | None = None
+    reason: Limit | None = None
+    copy: int = -1
+
+
+class Cancel(Struct, array_like=True, frozen=True, tag=6):
+    """Cancel a call; not answered."""
+
+    call: int
+
+
+class Begun(Struct, array_like=True, frozen=True, tag=11):
+    """The process works on the call from now on."""
+
+    call: int
+
+
+class Awaits(Struct, array_like=True, frozen=True, tag=12):
+    """What a call awaits from now on. `stands`: its clock does not run; `lost_s`: seconds of the
+    last work that do not count."""
+
+    call: int
+    what: str
+    stands: bool
+    lost_s: float = 0.0
+
+
+class Gave(Struct, array_like=True, frozen=True, tag=13):
+    """The result of a call; fields that it does not have keep their defaults. `fork_mode` is that
+    of the environment afterwards."""
+
+    call: int
+    fork_mode: ForkMode = "none"
+    messages: list[Message] = []
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    info: Info = {}
+
+
+class Failed(Struct, array_like=True, frozen=True, tag=14):
+    """The error of a call (`named` of agentenv/worker_group.py), and the traceback of a bug."""
+
+    call: int
+    kind: str
+    text: str
+    trace: str = ""
+
+
+read_call = msgspec.msgpack.Decoder(Call | Cancel).decode
+read_answer = msgspec.msgpack.Decoder(Begun | Awaits | Gave | Failed | Alive | Say).decode
+
 
 PLACE = "a process for environments"
 MAX_RESETS = 3  # more of an env whose process is lost meanwhile
+
+
+def _name(method: Method) -> str:
+    return f"the environment's {method}"
 
 
 class _Pending:
@@ -58,7 +152,7 @@ class EnvWorkers(WorkerGroup[_Process]):
     """`make` replaces the maker of environments. A process whose event loop is blocked for
     `held_s` is given up."""
 
-    read = staticmethod(messages.read_answer)
+    read = staticmethod(read_answer)
     silence_key = "env.held_s"
     make_worker = _Process
 
@@ -89,19 +183,19 @@ class EnvWorkers(WorkerGroup[_Process]):
         """A fresh number for an environment or a call."""
         return next(self._numbers)
 
-    async def ask(self, process: _Process, call: Call, what: str, task_id: str) -> Gave:
+    async def ask(self, process: _Process, call: Call, task_id: str) -> Gave:
         """The result of a call. Raises the environment's error, and EnvError if the process is
         gone."""
         if process.why_gone:
             raise EnvError(process.why_gone)
         with doing(PLACE):
-            pending = process.calls[call.call] = _Pending(what, task_id)
+            pending = process.calls[call.call] = _Pending(_name(call.method), task_id)
             pending.wait.begin()
             process.link.send(pack(call))
             try:
                 return await pending.answer
             except asyncio.CancelledError:
-                process.link.send(pack(messages.Cancel(call.call)))
+                process.link.send(pack(Cancel(call.call)))
                 raise
             finally:
                 pending.wait.end()
@@ -120,12 +214,12 @@ class EnvWorkers(WorkerGroup[_Process]):
         if pending is None or pending.answer.done():  # cancelled meanwhile
             return
         match message:
-            case messages.Begun():
+            case Begun():
                 pending.has_begun = True
                 pending.wait.end()
                 if pending.clock is not None:
                     pending.clock.now(pending.what)
-            case messages.Awaits():
+            case Awaits():
                 (pending.wait.begin if message.stands else pending.wait.end)()
                 if pending.clock is not None:
                     pending.clock.now(message.what or pending.what)
@@ -134,7 +228,7 @@ class EnvWorkers(WorkerGroup[_Process]):
             case Gave():
                 worker.num_answered += 1
                 pending.answer.set_result(message)
-            case messages.Failed():
+            case Failed():
                 worker.num_answered += 1
                 error = raised(message.kind, message.text)
                 if message.trace:
@@ -194,10 +288,8 @@ class WorkerEnv:
                 self._process = await self._workers.place()
                 self._number = self._workers.number()
                 self._process.num_envs += 1
-            call = self._workers.number()
-            begin = messages.Begin(call, self._number, self._task, seed, options)
             try:
-                gave = await self._ask(begin, "the environment's reset")
+                gave = await self._ask("reset", task=self._task, seed=seed, options=options)
                 break
             except CrashError:
                 raise
@@ -209,25 +301,22 @@ class WorkerEnv:
         return gave.messages, gave.info
 
     async def step(self, action: Message) -> StepResult:
-        call = messages.Step(self._workers.number(), self._number, action)
-        gave = await self._ask(call, "the environment's step")
+        gave = await self._ask("step", action=action)
         self._mode = gave.fork_mode
         return gave.messages, gave.reward, gave.terminated, gave.truncated, gave.info
 
     async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
-        call = messages.End(self._workers.number(), self._number, reason, action)
-        gave = await self._ask(call, "the environment's finish")
+        gave = await self._ask("finish", reason=reason, action=action)
         return gave.reward, gave.info
 
     async def fork(self) -> Self:
         other = type(self)(self._workers, self._task)
         other._number = self._workers.number()
-        call = messages.Copy(self._workers.number(), self._number, other._number)
         try:
-            gave = await self._ask(call, "the environment's fork")
+            gave = await self._ask("fork", copy=other._number)
         except BaseException:  # the copy may have been made
             if self._process is not None:
-                unwanted = messages.Close(self._workers.number(), other._number)
+                unwanted = Call(self._workers.number(), other._number, "close")
                 self._process.link.send(pack(unwanted))
             raise
         assert self._process is not None
@@ -241,9 +330,7 @@ class WorkerEnv:
             return
         if self._closing is None:
             self._process.num_envs -= 1
-            call = messages.Close(self._workers.number(), self._number)
-            asking = self._ask(call, "the environment's close")
-            self._closing = asyncio.ensure_future(asking)
+            self._closing = asyncio.ensure_future(self._ask("close"))
             self._closing.add_done_callback(heed)
         try:
             await asyncio.shield(self._closing)
@@ -251,9 +338,148 @@ class WorkerEnv:
             if not self._process.why_gone:
                 raise
 
-    async def _ask(self, call: Call, what: str) -> Gave:
-        if self._process is None or (
-            self._closing is not None and not isinstance(call, messages.Close)
-        ):
+    async def _ask(self, method: Method, **arguments: Any) -> Gave:
+        is_over = self._closing is not None and method != "close"
+        if self._process is None or is_over:
+            what = _name(method)
             raise EnvError(f"task {self._task.id}: {what} before its reset or after its close")
-        return await self._workers.ask(self._process, call, what, self._task.id)
+        call = Call(self._workers.number(), self._number, method, **arguments)
+        return await self._workers.ask(self._process, call, self._task.id)
+
+
+LAST_S = 10.0  # for environments to close after the host is gone
+
+logger = logging.getLogger(__name__)
+
+
+class EnvServer:
+    """Makes environments by `make_env` and calls them for the other end. A close is cancelled after
+    `timeout_s` seconds of work."""
+
+    def __init__(self, make_env: Callable[[Task], Env], link: Link, timeout_s: float) -> None:
+        self._make_env, self._link, self._timeout_s = make_env, link, timeout_s
+        self._envs: dict[int, Env] = {}
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._of: dict[int, set[asyncio.Task[None]]] = {}  # the calls of an env
+
+    async def serve(self) -> None:
+        """Until the other end is gone; then the environments that are left are closed."""
+        async with asyncio.TaskGroup() as group:
+            await serve(self._link, partial(self._take, group), self._beat)
+            for task in self._calls.values():
+                task.cancel()
+        left, self._envs = self._envs, {}
+        try:
+            async with asyncio.timeout(LAST_S):
+                await asyncio.gather(*(env.close() for env in left.values()))
+        except Exception as error:  # of user code, at the end
+            logger.warning("an environment did not close: %r", error)
+
+    def say(self, text: str) -> None:
+        """Report a sentence to people, through the host."""
+        self._link.send(pack(Say(text)))
+
+    def _take(self, group: asyncio.TaskGroup, frame: bytes) -> None:
+        asked = read_call(frame)
+        if isinstance(asked, Cancel):
+            if asked.call in self._calls:
+                self._calls[asked.call].cancel()
+            return
+        concerned = {asked.env, asked.copy if asked.method == "fork" else asked.env}
+        before = [task for env in concerned for task in self._of.get(env, ())]
+        task = group.create_task(self._answer(asked, before))
+        self._calls[asked.call] = task
+        for env in concerned:
+            self._of.setdefault(env, set()).add(task)
+        task.add_done_callback(partial(self._end, asked.call, concerned))
+
+    def _end(self, call: int, concerned: set[int], task: asyncio.Task[None]) -> None:
+        del self._calls[call]
+        for env in concerned:
+            self._of[env].discard(task)
+            if not self._of[env]:
+                del self._of[env]
+
+    async def _answer(self, asked: Call, before: list[asyncio.Task[None]]) -> None:
+        self._link.send(pack(Begun(asked.call)))
+        self._link.flush()  # user code may now block the loop
+        said: Gave | Failed
+        clock = _TellingClock(partial(self._awaits, asked.call))
+        try:
+            with working(clock):
+                try:
+                    said = await self._call(asked, before)
+                finally:
+                    clock.tell = None
+        except Exception as error:  # the host raises it
+            trace = ""
+            if isinstance(error, CrashError):
+                trace = "".join(format_exception(error)).rstrip()
+            said = Failed(asked.call, *named(error), trace)
+        self._link.send(pack(said))
+        self._link.flush()
+
+    async def _call(self, asked: Call, before: list[asyncio.Task[None]]) -> Gave:
+        number, what = asked.call, _name(asked.method)
+        if asked.method == "close":
+            return await self._close(asked, before)
+        if asked.method == "reset":
+            return await self._reset(asked)
+        env = self._envs.get(asked.env)
+        if env is None:
+            raise EnvError("called before reset or after close")
+        if asked.method == "fork":
+            copy = self._envs[asked.copy] = await guarded(env.fork(), what)
+            return Gave(number, copy.fork_mode)
+        if asked.method == "finish":
+            assert asked.reason is not None
+            given = await guarded(env.finish(asked.reason, asked.action), what)
+            reward, info = check_finish(given)
+            return Gave(number, env.fork_mode, reward=reward, info=info)
+        assert asked.action is not None
+        step = check_step(await guarded(env.step(asked.action), what))
+        return Gave(number, env.fork_mode, *step)
+
+    async def _reset(self, asked: Call) -> Gave:
+        env = self._envs.get(asked.env)
+        if env is None:
+            assert asked.task is not None
+            try:
+                env = self._make_env(asked.task)
+            except AgentEnvError:
+                raise
+            except Exception as error:
+                raise CrashError(f"making the environment raised {error!r}") from error
+            self._envs[asked.env] = env
+        resetting = env.reset(seed=asked.seed, options=asked.options)
+        observation, info = check_reset(await guarded(resetting, "the environment's reset"))
+        return Gave(asked.call, env.fork_mode, observation, info=info)
+
+    async def _close(self, asked: Call, before: list[asyncio.Task[None]]) -> Gave:
+        for task in before:
+            task.cancel()
+        await asyncio.gather(*before, return_exceptions=True)
+        env = self._envs.pop(asked.env, None)
+        if env is not None:
+            with Deadline.after(self._timeout_s, "env.close", EnvError):
+                await guarded(env.close(), "the environment's close")
+        return Gave(asked.call)
+
+    def _awaits(self, call: int, what: str, stands: bool, lost_s: float) -> None:
+        self._link.send(pack(Awaits(call, what, stands, lost_s)))
+
+    def _beat(self) -> bytes:
+        return pack(Alive(Figures(num_open_envs=len(self._envs), env=shared_stats())))
+
+
+class _TellingClock(ToldClock):
+    """Reports also what is awaited."""
+
+    def __init__(self, tell: Callable[[str, bool, float], None]) -> None:
+        super().__init__(lambda stands, lost_s: tell(self.doing, stands, lost_s))
+
+    def now(self, what: str) -> None:
+        changed = what != self.doing
+        super().now(what)
+        if changed and self.tell is not None:
+            self.tell(self._count <= 0, 0.0)

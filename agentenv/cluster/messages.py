@@ -7,15 +7,14 @@
                                   <-----  Raised   the error of its rollout
     Drop(number)                  ----->           the tree is not wanted any more
                                   <-----  Acquire     a place on a server of the pool
-    Serves, Granted, Refused       ----->           which server, and what is needed to ask it
+    Granted, Refused              ----->           which server, and what is needed to ask it
     Standing, BreakOff            ----->           what happens to the server meanwhile
                                   <-----  FirstToken    it has given its first token
                                   <-----  Release    what became of the requests
-    Settled                       ----->           what that says of a server that was full
                                   <-----  Sample   a turn, of an engine that is no pool
     Tokens, Stand, Turn, Refused  ----->           what becomes of it
                                   <-----  Quit     that slot or turn is not wanted any more
-    Steer                         ----->           all rollouts pause or resume; their time limits
+    Steer                         ----->           all rollouts pause or resume
     GiveUp(number, reason)        ----->           a person cancels that tree
     Look(number)                  ----->           what do its branches await?
                                   <-----  Looked
@@ -37,7 +36,7 @@ from msgspec import Struct
 from agentenv.engines.pool.server import Outcome
 from agentenv.failures import Failure
 from agentenv.rollout import BranchNow
-from agentenv.types import Chunk, Completion, Limits, SamplingParams, Task
+from agentenv.types import Chunk, Completion, SamplingParams, Task
 from agentenv.untrusted import packed
 
 
@@ -91,20 +90,15 @@ class Refused(Struct, array_like=True, frozen=True, tag=6):
     is_final: bool
 
 
-class Serves(Struct, array_like=True, frozen=True, tag=7):
-    """A server of the pool, by its number there, and what a client in another process needs
-    (Server.handed); before it is first named, and anew after each connection."""
-
-    server: int
-    url: str
-    handed: bytes
-
-
 class Granted(Struct, array_like=True, frozen=True, tag=8):
-    """A place on a server, which serves this version. `on_trial`: its first token is waited for."""
+    """A place on a server of the pool, by its number there, which serves this version; `handed` is
+    what a client in another process needs (RemoteServer.handed). `on_trial`: its first token is
+    waited for."""
 
     number: int
     server: int
+    url: str
+    handed: bytes
     policy_version: int
     on_trial: bool
 
@@ -127,18 +121,10 @@ class BreakOff(Struct, array_like=True, frozen=True, tag=10):
     is_dead: bool = False
 
 
-class Settled(Struct, array_like=True, frozen=True, tag=11):
-    """The problem of a server that refused a request because it is full; empty: none."""
-
-    number: int
-    problem: str
-
-
 class Steer(Struct, array_like=True, frozen=True, tag=12):
-    """All rollouts pause or resume from now on, with these time limits."""
+    """All rollouts pause or resume from now on."""
 
     holds: bool
-    limits: Limits
 
 
 class GiveUp(Struct, array_like=True, frozen=True, tag=13):
@@ -160,7 +146,7 @@ class Over(Struct, array_like=True, frozen=True, tag=15):
 
 
 OfTurn = Tokens | Stand | Turn | Refused
-OfPlace = Serves | Granted | Standing | BreakOff | Settled | Refused
+OfPlace = Granted | Standing | BreakOff | Refused
 Asked = Grow | Drop | Steer | GiveUp | Look | Over | OfTurn | OfPlace
 
 
@@ -241,7 +227,7 @@ class FirstToken(Struct, array_like=True, frozen=True, tag=8):
 
 class Release(Struct, array_like=True, frozen=True, tag=9):
     """The slot is free again. `answers` are tokens and seconds of the requests that came to their
-    end, `outcome` is that of the last one; Busy is answered with Settled. `counts` are those of the
+    end, `outcome` is that of the last one; `counts` are those of the
     worker's engine since the last Release."""
 
     number: int

@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 
 from agentenv.actor import Actor
 from agentenv.cluster import messages
-from agentenv.cluster.engine import Turns
+from agentenv.cluster.engines import Leases, Turns
 from agentenv.cluster.messages import Figures, pack
-from agentenv.cluster.slots import Leases
 from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.errors import TooManyFailuresError, WorkerError
@@ -403,15 +402,13 @@ class RolloutWorkers(WorkerGroup[_Worker]):
     # Control
 
     def steer(self) -> None:
-        """Pause or resume the rollouts of workers as those of the controller's actor, with its
-        time limits."""
+        """Pause or resume the rollouts of workers as those of the controller's actor."""
         self._is_steered = True
         for worker in self.workers.values():
             self._steer(worker)
 
     def _steer(self, worker: _Worker) -> None:
-        actor = self._actor
-        worker.link.send(pack(messages.Steer(actor.is_paused, actor.limits)))
+        worker.link.send(pack(messages.Steer(self._actor.is_paused)))
 
     def give_up(self, index: int, reason: str) -> bool:
         """Cancel a tree on a person's request: its worker receives the order; without a worker it

@@ -14,9 +14,9 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from agentenv.engine import EngineConfig
+from agentenv.engines.remote import ServerLostError
 from agentenv.engines.remote.client import MalformedReplyError, RefusedError, TokenId
 from agentenv.engines.remote.endpoint import Endpoint
-from agentenv.engines.remote.server import ServerLostError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError, ForeignError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 from agentenv.untrusted import convert
@@ -183,16 +183,8 @@ class TokensEngine(EndpointEngine):
             "model": self.endpoint.model,
             "prompt": list(prompt_ids),
             "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "stop": list(sampling.stop),
-            **self._ends,
+            **_sampling(sampling, self._ends),
             "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
-            "spaces_between_special_tokens": False,
             "return_token_ids": True,
             **({} if sampling.seed is None else {"seed": sampling.seed % 2**63}),
             **self.config.extra_body,
@@ -211,11 +203,9 @@ class TokensEngine(EndpointEngine):
         return _completion(ids, last.finish_reason, last.stop_reason)
 
 
-def _sglang_body(
-    prompt_ids: Sequence[int], sampling: SamplingParams, ends: Mapping[str, list[int]]
-) -> dict[str, Any]:
-    params: dict[str, Any] = {
-        "max_new_tokens": sampling.max_tokens,
+def _sampling(sampling: SamplingParams, ends: Mapping[str, list[int]]) -> dict[str, Any]:
+    """The keys that both servers take."""
+    return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -223,10 +213,16 @@ def _sglang_body(
         "repetition_penalty": sampling.repetition_penalty,
         "stop": list(sampling.stop),
         **ends,
-        "no_stop_trim": True,
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
     }
+
+
+def _sglang_body(
+    prompt_ids: Sequence[int], sampling: SamplingParams, ends: Mapping[str, list[int]]
+) -> dict[str, Any]:
+    params = _sampling(sampling, ends)
+    params |= {"max_new_tokens": sampling.max_tokens, "no_stop_trim": True}
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed % 2**31
     return {"input_ids": list(prompt_ids), "sampling_params": params}

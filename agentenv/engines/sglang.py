@@ -17,23 +17,25 @@ from uuid import uuid4
 
 from msgspec import Struct
 
-from agentenv.engine import SGLANG_RESERVED, check_request
-from agentenv.engines.pool.engine import PooledEngineConfig
-from agentenv.engines.remote.base import HEALTH_S, Answer, LabelledSpan, read_metrics
+from agentenv.engine import check_request
+from agentenv.engines.pool import PooledEngineConfig
+from agentenv.engines.remote import BusyError, PartEnd, Request, ServerLoad, ServerLostError
+from agentenv.engines.remote.base import HEALTH_S, Answer, LabelledSpan
 from agentenv.engines.remote.client import Count, HttpClient, Logprob, RefusedError
-from agentenv.engines.remote.server import BusyError, PartEnd, Request, ServerLoad, ServerLostError
-from agentenv.engines.remote.sglang_probe import (
-    TRANSFER,
-    TRIED,
+from agentenv.engines.remote.probes import (
+    SGLANG_TRANSFER,
+    SGLANG_TRIED,
     ServerArgs,
     SGLangFacts,
     TokenLogprob,
     check_logprobs,
-    probe,
+    probe_sglang,
+    read_metrics,
 )
 from agentenv.engines.remote.weight_sync import WeightSync
 from agentenv.engines.remote.weights import Bucket, Group, Manifest
 from agentenv.errors import ConfigError, EngineError, ForeignError
+from agentenv.server_config import SGLANG_RESERVED
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 from agentenv.untrusted import decode
 
@@ -296,12 +298,12 @@ class SGLangServer(WeightSync[SGLangFacts]):
     SGLang's order: top_k, top_p, min_p. Seeds count with --enable-deterministic-inference only.
     """
 
-    transfer = TRANSFER
-    tried = TRIED
+    transfer = SGLANG_TRANSFER
+    tried = SGLANG_TRIED
     facts = SGLangFacts
 
     async def _probe(self) -> SGLangFacts:
-        return await probe(self._controls[0], self._given_vocab_size, self._layout)
+        return await probe_sglang(self._controls[0], self._given_vocab_size, self._layout)
 
     async def _unpause(self) -> None:
         await self._resume()
@@ -310,7 +312,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
         await check_logprobs(self._http, self._connected().vocab_size)
 
     async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
-        """See Server.generate. While weights are being replaced a new request waits."""
+        """See RemoteServer.generate."""
         facts = await self._known()
         check_turn(request, facts)
         body = request_body(request, facts, self._top_k, self._salt)

@@ -18,17 +18,8 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 from msgspec import Struct
 
 from agentenv.engine import check_request
-from agentenv.engines.pool.engine import PooledEngineConfig
-from agentenv.engines.remote.base import Answer, LabelledSpan, read_metrics
-from agentenv.engines.remote.client import (
-    Count,
-    FailedError,
-    HttpClient,
-    Logprob,
-    RefusedError,
-    all_of,
-)
-from agentenv.engines.remote.server import (
+from agentenv.engines.pool import PooledEngineConfig
+from agentenv.engines.remote import (
     BrokenOffError,
     BusyError,
     ForeignWeightsError,
@@ -37,18 +28,28 @@ from agentenv.engines.remote.server import (
     ServerLoad,
     ServerLostError,
 )
-from agentenv.engines.remote.vllm_probe import (
+from agentenv.engines.remote.base import Answer, LabelledSpan
+from agentenv.engines.remote.client import (
+    Count,
+    FailedError,
+    HttpClient,
+    Logprob,
+    RefusedError,
+    all_of,
+)
+from agentenv.engines.remote.probes import (
     ABORT,
     GENERATE,
     REPACK,
-    TRANSFER,
     TRIAL,
-    TRIED,
+    VLLM_TRANSFER,
+    VLLM_TRIED,
     WIRES,
     Models,
     VLLMFacts,
     check_trial,
-    probe,
+    probe_vllm,
+    read_metrics,
 )
 from agentenv.engines.remote.weight_sync import WeightSync
 from agentenv.engines.remote.weights import Bucket, Group, Wire, check_adapter, is_adapter
@@ -160,10 +161,10 @@ class VLLMAnswer(Answer):
         try:
             found = decode(event, WITH_RIVALS if self._with_entropies else BARE)
         except ForeignError as error:
-            text = f"{self._server} streamed what vLLM {TRIED} does not: {error}"
+            text = f"{self._server} streamed what vLLM {VLLM_TRIED} does not: {error}"
             raise ServerLostError(text) from None
         if (failure := found.error) is not None:
-            text = f"{self._server} broke off: {failure.message}"
+            text = f"{self._server} aborted the request: {failure.message}"
             if failure.code == 429:
                 raise BusyError(text)
             kind = FailedError if failure.code >= 500 else RefusedError
@@ -201,11 +202,11 @@ METRICS: dict[str, Callable[[list[float]], float]] = {
 
 
 class Sent:
-    """A request on the server, which can be broken off; `on_purpose`: nothing is wrong, it may be
+    """A request on the server, which can be aborted; `on_purpose`: nothing is wrong, it may be
     sent again at once."""
 
     def __init__(self, on_chunk: Callable[[Chunk], None]) -> None:
-        self.timeout = asyncio.timeout(None)  # to be entered; it expires when broken off
+        self.timeout = asyncio.timeout(None)  # to be entered; it expires when aborted
         self.has_tokens = self.on_purpose = False
         self._on_chunk = on_chunk
 
@@ -230,12 +231,12 @@ class VLLMServer(WeightSync[VLLMFacts]):
 
     LoRA adapters are served one at a time, each version under a name of its own: the name is part
     of the key of vLLM's prefix cache, and requests name the adapter that they want, so that
-    versions cannot mix. Running requests are broken off, since one cannot change its adapter; they
+    versions cannot mix. Running requests are aborted, since one cannot change its adapter; they
     go on from their tokens under the new one.
     """
 
-    transfer = TRANSFER
-    tried = f"{TRIED}."
+    transfer = VLLM_TRANSFER
+    tried = f"{VLLM_TRIED}."
     facts = VLLMFacts
 
     def __init__(self, url: str, **options: Any) -> None:
@@ -245,7 +246,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
         self._adapter = ""  # name that requests ask for; empty: the model itself
 
     async def _probe(self) -> VLLMFacts:
-        facts = await probe(self._controls[0], self._given_vocab_size, self._top_k)
+        facts = await probe_vllm(self._controls[0], self._given_vocab_size, self._top_k)
         self._adapter = ""
         return facts
 
@@ -255,9 +256,8 @@ class VLLMServer(WeightSync[VLLMFacts]):
     # requests
 
     async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
-        """See Server.generate. While weights are being replaced a new request waits. With the
-        cache kept, one without a token is sent again, so that each carries the salt of the weights
-        it starts with."""
+        """See RemoteServer.generate. With the cache kept, a request without a token is sent again,
+        so that each carries the salt of the weights it starts with."""
         num_sent = 0
         while True:
             facts = await self._known()
@@ -343,7 +343,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
     # weights
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
-        """See Server.load_weights. The server must see `source` under the same path."""
+        """See WeightSync.load_weights. The server must see `source` under the same path."""
         if is_adapter(source) or "adapters" in self._connected().info.features:
             async with self._changing:
                 await self._load_adapter(source, policy_version)

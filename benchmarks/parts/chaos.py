@@ -48,7 +48,7 @@ from agentenv.envs.quickstart_setup import build_model
 from agentenv.errors import AgentEnvError
 from agentenv.frames import SUFFIX, Began, Finished, Frame, Leased, Trained, read_frames
 from agentenv.guard import GUARD
-from agentenv.ports import held_ports
+from agentenv.link import held_ports
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Task, ToolResult

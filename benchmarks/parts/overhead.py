@@ -46,20 +46,19 @@ from msgspec.structs import asdict
 from agentenv.config import load_config
 from agentenv.disk import write_whole
 from agentenv.engine import EngineConfig, EngineStart
-from agentenv.engines.pool.engine import PooledEngineConfig
-from agentenv.engines.remote.server import PartEnd, Request, ServerInfo, ServerLoad
+from agentenv.engines.pool import PooledEngineConfig
+from agentenv.engines.remote import PartEnd, Request, ServerInfo, ServerLoad
 from agentenv.env import Grade
 from agentenv.envs.quickstart import COMPANIES
 from agentenv.errors import AgentEnvError
 from agentenv.learners import messages as wire
 from agentenv.learners.learner import Score
-from agentenv.link import PREFIX_BYTES
+from agentenv.link import PREFIX_BYTES, held_ports
 from agentenv.model_files import load_tokenizer
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View, run_until_done
-from agentenv.ports import held_ports
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool
 from agentenv.types import Chunk, Completion, SamplingParams, Task, ToolResult, VersionSpan

@@ -10,10 +10,10 @@ from msgspec import NODEFAULT, Meta, Struct, defstruct, field
 from msgspec.structs import replace
 
 from agentenv.config import ESSENTIAL, PATH, build_config
-from agentenv.engine import ChatModelConfig
 from agentenv.env import Grader
 from agentenv.errors import ConfigError
 from agentenv.registry import Registry
+from agentenv.server_config import ChatModelConfig
 
 SolutionStr = Literal["response", "sequence"]
 GraderKind = Literal["exact", "f1", "layered", "judge", "custom", "own", "combined"]

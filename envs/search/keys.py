@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from msgspec import Meta, Struct
 
 from agentenv.config import ESSENTIAL, PATH
-from agentenv.engine import ChatModelConfig
 from agentenv.envs.search.bm25 import BM25Config
 from agentenv.envs.search.corpus import BackendConfig
 from agentenv.errors import ConfigError
 from agentenv.registry import Registry
+from agentenv.server_config import ChatModelConfig
 
 Mode = Literal["snippets", "pages", "summaries"]
 Repeated = Literal["search", "tell"]

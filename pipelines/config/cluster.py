@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta, Struct, field
 
-from agentenv.engine import EngineConfig, LaunchConfig, RoleConfig
+from agentenv.engine import EngineConfig
 from agentenv.errors import ConfigError
+from agentenv.server_config import LaunchConfig, RoleConfig
 
 if TYPE_CHECKING:
-    from agentenv.supervisor import WorkerSpec
+    from agentenv.worker_group import WorkerSpec
 
 FOLDER = "workers"  # of their logs, in the run's directory
 
@@ -56,7 +57,7 @@ class SpreadCluster(
 
     def processes(self) -> WorkerSpec:
         """The workers as processes."""
-        from agentenv.supervisor import WorkerSpec  # slow to load
+        from agentenv.worker_group import WorkerSpec  # slow to load
 
         return WorkerSpec(
             "agentenv.pipelines.workers.rollout_worker",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta, Struct, field
 
 from agentenv.config import ROWS, Tree, build_config
-from agentenv.engine import EngineConfig, RoleConfig
+from agentenv.engine import EngineConfig
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.errors import ConfigError
 from agentenv.native import NativeConfig
@@ -28,6 +28,7 @@ from agentenv.reference.helpers import AssistConfig
 from agentenv.registry import Registry
 from agentenv.renderer import PromptConfig, TagsConfig
 from agentenv.rows import RowsConfig
+from agentenv.server_config import RoleConfig
 from agentenv.types import Limits
 
 # an evaluation may ask any endpoint, too

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr, replace
 
 from agentenv.config import ESSENTIAL, ROWS
-from agentenv.engine import ROLES, EngineConfig, RoleConfig
+from agentenv.engine import EngineConfig
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.sandbox.keys import PythonConfig
@@ -28,6 +28,7 @@ from agentenv.pipelines.run.saver import SavingConfig
 from agentenv.registry import Registry
 from agentenv.renderer import PromptConfig, TagsConfig
 from agentenv.rows import MixPart, RowsConfig
+from agentenv.server_config import ROLES, RoleConfig
 from agentenv.tools import ToolConfig
 from agentenv.types import Limits, SamplingParams
 

@@ -40,8 +40,7 @@ from agentenv.pipelines.config.evaluation import EvaluateConfig, QuestionSet, me
 from agentenv.pipelines.config.rl import TABLES
 from agentenv.pipelines.config.verl_keys import refuse_verl_keys
 from agentenv.pipelines.run.rundir import BEST, CONFIG_FILE, find_checkpoint
-from agentenv.pipelines.serving.roles import fill_roles
-from agentenv.pipelines.serving.servers import ServerFactory
+from agentenv.pipelines.serving.servers import ServerFactory, fill_roles
 from agentenv.pipelines.setup.assembly import AskingAssembly, Questions, SetConfig, once
 from agentenv.pipelines.setup.data import Say, load_set, said
 from agentenv.reference.helpers import Assist, assist_actor

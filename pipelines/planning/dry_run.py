@@ -16,7 +16,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from agentenv.config import paths_of, resolver
-from agentenv.engine import EngineConfig, LaunchConfig, RoleConfig
+from agentenv.engine import EngineConfig
 from agentenv.engines.openai import OpenAIConfig
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.search.providers import PROVIDERS, WebConfig
@@ -33,12 +33,13 @@ from agentenv.pipelines.planning.plan import AnyRun, Plan, Process, make_plan, r
 from agentenv.pipelines.run.arguments import EXIT_MISSING
 from agentenv.pipelines.run.rundir import find_checkpoint
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.serving.server_commands import find_python
+from agentenv.pipelines.serving import find_python
 from agentenv.pipelines.setup.assembly import Assembly
 from agentenv.pipelines.setup.checks import refuse
 from agentenv.pipelines.setup.machine import GIB, find_machine
 from agentenv.pipelines.setup.start_checks import Absent, absent_paths, hub_keys, is_here
 from agentenv.pipelines.supervised.dialogues import registered_files
+from agentenv.server_config import LaunchConfig, RoleConfig
 
 # What a configuration reads and is not there: files, folders, keys, environments of engines.
 

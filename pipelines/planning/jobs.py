@@ -21,7 +21,7 @@ from agentenv.learners.messages import TOKEN_VARIABLE as LEARNER_TOKEN
 from agentenv.pipelines.config.cluster import KubernetesCluster, SlurmCluster
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.run.rundir import CONFIG_FILE, JOB_VARIABLE
-from agentenv.pipelines.workers.main import DRAIN_VARIABLE, WAIT_VARIABLE
+from agentenv.pipelines.workers import DRAIN_VARIABLE, WAIT_VARIABLE
 from agentenv.supervisor import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
 TRAIN = ("-m", "agentenv.launchers.train")  # arguments of Python

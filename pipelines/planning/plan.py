@@ -9,7 +9,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from agentenv.config import RUN
-from agentenv.engine import EngineConfig, LaunchConfig, LocalModel, RoleConfig
+from agentenv.engine import EngineConfig, LocalModel
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.learners.learner import LearnerConfig, check_heads
 from agentenv.pipelines.config.cluster import WideCluster
@@ -23,8 +23,7 @@ from agentenv.pipelines.config.rl import (
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.run.rundir import find_checkpoint
 from agentenv.pipelines.run.saver import SavingConfig
-from agentenv.pipelines.serving.gpus import GpuPlan, learner_gpus
-from agentenv.pipelines.serving.server_commands import CPU_CACHE_GIB
+from agentenv.pipelines.serving import CPU_CACHE_GIB, GpuPlan, learner_gpus
 from agentenv.pipelines.setup.machine import GIB, Machine
 from agentenv.pipelines.setup.memory import (
     KNOWN,
@@ -41,6 +40,7 @@ from agentenv.pipelines.setup.memory import (
     server_memory,
 )
 from agentenv.pipelines.setup.passage import passing_bytes
+from agentenv.server_config import LaunchConfig, RoleConfig
 from agentenv.types import Limits
 
 # What a plan is made of: a machine, processes on it, and what does not fit.

@@ -45,7 +45,7 @@ from agentenv.pipelines.rl.publishing import (
 )
 from agentenv.pipelines.rl.ray_resources import far_servers, open_ray, ray_ranks
 from agentenv.pipelines.run.rundir import COLD_START, RunDirectory, link_model
-from agentenv.pipelines.serving.gpus import learner_gpus, trains_on_gpu
+from agentenv.pipelines.serving import learner_gpus, trains_on_gpu
 from agentenv.pipelines.setup.assembly import (
     EVALUATING,
     TRAINED,

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from agentenv.deadline import uncancelled
 from agentenv.engine import Engine, SleepingEngine
-from agentenv.engines.pool.engine import PooledEngineConfig
+from agentenv.engines.pool import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.errors import SHOWN, ConfigError, EngineDeadError, LearnerError
 from agentenv.learners.batch import encode_sequence
@@ -24,7 +24,7 @@ from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
 from agentenv.learners.learner import Agreement, Learner, Metrics
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.serving.gpus import trains_on_gpu
+from agentenv.pipelines.serving import trains_on_gpu
 from agentenv.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from agentenv.engine import LaunchConfig
 from agentenv.learners.ranks import RemoteRanks
 from agentenv.pipelines.config.cluster import FOLDER, RayCluster
 from agentenv.pipelines.config.rl import TrainConfig
@@ -17,7 +16,8 @@ from agentenv.pipelines.serving.servers import MAX_RESTARTS
 from agentenv.pipelines.setup.data import Say
 from agentenv.pipelines.workers.engine_worker import SLACK_S, ClusterServers
 from agentenv.pipelines.workers.ray_placement import RayPlacement, RaySetup
-from agentenv.supervisor import WorkerSpec
+from agentenv.server_config import LaunchConfig
+from agentenv.worker_group import WorkerSpec
 
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray accepts; nothing of ours uses it
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.config import to_plain
-from agentenv.engines.pool.engine import PooledEngineConfig
+from agentenv.engines.pool import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.journal import Journal
 from agentenv.pipelines.config.cluster import (
@@ -21,8 +21,7 @@ from agentenv.pipelines.config.cluster import (
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.run.terminal import View
-from agentenv.processes import ExternalPlacement, Placement
-from agentenv.supervisor import Supervisor
+from agentenv.supervisor import ExternalPlacement, Placement, Supervisor
 
 
 async def start_workers(

@@ -1,1 +1,309 @@
-"""Inference servers of a run: processes, GPUs, roles."""
+"""GPUs, command line and environment of an engine server, with what each engine needs to be usable:
+scale-out and dev routes, log-probs of the sampled distribution, and on the CPU its many traps.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentenv.engine import EngineConfig
+from agentenv.errors import ConfigError
+from agentenv.learners.learner import LearnerConfig
+from agentenv.model_files import num_experts, read_model_config
+from agentenv.pipelines.config.cluster import RayCluster
+from agentenv.server_config import SGLANG_RESERVED, LaunchConfig, Served
+
+if TYPE_CHECKING:
+    from agentenv.pipelines.config.rl import ResourcesConfig, TrainConfig
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs of this process: what CUDA_VISIBLE_DEVICES names, else all of the machine."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [part.strip() for part in named.split(",") if part.strip() not in ("", "-1")]
+    count = sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
+    return [str(number) for number in range(count)]
+
+
+def trains_on_gpu(config: TrainConfig) -> bool:
+    """Whether the learner's ranks have GPUs, as far as that is known before they start: those on
+    other machines are taken to have some."""
+    elsewhere = isinstance(config.cluster, RayCluster) and config.cluster.learner
+    return bool(elsewhere or config.learner.launch == "external" or visible_gpus())
+
+
+class GpuPlan:
+    """Hands out GPUs, each to one server; numbers count the visible ones from 0."""
+
+    def __init__(self, visible: Sequence[str] | None = None) -> None:
+        self.visible = visible_gpus() if visible is None else list(visible)
+        self._owners: dict[int, str] = {}
+        self._lent: dict[int, str] = {}  # with their owners
+
+    def lend(self, key: str) -> None:
+        """Let one borrower have the GPUs of `key` too, which uses them in turn with it."""
+        self._lent |= {n: owner for n, owner in self._owners.items() if owner == key}
+
+    def assign(
+        self, key: str, asked: Sequence[int], needed: int, *, borrows: bool = False
+    ) -> list[str]:
+        """`needed` GPUs as values of CUDA_VISIBLE_DEVICES. `key` names the setting in errors.
+        Who `borrows` is given the lent ones first.
+
+        Raises ConfigError for GPUs that are missing, taken, named twice, or too few or many.
+        """
+        if asked and len(asked) != needed:
+            raise ConfigError(f"{key}: {needed} GPUs are needed, {len(asked)} are named: {asked}")
+        if borrows:
+            for number in self._lent:
+                self._owners.pop(number, None)
+        free = [n for n in range(len(self.visible)) if n not in self._owners]
+        free.sort(key=lambda number: number not in self._lent)
+        chosen = list(asked) or free[:needed]
+        if len(chosen) < needed:
+            taken = ", ".join(f"{n}: {owner}" for n, owner in self._owners.items()) or "none"
+            raise ConfigError(
+                f"{key}: {needed} GPUs are needed, {len(free)} of {len(self.visible)} are free "
+                f"(taken: {taken})"
+            )
+        for number in chosen:
+            if number >= len(self.visible):
+                raise ConfigError(
+                    f"{key}: there is no GPU {number}; visible are {len(self.visible)} "
+                    f"({', '.join(self.visible) or 'none'})"
+                )
+            if number in self._owners:
+                raise ConfigError(f"{key}: GPU {number} already belongs to {self._owners[number]}")
+            self._owners[number] = key
+        return [self.visible[number] for number in chosen]
+
+
+SERVERS, LEARNER = "engine.servers.gpus", "resources.learner_gpus"
+COLOCATED = "resources.colocated"
+
+
+def learner_gpus(
+    resources: ResourcesConfig, engine: EngineConfig, learner: LearnerConfig, plan: GpuPlan
+) -> list[str]:
+    """The GPUs of the learner's ranks as values of CUDA_VISIBLE_DEVICES, claimed before those of
+    servers; empty for all, without servers or without GPUs.
+
+    Raises ConfigError for a key that nobody reads, and for GPUs that are missing or claimed twice;
+    servers and learner may claim the same ones where they are colocated.
+    """
+    asked, local = resources.learner_gpus, learner.launch == "local"
+    named = [] if engine.launched is None else engine.launched.gpus
+    if resources.colocated:
+        engine.check_colocated(COLOCATED)
+    if asked and not local:
+        raise ConfigError(f"{LEARNER}: the ranks are started elsewhere; remove it")
+    if asked and not plan.visible:
+        raise ConfigError(f"{LEARNER}: {asked} are named, but no GPU is visible")
+    both = set(named) & set(asked)
+    if both and not resources.colocated:
+        raise ConfigError(
+            f"{SERVERS}: {sorted(both)} are the learner's ({LEARNER}); with {COLOCATED} = true "
+            "they have them in turn"
+        )
+    if not asked and not (plan.visible and engine.starts_servers and local):
+        return []
+    left = [number for number in range(len(plan.visible)) if number not in named]
+    if resources.colocated:  # first where the servers are
+        left = [*named, *left]
+    elif not asked and len(left) < learner.num_ranks:
+        raise ConfigError(
+            f"{LEARNER}: {learner.num_ranks} are needed, {len(left)} of {len(plan.visible)} are "
+            "left beside the servers of the engine"
+        )
+    gpus = plan.assign(LEARNER, asked or left[: learner.num_ranks], learner.num_ranks)
+    if resources.colocated:
+        plan.lend(LEARNER)
+    return gpus
+
+
+VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+VLLM_CPU_EXTENSION = "agentenv_vllm_cpu.WorkerExtension"  # packs head and experts again
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+MIN_BATCHED_TOKENS = 4096  # of one step of vLLM on the CPU
+SGLANG_CPU_PLATFORM = "plaincpu"
+CPU_CACHE_GIB = 1  # of keys and values, where there is no GPU
+MAX_CPU_TOKENS = 65536  # of SGLang's cache on the CPU
+HOW_TO_MAKE = {
+    "vllm": "make one with `sh .ci/engine-vllm` (CPU), or on a GPU host with "
+    "`python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm`",
+    "sglang": "make one with `sh .ci/engine-sglang` (CPU), or on a GPU host with "
+    "`python3 -m venv .venv-sglang && .venv-sglang/bin/pip install sglang`",
+}
+
+
+def find_python(engine: str, config: LaunchConfig, key: str) -> str:
+    """The interpreter that has the engine. Raises ConfigError that says how to make one."""
+    if config.python:
+        if not Path(config.python).is_file():
+            raise ConfigError(f"{key}.python: {config.python} does not exist")
+        return str(Path(config.python).absolute())
+    if importlib.util.find_spec(engine) is not None:
+        return sys.executable
+    path = Path(f".venv-{engine}") / "bin" / "python"
+    if path.is_file():
+        return str(path.absolute())
+    raise ConfigError(
+        f"{key}: {engine} is neither installed for {sys.executable} nor in {path} of this folder: "
+        f"{HOW_TO_MAKE[engine]}; or name an interpreter with {key}.python"
+    )
+
+
+def command(python: str, served: Served, config: LaunchConfig) -> list[str]:
+    """The whole command line. Raises ConfigError for a model that the engine would die of."""
+    build = _vllm_arguments if served.engine == "vllm" else _sglang_arguments
+    model_config = read_model_config(served.model)
+    return [python, "-m", *build(served, config, model_config), *config.args]
+
+
+def environment(served: Served, config: LaunchConfig) -> dict[str, str]:
+    """Variables of the server on top of ours."""
+    env = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "TOKENIZERS_PARALLELISM": "false"}
+    if served.engine == "vllm":
+        env |= {"VLLM_NO_USAGE_STATS": "1"}
+        if served.trained:
+            env["VLLM_SERVER_DEV_MODE"] = "1"  # routes for weights, pause, sleep and resume
+        if served.lora_rank:
+            env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+    if served.on_cpu:
+        env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        if served.engine == "vllm":
+            env |= {
+                "VLLM_TARGET_DEVICE": "cpu",  # the CPU wheel does not find out by itself
+                "VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB),
+                "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles for seconds
+                # One process fewer, which would wait for the other one by spinning on a core.
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            }
+        else:
+            env["SGLANG_PLATFORM"] = SGLANG_CPU_PLATFORM
+    else:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(served.gpus)
+    return env | config.env
+
+
+def _vllm_arguments(served: Served, config: LaunchConfig, model: dict[str, Any]) -> list[str]:
+    """Behind `python -m`: how vLLM is to serve this model."""
+    # `vllm serve` is broken in the CPU wheel; the module works in all.
+    found = ["vllm.entrypoints.openai.api_server", "--host", config.host]
+    found += ["--port", str(served.port), "--model", str(served.model)]
+    found += ["--served-model-name", served.name, "--uvicorn-log-level", "warning"]
+    # With "auto", vLLM would run a float32 model in half precision.
+    found += ["--dtype", _dtype(config, model)]
+    if served.max_model_len:
+        found += ["--max-model-len", str(served.max_model_len)]
+    if config.max_num_seqs:
+        found += ["--max-num-seqs", str(config.max_num_seqs)]
+    if served.trained:
+        found += ["--enable-scale-out", "--max-logprobs", "-1", "--enable-prompt-tokens-details"]
+        found += ["--logprobs-mode", "processed_logprobs"]
+    if served.broadcast:
+        backend = "agentenv_gloo" if served.on_cpu else "nccl"
+        found += ["--weight-transfer-config", f'{{"backend": "{backend}"}}']
+    if served.lora_rank:
+        # A second place, so that the next adapter is there before the last one is gone.
+        found += ["--enable-lora", "--max-loras", "2"]
+        found += ["--max-lora-rank", str(_lora_rank(served.lora_rank))]
+    if config.quantization:
+        found += ["--quantization", config.quantization]
+    if served.on_cpu:
+        _check_head_size(served.model, model)
+        # Blocks of 128 tokens, the default there, hide shorter prefixes from the cache.
+        found += ["--enforce-eager", "--block-size", "32"]
+        # A prompt that is computed in two parts kills the engine if its request has a seed
+        # (vLLM 0.32: "CPU Generator does not use offset"), so that none is split.
+        length = served.max_model_len or int(model.get("max_position_embeddings") or 0)
+        found += ["--no-enable-chunked-prefill"]
+        found += ["--max-num-batched-tokens", str(max(MIN_BATCHED_TOKENS, length))]
+        if served.trained and (model.get("tie_word_embeddings") or num_experts(model)):
+            found += ["--worker-extension-cls", VLLM_CPU_EXTENSION]
+        return found
+    found += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
+    found += ["--gpu-memory-utilization", str(config.gpu_memory_share)]
+    if served.colocated:
+        found += ["--enable-sleep-mode"]
+    if config.data_parallel_size > 1:
+        found += ["--data-parallel-size", str(config.data_parallel_size)]
+    return found
+
+
+def _sglang_arguments(served: Served, config: LaunchConfig, model: dict[str, Any]) -> list[str]:
+    """Behind `python -m`: how SGLang is to serve this model."""
+    found = ["sglang.launch_server", "--host", config.host, "--port", str(served.port)]
+    found += ["--model-path", str(served.model), "--served-model-name", served.name]
+    found += ["--dtype", _dtype(config, model), "--enable-metrics", "--log-level-http", "warning"]
+    if served.max_model_len:
+        length = served.max_model_len + SGLANG_RESERVED
+        of_model = int(model.get("max_position_embeddings") or length)
+        found += ["--context-length", str(min(length, of_model))]
+    if config.max_num_seqs:
+        found += ["--max-running-requests", str(config.max_num_seqs)]
+    if served.trained:
+        # Load figures of each step; by default they lag by 15.
+        found += ["--incremental-streaming-output", "--load-snapshot-publish-interval", "1"]
+    if config.quantization:
+        found += ["--quantization", config.quantization]
+    if served.on_cpu and served.colocated:
+        raise ConfigError(
+            "resources.colocated: SGLang sleeps with --enable-memory-saver, which it has on GPUs "
+            "only; without one use engine.name = 'vllm' or 'embedded'"
+        )
+    if served.colocated:
+        found += ["--enable-memory-saver"]
+    if served.on_cpu:
+        found += ["--device", "cpu", "--disable-overlap-schedule", "--skip-server-warmup"]
+        found += ["--sleep-on-idle"]  # else it takes a core from everybody else all the time
+        found += ["--max-total-tokens", str(_cpu_tokens(config, model))]
+        return found if config.max_num_seqs else [*found, "--max-running-requests", "64"]
+    found += ["--tp-size", str(config.tensor_parallel_size)]
+    found += ["--mem-fraction-static", str(config.gpu_memory_share)]
+    if config.data_parallel_size > 1:
+        found += ["--dp-size", str(config.data_parallel_size)]
+    return found
+
+
+def _dtype(config: LaunchConfig, model: dict[str, Any]) -> str:
+    if config.dtype != "model":
+        return config.dtype
+    return str(model.get("dtype") or model.get("torch_dtype") or "auto")
+
+
+def _lora_rank(rank: int) -> int:
+    """The least rank that vLLM can be started for; smaller adapters are padded."""
+    for known in VLLM_LORA_RANKS:
+        if rank <= known:
+            return known
+    raise ConfigError(f"learner.lora.r = {rank}: vLLM serves adapters of rank {known} at most")
+
+
+def _heads(model: dict[str, Any]) -> tuple[int, int]:
+    """Key-value heads and their size; 0 where the file does not say."""
+    heads = int(model.get("num_attention_heads") or 0)
+    size = model.get("head_dim") or (int(model.get("hidden_size") or 0) // heads if heads else 0)
+    return int(model.get("num_key_value_heads") or heads), int(size)
+
+
+def _check_head_size(path: Path, model: dict[str, Any]) -> None:
+    _, size = _heads(model)
+    if size and size not in VLLM_CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"{path}: its heads have size {size}; vLLM on the CPU starts with it but dies at the "
+            f"first request. It knows {', '.join(map(str, VLLM_CPU_HEAD_SIZES))}"
+        )
+
+
+def _cpu_tokens(config: LaunchConfig, model: dict[str, Any]) -> int:
+    """Tokens of keys and values, in float32, in CPU_CACHE_GIB."""
+    heads, size = _heads(model)
+    each = 2 * 4 * heads * size * int(model.get("num_hidden_layers") or 0)
+    return min(MAX_CPU_TOKENS, CPU_CACHE_GIB * 2**30 // each) if each else MAX_CPU_TOKENS

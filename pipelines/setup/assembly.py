@@ -27,7 +27,6 @@ from msgspec import Struct
 
 import agentenv.env
 from agentenv.config import RUN, resolver
-from agentenv.engine import RoleConfig
 from agentenv.env import Env, close_shared
 from agentenv.errors import ConfigError, DataError
 from agentenv.model_files import check_model_directory, load_tokenizer, read_eos_ids
@@ -36,13 +35,13 @@ from agentenv.offload import in_thread
 from agentenv.pipelines.config.cluster import FOLDER
 from agentenv.pipelines.config.rl import EnvConfig, RunConfig, Sampling, TrainConfig
 from agentenv.pipelines.run.rundir import find_checkpoint
-from agentenv.pipelines.serving.roles import fill_roles, start_servers
-from agentenv.pipelines.serving.servers import ServerFactory
+from agentenv.pipelines.serving.servers import ServerFactory, fill_roles, start_servers
 from agentenv.pipelines.setup.data import EnvMaker, Say, fit_prompts, tables_of, try_env
 from agentenv.pipelines.setup.env_workers import Asked, EnvProcesses
 from agentenv.registry import loaded
 from agentenv.renderer import PromptConfig, Renderer, TagRenderer, TagsConfig
 from agentenv.rows import RowsConfig
+from agentenv.server_config import RoleConfig
 from agentenv.types import Info, Limits, Message, Task
 
 P = TypeVar("P")

@@ -18,8 +18,11 @@ from agentenv.config import build_config, to_plain
 from agentenv.pipelines.config.rl import EnvConfig, GraderTable, PythonTable, SearchTable
 from agentenv.pipelines.setup.data import EnvMaker, Say, tables_of
 from agentenv.renderer import PromptConfig
-from agentenv.supervisor import Supervisor, WorkerSpec
+from agentenv.supervisor import (
+    Supervisor,
+)
 from agentenv.types import Limits, Task
+from agentenv.worker_group import WorkerSpec
 
 START_TIMEOUT_S = 300.0
 MAX_RESTARTS = 5  # in a row, of a process that answered nothing

@@ -9,7 +9,7 @@ import subprocess
 from msgspec import Struct
 
 from agentenv.pipelines.run.arguments import EXIT_MISSING
-from agentenv.pipelines.serving.gpus import visible_gpus
+from agentenv.pipelines.serving import visible_gpus
 
 GIB = 2.0**30
 ASSUMED_GPU_GIB = 80.0

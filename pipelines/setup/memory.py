@@ -24,11 +24,11 @@ import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from agentenv.engine import LaunchConfig
 from agentenv.errors import DataError
 from agentenv.learners.learner import LearnerConfig
 from agentenv.model_files import num_experts, num_stretched_positions, read_model_config
 from agentenv.pipelines.setup.machine import GIB
+from agentenv.server_config import LaunchConfig
 
 # Sizes of a model's layers, from its config.json or, where it is not here, by a public name.
 

@@ -29,8 +29,8 @@ from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import TABLES, ModelConfig, TrainConfig
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.run.rundir import check_writable
-from agentenv.pipelines.serving.roles import check_roles
-from agentenv.pipelines.serving.server_commands import find_python
+from agentenv.pipelines.serving import find_python
+from agentenv.pipelines.serving.servers import check_roles
 from agentenv.pipelines.setup.assembly import AskingAssembly, Assembly, load_function
 from agentenv.pipelines.setup.data import (
     EnvMaker,

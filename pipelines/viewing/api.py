@@ -25,9 +25,9 @@ from aiohttp import web
 
 from agentenv.errors import ConfigError, DataError
 from agentenv.guard import guarded
+from agentenv.link import hold_port, port_of
 from agentenv.offload import in_thread
 from agentenv.pipelines.viewing.folder import Folder
-from agentenv.ports import hold_port, port_of
 
 HOST = "127.0.0.1"
 COMMAND = ("-m", "agentenv.launchers.view")

@@ -1,1 +1,166 @@
-"""Processes that work for a command: rollouts, and environments that compute."""
+"""The common life of worker processes: each connects to its controller, is set up, and ends with
+that connection (agentenv/supervisor.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any, Protocol
+
+import msgspec
+
+from agentenv.errors import PACKAGES, AgentEnvError, ConfigError, WorkerError
+from agentenv.link import Link
+from agentenv.pipelines.run.event_loop import rolling_out
+from agentenv.pipelines.run.terminal import View, is_shown, run_until_done, to_its_end
+from agentenv.pipelines.setup.data import Say
+from agentenv.supervisor import ADDRESS_VARIABLE, NUMBER_VARIABLE, TOKEN_VARIABLE
+from agentenv.untrusted import packed
+from agentenv.worker_group import HELLO_S, Hello, Ready, Refusal, named, own_code
+
+
+class Worker(Protocol):
+    """The work of a process."""
+
+    async def serve(self) -> bool | None:
+        """Until the other end is gone. False: before its work was over."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Report a sentence to people, through the other end."""
+        ...
+
+
+# Variables for workers that others start, in seconds: how long to try to reach the
+# controller, and how long SIGTERM lets trees come to their end.
+WAIT_VARIABLE, DRAIN_VARIABLE = "AGENTENV_WORKER_WAIT_S", "AGENTENV_WORKER_DRAIN_S"
+# The number of this worker, by the launcher that started it.
+NUMBERS = (NUMBER_VARIABLE, "SLURM_PROCID", "JOB_COMPLETION_INDEX")
+RETRY_S = 2.0
+
+# makes it of the frame that sets it up, its link, the stack that closes its parts, and its number
+Build = Callable[[bytes, Link, AsyncExitStack, Say, int], Coroutine[Any, Any, Worker]]
+
+
+class Errors(logging.Handler):
+    """Reports the first line of each error of a part, such as the first crash of an environment,
+    and of each warning for people."""
+
+    def __init__(self, view: WorkerView) -> None:
+        super().__init__(logging.WARNING)
+        self._view = view
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if is_shown(record):
+            self._view.report(record.getMessage().partition("\n")[0])
+
+
+class WorkerView(View):
+    """Reports what blocks the loop to the controller too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.report: Callable[[str], None] = lambda text: None  # from any thread
+
+    def warn(self, text: str) -> None:
+        super().warn(text)
+        self.report(text)
+
+
+async def connect(address: str, hello: Hello, wait_s: float) -> tuple[Link, bytes]:
+    """A link to the controller, and the frame that sets this process up. Tries for `wait_s` to
+    find a controller that takes it."""
+    host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
+    end = loop.time() + wait_s
+    while True:
+        try:
+            async with asyncio.timeout(HELLO_S):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                link = Link(reader, writer)
+                link.keep_alive()
+                link.send(packed(hello))
+                return link, await link.receive()
+        except (OSError, EOFError, TimeoutError) as error:
+            if loop.time() >= end:
+                raise WorkerError(
+                    f"the controller at {address} ({ADDRESS_VARIABLE}) does not take this one: "
+                    f"{error or 'no answer'}; does it run, are there fewer than cluster.workers, "
+                    f"and has it the same {TOKEN_VARIABLE}?"
+                ) from error
+        await asyncio.sleep(RETRY_S)
+
+
+def drain_on_signal(leave: Callable[[float], None], drain_s: float) -> None:
+    """Let the first SIGTERM notify the controller; the second one ends this process."""
+    loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGTERM)
+
+    def on_signal(*_: object) -> None:
+        signal.signal(signal.SIGTERM, before)
+        loop.call_soon_threadsafe(leave, drain_s)
+
+    signal.signal(signal.SIGTERM, on_signal)
+
+
+async def work(
+    address: str, hello: Hello, view: WorkerView, build: Build, wait_s: float, drain_s: float
+) -> None:
+    """Connect, be set up, and work until the other end is gone. Raises WorkerError when it may want
+    this process again, so that its launcher restarts it."""
+    link, setup = await connect(address, hello, wait_s)
+    async with AsyncExitStack() as stack:
+        stack.callback(link.close)
+        try:
+            try:
+                worker = await build(setup, link, stack, view.say, hello.number)
+            except msgspec.DecodeError as error:
+                raise ConfigError(
+                    f"what {address} sends cannot be read ({error}); is agentenv of the same "
+                    f"version there and here, where it is {PACKAGES}?"
+                ) from error
+        except AgentEnvError as error:
+            link.send(packed(Refusal(*named(error))))
+            raise
+        link.send(packed(Ready()))
+        loop = asyncio.get_running_loop()
+
+        def report(text: str) -> None:
+            loop.call_soon_threadsafe(worker.say, text)
+
+        view.report = report
+        leave: Callable[[float], None] | None = getattr(worker, "leave", None)
+        if drain_s and leave is not None:
+            drain_on_signal(leave, drain_s)
+        with rolling_out():
+            if await worker.serve() is False:
+                raise WorkerError(
+                    f"the controller at {address} is gone, or has let this one go, and did not say "
+                    "that its run is over"
+                )
+
+
+def main(build: Build) -> int:
+    """Returns the exit code, as other commands do."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    view = WorkerView()
+    logging.getLogger().addHandler(Errors(view))
+
+    def begin() -> Coroutine[Any, Any, None]:
+        missing = {ADDRESS_VARIABLE, TOKEN_VARIABLE} - set(os.environ)
+        if missing:
+            raise ConfigError(
+                f"{' and '.join(sorted(missing))} not set: host:port of the controller, and the "
+                "secret that it was given (docs/clusters.md)"
+            )
+        address, token = os.environ.pop(ADDRESS_VARIABLE), os.environ.pop(TOKEN_VARIABLE)
+        number = next((os.environ[name] for name in NUMBERS if name in os.environ), os.getpid())
+        seconds = [float(os.environ.get(name, 0)) for name in (WAIT_VARIABLE, DRAIN_VARIABLE)]
+        hello = Hello(token, int(number), os.getpid(), own_code())
+        return work(address, hello, view, build, *seconds)
+
+    return to_its_end(lambda: run_until_done(begin(), view), view, writing="its log")

@@ -19,16 +19,18 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.cluster.messages import Alive, Figures, Say, pack, read_answer
-from agentenv.engine import LaunchConfig, Served, ServersConfig
 from agentenv.errors import WorkerError
 from agentenv.link import Link
 from agentenv.offload import in_thread
 from agentenv.pipelines.serving.servers import ServerFactory
 from agentenv.pipelines.setup import data
-from agentenv.pipelines.workers.main import main
-from agentenv.processes import Placement
-from agentenv.supervisor import Supervisor, WorkerSpec
-from agentenv.worker_group import Left, Worker, WorkerGroup, serve
+from agentenv.pipelines.workers import main
+from agentenv.server_config import LaunchConfig, Served, ServersConfig
+from agentenv.supervisor import (
+    Placement,
+    Supervisor,
+)
+from agentenv.worker_group import Left, Worker, WorkerGroup, WorkerSpec, serve
 
 URL = "serves at "  # begins the first sentence of a process
 SLACK_S = 120.0  # for a process to be placed, beside what the server takes
@@ -107,7 +109,7 @@ class ClusterServers(WorkerGroup[Worker]):
         self.report(f"engine servers: {reason}")
 
     def leave(self, name: str, within_s: float) -> None:
-        """The node of a server is about to end: its turns go on elsewhere, and so does it."""
+        """The node of a server is about to end: server and turns move to another one."""
         if (worker := self.workers.get(name)) is not None:
             self.report(f"{name} leaves with its node, within {within_s:.0f} s")
             worker.link.close()

@@ -8,13 +8,13 @@ import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from agentenv.cluster.env_server import EnvServer
+from agentenv.cluster.envs import EnvServer
 from agentenv.config import resolver
 from agentenv.env import close_shared
 from agentenv.link import Link
 from agentenv.pipelines.setup.data import Say
 from agentenv.pipelines.setup.env_workers import asked_of, maker_of, read_env_setup
-from agentenv.pipelines.workers.main import main
+from agentenv.pipelines.workers import main
 
 
 async def build(

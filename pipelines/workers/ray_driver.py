@@ -21,7 +21,7 @@ from agentenv.errors import ConfigError, WorkerError, install_hint
 from agentenv.link import Link
 from agentenv.offload import in_thread
 from agentenv.pipelines.setup import data
-from agentenv.pipelines.workers.main import main
+from agentenv.pipelines.workers import main
 from agentenv.pipelines.workers.ray_placement import (
     Connected,
     Ended,
@@ -36,7 +36,7 @@ from agentenv.pipelines.workers.ray_placement import (
     read_setup,
     total,
 )
-from agentenv.processes import GRACE_S, ProcessSpec
+from agentenv.supervisor import GRACE_S, ProcessSpec
 from agentenv.worker_group import serve
 
 OLDEST = "2.40"  # as in pyproject.toml

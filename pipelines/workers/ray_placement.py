@@ -24,10 +24,9 @@ from msgspec.structs import replace
 from agentenv.cluster.messages import Alive, Say
 from agentenv.errors import WorkerError
 from agentenv.guard import guarded
-from agentenv.processes import GRACE_S, ProcessSpec
-from agentenv.supervisor import Supervisor, WorkerSpec
+from agentenv.supervisor import GRACE_S, ProcessSpec, Supervisor
 from agentenv.untrusted import packed
-from agentenv.worker_group import Left, Worker, WorkerGroup
+from agentenv.worker_group import Left, Worker, WorkerGroup, WorkerSpec
 
 MAX_RESTARTS = 100  # of the driver, in a row, a minute apart
 
@@ -148,7 +147,7 @@ class RayPlacement(WorkerGroup[Worker]):
 
     read = staticmethod(_read_answer)
     make_worker = Worker
-    is_patient = True
+    waits_for_room = True
 
     def __init__(self, setup: RaySetup, folder: Path, report: Callable[[str], None]) -> None:
         super().__init__(report)

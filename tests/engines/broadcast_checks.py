@@ -12,13 +12,13 @@ from typing import Any
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
-from agentenv.engine import PoolConfig
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.remote.server import Server
+from agentenv.engines.remote.weight_sync import Server
 from agentenv.engines.remote.weights import Group, Manifest, TransferError
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
 from agentenv.learners.learner import LearnerConfig
+from agentenv.server_config import PoolConfig
 from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.reference import EOS, VOCAB, check_sampled
 from tests.engines.world import prompt

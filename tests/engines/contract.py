@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.remote.server import Request, Server, sampled
+from agentenv.engines.remote import Request
+from agentenv.engines.remote.base import sampled
+from agentenv.engines.remote.weight_sync import Server
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, check_sampled, greedy, processed

@@ -25,9 +25,9 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from agentenv.engines.remote.base import RemoteServer
+from agentenv.engines.remote import Request
+from agentenv.engines.remote.base import RemoteServer, sampled
 from agentenv.engines.remote.client import SESSION_HEADER
-from agentenv.engines.remote.server import Request, sampled
 from agentenv.engines.sglang import SGLangServer
 from agentenv.engines.vllm import VLLMServer
 from agentenv.errors import EngineError
@@ -53,7 +53,7 @@ SHOWN = {
         *("vllm_config/model_config/quantization", "vllm_config/speculative_config"),
         *("vllm_config/parallel_config/data_parallel_size", "dp_size", "quantization"),
         *("incremental_streaming_output", "speculative_algorithm"),
-        *("vllm_config/model_config/max_logprobs", "vllm_config/scheduler_config"),
+        "vllm_config/model_config/max_logprobs",
         *("vllm_config/parallel_config/worker_extension_cls", "version", "max_req_input_len"),
         *("sampling_mask_max_tokens", "enable_metrics", "skip_tokenizer_init"),
     ),

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from agentenv.engine import Engine
-from agentenv.engines.remote.server import (
+from agentenv.engines.remote import (
     BrokenConnectionError,
     BusyError,
     ForeignWeightsError,
@@ -103,6 +103,7 @@ class FaultyServer:
         self.sleep_fault: EngineError | None = None
         self.asleep = False
         self.connected = False
+        self.num_connected = 0
         self.loaded: list[tuple[str, int]] = []
         self.requests: list[Request] = []
         self.versions_asked: list[int] = []
@@ -134,6 +135,7 @@ class FaultyServer:
 
     async def connect(self, policy_version: int) -> ServerInfo:
         self.connected = True
+        self.num_connected += 1
         self._check()
         self._check_room()  # a client tries a server out by a token
         self._name(policy_version)
@@ -142,7 +144,7 @@ class FaultyServer:
         return ServerInfo("faulty", "1", "policy", 4096, features)
 
     def handed(self) -> bytes:
-        return b""
+        return b"%d" % self.num_connected
 
     def take_over(self, handed: bytes) -> None:
         """It is in the same process."""

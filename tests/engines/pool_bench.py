@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
+from agentenv.cluster.engines import LeasedEngine, Leases
 from agentenv.cluster.messages import (
     Acquire,
     Drop,
@@ -20,10 +21,9 @@ from agentenv.cluster.messages import (
     read_answer,
     read_asked,
 )
-from agentenv.cluster.slots import LeasedEngine, Leases
-from agentenv.engine import PoolConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.link import Link
+from agentenv.server_config import PoolConfig
 from agentenv.types import Completion, SamplingParams
 from tests.engines.faulty_server import (
     EOS,
@@ -183,13 +183,13 @@ async def leased(
     finally:
         if not is_killed:
             await hear_all()
-            assert not leases.num_held
+            assert not leases._held
         for one in hearing:
             if one.done():
                 one.result()  # what it has raised
             one.cancel()
         leases.close()
-        assert not leases.num_held
+        assert not leases._held
         await engine.close()
 
 

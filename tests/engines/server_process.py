@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from agentenv.guard import GUARD
-from agentenv.ports import hold_port, port_of
+from agentenv.link import hold_port, port_of
 from tests.support.forkserver import Forked, fork_server
 
 # PYTHONPATH of a server, so that its processes are forked

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.remote.server import Request, ServerLostError
+from agentenv.engines.remote import Request, ServerLostError
 from agentenv.engines.sglang import SGLangAnswer
 from agentenv.engines.vllm import VLLMAnswer
 from agentenv.errors import ConfigError, EngineError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentenv.engines.embedded.cache import SlotCache
+from agentenv.engines.embedded.model import SlotCache
 from agentenv.engines.embedded.weights import Architecture
 
 ARCH = Architecture(

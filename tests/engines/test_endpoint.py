@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from agentenv.engine import ChatModelConfig
 from agentenv.engines.remote.endpoint import (
     ChatModel,
     MalformedReplyError,
@@ -17,6 +16,7 @@ from agentenv.engines.remote.endpoint import (
     shortened,
 )
 from agentenv.errors import ConfigError, EngineDeadError
+from agentenv.server_config import ChatModelConfig
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 
 

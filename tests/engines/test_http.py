@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from agentenv.engines.remote.base import top_k_entropies
-from agentenv.engines.remote.client import FailedError, HttpClient, RefusedError
-from agentenv.engines.remote.server import (
+from agentenv.engines.remote import (
     BrokenConnectionError,
     BusyError,
     NoDescriptorError,
     ServerLostError,
 )
+from agentenv.engines.remote.base import top_k_entropies
+from agentenv.engines.remote.client import FailedError, HttpClient, RefusedError
 from agentenv.errors import ConfigError, EngineError
 from agentenv.pipelines.run.terminal import is_shown
 

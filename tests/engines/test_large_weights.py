@@ -8,7 +8,7 @@ from pathlib import Path
 
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.vllm import VLLMServer
-from agentenv.ports import hold_port, port_of
+from agentenv.link import hold_port, port_of
 from agentenv.types import SamplingParams
 from benchmarks.parts.mock_server import RecitingServer
 

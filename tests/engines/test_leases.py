@@ -15,12 +15,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from agentenv.cluster.engines import LeasedEngine
 from agentenv.cluster.messages import Release, pack, read_answer
-from agentenv.cluster.slots import LeasedEngine
 from agentenv.deadline import WorkClock, working
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.pool.server import Aborted, Busy, Done, Lost, Outcome, Reset, Starved
-from agentenv.engines.remote.server import ForeignWeightsError, PartEnd, Request, ServerLostError
+from agentenv.engines.remote import ForeignWeightsError, PartEnd, Request, ServerLostError
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 from tests.engines.faulty_server import FaultyServer, Guest

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from agentenv.engines.pool.limit import MAX_PAUSE, ROUNDS, SPARSE, ConcurrencyLimit
-from agentenv.engines.remote.server import ServerLoad
+from agentenv.engines.remote import ServerLoad
 
 HELD = 100  # requests that the cache of a server below holds
 TURN_S = 2.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentenv.cluster.slots import LeasedEngine
+from agentenv.cluster.engines import LeasedEngine
 from agentenv.deadline import Deadline, WorkClock, working
 from agentenv.engines.pool.server import PooledServer
 from agentenv.errors import EngineError
@@ -116,7 +116,6 @@ def assert_nothing_is_left(b: Bench) -> None:
     if isinstance(b.engine, LeasedEngine):
         assert not b.engine._sought
         assert not b.engine._held
-        assert not b.engine._settling
     for server in b.servers:
         assert server.num_running == 0
 

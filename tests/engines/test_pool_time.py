@@ -12,12 +12,12 @@ import pytest
 
 from agentenv.actor import Actor
 from agentenv.deadline import Deadline, WorkClock, working
-from agentenv.engine import PoolConfig
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.remote.server import PartEnd, Request, ServerLoad
+from agentenv.engines.remote import PartEnd, Request, ServerLoad
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.plan import Independent
 from agentenv.renderer import TagRenderer
+from agentenv.server_config import PoolConfig
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Chunk, Limits, SamplingParams
 from tests.engines.faulty_server import EOS, VOCAB_SIZE, ByteTokenizer, FaultyServer, recite

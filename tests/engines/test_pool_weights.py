@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.engine import PoolConfig
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.remote.server import Request, ServerLostError
+from agentenv.engines.remote import Request, ServerLostError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.pipelines.run.terminal import is_shown
+from agentenv.server_config import PoolConfig
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 from tests.engines.faulty_server import EOS, FaultyServer, reciter
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder

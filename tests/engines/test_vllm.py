@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.remote import ServerLostError
 from agentenv.engines.remote.client import HttpClient
-from agentenv.engines.remote.server import ServerLostError
-from agentenv.engines.remote.vllm_probe import NEEDED, probe
+from agentenv.engines.remote.probes import VLLM_NEEDED, probe_vllm
 from agentenv.engines.vllm import VLLMServer
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import Chunk, SamplingParams, VersionSpan
@@ -293,7 +293,7 @@ async def test_a_server_that_was_left_paused_is_resumed(servers: Servers) -> Non
     await http.close()
 
 
-@pytest.mark.parametrize("route", NEEDED)
+@pytest.mark.parametrize("route", VLLM_NEEDED)
 async def test_a_missing_route_is_named(
     route: str, servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +306,7 @@ async def test_a_missing_route_is_named(
 
     monkeypatch.setattr(http, "routes", fewer)
     with pytest.raises(ConfigError, match=f"no route {route}: .*(VLLM_SERVER_DEV_MODE|0.32|vLLM)"):
-        await probe(http, None, 20)
+        await probe_vllm(http, None, 20)
     await http.close()
 
 

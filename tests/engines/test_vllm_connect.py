@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.remote.vllm_probe import GENERATE
+from agentenv.engines.remote.probes import GENERATE
 from agentenv.engines.vllm import VLLMServer
 from agentenv.errors import ConfigError
 from agentenv.types import SamplingParams
@@ -56,11 +56,6 @@ BY_ANSWER: dict[str, tuple[str, Change, str]] = {
         "/server_info",
         changed(*SETTINGS, "max_logprobs", to=5),
         "at most 5 .* entropy_top_k is 20: start it with --max-logprobs 20",
-    ),
-    "prompts in parts on the CPU": (
-        "/server_info",
-        changed("vllm_config", "scheduler_config", "enable_chunked_prefill", to=True),
-        "start it with --no-enable-chunked-prefill",
     ),
     "no figures": ("/metrics", lambda text: "", "start it without --disable-log-stats"),
 }

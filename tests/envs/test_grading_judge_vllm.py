@@ -20,8 +20,7 @@ from agentenv.envs.grading.reward import check_grader, make_grader
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.errors import GraderError
 from agentenv.pipelines.config.evaluation import EvaluateConfig
-from agentenv.pipelines.serving.roles import check_roles, fill_roles, start_servers
-from agentenv.pipelines.serving.servers import ServerFactory
+from agentenv.pipelines.serving.servers import ServerFactory, check_roles, fill_roles, start_servers
 from agentenv.types import Message, Task
 from tests.engines.server_process import FORKING
 from tests.engines.vllm_server import forking_python, require_vllm

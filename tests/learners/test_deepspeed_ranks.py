@@ -20,8 +20,7 @@ from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.ranks import RankLink
 from agentenv.learners.worker import Position, failure, find_position
-from agentenv.link import PREFIX_BYTES, Link
-from agentenv.ports import held_ports
+from agentenv.link import PREFIX_BYTES, Link, held_ports
 from tests.learners.ranks import (
     ALGORITHM,
     assert_gone,

@@ -13,7 +13,7 @@ from agentenv.envs.search.keys import SearchConfig
 from agentenv.pipelines.config.benchmarks import BENCHMARKS, ENV_ID
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.serving.roles import check_roles
+from agentenv.pipelines.serving.servers import check_roles
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -18,8 +18,7 @@ from agentenv.errors import ConfigError
 from agentenv.learners.learner import LearnerConfig
 from agentenv.pipelines.config.rl import ResourcesConfig, TrainConfig
 from agentenv.pipelines.rl.parts import adapter_rank
-from agentenv.pipelines.serving.gpus import GpuPlan, learner_gpus
-from agentenv.pipelines.serving.server_commands import command, environment
+from agentenv.pipelines.serving import GpuPlan, command, environment, learner_gpus
 from agentenv.pipelines.setup.assembly import Assembly
 from agentenv.pipelines.setup.checks import refuse
 

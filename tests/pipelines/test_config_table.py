@@ -17,7 +17,7 @@ from agentenv.envs.search.providers import WebConfig
 from agentenv.pipelines.config.evaluation import resolve_sets
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.parts import TRAINED
-from agentenv.pipelines.serving.roles import fill_roles
+from agentenv.pipelines.serving.servers import fill_roles
 from agentenv.types import Task
 from tests.support.warehouse import ROOT
 

@@ -9,17 +9,17 @@ from typing import Any
 import msgspec
 import pytest
 
-import agentenv.engines.pool.engine
+import agentenv.engines.pool
 from agentenv.config import build_config, load_config
-from agentenv.engine import RoleConfig
-from agentenv.engines.pool.engine import read_urls, watch_urls
+from agentenv.engines.pool import read_urls, watch_urls
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.sglang import SGLangConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.errors import ConfigError
 from agentenv.launchers import train
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.serving.roles import check_roles, fill_roles
+from agentenv.pipelines.serving.servers import check_roles, fill_roles
+from agentenv.server_config import RoleConfig
 from tests.engines.faulty_server import EOS, FaultyServer, reciter
 from tests.engines.pool_bench import write_folder
 from tests.support.warehouse import ROOT
@@ -106,7 +106,7 @@ def test_a_file_of_urls(tmp_path: Path) -> None:
 async def test_servers_join_and_leave_as_the_file_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agentenv.engines.pool.engine, "WATCH_INTERVAL_S", 0.02)
+    monkeypatch.setattr(agentenv.engines.pool, "WATCH_INTERVAL_S", 0.02)
     folder = write_folder(tmp_path)
     made = {name: FaultyServer(name, reciter(folder)) for name in ("a", "b")}
     path = tmp_path / "urls"

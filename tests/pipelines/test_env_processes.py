@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentenv import processes as local
+from agentenv import supervisor as local
 from agentenv.errors import ConfigError
 from agentenv.pipelines.evaluation.store import read_rows
 from agentenv.pipelines.rl.recorder import Recorder

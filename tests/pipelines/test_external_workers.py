@@ -21,13 +21,13 @@ import yaml
 
 from agentenv.errors import ConfigError, WorkerError
 from agentenv.launchers import train
+from agentenv.link import hold_port, port_of
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.arguments import EXIT_BAD_INPUT
 from agentenv.pipelines.run.terminal import first_reason
-from agentenv.pipelines.workers.main import DRAIN_VARIABLE, WAIT_VARIABLE
+from agentenv.pipelines.workers import DRAIN_VARIABLE, WAIT_VARIABLE
 from agentenv.pipelines.workers.rollout_worker import seen_from_here
-from agentenv.ports import hold_port, port_of
 from agentenv.supervisor import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from tests.pipelines.test_rollout_workers import SLOW, log_of, run, trees, until
 from tests.support.runs import rows_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentenv.engines.remote.server import PartEnd, Request
+from agentenv.engines.remote import PartEnd, Request
 from agentenv.launchers import train
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.learner import Score

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from agentenv.engine import ServersConfig
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.errors import ConfigError
 from agentenv.learners.learner import LearnerConfig
 from agentenv.pipelines.config.rl import ResourcesConfig
-from agentenv.pipelines.serving.gpus import GpuPlan, learner_gpus
+from agentenv.pipelines.serving import GpuPlan, learner_gpus
+from agentenv.server_config import ServersConfig
 
 TWO = LearnerConfig(num_ranks=2)
 

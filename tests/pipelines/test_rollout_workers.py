@@ -19,19 +19,19 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
-from agentenv import processes as local
+from agentenv import supervisor as local
 from agentenv.archive import read_step, steps_of
-from agentenv.cluster.engine import Turns
+from agentenv.cluster.engines import Turns
 from agentenv.config import load_config
 from agentenv.errors import ConfigError, WorkerError
 from agentenv.frames import Leased
+from agentenv.link import held_ports
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.arguments import EXIT_INTERRUPTED
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View, first_reason
-from agentenv.ports import held_ports
 from agentenv.supervisor import NUMBER_VARIABLE
 from benchmarks.parts.chaos import (
     CONFIG,

@@ -12,13 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentenv.engine import LaunchConfig, Served, ServersConfig
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.errors import ConfigError
-from agentenv.pipelines.serving.gpus import GpuPlan, visible_gpus
-from agentenv.pipelines.serving.server_commands import command, environment, find_python
+from agentenv.pipelines.serving import GpuPlan, command, environment, find_python, visible_gpus
 from agentenv.pipelines.serving.servers import ServerFactory
-from tests.support.warehouse import ROOT
+from agentenv.server_config import LaunchConfig, Served, ServersConfig
 
 
 @pytest.fixture
@@ -72,22 +70,6 @@ async def test_ports_gpus_and_devices_that_cannot_be(
         await start(ServersConfig(tensor_parallel_size=2, python=python))
     with pytest.raises(ConfigError, match="python: /nowhere/python does not exist"):
         await start(ServersConfig(python="/nowhere/python"))
-
-
-async def test_vllm_takes_broadcasts_only_with_the_package_for_them(
-    tmp_path: Path, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Told before anything starts, with the command that installs it."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    build_model(tmp_path / "model", seed=0)
-    factory = ServerFactory(tmp_path, stack, lambda text: None)
-    config = ServersConfig(python=sys.executable)
-    wanted = Served("vllm", tmp_path / "model", "p", broadcast=True)
-    with pytest.raises(ConfigError) as told:
-        await factory.start(wanted, config, "engine.servers")
-    assert f"`{sys.executable} -m pip install ./tests/engines/vllm_support`" in str(told.value)
-    assert (ROOT / "tests/engines/vllm_support/pyproject.toml").is_file()
-    assert factory.processes == []
 
 
 def test_the_interpreter_of_the_engine_is_found_or_told_how_to_make(

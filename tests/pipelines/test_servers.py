@@ -18,8 +18,8 @@ import pytest
 
 from agentenv.errors import EngineError
 from agentenv.guard import GUARD, LIST
+from agentenv.link import hold_port, port_of
 from agentenv.pipelines.serving.servers import ServerProcess, ServerSpec
-from agentenv.ports import hold_port, port_of
 from tests.support.small_server import SERVER, alive, gone, processes, script, until
 from tests.support.warehouse import ROOT
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentenv.engines.embedded import EmbeddedConfig
-from agentenv.engines.pool.engine import PooledEngineConfig
+from agentenv.engines.pool import PooledEngineConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.errors import ConfigError

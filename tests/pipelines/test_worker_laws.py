@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentenv.actor import Actor
-from agentenv.cluster.engine import LinkedEngine
-from agentenv.cluster.worker import RolloutWorker
+from agentenv.cluster.engines import LinkedEngine
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.link import Link
 from agentenv.offload import run_virtual
@@ -25,6 +24,7 @@ from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training, rollout_settings
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
+from agentenv.pipelines.workers.rollout_worker import RolloutWorker
 from tests.support.links import linked
 from tests.support.toy_run import ToyWorld, toy_config
 

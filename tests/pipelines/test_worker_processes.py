@@ -13,17 +13,16 @@ from msgspec import Struct
 
 from agentenv.errors import ConfigError, WorkerError
 from agentenv.link import Link
-from agentenv.processes import ExternalPlacement, ProcessSpec
 from agentenv.supervisor import (
     ADDRESS_VARIABLE,
     NUMBER_VARIABLE,
     TOKEN_VARIABLE,
+    ExternalPlacement,
+    ProcessSpec,
     Supervisor,
-    WorkerSpec,
-    own_code,
 )
 from agentenv.untrusted import packed as pack
-from agentenv.worker_group import Hello, Ready, Refusal, Worker, WorkerGroup
+from agentenv.worker_group import Hello, Ready, Refusal, Worker, WorkerGroup, WorkerSpec, own_code
 
 
 class Setup(Struct, array_like=True):
@@ -47,7 +46,7 @@ class Tasks:
     """Places where each process is a task; `first` gives what one says once it is set up."""
 
     host = "127.0.0.1"
-    is_patient = True
+    waits_for_room = True
 
     def __init__(self, first: Callable[[str], Struct], code: str) -> None:
         self._first, self._code = first, code

@@ -38,7 +38,7 @@ def project() -> ForkServer:
 
 
 async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Process | Worker:
-    """In place of that of agentenv/processes.py: a guarded module that the project's fork server
+    """In place of that of agentenv/supervisor.py: a guarded module that the project's fork server
     has imported is a fork."""
     *guard, interpreter, flag, module = command[3:]
     if len(guard) != 1 or flag != "-m" or module not in MODULES or interpreter != sys.executable:
@@ -67,7 +67,7 @@ class Worker(Rank):
 async def start_worker(
     *command: str, stdout: BinaryIO, env: Mapping[str, str], **others: object
 ) -> Worker:
-    """In place of `start_process` in agentenv/processes.py."""
+    """In place of `start_process` in agentenv/supervisor.py."""
     guard, grace_s, module = command[3], command[4], command[-1]
     end, life = os.pipe()
     with os.fdopen(end) as stdin:

@@ -40,7 +40,7 @@ import psutil
 import torch
 from msgspec import Struct
 
-from agentenv import journal, offload, processes
+from agentenv import journal, offload, supervisor
 from agentenv.engines.scripted import ScriptedEngine
 from agentenv.engines.vllm import VLLMServer
 from agentenv.envs.sandbox.channel import SessionProcess
@@ -355,13 +355,13 @@ def main() -> int:
     spare = SpareRank(killer)
 
     async def start_process(*command: str, stdout: Any, env: dict[str, str], **options: Any) -> Any:
-        """In place of that of agentenv/processes.py: the rank is the spare one, without a guard."""
+        """In place of that of supervisor.py: the rank is the spare one, without a guard."""
         if command[-1] != "agentenv.learners.worker":
             return await offload.start_process(*command, stdout=stdout, env=env, **options)
         spare.start(env, Path(stdout.name))
         return spare
 
-    processes.start_process = start_process
+    supervisor.start_process = start_process
     return train.main([*arguments, "learner.backend=torch"])
 
 

@@ -25,11 +25,10 @@ import numpy as np
 import torch
 
 from agentenv.deadline import Wait
-from agentenv.engine import check_request
-from agentenv.engines.embedded.cache import SlotCache
+from agentenv.engine import StopStrings, check_request
+from agentenv.engines.embedded.model import SlotCache
 from agentenv.engines.embedded.scheduler import Event, Request, Scheduler
 from agentenv.engines.embedded.weights import Weights, read_architecture
-from agentenv.engines.remote.stop_strings import StopStrings
 from agentenv.errors import EngineDeadError, EngineError
 from agentenv.offload import in_thread, start_thread
 from agentenv.types import Chunk, Completion, SamplingParams

@@ -19,10 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentenv.engines.embedded.cache import IntArray, SlotCache
-from agentenv.engines.embedded.model import Batch, DecodeGroup, DecoderModel, Prefill, Sampler
+from agentenv.engine import StopMatcher, StopStrings
+from agentenv.engines.embedded.model import (
+    Batch,
+    DecodeGroup,
+    DecoderModel,
+    IntArray,
+    Prefill,
+    Sampler,
+    SlotCache,
+)
 from agentenv.engines.embedded.weights import Architecture, Weights
-from agentenv.engines.remote.stop_strings import StopMatcher, StopStrings
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 

@@ -6,7 +6,7 @@ Trials            whether its cache is better filled, or kept half free for pref
 
 from __future__ import annotations
 
-from agentenv.engines.remote.server import ServerLoad
+from agentenv.engines.remote import ServerLoad
 
 STEP = 8  # requests that a look without congestion adds, once there has been any
 FACTOR = 0.7  # what one with congestion leaves at least

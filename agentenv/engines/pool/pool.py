@@ -24,15 +24,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentenv.deadline import uncancelled
-from agentenv.engine import PoolConfig
-from agentenv.engines.pool.broadcast import Broadcast
-from agentenv.engines.pool.keeper import Keeper, Target, WeightProbe
+from agentenv.engines.pool.keeper import Broadcast, Keeper, Target, WeightProbe
 from agentenv.engines.pool.limit import FULL
 from agentenv.engines.pool.server import Lost, Outcome, PooledServer, State, problems
 from agentenv.engines.pool.turn import TurnEngine
-from agentenv.engines.remote.server import BusyError, Request, Server, ServerLostError, sampled
+from agentenv.engines.remote import BusyError, Request, ServerLostError
+from agentenv.engines.remote.base import sampled
+from agentenv.engines.remote.weight_sync import Server
 from agentenv.engines.remote.weights import Sender
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
+from agentenv.server_config import PoolConfig
 from agentenv.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -276,7 +277,7 @@ class EnginePool(TurnEngine[PooledServer]):
                 self.queue.free(slot.result())
             raise
 
-    async def release(self, slot: PooledServer, outcome: Outcome) -> Outcome:
+    def release(self, slot: PooledServer, outcome: Outcome) -> Outcome:
         outcome = self.settle(slot, outcome)
         self.queue.free(slot)
         return outcome

@@ -20,10 +20,11 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from agentenv.deadline import Wait, Work, WorkClock, backoff_s
-from agentenv.engine import PoolConfig
 from agentenv.engines.pool.limit import ConcurrencyLimit
-from agentenv.engines.remote.server import ForeignWeightsError, Server, ServerLoad
+from agentenv.engines.remote import ForeignWeightsError, ServerLoad
+from agentenv.engines.remote.weight_sync import Server
 from agentenv.errors import SHOWN
+from agentenv.server_config import PoolConfig
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from typing import Generic, Literal, TypeVar
 from msgspec.structs import replace
 
 from agentenv.deadline import doing, doubting, end, uncancelled, waiting
-from agentenv.engine import PoolConfig, extend_spans
+from agentenv.engine import StopMatcher, StopStrings, extend_spans
 from agentenv.engines.pool.server import (
     SILENT,
     WATCH_S,
@@ -38,7 +38,7 @@ from agentenv.engines.pool.server import (
     Slot,
     Starved,
 )
-from agentenv.engines.remote.server import (
+from agentenv.engines.remote import (
     BrokenConnectionError,
     BrokenOffError,
     BusyError,
@@ -48,8 +48,8 @@ from agentenv.engines.remote.server import (
     Request,
     ServerLostError,
 )
-from agentenv.engines.remote.stop_strings import StopMatcher, StopStrings
 from agentenv.errors import EngineError
+from agentenv.server_config import PoolConfig
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 
 EntropyKind = Literal["exact", "top_k"]
@@ -261,7 +261,7 @@ class Turn:
 
 class TurnEngine(ABC, Generic[S]):
     """An Engine's turns on servers, of which `acquire` gives slots: in the controller's process
-    the pool itself, in a rollout worker by what the controller grants (agentenv/cluster/slots.py).
+    the pool itself, in a rollout worker what the controller grants (agentenv/cluster/engines.py).
     `counts` are those since the start."""
 
     def __init__(
@@ -296,9 +296,8 @@ class TurnEngine(ABC, Generic[S]):
         """A slot on a server that serves. Raises EngineDeadError."""
 
     @abstractmethod
-    async def release(self, slot: S, outcome: Outcome) -> Outcome:
-        """The slot is free again. The outcome, or Lost where the server refuses everything; it
-        suspends only for a server that was Busy."""
+    def release(self, slot: S, outcome: Outcome) -> Outcome:
+        """The slot is free again. The outcome, or Lost where the server refuses everything."""
 
     async def generate(
         self,
@@ -367,7 +366,7 @@ class TurnEngine(ABC, Generic[S]):
                 pass  # the fork window was whole, the rest of the turn follows
             outcome = ended
         finally:
-            outcome = await self.release(slot, outcome)
+            outcome = self.release(slot, outcome)
         if isinstance(outcome, Lost) or (isinstance(outcome, Aborted) and outcome.problem):
             failed.add(slot)
         if isinstance(outcome, Lost) and outcome.kind == ForeignWeightsError.kind:

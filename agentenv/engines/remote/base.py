@@ -1,8 +1,6 @@
-"""What the clients of vLLM and SGLang share: the connection to a server, requests and answers.
+"""The part that the clients of vLLM and SGLang share: connections, requests, labels of weights.
 
-RemoteServer   connect, stream the answer to a request, labels of weights (changes of the weights
-               themselves: weight_sync.py)
-Answer         what a server streams for one request, read into chunks and their end
+Changes of the weights themselves: weight_sync.py.
 """
 
 from __future__ import annotations
@@ -11,9 +9,10 @@ import asyncio
 import logging
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
-from math import inf, isfinite, nan
+from itertools import chain
+from math import inf, nan
 from typing import Any, ClassVar, Generic, Literal, TypeVar, cast
 
 import msgspec
@@ -21,17 +20,27 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.engines.remote.client import HttpClient, Ranks, RefusedError, all_of, routing
-from agentenv.engines.remote.server import (
+from agentenv.engines.remote import (
     ForeignWeightsError,
     NoDescriptorError,
     PartEnd,
+    Request,
     ServerInfo,
+    ServerLoad,
     ServerLostError,
 )
-from agentenv.engines.remote.weights import Layout
+from agentenv.engines.remote.client import (
+    HttpClient,
+    Ranks,
+    RefusedError,
+    all_of,
+    routing,
+)
+from agentenv.engines.remote.weights import (
+    Layout,
+)
 from agentenv.errors import ConfigError, EngineError
-from agentenv.types import Chunk, VersionSpan
+from agentenv.types import Chunk, Completion, VersionSpan
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +48,6 @@ HEALTH_S = 5.0
 NUM_LOOKS = 4  # questions by which several servers behind one URL show
 LAST_S = 5.0  # for background calls when the client is closed
 UpdateKV = Literal["recompute", "keep"]
-
-# Answers.
 
 
 def top_k_entropies(positions: Sequence[Sequence[float]]) -> list[float]:
@@ -126,9 +133,6 @@ class Answer(ABC):
         return Chunk(token_ids, logprobs, top_k_entropies(rivals))
 
 
-# The connection.
-
-
 class Facts(Struct, frozen=True):
     """What a probe found out. `layout` is of the directory that the server was started from, None
     if that cannot be read from here; `num_ranks` are data-parallel."""
@@ -143,7 +147,7 @@ F = TypeVar("F", bound=Facts)
 
 
 class Handed(Struct, Generic[F], array_like=True, frozen=True):
-    """See Server.handed; `nonce` is that with which all labels of the client begin."""
+    """See RemoteServer.handed; `nonce` is that with which all labels of the client begin."""
 
     facts: F
     salt: str
@@ -155,7 +159,13 @@ async def _no_guests() -> None:
 
 
 class RemoteServer(ABC, Generic[F]):
-    """One engine server; see Server.
+    """One engine server. All methods raise ServerLostError when it is gone or broken, and
+    EngineError for what it refuses or what the client refuses on its behalf.
+
+    `name` is the URL without credentials, `policy_version` that of the weights that choose its next
+    token, as far as this client set it. `before_release` is awaited before a server goes on whose
+    weights are half loaded: requests that other processes have on it would kill it. `on_named` is
+    called when its weights have got another version, before it goes on.
 
     `url` samples; `control_urls` are the API servers or workers behind it, which hold the same
     weights, if it is a router. Entropies come from the `entropy_top_k` largest log-probs (-1: all).
@@ -208,9 +218,15 @@ class RemoteServer(ABC, Generic[F]):
         self.on_named: Callable[[], None] = lambda: None
 
     async def connect(self, policy_version: int) -> ServerInfo:
-        """See Server.connect; a server that was left paused goes on. After a load that was not
-        completed it would sample nonsense, or die of a request: it serves nothing before
-        load_weights has succeeded."""
+        """Probe version, routes, model and limits, and name the weights it has `policy_version`.
+
+        Raises ConfigError if it lacks what the run needs: what is missing, and which version or
+        flag of the engine brings it.
+
+        A server that was left paused goes on. After a load that was not completed it would
+        sample nonsense, or die of a request: it serves nothing before
+        load_weights has succeeded.
+        """
         async with self._changing:
             facts = self._facts = await self._probe()
             self._layout = facts.layout
@@ -226,19 +242,23 @@ class RemoteServer(ABC, Generic[F]):
             return facts.info
 
     def handed(self) -> bytes:
-        """See Server.handed. With the cache kept, salts change with each update, which other
-        processes hear of too late: they must not be given such a server."""
+        """What a client in another process needs to sample on it; see `take_over`. With the cache
+        kept, salts change with each update, of which other processes learn too late: they must not
+        be given such a server.
+        """
         facts = replace(self._connected(), layout=None)
         return msgspec.msgpack.encode(Handed(facts, self._run_salt, self._nonce))
 
     def take_over(self, handed: bytes) -> None:
-        """See Server.take_over."""
+        """Sample on a server that the client which gave this keeps: only `generate`, `name` and
+        `close` are used then. After each connection it is given anew.
+        """
         found = msgspec.msgpack.decode(handed, type=Handed[self.facts])  # type: ignore[name-defined]
         self._facts, self._run_salt, self._nonce = found.facts, found.salt, found.nonce
         self._ranks.count, self._doubt = found.facts.num_ranks, ""
 
     async def healthy(self) -> bool:
-        """See Server.healthy."""
+        """Whether it answers now; never raises for a server that is gone."""
         try:
             await self._check_health()
         except EngineError:
@@ -249,7 +269,11 @@ class RemoteServer(ABC, Generic[F]):
         await self._http.call("GET", "/health", timeout_s=HEALTH_S)
 
     async def keeps_label(self) -> bool:
-        """See Server.keeps_label; all servers behind the URL must give it back."""
+        """Whether the server gives back the label under which this client put its weights in
+        place. False: another process is behind the URL, or someone else named other weights.
+
+        All servers behind the URL must give it back.
+        """
         if self._doubt:
             return False
         label = self._label
@@ -396,6 +420,18 @@ class RemoteServer(ABC, Generic[F]):
     # what differs
 
     @abstractmethod
+    async def generate(self, request: Request, on_chunk: Callable[[Chunk], None]) -> PartEnd:
+        """Sample one turn by streaming; every token is in exactly one chunk, and kept nowhere else.
+        While weights are being replaced a new request waits.
+
+        Cancelling the call aborts the request on the server at once.
+        """
+
+    @abstractmethod
+    async def load(self) -> ServerLoad:
+        """Its own load figures."""
+
+    @abstractmethod
     async def _probe(self) -> F:
         """Ask what the server is and can do. Raises ConfigError for what a run cannot do
         without."""
@@ -430,48 +466,26 @@ async def post(
         raise RefusedError(f"{server.name}{path} failed: {answer}", 200, str(answer))
 
 
-# Checks of probes.
+async def sampled(
+    server: RemoteServer[Any],
+    request: Request,
+    on_chunk: Callable[[Chunk], None] = lambda chunk: None,
+) -> Completion:
+    """One turn of a server with all its tokens; see RemoteServer.generate."""
+    chunks: list[Chunk] = []
 
+    def keep(chunk: Chunk) -> None:
+        chunks.append(chunk)
+        on_chunk(chunk)
 
-def check_settings(name: str, *, speculative: Any, flag: str, quantization: str | None) -> None:
-    """Raises ConfigError for what changes the samples of a server."""
-    if speculative:
-        raise ConfigError(
-            f"{name} decodes speculatively, several tokens a step; its stop strings and log-probs "
-            "were not verified then: start it without "
-            f"{flag}"
-        )
-    if quantization:
-        raise ConfigError(
-            f"{name} runs quantized weights ({quantization}), which the learner's do not fit, and "
-            "whose log-probs differ from its own: start it without, or only ask it, with "
-            'engine.name = "openai"'
-        )
-
-
-def vocabulary(name: str, given: int | None, layout: Layout | None, model: str) -> int:
-    """Size of the served vocabulary. Raises ConfigError if it is unknown."""
-    size = given or (layout.vocab_size if layout is not None else None)
-    if size is None:
-        raise ConfigError(
-            f"{name} serves {model!r}, whose config.json cannot be read from here: give the size "
-            "of its vocabulary (vocab_size)"
-        )
-    return size
-
-
-def read_metrics(body: bytes, names: Mapping[str, object]) -> dict[str, list[float]]:
-    """Values of Prometheus text by name; a line is NAME{LABELS} VALUE. Raises EngineError for a
-    value that is no finite number."""
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for line in body.decode(errors="replace").splitlines():
-        name = line.partition("{")[0].partition(" ")[0]
-        if name in found:
-            try:
-                value = float(line.rpartition(" ")[2])
-            except ValueError:
-                value = nan
-            if not isfinite(value):
-                raise EngineError(f"the metrics of a server hold no number: {line[:200]!r}")
-            found[name].append(value)
-    return found
+    end = await server.generate(request, keep)
+    return Completion(
+        token_ids=[*chain.from_iterable(chunk.token_ids for chunk in chunks)],
+        logprobs=[*chain.from_iterable(chunk.logprobs for chunk in chunks)],
+        entropies=[*chain.from_iterable(chunk.entropies for chunk in chunks)],
+        finish_reason=end.finish_reason,
+        version_spans=end.version_spans,
+        stop=end.stop,
+        entropy_kind=end.entropy_kind,
+        num_cached_tokens=end.num_cached_tokens,
+    )

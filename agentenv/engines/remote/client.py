@@ -1,7 +1,7 @@
 """HTTP to one engine server: calls with deadlines, streams of events, errors one can read.
 
 no connection, deadline passed, 5xx -> ServerLostError: the request may be sent again
-connection broken off               -> BrokenConnectionError: nothing is known of the server
+connection aborted                  -> BrokenConnectionError: nothing is known of the server
 429, 503 with Retry-After           -> BusyError: the server is well, and full
 every other status but 2xx          -> RefusedError, an EngineError with the server's reason
 
@@ -32,7 +32,7 @@ import msgspec
 from msgspec import Meta, Struct
 from yarl import URL
 
-from agentenv.engines.remote.server import (
+from agentenv.engines.remote import (
     BrokenConnectionError,
     BusyError,
     NoDescriptorError,
@@ -206,7 +206,7 @@ class HttpClient:
         """POST that is answered by server-sent events: the data of each, without the last
         `[DONE]`. Leaving the context before the end drops the connection.
 
-        The iterator raises BrokenConnectionError if the stream breaks off before `[DONE]`. Raises
+        The iterator raises BrokenConnectionError if the stream ends before `[DONE]`. Raises
         NoDescriptorError where nothing was sent.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self.wait_s)

@@ -20,10 +20,10 @@ from yarl import URL
 
 from agentenv.call_syntax import after_thoughts
 from agentenv.deadline import admitted, backoff_s, waiting
-from agentenv.engine import ChatModelConfig
+from agentenv.engines.remote import BusyError
 from agentenv.engines.remote.client import Count, HttpClient, MalformedReplyError, RefusedError
-from agentenv.engines.remote.server import BusyError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError, ForeignError
+from agentenv.server_config import ChatModelConfig
 from agentenv.untrusted import convert, decode
 
 FIRST_DELAY_S = 0.5

@@ -30,9 +30,14 @@ from typing import Any, ClassVar
 
 from msgspec import Struct
 
+from agentenv.engines.remote import ServerLostError
 from agentenv.engines.remote.base import F, RemoteServer, post
-from agentenv.engines.remote.client import FailedError, HttpClient, RefusedError, all_of
-from agentenv.engines.remote.server import ServerLostError
+from agentenv.engines.remote.client import (
+    FailedError,
+    HttpClient,
+    RefusedError,
+    all_of,
+)
 from agentenv.engines.remote.weights import (
     Bucket,
     Group,
@@ -67,7 +72,7 @@ class TransferRoutes(Struct, frozen=True):
 
 
 class WeightSync(RemoteServer[F]):
-    """A server whose weights can be replaced; see Server, and Receiver for weights by broadcast."""
+    """A server whose weights can be replaced; by broadcast with the feature "broadcast" only."""
 
     transfer: ClassVar[TransferRoutes]
 
@@ -76,7 +81,14 @@ class WeightSync(RemoteServer[F]):
         return "torch"
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
-        """See Server.load_weights. The server must see `source` under the same path."""
+        """Pause keeping requests, load a Hugging Face directory, name the version, resume.
+
+        No later request meets a prefix cache of another version. EngineError: refused, the old
+        weights are served under the old version. ServerLostError: its weights are unknown,
+        it must not be used before another load has succeeded.
+
+        The server must see `source` under the same path.
+        """
         self._connected()
         async with self._changing:
             layout = await in_thread(read_layout, source)
@@ -86,15 +98,19 @@ class WeightSync(RemoteServer[F]):
             self._layout = self._layout or layout
 
     async def sleep(self) -> None:
-        """See Server.sleep."""
+        """Give its memory back: no cache, weights in main memory. Nothing may be running on it,
+        and nothing may be asked of it but `wake`, `healthy` and `close`. Feature "sleep" only.
+        """
         async with self._changing:
-            if self._tasks:  # of a load that was broken off: they resume it
+            if self._tasks:  # of a load that was aborted: they resume it
                 await asyncio.wait(self._tasks)
             self._doubt = "it sleeps"
             await self._fall_asleep()
 
     async def wake(self) -> None:
-        """See Server.wake."""
+        """Take the memory again, with an empty cache. The process may be another one than the one
+        that fell asleep, so that weights have to be loaded before it is used.
+        """
         async with self._changing:
             await self._wake()
 
@@ -132,11 +148,13 @@ class WeightSync(RemoteServer[F]):
     # broadcasts
 
     async def num_ranks(self) -> int:
-        """See Receiver.num_ranks."""
+        """How many ranks it takes in a group: its workers."""
         return sum([await self._num_workers(each) for each in self._controls])
 
     async def join(self, group: Group, first_rank: int) -> None:
-        """See Receiver.join."""
+        """Returns when all ranks of the group have joined. Its workers serve nothing until
+        then.
+        """
         calls = []
         for each in self._controls:
             body = self._join_body(group, first_rank)
@@ -145,13 +163,17 @@ class WeightSync(RemoteServer[F]):
         await all_of(calls)
 
     async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
-        """See Receiver.receive."""
+        """Take new weights while the sender sends; see `load_weights`.
+
+        ServerLostError: it may have some of them, and must load all from a directory before it
+        serves again.
+        """
         async with self._changing:
             check_manifest(manifest, self._layout)
             await self._replace(partial(self._receive, group, manifest), policy_version)
 
     async def leave(self, group: Group) -> None:
-        """See Receiver.leave."""
+        """End its part of the group; a server that is gone or busy has none."""
         with suppress(EngineError):
             await self._post(self.transfer.leave, self._leave_body(group), SLACK_S)
 
@@ -159,7 +181,7 @@ class WeightSync(RemoteServer[F]):
         routes = self.transfer
         try:
             await self._post(routes.start, routes.empty)
-        except (RefusedError, FailedError):  # an earlier update was broken off between two buckets
+        except (RefusedError, FailedError):  # an earlier update was aborted between two buckets
             with suppress(EngineError):
                 await self._post(routes.finish, routes.empty)
             await self._post(routes.start, routes.empty)
@@ -207,3 +229,6 @@ class WeightSync(RemoteServer[F]):
 
     def _leave_body(self, group: Group) -> dict[str, Any] | None:
         return None
+
+
+Server = WeightSync[Any]  # of either engine

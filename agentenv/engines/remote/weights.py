@@ -101,36 +101,6 @@ class Sender(Protocol):
         ...
 
 
-class Receiver(Protocol):
-    """One server's side. Errors are those of Server.load_weights."""
-
-    @property
-    def wire(self) -> Wire:
-        """How its group is made."""
-        ...
-
-    async def num_ranks(self) -> int:
-        """How many ranks it takes in a group: its workers."""
-        ...
-
-    async def join(self, group: Group, first_rank: int) -> None:
-        """Returns when all ranks of the group have joined. Its workers serve nothing until
-        then."""
-        ...
-
-    async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
-        """Take new weights while the sender sends; see Server.load_weights.
-
-        ServerLostError: it may have some of them, and must load all from a directory before it
-        serves again.
-        """
-        ...
-
-    async def leave(self, group: Group) -> None:
-        """End its part of the group; a server that is gone or busy has none."""
-        ...
-
-
 # Whether a Hugging Face directory fits the model that a server runs, before the server sees it.
 #
 # A server that starts to load a directory that does not fit may be left with half of it, so names,

@@ -1,21 +1,30 @@
-"""Slots on the servers of a pool that a controller grants to its rollout workers, which then ask
-the servers themselves.
+"""The engine of a rollout worker: the controller's, over their link.
+
+The engine is a pool of servers: the controller grants slots on them, and the worker asks the
+servers itself.
 
     worker   LeasedEngine.generate --Acquire--> Leases   controller: EnginePool
                 |      ^                        |
-                |      +--- Serves, Granted, Standing, BreakOff
+                |      +--- Granted, Standing, BreakOff
                 +-- HTTP --> server
                 +-- Release ---------------------> the outcome
 
 The pool stays the controller's: which server serves, how many requests it gets, which turn is next,
 which weights it has. So tokens never pass through the controller, and a worker that is lost leaves
 nothing but slots that are free again.
+
+Any other engine, and servers that only one process may ask (PooledEngineConfig.is_shared), sample
+in the controller:
+
+    worker   LinkedEngine.generate --Sample-->  Turns   controller: one coroutine a turn
+                  ^                                |
+                  +--- Tokens, Stand, Turn, Refused
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -30,18 +39,156 @@ from agentenv.cluster.messages import (
     Quit,
     Refused,
     Release,
-    Serves,
-    Settled,
+    Sample,
+    Stand,
     Standing,
+    Tokens,
+    Turn,
     pack,
 )
+from agentenv.deadline import ToldClock, Wait, work_clock, working
+from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.pool.server import Aborted, Busy, Lost, Outcome, PooledServer, Reset, Slot
 from agentenv.engines.pool.turn import TurnEngine
-from agentenv.engines.remote.server import Server, ServerLostError
-from agentenv.errors import EngineDeadError
+from agentenv.engines.remote import ServerLostError
+from agentenv.engines.remote.weight_sync import Server
+from agentenv.errors import EngineDeadError, EngineError
 from agentenv.link import Link
+from agentenv.tree import Prefix, packed_ids
+from agentenv.types import Chunk, Completion, SamplingParams
 from agentenv.worker_group import named, raised
+
+
+class _Pending:
+    """A turn that was asked for."""
+
+    def __init__(self, on_tokens: Callable[[Chunk], None] | None) -> None:
+        self.done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.on_tokens = on_tokens
+        self.wait = Wait()
+        self.clock = work_clock()
+
+
+class LinkedEngine:
+    """The worker's end, an Engine. `hear` takes the controller's messages about turns; their
+    receiver sets `policy_version`."""
+
+    def __init__(self, link: Link) -> None:
+        self.policy_version = 0
+        self._link = link
+        self._pending: dict[int, _Pending] = {}
+        self._num_asked = 0
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session: str,
+        on_tokens: Callable[[Chunk], None] | None = None,
+        stream_interval: int = 1,
+        order: tuple[int, int] = (0, 0),
+    ) -> Completion:
+        """See Engine.generate."""
+        number = self._num_asked = self._num_asked + 1
+        ids = prompt_ids.joined() if isinstance(prompt_ids, Prefix) else packed_ids(prompt_ids)
+        listens = on_tokens is not None
+        pending = self._pending[number] = _Pending(on_tokens)
+        self._link.send(
+            pack(Sample(number, ids.tobytes(), sampling, session, listens, stream_interval, order))
+        )
+        try:
+            return await pending.done
+        except asyncio.CancelledError:
+            self._link.send(pack(Quit(number)))
+            raise
+        finally:
+            pending.wait.end()
+            del self._pending[number]
+
+    def hear(self, said: Tokens | Stand | Turn | Refused) -> None:
+        """Handle a message about a turn; ignored if the turn is not wanted any more."""
+        pending = self._pending.get(said.number)
+        if pending is None or pending.done.done():
+            return
+        match said:
+            case Tokens():
+                assert pending.on_tokens is not None
+                pending.on_tokens(said.chunk)
+            case Stand():
+                (pending.wait.begin if said.stands else pending.wait.end)()
+                if said.lost_s and pending.clock is not None:
+                    pending.clock.lose(said.lost_s)
+            case Turn():
+                pending.done.set_result(said.completion)
+            case Refused():
+                error = raised(said.kind, said.text)
+                if isinstance(error, EngineError) and said.is_final:
+                    error.is_final = True
+                pending.done.set_exception(error)
+
+    async def load_weights(self, source: Path, policy_version: int) -> None:
+        raise NotImplementedError("the controller loads weights")
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    async def close(self) -> None:
+        """The engine itself goes on."""
+
+
+class Turns:
+    """The controller's end: the turns that one worker has asked for."""
+
+    def __init__(self, engine: Engine, link: Link) -> None:
+        self._engine, self._link = engine, link
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    def sample(self, asked: Sample) -> None:
+        """Begin a turn."""
+        self._running[asked.number] = asyncio.create_task(self._sample(asked))
+
+    def quit(self, number: int) -> None:
+        """Abort a turn, if it runs."""
+        if number in self._running:
+            self._running[number].cancel()
+
+    async def close(self) -> None:
+        """Abort all turns."""
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _sample(self, asked: Sample) -> None:
+        said: Turn | Refused
+        clock = ToldClock(partial(self._stand, asked.number))
+        try:
+            with working(clock):
+                completion = await self._engine.generate(
+                    memoryview(asked.prompt).cast("i").tolist(),
+                    asked.sampling,
+                    session=asked.session,
+                    on_tokens=partial(self._tokens, asked.number) if asked.listens else None,
+                    stream_interval=asked.stream_interval,
+                    order=asked.order,
+                )
+                clock.tell = None
+            said = Turn(asked.number, completion)
+        except Exception as error:  # the rollout raises it
+            said = Refused(asked.number, *named(error), is_final=getattr(error, "is_final", False))
+        finally:
+            clock.tell = None
+            del self._running[asked.number]
+        self._link.send(pack(said))
+
+    def _tokens(self, number: int, chunk: Chunk) -> None:
+        self._link.send(pack(Tokens(number, chunk)))
+
+    def _stand(self, number: int, stands: bool, lost_s: float) -> None:
+        self._link.send(pack(Stand(number, stands, lost_s)))
+
 
 # The worker's end.
 
@@ -94,23 +241,19 @@ class LeasedEngine(TurnEngine[Lease]):
         super().__init__(model_path, **options)
         self.policy_version = 0
         self._link, self._make = link, make
-        self._clients: dict[int, tuple[str, Server]] = {}
+        self._clients: dict[int, tuple[bytes, Server]] = {}  # with what each has taken over
         self._sought: dict[int, asyncio.Future[Lease]] = {}
         self._held: dict[int, Lease] = {}
-        self._settling: dict[int, asyncio.Future[str]] = {}
         self._numbers = count()
         self._loop = asyncio.get_running_loop()
         self._death = ""  # of the pool: its reason
-        self._closing: set[asyncio.Task[None]] = set()
 
     def hear(self, said: OfPlace) -> None:
         """A message of the controller."""
-        lease = self._held.get(said.number) if not isinstance(said, Serves) else None
+        lease = self._held.get(said.number)
         match said:
-            case Serves():
-                self._serve(said)
             case Granted():
-                self._seat(said)
+                self._take(said)
             case Refused():
                 if (sought := self._sought.get(said.number)) and not sought.done():
                     sought.set_exception(raised(said.kind, said.text))
@@ -123,23 +266,13 @@ class LeasedEngine(TurnEngine[Lease]):
                     self._death = said.reason
                 if lease:
                     lease.break_off(said)
-            case Settled():
-                if (settling := self._settling.get(said.number)) and not settling.done():
-                    settling.set_result(said.problem)
 
-    def _serve(self, said: Serves) -> None:
-        url, client = self._clients.get(said.server, ("", None))
-        if client is None or url != said.url:
-            if client is not None:
-                closing = asyncio.create_task(client.close())
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
-            client = self._make(said.url)
-            self._clients[said.server] = said.url, client
-        client.take_over(said.handed)
-
-    def _seat(self, said: Granted) -> None:
-        _, client = self._clients[said.server]
+    def _take(self, said: Granted) -> None:
+        handed, client = self._clients.get(said.server, (None, None))
+        client = client or self._make(said.url)
+        if handed != said.handed:  # the first time, and after each connection
+            client.take_over(said.handed)
+            self._clients[said.server] = said.handed, client
         sought = self._sought.get(said.number)
         if sought is None or sought.done():  # nobody wants it, as the controller will know
             return
@@ -164,39 +297,24 @@ class LeasedEngine(TurnEngine[Lease]):
             return await sought
         except asyncio.CancelledError:
             if sought.done() and not sought.cancelled() and sought.exception() is None:
-                self._leave(sought.result(), Aborted())
+                self.release(sought.result(), Aborted())
             else:
                 self._link.send(pack(Quit(number)))
             raise
         finally:
             del self._sought[number]
 
-    async def release(self, slot: Lease, outcome: Outcome) -> Outcome:
+    def release(self, slot: Lease, outcome: Outcome) -> Outcome:
         if self._death:
             outcome = Aborted()
-        if not isinstance(outcome, Busy):
-            self._leave(slot, outcome)
-            return outcome
-        settling: asyncio.Future[str] = self._loop.create_future()
-        self._settling[slot.number] = settling
-        self._leave(slot, outcome)
-        try:
-            problem = await settling
-        finally:
-            del self._settling[slot.number]
-        return Lost(ServerLostError.kind, problem) if problem else outcome
-
-    def _leave(self, slot: Lease, outcome: Outcome) -> None:
         del self._held[slot.number]
         counts = dict(self.counts)
         self.counts.clear()
-        self._link.send(
-            pack(
-                Release(
-                    slot.number, slot.num_requests, slot.num_tokens, slot.answers, counts, outcome
-                )
-            )
+        left = Release(
+            slot.number, slot.num_requests, slot.num_tokens, slot.answers, counts, outcome
         )
+        self._link.send(pack(left))
+        return outcome
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
         raise NotImplementedError("the controller loads weights")
@@ -207,8 +325,6 @@ class LeasedEngine(TurnEngine[Lease]):
     async def close(self) -> None:
         """Drop the connections; the servers go on."""
         await asyncio.gather(*(client.close() for _, client in self._clients.values()))
-        if self._closing:
-            await asyncio.wait(self._closing)
 
 
 # The controller's end.
@@ -249,25 +365,19 @@ class Leases:
 
     def __init__(self, pool: EnginePool, link: Link) -> None:
         self._pool, self._link = pool, link
-        self._known: dict[int, int] = {}  # connections of a server that the worker knows of
         self._sought: dict[int, asyncio.Future[PooledServer]] = {}
         self._held: dict[int, _Held] = {}
 
-    @property
-    def num_held(self) -> int:
-        """Slots that the worker has."""
-        return len(self._held)
-
-    def hear(self, told: Acquire | FirstToken | Release) -> None:
+    def hear(self, said: Acquire | FirstToken | Release) -> None:
         """A message of the worker."""
-        if isinstance(told, Acquire):
-            return self._seek(told)
-        held = self._held.get(told.number)
-        if isinstance(told, Release):
-            for name, number in told.counts.items():  # half the time of Counter.update
+        if isinstance(said, Acquire):
+            return self._seek(said)
+        held = self._held.get(said.number)
+        if isinstance(said, Release):
+            for name, number in said.counts.items():  # half the time of Counter.update
                 self._pool.counts[name] += number
             if held:
-                self._settle(held, told)
+                self._settle(held, said)
                 self._free(held)
         elif held:
             held.server.receive(0)
@@ -295,7 +405,7 @@ class Leases:
         avoid = [one for one in pool.servers if one.number in asked.avoid] if asked.avoid else ()
         slot = pool.queue.seek(asked.session, asked.order, avoid)
         if isinstance(slot, PooledServer):
-            self._seat(asked.number, slot)
+            self._grant(asked.number, slot)
         else:
             self._sought[asked.number] = slot
             slot.add_done_callback(partial(self._found, asked))
@@ -310,7 +420,7 @@ class Leases:
             return self._refuse(asked.number, error)
         server = slot.result()
         if is_wanted and not server.is_asleep:  # since the slot was given
-            return self._seat(asked.number, server)
+            return self._grant(asked.number, server)
         self._pool.queue.free(server)
         if is_wanted:
             self._seek(asked)
@@ -322,15 +432,13 @@ class Leases:
     def _refuse(self, number: int, error: BaseException) -> None:
         self._link.send(pack(Refused(number, *named(error), is_final=False)))
 
-    def _seat(self, number: int, server: PooledServer) -> None:
+    def _grant(self, number: int, server: PooledServer) -> None:
         held = self._held[number] = _Held(self._pool, self._link, number, server)
-        if self._known.get(server.number) != server.epoch:
-            self._known[server.number] = server.epoch
-            url, handed = server.client.url, server.client.handed()
-            self._link.send(pack(Serves(server.number, url, handed)))
-        self._link.send(
-            pack(Granted(number, server.number, server.policy_version, server.on_trial))
+        client, version = server.client, server.policy_version
+        granted = Granted(
+            number, server.number, client.url, client.handed(), version, server.on_trial
         )
+        self._link.send(pack(granted))
         server.guests.add(held)
         server.run(held, held)
 
@@ -342,7 +450,7 @@ class Leases:
         self._pool.queue.free(held.server)
 
     def _settle(self, held: _Held, left: Release) -> None:
-        """Judge the server by the requests of a worker. Of what ended since it was broken off
+        """Judge the server by the requests of a worker. Of what ended since it was aborted
         nothing is new; the server may be back by the time the worker reports it."""
         server, outcome = held.server, left.outcome
         server.num_requests += left.num_requests
@@ -351,7 +459,4 @@ class Leases:
             server.receive(0)
         for num_tokens, seconds in left.answers:
             server.answer(num_tokens, seconds)
-        settled = self._pool.settle(server, outcome, is_late=held.is_over)
-        if isinstance(outcome, Busy):
-            problem = settled.problem if isinstance(settled, Lost) else ""
-            self._link.send(pack(Settled(left.number, problem)))
+        self._pool.settle(server, outcome, is_late=held.is_over)

@@ -1,0 +1,468 @@
+"""What a vLLM or an SGLang server is and can do, found out before the first request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from math import isfinite, nan
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from agentenv.engines.remote import PartEnd, Request, ServerInfo
+from agentenv.engines.remote.base import Facts
+from agentenv.engines.remote.client import (
+    Count,
+    HttpClient,
+    Logprob,
+    MalformedReplyError,
+    RefusedError,
+)
+from agentenv.engines.remote.weight_sync import TransferRoutes
+from agentenv.engines.remote.weights import Layout, Wire, find_layout
+from agentenv.errors import ConfigError, EngineError
+from agentenv.offload import in_thread
+from agentenv.types import Chunk, SamplingParams, VersionSpan
+
+TRIAL = Request("", [0], SamplingParams(max_tokens=1, top_k=1))
+VLLM_TRIED = "0.32"  # version of vLLM that this client was tested with
+GENERATE = "/inference/v1/generate"
+ABORT = "/inference/v1/abort_requests"
+# A tied output head and experts stay stale on the CPU (vLLM 0.32 packs them once and for all), so
+# that a worker extension has to pack them again; this is the method by which it is recognised.
+REPACK = "reload_and_repack"
+EXTENSION = "agentenv_vllm_cpu.WorkerExtension"
+
+NEWER = f"it takes vLLM {VLLM_TRIED} or newer"
+_DEV = "set VLLM_SERVER_DEV_MODE=1 in the environment of the server"
+VLLM_NEEDED = {
+    f"POST {GENERATE}": f"{NEWER}, started with --enable-scale-out",
+    f"POST {ABORT}": NEWER,
+    "GET /v1/models": "is this a vLLM server?",
+    "GET /health": "is this a vLLM server?",
+    "GET /metrics": NEWER,
+    "POST /pause": _DEV,
+    "POST /resume": _DEV,
+    "GET /is_paused": _DEV,
+    "POST /collective_rpc": _DEV,
+    "POST /reset_prefix_cache": _DEV,
+    "GET /server_info": _DEV,
+    "POST /update_weight_version": f"{NEWER}, and {_DEV}",
+    "GET /weight_info": f"{NEWER}, and {_DEV}",
+}
+# Backends of weights by broadcast: vLLM's own, and that of the tests for the CPU.
+WIRES: dict[str, Wire] = {"nccl": "nccl", "agentenv_gloo": "torch"}
+VLLM_TRANSFER = TransferRoutes(
+    join="/init_weight_transfer_engine",
+    start="/start_weight_update",
+    receive="/update_weights",
+    finish="/finish_weight_update",
+    leave="/shutdown_weight_transfer_engine",
+    empty=None,
+)
+VLLM_ROUTES = {
+    "broadcast": VLLM_TRANSFER.posts - {f"POST {VLLM_TRANSFER.leave}"},
+    "adapters": {"POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter"},
+    "sleep": {"POST /sleep", "POST /wake_up"},
+}
+
+
+class VLLMFacts(Facts, frozen=True):
+    """`extension` is of its workers, `transfer` is their backend of weights by broadcast."""
+
+    transfer: str
+    extension: str
+    routes: frozenset[str]
+
+
+class _ServedModel(Struct):
+    id: str
+    max_model_len: Count | None = None  # None: of an adapter
+    root: str | None = None
+
+
+class Models(Struct):
+    data: Annotated[list[_ServedModel], Meta(min_length=1)]
+
+
+class _ModelSettings(Struct):
+    logprobs_mode: str = ""
+    max_logprobs: int = 20
+    enable_sleep_mode: bool = False
+    quantization: str | None = None
+
+
+class _Settings(Struct):
+    """What vLLM was started with, as far as it is read."""
+
+    device_config: dict[str, Any]
+    model_config: _ModelSettings
+    parallel_config: dict[str, Any]
+    weight_transfer_config: dict[str, Any] | None = None
+    speculative_config: dict[str, Any] | None = None
+
+
+class _ServerInfo(Struct):
+    vllm_config: _Settings
+
+
+async def probe_vllm(http: HttpClient, vocab_size: int | None, entropy_top_k: int) -> VLLMFacts:
+    """Ask the server. Raises ConfigError if it lacks something, ServerLostError if it is gone."""
+    routes = await http.routes()
+    for route, cure in VLLM_NEEDED.items():
+        if route not in routes:
+            raise ConfigError(f"{http.name} has no route {route}: {cure}")
+    try:
+        version = await http.read(str, "GET", "/version", "version")
+        model = (await http.call_as(Models, "GET", "/v1/models")).data[0]
+        # The first answer takes seconds: vLLM looks at the packages of its whole environment.
+        params = {"config_format": "json"}
+        settings = await http.call_as(
+            _ServerInfo, "GET", "/server_info", params=params, timeout_s=120
+        )
+    except MalformedReplyError as error:
+        raise ConfigError(f"{error}; {NEWER}") from error
+    info = settings.vllm_config
+    cpu = "cpu" in str(info.device_config.get("device", ""))
+    _check_logprobs(http.name, info.model_config, entropy_top_k)
+    check_settings(
+        http.name,
+        speculative=info.speculative_config,
+        flag="--speculative-config",
+        quantization=info.model_config.quantization,
+    )
+    root = model.root or ""
+    layout = await in_thread(find_layout, [Path(root)])
+    extension = str(info.parallel_config.get("worker_extension_cls") or "")
+    if cpu and layout is not None and not extension:
+        _check_packed(http.name, version, layout)
+    transfer = str((info.weight_transfer_config or {}).get("backend"))
+    able = {
+        "broadcast": transfer in WIRES,
+        "adapters": True,
+        # On the CPU no memory is given back, but a server takes part in every other way.
+        "sleep": cpu or info.model_config.enable_sleep_mode,
+    }
+    features = {name for name, wanted in VLLM_ROUTES.items() if able[name] and routes >= wanted}
+    return VLLMFacts(
+        ServerInfo("vllm", version, model.id, model.max_model_len or 0, frozenset(features)),
+        vocabulary(http.name, vocab_size, layout, root),
+        layout,
+        _num_ranks(info.parallel_config),
+        transfer,
+        extension,
+        routes,
+    )
+
+
+def _num_ranks(settings: dict[str, Any]) -> int:
+    """Data-parallel engines among which the server chooses; those of other hosts it cannot name."""
+    several, elsewhere = settings.get("data_parallel_size"), ("external", "hybrid")
+    if any(settings.get(f"data_parallel_{kind}_lb") for kind in elsewhere):
+        return 1
+    return several if isinstance(several, int) and several > 0 else 1
+
+
+def _check_logprobs(name: str, settings: _ModelSettings, entropy_top_k: int) -> None:
+    mode = settings.logprobs_mode
+    if mode != "processed_logprobs":
+        raise ConfigError(
+            f"{name} reports log-probs of the mode {mode!r}, not those of the distribution it "
+            "samples from: start it with --logprobs-mode processed_logprobs"
+        )
+    most = settings.max_logprobs
+    if most != -1 and (entropy_top_k == -1 or entropy_top_k > most):
+        raise ConfigError(
+            f"{name} gives at most {most} log-probs a token, entropy_top_k is {entropy_top_k}: "
+            f"start it with --max-logprobs {entropy_top_k}, or lower entropy_top_k"
+        )
+
+
+def _check_packed(name: str, version: str, layout: Layout) -> None:
+    """What the CPU's kernels keep a packed copy of."""
+    for is_there, model, what, other in (
+        (layout.tied, "tied embeddings", "output head", "an untied model"),
+        (layout.has_experts, "experts", "experts", "a model without"),
+    ):
+        if is_there:
+            raise ConfigError(
+                f"{name} runs a model with {model} on the CPU, where vLLM {version} keeps the old "
+                f"{what} when weights are loaded: start it with --worker-extension-cls "
+                f"{EXTENSION}, or use {other}"
+            )
+
+
+def check_trial(
+    name: str, end: PartEnd, chunks: Sequence[Chunk], policy_version: int, *, counts_cached: bool
+) -> None:
+    """Raises ConfigError unless the answer to TRIAL has what every answer must have."""
+    logprob, entropy = (chunks[0].logprobs[0], chunks[0].entropies[0]) if chunks else (nan, nan)
+    if not (abs(logprob) <= 1e-3 and entropy <= 1e-2):
+        raise ConfigError(
+            f"{name} gives log-prob {logprob:.4f} to the only token it may sample: start "
+            "it with --logprobs-mode processed_logprobs"
+        )
+    if end.version_spans != [VersionSpan(policy_version, 0, 1)]:
+        raise ConfigError(f"{name} does not say which weights sampled a token: {NEWER}")
+    if not counts_cached:
+        raise ConfigError(
+            f"{name} does not count cached tokens: start it with --enable-prompt-tokens-details"
+        )
+
+
+logger = logging.getLogger(__name__)
+
+TokenLogprob = tuple[Logprob | None, int, str | None]
+
+SGLANG_TRIED = "0.5.23"
+SGLANG_NEWER = f"expected SGLang {SGLANG_TRIED} or newer"
+SGLANG_NEEDED = (
+    "POST /generate",
+    "POST /abort_request",
+    "POST /pause_generation",
+    "POST /continue_generation",
+    "POST /update_weights_from_disk",
+    "POST /update_weight_version",
+    "POST /flush_cache",
+    "GET /model_info",
+    "GET /server_info",
+    "GET /v1/loads",
+)
+SGLANG_TRANSFER = TransferRoutes(
+    join="/init_weights_update_group",
+    start="/begin_weight_update",
+    receive="/update_weights_from_distributed",
+    finish="/end_weight_update",
+    leave="/destroy_weights_update_group",
+    empty={},
+)
+MEMORY_SAVER = ("POST /release_memory_occupation", "POST /resume_memory_occupation")
+FIELDS = ("rid", "cache_salt", "return_sampling_mask", "sampling_logprobs_mode")
+SAMPLING_FIELDS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop"}
+MODEL_SLACK = 4  # tokens by which prompt and turn together may exceed the longest prompt
+PROBE_TEMPERATURE = 2.0
+PROBE_TOP_K = 4
+MAX_RATIO = 0.75  # of the distances; 0.5 is right, 1 is not
+LEAST_GAP = 0.02  # nats; below it rounding hides the difference
+
+
+class SGLangFacts(Facts, frozen=True):
+    """Limits of a server: tokens of a prompt, the largest top_k for which it returns log-probs
+    after truncation, and whether it uses seeds."""
+
+    max_prompt: int
+    max_top_k: int
+    use_seed: bool
+
+
+class ServerArgs(Struct, frozen=True):
+    """The part of /server_info that is read."""
+
+    version: str
+    max_req_input_len: int
+    sampling_mask_max_tokens: int = 0
+    skip_tokenizer_init: bool = False
+    incremental_streaming_output: bool = False
+    enable_deterministic_inference: bool = False
+    enable_memory_saver: bool = False
+    enable_metrics: bool = False
+    preferred_sampling_params: Any = None
+    speculative_algorithm: str | None = None
+    quantization: str | None = None
+    tp_size: int = 1
+    dp_size: int = 1
+    pp_size: int = 1
+
+
+class ModelInfo(Struct, frozen=True):
+    """The part of /model_info that is read. `model_path` follows updates, whose directories are
+    often gone; `tokenizer_path` does not."""
+
+    served_model_name: str
+    model_path: str
+    tokenizer_path: str
+    is_generation: bool = True
+
+
+async def probe_sglang(
+    http: HttpClient, vocab_size: int | None, layout: Layout | None
+) -> SGLangFacts:
+    """Reads routes, version, settings and limits; `layout`: of its model, if it is known already.
+
+    Raises ConfigError for what the run cannot do without.
+    """
+    routes = await http.routes()
+    if missing := [route for route in SGLANG_NEEDED if route not in routes]:
+        raise ConfigError(f"{http.name} lacks {', '.join(missing)}; {SGLANG_NEWER}")
+    try:
+        model = await http.call_as(ModelInfo, "GET", "/model_info")
+        args = await http.call_as(ServerArgs, "GET", "/server_info")
+    except MalformedReplyError as error:
+        raise ConfigError(
+            f"cannot read /server_info or /model_info: {error}; {SGLANG_NEWER}"
+        ) from error
+    folders = [Path(model.model_path), Path(model.tokenizer_path)]
+    await _check_fields(http, args)
+    _check_args(http.name, args, model)
+    layout = layout or await in_thread(find_layout, folders)
+    features = {"broadcast"} if routes >= SGLANG_TRANSFER.posts else set()
+    if args.enable_memory_saver and routes.issuperset(MEMORY_SAVER):
+        features.add("sleep")  # without the flag these routes end the server
+    max_len = args.max_req_input_len + MODEL_SLACK
+    return SGLangFacts(
+        ServerInfo("sglang", args.version, model.served_model_name, max_len, frozenset(features)),
+        vocabulary(http.name, vocab_size, layout, str(folders[0])),
+        layout,
+        args.dp_size,
+        max_prompt=args.max_req_input_len - 1,
+        max_top_k=args.sampling_mask_max_tokens,
+        use_seed=args.enable_deterministic_inference,
+    )
+
+
+async def _check_fields(http: HttpClient, args: ServerArgs) -> None:
+    """Unknown fields of a request would be ignored in silence."""
+    schema = await http.call_json("GET", "/openapi.json")
+    try:
+        known = schema["components"]["schemas"]["GenerateReqInput"]["properties"].keys()
+    except (LookupError, TypeError, AttributeError):
+        known = set()
+    missing = [field for field in FIELDS if field not in known]
+    if missing:
+        raise ConfigError(
+            f"{http.name}: POST /generate of SGLang {args.version} does not know "
+            f"{', '.join(missing)}; {SGLANG_NEWER}"
+        )
+
+
+def _check_args(name: str, args: ServerArgs, model: ModelInfo) -> None:
+    """Raises ConfigError for a server that would change what is sampled."""
+    if not model.is_generation:
+        raise ConfigError(f"{name} serves an embedding model, which samples nothing")
+    if args.skip_tokenizer_init:
+        raise ConfigError(f"{name} finds no stop strings; start it without --skip-tokenizer-init")
+    preferred = args.preferred_sampling_params
+    if preferred and not (isinstance(preferred, dict) and preferred.keys() <= SAMPLING_FIELDS):
+        raise ConfigError(
+            f"{name} changes requests by --preferred-sampling-params {preferred}; start it without"
+        )
+    if not args.incremental_streaming_output:
+        raise ConfigError(
+            f"{name} repeats the whole turn in every event, which makes gigabytes of long turns; "
+            "start it with --incremental-streaming-output"
+        )
+    check_settings(
+        name,
+        speculative=args.speculative_algorithm,
+        flag="--speculative-algorithm",
+        quantization=args.quantization,
+    )
+    if not args.enable_metrics:
+        logger.warning(
+            "%s does not count preemptions, to which its number of requests is fitted; start it "
+            "with --enable-metrics",
+            name,
+        )
+    if not args.enable_deterministic_inference:
+        logger.info("%s ignores seeds; --enable-deterministic-inference makes it heed them", name)
+
+
+async def check_logprobs(http: HttpClient, vocab_size: int) -> None:
+    """Raises ConfigError unless log-probs are those after temperature.
+
+    Temperature 2 halves the distance between two of them, against greedy sampling, which
+    reports the distribution at temperature 1.
+    """
+    plain = await _ask(http, 0.0, vocab_size)
+    scaled = await _ask(http, PROBE_TEMPERATURE, vocab_size)
+    both = plain.keys() & scaled.keys()
+    if not both:
+        raise ConfigError(
+            f"{http.name}/generate returned different tokens when only the temperature of the "
+            "log-probs changed"
+        )
+    top, low = max(both, key=plain.__getitem__), min(both, key=plain.__getitem__)
+    gap = plain[top] - plain[low]
+    if gap < LEAST_GAP:
+        logger.warning(
+            "%s: the log-probs of a probe are all alike, so it is not known whether they are those "
+            "after temperature",
+            http.name,
+        )
+    elif (scaled[top] - scaled[low]) / gap > MAX_RATIO:
+        raise ConfigError(
+            f"{http.name} reports log-probs before temperature; start it without "
+            "SGLANG_RETURN_ORIGINAL_LOGPROB"
+        )
+
+
+class _TopLogprobs(Struct, frozen=True):
+    output_top_logprobs: list[list[TokenLogprob] | None] | None = None
+
+
+class _Probed(Struct, frozen=True):
+    meta_info: _TopLogprobs
+
+
+async def _ask(http: HttpClient, temperature: float, vocab_size: int) -> dict[int, float]:
+    """The largest log-probs after a fixed prompt, by token id."""
+    body = {
+        "input_ids": [index % vocab_size for index in range(8)],
+        "sampling_params": {"max_new_tokens": 1, "temperature": temperature, "ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": PROBE_TOP_K,
+    }
+    try:
+        answer = await http.call_as(_Probed, "POST", "/generate", body)
+        top = (answer.meta_info.output_top_logprobs or [])[0] or []
+    except (RefusedError, MalformedReplyError, IndexError) as error:
+        raise ConfigError(f"{http.name}/generate returns no log-probs: {error}") from error
+    return {token: logprob for logprob, token, _ in top if logprob is not None}
+
+
+# Checks of probes.
+
+
+def check_settings(name: str, *, speculative: Any, flag: str, quantization: str | None) -> None:
+    """Raises ConfigError for what changes the samples of a server."""
+    if speculative:
+        raise ConfigError(
+            f"{name} decodes speculatively, several tokens a step; its stop strings and log-probs "
+            "were not verified then: start it without "
+            f"{flag}"
+        )
+    if quantization:
+        raise ConfigError(
+            f"{name} runs quantized weights ({quantization}), which the learner's do not fit, and "
+            "whose log-probs differ from its own: start it without, or only ask it, with "
+            'engine.name = "openai"'
+        )
+
+
+def vocabulary(name: str, given: int | None, layout: Layout | None, model: str) -> int:
+    """Size of the served vocabulary. Raises ConfigError if it is unknown."""
+    size = given or (layout.vocab_size if layout is not None else None)
+    if size is None:
+        raise ConfigError(
+            f"{name} serves {model!r}, whose config.json cannot be read from here: give the size "
+            "of its vocabulary (vocab_size)"
+        )
+    return size
+
+
+def read_metrics(body: bytes, names: Mapping[str, object]) -> dict[str, list[float]]:
+    """Values of Prometheus text by name; a line is NAME{LABELS} VALUE. Raises EngineError for a
+    value that is no finite number."""
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for line in body.decode(errors="replace").splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in found:
+            try:
+                value = float(line.rpartition(" ")[2])
+            except ValueError:
+                value = nan
+            if not isfinite(value):
+                raise EngineError(f"the metrics of a server hold no number: {line[:200]!r}")
+            found[name].append(value)
+    return found
