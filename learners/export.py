@@ -35,17 +35,24 @@ from torch import Tensor, dtype
 
 from agentenv.disk import removing, sync, write_whole
 from agentenv.errors import DataError
-from agentenv.learners.checkpoint import MASTER, Checkpoint
+from agentenv.learners.checkpoint import (
+    DTYPES,
+    MASTER,
+    Checkpoint,
+    Place,
+    write_tensors,
+)
 from agentenv.learners.lora import (
     ADAPTER,
     ADAPTER_FOLDER,
+    disk_shapes,
     factors,
     is_adapter,
     merged,
+    on_disk,
     plain_name,
     write_adapter,
 )
-from agentenv.learners.tensor_file import DTYPES, Place, disk_shapes, on_disk, write_tensors
 from agentenv.model_files import (
     GENERATION,
     WEIGHTS_SUFFIXES,

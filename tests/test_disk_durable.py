@@ -22,7 +22,7 @@ from agentenv.errors import ConfigError
 from agentenv.frames import ArchiveConfig, JournalConfig
 from agentenv.journal import Journal
 from agentenv.journal_frames import Began
-from agentenv.learners.tensor_file import write_tensors
+from agentenv.learners.checkpoint import write_tensors
 from agentenv.pipelines.run.rundir import Checkpoints, RunDirectory, save_state
 from tests.test_archive import header, kept
 

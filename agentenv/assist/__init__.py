@@ -4,7 +4,7 @@
     backtracer       around a rollout: a turn whose call failed is taken again from before it
     chain refiner    around a rollout: a model compresses what is written once it is long
 
-The browser agent is `search.mode = "summaries"` (envs/search/summary.py). `assist_actor` gives an
+The browser agent is `search.mode = "summaries"` (envs/search/service.py). `assist_actor` gives an
 actor these; it needs no other env, renderer or engine.
 """
 

@@ -21,8 +21,11 @@ from __future__ import annotations
 import array
 import builtins
 import contextlib
+import errno
 import functools
 import gc
+import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -33,21 +36,18 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentenv.envs.sandbox import cells, confine, determinism, preload, seccomp
-    from agentenv.envs.sandbox.births import Births, end
-    from agentenv.envs.sandbox.nurse import Nurse
+    from agentenv.envs.sandbox import cells, confine
+    from agentenv.envs.sandbox.births import Births, Nurse, end
 else:  # inside, these files are all there is
     import cells
     import confine
-    import determinism
-    import preload
-    import seccomp
-    from births import Births, end
-    from nurse import Nurse
+    from births import Births, Nurse, end
+
 
 REAP_INTERVAL_S = 0.1
 WEIGH_SHARE = 20  # of the time, one part goes into looking at what the sessions weigh
@@ -76,7 +76,7 @@ def main() -> None:
     if config["live_forks"] and config["rung"] == "namespaces":
         nurse = Nurse(config["tmp_bytes"], config["below_tmp"])
     del sys.path[0]
-    missing = preload.preload(config["preload"], config["preload_if_installed"])
+    missing = preload(config["preload"], config["preload_if_installed"])
     home = "/"
     if config["rung"] == "namespaces":
         home = "/tmp"
@@ -106,14 +106,14 @@ def _filter(config: dict[str, Any], pid: int) -> bytes:
     it is the same for all."""
     if "filter" in config:
         return bytes(config["filter"])
-    code = seccomp.program(
+    code = confine.program(
         platform.machine(),
         pid,
         files=config["rung"] == "namespaces",
         threads=config["rlimits"]["NPROC"] > 1,
         fork_flags=config.get("fork_flags", 0),
     )
-    return seccomp.assembled(code)
+    return confine.assembled(code)
 
 
 def _births(
@@ -124,8 +124,8 @@ def _births(
     flags = confine.FORK_INTO_NAMESPACES if isolated else confine.FORK_BESIDE
     machine = platform.machine()
     try:
-        above = seccomp.assembled(seccomp.listening(machine, flags))
-        listener = seccomp.install(machine, above, listen=True)
+        above = confine.assembled(confine.listening(machine, flags))
+        listener = confine.install(machine, above, listen=True)
     except (OSError, ValueError):
         return None
     config["fork_flags"] = flags
@@ -257,7 +257,7 @@ def _run_session(channel: int, seed: int, config: dict[str, Any], home: str) -> 
     """Confine this process, then serve its cells until the host is gone."""
     os.dup2(channel, CHANNEL_FD)
     try:
-        determinism.seed_all(seed)
+        cells.seed_all(seed)
         home = _confine(config, home)
     except (OSError, ValueError) as error:
         cells.send(CHANNEL_FD, {"error": str(error)})
@@ -289,11 +289,118 @@ def _confine(config: dict[str, Any], home: str) -> str:
     confine.drop_privileges(seen="fork_flags" in config)
     if rung == "landlock":
         confine.restrict_self_by(config["rules_fd"])
-        preload.ask_by_opening()
+        ask_by_opening()
     os.closerange(CHANNEL_FD + 1, 1 << 20)
     if rung != "unsafe":
-        seccomp.install(platform.machine(), _filter(config, os.getpid()))
+        confine.install(platform.machine(), _filter(config, os.getpid()))
     return home
+
+
+# Modules that every session finds imported and warmed up.
+
+# what code that calculates is likely to import
+STANDARD = (
+    "bisect cmath collections contextlib copy dataclasses datetime decimal enum fractions "
+    "functools heapq itertools math operator re statistics string textwrap typing"
+)
+
+
+def preload(names: Sequence[str], optional: Sequence[str]) -> list[str]:
+    """Import modules and touch what they make at first use; the names that cannot be imported.
+
+    Of `optional` the ones that are not installed are left out without a word.
+    """
+    for name in STANDARD.split():
+        importlib.import_module(name)
+    wanted = [*names, *(name for name in optional if importlib.util.find_spec(name))]
+    missing = []
+    warnings.filterwarnings("ignore", "tqdm:disabling monitor")  # a thread that no session has
+    os.environ.update(dict.fromkeys(confine.ONE_THREAD, "1"))
+    for name in wanted:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            missing.append(f"{name} ({error})")
+        else:
+            _WARM_UPS.get(name, _nothing)()
+    return missing
+
+
+def ask_by_opening() -> None:
+    """Where files can be opened but not asked about by path, Python opens them to ask.
+
+    Links are followed always. What cannot be opened is not there, and what is there counts as
+    accessible: that nothing can be written shows when it is tried.
+    """
+    machinery: Any = importlib.import_module("importlib._bootstrap_external")
+    machinery._path_stat = os.stat = os.lstat = _stat_by_opening
+    os.access = _access_by_opening
+    os.environ["MPLCONFIGDIR"] = sys.prefix  # matplotlib insists on a folder that is there
+
+
+def _stat_by_opening(
+    path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True
+) -> os.stat_result:
+    if isinstance(path, int):
+        return os.fstat(path)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=dir_fd)
+    except PermissionError as error:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+    try:
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
+
+
+def _access_by_opening(
+    path: Any,
+    mode: int,
+    *,
+    dir_fd: int | None = None,
+    effective_ids: bool = False,
+    follow_symlinks: bool = True,
+) -> bool:
+    try:
+        _stat_by_opening(path, dir_fd=dir_fd)
+    except OSError:
+        return False
+    return True
+
+
+def _nothing() -> None:
+    return None
+
+
+def _warm_numpy() -> None:
+    import numpy as np
+
+    np.random.seed(0)
+    square = np.random.rand(3, 3) + np.eye(3)
+    np.linalg.solve(square, np.ones(3))
+    np.linalg.eigh(square + square.T)
+    np.linalg.svd(square)
+    str(np.random.default_rng(0).normal(size=3))
+    repr(np.arange(3).reshape(1, 3).cumsum() / 2)
+
+
+def _warm_sympy() -> None:
+    sympy: Any = importlib.import_module("sympy")
+
+    x, y = sympy.symbols("x y")
+    repr(sympy.solve(x**2 - 3 * x + 2, x))
+    repr(sympy.solve([x + y - 3, x - y - 1], [x, y]))
+    repr(sympy.integrate(sympy.sin(x) * x, (x, 0, sympy.pi)))
+    repr(sympy.simplify(sympy.sin(x) ** 2 + sympy.cos(x) ** 2))
+    repr(sympy.factor(sympy.expand((x + 1) ** 3)))
+    repr(sympy.diff(sympy.exp(x) / x, x))
+    repr(sympy.limit(sympy.sin(x) / x, x, 0))
+    repr(sympy.factorint(360)), repr(sympy.sqrt(8)), repr(sympy.Rational(1, 3).evalf(20))
+    repr(sympy.Matrix([[1, 2], [3, 4]]).inv())
+    repr(sympy.sympify("2*x + 1"))
+
+
+_WARM_UPS: dict[str, Callable[[], None]] = {"numpy": _warm_numpy, "sympy": _warm_sympy}
 
 
 if __name__ == "__main__":

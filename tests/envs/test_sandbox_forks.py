@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentenv.envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
-from agentenv.envs.sandbox.process import HUGE_PAGES, Rung, environment
+from agentenv.envs.sandbox.launch import HUGE_PAGES, Rung, environment
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from agentenv.errors import EnvError
 from agentenv.pipelines.diagnosis.escapes import RUNGS

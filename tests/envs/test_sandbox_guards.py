@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from agentenv.envs.sandbox import process as sandbox_process
-from agentenv.envs.sandbox.channel import SessionProcess
 from agentenv.envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
+from agentenv.envs.sandbox.process import SessionProcess
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.errors import ConfigError
 from agentenv.pipelines.diagnosis.escapes import RUNGS

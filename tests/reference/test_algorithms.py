@@ -20,8 +20,13 @@ from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.losses import LossBatch
 from agentenv.learners.messages import Init
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.reference.algorithms import ReleasedAEPO, ReleasedARPO, group_advantages, released
-from agentenv.reference.rollout import ReleasedARPOPlan
+from agentenv.reference.algorithms import (
+    ReleasedAEPO,
+    ReleasedARPO,
+    ReleasedARPOPlan,
+    group_advantages,
+    released,
+)
 from tests.learners.flat import figures, grown, tree_form
 from tests.support.released_losses import gspo_loss
 

@@ -11,9 +11,10 @@ import pytest
 
 from agentenv.learners.aepo import AEPO, AEPOPlan, num_roots_of
 from agentenv.learners.arpo import ARPO, ARPOPlan
-from agentenv.reference.algorithms import ReleasedAEPO, ReleasedARPO
-from agentenv.reference.rollout import (
+from agentenv.reference.algorithms import (
+    ReleasedAEPO,
     ReleasedAEPOPlan,
+    ReleasedARPO,
     ReleasedARPOPlan,
     initial_rollouts,
     segment_entropy,

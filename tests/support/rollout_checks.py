@@ -1,4 +1,4 @@
-"""Fixtures of the released rollout against `agentenv.reference.rollout`."""
+"""Fixtures of the released rollout against `agentenv.reference.algorithms`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from agentenv.learners.aepo import penalty_factor, sigmoid
 from agentenv.learners.arpo import clip_probability
-from agentenv.reference import rollout as plan
+from agentenv.reference import algorithms as plan
 from agentenv.reference.algorithms import ReleasedAEPO, ReleasedARPO
 from tests.support.reference_loop import ReferenceLoop, response_mask, truncated_entropy
 
