@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 import torch
@@ -337,7 +337,8 @@ def stored_dtype(directory: Path) -> torch.dtype | None:
     return floating.pop() if len(floating) == 1 else None
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """Name, dtype and shape of a tensor, known before the tensor is there."""
 
     name: str
