@@ -40,31 +40,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _python = ctypes.PyDLL(None, use_errno=True)  # calls that must keep the interpreter's lock
 
 
-def fork(alone: bool) -> int:
-    """Like os.fork; where this process is `alone`, without a second thread, nothing of the
-    interpreter runs on the way, and hundreds of pages less are touched. Raises OSError.
-
-    Who forks so seeds the generators itself, and has no locks that another thread could hold.
-    """
-    if not alone:
-        return os.fork()
-    zero = ctypes.c_long(0)
-    pid = int(
-        _python.syscall(
-            numbers_of(platform.machine(), "clone")[0],
-            ctypes.c_long(signal.SIGCHLD),
-            zero,
-            zero,
-            zero,
-            zero,
-        )
-    )
-    _check(min(pid, 0), "fork")
-    return pid
-
-
-def fork_into_namespaces(first: bool, alone: bool) -> int:
-    """Like `fork`, but the child has namespaces of its own, `first` says whether also one in
+def fork_into_namespaces(first: bool) -> int:
+    """Like os.fork, but the child has namespaces of its own, `first` says whether also one in
     which it is process 1 and can have no brothers. Raises OSError.
 
     One system call does what unshare needs a second fork for, at half the cost.
@@ -73,18 +50,15 @@ def fork_into_namespaces(first: bool, alone: bool) -> int:
     arguments[0] = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS
     arguments[0] |= CLONE_NEWPID if first else 0
     arguments[4] = signal.SIGCHLD
-    if not alone:
-        _python.PyOS_BeforeFork()
+    _python.PyOS_BeforeFork()
     pid = int(_python.syscall(CLONE3, arguments, ctypes.c_size_t(88)))
     number = ctypes.get_errno()
-    if pid:
-        if not alone:
-            _python.PyOS_AfterFork_Parent()
-        _check(0 if pid > 0 else -1, "new namespaces", number)
-        return pid
-    if not alone:
+    if pid == 0:
         _python.PyOS_AfterFork_Child()
-    return 0
+        return 0
+    _python.PyOS_AfterFork_Parent()
+    _check(0 if pid > 0 else -1, "new namespaces", number)
+    return pid
 
 
 def fork_at_rest(flags: int) -> int:

@@ -97,7 +97,6 @@ def main() -> None:
     control.send(json.dumps({"missing": missing, "live_forks": births is not None}).encode())
     gc.freeze()
     confine.use_huge_pages()
-    config["alone"] = len(os.listdir("/proc/self/task")) == 1
     _serve(control, config, home, pids, births)
 
 
@@ -235,10 +234,9 @@ def _spawn(channel: int, seed: int, config: dict[str, Any], home: str) -> int:
     isolated = config["rung"] == "namespaces"
     try:
         if isolated:
-            first = "fork_flags" not in config
-            pid = confine.fork_into_namespaces(first=first, alone=config["alone"])
+            pid = confine.fork_into_namespaces(first="fork_flags" not in config)
         else:
-            pid = confine.fork(alone=config["alone"])
+            pid = os.fork()
     except OSError as error:
         with contextlib.suppress(OSError):  # the host may have turned away meanwhile
             cells.send(channel, {"error": str(error)})

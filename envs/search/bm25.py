@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,10 +79,9 @@ class BM25Index:
 class BM25Backend(LocalBackend[BM25Index]):
     """The embedded index as a backend. It is built, and if large searched, in threads."""
 
-    def __init__(self, corpus: Path, build: Callable[[Path], BM25Index] | None = None) -> None:
+    def __init__(self, corpus: Path) -> None:
         super().__init__("bm25", NUM_THREADS)
         self.corpus = corpus
-        self._build = build or _read_and_index
         self._places: dict[str, int] = {}
 
     async def search(self, query: Query) -> list[Hit]:
@@ -104,11 +102,7 @@ class BM25Backend(LocalBackend[BM25Index]):
         return None if place is None else index.passages[place].hit()
 
     def _open(self) -> BM25Index:
-        return self._build(self.corpus)
-
-
-def _read_and_index(path: Path) -> BM25Index:
-    return BM25Index(read_corpus(path))
+        return BM25Index(read_corpus(self.corpus))
 
 
 # Tantivy: an index on disk, for corpora too large for memory. Needs the extra "tantivy".

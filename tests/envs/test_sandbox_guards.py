@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.envs.sandbox import process as sandbox_process
+from agentenv.envs.sandbox import launch
+from agentenv.envs.sandbox import process as processes
 from agentenv.envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
 from agentenv.envs.sandbox.process import SessionProcess
 from agentenv.envs.sandbox.sandbox import Sandbox
@@ -28,11 +29,12 @@ def remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remove:
     """Leave a guard out of a copy of what runs inside."""
 
     def without(name: str, guard: str, nothing: str) -> None:
-        folder = shutil.copytree(sandbox_process.HERE, tmp_path / "sandbox")
+        folder = shutil.copytree(launch.HERE, tmp_path / "sandbox")
         text = (folder / name).read_text()
         assert text.count(guard) == 1, f"{name} has no longer one {guard!r}"
         (folder / name).write_text(text.replace(guard, nothing))
-        monkeypatch.setattr(sandbox_process, "HERE", folder)
+        for module in (launch, processes):
+            monkeypatch.setattr(module, "HERE", folder)
 
     return without
 
@@ -153,7 +155,7 @@ async def test_where_the_kernel_asks_nobody_forks_are_replays(
 ) -> None:
     """Each session is then process 1 of its own namespace, or may signal its own number only."""
     await sandbox.start()
-    asking = "listener = seccomp.install(machine, above, listen=True)"
+    asking = "listener = confine.install(machine, above, listen=True)"
     remove("zygote.py", asking, "raise OSError")
     other = Sandbox(rungs=(sandbox.rung or "landlock",), preload=())
     parent = other.session(1)

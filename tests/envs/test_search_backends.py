@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentenv.envs.search import corpus as extras
-from agentenv.envs.search.bm25 import BM25Backend, BM25Index, TantivyBackend
+from agentenv.envs.search.bm25 import BM25Backend, TantivyBackend
 from agentenv.envs.search.corpus import SHIPPED_CORPUS, Hit, Passage, Query, market_of, read_corpus
 from agentenv.errors import ConfigError, DataError
 
@@ -44,17 +44,20 @@ def test_the_shipped_corpus_is_attributed() -> None:
     assert f"{len(passages)} passages" in note
 
 
-async def test_building_leaves_the_event_loop_free(tmp_path: Path) -> None:
+async def test_building_leaves_the_event_loop_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop = asyncio.get_running_loop()
     ticked = asyncio.Event()
 
-    def build(path: Path) -> BM25Index:
+    def read(path: Path) -> list[Passage]:
         # returns only once the event loop has run something else
         asyncio.run_coroutine_threadsafe(_set(ticked), loop).result(timeout=10)
-        return BM25Index(read_corpus(path))
+        return read_corpus(path)
 
+    monkeypatch.setattr("agentenv.envs.search.bm25.read_corpus", read)
     path = corpus(tmp_path, [{"id": "a", "title": "", "text": "lima"}])
-    backend = BM25Backend(path, build)
+    backend = BM25Backend(path)
     first, second = await asyncio.gather(*(backend.search(Query("lima")) for _ in range(2)))
     assert first == second == [Hit("lima", "", "corpus:a", "a", first[0].score)]
     await backend.close()
