@@ -78,7 +78,6 @@ ALLOWED = {
     "agentenv/gym.py: new_event_loop": "the same",
     "pipelines/viewing/api.py: subprocess.Popen": "the viewer, which ends with the run",
     # the clock of others
-    "envs/sandbox/births.py: time.monotonic": "inside the zygote",
     "pipelines/run/waits.py: time.time": "when a wait began, for people",
     "pipelines/rl/control.py: time.time": "the same",
     "pipelines/monitors/otel.py: time.time_ns": "of spans, which others read",
