@@ -241,11 +241,12 @@ def block_mask(
     int64 [tokens], on the device of the attention."""
     partial, full = visible_blocks(end, block_size, depth, window)
     ends = _whole_blocks(end, block_size).flatten()
+    width = window or 0
     depths = None if depth is None or window is None else _deepened(depth, block_size).flatten()
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = (key <= query) & (query < ends[key])
-        return seen if depths is None else seen & (depths[query] - depths[key] < window)
+        return seen if depths is None else seen & (depths[query] - depths[key] < width)
 
     return BlockMask.from_kv_blocks(
         *_indices(partial),

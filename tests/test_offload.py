@@ -58,7 +58,7 @@ PROGRAMS = (
     *("pipelines/setup/machine.py", "learners/worker.py", "learners/trainer.py"),
     "agentenv/guard.py",
     *("learners/broadcast.py", "learners/dpo.py"),  # of a rank, as the two before
-    *("envs/sandbox/zygote.py", "envs/sandbox/births.py", "envs/sandbox/confine.py"),
+    *("envs/sandbox/zygote.py", "envs/sandbox/fork_broker.py", "envs/sandbox/confine.py"),
 )
 
 ALLOWED = {

@@ -283,7 +283,7 @@ class ZygoteProcess:
             found = decode(report, _Report)
             check_missing(found.missing, python)
             zygote.live_forks = found.live_forks
-            asyncio.get_running_loop().add_reader(ours, zygote._hear)
+            asyncio.get_running_loop().add_reader(ours, zygote._on_news)
             started = True
         except TimeoutError as error:
             raise InfraError(f"the sandbox did not start in {START_TIMEOUT_S:g} s") from error
@@ -359,23 +359,23 @@ class ZygoteProcess:
         """End the zygote and all its sessions, and wait until the processes are gone."""
         loop = asyncio.get_running_loop()
         loop.remove_writer(self._control)
-        self._deaf()
+        self._stop_listening()
         while self._outgoing:
             self._drop_first()
         self._control.close()
-        burying = loop.run_in_executor(None, self._bury)
+        reaping = loop.run_in_executor(None, self._reap_group)
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
-                await asyncio.shield(burying)
+                await asyncio.shield(reaping)
         except TimeoutError:
             self._kill_group()
             try:
                 async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await asyncio.shield(burying)
+                    await asyncio.shield(reaping)
             except TimeoutError:
                 logger.warning("the sandbox's process %d cannot be ended", self._process.pid)
         finally:
-            if not burying.done():  # cancelled: no time to be polite
+            if not reaping.done():  # cancelled: no time to be polite
                 self._kill_group()
 
     # inner workings
@@ -388,7 +388,7 @@ class ZygoteProcess:
         self._outgoing.append((msgspec.json.encode(request), attached))
         self._flush()
 
-    def _hear(self) -> None:
+    def _on_news(self) -> None:
         """The zygote reports the process of a session."""
         try:
             packet, fds, _, _ = socket.recv_fds(self._control, 4096, 1, socket.MSG_CMSG_CLOEXEC)
@@ -397,7 +397,7 @@ class ZygoteProcess:
         except OSError:
             packet, fds = b"", []
         if not packet:
-            self._deaf()
+            self._stop_listening()
             return
         news = decode(packet, _News)
         born = self._born.pop(news.born or news.failed, None)
@@ -410,7 +410,7 @@ class ZygoteProcess:
         else:
             born.set_result(fds[0])
 
-    def _deaf(self) -> None:
+    def _stop_listening(self) -> None:
         if self._control.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._control)
         for born in self._born.values():
@@ -439,7 +439,7 @@ class ZygoteProcess:
         if attached is not None:
             attached.close()
 
-    def _bury(self) -> None:
+    def _reap_group(self) -> None:
         """Blocks until the process is gone, then sees that nothing of its group is left."""
         with suppress(ChildProcessError):
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)

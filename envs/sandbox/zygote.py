@@ -11,7 +11,7 @@
     session          a fork that sees no other session, bound by a filter of system calls. It reads
                      length-prefixed JSON {"number", "code"} and answers {"number", "output",
                      "problem"}, {"number", "digest": ""} and answers {"number", "digest"}, or
-                     {"number", "fork": ""} and answers {"number", "forked"}; see births.py.
+                     {"number", "fork": ""} and answers {"number", "forked"}; see fork_broker.py.
 
 What a session answers comes from a process that runs untrusted code: the host believes nothing.
 """
@@ -42,11 +42,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentenv.envs.sandbox import cells, confine
-    from agentenv.envs.sandbox.births import Births, Nurse, end
+    from agentenv.envs.sandbox.fork_broker import ForkBroker, ForkInitializer, end
 else:  # inside, these files are all there is
     import cells
     import confine
-    from births import Births, Nurse, end
+    from fork_broker import ForkBroker, ForkInitializer, end
 
 
 REAP_INTERVAL_S = 0.1
@@ -72,9 +72,9 @@ def main() -> None:
     confine.no_new_privileges()
     confine.be_seen(True)
     null = os.open(os.devnull, os.O_RDWR)
-    nurse = None
+    initializer = None
     if config["live_forks"] and config["rung"] == "namespaces":
-        nurse = Nurse(config["tmp_bytes"], config["below_tmp"])
+        initializer = ForkInitializer(config["tmp_bytes"], config["below_tmp"])
     del sys.path[0]
     missing = preload(config["preload"], config["preload_if_installed"])
     home = "/"
@@ -89,15 +89,15 @@ def main() -> None:
         os.dup2(null, fd)
     gc.collect()
     pids: dict[int, int] = {}
-    births = None
+    broker = None
     if config["live_forks"]:
-        births = _births(config, nurse, pids, functools.partial(_announce, control))
-    if config["rung"] == "namespaces" or births is not None:  # its own process 1, or asked about
+        broker = _broker(config, initializer, pids, functools.partial(_announce, control))
+    if config["rung"] == "namespaces" or broker is not None:  # its own process 1, or asked about
         config["filter"] = _filter(config, 1)
-    control.send(json.dumps({"missing": missing, "live_forks": births is not None}).encode())
+    control.send(json.dumps({"missing": missing, "live_forks": broker is not None}).encode())
     gc.freeze()
     confine.use_huge_pages()
-    _serve(control, config, home, pids, births)
+    _serve(control, config, home, pids, broker)
 
 
 def _filter(config: dict[str, Any], pid: int) -> bytes:
@@ -115,9 +115,12 @@ def _filter(config: dict[str, Any], pid: int) -> bytes:
     return confine.assembled(code)
 
 
-def _births(
-    config: dict[str, Any], nurse: Nurse | None, pids: dict[int, int], announce: Announce
-) -> Births | None:
+def _broker(
+    config: dict[str, Any],
+    initializer: ForkInitializer | None,
+    pids: dict[int, int],
+    announce: Announce,
+) -> ForkBroker | None:
     """What lets sessions fork; None where the kernel, or a filter around us, has no such thing."""
     isolated = config["rung"] == "namespaces"
     flags = confine.FORK_INTO_NAMESPACES if isolated else confine.FORK_BESIDE
@@ -129,7 +132,7 @@ def _births(
         return None
     config["fork_flags"] = flags
     config["rlimits"]["NPROC"] = -1  # who listens counts
-    return Births(listener, CHANNEL_FD, nurse, pids, announce)
+    return ForkBroker(listener, CHANNEL_FD, initializer, pids, announce)
 
 
 def _serve(
@@ -137,12 +140,12 @@ def _serve(
     config: dict[str, Any],
     home: str,
     pids: dict[int, int],
-    births: Births | None,
+    broker: ForkBroker | None,
 ) -> None:
     """Answer requests and reap what has ended, until the other side has gone."""
     max_pages = config["max_total_bytes"] // resource.getpagesize()
     weigh_at = 0.0
-    waiting: list[Any] = [control, *([births.listener] if births else [])]
+    waiting: list[Any] = [control, *([broker.listener] if broker else [])]
     while True:
         ready = select.select(waiting, [], [], REAP_INTERVAL_S if pids else None)[0]
         if control in ready:
@@ -155,18 +158,18 @@ def _serve(
                 os.close(channel)
                 if pid:
                     pids[request["spawn"]] = pid
-                    if births is not None and config["rung"] != "namespaces":
-                        births.begins(pid)
+                    if broker is not None and config["rung"] != "namespaces":
+                        broker.begins(pid)
                     _announce(control, request["spawn"], pid)
-            elif births is not None and "fork" in request:
-                births.grant(request["fork"], request["child"], channel)
-            elif births is not None:
-                births.forget(request["forget"])
-        elif births is not None and ready:
-            births.hear()
-        if births is not None:
-            births.expire()
-        _reap(pids, births)
+            elif broker is not None and "fork" in request:
+                broker.grant(request["fork"], request["child"], channel)
+            elif broker is not None:
+                broker.forget(request["forget"])
+        elif broker is not None and ready:
+            broker.answer_next()
+        if broker is not None:
+            broker.expire()
+        _reap(pids, broker)
         now = time.monotonic()
         if pids and now >= weigh_at:
             _kill_the_largest(pids.values(), max_pages)
@@ -214,7 +217,7 @@ def _receive_packet(control: socket.socket) -> tuple[bytes, int]:
     return packet, fds[0] if fds else -1
 
 
-def _reap(pids: dict[int, int], births: Births | None) -> None:
+def _reap(pids: dict[int, int], broker: ForkBroker | None) -> None:
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -224,8 +227,8 @@ def _reap(pids: dict[int, int], births: Births | None) -> None:
             return
         for number in [number for number, one in pids.items() if one == pid]:
             del pids[number]
-        if births is not None:
-            births.buried(pid)
+        if broker is not None:
+            broker.ended(pid)
 
 
 def _spawn(channel: int, seed: int, config: dict[str, Any], home: str) -> int:

@@ -107,7 +107,7 @@ int(pid > 0)
 
 async def test_forks_that_nobody_asked_for(sandbox: Sandbox, remove: Remove) -> None:
     assert await num_forks(sandbox) == "0"
-    remove("births.py", "self._answer(call, errno.EAGAIN)", "self._answer(call)")
+    remove("fork_broker.py", "self._answer(call, errno.EAGAIN)", "self._answer(call)")
     open_ = Sandbox(rungs=(sandbox.rung or "landlock",), preload=())
     assert await num_forks(open_) == "1"
     await open_.close()
@@ -129,7 +129,7 @@ async def test_a_fork_that_shares_a_pipe(sandbox: Sandbox, remove: Remove) -> No
     assert not await crossed(sandbox)
     assert sandbox.counters.num_live_forks == 0
     guard = "if open_files != STANDARD or not channel"
-    remove("births.py", guard, "if not channel")
+    remove("fork_broker.py", guard, "if not channel")
     open_ = Sandbox(rungs=(sandbox.rung or "landlock",), preload=())
     assert await crossed(open_)
     await open_.close()
@@ -141,7 +141,7 @@ async def test_a_signal_to_the_zygote(sandbox: Sandbox, remove: Remove) -> None:
     assert "Operation not permitted" in await said(session, code)
     session.close()
     remove(
-        "births.py",
+        "fork_broker.py",
         "elif _same_process(pid, arguments[0]):",
         "elif _same_process(pid, arguments[0]) or True:",
     )

@@ -14,7 +14,7 @@ same prctl once before it runs any; any other process is refused.
 
 An identity and files of its own a fork can only get from a process that has entered its namespaces,
 from where there is no way back. A small process, which was forked before anything was imported
-(`Nurse`), forks one for each, and keeps one ready.
+(`ForkInitializer`), forks one for each, and keeps one ready.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ else:  # inside, these files are all there is
 # ioctls of a listener
 RECEIVE, SEND, ADD_FD, SET_FLAGS = 0xC0502100, 0xC0182101, 0x40182103, 0x40082104
 GO_ON, AT_THIS_NUMBER, WAKE_AT_ONCE = 1, 1, 1
-DEADLINE_S = 2.0  # from the host's wish to the birth; who takes longer is killed
+DEADLINE_S = 2.0  # from the host's wish to the fork; who takes longer is killed
 STANDARD = {"0": "/dev/null", "1": "/dev/null", "2": "/dev/null"}
 
 Announce = Callable[[int, int], None]  # a session's number, and its process; 0: there is none
@@ -59,7 +59,7 @@ class Call(NamedTuple):
     arguments: tuple[int, ...]
 
 
-class Birth:
+class PendingFork:
     """A fork that has begun; `child` is its process, once that has shown itself."""
 
     def __init__(self, parent: int, number: int, channel: int) -> None:
@@ -72,7 +72,7 @@ class RefusedError(Exception):
     """The child holds what it must not hold."""
 
 
-class Births:
+class ForkBroker:
     """Answers the system calls of all sessions, whose processes by number are `pids`.
 
     One fork at a time is under way: a process that nobody knows is its child.
@@ -82,19 +82,19 @@ class Births:
         self,
         listener: int,
         channel_fd: int,
-        nurse: Nurse | None,
+        initializer: ForkInitializer | None,
         pids: dict[int, int],
         announce: Announce,
     ) -> None:
         self.listener = listener
         self._channel_fd = channel_fd
-        self._nurse = nurse
+        self._initializer = initializer
         self._pids = pids
         self._announce = announce
         self._clone, self._prctl = confine.numbers_of(platform.machine(), "clone", "prctl")
-        self._granted: dict[int, Birth] = {}  # by the parent's process
-        self._waiting: deque[tuple[Call, Birth]] = deque()
-        self._birth: Birth | None = None
+        self._granted: dict[int, PendingFork] = {}  # by the parent's process
+        self._waiting: deque[tuple[Call, PendingFork]] = deque()
+        self._fork: PendingFork | None = None
         self._may_ask: set[int] = set()  # processes that run no cell yet, and ask once more
         with contextlib.suppress(OSError):  # Linux 6.6: one of us works while the other waits
             fcntl.ioctl(listener, SET_FLAGS, WAKE_AT_ONCE)
@@ -104,11 +104,11 @@ class Births:
         """Let the session of this number fork once; `channel` is then the child's."""
         pid = self._pids.get(parent, 0)
         self._end(self._granted.pop(pid, None))
-        birth = Birth(pid, number, channel)
+        fork = PendingFork(pid, number, channel)
         if pid:
-            self._granted[pid] = birth
+            self._granted[pid] = fork
         else:
-            self._end(birth)
+            self._end(fork)
 
     def begins(self, pid: int) -> None:
         """A new session confines itself, and then asks once to die with us."""
@@ -116,26 +116,26 @@ class Births:
 
     def forget(self, number: int) -> None:
         """The host waits for this child no more."""
-        for birth in [*self._granted.values(), *(birth for _, birth in self._waiting)]:
-            if birth.number == number:
-                self._granted.pop(birth.parent, None)
-                self._waiting = deque(one for one in self._waiting if one[1] is not birth)
-                self._end(birth)
-        if self._birth is not None and self._birth.number == number:
-            self._end(self._birth)
+        for fork in [*self._granted.values(), *(fork for _, fork in self._waiting)]:
+            if fork.number == number:
+                self._granted.pop(fork.parent, None)
+                self._waiting = deque(one for one in self._waiting if one[1] is not fork)
+                self._end(fork)
+        if self._fork is not None and self._fork.number == number:
+            self._end(self._fork)
 
-    def buried(self, pid: int) -> None:
+    def ended(self, pid: int) -> None:
         """This process has ended."""
         self._may_ask.discard(pid)
-        if self._birth is not None and self._birth.child == pid:
-            self._end(self._birth)
+        if self._fork is not None and self._fork.child == pid:
+            self._end(self._fork)
 
     def expire(self) -> None:
         """End what has taken too long."""
-        if self._birth is not None and time.monotonic() > self._birth.deadline:
-            self._end(self._birth)
+        if self._fork is not None and time.monotonic() > self._fork.deadline:
+            self._end(self._fork)
 
-    def hear(self) -> None:
+    def answer_next(self) -> None:
         """Answer one system call."""
         data = bytearray(80)
         try:
@@ -145,59 +145,59 @@ class Births:
         id_, pid, _, number, _, _, *arguments = struct.unpack("=QIIiIQ6Q", data)
         call = Call(id_, pid, number, tuple(arguments))
         if number == self._clone:
-            self._hear_clone(call)
+            self._answer_clone(call)
         elif number == self._prctl:
-            self._hear_child(call)
+            self._answer_prctl(call)
         elif _same_process(pid, arguments[0]):
             self._answer(call)
         else:
             self._answer(call, errno.EPERM)
 
-    def _hear_clone(self, call: Call) -> None:
-        birth = self._granted.pop(call.pid, None)
-        if birth is None or time.monotonic() > birth.deadline:
-            self._end(birth)
+    def _answer_clone(self, call: Call) -> None:
+        fork = self._granted.pop(call.pid, None)
+        if fork is None or time.monotonic() > fork.deadline:
+            self._end(fork)
             self._answer(call, errno.EAGAIN)
-        elif self._birth is None:
-            self._birth = birth
+        elif self._fork is None:
+            self._fork = fork
             self._answer(call)
         else:
-            self._waiting.append((call, birth))
+            self._waiting.append((call, fork))
 
-    def _hear_child(self, call: Call) -> None:
+    def _answer_prctl(self, call: Call) -> None:
         if call.arguments[:2] != (1, signal.SIGKILL):  # to die with its parent, and nothing else
             self._answer(call, errno.EPERM)
             return
-        birth = self._birth
+        fork = self._fork
         if call.pid in self._may_ask:
             self._may_ask.remove(call.pid)
             self._grant(call)
-        elif birth is None or call.pid in self._pids.values() or not _is_child(call.pid):
+        elif fork is None or call.pid in self._pids.values() or not _is_child(call.pid):
             self._answer(call, errno.EPERM)
-        elif birth.child == 0 and self._nurse is not None:
-            birth.child = call.pid
-            if self._nurse.dress(birth.parent, birth.child):
+        elif fork.child == 0 and self._initializer is not None:
+            fork.child = call.pid
+            if self._initializer.initialize(fork.parent, fork.child):
                 self._grant(call)
             else:
-                self._end(birth)
-        elif birth.child in (0, call.pid):
-            birth.child = call.pid
+                self._end(fork)
+        elif fork.child in (0, call.pid):
+            fork.child = call.pid
             try:
-                self._check(birth)
-                replaced = (call.id, AT_THIS_NUMBER, birth.channel, self._channel_fd, 0)
+                self._check(fork)
+                replaced = (call.id, AT_THIS_NUMBER, fork.channel, self._channel_fd, 0)
                 fcntl.ioctl(self.listener, ADD_FD, struct.pack("=QIIII", *replaced))
             except (OSError, RefusedError):
-                self._end(birth)
+                self._end(fork)
                 return
-            self._pids[birth.number] = birth.child
-            self._announce(birth.number, birth.child)
+            self._pids[fork.number] = fork.child
+            self._announce(fork.number, fork.child)
             self._grant(call)
-            birth.child = 0  # it lives
-            self._end(birth, born=True)
+            fork.child = 0  # it lives
+            self._end(fork, born=True)
 
-    def _check(self, birth: Birth) -> None:
+    def _check(self, fork: PendingFork) -> None:
         """Raises RefusedError or OSError where the child and its parent share something."""
-        folder = f"/proc/{birth.child}"
+        folder = f"/proc/{fork.child}"
         with open(f"{folder}/status") as file:
             status = dict(line.split(":\t", 1) for line in file if ":\t" in line)
         if any(int(status[f"Cap{name}"], 16) for name in ("Inh", "Prm", "Eff", "Amb")):
@@ -207,30 +207,30 @@ class Births:
         if open_files != STANDARD or not channel.startswith("socket:"):
             raise RefusedError(f"open files are shared: {open_files}")
         old_files = "-"  # the device of no mapping
-        if self._nurse is not None:
-            if os.stat(f"{folder}/cwd").st_dev != _device_of_files(birth.child):
+        if self._initializer is not None:
+            if os.stat(f"{folder}/cwd").st_dev != _device_of_files(fork.child):
                 raise RefusedError("it is in its parent's folder")
-            device = _device_of_files(birth.parent)
+            device = _device_of_files(fork.parent)
             old_files = f"{os.major(device):02x}:{os.minor(device):02x}"
-        if _shared_memory(birth.child, old_files) - self._ours:
+        if _shared_memory(fork.child, old_files) - self._ours:
             raise RefusedError("memory is shared")
 
-    def _end(self, birth: Birth | None, born: bool = False) -> None:
+    def _end(self, fork: PendingFork | None, born: bool = False) -> None:
         """Of a fork, well or not; then comes the next one."""
-        if birth is None:
+        if fork is None:
             return
-        os.close(birth.channel)
+        os.close(fork.channel)
         if not born:
-            self._announce(birth.number, 0)
-        if birth is not self._birth:
+            self._announce(fork.number, 0)
+        if fork is not self._fork:
             return
-        self._birth = None
+        self._fork = None
         if not born:
             for pid in _children() - set(self._pids.values()):
-                if self._nurse is None or pid != self._nurse.pid:
+                if self._initializer is None or pid != self._initializer.pid:
                     end(pid)
         if self._waiting:
-            call, self._birth = self._waiting.popleft()
+            call, self._fork = self._waiting.popleft()
             self._answer(call)
 
     def _grant(self, call: Call) -> None:
@@ -297,7 +297,7 @@ MAX_ENTRIES = 2000
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Nurse:
+class ForkInitializer:
     """The zygote's handle of it."""
 
     def __init__(self, tmp_bytes: int, keep: Sequence[str]) -> None:
@@ -312,7 +312,7 @@ class Nurse:
         theirs.close()
         self._socket.settimeout(ANSWER_TIMEOUT_S)
 
-    def dress(self, parent: int, child: int) -> bool:
+    def initialize(self, parent: int, child: int) -> bool:
         """Map the ids of process `child`, and cover its /tmp by a copy of what is in there."""
         try:
             self._socket.sendall(f"{parent} {child}".encode())
@@ -340,7 +340,7 @@ def _serve(requests: socket.socket, tmp_bytes: int, keep: Sequence[str]) -> None
                 os._exit(1)
             parent, child = map(int, request.split())
             try:
-                _dress(parent, child, tmp_bytes, keep)
+                _initialize(parent, child, tmp_bytes, keep)
             except (OSError, ValueError):
                 requests.sendall(b"0")
             else:
@@ -351,7 +351,7 @@ def _serve(requests: socket.socket, tmp_bytes: int, keep: Sequence[str]) -> None
             return
 
 
-def _dress(parent: int, child: int, tmp_bytes: int, keep: Sequence[str]) -> None:
+def _initialize(parent: int, child: int, tmp_bytes: int, keep: Sequence[str]) -> None:
     spaces = [
         (f"{parent}/ns/user", confine.CLONE_NEWUSER),
         (f"{child}/ns/user", confine.CLONE_NEWUSER),
