@@ -32,7 +32,7 @@ from agentenv.envs.search.keys import (
     SummarizerConfig,
 )
 from agentenv.envs.search.pages import PageReader
-from agentenv.envs.search.snapshot import Nobody, Snapshot
+from agentenv.envs.search.snapshot import Snapshot
 from agentenv.envs.search.upstream import HttpRequest
 from agentenv.errors import ConfigError, EngineError, InfraError, ToolError
 from agentenv.offload import in_thread
@@ -81,7 +81,7 @@ class SearchService:
             Path(config.cache) if config.cache else None, max_age_s=config.cache_max_age_s
         )
         replayed = self.snapshot is not None and self.snapshot.mode == "replay"
-        self.backend: Backend = Nobody() if replayed else build_backend(config, self.cache)
+        self.backend = None if replayed else build_backend(config, self.cache)
         self.reader = PageReader(config.pages, self.cache)
         self.summarizer = (
             Summarizer(config.summarizer, self.cache) if config.summarizer is not None else None
@@ -91,7 +91,8 @@ class SearchService:
         """Build or load the backend and the snapshot; raises ConfigError or DataError."""
         if self.snapshot is not None:
             await self.snapshot.start()
-        await self.backend.start()
+        if self.backend is not None:
+            await self.backend.start()
 
     async def search(self, text: str, episode: Episode) -> ToolResult:
         """What the policy reads: "Page i: ..." for each result, or one summary of them."""
@@ -148,7 +149,8 @@ class SearchService:
         """Stop what is in the air and close everything; idempotent."""
         await self.cache.close()
         await self.reader.close()
-        await self.backend.close()
+        if self.backend is not None:
+            await self.backend.close()
         if self.summarizer is not None:
             await self.summarizer.close()
         if self.snapshot is not None:
@@ -157,8 +159,12 @@ class SearchService:
     async def _hits(self, query: Query) -> list[Hit]:
         """The results, by way of the snapshot if there is one."""
         if self.snapshot is None:
-            return await self.backend.search(query)
-        return await self.snapshot.hits(query, lambda: self.backend.search(query))
+            return await self._ask(query)
+        return await self.snapshot.hits(query, lambda: self._ask(query))
+
+    async def _ask(self, query: Query) -> list[Hit]:
+        assert self.backend is not None, "the snapshot of a replay asks nobody"
+        return await self.backend.search(query)
 
     async def _page(self, url: str) -> str:
         """The text of a page or document, by way of the snapshot if there is one."""
@@ -169,6 +175,7 @@ class SearchService:
     async def _read(self, url: str) -> str:
         if not url.startswith(CORPUS_SCHEME):
             return await self.reader.text(url)
+        assert self.backend is not None, "as above"
         document = await self.backend.document(url)
         if document is None:
             raise ToolError(f"There is no document {url}.")
