@@ -87,7 +87,8 @@ MOVED: dict[str, dict[str, str]] = {
     "EnvConfig": {"envs": "agentenv.envs"},
     "RunConfig": {
         "launchers.quickstart:prepare": "agentenv.envs.quickstart_setup:prepare",
-        "launchers.quickstart_chat:prepare": "agentenv.envs.quickstart_chat:prepare",
+        "launchers.quickstart_chat:prepare": "agentenv.envs.quickstart_setup:prepare_chat",
+        "agentenv.envs.quickstart_chat:prepare": "agentenv.envs.quickstart_setup:prepare_chat",
     },
     "ScriptedConfig": {"envs.quickstart:scripted_turn": "agentenv.envs.quickstart:scripted_turn"},
 }

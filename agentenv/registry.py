@@ -48,7 +48,6 @@ def loaded(path: str) -> Any:
 
 FORMER = {  # what modules of ours were called, in configurations that name them
     "launchers.quickstart": "agentenv.envs.quickstart_setup",
-    "launchers.quickstart_chat": "agentenv.envs.quickstart_chat",
     "envs": "agentenv.envs",
     "learners": "agentenv.learners",
     "reference": "agentenv.reference",

@@ -36,26 +36,16 @@ class _Arguments(Struct, forbid_unknown_fields=True):
     code: str
 
 
-def shared_sandbox(
-    allow_unsafe: bool = False, config: PythonConfig | None = None
-) -> Sandbox | RemoteSandbox:
+def shared_sandbox(config: PythonConfig) -> Sandbox | RemoteSandbox:
     """The sandbox that all episodes of this process with these settings share."""
-    one = config or PythonConfig(allow_unsafe=allow_unsafe)
-    if one.remote_url:
+    limits = config.limits
+    if config.remote_url:
         from agentenv.envs.sandbox.remote import RemoteSandbox  # brings an HTTP client
 
-        url, limits = one.remote_url, one.limits
+        url = config.remote_url
         return shared(("sandbox", url, limits), lambda: RemoteSandbox(url, limits=limits))
-    key = ("sandbox", one.interpreter, one.preload, one.limits, one.allow_unsafe)
-    return shared(
-        key,
-        lambda: Sandbox(
-            limits=one.limits,
-            allow_unsafe=one.allow_unsafe,
-            interpreter=one.interpreter,
-            preload=one.preload,
-        ),
-    )
+    keys = {name: getattr(config, name) for name in ("interpreter", "preload", "allow_unsafe")}
+    return shared(("sandbox", *keys.values(), limits), lambda: Sandbox(limits=limits, **keys))
 
 
 class PythonTool:
@@ -105,7 +95,7 @@ class PythonTool:
 def python_tool(**python: Any) -> PythonTool:
     """The tool for any environment, as [[env.tools]] with kwargs: the keys of PythonConfig."""
     config = python_config(python)
-    return PythonTool(shared_sandbox(config=config), timeout_s=config.timeout_s)
+    return PythonTool(shared_sandbox(config), timeout_s=config.timeout_s)
 
 
 class CodeInterpreterEnv(ToolEnv):
@@ -125,7 +115,7 @@ class CodeInterpreterEnv(ToolEnv):
         config = python_config(python)
         super().__init__(
             task,
-            tools=[PythonTool(shared_sandbox(config=config), timeout_s=config.timeout_s)],
+            tools=[PythonTool(shared_sandbox(config), timeout_s=config.timeout_s)],
             grader=make_grader(grader, partial_credit=True),
             prompt=prompt,
             tool_timeout_s=REPLAY_ALLOWANCE * config.timeout_s + START_ALLOWANCE_S,

@@ -58,6 +58,6 @@ class DeepSearchEnv(WebSearchEnv):
         )
         deadline_s = REPLAY_ALLOWANCE * interpreter.timeout_s + START_ALLOWANCE_S
         self.add_tool(
-            PythonTool(shared_sandbox(config=interpreter), timeout_s=interpreter.timeout_s),
+            PythonTool(shared_sandbox(interpreter), timeout_s=interpreter.timeout_s),
             ToolLimits(timeout_s=deadline_s),
         )

@@ -36,7 +36,7 @@ class QuickstartEnv(ToolEnv):
         grader: GraderConfig | Mapping[str, Any] | None = None,
     ) -> None:
         config = PythonConfig(preload=(), allow_unsafe=allow_unsafe)  # its sums need no numpy
-        python = PythonTool(shared_sandbox(config=config), timeout_s=python_timeout_s)
+        python = PythonTool(shared_sandbox(config), timeout_s=python_timeout_s)
         graded = make_grader(grader, kind="exact", reward="tools")
         super().__init__(task, tools=[SearchTool(corpus), python], grader=graded)
 

@@ -45,7 +45,7 @@ class AEPO(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aep
     policy, so that z depends neither on micro-batches nor on the step; the multiplier is clamped to
     [0, 2], so that no advantage changes its sign; missing entropies are an error. compat =
     "reference" is the released code, `reference.algorithms`: z over the micro-batch, from current
-    entropies, not clamped; forks and split as there (its scripts have budget_split = false).
+    entropies, not clamped; forks and split of its own (its scripts have budget_split = false).
     """
 
     budget_split: Annotated[

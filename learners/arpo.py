@@ -57,8 +57,8 @@ class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
     from forking as such. fork_criterion = "relative" lets the signal decide; the signal carries
     information only with an entropy_window that reaches past a turn's opening phrase.
 
-    compat = "reference" is the released code: `reference.algorithms`;
-    entropy_window is then 20 tokens whatever is set.
+    compat = "reference" is the released code, `reference.algorithms`; entropy_window is
+    then 20 tokens whatever is set.
     """
 
     initial_rollouts: Annotated[

@@ -8,17 +8,14 @@ to compute that:
 
     blocked   on the CPU: blocks of visible pairs without a masked one, `BlockPlan`
     flex      on a GPU: FlexAttention, whose mask of blocks follows from `end`
-    dense     elsewhere: a [tokens, tokens] mask
+    dense     elsewhere, and on the CPU through a window: a [tokens, tokens] mask
 
-A layer that looks through a window of w tokens sees k only if fewer than w tokens of the path lie
-between: `window_stretches` gathers the keys of each stretch of a path. A window at least as long as
-the longest path is ignored.
+A layer that looks through a window of w tokens sees k only if depth[q] - depth[k] < w too. A window
+at least as long as the longest path is ignored.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
 from functools import cache, cached_property, partial
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +31,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from agentenv.errors import ConfigError
+from agentenv.learners.batch import path_sums
 from agentenv.learners.context import Share
 
 # Blocked. Runs of equal `end` are the segments between forks. A segment, its first child, that
@@ -92,10 +90,14 @@ class BlockPlan:
         return self._mask
 
 
-def visible(end: Tensor) -> Tensor:
-    """bool [tokens, tokens]: query q sees key k iff k <= q < end[k]."""
+def visible(end: Tensor, depth: Tensor | None = None, window: int | None = None) -> Tensor:
+    """bool [tokens, tokens]: query q sees key k iff k <= q < end[k], and k is among the last
+    `window` tokens of the path that ends with q."""
     place = torch.arange(len(end), device=end.device)
-    return (place <= place[:, None]) & (place[:, None] < end)
+    seen = (place <= place[:, None]) & (place[:, None] < end)
+    if depth is not None and window is not None:
+        seen &= depth[:, None] - depth < window
+    return seen
 
 
 def chain_blocks(end: NDArray[np.int64]) -> list[Block]:
@@ -222,19 +224,29 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
 #     some pair is visible    i == j, or i B < max(end in j)
 #     every pair is visible   j < i and (i + 1) B <= min(end in j)
 #
-# So the mask of blocks needs two numbers a block and no [tokens, tokens] tensor.
+# and through a window the least, or the largest, difference of depths is below its width. So the
+# mask of blocks needs four numbers a block and no [tokens, tokens] tensor.
 
 BLOCK_SIZE = 128
 MIN_FLEX_WIDTH = 16  # channels of a head; narrower ones, of toys, are computed densely
 
 
-def block_mask(end: Tensor, block_size: int = BLOCK_SIZE) -> BlockMask:
-    """The mask of a packed tree; end: int64 [tokens], on the device of the attention."""
-    partial, full = visible_blocks(end, block_size)
+def block_mask(
+    end: Tensor,
+    block_size: int = BLOCK_SIZE,
+    depth: Tensor | None = None,
+    window: int | None = None,
+) -> BlockMask:
+    """The mask of a packed tree, through a window where the depths are given too; end, depth:
+    int64 [tokens], on the device of the attention."""
+    partial, full = visible_blocks(end, block_size, depth, window)
     ends = _whole_blocks(end, block_size).flatten()
+    width = window or 0
+    depths = None if depth is None or window is None else _deepened(depth, block_size).flatten()
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < ends[key])
+        seen = (key <= query) & (query < ends[key])
+        return seen if depths is None else seen & (depths[query] - depths[key] < width)
 
     return BlockMask.from_kv_blocks(
         *_indices(partial),
@@ -245,7 +257,9 @@ def block_mask(end: Tensor, block_size: int = BLOCK_SIZE) -> BlockMask:
     )
 
 
-def visible_blocks(end: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+def visible_blocks(
+    end: Tensor, block_size: int, depth: Tensor | None = None, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """bool [query blocks, key blocks], twice: some but not all pairs are visible; all are.
 
     A last block that is not full counts as one with more tokens after it, which see themselves.
@@ -255,6 +269,10 @@ def visible_blocks(end: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     query, key = block[:, None], block[None, :]
     some = (query == key) | ((query > key) & (query * block_size < by_block.amax(1)))
     full = (query > key) & ((query + 1) * block_size <= by_block.amin(1))
+    if depth is not None and window is not None:
+        least, most = torch.aminmax(_deepened(depth, block_size), dim=1)
+        some &= (query == key) | (least[:, None] - most < window)
+        full &= most[:, None] - least < window
     return some & ~full, full
 
 
@@ -262,6 +280,12 @@ def _whole_blocks(end: Tensor, block_size: int) -> Tensor:
     """[blocks, block_size]; tokens after the last one see themselves."""
     after = torch.arange(len(end), -(-len(end) // block_size) * block_size, device=end.device)
     return torch.cat([end, after + 1]).view(-1, block_size)
+
+
+def _deepened(depth: Tensor, block_size: int) -> Tensor:
+    """[blocks, block_size]; tokens after the last one are as deep as it."""
+    more = -len(depth) % block_size
+    return torch.cat([depth, depth[-1:].expand(more)]).view(-1, block_size)
 
 
 def flex_tree_attention(
@@ -284,67 +308,6 @@ def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Counts int32 [1, 1, query blocks] and key blocks of each, first those that are set."""
     order = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1).int()[None, None], order.int()[None, None]
-
-
-# Windows. The keys of a stretch of tokens are those before it on its path, gathered, and its own.
-
-MIN_STRETCH = 128  # queries of a call, for small windows
-
-
-class Stretch(NamedTuple):
-    """Queries [first, last), the keys that any of them sees, int64 [keys], in the order of their
-    path, and which: bool [queries, keys]."""
-
-    first: int
-    last: int
-    keys: Tensor
-    mask: Tensor
-
-
-def window_stretches(
-    end: NDArray[np.int64], window: int, device: torch.device
-) -> Iterator[Stretch]:
-    """Stretches of all paths of a layout. A query sees the last `window` tokens of its path, itself
-    among them."""
-    for path, first, last in _stretches(end, max(window, MIN_STRETCH)):
-        before = path[max(0, len(path) - window + 1) :]
-        keys = np.concatenate([before, np.arange(first, last)])
-        far = np.arange(last - first)[:, None] + len(before) - np.arange(len(keys))
-        mask = torch.from_numpy((far >= 0) & (far < window))
-        yield Stretch(first, last, torch.from_numpy(keys).to(device), mask.to(device))
-
-
-def _stretches(end: NDArray[np.int64], size: int) -> Iterator[tuple[NDArray[np.int64], int, int]]:
-    """Tokens [first, last) between two forks, at most `size` of them, and those above them on
-    their path, from its first token on."""
-    starts = [0, *(np.flatnonzero(np.diff(end)) + 1).tolist(), len(end)]
-    path: list[tuple[int, int, int]] = []  # first and last token of the segments above, their end
-    for start, stop in itertools.pairwise(starts):
-        while path and path[-1][2] <= start:
-            path.pop()
-        above = [np.arange(first, last) for first, last, _ in path]
-        for first in range(start, stop, size):
-            own = np.arange(start, first)
-            yield np.concatenate([*above, own]), first, min(first + size, stop)
-        path.append((start, stop, int(end[start])))
-
-
-def windowed_attention(
-    query: Tensor, key: Tensor, value: Tensor, stretches: Sequence[Stretch], scale: float
-) -> Tensor:
-    """softmax(scale q k^T) v over the window; shapes as in `blocked_attention`."""
-    parts = [
-        scaled_dot_product_attention(
-            query[:, :, one.first : one.last],
-            key.index_select(2, one.keys),
-            value.index_select(2, one.keys),
-            attn_mask=one.mask,
-            scale=scale,
-            enable_gqa=True,
-        )
-        for one in stretches
-    ]
-    return torch.cat(parts, 2).transpose(1, 2).contiguous()
 
 
 NAME = "agentenv_tree"
@@ -374,19 +337,38 @@ class TreeLayout:
     ) -> None:
         self.end, self.device, self.share = end, device, share
         self.form = form or default_form(device)
-        self._windows: dict[int, list[Stretch]] = {}
+        self._masks: dict[int | None, Tensor] = {}  # by window
+        self._block_masks: dict[int | None, BlockMask] = {}
 
     @cached_property
     def blocks(self) -> BlockPlan:
         return BlockPlan(self.end)
 
-    @cached_property
-    def block_mask(self) -> BlockMask:
-        return block_mask(torch.from_numpy(self.end).to(self.device))
+    def block_mask(self, window: int | None = None) -> BlockMask:
+        """For FlexAttention, through a window of so many tokens."""
+        if window not in self._block_masks:
+            end, depth = self._end_and_depth
+            self._block_masks[window] = block_mask(end, depth=depth, window=window)
+        return self._block_masks[window]
+
+    def mask(self, window: int | None = None) -> Tensor:
+        """bool [tokens, tokens], through a window of so many tokens."""
+        if window not in self._masks:
+            self._masks[window] = visible(*self._end_and_depth, window)
+        return self._masks[window]
+
+    @property
+    def _end_and_depth(self) -> tuple[Tensor, Tensor]:
+        end, depth = (torch.from_numpy(one).to(self.device) for one in (self.end, self.depth))
+        return end, depth
 
     @cached_property
-    def mask(self) -> Tensor:
-        return visible(torch.from_numpy(self.end).to(self.device))
+    def depth(self) -> NDArray[np.int64]:
+        """Of each token, how many are before it on its path."""
+        starts, parents = (one.numpy().astype(np.int64) for one in self.segments)
+        sizes = np.diff(starts)
+        before = path_sums(sizes.astype(np.float64), parents).astype(np.int64) - sizes
+        return np.arange(len(self.end)) - np.repeat(starts[:-1] - before, sizes)
 
     @cached_property
     def segments(self) -> tuple[Tensor, Tensor]:
@@ -402,17 +384,6 @@ class TreeLayout:
             parents.append(above[-1] if above else -1)
             above.append(number)
         return torch.from_numpy(starts).int(), torch.tensor(parents)
-
-    @cached_property
-    def longest_path(self) -> int:
-        """In tokens."""
-        return max(len(path) + last - first for path, first, last in _stretches(self.end, 1 << 30))
-
-    def window(self, size: int) -> list[Stretch]:
-        """The stretches of a window of so many tokens."""
-        if size not in self._windows:
-            self._windows[size] = list(window_stretches(self.end, size, self.device))
-        return self._windows[size]
 
 
 def default_form(device: torch.device) -> Form:
@@ -487,13 +458,13 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scale: float, window: int | None
 ) -> Tensor:
     """In the form of the layout; shapes as in `blocked_attention`."""
-    if window is not None and window < layout.longest_path:
-        return windowed_attention(query, key, value, layout.window(window), scale)
-    if layout.form == "blocked":
+    if window is not None and window > layout.depth.max():  # all of every path
+        window = None
+    if layout.form == "blocked" and window is None:
         return blocked_attention(query, key, value, layout.blocks, scale)
     if layout.form == "flex" and query.shape[-1] >= MIN_FLEX_WIDTH:
-        return flex_tree_attention(query, key, value, layout.block_mask, scale)
+        return flex_tree_attention(query, key, value, layout.block_mask(window), scale)
     attended = scaled_dot_product_attention(
-        query, key, value, attn_mask=layout.mask, scale=scale, enable_gqa=True
+        query, key, value, attn_mask=layout.mask(window), scale=scale, enable_gqa=True
     )
     return attended.transpose(1, 2).contiguous()

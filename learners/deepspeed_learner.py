@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 
-import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from agentenv.deadline import uncancelled
-from agentenv.disk import DIR_KEY, explain, write_whole
 from agentenv.engines.remote.weights import Address, Group, Manifest, TransferError, Wire
 from agentenv.errors import ConfigError, EngineError, LearnerError
 from agentenv.learners import messages as wire
@@ -38,65 +36,28 @@ from agentenv.model_files import read_model_config
 from agentenv.offload import in_thread
 from agentenv.tree import TrajectoryTree
 
-MAX_SAVED = 20  # skipped steps of a run
-
 logger = logging.getLogger(__name__)
 
 
-class Evidence:
-    """Keeps an optimizer step that was skipped since it was not finite.
-
-    Writes DIR/skipped-00001.json (the step's figures and its trees) and skipped-00001.msgpack
-    (the trees as the ranks got them: a list of `agentenv.learners.batch.EncodedTree`).
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def save(
-        self,
-        step: dict[str, float],
-        policy_version: int,
-        trees: Sequence[TrajectoryTree],
-        encoded: Sequence[EncodedTree],
-    ) -> None:
-        """Keep one step; beyond MAX_SAVED of a run, or where nothing can be written, only a warning
-        is left."""
-        number = len(list(self.directory.glob("skipped-*.json"))) + 1
-        if number > MAX_SAVED:
-            logger.warning("an optimizer step was skipped: loss or gradient was not finite")
-            return
-        path = self.directory / f"skipped-{number:05d}.json"
-        row = {
-            "policy_version": policy_version,
-            "metrics": {name: repr(value) for name, value in step.items()},
-            "trees": [
-                {
-                    "tree": tree.index,
-                    "task": tree.task.id,
-                    "num_tokens": one.num_tokens,
-                    "trained_tokens": one.num_action_tokens,
-                    "not_finite": _not_finite(one),
-                }
-                for tree, one in zip(trees, encoded, strict=True)
-            ],
-        }
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            write_whole(path.with_suffix(".msgpack"), msgspec.msgpack.encode(list(encoded)))
-            write_whole(path, json.dumps(row, indent=2) + "\n")
-            where = f"the batch is in {path}"
-        except OSError as error:
-            where = f"the batch could not be written to {error.filename}: {explain(error, DIR_KEY)}"
-        logger.warning("an optimizer step was skipped: loss or gradient was not finite; %s", where)
-
-
-def _not_finite(tree: EncodedTree) -> list[str]:
-    """The figures of a tree that are not finite: then the batch is to blame, not the weights."""
-    import numpy as np
-
+def report_skipped(
+    step: dict[str, float],
+    version: int,
+    trees: Sequence[TrajectoryTree],
+    encoded: list[EncodedTree],
+) -> None:
+    """Warn of an optimizer step that was skipped, and name the trees of its mini-batch with figures
+    that are not finite: then the batch is to blame, not the weights."""
     names = ("behaviour", "entropies", "adv_pos", "adv_neg", "weight")
-    return [name for name in names if not np.isfinite(tree.floats(name)).all()]
+    blamed = [
+        f"{', '.join(wrong)} of tree {tree.index} ({tree.task.id})"
+        for tree, one in zip(trees, encoded, strict=True)
+        if (wrong := [name for name in names if not np.isfinite(one.floats(name)).all()])
+    ]
+    logger.warning(
+        "an optimizer step of policy version %d was skipped: its loss (%s) or gradient was not "
+        "finite; in its batch: %s",
+        *(version, step["loss"], "; ".join(blamed) or "every figure is finite"),
+    )
 
 
 async def start_ranks(
@@ -114,13 +75,10 @@ async def start_ranks(
 class DeepSpeedLearner:
     """See `learners.learner.Learner`. Use `start`, then `close`; see RankGroup for failures."""
 
-    def __init__(
-        self, config: LearnerConfig, algorithm: Algorithm, ranks: RankGroup, evidence: Evidence
-    ) -> None:
+    def __init__(self, config: LearnerConfig, algorithm: Algorithm, ranks: RankGroup) -> None:
         self.config = config
         self.algorithm = algorithm
         self.ranks = ranks
-        self.evidence = evidence
         self._policy_version = 0
         # Entered around every command; where engines share the GPUs it takes them over meanwhile.
         self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
@@ -149,7 +107,7 @@ class DeepSpeedLearner:
             path = _absolute(Path(config.deepspeed_config))
             config = replace(config, deepspeed_config=path)
         ranks = ranks or await start_ranks(config, log_path, gpus)
-        learner = cls(config, algorithm, ranks, Evidence(log_path.with_name("skipped")))
+        learner = cls(config, algorithm, ranks)
         try:
             init = wire.Init.of(config, algorithm, _absolute(model_dir), seed, ranks.store)
             await ranks.call([init] * config.num_ranks, config.start_timeout_s)
@@ -189,7 +147,7 @@ class DeepSpeedLearner:
         for step in replies[0].steps:
             number = int(step["minibatch"])
             trees = [tree for tree, _ in cut[number]]
-            self.evidence.save(step, self._policy_version, trees, encoded[number])
+            report_skipped(step, self._policy_version, trees, encoded[number])
         for number, (one, ours, (parts, _)) in enumerate(
             zip(cut, encoded, partitions, strict=True)
         ):

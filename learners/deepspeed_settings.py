@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,19 @@ FREE = {
     "timers",
     "wall_clock_breakdown",
 }
-INERT = {  # DeepSpeed reads them, and in this learner nothing follows
-    "activation_checkpointing": "layers keep nothing by learner.activation_checkpointing; moving "
-    "or sharing what they keep is not supported",
-    "aio": "it is for offloading to NVMe, which is not supported; see learner.offload",
+REFUSED = {  # unless it is switched off
+    "optimizer": "is set with learner.optimizer and learner.learning_rate here",
+    "scheduler": "is set with learner.schedule and learner.warmup_steps here",
+    "fp16": "is set with learner.dtype (float32 or bfloat16) here",
+    "amp": "is set with learner.dtype (float32 or bfloat16) here",
+    "train_batch_size": "is set with queue.groups_per_step here",
+    "checkpoint": "is set with [checkpoint] here",
+    "activation_checkpointing": "would do nothing: layers keep nothing by "
+    "learner.activation_checkpointing; moving or sharing what they keep is not supported",
+    "aio": "would do nothing: it is for offloading to NVMe, which is not supported; see "
+    "learner.offload",
 }
-OURS = {  # setting of DeepSpeed -> where it is chosen here
-    "optimizer": "learner.optimizer and learner.learning_rate",
-    "scheduler": "learner.schedule and learner.warmup_steps",
-    "fp16": "learner.dtype (float32 or bfloat16)",
-    "amp": "learner.dtype (float32 or bfloat16)",
-    "train_batch_size": "queue.groups_per_step",
-    "checkpoint": "[checkpoint]",
-}
+OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def deepspeed_settings(config: LearnerConfig) -> Settings:
@@ -46,39 +45,33 @@ def deepspeed_settings(config: LearnerConfig) -> Settings:
     Raises ConfigError if learner.deepspeed_config cannot be read, has a name that DeepSpeed or
     this learner does not read or that would do nothing, or contradicts one of our keys.
     """
-    ours = _our_settings(config)
-    if not config.deepspeed_config:
-        return ours
-    path = Path(config.deepspeed_config)
-    theirs = _read(path)
-    for name, value in theirs.items():
-        if name in OURS:
-            if not _is_off(value):
+    settings = _our_settings(config)
+    if config.deepspeed_config:
+        path = Path(config.deepspeed_config)
+        theirs = {name: value for name, value in _read(path).items() if not _is_off(name, value)}
+        for name in theirs:
+            if name in REFUSED:
                 raise ConfigError(
-                    f"learner.deepspeed_config = {path}: {name!r} is set with {OURS[name]} here; "
-                    "remove it from the file"
+                    f"learner.deepspeed_config = {path}: {name!r} {REFUSED[name]}; remove it from "
+                    "the file"
                 )
-        elif name in INERT:
-            raise ConfigError(
-                f"learner.deepspeed_config = {path}: {name!r} would do nothing: {INERT[name]}; "
-                "remove it from the file"
-            )
-        elif name not in FREE and name not in ours:
-            raise ConfigError(f"learner.deepspeed_config = {path}: {name!r} is not read here")
-    merged = copy.deepcopy(ours)
-    _merge(merged, {name: theirs[name] for name in theirs if name not in OURS}, path, ())
-    return merged
+            if name not in FREE and name not in settings:
+                raise ConfigError(f"learner.deepspeed_config = {path}: {name!r} is not read here")
+        _merge(settings, theirs, path, ())
+    zero = settings["zero_optimization"]
+    for name in OFFLOADS:
+        if zero[name]["device"] == "none":
+            del zero[name]
+    return settings
 
 
 def _our_settings(config: LearnerConfig) -> Settings:
     config = config.resolved(on_gpu=False)
     stage = int(config.zero_stage)
     bf16 = config.dtype == "bfloat16"
+    moved = {"none": (), "optimizer": OFFLOADS[:1], "params": OFFLOADS}[config.offload]
     zero: Settings = {"stage": stage}
-    if config.offload != "none":
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if config.offload == "params":
-        zero["offload_param"] = {"device": "cpu"}
+    zero |= {name: {"device": "cpu" if name in moved else "none"} for name in OFFLOADS}
     settings: Settings = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -114,8 +107,6 @@ def _merge(ours: Settings, theirs: Settings, path: Path, where: tuple[str, ...])
     for name, value in theirs.items():
         place = (*where, name)
         if isinstance(value, dict) and isinstance(ours.setdefault(name, {}), dict):
-            if place in (("zero_optimization", "offload_optimizer"), _PARAMS):
-                _check_offload(ours[name], value, path, place)
             _merge(ours[name], value, path, place)
         elif name in ours and value != "auto" and ours[name] != value:
             key = KEYS.get(place, "this learner, which needs it")
@@ -127,20 +118,9 @@ def _merge(ours: Settings, theirs: Settings, path: Path, where: tuple[str, ...])
             ours[name] = value
 
 
-_PARAMS = ("zero_optimization", "offload_param")
-
-
-def _check_offload(ours: Settings, theirs: Settings, path: Path, place: tuple[str, ...]) -> None:
-    wanted = theirs.get("device", "none")
-    if wanted not in ("auto", ours.get("device", "none")):
-        raise ConfigError(
-            f"learner.deepspeed_config = {path}: {'.'.join(place)}.device = {wanted!r} contradicts "
-            f"learner.offload, which means {ours.get('device', 'none')!r}; set learner.offload"
-        )
-
-
-def _is_off(value: Any) -> bool:
-    return value == "auto" or (isinstance(value, dict) and value.get("enabled") is False)
+def _is_off(name: str, value: Any) -> bool:
+    off = value == "auto" or (isinstance(value, dict) and value.get("enabled") is False)
+    return off and name in REFUSED
 
 
 def _read(path: Path) -> Settings:

@@ -18,7 +18,6 @@ be several tensors there: transformers keeps the experts of a layer as one.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,17 +34,24 @@ from torch import Tensor, dtype
 
 from agentenv.disk import removing, sync, write_whole
 from agentenv.errors import DataError
-from agentenv.learners.checkpoint import MASTER, Checkpoint
+from agentenv.learners.checkpoint import (
+    DTYPES,
+    MASTER,
+    Checkpoint,
+    Place,
+    write_tensors,
+)
 from agentenv.learners.lora import (
     ADAPTER,
     ADAPTER_FOLDER,
+    disk_shapes,
     factors,
     is_adapter,
     merged,
+    on_disk,
     plain_name,
     write_adapter,
 )
-from agentenv.learners.tensor_file import DTYPES, Place, disk_shapes, on_disk, write_tensors
 from agentenv.model_files import (
     GENERATION,
     WEIGHTS_SUFFIXES,
@@ -66,19 +72,11 @@ BUCKET_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A tensor of the directory: its name, dtype and shape there, and how to get it while `params`
-    are whole."""
+class Entry(Place):
+    """A tensor of the directory, and how to get it while `params` are whole."""
 
-    name: str
-    dtype: dtype
-    shape: tuple[int, ...]
     tensor: Callable[[], Tensor]
     params: Sequence[Any] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_model(
@@ -219,10 +217,7 @@ def write_weights(
     `planned` are the same entries, whose tensors are not read; it gives the contents of each shard
     before its first tensor is there.
     """
-    shards = [
-        [Place(entry.name, entry.dtype, entry.shape) for entry in shard]
-        for shard in buckets(planned, max_shard_bytes)
-    ] or [[]]
+    shards = list(buckets(planned, max_shard_bytes)) or [[]]
     given = iter(entries)
     partials = [directory / f"model-{number:05d}.partial" for number in range(1, len(shards) + 1)]
     with removing(*partials):
@@ -236,7 +231,7 @@ def write_weights(
         sync(directory)
 
 
-def _name_shards(partials: list[Path], shards: list[list[Place]], directory: Path) -> None:
+def _name_shards(partials: list[Path], shards: list[list[Entry]], directory: Path) -> None:
     for stale in directory.glob("model*.safetensors"):
         stale.unlink()
     if len(shards) == 1:

@@ -472,3 +472,12 @@ def read_saved(directory: Path) -> Saved:
         raise DataError(
             f"{directory}: not a complete learner checkpoint ({SAVED_FILE}: {error})"
         ) from error
+
+
+def frozen_model(checkpoint: Path | None) -> Path | None:
+    """The directory of the weights that a checkpoint's adapters belong to, if it has adapters."""
+    folder = None if checkpoint is None else checkpoint / "trainer"
+    if folder is None or not finished_folder(folder).is_dir():
+        return None
+    saved = read_saved(folder)
+    return Path(saved.base_model) if saved.lora else None

@@ -9,7 +9,6 @@ the weights, so that it never changes W or the adapter.
 from __future__ import annotations
 
 import importlib.util
-import json
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +19,7 @@ from agentenv.config import ESSENTIAL
 from agentenv.errors import ConfigError, install_hint
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 ADAPTER = "default"
@@ -44,15 +44,6 @@ class LoRAConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "model with experts those of attention"
         ),
     ] = []
-
-
-def frozen_model(checkpoint: Path | None) -> Path | None:
-    """The directory of the weights that a checkpoint's adapters belong to, if it has adapters."""
-    path = None if checkpoint is None else checkpoint / "trainer" / "learner.json"
-    if path is None or not path.is_file():
-        return None
-    meta = json.loads(path.read_text(encoding="utf-8"))
-    return Path(meta["base_model"]) if meta["lora"] else None
 
 
 def add_adapters(model: Any, config: LoRAConfig) -> list[Any]:
@@ -119,8 +110,6 @@ def _unmergeable(model: Any, name: str, module: Any, shared: dict[int, list[str]
     from peft.tuners.lora.layer import Linear, ParamWrapper
     from torch import nn
 
-    from agentenv.learners.tensor_file import disk_shapes
-
     base, family = module.get_base_layer(), type(model).__name__
     if isinstance(module, ParamWrapper):
         return f"{module.parameter_name} would be an expert or the router of {family}"
@@ -154,6 +143,25 @@ def is_adapter(name: str) -> bool:
 def plain_name(name: str) -> str:
     """The name that a parameter has in the model without adapters."""
     return name.replace(BASE, ".")
+
+
+def on_disk(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors by name that transformers writes for a parameter (or buffer) of the model, and
+    makes it of when it loads them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
+    return found
+
+
+def disk_shapes(
+    model: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of `on_disk`."""
+    import torch
+
+    meta = torch.empty(shape, dtype=dtype, device="meta")
+    return {disk: tuple(part.shape) for disk, part in on_disk(model, name, meta).items()}
 
 
 def factors(model: Any, name: str) -> tuple[Tensor, Tensor, float] | None:

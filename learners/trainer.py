@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import time
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -332,3 +336,139 @@ def behaviour_ratios(minibatches: Sequence[MiniBatch]) -> dict[str, tuple[float,
         )
         for age in np.unique(staleness).tolist()
     }
+
+
+# The memory of a rank's device, given back while engines use the device.
+
+
+PARTITIONS = ("ds_tensor", "ds_secondary_tensor")  # of a parameter at ZeRO stage 3
+
+
+class HostMemory:
+    """Main memory that a rank copies to when it sleeps.
+
+    It is kept from one sleep to the next, since to get it takes longer than the copy; for a GPU it
+    is page-locked where the system allows that, which makes copies several times as fast.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = {}  # bytes, by their number
+
+    def take(self, num_bytes: int, device: torch.device) -> Tensor:
+        """uint8 [num_bytes] for a copy of what lies on `device`."""
+        free = self._free.get(num_bytes)
+        if free:
+            return free.pop()
+        found = torch.empty(num_bytes, dtype=torch.uint8)
+        if device.type == "cuda":
+            self._lock(found, device)
+        return found
+
+    def _lock(self, memory: Tensor, device: torch.device) -> None:
+        """Torch's own page-locked memory is up to twice as much: sizes are powers of two."""
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        place = memory.data_ptr()
+        if int(runtime.cudaHostRegister(place, memory.nbytes, 0)) == 0:
+            # The next data there would be copied to pages that are not its own.
+            weakref.finalize(memory, runtime.cudaHostUnregister, place).atexit = False
+            return
+        with contextlib.suppress(RuntimeError):  # CUDA reports the refusal to the next kernel
+            torch.zeros(1, device=device)
+
+    def put_back(self, memory: Tensor) -> None:
+        """It is not used any more."""
+        self._free.setdefault(memory.nbytes, []).append(memory)
+
+
+class OffloadedMemory:
+    """The memory of a rank's device, given back for a while to engines that share the device.
+
+    The tensors of model, optimizer and reference are copied to main memory, and their storage on
+    the device is freed; `restore` fills the same storages again. Views of them, as parameters are
+    of the flat buffers of ZeRO, stay views, so that this works alike at all stages, stage 0 and
+    plain torch included, which DeepSpeed's own `offload_states` leaves out. Tensors that DeepSpeed
+    keeps in main memory itself (learner.offload), and storages that cannot be freed, as weights on
+    the CPU that are mapped from a file, stay as they are. DeepSpeed's buckets hold nothing between
+    two commands: they are freed without a copy.
+    """
+
+    def __init__(
+        self, backend: RankBackend, *others: Any, memory: HostMemory | None = None
+    ) -> None:
+        """Give back the backend's memory on its device, and that of tensors in `others`."""
+        self._memory = memory or HostMemory()
+        self._device = backend.device
+        self._kept = [
+            (storage, self._memory.take(storage.nbytes(), self._device))
+            for storage in self._storages(held_tensors(backend, *others))
+        ]
+        self._empty = [(s, s.nbytes()) for s in self._storages(buckets(backend))]
+        for storage, copy in self._kept:
+            copy.copy_(_as_bytes(storage, self._device), non_blocking=True)
+        self._wait()
+        for storage in (*(s for s, _ in self._kept), *(s for s, _ in self._empty)):
+            storage.resize_(0)
+        if self._device.type == "cuda":
+            gc.collect()
+            # A workspace of 32 MB keeps the gigabytes that the allocator has cut it from.
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        """Put everything where it was."""
+        for storage, num_bytes in self._empty:
+            storage.resize_(num_bytes)
+        for storage, copy in self._kept:
+            storage.resize_(copy.nbytes)
+            _as_bytes(storage, self._device).copy_(copy, non_blocking=True)
+        self._wait()
+        for _, copy in self._kept:
+            self._memory.put_back(copy)
+        self._kept, self._empty = [], []
+
+    def _storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+        found: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if tensor.device == self._device and storage.size() and storage.resizable():
+                found[storage.data_ptr()] = storage
+        return list(found.values())
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _as_bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def buckets(backend: RankBackend) -> Iterator[Tensor]:
+    """In which DeepSpeed gathers gradients before it reduces them."""
+    for bucket in getattr(backend.optimizer, "ipg_buckets", {}).values():
+        yield from _tensors(bucket.buffer)
+
+
+def held_tensors(backend: RankBackend, *others: Any) -> Iterator[Tensor]:
+    """All that the backend keeps between two commands, some more than once."""
+    for param in backend.policy.parameters():
+        yield from (param, *(t for n in PARTITIONS if (t := getattr(param, n, None)) is not None))
+        if param.grad is not None:
+            yield param.grad
+    yield from backend.policy.buffers()
+    for optimizer in (backend.optimizer, backend.base_optimizer):
+        yield from _tensors(vars(optimizer))
+    for other in others:
+        yield from _tensors(other)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """In a tensor, or in lists, tuples, sets and mappings of them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for pair in value.items():
+            yield from _tensors(pair)
+    elif isinstance(value, list | tuple | set):
+        for each in value:
+            yield from _tensors(each)

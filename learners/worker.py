@@ -42,16 +42,14 @@ from agentenv.learners import messages as wire
 from agentenv.learners.backend import DeepSpeedBackend, TorchBackend, device_of_rank
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.broadcast import Broadcaster
-from agentenv.learners.checkpoint import restore
-from agentenv.learners.device_memory import HostMemory, OffloadedMemory
+from agentenv.learners.checkpoint import restore, stored_dtype
 from agentenv.learners.dpo import prefer
 from agentenv.learners.export import write_adapter_only, write_model
 from agentenv.learners.learner import Saved
 from agentenv.learners.lora import add_adapters
 from agentenv.learners.model_check import check_model
 from agentenv.learners.policy import Policy, use_liger
-from agentenv.learners.tensor_file import stored_dtype
-from agentenv.learners.trainer import Trainer
+from agentenv.learners.trainer import HostMemory, OffloadedMemory, Trainer
 from agentenv.link import receive_frame
 
 RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")

@@ -3,19 +3,19 @@
 The only member of a group keeps its reward, the log-ratio is not bounded; AEPO's z is over the
 micro-batch, from current entropies, not clamped. Equal rewards leave rounding noise, which no
 credit has (`learners.credit.tree_credit`): such a group is without a signal. The released code's
-weighting of micro-batches, which depends on the packing, is not brought back. Loads no torch.
+weighting of micro-batches, which depends on the packing, is not brought back.
 
-Rollouts of both decide on the segment before the tool result, against the first segment of the
-trajectory's own list entry, on sums of truncated entropies:
+The rollouts of ARPO and AEPO differ from the papers too. Both decide on the segment before the tool
+result, against the first segment of the trajectory's own list entry, on sums of entropies:
 
     H    = -sum over the first 20 tokens, and their 10 or 11 likeliest, of p ln p, / ln V
     ARPO   fork iff clip(u - w dH, 0, 1) <= p
     AEPO   fork iff clip((u + w dH) max(0, 1 - 0.05 l), 0, 1) >= p,   l counted per prompt
 
-These functions are exact. The plans are the same rules without that code's barrier over all prompts
+Functions here are exact. The plans are the same rules without that code's barrier over all prompts
 of a batch, and so without its effects: baselines kept from earlier batches under the same list
 index, and l reset by passes in which another prompt got a trajectory.
-`tests/support/reference_loop.py` adds the barrier and replays recorded runs.
+`tests/support/reference_loop.py` adds the barrier and replays recorded runs. Loads no torch.
 """
 
 from __future__ import annotations
@@ -42,126 +42,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from agentenv.learners.losses import LossBatch
-
-
-WINDOW = 20
-
-
-def segment_entropy(entropies: Sequence[float], vocab_size: int) -> float:
-    """Sum over the first 20 tokens of a segment, divided by ln V; 0 for an empty one."""
-    return math.fsum(entropies[:WINDOW]) / math.log(vocab_size)
-
-
-def arpo_score(draw: float, rise: float, weight: float) -> float:
-    """ARPO forks iff this is at most the base probability."""
-    return clip_probability(draw - weight * rise)
-
-
-def aepo_score(draw: float, rise: float, weight: float, penalty: float, run: int) -> float:
-    """AEPO forks iff this is at least the base probability."""
-    return clip_probability((draw + weight * rise) * penalty_factor(penalty, run))
-
-
-def initial_rollouts(group_size: int, beta: float, root: float, steps: Sequence[float]) -> int:
-    """AEPO's split: floor(n sigmoid(beta (H_root - mean H))) + 1, within [1, n].
-
-    `steps` are the entropies of all segments of the probe, the first included; without any, the
-    root's own.
-    """
-    share = sigmoid(beta * (root - (fmean(steps) if steps else root)))
-    return max(1, min(group_size, math.floor(group_size * share) + 1))
-
-
-@dataclass(frozen=True)
-class ReleasedARPOPlan:
-    """The rollout of the released ARPO. Decisions need nothing that comes after the tool result:
-    they wait for one token."""
-
-    rules: ARPO
-    vocab_size: int
-    fork_window: int = 1
-
-    @property
-    def group_size(self) -> int:
-        return self.rules.group_size
-
-    def on_start(self, tree: TrajectoryTree) -> int:
-        return self.rules.num_initial
-
-    def on_fork_point(
-        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
-    ) -> int:
-        left = self.group_size - tree.num_started
-        return self.num_forks(rng, self.rise(tree, node), forks_in_a_row(tree), left)
-
-    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
-        """One refill at a time, when nothing of the prompt is growing any more."""
-        return min(1, self.group_size - tree.num_started) if tree.num_live == 0 else 0
-
-    def entropy(self, turn: Node) -> float:
-        """H of the turn's tokens."""
-        return segment_entropy(turn.entropies, self.vocab_size)
-
-    def rise(self, tree: TrajectoryTree, node: Node) -> float:
-        """dH of the segment that ends with the tool call of `node`."""
-        own = next(turn for turn in tree.path(node)[1:] if turn.branch == node.branch)
-        return self.entropy(node) - self.entropy(own)
-
-    def num_forks(self, rng: Random, rise: float, run: int, left: int) -> int:
-        """Up to beam_size - 1 draws, as long as the prompt's budget lasts."""
-        count = 0
-        for _ in range(self.rules.beam_size - 1):
-            if count >= left:
-                break
-            count += self.forks(rng.random(), rise, run)
-        return count
-
-    def forks(self, draw: float, rise: float, run: int) -> bool:
-        """The test on one uniform draw."""
-        return arpo_score(draw, rise, self.rules.entropy_weight) <= self.rules.base_probability
-
-
-@dataclass(frozen=True)
-class ReleasedAEPOPlan(ReleasedARPOPlan):
-    """The same of AEPO. The probe of the split is one of the m, where the released code throws the
-    probe away; the probe does not fork."""
-
-    rules: AEPO
-
-    def on_start(self, tree: TrajectoryTree) -> int:
-        return 1 if self.rules.budget_split else super().on_start(tree)
-
-    def on_fork_point(
-        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
-    ) -> int:
-        if self.rules.budget_split and probing(tree):
-            return 0
-        return super().on_fork_point(tree, node, entropies, rng)
-
-    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
-        if self.rules.budget_split and is_probe(tree, leaf):
-            steps = [self.entropy(turn) for turn in tree.path(leaf)[1:]]
-            beta = self.rules.beta_of_split
-            wanted = initial_rollouts(self.group_size, beta, steps[0], steps)
-            if wanted > tree.num_roots:
-                return min(wanted - tree.num_roots, self.group_size - tree.num_started)
-        return super().on_leaf_end(tree, leaf)
-
-    def forks(self, draw: float, rise: float, run: int) -> bool:
-        """The test on one uniform draw."""
-        rules = self.rules
-        score = aepo_score(draw, rise, rules.entropy_weight, rules.penalty_per_fork, run)
-        return score >= rules.base_probability
-
-
-def forks_in_a_row(tree: TrajectoryTree) -> int:
-    """Latest fork points of the whole tree, in order of its turns, that forked."""
-    count = 0
-    for node in reversed(tree.nodes):
-        if node.num_forks == 0:
-            break
-        count += node.num_forks is not None
-    return count
 
 
 def group_advantages(
@@ -291,3 +171,125 @@ def released(algorithm: Algorithm) -> Algorithm:
         )
     values = {name: getattr(algorithm, name) for name in kind.__struct_fields__}
     return RELEASED[kind](**values | {"importance_cap": "none"})
+
+
+# The released rollout.
+
+WINDOW = 20  # first tokens of a segment whose entropies count
+
+
+def segment_entropy(entropies: Sequence[float], vocab_size: int) -> float:
+    """Sum over the first 20 tokens of a segment, divided by ln V; 0 for an empty one."""
+    return math.fsum(entropies[:WINDOW]) / math.log(vocab_size)
+
+
+def arpo_score(draw: float, rise: float, weight: float) -> float:
+    """ARPO forks iff this is at most the base probability."""
+    return clip_probability(draw - weight * rise)
+
+
+def aepo_score(draw: float, rise: float, weight: float, penalty: float, run: int) -> float:
+    """AEPO forks iff this is at least the base probability."""
+    return clip_probability((draw + weight * rise) * penalty_factor(penalty, run))
+
+
+def initial_rollouts(group_size: int, beta: float, root: float, steps: Sequence[float]) -> int:
+    """AEPO's split: floor(n sigmoid(beta (H_root - mean H))) + 1, within [1, n].
+
+    `steps` are the entropies of all segments of the probe, the first included; without any, the
+    root's own.
+    """
+    share = sigmoid(beta * (root - (fmean(steps) if steps else root)))
+    return max(1, min(group_size, math.floor(group_size * share) + 1))
+
+
+@dataclass(frozen=True)
+class ReleasedARPOPlan:
+    """The rollout of the released ARPO. Decisions need nothing that comes after the tool result:
+    they wait for one token."""
+
+    rules: ARPO
+    vocab_size: int
+    fork_window: int = 1
+
+    @property
+    def group_size(self) -> int:
+        return self.rules.group_size
+
+    def on_start(self, tree: TrajectoryTree) -> int:
+        return self.rules.num_initial
+
+    def on_fork_point(
+        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
+    ) -> int:
+        left = self.group_size - tree.num_started
+        return self.num_forks(rng, self.rise(tree, node), forks_in_a_row(tree), left)
+
+    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
+        """One refill at a time, when nothing of the prompt is growing any more."""
+        return min(1, self.group_size - tree.num_started) if tree.num_live == 0 else 0
+
+    def entropy(self, turn: Node) -> float:
+        """H of the turn's tokens."""
+        return segment_entropy(turn.entropies, self.vocab_size)
+
+    def rise(self, tree: TrajectoryTree, node: Node) -> float:
+        """dH of the segment that ends with the tool call of `node`."""
+        own = next(turn for turn in tree.path(node)[1:] if turn.branch == node.branch)
+        return self.entropy(node) - self.entropy(own)
+
+    def num_forks(self, rng: Random, rise: float, run: int, left: int) -> int:
+        """Up to beam_size - 1 draws, as long as the prompt's budget lasts."""
+        count = 0
+        for _ in range(self.rules.beam_size - 1):
+            if count >= left:
+                break
+            count += self.forks(rng.random(), rise, run)
+        return count
+
+    def forks(self, draw: float, rise: float, run: int) -> bool:
+        """The test on one uniform draw."""
+        return arpo_score(draw, rise, self.rules.entropy_weight) <= self.rules.base_probability
+
+
+@dataclass(frozen=True)
+class ReleasedAEPOPlan(ReleasedARPOPlan):
+    """The same of AEPO. The probe of the split is one of the m, where the released code throws the
+    probe away; the probe does not fork."""
+
+    rules: AEPO
+
+    def on_start(self, tree: TrajectoryTree) -> int:
+        return 1 if self.rules.budget_split else super().on_start(tree)
+
+    def on_fork_point(
+        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
+    ) -> int:
+        if self.rules.budget_split and probing(tree):
+            return 0
+        return super().on_fork_point(tree, node, entropies, rng)
+
+    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
+        if self.rules.budget_split and is_probe(tree, leaf):
+            steps = [self.entropy(turn) for turn in tree.path(leaf)[1:]]
+            beta = self.rules.beta_of_split
+            wanted = initial_rollouts(self.group_size, beta, steps[0], steps)
+            if wanted > tree.num_roots:
+                return min(wanted - tree.num_roots, self.group_size - tree.num_started)
+        return super().on_leaf_end(tree, leaf)
+
+    def forks(self, draw: float, rise: float, run: int) -> bool:
+        """The test on one uniform draw."""
+        rules = self.rules
+        score = aepo_score(draw, rise, rules.entropy_weight, rules.penalty_per_fork, run)
+        return score >= rules.base_probability
+
+
+def forks_in_a_row(tree: TrajectoryTree) -> int:
+    """Latest fork points of the whole tree, in order of its turns, that forked."""
+    count = 0
+    for node in reversed(tree.nodes):
+        if node.num_forks == 0:
+            break
+        count += node.num_forks is not None
+    return count

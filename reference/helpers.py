@@ -8,7 +8,7 @@ r"""Tool-Star's inference-time tools (arXiv 2505.16410, appendix), for evaluatio
 
 Nothing is cut out of a context: the tokens on the path to a leaf are those that the engine saw,
 and `TrajectoryTree.history` is the whole way there. The browser agent is `search.mode =
-"summaries"` (envs/search/summary.py). `assist_actor` gives an actor these; it needs no other env,
+"summaries"` (envs/search/service.py). `assist_actor` gives an actor these; it needs no other env,
 renderer or engine.
 """
 

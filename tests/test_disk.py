@@ -24,7 +24,7 @@ from agentenv.disk import (
     replace_folder,
     write_whole,
 )
-from agentenv.learners.tensor_file import write_tensors
+from agentenv.learners.checkpoint import write_tensors
 from agentenv.pipelines.run.rundir import RunDirectory
 
 ROOT = Path(__file__).parents[1]

@@ -21,7 +21,7 @@ from agentenv.disk import append_whole, make_folder, write_whole
 from agentenv.errors import ConfigError
 from agentenv.frames import ArchiveConfig, Began, JournalConfig
 from agentenv.journal import Journal
-from agentenv.learners.tensor_file import write_tensors
+from agentenv.learners.checkpoint import write_tensors
 from agentenv.pipelines.run.rundir import Checkpoints, RunDirectory, save_state
 from tests.test_archive import header, kept
 

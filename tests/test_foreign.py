@@ -67,7 +67,6 @@ OURS = {
     "pipelines/workers/ray_placement.py": "a process of ours",
     "learners/checkpoint.py": "a checkpoint of ours",
     "learners/learner.py": "a checkpoint of ours",
-    "learners/lora.py": "a checkpoint of ours",
     "learners/messages.py": "a process of ours",
     "learners/ranks.py": "a process of ours",
 }

@@ -35,7 +35,7 @@ from agentenv.env import Grade, close_shared
 from agentenv.envs.grading.judge import Judge
 from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.mcp_tools import MCPTools
-from agentenv.envs.sandbox.channel import Channel
+from agentenv.envs.sandbox.process import Channel
 from agentenv.envs.sandbox.remote import MARK, RemoteSandbox
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.envs.search.cache import ResultCache
@@ -51,7 +51,7 @@ from agentenv.envs.search.providers import (
     provider_hits,
     retrieved_hits,
 )
-from agentenv.envs.search.summary import Summarizer
+from agentenv.envs.search.service import Summarizer
 from agentenv.envs.search.upstream import Reply
 from agentenv.errors import (
     ConfigError,

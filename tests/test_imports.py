@@ -141,7 +141,7 @@ def test_a_part_is_loaded_when_its_name_is_chosen(
     parts = {
         *("learners.baselines", "learners.arpo", "learners.aepo", "engines.embedded"),
         *("engines.scripted", "engines.vllm", "engines.sglang", "engines.openai"),
-        *("envs.search.tantivy_index", "envs.search.faiss_index", "envs.search.providers"),
+        *("envs.search.faiss_index", "envs.search.providers"),
         *("envs.grading.layers", "envs.grading.judge"),
     }
     kept = {"engines.embedded"}  # the default, read with the configuration

@@ -61,7 +61,7 @@ ALLOWED = {
     "envs/sandbox/process.py launch: own_folder": OWN,
     "learners/ranks.py start: reception.open": NO_DISK,
     "envs/sandbox/process.py launch: settings_of": OWN,
-    "envs/sandbox/self_test.py find_escape: tempfile.NamedTemporaryFile": OWN,
+    "envs/sandbox/sandbox.py find_escape: tempfile.NamedTemporaryFile": OWN,
     "pipelines/evaluation/run.py run_evaluation: saved_of": BEFORE,
     "pipelines/evaluation/scores.py score: benchmark_of": "the tables of benchmarks, read once",
     "pipelines/evaluation/subject.py contexts: self.config.engine.max_context": BEFORE,

@@ -66,7 +66,7 @@ PROGRAMS = (
     *("pipelines/setup/machine.py", "learners/worker.py", "learners/trainer.py"),
     "agentenv/guard.py",
     *("learners/broadcast.py", "learners/dpo.py"),  # of a rank, as the two before
-    *("envs/sandbox/zygote.py", "envs/sandbox/nurse.py", "envs/sandbox/confine.py"),
+    *("envs/sandbox/zygote.py", "envs/sandbox/fork_broker.py", "envs/sandbox/confine.py"),
 )
 
 ALLOWED = {
@@ -86,7 +86,6 @@ ALLOWED = {
     "agentenv/gym.py: new_event_loop": "the same",
     "pipelines/viewing/api.py: subprocess.Popen": "the viewer, which ends with the run",
     # the clock of others
-    "envs/sandbox/births.py: time.monotonic": "inside the zygote",
     "pipelines/run/waits.py: time.time": "when a wait began, for people",
     "pipelines/rl/control.py: time.time": "the same",
     "pipelines/monitors/otel.py: time.time_ns": "of spans, which others read",

@@ -40,6 +40,7 @@ CALLER = "its callers bound it: "
 BEATS = "a worker that says nothing is given up, and one without its controller ends"
 SAME = "an event of the same loop; who sets it has a deadline"
 SESSION = CALLER + "Sandbox._ask, fork, spawn and the self-test"
+ANSWER = "settimeout(ANSWER_TIMEOUT_S)"
 INDEX = CALLER + "the tool's limit; building an index takes its time and says so"
 PERSON = "until a person says so, who can see it, or the run ends"
 FOREVER = "until a signal, or as long as what it looks after lives"
@@ -67,16 +68,17 @@ ALLOWED = {
     "agentenv/queue.py ReplayQueue.reserve: self._freed.wait": SAME,
     "envs/mcp_tools.py _all_tools: session.list_tools": CALLER + "START_TIMEOUT_S",
     "envs/mcp_tools.py Connection._open: session.initialize": CALLER + "START_TIMEOUT_S",
-    "envs/sandbox/channel.py Channel._read: asyncio.get_running_loop().sock_recv": SESSION,
-    "envs/sandbox/channel.py Channel._send: asyncio.get_running_loop().sock_sendall": SESSION,
-    "envs/sandbox/nurse.py Nurse.dress: self._socket.recv": "settimeout(ANSWER_TIMEOUT_S)",
-    "envs/sandbox/nurse.py Nurse.dress: self._socket.sendall": "settimeout(ANSWER_TIMEOUT_S)",
-    "envs/sandbox/nurse.py _serve: os.waitpid": CHILD,
-    "envs/sandbox/nurse.py _serve: requests.recv": CHILD,
-    "envs/sandbox/nurse.py _serve: requests.sendall": CHILD,
-    "envs/sandbox/process.py ZygoteProcess._bury: os.waitid": CALLER + "STOP_TIMEOUT_S",
-    "envs/sandbox/process.py ZygoteProcess._bury: self._process.wait": CALLER + "STOP_TIMEOUT_S",
-    "envs/sandbox/process.py ZygoteProcess._hear: socket.recv_fds": "the socket never blocks",
+    "envs/sandbox/process.py Channel._read: asyncio.get_running_loop().sock_recv": SESSION,
+    "envs/sandbox/process.py Channel._send: asyncio.get_running_loop().sock_sendall": SESSION,
+    "envs/sandbox/fork_broker.py ForkInitializer.initialize: self._socket.recv": ANSWER,
+    "envs/sandbox/fork_broker.py ForkInitializer.initialize: self._socket.sendall": ANSWER,
+    "envs/sandbox/fork_broker.py _serve: os.waitpid": CHILD,
+    "envs/sandbox/fork_broker.py _serve: requests.recv": CHILD,
+    "envs/sandbox/fork_broker.py _serve: requests.sendall": CHILD,
+    "envs/sandbox/process.py ZygoteProcess._reap_group: os.waitid": CALLER + "STOP_TIMEOUT_S",
+    "envs/sandbox/process.py ZygoteProcess._reap_group: self._process.wait": CALLER
+    + "STOP_TIMEOUT_S",
+    "envs/sandbox/process.py ZygoteProcess._on_news: socket.recv_fds": "the socket never blocks",
     "envs/sandbox/process.py ZygoteProcess.stop: loop.run_in_executor": "STOP_TIMEOUT_S, below",
     "envs/sandbox/sandbox.py Sandbox._wait_for_room: self._freed.wait": SAME,
     "envs/sandbox/zygote.py _receive_packet: control.recvmsg": CHILD,

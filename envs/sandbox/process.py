@@ -1,201 +1,204 @@
-"""The zygote's process, as the host sees it: limits, command line, sessions that start or fork."""
+"""Processes of the sandbox, as the host sees them: the zygote, and the sessions that it forks.
+
+Host and session speak length-prefixed JSON over a socket; what a session says is capped and never
+trusted.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import shutil
+import secrets
 import signal
 import socket
+import struct
 import subprocess
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from itertools import count
-from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from agentenv.disk import own_folder
-from agentenv.envs.sandbox import confine
-from agentenv.envs.sandbox.channel import (
-    Channel,
-    ChannelClosedError,
-    ForkRefusedError,
-    SessionProcess,
-    kill,
+from agentenv.envs.sandbox.launch import (
+    HERE,
+    NAMESPACES_ADVICE,
+    Rung,
+    SandboxSetup,
+    bubblewrap,
+    check_missing,
+    check_rung,
+    environment,
+    find_interpreter,
+    settings_of,
 )
-from agentenv.envs.sandbox.interpreter import Interpreter, find_interpreter
-from agentenv.envs.sandbox.keys import SandboxLimits
 from agentenv.errors import ConfigError, ForeignError, InfraError
 from agentenv.offload import check_outside, in_thread
 from agentenv.untrusted import decode
 
 logger = logging.getLogger(__name__)
 
-UNUSED_ID = 1_948_000_000  # uid and gid of model-written code when the host runs as root
+MAX_FRAME_BYTES = 1 << 20
+HEADER_BYTES = 4
+READ_BYTES = 1 << 16
 
 
-class MissingModuleError(ConfigError):
-    """The interpreter lacks a module; no other rung would help."""
+class CellAnswer(Struct):
+    """What a session may say: that it is ready, why it is not, how a cell went, or the digest of
+    its variables. `number` is that of the request.
+
+    `lost`: its variables fill the memory, so it cannot go on.
+    """
+
+    number: int = 0
+    ready: bool = False
+    error: str = ""
+    output: str = ""
+    problem: str = ""
+    lost: bool = False
+    digest: str = ""
+    forked: bool = False
 
 
-Rung = Literal["namespaces", "landlock", "unsafe"]
-PRELOAD_IF_INSTALLED = ("numpy", "sympy")
-READABLE = ("/usr", "/lib", "/lib32", "/lib64", "/dev/null", "/dev/urandom")
-LANDLOCK_ADVICE = (
-    "Landlock needs Linux 5.13 or newer, built with CONFIG_SECURITY_LANDLOCK and with landlock "
-    "in the lsm= list of the kernel's command line"
-)
+class ChannelClosedError(Exception):
+    """The session is gone, or its answer is none that a session gives."""
 
 
-class SandboxSetup(Struct, frozen=True):
-    """What a zygote is made of. `interpreter` is a virtual or conda environment, or None for that
-    of this process; `preload` names modules, or is None for numpy and sympy where installed."""
-
-    limits: SandboxLimits = SandboxLimits()
-    interpreter: str | None = None
-    preload: tuple[str, ...] | None = None
+class ForkRefusedError(Exception):
+    """A session cannot be forked as it is: it shares files or memory, say."""
 
 
-# The command line that puts the zygote into bubblewrap.
+class Channel:
+    """A non-blocking stream to one session; a cancelled call leaves it unusable."""
 
-HERE = Path(__file__).resolve().parent
-_INSIDE = (
-    "zygote.py",
-    "births.py",
-    "cells.py",
-    "confine.py",
-    "determinism.py",
-    "nurse.py",
-    "preload.py",
-    "seccomp.py",
-)
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-NAMESPACES_ADVICE = (
-    "Unprivileged user namespaces must be allowed: sysctl kernel.unprivileged_userns_clone=1 "
-    "(Debian), sysctl kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu 24.04 and later), "
-    "--security-opt seccomp=unconfined or --privileged (Docker)"
-)
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
 
+    async def ask(
+        self, request: dict[str, Any], wake: Callable[[], None] | None = None
+    ) -> CellAnswer:
+        """Send a request, and read the answer to it; `wake` is called once that is there to be
+        read, so that who sleeps wakes once.
 
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
-_ASKED_BY_MALLOC = ("enabled", "hpage_pmd_size")
+        Whatever else was said, before or instead, is nothing that a session says: it is closed.
+        """
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise ChannelClosedError(str(error)) from error
+        else:
+            raise ChannelClosedError("it ended, or spoke without being asked")
+        number = secrets.randbits(53)  # so that none can be answered before it is asked
+        data = msgspec.json.encode({**request, "number": number})
+        await self._send(struct.pack("!I", len(data)) + data, wake)
+        answer = await self.receive()
+        if answer.number != number:
+            raise ChannelClosedError("the answer to another request")
+        return answer
 
+    async def receive(self) -> CellAnswer:
+        """Read one frame."""
+        data = await self._read(READ_BYTES)
+        while len(data) < HEADER_BYTES:
+            data += await self._read(READ_BYTES)
+        end = HEADER_BYTES + int.from_bytes(data[:HEADER_BYTES])
+        if end - HEADER_BYTES > MAX_FRAME_BYTES:
+            raise ChannelClosedError(f"an answer of {end - HEADER_BYTES} bytes")
+        pieces, size = [data], len(data)
+        while size < end:
+            pieces.append(await self._read(end - size))
+            size += len(pieces[-1])
+        if size > end:
+            raise ChannelClosedError("it spoke without being asked")
+        try:
+            return decode(b"".join(pieces)[HEADER_BYTES:], CellAnswer)
+        except ForeignError as error:
+            raise ChannelClosedError(f"not an answer: {error}") from error
 
-def environment() -> dict[str, str]:
-    """Of a zygote. What its C library hands out lies in huge pages where those have 2 MB and are
-    had for the asking: a fork of a session then copies one entry for 512 pages."""
-    variables = {"PYTHONHASHSEED": "0"}
-    with suppress(OSError):
-        if (HUGE_PAGES / "hpage_pmd_size").read_text().strip() == str(confine.HUGE_PAGE):
-            variables["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
-    return variables
+    def close(self) -> None:
+        """Close the socket; idempotent."""
+        self._socket.close()
 
+    async def _send(self, frame: bytes, wake: Callable[[], None] | None) -> None:
+        try:
+            try:
+                num_sent = self._socket.send(frame)
+            except BlockingIOError:
+                num_sent = 0
+            if wake is not None:
+                wake()
+            if num_sent < len(frame):
+                await asyncio.get_running_loop().sock_sendall(self._socket, frame[num_sent:])
+        except OSError as error:
+            raise ChannelClosedError(str(error)) from error
 
-def bubblewrap(python: Interpreter) -> list[str]:
-    """No network, a read-only system with nothing in it but /usr and the interpreter."""
-    program = shutil.which("bwrap")
-    if program is None:
-        raise ConfigError(
-            "the Python sandbox needs bubblewrap, and there is no program bwrap: install it "
-            "(apt install bubblewrap, dnf install bubblewrap, apk add bubblewrap)"
-        )
-    command = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
-    command += ["--unshare-cgroup-try", "--as-pid-1", "--die-with-parent", "--cap-drop", "ALL"]
-    if os.geteuid() == 0:  # to become another user, once inside
-        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    else:
-        command += ["--unshare-user"]
-    command += ["--ro-bind", "/usr", "/usr"]
-    for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
-        if os.path.islink(name):
-            command += ["--symlink", os.readlink(name), name]
-        elif os.path.isdir(name):
-            command += ["--ro-bind", name, name]
-    made: set[Path] = set()
-    for prefix in python.folders:
-        for parent in reversed(Path(prefix).parents[:-1]):  # else only root may pass
-            if parent not in made:
-                command += ["--dir", str(parent)]
-                made.add(parent)
-        command += ["--ro-bind", prefix, prefix]
-    command += ["--dir", "/sandbox"]
-    for name in _INSIDE:
-        command += ["--ro-bind", str(HERE / name), f"/sandbox/{name}"]
-    for name in _ASKED_BY_MALLOC:
-        command += ["--ro-bind-try", str(HUGE_PAGES / name), str(HUGE_PAGES / name)]
-    command += ["--tmpfs", "/dev"]
-    for name in _DEVICES:
-        command += ["--dev-bind", name, name]
-    command += ["--proc", "/proc", "--dir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
-    command += ["--chdir", "/"]
-    for name, value in environment().items():
-        command += ["--setenv", name, value]
-    return [*command, "--"]
-
-
-def check_rung(limits: SandboxLimits, rung: Rung) -> None:
-    """Raises ConfigError where this machine, or what it can do, does not allow the rung."""
-    if rung != "landlock":
-        return
-    if confine.landlock_abi() < 1:
-        raise ConfigError(f"this kernel offers no Landlock. {LANDLOCK_ADVICE}")
-    if limits.max_threads > 1:  # they are counted by user, and all sessions are one
-        raise ConfigError(
-            "python.limits.max_threads: without user namespaces the threads of a session cannot "
-            "be counted, so only 1 is possible"
-        )
+    async def _read(self, size: int) -> bytes:
+        try:
+            data = await asyncio.get_running_loop().sock_recv(self._socket, size)
+        except OSError as error:
+            raise ChannelClosedError(str(error)) from error
+        if not data:
+            raise ChannelClosedError("end of file")
+        return data
 
 
-def check_missing(missing: list[str], python: Interpreter) -> None:
-    """Raises MissingModuleError if there are any."""
-    if missing:
-        names = ", ".join(missing)
-        raise MissingModuleError(
-            f"python.preload: {python.program} cannot import {names}; install it there "
-            f"({python.program} -m pip install ...), name another python.interpreter, or leave "
-            "it out of python.preload"
-        )
+class SessionProcess:
+    """The process of one session, which is stopped but while it answers: whatever a cell leaves
+    behind (timers, signals, threads, an answer that came too early) runs only within calls."""
+
+    def __init__(self, zygote: ZygoteProcess, number: int, channel: Channel, pidfd: int) -> None:
+        self.zygote = zygote
+        self.number = number
+        self._channel = channel
+        self._pidfd = pidfd
+
+    async def ask(self, request: dict[str, Any]) -> CellAnswer:
+        """One request and its answer. Raises ChannelClosedError; then, and when cancelled, the
+        process can only be killed."""
+        answer = await self._channel.ask(request, self._resume)
+        self.stop()
+        return answer
+
+    def stop(self) -> None:
+        """Until the next request."""
+        send_signal(self._pidfd, signal.SIGSTOP)
+
+    def _resume(self) -> None:
+        send_signal(self._pidfd, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it, whatever its cell is doing; never waits; idempotent."""
+        if self._pidfd >= 0:
+            self._channel.close()
+            kill(self._pidfd)
+            self._pidfd = -1
 
 
-def settings_of(
-    setup: SandboxSetup, python: Interpreter, rung: Rung, control_fd: int, home: str
-) -> str:
-    """What the zygote reads from its command line; `home` is for the files of its sessions."""
-    limits = setup.limits
-    root = rung != "unsafe" and os.geteuid() == 0
-    if rung == "landlock":  # bubblewrap can open the way to a private folder, Landlock cannot
-        root = root and python.open_to_all()
-    config = {
-        "control_fd": control_fd,
-        "rung": rung,
-        "home": home,
-        # process limits do not bind uid 0
-        "uid": UNUSED_ID if root else None,
-        "live_forks": rung != "unsafe" and limits.max_threads == 1,
-        "preload": setup.preload or (),
-        "preload_if_installed": PRELOAD_IF_INSTALLED if setup.preload is None else (),
-        "readable": [path for path in (*READABLE, *python.folders) if os.path.exists(path)],
-        "below_tmp": [path for path in python.folders if path.startswith("/tmp/")],
-        "tmp_bytes": limits.tmp_bytes,
-        "max_output_chars": limits.max_output_chars,
-        "max_total_bytes": limits.max_total_bytes or _machine_bytes() // 2,
-        "rlimits": {
-            "AS": limits.memory_bytes,
-            "CPU": limits.cpu_s,
-            "NPROC": limits.max_threads,
-            "NOFILE": limits.max_open_files,
-            "FSIZE": limits.tmp_bytes,
-        },
-    }
-    return msgspec.json.encode(config).decode()
+def send_signal(pidfd: int, number: signal.Signals) -> None:
+    """To a process that may be gone. Raises InfraError when it is not ours to signal."""
+    try:
+        signal.pidfd_send_signal(pidfd, number)
+    except ProcessLookupError:
+        pass
+    except OSError as error:
+        raise InfraError(
+            f"a sandbox session cannot be sent signals: {error}; a host that is root needs CAP_KILL"
+        ) from error
 
 
-def _machine_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def kill(pidfd: int) -> None:
+    """End the process, and close the descriptor."""
+    try:
+        send_signal(pidfd, signal.SIGKILL)
+    finally:
+        os.close(pidfd)
 
 
 # The process behind all sessions.
@@ -280,7 +283,7 @@ class ZygoteProcess:
             found = decode(report, _Report)
             check_missing(found.missing, python)
             zygote.live_forks = found.live_forks
-            asyncio.get_running_loop().add_reader(ours, zygote._hear)
+            asyncio.get_running_loop().add_reader(ours, zygote._on_news)
             started = True
         except TimeoutError as error:
             raise InfraError(f"the sandbox did not start in {START_TIMEOUT_S:g} s") from error
@@ -356,23 +359,23 @@ class ZygoteProcess:
         """End the zygote and all its sessions, and wait until the processes are gone."""
         loop = asyncio.get_running_loop()
         loop.remove_writer(self._control)
-        self._deaf()
+        self._stop_listening()
         while self._outgoing:
             self._drop_first()
         self._control.close()
-        burying = loop.run_in_executor(None, self._bury)
+        reaping = loop.run_in_executor(None, self._reap_group)
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
-                await asyncio.shield(burying)
+                await asyncio.shield(reaping)
         except TimeoutError:
             self._kill_group()
             try:
                 async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await asyncio.shield(burying)
+                    await asyncio.shield(reaping)
             except TimeoutError:
                 logger.warning("the sandbox's process %d cannot be ended", self._process.pid)
         finally:
-            if not burying.done():  # cancelled: no time to be polite
+            if not reaping.done():  # cancelled: no time to be polite
                 self._kill_group()
 
     # inner workings
@@ -385,7 +388,7 @@ class ZygoteProcess:
         self._outgoing.append((msgspec.json.encode(request), attached))
         self._flush()
 
-    def _hear(self) -> None:
+    def _on_news(self) -> None:
         """The zygote reports the process of a session."""
         try:
             packet, fds, _, _ = socket.recv_fds(self._control, 4096, 1, socket.MSG_CMSG_CLOEXEC)
@@ -394,7 +397,7 @@ class ZygoteProcess:
         except OSError:
             packet, fds = b"", []
         if not packet:
-            self._deaf()
+            self._stop_listening()
             return
         news = decode(packet, _News)
         born = self._born.pop(news.born or news.failed, None)
@@ -407,7 +410,7 @@ class ZygoteProcess:
         else:
             born.set_result(fds[0])
 
-    def _deaf(self) -> None:
+    def _stop_listening(self) -> None:
         if self._control.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._control)
         for born in self._born.values():
@@ -436,7 +439,7 @@ class ZygoteProcess:
         if attached is not None:
             attached.close()
 
-    def _bury(self) -> None:
+    def _reap_group(self) -> None:
         """Blocks until the process is gone, then sees that nothing of its group is left."""
         with suppress(ChildProcessError):
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)

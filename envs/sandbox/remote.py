@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 # The program that a session on another machine sends with each call.
 
 MARK = "\n@@agentenv-answer@@"
-SOURCES = {name: Path(__file__).with_name(f"{name}.py") for name in ("determinism", "cells")}
 
 
 @cache
-def _sources() -> dict[str, str]:
-    return {name: path.read_text() for name, path in SOURCES.items()}
+def _cells() -> str:
+    """The source of the module that runs cells there."""
+    return Path(__file__).with_name("cells.py").read_text()
 
 
 # The order in which sets of strings are gone through must not change from call to call. The
@@ -51,16 +51,14 @@ os.execve(sys.executable, [sys.executable, "-"], {{**os.environ, "PYTHONHASHSEED
 SCRIPT = """
 import hashlib, json, sys, types
 request = json.loads({request!r})
-for name, source in request["sources"].items():
-    sys.modules[name] = types.ModuleType(name)
-    exec(compile(source, name + ".py", "exec"), sys.modules[name].__dict__)
-cells, determinism = sys.modules["cells"], sys.modules["determinism"]
+cells = sys.modules["cells"] = types.ModuleType("cells")
+exec(compile(request["cells"], "cells.py", "exec"), cells.__dict__)
 if any("numpy" in code for code in request["codes"]):
     try:
         import numpy
     except ImportError:
         pass
-determinism.seed_all(request["seed"])
+cells.seed_all(request["seed"])
 stdout = sys.stdout
 main = types.ModuleType("__main__")
 sys.modules["__main__"] = main
@@ -70,7 +68,7 @@ for number, code in enumerate(request["codes"]):
     said = [cells._printable(output), cells._printable(problem)]
     digests.append(hashlib.sha256(json.dumps(said).encode()).hexdigest())
     answer = {{"output": said[0], "problem": said[1]}}
-answer["digests"] = [*digests, determinism.digest(main.__dict__, None)]
+answer["digests"] = [*digests, cells.digest(main.__dict__, None)]
 stdout.write({mark!r} + json.dumps(answer))
 stdout.flush()
 """
@@ -158,7 +156,7 @@ class RemoteSandbox:
         said and of the variables at the end, and the seconds that all took. Raises InfraError.
         """
         request = {
-            "sources": await in_thread(_sources),
+            "cells": await in_thread(_cells),
             "seed": seed,
             "codes": codes,
             "max_chars": self.limits.max_output_chars,

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
+import tempfile
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 from msgspec import Struct
 from msgspec.structs import asdict
 
 from agentenv.deadline import admitted, waiting
-from agentenv.envs.sandbox.channel import CellAnswer, ChannelClosedError, SessionProcess
+from agentenv.envs.sandbox.confine import ONE_THREAD
 from agentenv.envs.sandbox.keys import SandboxLimits
-from agentenv.envs.sandbox.process import (
+from agentenv.envs.sandbox.launch import (
     NAMESPACES_ADVICE,
     MissingModuleError,
     Rung,
     SandboxSetup,
+)
+from agentenv.envs.sandbox.process import (
+    CellAnswer,
+    ChannelClosedError,
+    SessionProcess,
     ZygoteProcess,
 )
-from agentenv.envs.sandbox.self_test import find_escape
 from agentenv.errors import ConfigError, EnvError, InfraError
 
 MAX_CODE_CHARS = 100_000
@@ -424,3 +433,48 @@ class Sandbox:
             if not tested:
                 await zygote.stop()
         return zygote
+
+
+# Quick escapes that are tried on every sandbox before any untrusted code runs in it.
+
+
+TIMEOUT_S = 10.0
+
+_PROBES: dict[str, str] = tomllib.loads(
+    Path(__file__).with_name("self_test.toml").read_text(encoding="utf-8")
+)
+
+
+async def find_escape(zygote: ZygoteProcess) -> str:
+    """The first escape that gets through, in words; "" when none does."""
+    name = f"\0agentenv-{os.getpid()}-{id(zygote)}"
+    with (
+        tempfile.NamedTemporaryFile() as secret,
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_UNIX) as unix,
+    ):
+        secret.write(b"secret")
+        secret.flush()
+        unix.bind(name)
+        unix.listen()
+        places = {
+            "secret": secret.name,
+            "port": tcp.getsockname()[1],
+            "name": name,
+            "here": str(Path(secret.name).parent),
+            "pid": os.getpid(),
+            "own": ONE_THREAD,
+        }
+        session = await zygote.spawn(0)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                for escape, probe in _PROBES.items():
+                    answer = await session.ask({"code": probe.format(**places)})
+                    said = f"{answer.output}{answer.problem}".strip()
+                    if said:
+                        return f"it could {escape}: {said[:200]}"
+        except (ChannelClosedError, TimeoutError) as error:
+            raise InfraError(f"the sandbox did not survive its self-test: {error}") from error
+        finally:
+            session.kill()
+    return ""

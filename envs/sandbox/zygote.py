@@ -11,7 +11,7 @@
     session          a fork that sees no other session, bound by a filter of system calls. It reads
                      length-prefixed JSON {"number", "code"} and answers {"number", "output",
                      "problem"}, {"number", "digest": ""} and answers {"number", "digest"}, or
-                     {"number", "fork": ""} and answers {"number", "forked"}; see births.py.
+                     {"number", "fork": ""} and answers {"number", "forked"}; see fork_broker.py.
 
 What a session answers comes from a process that runs untrusted code: the host believes nothing.
 """
@@ -21,8 +21,11 @@ from __future__ import annotations
 import array
 import builtins
 import contextlib
+import errno
 import functools
 import gc
+import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -33,21 +36,18 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentenv.envs.sandbox import cells, confine, determinism, preload, seccomp
-    from agentenv.envs.sandbox.births import Births, end
-    from agentenv.envs.sandbox.nurse import Nurse
+    from agentenv.envs.sandbox import cells, confine
+    from agentenv.envs.sandbox.fork_broker import ForkBroker, ForkInitializer, end
 else:  # inside, these files are all there is
     import cells
     import confine
-    import determinism
-    import preload
-    import seccomp
-    from births import Births, end
-    from nurse import Nurse
+    from fork_broker import ForkBroker, ForkInitializer, end
+
 
 REAP_INTERVAL_S = 0.1
 WEIGH_SHARE = 20  # of the time, one part goes into looking at what the sessions weigh
@@ -72,11 +72,11 @@ def main() -> None:
     confine.no_new_privileges()
     confine.be_seen(True)
     null = os.open(os.devnull, os.O_RDWR)
-    nurse = None
+    initializer = None
     if config["live_forks"] and config["rung"] == "namespaces":
-        nurse = Nurse(config["tmp_bytes"], config["below_tmp"])
+        initializer = ForkInitializer(config["tmp_bytes"], config["below_tmp"])
     del sys.path[0]
-    missing = preload.preload(config["preload"], config["preload_if_installed"])
+    missing = preload(config["preload"], config["preload_if_installed"])
     home = "/"
     if config["rung"] == "namespaces":
         home = "/tmp"
@@ -89,16 +89,15 @@ def main() -> None:
         os.dup2(null, fd)
     gc.collect()
     pids: dict[int, int] = {}
-    births = None
+    broker = None
     if config["live_forks"]:
-        births = _births(config, nurse, pids, functools.partial(_announce, control))
-    if config["rung"] == "namespaces" or births is not None:  # its own process 1, or asked about
+        broker = _broker(config, initializer, pids, functools.partial(_announce, control))
+    if config["rung"] == "namespaces" or broker is not None:  # its own process 1, or asked about
         config["filter"] = _filter(config, 1)
-    control.send(json.dumps({"missing": missing, "live_forks": births is not None}).encode())
+    control.send(json.dumps({"missing": missing, "live_forks": broker is not None}).encode())
     gc.freeze()
     confine.use_huge_pages()
-    config["alone"] = len(os.listdir("/proc/self/task")) == 1
-    _serve(control, config, home, pids, births)
+    _serve(control, config, home, pids, broker)
 
 
 def _filter(config: dict[str, Any], pid: int) -> bytes:
@@ -106,31 +105,34 @@ def _filter(config: dict[str, Any], pid: int) -> bytes:
     it is the same for all."""
     if "filter" in config:
         return bytes(config["filter"])
-    code = seccomp.program(
+    code = confine.program(
         platform.machine(),
         pid,
         files=config["rung"] == "namespaces",
         threads=config["rlimits"]["NPROC"] > 1,
         fork_flags=config.get("fork_flags", 0),
     )
-    return seccomp.assembled(code)
+    return confine.assembled(code)
 
 
-def _births(
-    config: dict[str, Any], nurse: Nurse | None, pids: dict[int, int], announce: Announce
-) -> Births | None:
+def _broker(
+    config: dict[str, Any],
+    initializer: ForkInitializer | None,
+    pids: dict[int, int],
+    announce: Announce,
+) -> ForkBroker | None:
     """What lets sessions fork; None where the kernel, or a filter around us, has no such thing."""
     isolated = config["rung"] == "namespaces"
     flags = confine.FORK_INTO_NAMESPACES if isolated else confine.FORK_BESIDE
     machine = platform.machine()
     try:
-        above = seccomp.assembled(seccomp.listening(machine, flags))
-        listener = seccomp.install(machine, above, listen=True)
+        above = confine.assembled(confine.listening(machine, flags))
+        listener = confine.install(machine, above, listen=True)
     except (OSError, ValueError):
         return None
     config["fork_flags"] = flags
     config["rlimits"]["NPROC"] = -1  # who listens counts
-    return Births(listener, CHANNEL_FD, nurse, pids, announce)
+    return ForkBroker(listener, CHANNEL_FD, initializer, pids, announce)
 
 
 def _serve(
@@ -138,12 +140,12 @@ def _serve(
     config: dict[str, Any],
     home: str,
     pids: dict[int, int],
-    births: Births | None,
+    broker: ForkBroker | None,
 ) -> None:
     """Answer requests and reap what has ended, until the other side has gone."""
     max_pages = config["max_total_bytes"] // resource.getpagesize()
     weigh_at = 0.0
-    waiting: list[Any] = [control, *([births.listener] if births else [])]
+    waiting: list[Any] = [control, *([broker.listener] if broker else [])]
     while True:
         ready = select.select(waiting, [], [], REAP_INTERVAL_S if pids else None)[0]
         if control in ready:
@@ -156,18 +158,18 @@ def _serve(
                 os.close(channel)
                 if pid:
                     pids[request["spawn"]] = pid
-                    if births is not None and config["rung"] != "namespaces":
-                        births.begins(pid)
+                    if broker is not None and config["rung"] != "namespaces":
+                        broker.begins(pid)
                     _announce(control, request["spawn"], pid)
-            elif births is not None and "fork" in request:
-                births.grant(request["fork"], request["child"], channel)
-            elif births is not None:
-                births.forget(request["forget"])
-        elif births is not None and ready:
-            births.hear()
-        if births is not None:
-            births.expire()
-        _reap(pids, births)
+            elif broker is not None and "fork" in request:
+                broker.grant(request["fork"], request["child"], channel)
+            elif broker is not None:
+                broker.forget(request["forget"])
+        elif broker is not None and ready:
+            broker.answer_next()
+        if broker is not None:
+            broker.expire()
+        _reap(pids, broker)
         now = time.monotonic()
         if pids and now >= weigh_at:
             _kill_the_largest(pids.values(), max_pages)
@@ -215,7 +217,7 @@ def _receive_packet(control: socket.socket) -> tuple[bytes, int]:
     return packet, fds[0] if fds else -1
 
 
-def _reap(pids: dict[int, int], births: Births | None) -> None:
+def _reap(pids: dict[int, int], broker: ForkBroker | None) -> None:
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -225,8 +227,8 @@ def _reap(pids: dict[int, int], births: Births | None) -> None:
             return
         for number in [number for number, one in pids.items() if one == pid]:
             del pids[number]
-        if births is not None:
-            births.buried(pid)
+        if broker is not None:
+            broker.ended(pid)
 
 
 def _spawn(channel: int, seed: int, config: dict[str, Any], home: str) -> int:
@@ -235,10 +237,9 @@ def _spawn(channel: int, seed: int, config: dict[str, Any], home: str) -> int:
     isolated = config["rung"] == "namespaces"
     try:
         if isolated:
-            first = "fork_flags" not in config
-            pid = confine.fork_into_namespaces(first=first, alone=config["alone"])
+            pid = confine.fork_into_namespaces(first="fork_flags" not in config)
         else:
-            pid = confine.fork(alone=config["alone"])
+            pid = os.fork()
     except OSError as error:
         with contextlib.suppress(OSError):  # the host may have turned away meanwhile
             cells.send(channel, {"error": str(error)})
@@ -257,7 +258,7 @@ def _run_session(channel: int, seed: int, config: dict[str, Any], home: str) -> 
     """Confine this process, then serve its cells until the host is gone."""
     os.dup2(channel, CHANNEL_FD)
     try:
-        determinism.seed_all(seed)
+        cells.seed_all(seed)
         home = _confine(config, home)
     except (OSError, ValueError) as error:
         cells.send(CHANNEL_FD, {"error": str(error)})
@@ -289,11 +290,118 @@ def _confine(config: dict[str, Any], home: str) -> str:
     confine.drop_privileges(seen="fork_flags" in config)
     if rung == "landlock":
         confine.restrict_self_by(config["rules_fd"])
-        preload.ask_by_opening()
+        ask_by_opening()
     os.closerange(CHANNEL_FD + 1, 1 << 20)
     if rung != "unsafe":
-        seccomp.install(platform.machine(), _filter(config, os.getpid()))
+        confine.install(platform.machine(), _filter(config, os.getpid()))
     return home
+
+
+# Modules that every session finds imported and warmed up.
+
+# what code that calculates is likely to import
+STANDARD = (
+    "bisect cmath collections contextlib copy dataclasses datetime decimal enum fractions "
+    "functools heapq itertools math operator re statistics string textwrap typing"
+)
+
+
+def preload(names: Sequence[str], optional: Sequence[str]) -> list[str]:
+    """Import modules and touch what they make at first use; the names that cannot be imported.
+
+    Of `optional` the ones that are not installed are left out without a word.
+    """
+    for name in STANDARD.split():
+        importlib.import_module(name)
+    wanted = [*names, *(name for name in optional if importlib.util.find_spec(name))]
+    missing = []
+    warnings.filterwarnings("ignore", "tqdm:disabling monitor")  # a thread that no session has
+    os.environ.update(dict.fromkeys(confine.ONE_THREAD, "1"))
+    for name in wanted:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            missing.append(f"{name} ({error})")
+        else:
+            _WARM_UPS.get(name, _nothing)()
+    return missing
+
+
+def ask_by_opening() -> None:
+    """Where files can be opened but not asked about by path, Python opens them to ask.
+
+    Links are followed always. What cannot be opened is not there, and what is there counts as
+    accessible: that nothing can be written shows when it is tried.
+    """
+    machinery: Any = importlib.import_module("importlib._bootstrap_external")
+    machinery._path_stat = os.stat = os.lstat = _stat_by_opening
+    os.access = _access_by_opening
+    os.environ["MPLCONFIGDIR"] = sys.prefix  # matplotlib insists on a folder that is there
+
+
+def _stat_by_opening(
+    path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True
+) -> os.stat_result:
+    if isinstance(path, int):
+        return os.fstat(path)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=dir_fd)
+    except PermissionError as error:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+    try:
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
+
+
+def _access_by_opening(
+    path: Any,
+    mode: int,
+    *,
+    dir_fd: int | None = None,
+    effective_ids: bool = False,
+    follow_symlinks: bool = True,
+) -> bool:
+    try:
+        _stat_by_opening(path, dir_fd=dir_fd)
+    except OSError:
+        return False
+    return True
+
+
+def _nothing() -> None:
+    return None
+
+
+def _warm_numpy() -> None:
+    import numpy as np
+
+    np.random.seed(0)
+    square = np.random.rand(3, 3) + np.eye(3)
+    np.linalg.solve(square, np.ones(3))
+    np.linalg.eigh(square + square.T)
+    np.linalg.svd(square)
+    str(np.random.default_rng(0).normal(size=3))
+    repr(np.arange(3).reshape(1, 3).cumsum() / 2)
+
+
+def _warm_sympy() -> None:
+    sympy: Any = importlib.import_module("sympy")
+
+    x, y = sympy.symbols("x y")
+    repr(sympy.solve(x**2 - 3 * x + 2, x))
+    repr(sympy.solve([x + y - 3, x - y - 1], [x, y]))
+    repr(sympy.integrate(sympy.sin(x) * x, (x, 0, sympy.pi)))
+    repr(sympy.simplify(sympy.sin(x) ** 2 + sympy.cos(x) ** 2))
+    repr(sympy.factor(sympy.expand((x + 1) ** 3)))
+    repr(sympy.diff(sympy.exp(x) / x, x))
+    repr(sympy.limit(sympy.sin(x) / x, x, 0))
+    repr(sympy.factorint(360)), repr(sympy.sqrt(8)), repr(sympy.Rational(1, 3).evalf(20))
+    repr(sympy.Matrix([[1, 2], [3, 4]]).inv())
+    repr(sympy.sympify("2*x + 1"))
+
+
+_WARM_UPS: dict[str, Callable[[], None]] = {"numpy": _warm_numpy, "sympy": _warm_sympy}
 
 
 if __name__ == "__main__":

@@ -17,13 +17,13 @@ import sqlite3
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
+from agentenv.deadline import waiting
 from agentenv.env import summed_stats
 from agentenv.envs.search.corpus import Backend, Hit, Query
-from agentenv.envs.search.upstream import SharedFetches
 from agentenv.errors import ConfigError, DataError, ForeignError
 from agentenv.offload import in_thread
 from agentenv.untrusted import decode, decode_text
@@ -46,6 +46,44 @@ _READ = f"SELECT value, {_NOW_S} - written_at FROM entries WHERE key = ?"
 _PUT = f"INSERT OR REPLACE INTO entries VALUES (?, ?, {_NOW_S})"
 
 logger = logging.getLogger(__name__)
+
+
+class SharedFetches(Generic[T]):
+    """Runs one fetch a key at a time; equal calls meanwhile wait for the same one.
+
+    A waiter that is cancelled leaves the fetch alone: others wait for it, and its result is
+    cached. `close` cancels what is still in the air.
+    """
+
+    def __init__(self) -> None:
+        self._in_flight: dict[str, asyncio.Task[T]] = {}
+
+    async def run(self, key: str, fetch: Callable[[], Awaitable[T]]) -> T:
+        """The result of `fetch`, or of an equal call's; all waiters see the same exception."""
+        task = self._in_flight.get(key)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(_await(fetch))
+            self._in_flight[key] = task
+            task.add_done_callback(lambda done: self._landed(key, done))
+            return await asyncio.shield(task)
+        with waiting("a request that another rollout has made"):
+            return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Cancel every fetch and wait until each is gone."""
+        tasks = list(self._in_flight.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _landed(self, key: str, done: asyncio.Task[T]) -> None:
+        del self._in_flight[key]
+        if not done.cancelled():
+            done.exception()  # looked at: all waiters may be gone
+
+
+async def _await(fetch: Callable[[], Awaitable[T]]) -> T:
+    return await fetch()
 
 
 class ResultCache:

@@ -225,8 +225,8 @@ class CorpusFile:
     In memory stand 24 bytes a passage: where its line begins, and its id as a 64-bit hash in a
     sorted table. 21 million passages (Wikipedia as FlashRAG has it, 14 GB) take half a gigabyte.
 
-    Raises DataError for a file that cannot be read, a row that is no passage, and an id that two
-    rows have.
+    Raises DataError for a file that cannot be read, and a row that is no passage. Of several rows
+    with one id `find` gives the first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -251,7 +251,6 @@ class CorpusFile:
         self._begins = np.frombuffer(begins, np.int64)
         self._order = np.argsort(np.frombuffer(hashes, np.int64), kind="stable")
         self._sorted = np.frombuffer(hashes, np.int64)[self._order]
-        self._refuse_twins()
 
     def __len__(self) -> int:
         return len(self._begins) - 1
@@ -273,14 +272,3 @@ class CorpusFile:
             if (passage := self[place]).id == passage_id:
                 return passage
         return None
-
-    def _refuse_twins(self) -> None:
-        """Rows whose ids have one hash are compared: ids that are equal are refused."""
-        alike = np.flatnonzero(self._sorted[1:] == self._sorted[:-1])
-        for first in alike.tolist():
-            one, other = self._order[first : first + 2].tolist()
-            if self[one].id == self[other].id:
-                raise DataError(
-                    f"corpus {self.path}, passage {other + 1}: id {self[other].id!r} is already "
-                    f"that of passage {one + 1}; expected a different id for each row"
-                )

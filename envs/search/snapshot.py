@@ -403,21 +403,3 @@ def _drop_cut_row(file: BinaryIO) -> None:
         end = start
     if end != size:
         os.ftruncate(file.fileno(), end)
-
-
-class Nobody:
-    """The backend of a run on a snapshot: there is nothing to start, and nobody is asked."""
-
-    async def start(self) -> None:
-        """Nothing to do."""
-
-    async def search(self, query: Query) -> list[Hit]:
-        """Never called."""
-        raise InfraError("a run on a snapshot asks nobody")
-
-    async def document(self, url: str) -> Hit | None:
-        """Never called."""
-        raise InfraError("a run on a snapshot asks nobody")
-
-    async def close(self) -> None:
-        """Nothing to free."""

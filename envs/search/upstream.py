@@ -1,4 +1,4 @@
-"""An HTTP service that others run: rate limit, retries, circuit breaker.
+"""An HTTP service that others run: rate limit, retries, a break after many failures.
 
 429 and 5xx, broken connections and time-outs are failures of infrastructure: they are retried,
 then raised as InfraError, and never come back as a reply.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -30,52 +29,6 @@ class Reply(Struct, frozen=True, omit_defaults=True):
     url: str = ""
 
 
-# Equal calls that are in flight at once share one fetch.
-
-T = TypeVar("T")
-
-
-class SharedFetches(Generic[T]):
-    """Runs one fetch a key at a time; equal calls meanwhile wait for the same one.
-
-    A waiter that is cancelled leaves the fetch alone: others wait for it, and its result is
-    cached. `close` cancels what is still in the air.
-    """
-
-    def __init__(self) -> None:
-        self._in_flight: dict[str, asyncio.Task[T]] = {}
-
-    async def run(self, key: str, fetch: Callable[[], Awaitable[T]]) -> T:
-        """The result of `fetch`, or of an equal call's; all waiters see the same exception."""
-        task = self._in_flight.get(key)
-        if task is None:
-            task = asyncio.get_running_loop().create_task(_await(fetch))
-            self._in_flight[key] = task
-            task.add_done_callback(lambda done: self._landed(key, done))
-            return await asyncio.shield(task)
-        with waiting("a request that another rollout has made"):
-            return await asyncio.shield(task)
-
-    async def close(self) -> None:
-        """Cancel every fetch and wait until each is gone."""
-        tasks = list(self._in_flight.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _landed(self, key: str, done: asyncio.Task[T]) -> None:
-        del self._in_flight[key]
-        if not done.cancelled():
-            done.exception()  # looked at: all waiters may be gone
-
-
-async def _await(fetch: Callable[[], Awaitable[T]]) -> T:
-    return await fetch()
-
-
-# What protects a provider: a token bucket, and a circuit breaker.
-
-
 class TokenBucket:
     """At most `rate_per_s` requests a second in the long run, and `burst` at once.
 
@@ -91,8 +44,8 @@ class TokenBucket:
     async def take(self) -> None:
         """Wait for a token, and for the end of a pause."""
         loop = asyncio.get_running_loop()
-        if loop.time() < self._paused_until:
-            with waiting("the end of a pause that a search service asked for"):
+        while loop.time() < self._paused_until:
+            with waiting("the end of a pause of a search service"):
                 await asyncio.sleep(self._paused_until - loop.time())
         if self._rate <= 0:
             return
@@ -105,70 +58,9 @@ class TokenBucket:
                 await asyncio.sleep(delay)
 
     def pause(self, seconds: float) -> None:
-        """Give nobody a token for so long: the provider has asked for it."""
+        """Give nobody a token for so long: the provider has asked for it, or fails."""
         until = asyncio.get_running_loop().time() + seconds
         self._paused_until = max(self._paused_until, until)
-
-
-class CircuitBreaker:
-    """After `max_failures` failures in a row nobody is let through for `cool_down_s`; calls wait.
-
-    Then one of them is a probe. Its success closes the circuit, and those who wait go on. Its
-    failure opens it for another `cool_down_s`, and is theirs too: nobody waits for two probes.
-    """
-
-    def __init__(self, name: str, max_failures: int, cool_down_s: float) -> None:
-        self._name = name
-        self._max_failures = max_failures
-        self._cool_down_s = cool_down_s
-        self._num_failures = 0
-        self._open_until: float | None = None
-        self._probe: asyncio.Future[bool | None] | None = None  # None: it was given up
-
-    async def admit(self) -> bool:
-        """Wait while the circuit is open; whether the caller is the probe. It says how its call
-        ended by `succeeded`, `failed` or `left`.
-
-        Raises InfraError when the probe that it waited for has failed.
-        """
-        loop = asyncio.get_running_loop()
-        while self._open_until is not None:
-            if self._probe is not None:
-                if await asyncio.shield(self._probe) is False:
-                    raise InfraError(
-                        f"{self._name}: failed {self._num_failures} times in a row, and still does "
-                        f"after {self._cool_down_s:g} s"
-                    )
-            elif loop.time() < self._open_until:
-                await asyncio.sleep(self._open_until - loop.time())
-            else:
-                self._probe = loop.create_future()
-                return True
-        return False
-
-    def succeeded(self) -> None:
-        """Close the circuit."""
-        self._num_failures, self._open_until = 0, None
-        self._settle(True)
-
-    def failed(self, is_probe: bool) -> None:
-        """Count a failure, and open the circuit if there are too many."""
-        self._num_failures += 1
-        if self._num_failures >= self._max_failures:
-            self._open_until = asyncio.get_running_loop().time() + self._cool_down_s
-        if is_probe:
-            self._settle(False)
-
-    def left(self, is_probe: bool) -> None:
-        """The call ended otherwise, by its caller's deadline say: if it was the probe, the next
-        one is."""
-        if is_probe:
-            self._settle(None)
-
-    def _settle(self, outcome: bool | None) -> None:
-        if self._probe is not None:
-            self._probe.set_result(outcome)
-            self._probe = None
 
 
 MAX_REPLY_BYTES = 8_000_000
@@ -176,7 +68,7 @@ BURST = 20  # requests that may start at once
 FIRST_DELAY_S = 0.5  # before a retry; doubles, jittered
 MAX_DELAY_S = 30.0  # the longest wait between attempts
 MAX_FAILURES = 20  # calls that fail in a row until the service is left alone
-COOL_DOWN_S = 30.0  # how long the service is left alone; then one call is a probe
+COOL_DOWN_S = 30.0  # how long the service is left alone
 
 
 # A wrong key, one that may not do this, or a plan that is used up: Tavily says 432 and 433.
@@ -225,7 +117,7 @@ class Upstream:
         self.num_requests = 0
         self.num_retries = 0
         self._bucket = TokenBucket(config.rate_per_s, BURST)
-        self._breaker = CircuitBreaker(name, MAX_FAILURES, COOL_DOWN_S)
+        self._num_failures = 0  # calls in a row
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._session: aiohttp.ClientSession | None = None
 
@@ -235,8 +127,7 @@ class Upstream:
         Raises InfraError when all attempts failed, and ConfigError when the key is refused or the
         plan is used up.
         """
-        problem, is_probe = "", False
-        wanted_s: float | None = None
+        problem, wanted_s = "", None
         for attempt in range(self.config.num_retries + 1):
             if attempt:
                 delay_s = backoff_s(
@@ -248,29 +139,20 @@ class Upstream:
                 )
                 with waiting(f"a break before {self.name} is asked again"):
                     await asyncio.sleep(delay_s)
-            with waiting(f"{self.name}, which has failed, to answer again"):
-                is_probe = await self._breaker.admit()
-            outcome = None
-            try:
-                await self._bucket.take()
-                async with admitted(
-                    self._slots, f"a place at {self.name}"
-                ):  # only while the request is in the air
-                    self.num_requests += 1
-                    self.num_retries += attempt > 0
-                    outcome = await self._attempt(request)
-            finally:
-                if outcome is None:
-                    self._breaker.left(is_probe)
+            await self._bucket.take()
+            async with admitted(self._slots, f"a place at {self.name}"):  # while it is in flight
+                self.num_requests += 1
+                self.num_retries += attempt > 0
+                outcome = await self._attempt(request)
             if isinstance(outcome, Reply):
-                self._breaker.succeeded()
+                self._num_failures = 0
                 return outcome
             problem, wanted_s = outcome
             if wanted_s:  # the service speaks to all of us
                 self._bucket.pause(min(wanted_s, MAX_DELAY_S))
-            if is_probe:
-                break
-        self._breaker.failed(is_probe)
+        self._num_failures += 1
+        if self._num_failures >= MAX_FAILURES:
+            self._bucket.pause(COOL_DOWN_S)
         raise InfraError(f"{self.name}: {attempt + 1} attempts failed: {problem}")
 
     def stats(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
-from agentenv.envs.sandbox.process import Rung
+from agentenv.envs.sandbox.launch import Rung
 from agentenv.envs.sandbox.sandbox import RunResult, Sandbox
 from agentenv.errors import AgentEnvError
 from agentenv.untrusted import decode

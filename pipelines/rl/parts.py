@@ -29,8 +29,8 @@ from agentenv.engine import Engine, EngineStart, ServerStarter
 from agentenv.env import Env
 from agentenv.errors import ConfigError
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner, start_ranks
-from agentenv.learners.learner import read_saved
-from agentenv.learners.lora import ADAPTER_FOLDER, frozen_model
+from agentenv.learners.learner import frozen_model, read_saved
+from agentenv.learners.lora import ADAPTER_FOLDER
 from agentenv.learners.ranks import RankGroup, RemoteRanks
 from agentenv.model_files import vocab_size
 from agentenv.offload import in_thread

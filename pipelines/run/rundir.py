@@ -11,7 +11,6 @@ runs/NAME/config.json  run.log  servers/*.log  metrics.jsonl  summary.json  curv
           checkpoints/step-000020/               Hugging Face directory
           checkpoints/step-000020/trainer/       what a resume needs beside it
           checkpoints/best/                      the best by `checkpoint.best_metric`
-          skipped/                               batches whose step was not finite
           lock                                   who trains in it now
           ctl/                                   the socket of agentenv ctl, while it lives
           starts                                 how many processes have begun or gone on with it

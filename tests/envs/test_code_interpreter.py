@@ -11,6 +11,7 @@ import agentenv.env
 import agentenv.envs
 from agentenv.env import close_shared, shared_stats
 from agentenv.envs.code_interpreter import python_tool, shared_sandbox
+from agentenv.envs.sandbox.keys import PythonConfig
 from agentenv.envs.sandbox.remote import RemoteSandbox
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.errors import ConfigError, EnvError
@@ -80,10 +81,10 @@ def test_a_wrong_key_is_refused(kwargs: dict[str, Any], problem: str) -> None:
 
 
 async def test_one_sandbox_for_all_episodes_with_the_same_settings() -> None:
-    one = shared_sandbox()
+    one = shared_sandbox(PythonConfig())
     assert isinstance(one, Sandbox)
-    assert shared_sandbox() is one
-    assert shared_sandbox(allow_unsafe=True) is not one
+    assert shared_sandbox(PythonConfig()) is one
+    assert shared_sandbox(PythonConfig(allow_unsafe=True)) is not one
     tool = python_tool(timeout_s=3.0)
     assert (tool.sandbox, tool.timeout_s) == (one, 3.0)
     env = agentenv.env.make(ENV_ID, TASK, python={"remote_url": "http://127.0.0.1:9"})

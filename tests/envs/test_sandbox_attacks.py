@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.envs.sandbox.process import Rung
+from agentenv.envs.sandbox.launch import Rung
 from agentenv.errors import ConfigError
 from agentenv.pipelines.diagnosis import escapes
 from agentenv.pipelines.diagnosis.escapes import (

@@ -32,7 +32,9 @@ def process_of(sandbox: Sandbox) -> psutil.Process:
     for _ in range(200):
         children = zygote_of(sandbox).children()
         alive = [one for one in children if one.status() != psutil.STATUS_ZOMBIE]
-        alive = [one for one in alive if not one.children()]  # as the nurse has, but between two
+        alive = [
+            one for one in alive if not one.children()
+        ]  # as the initializer of forks has, but between two
         if len(alive) == 1:
             break
         time.sleep(0.01)

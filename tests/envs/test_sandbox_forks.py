@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentenv.envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
-from agentenv.envs.sandbox.process import HUGE_PAGES, Rung, environment
+from agentenv.envs.sandbox.launch import HUGE_PAGES, Rung, environment
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from agentenv.errors import EnvError
 from agentenv.pipelines.diagnosis.escapes import RUNGS
@@ -152,7 +152,7 @@ async def test_copies_are_independent(sandbox: Sandbox) -> None:
     assert sandbox.counters.num_live_forks == 3
     for one in family:
         one.close()
-    await until(lambda: len(zygote_of(sandbox).children()) <= 1)  # the nurse, if there is one
+    await until(lambda: len(zygote_of(sandbox).children()) <= 1)  # the initializer of forks, if any
 
 
 def had_for_the_asking() -> bool:
@@ -224,7 +224,7 @@ async def test_forks_of_forks(sandbox: Sandbox) -> None:
         one.close()
 
 
-async def test_without_a_nurse_it_is_replayed(sandbox: Sandbox) -> None:
+async def test_without_an_initializer_it_is_replayed(sandbox: Sandbox) -> None:
     await sandbox.start()
     if sandbox.rung != "namespaces":
         pytest.skip("there, nothing is to be copied")

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.envs.sandbox import process as sandbox_process
-from agentenv.envs.sandbox.channel import SessionProcess
+from agentenv.envs.sandbox import launch
+from agentenv.envs.sandbox import process as processes
 from agentenv.envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
+from agentenv.envs.sandbox.process import SessionProcess
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.errors import ConfigError
 from agentenv.pipelines.diagnosis.escapes import RUNGS
@@ -28,11 +29,12 @@ def remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remove:
     """Leave a guard out of a copy of what runs inside."""
 
     def without(name: str, guard: str, nothing: str) -> None:
-        folder = shutil.copytree(sandbox_process.HERE, tmp_path / "sandbox")
+        folder = shutil.copytree(launch.HERE, tmp_path / "sandbox")
         text = (folder / name).read_text()
         assert text.count(guard) == 1, f"{name} has no longer one {guard!r}"
         (folder / name).write_text(text.replace(guard, nothing))
-        monkeypatch.setattr(sandbox_process, "HERE", folder)
+        for module in (launch, processes):
+            monkeypatch.setattr(module, "HERE", folder)
 
     return without
 
@@ -105,7 +107,7 @@ int(pid > 0)
 
 async def test_forks_that_nobody_asked_for(sandbox: Sandbox, remove: Remove) -> None:
     assert await num_forks(sandbox) == "0"
-    remove("births.py", "self._answer(call, errno.EAGAIN)", "self._answer(call)")
+    remove("fork_broker.py", "self._answer(call, errno.EAGAIN)", "self._answer(call)")
     open_ = Sandbox(rungs=(sandbox.rung or "landlock",), preload=())
     assert await num_forks(open_) == "1"
     await open_.close()
@@ -127,7 +129,7 @@ async def test_a_fork_that_shares_a_pipe(sandbox: Sandbox, remove: Remove) -> No
     assert not await crossed(sandbox)
     assert sandbox.counters.num_live_forks == 0
     guard = "if open_files != STANDARD or not channel"
-    remove("births.py", guard, "if not channel")
+    remove("fork_broker.py", guard, "if not channel")
     open_ = Sandbox(rungs=(sandbox.rung or "landlock",), preload=())
     assert await crossed(open_)
     await open_.close()
@@ -139,7 +141,7 @@ async def test_a_signal_to_the_zygote(sandbox: Sandbox, remove: Remove) -> None:
     assert "Operation not permitted" in await said(session, code)
     session.close()
     remove(
-        "births.py",
+        "fork_broker.py",
         "elif _same_process(pid, arguments[0]):",
         "elif _same_process(pid, arguments[0]) or True:",
     )
@@ -153,7 +155,7 @@ async def test_where_the_kernel_asks_nobody_forks_are_replays(
 ) -> None:
     """Each session is then process 1 of its own namespace, or may signal its own number only."""
     await sandbox.start()
-    asking = "listener = seccomp.install(machine, above, listen=True)"
+    asking = "listener = confine.install(machine, above, listen=True)"
     remove("zygote.py", asking, "raise OSError")
     other = Sandbox(rungs=(sandbox.rung or "landlock",), preload=())
     parent = other.session(1)

@@ -14,7 +14,7 @@ import pytest
 from agentenv.envs.sandbox import confine
 from agentenv.envs.sandbox import process as zygote_process
 from agentenv.envs.sandbox.keys import SandboxLimits
-from agentenv.envs.sandbox.process import Interpreter
+from agentenv.envs.sandbox.launch import Interpreter
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.errors import ConfigError, InfraError
 from agentenv.pipelines.diagnosis.escapes import RUNGS

@@ -75,13 +75,13 @@ async def test_who_replaces_a_zygote_may_be_cancelled(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the dead one is buried."""
-    bury = zygote_process.ZygoteProcess._bury
+    bury = zygote_process.ZygoteProcess._reap_group
 
     def slowly(self: zygote_process.ZygoteProcess) -> None:
         time.sleep(0.3)
         bury(self)
 
-    monkeypatch.setattr(zygote_process.ZygoteProcess, "_bury", slowly)
+    monkeypatch.setattr(zygote_process.ZygoteProcess, "_reap_group", slowly)
     await sandbox.start()
     zygote = zygote_of(sandbox)
     zygote.kill()

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentenv.envs.search import corpus as extras
-from agentenv.envs.search.bm25 import BM25Backend, BM25Index
+from agentenv.envs.search.bm25 import BM25Backend, TantivyBackend
 from agentenv.envs.search.corpus import SHIPPED_CORPUS, Hit, Passage, Query, market_of, read_corpus
-from agentenv.envs.search.tantivy_index import TantivyBackend
 from agentenv.errors import ConfigError, DataError
 
 XQUAD_QUESTION = "How many points did the Panthers defense surrender?"
@@ -46,17 +44,20 @@ def test_the_shipped_corpus_is_attributed() -> None:
     assert f"{len(passages)} passages" in note
 
 
-async def test_building_leaves_the_event_loop_free(tmp_path: Path) -> None:
+async def test_building_leaves_the_event_loop_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop = asyncio.get_running_loop()
     ticked = asyncio.Event()
 
-    def build(path: Path) -> BM25Index:
+    def read(path: Path) -> list[Passage]:
         # returns only once the event loop has run something else
         asyncio.run_coroutine_threadsafe(_set(ticked), loop).result(timeout=10)
-        return BM25Index(read_corpus(path))
+        return read_corpus(path)
 
+    monkeypatch.setattr("agentenv.envs.search.bm25.read_corpus", read)
     path = corpus(tmp_path, [{"id": "a", "title": "", "text": "lima"}])
-    backend = BM25Backend(path, build)
+    backend = BM25Backend(path)
     first, second = await asyncio.gather(*(backend.search(Query("lima")) for _ in range(2)))
     assert first == second == [Hit("lima", "", "corpus:a", "a", first[0].score)]
     await backend.close()
@@ -74,33 +75,6 @@ async def test_a_cancelled_caller_does_not_stop_the_build(tmp_path: Path) -> Non
     starting.cancel()
     assert [hit.id for hit in await backend.search(Query("lima"))] == ["a"]
     await backend.close()
-
-
-@pytest.mark.slow
-def test_the_compiled_search_finds_what_the_plain_one_finds() -> None:
-    pytest.importorskip("numba")
-    passages = read_corpus(SHIPPED_CORPUS)
-    plain, compiled = BM25Index(passages), BM25Index(passages, min_compiled=1)
-    queries = [passage.text[30:90] for passage in passages[::20]] + ["the", "zzz", "", "of a"]
-    for query in queries:
-        assert compiled.ranked(query, 7) == plain.ranked(query, 7)
-
-
-@pytest.mark.slow
-def test_the_compiled_search_leaves_out_only_what_cannot_be_among_the_best() -> None:
-    """Words as unequal as those of a language, and few, so that many passages score the same."""
-    pytest.importorskip("numba")
-    rng = random.Random(0)
-    vocabulary = [f"w{number}" for number in range(60)]
-    weights = [1 / (1 + number) for number in range(60)]
-    texts = [" ".join(rng.choices(vocabulary, weights, k=rng.randrange(1, 9))) for _ in range(800)]
-    passages = [Passage(str(number), "", text) for number, text in enumerate(texts)]
-    plain, compiled = BM25Index(passages), BM25Index(passages, min_compiled=1)
-    for round_ in range(600):
-        drawn = rng.choices(vocabulary, weights if round_ % 2 else None, k=rng.randrange(1, 12))
-        query, k = " ".join(drawn), rng.randrange(1, 20)
-        assert compiled.ranked(query, k) == plain.ranked(query, k)
-    assert len(compiled.search("w0", 1000)) == sum("w0" in text.split() for text in texts)
 
 
 BEIJING = "\u5317\u4eac\u662f\u4e2d\u56fd\u7684\u9996\u90fd"  # Beijing is the capital of China

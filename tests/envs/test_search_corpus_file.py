@@ -70,14 +70,6 @@ def test_memory_does_not_depend_on_the_length_of_passages(tmp_path: Path) -> Non
     [
         ([], "is empty"),
         ([{"id": "a", "text": "x", "title": ""}, {"id": "b"}], "row 2: .*expected"),
-        (
-            [
-                {"id": "a", "contents": "x"},
-                {"id": "b", "contents": "x"},
-                {"id": "a", "contents": "y"},
-            ],
-            "passage 3: id 'a' is already that of passage 1",
-        ),
     ],
 )
 def test_a_corpus_that_cannot_be_used_is_refused(

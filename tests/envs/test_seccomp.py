@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
-from agentenv.envs.sandbox import confine, seccomp
-from agentenv.envs.sandbox.seccomp import ALLOW, AUDIT_ARCH, ERRNO, KILL_PROCESS, Instruction
+from agentenv.envs.sandbox import confine
+from agentenv.envs.sandbox.confine import ALLOW, AUDIT_ARCH, ERRNO, KILL_PROCESS, Instruction
 
 OWN_PID = 77
 
@@ -70,15 +70,15 @@ def simulate(program: list[Instruction], arch: int, number: int, *arguments: int
         code, if_true, if_false, value = program[place]
         place += 1
         match code:
-            case seccomp.LOAD:
+            case confine.LOAD:
                 register = int.from_bytes(data[value : value + 4], "little")
-            case seccomp.AND:
+            case confine.AND:
                 register &= value
-            case seccomp.IF_EQUAL:
+            case confine.IF_EQUAL:
                 place += if_true if register == value else if_false
-            case seccomp.IF_AT_LEAST:
+            case confine.IF_AT_LEAST:
                 place += if_true if register >= value else if_false
-            case seccomp.RETURN:
+            case confine.RETURN:
                 return value
             case _:
                 raise AssertionError(f"the kernel would refuse the code {code:#x}")
@@ -87,7 +87,7 @@ def simulate(program: list[Instruction], arch: int, number: int, *arguments: int
 class Filter:
     def __init__(self, machine: Machine, files: bool, threads: bool) -> None:
         self.arch = AUDIT_ARCH[machine.name]
-        self.program = seccomp.program(machine.name, OWN_PID, files=files, threads=threads)
+        self.program = confine.program(machine.name, OWN_PID, files=files, threads=threads)
 
     def __call__(self, number: int, *arguments: int) -> int:
         return simulate(self.program, self.arch, number, *arguments)
@@ -123,11 +123,11 @@ def test_what_depends_on_the_arguments(machine: Machine) -> None:
     assert answer(machine.clone, thread) == ALLOW
     for flags in (fork, vfork, thread | user, user | 17, 0x100, 0x10000):
         assert answer(machine.clone, flags) == EPERM
-    assert answer(seccomp.CLONE3) == ENOSYS
+    assert answer(confine.CLONE3) == ENOSYS
     without = Filter(machine, files=False, threads=False)
     for flags in (thread, fork):
         assert without(machine.clone, flags) == EAGAIN
-    assert without(seccomp.CLONE3) == EAGAIN
+    assert without(confine.CLONE3) == EAGAIN
     for call in (machine.kill, {62: 234, 129: 131}[machine.kill]):  # kill, tgkill
         assert answer(call, OWN_PID, 9) == ALLOW
         for pid in (0, 1, -1, -OWN_PID, OWN_PID + 1):
@@ -147,8 +147,8 @@ def test_what_depends_on_the_arguments(machine: Machine) -> None:
 @pytest.mark.parametrize("flags", [confine.FORK_BESIDE, confine.FORK_INTO_NAMESPACES])
 def test_what_is_left_to_who_listens(machine: Machine, flags: int) -> None:
     """The clone by which a session forks, one prctl and signals; nothing else gets that far."""
-    program = seccomp.program(machine.name, OWN_PID, files=True, threads=False, fork_flags=flags)
-    above = seccomp.listening(machine.name, flags)
+    program = confine.program(machine.name, OWN_PID, files=True, threads=False, fork_flags=flags)
+    above = confine.listening(machine.name, flags)
 
     def decided(number: int, *arguments: int) -> int:
         """The stricter of two answers: a refusal, then a question, then leave."""
@@ -158,15 +158,15 @@ def test_what_is_left_to_who_listens(machine: Machine, flags: int) -> None:
 
     tgkill = {62: 234, 129: 131}[machine.kill]
     for call in (machine.kill, tgkill):
-        assert decided(call, 1, 9) == seccomp.ASK
-    assert decided(machine.prctl, 1, 9) == decided(machine.prctl, 1, 0) == seccomp.ASK
+        assert decided(call, 1, 9) == confine.ASK
+    assert decided(machine.prctl, 1, 9) == decided(machine.prctl, 1, 0) == confine.ASK
     assert decided(machine.prctl, 15) == ALLOW
     assert decided(machine.prctl, 4) == EPERM
-    assert decided(machine.clone, flags) == seccomp.ASK
+    assert decided(machine.clone, flags) == confine.ASK
     for other in (17, flags & ~17, flags | 0x100, flags | 0x20000000, 0x3D0F00, 0x10000000 | 17):
         assert decided(machine.clone, other) == EAGAIN
-    assert decided(seccomp.CLONE3) == EAGAIN
-    asked = [number for number in range(600) if decided(number, flags) == seccomp.ASK]
+    assert decided(confine.CLONE3) == EAGAIN
+    asked = [number for number in range(600) if decided(number, flags) == confine.ASK]
     assert len(asked) == 4  # clone, kill, tkill, tgkill
 
 
@@ -181,4 +181,4 @@ def test_calls_by_the_numbers_of_another_machine(machine: Machine) -> None:
 
 def test_the_filter_of_an_unknown_machine() -> None:
     with pytest.raises(ValueError, match="no system call filter for riscv64"):
-        seccomp.program("riscv64", 1, files=False, threads=False)
+        confine.program("riscv64", 1, files=False, threads=False)

@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.learners.backend import TorchBackend
-from agentenv.learners.device_memory import OffloadedMemory
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.policy import Policy
-from agentenv.learners.trainer import Trainer
+from agentenv.learners.trainer import OffloadedMemory, Trainer
 from agentenv.types import SamplingParams
 from tests.engines.small_models import make, prompt
 from tests.gpu.place import DEVICE, HAS_GPU, allocated_bytes

@@ -17,6 +17,7 @@ from agentenv.learners.attention import (
     NO_MASK,
     BlockPlan,
     TreeLayout,
+    _attend,
     _attention,
     block_mask,
     blocked_attention,
@@ -24,8 +25,6 @@ from agentenv.learners.attention import (
     flex_tree_attention,
     use_tree_attention,
     visible_blocks,
-    window_stretches,
-    windowed_attention,
 )
 from tests.learners.trees import MODELS, tiny_model
 
@@ -214,23 +213,34 @@ def test_a_layout_and_its_mask_go_together() -> None:
             model.base_model(input_ids=ids, use_cache=False, **wrong)
 
 
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [1, 3, 40, 150, 10_000])
-def test_a_window_shows_the_last_tokens_of_the_path(window: int) -> None:
-    """Against one mask over all tokens, with the gradients of query, key and value."""
+def test_a_window_shows_the_last_tokens_of_the_path(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every form; FlexAttention forward only, by blocks that leave out what none sees."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr("agentenv.learners.attention._compiled", lambda: flex_attention)
     end = random_end(7, 300)
     place = np.arange(len(end))
     seen = (place <= place[:, None]) & (place[:, None] < end)
     far = seen.cumsum(1)  # of q's path, the k-th token sees 1 + k; q itself comes last
     near = torch.from_numpy(seen & (far > far[place, place][:, None] - window))
-    inputs = [torch.randn(1, heads, len(end), 16, requires_grad=True) for heads in (4, 2, 2)]
-    stretches = list(window_stretches(end, window, CPU))
-    found = windowed_attention(*inputs, stretches, 0.25)
-    expected = scaled_dot_product_attention(*inputs, attn_mask=near, scale=0.25, enable_gqa=True)
-    expected = expected.transpose(1, 2)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    weights = torch.randn_like(found)
-    gradients = [torch.autograd.grad((one * weights).sum(), inputs) for one in (found, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+    query, key, value = (torch.randn(1, heads, len(end), 16) for heads in (4, 2, 2))
+    expected = scaled_dot_product_attention(query, key, value, near, scale=0.25, enable_gqa=True)
+    for form in ("blocked", "flex", "dense"):
+        layout = TreeLayout(end, CPU, form)
+        found = _attend(query, key, value, layout, 0.25, window)
+        torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
+    depth = torch.from_numpy(layout.depth)
+    assert torch.equal(depth, near.new_tensor(seen).sum(1) - 1)
+    some, full = visible_blocks(torch.from_numpy(end), 16, depth, window)
+    blocks = torch.nn.functional.pad(near, (0, -len(end) % 16, 0, -len(end) % 16))
+    blocks = blocks.view(len(some), 16, len(some), 16).transpose(1, 2).flatten(2)
+    assert not (blocks.any(-1) & ~(some | full)).any()
+    assert blocks[:-1].all(-1)[full[:-1]].all()
+    assert window > 40 or (some | full).sum() < (blocks.any(-1) | full).sum() + 3 * len(some)
 
 
 def test_what_is_not_computed_over_trees_is_refused() -> None:

@@ -54,12 +54,12 @@ def test_a_file_adds_what_ours_leaves_open(tmp_path: Path) -> None:
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
             {},
-            r"offload_optimizer\.device = 'cpu' contradicts learner\.offload",
+            r"offload_optimizer\.device = 'cpu' contradicts 'none' from learner\.offload",
         ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
             {"offload": "optimizer"},
-            r"device = 'nvme' contradicts learner\.offload",
+            r"device = 'nvme' contradicts 'cpu' from learner\.offload",
         ),
         ({"zero_optimisation": {}}, {}, r"'zero_optimisation' is not read"),
         (

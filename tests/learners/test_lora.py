@@ -24,12 +24,11 @@ from agentenv.learners.checkpoint import Checkpoint
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.export import Entry, entries
 from agentenv.learners.export import export as export_offline
-from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.learner import LearnerConfig, frozen_model
 from agentenv.learners.lora import (
     LoRAConfig,
     add_adapters,
     check_adapters,
-    frozen_model,
     is_adapter,
 )
 from agentenv.learners.worker import Rank

@@ -13,9 +13,9 @@ import torch
 from agentenv.errors import LearnerError
 from agentenv.learners.backend import TorchBackend
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
-from agentenv.learners.device_memory import HostMemory, OffloadedMemory, held_tensors
 from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.policy import Policy
+from agentenv.learners.trainer import HostMemory, OffloadedMemory, held_tensors
 from tests.learners.ranks import (
     ALGORITHM,
     plain_torch,

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from agentenv.learners.tensor_file import DTYPES, Load, Place, write_tensors
+from agentenv.learners.checkpoint import DTYPES, Load, Place, write_tensors
 
 TENSORS = {
     "odd": torch.arange(3, dtype=torch.uint8),

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from agentenv.learners.backend import moved_weights
+from agentenv.learners.checkpoint import stored_dtype
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.policy import Policy
-from agentenv.learners.tensor_file import stored_dtype
 from tests.learners.ranks import (
     ALGORITHM,
     largest_difference,

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from agentenv.disk import explain
-from agentenv.learners.deepspeed_learner import Evidence
 from agentenv.metrics import EntropyProfile
 from agentenv.pipelines.records.trajectories import write_rows
 from agentenv.pipelines.rl import curves, report
@@ -95,16 +94,3 @@ def test_pictures_are_drawn_of_the_rows_that_a_full_disk_did_not_cut_off(
     supervised.plot_losses(tmp_path, "sft", ("loss",))
     assert (tmp_path / "loss.png").read_bytes() == b"picture"
     assert seen == [[{"step": 1, "sft/loss": 2.5}]] * len(seen)
-
-
-def test_evidence_that_cannot_be_written_is_a_warning_and_the_update_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("skipped-00001.msgpack", "skipped-00001.json"):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / f"{name}.partial").symlink_to("/dev/full")
-        caplog.clear()
-        Evidence(folder).save({"loss": float("nan")}, 0, [], [])
-        assert "an optimizer step was skipped" in caplog.text
-        assert f"{folder / name}: no space is left on the device; free some" in caplog.text

@@ -193,7 +193,7 @@ def test_files_of_a_fine_tuning_are_looked_for_before_its_set_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "agentenv.envs.quickstart_chat.prepare", lambda *_: pytest.fail("it was run")
+        "agentenv.envs.quickstart_setup.prepare_chat", lambda *_: pytest.fail("it was run")
     )
     config, runs = str(ROOT / "configs" / "sft_quickstart.toml"), tmp_path / "runs"
     arguments = [config, f"run.dir={runs}", f"data.train={tmp_path}/nowhere.jsonl"]

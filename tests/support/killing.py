@@ -43,8 +43,7 @@ from msgspec import Struct
 from agentenv import journal, offload, supervisor
 from agentenv.engines.scripted import ScriptedEngine
 from agentenv.engines.vllm import VLLMServer
-from agentenv.envs.sandbox.channel import SessionProcess
-from agentenv.envs.sandbox.process import ZygoteProcess
+from agentenv.envs.sandbox.process import SessionProcess, ZygoteProcess
 from agentenv.frames import framed
 from agentenv.launchers import train
 from agentenv.learners import ranks as wire

@@ -12,7 +12,8 @@ import psutil
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from tests.support import forkserver
 
-# on the rung "namespaces": bubblewrap, the zygote, the nurse, and its child that waits for a fork
+# on the rung "namespaces": bubblewrap, the zygote, the initializer of forks, and its child that
+# waits for a fork
 RESIDENTS = 4
 
 

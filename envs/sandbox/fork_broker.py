@@ -1,0 +1,416 @@
+"""Part of the zygote: forks of sessions at rest, which the host alone can cause.
+
+A filter above all sessions hands three kinds of system calls to the zygote, which lets them go on
+or refuses them: the clone by which a session forks, prctl(PR_SET_PDEATHSIG) and signals.
+
+    host      {"fork": n, "child": m} and the socket of m to the zygote, then a request to n
+    n         clone: goes on once for such a request, else refused. The child is the zygote's, in
+              namespaces of its own, and not let go on before it was born in two steps:
+    m         prctl: it gets a private copy of the files of n, where sessions can have files
+    m         prctl: it must hold nothing that n holds too; then it gets its socket for n's
+
+All that untrusted code can do about it is to be no fork. Without namespaces a session asks for the
+same prctl once before it runs any; any other process is refused.
+
+An identity and files of its own a fork can only get from a process that has entered its namespaces,
+from where there is no way back. A small process, which was forked before anything was imported
+(`ForkInitializer`), forks one for each, and keeps one ready.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import platform
+import shutil
+import signal
+import socket
+import stat
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from agentenv.envs.sandbox import confine
+else:  # inside, these files are all there is
+    import confine
+
+
+# ioctls of a listener
+RECEIVE, SEND, ADD_FD, SET_FLAGS = 0xC0502100, 0xC0182101, 0x40182103, 0x40082104
+GO_ON, AT_THIS_NUMBER, WAKE_AT_ONCE = 1, 1, 1
+DEADLINE_S = 2.0  # from the host's wish to the fork; who takes longer is killed
+STANDARD = {"0": "/dev/null", "1": "/dev/null", "2": "/dev/null"}
+
+Announce = Callable[[int, int], None]  # a session's number, and its process; 0: there is none
+
+
+class Call(NamedTuple):
+    """A system call that waits for our answer: struct seccomp_notif."""
+
+    id: int
+    pid: int  # of the thread
+    number: int
+    arguments: tuple[int, ...]
+
+
+class PendingFork:
+    """A fork that has begun; `child` is its process, once that has shown itself."""
+
+    def __init__(self, parent: int, number: int, channel: int) -> None:
+        self.parent, self.number, self.channel = parent, number, channel
+        self.child = 0
+        self.deadline = time.monotonic() + DEADLINE_S
+
+
+class RefusedError(Exception):
+    """The child holds what it must not hold."""
+
+
+class ForkBroker:
+    """Answers the system calls of all sessions, whose processes by number are `pids`.
+
+    One fork at a time is under way: a process that nobody knows is its child.
+    """
+
+    def __init__(
+        self,
+        listener: int,
+        channel_fd: int,
+        initializer: ForkInitializer | None,
+        pids: dict[int, int],
+        announce: Announce,
+    ) -> None:
+        self.listener = listener
+        self._channel_fd = channel_fd
+        self._initializer = initializer
+        self._pids = pids
+        self._announce = announce
+        self._clone, self._prctl = confine.numbers_of(platform.machine(), "clone", "prctl")
+        self._granted: dict[int, PendingFork] = {}  # by the parent's process
+        self._waiting: deque[tuple[Call, PendingFork]] = deque()
+        self._fork: PendingFork | None = None
+        self._may_ask: set[int] = set()  # processes that run no cell yet, and ask once more
+        with contextlib.suppress(OSError):  # Linux 6.6: one of us works while the other waits
+            fcntl.ioctl(listener, SET_FLAGS, WAKE_AT_ONCE)
+        self._ours = _shared_memory(os.getpid())
+
+    def grant(self, parent: int, number: int, channel: int) -> None:
+        """Let the session of this number fork once; `channel` is then the child's."""
+        pid = self._pids.get(parent, 0)
+        self._end(self._granted.pop(pid, None))
+        fork = PendingFork(pid, number, channel)
+        if pid:
+            self._granted[pid] = fork
+        else:
+            self._end(fork)
+
+    def begins(self, pid: int) -> None:
+        """A new session confines itself, and then asks once to die with us."""
+        self._may_ask.add(pid)
+
+    def forget(self, number: int) -> None:
+        """The host waits for this child no more."""
+        for fork in [*self._granted.values(), *(fork for _, fork in self._waiting)]:
+            if fork.number == number:
+                self._granted.pop(fork.parent, None)
+                self._waiting = deque(one for one in self._waiting if one[1] is not fork)
+                self._end(fork)
+        if self._fork is not None and self._fork.number == number:
+            self._end(self._fork)
+
+    def ended(self, pid: int) -> None:
+        """This process has ended."""
+        self._may_ask.discard(pid)
+        if self._fork is not None and self._fork.child == pid:
+            self._end(self._fork)
+
+    def expire(self) -> None:
+        """End what has taken too long."""
+        if self._fork is not None and time.monotonic() > self._fork.deadline:
+            self._end(self._fork)
+
+    def answer_next(self) -> None:
+        """Answer one system call."""
+        data = bytearray(80)
+        try:
+            fcntl.ioctl(self.listener, RECEIVE, data)
+        except OSError:  # it has ended meanwhile
+            return
+        id_, pid, _, number, _, _, *arguments = struct.unpack("=QIIiIQ6Q", data)
+        call = Call(id_, pid, number, tuple(arguments))
+        if number == self._clone:
+            self._answer_clone(call)
+        elif number == self._prctl:
+            self._answer_prctl(call)
+        elif _same_process(pid, arguments[0]):
+            self._answer(call)
+        else:
+            self._answer(call, errno.EPERM)
+
+    def _answer_clone(self, call: Call) -> None:
+        fork = self._granted.pop(call.pid, None)
+        if fork is None or time.monotonic() > fork.deadline:
+            self._end(fork)
+            self._answer(call, errno.EAGAIN)
+        elif self._fork is None:
+            self._fork = fork
+            self._answer(call)
+        else:
+            self._waiting.append((call, fork))
+
+    def _answer_prctl(self, call: Call) -> None:
+        if call.arguments[:2] != (1, signal.SIGKILL):  # to die with its parent, and nothing else
+            self._answer(call, errno.EPERM)
+            return
+        fork = self._fork
+        if call.pid in self._may_ask:
+            self._may_ask.remove(call.pid)
+            self._grant(call)
+        elif fork is None or call.pid in self._pids.values() or not _is_child(call.pid):
+            self._answer(call, errno.EPERM)
+        elif fork.child == 0 and self._initializer is not None:
+            fork.child = call.pid
+            if self._initializer.initialize(fork.parent, fork.child):
+                self._grant(call)
+            else:
+                self._end(fork)
+        elif fork.child in (0, call.pid):
+            fork.child = call.pid
+            try:
+                self._check(fork)
+                replaced = (call.id, AT_THIS_NUMBER, fork.channel, self._channel_fd, 0)
+                fcntl.ioctl(self.listener, ADD_FD, struct.pack("=QIIII", *replaced))
+            except (OSError, RefusedError):
+                self._end(fork)
+                return
+            self._pids[fork.number] = fork.child
+            self._announce(fork.number, fork.child)
+            self._grant(call)
+            fork.child = 0  # it lives
+            self._end(fork, born=True)
+
+    def _check(self, fork: PendingFork) -> None:
+        """Raises RefusedError or OSError where the child and its parent share something."""
+        folder = f"/proc/{fork.child}"
+        with open(f"{folder}/status") as file:
+            status = dict(line.split(":\t", 1) for line in file if ":\t" in line)
+        if any(int(status[f"Cap{name}"], 16) for name in ("Inh", "Prm", "Eff", "Amb")):
+            raise RefusedError("it kept capabilities")
+        open_files = {fd: os.readlink(f"{folder}/fd/{fd}") for fd in os.listdir(f"{folder}/fd")}
+        channel = open_files.pop(str(self._channel_fd), "")
+        if open_files != STANDARD or not channel.startswith("socket:"):
+            raise RefusedError(f"open files are shared: {open_files}")
+        old_files = "-"  # the device of no mapping
+        if self._initializer is not None:
+            if os.stat(f"{folder}/cwd").st_dev != _device_of_files(fork.child):
+                raise RefusedError("it is in its parent's folder")
+            device = _device_of_files(fork.parent)
+            old_files = f"{os.major(device):02x}:{os.minor(device):02x}"
+        if _shared_memory(fork.child, old_files) - self._ours:
+            raise RefusedError("memory is shared")
+
+    def _end(self, fork: PendingFork | None, born: bool = False) -> None:
+        """Of a fork, well or not; then comes the next one."""
+        if fork is None:
+            return
+        os.close(fork.channel)
+        if not born:
+            self._announce(fork.number, 0)
+        if fork is not self._fork:
+            return
+        self._fork = None
+        if not born:
+            for pid in _children() - set(self._pids.values()):
+                if self._initializer is None or pid != self._initializer.pid:
+                    end(pid)
+        if self._waiting:
+            call, self._fork = self._waiting.popleft()
+            self._answer(call)
+
+    def _grant(self, call: Call) -> None:
+        """Let a prctl go on. One that was interrupted before it could is made again."""
+        if not self._answer(call):
+            self._may_ask.add(call.pid)
+
+    def _answer(self, call: Call, refusal: int = 0) -> bool:
+        """Whether the answer came to who asked: it may have been interrupted, or have ended."""
+        answer = struct.pack("=QqiI", call.id, 0, -refusal, 0 if refusal else GO_ON)
+        try:
+            fcntl.ioctl(self.listener, SEND, answer)
+        except OSError:
+            return False
+        return True
+
+
+def end(pid: int) -> None:
+    """Kill a child of ours; not by kill, which the filter would ask us about."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    finally:
+        os.close(pidfd)
+
+
+def _same_process(one: int, other: int) -> bool:
+    return os.path.exists(f"/proc/{one}/task/{other}")
+
+
+def _is_child(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[1]) == os.getpid()
+    except OSError:
+        return False
+
+
+def _children() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdigit() and _is_child(int(name))}
+
+
+def _device_of_files(pid: int) -> int:
+    """The device of a session's own files, as the process itself sees its root."""
+    return os.stat(os.path.join("/proc", str(pid), "root", "tmp")).st_dev
+
+
+def _shared_memory(pid: int, device: str = "-") -> set[str]:
+    """Mappings that two processes can write to each other by, and those of files of `device`."""
+    with open(f"/proc/{pid}/maps") as file:
+        lines = [(line, line.index(" ")) for line in file]
+    known = f" {device} "
+    return {line[:end] for line, end in lines if line[end + 4] == "s" or known in line}
+
+
+# The process that gives forks their identity and files.
+
+ANSWER_TIMEOUT_S = 1.0
+MAX_ENTRIES = 2000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ForkInitializer:
+    """The zygote's handle of it."""
+
+    def __init__(self, tmp_bytes: int, keep: Sequence[str]) -> None:
+        self._socket, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                self._socket.close()
+                _serve(theirs, tmp_bytes, keep)
+            finally:
+                os._exit(0)
+        theirs.close()
+        self._socket.settimeout(ANSWER_TIMEOUT_S)
+
+    def initialize(self, parent: int, child: int) -> bool:
+        """Map the ids of process `child`, and cover its /tmp by a copy of what is in there."""
+        try:
+            self._socket.sendall(f"{parent} {child}".encode())
+            return self._socket.recv(1) == b"1"
+        except OSError:  # what it says later would be taken for the answer to another request
+            self._socket.close()
+            return False
+
+
+def _serve(requests: socket.socket, tmp_bytes: int, keep: Sequence[str]) -> None:
+    """Each child answers one request; the next one is forked meanwhile."""
+    confine.die_with_parent()
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in range(3):
+        os.dup2(null, fd)
+    keep_only = requests.fileno()
+    os.closerange(3, keep_only)
+    os.closerange(keep_only + 1, 1 << 12)
+    while True:
+        pid = os.fork()
+        if pid == 0:
+            confine.die_with_parent()
+            request = requests.recv(64)
+            if not request:
+                os._exit(1)
+            parent, child = map(int, request.split())
+            try:
+                _initialize(parent, child, tmp_bytes, keep)
+            except (OSError, ValueError):
+                requests.sendall(b"0")
+            else:
+                requests.sendall(b"1")
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        if os.waitstatus_to_exitcode(status) != 0:
+            return
+
+
+def _initialize(parent: int, child: int, tmp_bytes: int, keep: Sequence[str]) -> None:
+    spaces = [
+        (f"{parent}/ns/user", confine.CLONE_NEWUSER),
+        (f"{child}/ns/user", confine.CLONE_NEWUSER),
+        (f"{child}/ns/mnt", confine.CLONE_NEWNS),
+    ]
+    opened = [(os.open(f"/proc/{path}", os.O_RDONLY), kind) for path, kind in spaces]
+    _enter(*opened[0])
+    for name in ("uid_map", "gid_map"):
+        with open(f"/proc/{child}/{name}", "w") as file:
+            file.write(f"{confine.SESSION_ID} {confine.SESSION_ID} 1")
+    _enter(*opened[1])
+    _enter(*opened[2])
+    old = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
+    confine.cover_tmp(tmp_bytes)
+    new = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
+    _copy(old, new, os.fstat(old).st_dev, MAX_ENTRIES)
+    os.fchdir(old)
+    for path in keep:  # seen from the folder that is covered by now
+        confine.keep_seen(os.path.relpath(path, "/tmp"), path)
+
+
+def _enter(fd: int, kind: int) -> None:
+    if _libc.setns(fd, kind) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _copy(old: int, new: int, device: int, room: int) -> int:
+    """Copy what is in one folder to another, links as links; how many more entries may follow.
+
+    What is in there was made by untrusted code, which may be changing it.
+    """
+    for name in sorted(os.listdir(old)):
+        found = os.stat(name, dir_fd=old, follow_symlinks=False)
+        if found.st_dev != device:
+            continue  # a folder that is kept
+        room -= 1
+        if room < 0:
+            raise ValueError("too many files")
+        if stat.S_ISLNK(found.st_mode):
+            os.symlink(os.readlink(name, dir_fd=old), name, dir_fd=new)
+            continue
+        if stat.S_ISDIR(found.st_mode):
+            os.mkdir(name, 0o700, dir_fd=new)
+            below = [os.open(name, _FOLDER, dir_fd=one) for one in (old, new)]
+            room = _copy(below[0], below[1], device, room)
+            target = below[1]
+            os.close(below[0])
+        elif stat.S_ISREG(found.st_mode):
+            source = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=old)
+            target = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=new)
+            with open(source, "rb") as reading, open(target, "wb", closefd=False) as writing:
+                shutil.copyfileobj(reading, writing)
+        else:
+            raise ValueError("neither file, folder nor link")
+        os.fchmod(target, stat.S_IMODE(found.st_mode))
+        os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
+        os.close(target)
+    return room
+
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW

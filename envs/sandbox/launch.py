@@ -1,0 +1,253 @@
+"""How a zygote is started: the interpreter, what this machine allows, the command line that puts it
+into bubblewrap, and its settings."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import stat
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from agentenv.envs.sandbox import confine
+from agentenv.envs.sandbox.keys import SandboxLimits
+from agentenv.errors import ConfigError, ForeignError
+from agentenv.offload import in_thread, kill, start_process
+from agentenv.untrusted import decode
+
+PROBE_TIMEOUT_S = 30.0
+_PROBE = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix, sys.version_info[:2]]))"
+
+
+class Interpreter(Struct, frozen=True):
+    """`program` is what to start; without `folders`, which are outside /usr, no Python runs."""
+
+    program: str
+    folders: tuple[str, ...]
+
+    def open_to_all(self) -> bool:
+        """Whether a user without any rights could read all folders."""
+        for folder in self.folders:
+            if not os.stat(folder).st_mode & stat.S_IROTH:
+                return False
+            places = (Path(folder), *Path(folder).parents)
+            if not all(os.stat(place).st_mode & stat.S_IXOTH for place in places):
+                return False
+        return True
+
+
+async def find_interpreter(where: str | None) -> Interpreter:
+    """The interpreter of a virtual or conda environment, or of this process when None.
+
+    `where` is the environment's folder, or the program in it. Raises ConfigError.
+    """
+    if where is None:
+        return _interpreter(sys.executable, sys.prefix, sys.base_prefix)
+    program = await in_thread(_program, where)
+    try:
+        process = await start_process(
+            program,
+            "-I",
+            "-c",
+            _PROBE,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+    except OSError as error:
+        raise ConfigError(f"python.interpreter: {program} cannot be started: {error}") from error
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            output, errors = await process.communicate()
+        prefix, base_prefix, version = decode(output, tuple[str, str, tuple[int, int]])
+    except (TimeoutError, ForeignError) as error:
+        raise ConfigError(f"python.interpreter: {program} does not work as a Python") from error
+    finally:
+        await kill(process)
+    if version < (3, 11):
+        raise ConfigError(
+            f"python.interpreter: {program} is Python {version[0]}.{version[1]}, "
+            f"3.11 or newer is needed; {errors.decode(errors='replace')[:200]}".rstrip("; ")
+        )
+    return _interpreter(program, prefix, base_prefix)
+
+
+def _interpreter(program: str, prefix: str, base_prefix: str) -> Interpreter:
+    """Links on the way to the program are followed inside too, so each end must be there."""
+    base = str(Path(os.path.realpath(program)).parents[1])
+    found: list[str] = []
+    for folder in (prefix, base_prefix, os.path.realpath(base_prefix), base):
+        if not Path(folder).is_relative_to("/usr") and folder not in found:
+            found.append(folder)
+    return Interpreter(program, tuple(found))
+
+
+def _program(where: str) -> str:
+    path = Path(where).expanduser().absolute()
+    for program in (path / "bin/python", path / "bin/python3", path):
+        if program.is_file():
+            return str(program)
+    raise ConfigError(
+        f"python.interpreter: {where!r} is neither a virtual or conda environment (a folder "
+        "with bin/python) nor a Python program; make one with: python -m venv FOLDER"
+    )
+
+
+UNUSED_ID = 1_948_000_000  # uid and gid of model-written code when the host runs as root
+
+
+class MissingModuleError(ConfigError):
+    """The interpreter lacks a module; no other rung would help."""
+
+
+Rung = Literal["namespaces", "landlock", "unsafe"]
+PRELOAD_IF_INSTALLED = ("numpy", "sympy")
+READABLE = ("/usr", "/lib", "/lib32", "/lib64", "/dev/null", "/dev/urandom")
+LANDLOCK_ADVICE = (
+    "Landlock needs Linux 5.13 or newer, built with CONFIG_SECURITY_LANDLOCK and with landlock "
+    "in the lsm= list of the kernel's command line"
+)
+
+
+class SandboxSetup(Struct, frozen=True):
+    """What a zygote is made of. `interpreter` is a virtual or conda environment, or None for that
+    of this process; `preload` names modules, or is None for numpy and sympy where installed."""
+
+    limits: SandboxLimits = SandboxLimits()
+    interpreter: str | None = None
+    preload: tuple[str, ...] | None = None
+
+
+# The command line that puts the zygote into bubblewrap.
+
+HERE = Path(__file__).resolve().parent
+_INSIDE = ("zygote.py", "fork_broker.py", "cells.py", "confine.py")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+NAMESPACES_ADVICE = (
+    "Unprivileged user namespaces must be allowed: sysctl kernel.unprivileged_userns_clone=1 "
+    "(Debian), sysctl kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu 24.04 and later), "
+    "--security-opt seccomp=unconfined or --privileged (Docker)"
+)
+
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+_ASKED_BY_MALLOC = ("enabled", "hpage_pmd_size")
+
+
+def environment() -> dict[str, str]:
+    """Of a zygote. What its C library hands out lies in huge pages where those have 2 MB and are
+    had for the asking: a fork of a session then copies one entry for 512 pages."""
+    variables = {"PYTHONHASHSEED": "0"}
+    with suppress(OSError):
+        if (HUGE_PAGES / "hpage_pmd_size").read_text().strip() == str(confine.HUGE_PAGE):
+            variables["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+    return variables
+
+
+def bubblewrap(python: Interpreter) -> list[str]:
+    """No network, a read-only system with nothing in it but /usr and the interpreter."""
+    program = shutil.which("bwrap")
+    if program is None:
+        raise ConfigError(
+            "the Python sandbox needs bubblewrap, and there is no program bwrap: install it "
+            "(apt install bubblewrap, dnf install bubblewrap, apk add bubblewrap)"
+        )
+    command = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
+    command += ["--unshare-cgroup-try", "--as-pid-1", "--die-with-parent", "--cap-drop", "ALL"]
+    if os.geteuid() == 0:  # to become another user, once inside
+        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        command += ["--unshare-user"]
+    command += ["--ro-bind", "/usr", "/usr"]
+    for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
+        if os.path.islink(name):
+            command += ["--symlink", os.readlink(name), name]
+        elif os.path.isdir(name):
+            command += ["--ro-bind", name, name]
+    made: set[Path] = set()
+    for prefix in python.folders:
+        for parent in reversed(Path(prefix).parents[:-1]):  # else only root may pass
+            if parent not in made:
+                command += ["--dir", str(parent)]
+                made.add(parent)
+        command += ["--ro-bind", prefix, prefix]
+    command += ["--dir", "/sandbox"]
+    for name in _INSIDE:
+        command += ["--ro-bind", str(HERE / name), f"/sandbox/{name}"]
+    for name in _ASKED_BY_MALLOC:
+        command += ["--ro-bind-try", str(HUGE_PAGES / name), str(HUGE_PAGES / name)]
+    command += ["--tmpfs", "/dev"]
+    for name in _DEVICES:
+        command += ["--dev-bind", name, name]
+    command += ["--proc", "/proc", "--dir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
+    command += ["--chdir", "/"]
+    for name, value in environment().items():
+        command += ["--setenv", name, value]
+    return [*command, "--"]
+
+
+def check_rung(limits: SandboxLimits, rung: Rung) -> None:
+    """Raises ConfigError where this machine, or what it can do, does not allow the rung."""
+    if rung != "landlock":
+        return
+    if confine.landlock_abi() < 1:
+        raise ConfigError(f"this kernel offers no Landlock. {LANDLOCK_ADVICE}")
+    if limits.max_threads > 1:  # they are counted by user, and all sessions are one
+        raise ConfigError(
+            "python.limits.max_threads: without user namespaces the threads of a session cannot "
+            "be counted, so only 1 is possible"
+        )
+
+
+def check_missing(missing: list[str], python: Interpreter) -> None:
+    """Raises MissingModuleError if there are any."""
+    if missing:
+        names = ", ".join(missing)
+        raise MissingModuleError(
+            f"python.preload: {python.program} cannot import {names}; install it there "
+            f"({python.program} -m pip install ...), name another python.interpreter, or leave "
+            "it out of python.preload"
+        )
+
+
+def settings_of(
+    setup: SandboxSetup, python: Interpreter, rung: Rung, control_fd: int, home: str
+) -> str:
+    """What the zygote reads from its command line; `home` is for the files of its sessions."""
+    limits = setup.limits
+    root = rung != "unsafe" and os.geteuid() == 0
+    if rung == "landlock":  # bubblewrap can open the way to a private folder, Landlock cannot
+        root = root and python.open_to_all()
+    config = {
+        "control_fd": control_fd,
+        "rung": rung,
+        "home": home,
+        # process limits do not bind uid 0
+        "uid": UNUSED_ID if root else None,
+        "live_forks": rung != "unsafe" and limits.max_threads == 1,
+        "preload": setup.preload or (),
+        "preload_if_installed": PRELOAD_IF_INSTALLED if setup.preload is None else (),
+        "readable": [path for path in (*READABLE, *python.folders) if os.path.exists(path)],
+        "below_tmp": [path for path in python.folders if path.startswith("/tmp/")],
+        "tmp_bytes": limits.tmp_bytes,
+        "max_output_chars": limits.max_output_chars,
+        "max_total_bytes": limits.max_total_bytes or _machine_bytes() // 2,
+        "rlimits": {
+            "AS": limits.memory_bytes,
+            "CPU": limits.cpu_s,
+            "NPROC": limits.max_threads,
+            "NOFILE": limits.max_open_files,
+            "FSIZE": limits.tmp_bytes,
+        },
+    }
+    return msgspec.json.encode(config).decode()
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
