@@ -35,8 +35,7 @@ from rich.table import Table
 
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.pipelines.run.arguments import Parser
-from agentenv.pipelines.run.tables import bare_table
-from agentenv.pipelines.run.terminal import View
+from agentenv.pipelines.run.terminal import View, bare_table
 
 Say = Callable[[str], None]
 

@@ -23,7 +23,8 @@ from agentenv.frames import ArchiveConfig, JournalConfig
 from agentenv.journal import Journal
 from agentenv.journal_frames import Began
 from agentenv.learners.tensor_file import write_tensors
-from agentenv.pipelines.run.rundir import Checkpoints, RunDirectory, save_state
+from agentenv.pipelines.run.checkpoints import Checkpoints, save_state
+from agentenv.pipelines.run.rundir import RunDirectory
 from tests.test_archive import header, kept
 
 

@@ -21,10 +21,9 @@ from agentenv.config import (
 )
 from agentenv.errors import ConfigError
 from agentenv.old_keys import DELETED, MOVED
-from agentenv.pipelines.config.evaluation import EvaluateConfig
+from agentenv.pipelines.config.evaluation import EvaluateConfig, SynthesisConfig
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import DPORunConfig, SFTRunConfig
-from agentenv.pipelines.config.synthesis import SynthesisConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 # Published configurations as commit 7183755 resolved them, with every key of that version.

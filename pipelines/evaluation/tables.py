@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from agentenv.assist.helpers import HELPERS
 from agentenv.pipelines.evaluation.figures import Agreement, Estimate, Figures, Summary
-from agentenv.pipelines.run.tables import Table, number
+from agentenv.pipelines.run.terminal import Table, number
 
 Cell = Callable[[Figures], str]
 

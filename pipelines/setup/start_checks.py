@@ -21,8 +21,9 @@ from agentenv.native import NativeConfig, NativeRenderer
 from agentenv.offload import in_thread
 from agentenv.outcomes import Protocol
 from agentenv.pipelines.config.evaluation import EvaluateConfig
-from agentenv.pipelines.config.rl import TABLES, ModelConfig, TrainConfig
+from agentenv.pipelines.config.rl import TABLES, TrainConfig
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
+from agentenv.pipelines.run.arguments import ModelConfig
 from agentenv.pipelines.run.rundir import check_writable
 from agentenv.pipelines.serving.roles import check_roles
 from agentenv.pipelines.serving.server_commands import find_python
