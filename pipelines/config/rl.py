@@ -432,13 +432,6 @@ class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     trajectories: Annotated[
         bool, Meta(description="write every trajectory of each training step as JSONL")
     ] = True
-    timings: Annotated[
-        bool,
-        Meta(
-            description="write timings.jsonl: how long each turn, tool and update took, from which "
-            "`benchmarks/bench.py simulate` tells what other settings would give"
-        ),
-    ] = False
     level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Meta(description="what of the parts' own messages goes into run.log, and what is graver"),

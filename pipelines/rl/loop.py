@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +34,6 @@ from agentenv.pipelines.rl.report import StepReport
 from agentenv.pipelines.rl.self_critic import SelfCritic
 from agentenv.pipelines.rl.state import RunSaver, RunState
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.run.timings import Timings
 from agentenv.queue import ReplayQueue
 
 Action = Callable[[], Awaitable[Any]]
@@ -121,7 +119,6 @@ class Loop:
     listeners: Sequence[Listener]
     clock: PhaseClock
     watch: Stopwatch
-    timings: Timings | None
     view: View
     settings: str  # see training.rollout_settings
 
@@ -190,9 +187,8 @@ class Loop:
     async def _train(self, batch: Batch) -> Metrics:
         config = self.config.learner
         scale = lr_factor(config, self.state.step, self.parts.num_steps)
-        busy = nullcontext() if self.timings is None else self.timings.learning()
         number = self.batches.num_minibatches(batch.num_taken)
-        with self.watch.part("update"), busy:
+        with self.watch.part("update"):
             agreement = self.parity.agreement
             update = await self.parts.learner.update(batch.trained, scale, agreement, number)
         self.state.totals.trained_tokens += int(update["num_tokens"])

@@ -31,7 +31,6 @@ from agentenv.pipelines.rl.batching import Alarms, Batch
 from agentenv.pipelines.rl.state import BriefFigures, BriefReport, RunState
 from agentenv.pipelines.run.records import EvalRow, readable
 from agentenv.pipelines.run.terminal import Table, View
-from agentenv.pipelines.run.timings import Timings
 from agentenv.queue import ReplayQueue
 
 if TYPE_CHECKING:
@@ -365,7 +364,6 @@ class StepReport:
         recorder: Recorder,
         watch: Stopwatch,
         lag: LoopLag,
-        timings: Timings | None,
     ) -> None:
         self.state = state
         self.feeder = feeder
@@ -376,7 +374,6 @@ class StepReport:
         self.view = recorder.view
         self.watch = watch
         self.lag = lag
-        self.timings = timings
         self.live = LiveFigures(self.view, state, self.queue, self.parts.engine)
         self._throughput = Throughput()
         self._throughput.rate(self.parts.engine.stats())
@@ -416,8 +413,6 @@ class StepReport:
         self.alarms.look_at_update(batch.metrics)
         row = self._row(batch.metrics, hits)
         await self.recorder.log(row)
-        if self.timings is not None:
-            await in_thread(self.timings.write, self.timings.row(batch.delivered, row))
         self.live.row = row
         self.view.say(step_line(row, self.parts.num_steps))
         self.view.advance(self.state.step)

@@ -49,8 +49,6 @@ from agentenv.pipelines.rl.state import RunSaver, RunState
 from agentenv.pipelines.run.checkpoints import load_state
 from agentenv.pipelines.run.rundir import JOURNAL, RunDirectory
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.run.timings import FILE as TIMINGS
-from agentenv.pipelines.run.timings import TimedEngine, Timings
 from agentenv.pipelines.run.watchdog import rolling_out, watched
 from agentenv.queue import ReplayQueue
 from agentenv.redact import Redactor
@@ -130,7 +128,6 @@ class Training:
         self.actions = PendingActions()
         self.listeners: list[Listener] = []
         self.journal: Journal | None = None
-        self.timings: Timings | None = None
         self.workers: RolloutWorkers | None = None
 
     async def run_all(self) -> None:
@@ -216,16 +213,6 @@ class Training:
         stack.callback(log.report)
         self.recorder = Recorder(config, run, self.view, state, parts.tokenizer)
         stack.push_async_callback(self.recorder.close)
-        if config.log.timings:
-            self.timings = Timings(
-                run.path / TIMINGS,
-                parts.vocab_size,
-                config.queue.max_staleness,
-                lambda: self.feeder.num_open_envs(),
-            )
-            for actor in (parts.actor, parts.eval_actor):
-                trains = actor is parts.actor
-                actor.engine = TimedEngine(actor.engine, self.timings, trains)
         if config.journal.enabled:
             self.journal = Journal(
                 run.path / JOURNAL,
@@ -356,7 +343,7 @@ class Training:
         parts, state = self.parts, self.state
         watch = Stopwatch()
         self.report = self.report_class(
-            state, self.feeder, self.batches.alarms, self.recorder, watch, self.lag, self.timings
+            state, self.feeder, self.batches.alarms, self.recorder, watch, self.lag
         )
         return Loop(
             config=self.config,
@@ -375,7 +362,6 @@ class Training:
             listeners=self.listeners,
             clock=self.clock,
             watch=watch,
-            timings=self.timings,
             view=self.view,
             settings=self.settings,
         )

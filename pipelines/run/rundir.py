@@ -6,7 +6,6 @@ runs/NAME/config.json  run.log  servers/*.log  metrics.jsonl  summary.json  curv
           journal/                               turns and trees as they happen, for a resume
           trees/STEP.frames                      every tree of training, with all of its tokens
           trajectories/STEP.jsonl                every trajectory of training, as readable text
-          timings.jsonl                          how long what took, for simulations
           eval/WHEN/                             evaluations, as of `agentenv evaluate`
           checkpoints/step-000020/               Hugging Face directory
           checkpoints/step-000020/trainer/       what a resume needs beside it

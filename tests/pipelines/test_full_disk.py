@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ from agentenv.learners.deepspeed_learner import Evidence
 from agentenv.pipelines.rl import report
 from agentenv.pipelines.run import pictures
 from agentenv.pipelines.run.records import write_rows
-from agentenv.pipelines.run.timings import Timings
 from agentenv.pipelines.supervised import run as supervised
 from tests.learners.trees import random_tree
 
@@ -28,18 +26,6 @@ def full(path: Path) -> None:
     """Whatever is written to it, or beside it to be renamed, meets a full disk."""
     for one in (path, path.with_name(f"{path.name}.partial")):
         one.symlink_to("/dev/full")
-
-
-def timings(path: Path) -> Timings:
-    async def made() -> Timings:
-        return Timings(path, 64, 1, float)
-
-    return asyncio.run(made())
-
-
-def begun_timings(path: Path) -> None:
-    path.unlink()
-    timings(path)
 
 
 def plots(folder: Path) -> None:
@@ -63,8 +49,6 @@ def entropy(folder: Path) -> None:
         ("curve.png", lambda path: plots(path.parent)),
         ("training.png", lambda path: plots(path.parent)),
         ("loss.png", lambda path: plots(path.parent)),
-        ("timings.jsonl", lambda path: timings(path).write(b"row\n")),
-        ("timings.jsonl", begun_timings),
     ],
 )
 def test_a_full_disk_names_the_file(
