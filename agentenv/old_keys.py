@@ -57,6 +57,9 @@ DELETED: dict[str, dict[str, Deleted]] = {
     },
     "LogConfig": {
         "max_trajectory_mb": _always(500.0, "; log.trajectories = false writes none"),
+        "timings": Deleted(
+            False, "`python -m benchmarks.parts.timings CONFIG` of a clone trains and writes them"
+        ),
     },
     "OtelConfig": {
         "service": Deleted("agentenv", "set the environment variable OTEL_SERVICE_NAME"),

@@ -35,8 +35,7 @@ from rich.table import Table
 
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.pipelines.run.arguments import Parser
-from agentenv.pipelines.run.tables import bare_table
-from agentenv.pipelines.run.terminal import View
+from agentenv.pipelines.run.terminal import View, bare_table
 
 Say = Callable[[str], None]
 
@@ -105,7 +104,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         metavar="RUN",
         action="append",
-        help="folder of a run with log.timings=true, by default that of CONFIG; given again: "
+        help="folder of a run of benchmarks.parts.timings, by default that of CONFIG; given again: "
         "another run, with other settings, whose times count as well",
     )
     number(other, "--steps", 20, "updates")
@@ -273,8 +272,8 @@ def run_simulation(options: argparse.Namespace, view: View) -> int:
     """What the settings of a run, and others beside them, would give; likewise."""
     from agentenv.config import load_config
     from agentenv.pipelines.config.rl import TrainConfig  # slow to load, as --help need not be
-    from agentenv.pipelines.run.timings import read_trace
     from benchmarks.parts.simulation import advice, fitted, recorded, simulate, together, variants
+    from benchmarks.parts.timings import read_trace
 
     config = load_config(TrainConfig, options.config, options.overrides)
     folder = Path(config.run.dir) / (config.run.name or options.config.stem)

@@ -12,8 +12,7 @@ import msgspec
 
 from agentenv.config import load_config, to_plain
 from agentenv.errors import require_train
-from agentenv.pipelines.config.help import Parser, add_key_help
-from agentenv.pipelines.config.verl_keys import refuse_verl_keys
+from agentenv.pipelines.config.help import Parser, add_key_help, refuse_verl_keys
 from agentenv.pipelines.run.arguments import EXIT_FAILED, EXIT_INTERRUPTED, LATEST
 from agentenv.pipelines.setup.machine import add_dry_run, check_arguments
 
@@ -108,7 +107,7 @@ def run_command(arguments: argparse.Namespace, config_type: type[T], work: Work)
 
 def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: View) -> int:
     """Read the configuration, then do the work or say what it would need; the exit code."""
-    from agentenv.pipelines.monitors.monitors import MonitorConfig
+    from agentenv.pipelines.run.monitors import MonitorConfig
     from agentenv.pipelines.run.rundir import LOG_FILE, RunDirectory
     from agentenv.pipelines.run.terminal import run_until_done
 

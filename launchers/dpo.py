@@ -75,7 +75,7 @@ def self_critic(num_rounds: int) -> Work:
     def work(
         config: TrainConfig, run: RunDirectory, view: View, resume: str
     ) -> Coroutine[Any, Any, None]:
-        from agentenv.pipelines.rl.rounds import SelfCriticRun  # slow to load
+        from agentenv.pipelines.rl.training import SelfCriticRun  # slow to load
 
         return SelfCriticRun(config, run, view, resume=resume).run_rounds(num_rounds)
 

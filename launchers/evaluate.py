@@ -38,7 +38,7 @@ from agentenv.pipelines.evaluation.subject import (
     given_keys,
     weights_digest,
 )
-from agentenv.pipelines.run.rundir import BEST
+from agentenv.pipelines.run.checkpoints import BEST
 from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
 from agentenv.pipelines.setup.machine import add_dry_run, check_arguments
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentenv.pipelines.run.arguments import Parser
-from agentenv.pipelines.run.rundir import BEST, find_checkpoint
+from agentenv.pipelines.run.checkpoints import BEST, find_checkpoint
 from agentenv.pipelines.run.terminal import View, to_its_end
 
 TRANSCRIPTS = "transcripts"

@@ -45,7 +45,8 @@ from agentenv.model_files import vocab_size
 from agentenv.offload import run_virtual
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.run.arguments import EXIT_FAILED, Parser
-from agentenv.pipelines.run.rundir import CONFIG_FILE, JOURNAL, find_checkpoint
+from agentenv.pipelines.run.checkpoints import find_checkpoint
+from agentenv.pipelines.run.rundir import CONFIG_FILE, JOURNAL
 from agentenv.pipelines.run.terminal import View, to_its_end
 from agentenv.pipelines.setup.assembly import TRAINING, actor_seed
 from agentenv.plan import RolloutPlan

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from agentenv.launchers.command import make_parser, parse, run_command
-from agentenv.pipelines.config.rl import ServeConfig
+from agentenv.pipelines.config.cluster import ServeConfig
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.serving.servers import ServerFactory, start_servers

@@ -25,8 +25,8 @@ from agentenv.engines.chat import ChatEngine
 from agentenv.engines.openai import TokensEngine
 from agentenv.errors import ConfigError
 from agentenv.launchers.command import add_subject
+from agentenv.pipelines.config.evaluation import SynthesisConfig, SynthesisPlan, make_plan, set_name
 from agentenv.pipelines.config.help import Parser
-from agentenv.pipelines.config.synthesis import SynthesisConfig, SynthesisPlan, make_plan, set_name
 from agentenv.pipelines.evaluation.run import saved_of
 from agentenv.pipelines.evaluation.store import Store
 from agentenv.pipelines.evaluation.subject import (

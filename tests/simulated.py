@@ -21,7 +21,6 @@ from pathlib import Path
 
 from agentenv.config import load_config
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.run.timings import Trace, read_trace
 from benchmarks.parts.simulation import (
     Figures,
     ServiceModel,
@@ -31,13 +30,14 @@ from benchmarks.parts.simulation import (
     simulate,
     together,
 )
+from benchmarks.parts.timings import Trace, read_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_STEPS = 16
 ALLOWED = 0.15
 NO_EVAL = ("eval.sets={}", "checkpoint.best_metric=")
 BASE = (
-    *("queue.groups_per_step=16", "learner.groups_per_minibatch=8", "log.timings=true"),
+    *("queue.groups_per_step=16", "learner.groups_per_minibatch=8"),
     # A policy that learns has ever fewer groups with signal, in each run at another step.
     *("learner.learning_rate=1e-12", "learner.muon_learning_rate=1e-12"),
 )
@@ -56,7 +56,7 @@ def train(config: Path, name: str, *overrides: str) -> tuple[Path, float]:
     before_s, began_s = cpu_of_others_s(), time.monotonic()
     keys = [f"run.dir={config.parent}/runs", f"run.name={name}", *overrides]
     subprocess.run(
-        [sys.executable, ROOT / "launchers" / "train.py", config, *keys],
+        [sys.executable, "-m", "benchmarks.parts.timings", config, *keys],
         cwd=ROOT,
         check=True,
         stdout=subprocess.DEVNULL,

@@ -22,7 +22,10 @@ from agentenv.errors import ConfigError
 from agentenv.frames import ArchiveConfig, Began, JournalConfig
 from agentenv.journal import Journal
 from agentenv.learners.checkpoint import write_tensors
-from agentenv.pipelines.run.rundir import Checkpoints, RunDirectory, save_state
+from agentenv.pipelines.run.checkpoints import Checkpoints, save_state
+from agentenv.pipelines.run.rundir import (
+    RunDirectory,
+)
 from tests.test_archive import header, kept
 
 

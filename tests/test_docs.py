@@ -25,11 +25,11 @@ import pytest
 
 from agentenv.config import build_config, load_config
 from agentenv.errors import ConfigError
-from agentenv.pipelines.config.evaluation import EvaluateConfig
+from agentenv.pipelines.config.cluster import ServeConfig
+from agentenv.pipelines.config.evaluation import EvaluateConfig, SynthesisConfig
 from agentenv.pipelines.config.help import describe
-from agentenv.pipelines.config.rl import ServeConfig, TrainConfig
+from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import DPORunConfig, SFTRunConfig
-from agentenv.pipelines.config.synthesis import SynthesisConfig
 from agentenv.pipelines.run import terminal
 from tests.support.warehouse import ROOT
 

@@ -79,16 +79,16 @@ ALLOWED = {
     "agentenv/worker_pool.py: threading.Thread": "reaps the fork server",
     "agentenv/worker_pool.py: os.fork": "inside the fork server",
     # nothing on the loop waits for these
-    "pipelines/run/event_loop.py: threading.Thread": "the watchdog looks at the loop from outside",
-    "pipelines/run/event_loop.py: time.monotonic": "the same",
-    "pipelines/monitors/monitors.py: threading.Thread": "they are handed rows, asked for nothing",
+    "pipelines/run/watchdog.py: threading.Thread": "the watchdog looks at the loop from outside",
+    "pipelines/run/watchdog.py: time.monotonic": "the same",
+    "pipelines/run/monitors.py: threading.Thread": "they are handed rows, asked for nothing",
     "agentenv/gym.py: threading.Thread": "the loop of callers that have none",
     "agentenv/gym.py: new_event_loop": "the same",
     "pipelines/viewing/api.py: subprocess.Popen": "the viewer, which ends with the run",
     # the clock of others
-    "pipelines/run/waits.py: time.time": "when a wait began, for people",
+    "pipelines/run/watchdog.py: time.time": "when a wait began, for people",
     "pipelines/rl/control.py: time.time": "the same",
-    "pipelines/monitors/otel.py: time.time_ns": "of spans, which others read",
+    "pipelines/run/trackers.py: time.time_ns": "of spans, which others read",
     "pipelines/run/terminal.py: time.monotonic": "when a line was shown last, for people",
     "pipelines/setup/checks.py: time.monotonic": "how long a check took, for people",
     # none is started

@@ -13,10 +13,9 @@ from msgspec import inspect as mi
 from agentenv.config import build_config, changes, load_config, to_plain, upgrade
 from agentenv.errors import ConfigError
 from agentenv.old_keys import DELETED, MOVED
-from agentenv.pipelines.config.evaluation import EvaluateConfig
+from agentenv.pipelines.config.evaluation import EvaluateConfig, SynthesisConfig
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import DPORunConfig, SFTRunConfig
-from agentenv.pipelines.config.synthesis import SynthesisConfig
 from agentenv.registry import struct_types, type_info
 
 ROOT = Path(__file__).resolve().parent.parent

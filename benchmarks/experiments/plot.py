@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from agentenv.pipelines.run.plots import panels, png
+from agentenv.pipelines.run.pictures import panels, png
 from benchmarks.experiments.stats import Curve
 from benchmarks.experiments.tables import BEST
 

@@ -46,7 +46,7 @@ from agentenv.learners.batch import (
 )
 from agentenv.learners.credit import tree_credit
 from agentenv.learners.policy import Policy, tensors
-from agentenv.pipelines.run.tables import bare_table
+from agentenv.pipelines.run.terminal import bare_table
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task, VersionSpan
 

@@ -3,7 +3,7 @@ tools and a learner that take the time which a recorded run says they take.
 
     python benchmarks/bench.py simulate CONFIG [key=value ...] [--trace RUN]
 
-The trace (RUN/timings.jsonl, see pipelines/run/timings.py) gives the work too: trees are grown anew
+The trace (RUN/timings.jsonl, see timings.py) gives the work too: trees are grown anew
 by
 the algorithm of the configuration, each turn one of those that were recorded at the same depth of
 a recorded tree, with its tokens, entropies, tools and reward; none is taken twice before all are.
@@ -70,14 +70,13 @@ from agentenv.pipelines.config.cluster import SpreadCluster
 from agentenv.pipelines.config.rl import EvalConfig, LogConfig, TrainConfig
 from agentenv.pipelines.rl.batching import Batch
 from agentenv.pipelines.rl.feeder import Feeder, InflightRollout
+from agentenv.pipelines.rl.loop import Loop
 from agentenv.pipelines.rl.parts import NUM_PROBE_PROMPTS, Parts
 from agentenv.pipelines.rl.publishing import DirectoryPublisher, ParityProbe
-from agentenv.pipelines.rl.step_report import StepReport
+from agentenv.pipelines.rl.report import StepReport
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.run.timings import FILE as TIMINGS
-from agentenv.pipelines.run.timings import Shape, StepTimes, Trace
 from agentenv.tree import Prefix, TrajectoryTree
 from agentenv.types import (
     Chunk,
@@ -90,6 +89,8 @@ from agentenv.types import (
     ToolCall,
     VersionSpan,
 )
+from benchmarks.parts.timings import FILE as TIMINGS
+from benchmarks.parts.timings import Shape, StepTimes, Timings, Trace, begin
 
 MIN_TAIL = 40  # calls of a tool from which a tail is estimated
 TAIL = 0.05  # the share of the longest ones that it is estimated from
@@ -683,6 +684,7 @@ class SimulatedReport(StepReport):
     """Keeps what `figures` needs of each step."""
 
     tree_s = 0.0  # of the loop, for each tree of a step
+    timings: Timings | None = None
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -717,10 +719,19 @@ class SimulatedTraining(Training):
 
     feeder_class, report_class = SimulatedFeeder, SimulatedReport
     report: SimulatedReport
+    timings: Timings | None = None
 
-    async def simulate(self, max_branches: int, tree_s: float, commit_s: float) -> None:
+    def _loop(self) -> Loop:
+        loop = super()._loop()
+        self.report.timings = self.timings
+        return loop
+
+    async def simulate(
+        self, max_branches: int, tree_s: float, commit_s: float, *, is_timed: bool
+    ) -> None:
         async with AsyncExitStack() as stack:
             await self._set_up(stack)
+            self.timings = begin(self) if is_timed else None
             stack.push_async_callback(self.parts.probe.close)
             self.run.begin(self.config)
             assert isinstance(self.feeder, SimulatedFeeder)
@@ -753,7 +764,7 @@ def simulate(
         self_critic=None,
         eval=EvalConfig(),
         journal=JournalConfig(enabled=False),
-        log=LogConfig(trajectories=False, timings=timings is not None),
+        log=LogConfig(trajectories=False),
         train=replace(config.train, num_steps=_warm(bound) + num_steps + bound, num_epochs=None),
         checkpoint=replace(config.checkpoint, every=0, minutes=0.0, best_metric=""),
     )
@@ -774,7 +785,8 @@ def simulate(
         view = View()
         view.console = view._errors = Console(file=nowhere)
         training = SimulatedTraining(config, run, view, resume="", build=build)
-        run_virtual(training.simulate(variant.max_branches, model.tree_s, commit_s))
+        is_timed, branches = timings is not None, variant.max_branches
+        run_virtual(training.simulate(branches, model.tree_s, commit_s, is_timed=is_timed))
         run.close()
         if timings is not None:
             shutil.copyfile(run.path / TIMINGS, timings)

@@ -1,5 +1,5 @@
-"""Where the rollouts of a run grow: in the controller's process, or in rollout workers; where those
-run, and what a worker is told.
+"""The processes of a run: where its rollouts grow, in the controller or in rollout workers, and the
+setup that a worker is sent; and the models that `agentenv serve` starts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from msgspec import Meta, Struct, field
 
 from agentenv.engine import EngineConfig
 from agentenv.errors import ConfigError
-from agentenv.server_config import LaunchConfig, RoleConfig
+from agentenv.pipelines.run.arguments import RunConfig
+from agentenv.server_config import ROLES, LaunchConfig, RoleConfig
 
 if TYPE_CHECKING:
     from agentenv.worker_group import WorkerSpec
@@ -349,3 +350,23 @@ class Setup(Struct, array_like=True, frozen=True):
 
 
 read_setup = msgspec.msgpack.Decoder(Setup).decode
+
+
+class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `agentenv serve` reads."""
+
+    run: Annotated[RunConfig, Meta(description="where the logs go; the seed is not read")] = (
+        RunConfig()
+    )
+    roles: Annotated[
+        dict[str, RoleConfig], Meta(description="the models by name, [roles.judge], ...")
+    ]
+
+    def __post_init__(self) -> None:
+        for name, role in self.roles.items():
+            if name not in ROLES:
+                raise ConfigError(f"roles.{name}: unknown role; known: {', '.join(ROLES)}")
+            if role.url:
+                raise ConfigError(f"roles.{name}.url: it runs already; give its model to start one")
+        if not self.roles:
+            raise ConfigError("roles: there is none to start")

@@ -20,15 +20,17 @@ from agentenv.envs.search.keys import SearchConfig
 from agentenv.errors import ConfigError
 from agentenv.frames import ArchiveConfig, JournalConfig
 from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.learner import LearnerConfig, LearningRate, OptimizerConfig, WeightDecay
+from agentenv.learners.learner import LearnerConfig
 from agentenv.native import NativeConfig
 from agentenv.pipelines.config.cluster import ClusterConfig, LocalCluster, check_reachable
-from agentenv.pipelines.monitors.monitors import RolloutMonitorConfig
-from agentenv.pipelines.run.saver import SavingConfig
+from agentenv.pipelines.config.supervised import SelfCriticConfig, SFTConfig
+from agentenv.pipelines.run.arguments import ModelConfig, RunConfig
+from agentenv.pipelines.run.checkpoints import SavingConfig
+from agentenv.pipelines.run.monitors import RolloutMonitorConfig
 from agentenv.registry import Registry
 from agentenv.renderer import PromptConfig, TagsConfig
 from agentenv.rows import MixPart, RowsConfig
-from agentenv.server_config import ROLES, RoleConfig
+from agentenv.server_config import RoleConfig
 from agentenv.tools import ToolConfig
 from agentenv.types import Limits, SamplingParams
 
@@ -70,37 +72,6 @@ else:
 
 
 # What a run starts with. `{run}` in a path stands for the run's directory.
-
-
-class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the run writes, and the seed of everything random in it."""
-
-    dir: Annotated[str, Meta(description="folder that holds the runs", extra=ESSENTIAL)] = "runs"
-    name: Annotated[
-        str,
-        Meta(
-            description="folder of this run; empty: name of the configuration file", extra=ESSENTIAL
-        ),
-    ] = ""
-    seed: Annotated[
-        int, Meta(ge=0, description="seed of data, model, sampling and forks", extra=ESSENTIAL)
-    ] = 0
-    setup: Annotated[
-        str,
-        Meta(
-            description="'module:function', called with (run directory, seed) to make the model "
-            "and data that other keys name as {run}/...; a text it returns is shown; empty: all of "
-            "it exists already"
-        ),
-    ] = ""
-
-
-class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The policy to start from."""
-
-    path: Annotated[
-        str, Meta(description="Hugging Face directory with model and tokenizer", extra=ESSENTIAL)
-    ]
 
 
 class DataConfig(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -338,49 +309,6 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 # The phases of a run: cold start, updates, the self-critic between them, evaluations.
 
 
-class SFTStage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One stage of the cold start."""
-
-    rows: Annotated[
-        str, Meta(description="use the rows whose key 'stage' has this value; empty: all")
-    ] = ""
-    num_steps: Annotated[int, Meta(ge=1, description="optimizer steps, at most")]
-    until_gate: Annotated[
-        bool, Meta(description="end the stage as soon as every kind of question passes the gate")
-    ] = False
-    batch_size: Annotated[int, Meta(ge=1, description="demonstrations a step")] = 8
-    lr_scale: Annotated[
-        tuple[float, float], Meta(description="factor on both rates, from first to last step")
-    ] = (1.0, 1.0)
-
-
-class ColdStartOptimizer(OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The optimizer of a cold start, with the rate of `agentenv sft`."""
-
-    learning_rate: LearningRate = 7e-6
-    weight_decay: WeightDecay = 0.0
-
-
-class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The cold start: imitate demonstrations, stage by stage."""
-
-    data: Annotated[str, Meta(description="JSONL file of demonstrations", extra=ESSENTIAL | ROWS)]
-    gate: Annotated[
-        str,
-        Meta(description="JSONL file of clean demonstrations that measure the skill", extra=ROWS),
-    ]
-    stages: Annotated[list[SFTStage], Meta(description="stages in order, [[sft.stages]]")]
-    gate_every: Annotated[int, Meta(ge=1, description="steps between two measurements")] = 25
-    gate_threshold: Annotated[
-        float,
-        Meta(ge=0, le=1, description="teacher-forced exact match that every kind must reach"),
-    ] = 0.9
-    warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up")] = 20
-    optimizer: Annotated[ColdStartOptimizer, Meta(description="optimizer of the cold start")] = (
-        ColdStartOptimizer()
-    )
-
-
 class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long to train: `num_steps` or `num_epochs`, one of them."""
 
@@ -430,29 +358,6 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"one step of queue.groups_per_step = {groups_per_step}"
             )
         return num_steps
-
-
-class SelfCriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every so many updates the policy answers training questions several times; answers that the
-    reward finds right are preferred to the others (pipelines/rl/self_critic.py)."""
-
-    every: Annotated[int, Meta(ge=1, description="updates between two rounds")] = 20
-    num_questions: Annotated[
-        int, Meta(ge=1, description="training questions of a round, drawn at random")
-    ] = 32
-    num_samples: Annotated[int, Meta(ge=2, description="answers a question")] = 8
-    threshold: Annotated[
-        float, Meta(description="answers with at least this reward are chosen, others rejected")
-    ] = 1.0
-    beta: Annotated[
-        float, Meta(gt=0, description="weight of staying near the policy before the round")
-    ] = 0.1
-    batch_size: Annotated[int, Meta(ge=1, description="pairs an optimizer step")] = 16
-    num_epochs: Annotated[int, Meta(ge=1, description="passes over the pairs of a round")] = 1
-    optimizer: Annotated[
-        OptimizerConfig,
-        Meta(description="optimizer of a round, new for each; that of the updates keeps its state"),
-    ] = OptimizerConfig(optimizer="adamw", learning_rate=5e-6, weight_decay=0.0)
 
 
 class EvalSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -526,13 +431,6 @@ class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     trajectories: Annotated[
         bool, Meta(description="write every trajectory of each training step as JSONL")
     ] = True
-    timings: Annotated[
-        bool,
-        Meta(
-            description="write timings.jsonl: how long each turn, tool and update took, from which "
-            "`benchmarks/bench.py simulate` tells what other settings would give"
-        ),
-    ] = False
     level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Meta(description="what of the parts' own messages goes into run.log, and what is graver"),
@@ -638,23 +536,3 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             f'queue.equal_groups = "drop" leaves groups of equal returns out of '
             f'{" and ".join(names)} too, unlike the papers; "count" does not'
         )
-
-
-class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `agentenv serve` reads."""
-
-    run: Annotated[RunConfig, Meta(description="where the logs go; the seed is not read")] = (
-        RunConfig()
-    )
-    roles: Annotated[
-        dict[str, RoleConfig], Meta(description="the models by name, [roles.judge], ...")
-    ]
-
-    def __post_init__(self) -> None:
-        for name, role in self.roles.items():
-            if name not in ROLES:
-                raise ConfigError(f"roles.{name}: unknown role; known: {', '.join(ROLES)}")
-            if role.url:
-                raise ConfigError(f"roles.{name}.url: it runs already; give its model to start one")
-        if not self.roles:
-            raise ConfigError("roles: there is none to start")

@@ -1,4 +1,6 @@
-"""The keys of supervised fine-tuning and of preference training."""
+"""The keys of supervised fine-tuning and of preference training, also as phases of a training run:
+the cold start and the self-critic.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +9,22 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
-from agentenv.config import ESSENTIAL, PATH
+from agentenv.config import ESSENTIAL, PATH, ROWS
 from agentenv.errors import ConfigError
 from agentenv.learners.learner import (
     LearnerConfig,
     LearningRate,
     Optimizer,
+    OptimizerConfig,
     Schedule,
     WarmupRatio,
     WeightDecay,
 )
 from agentenv.learners.lora import LoRAConfig
 from agentenv.native import NativeConfig
-from agentenv.pipelines.config.rl import ModelConfig, RunConfig
-from agentenv.pipelines.monitors.monitors import MonitorConfig
-from agentenv.pipelines.run.saver import SavingConfig
+from agentenv.pipelines.run.arguments import ModelConfig, RunConfig
+from agentenv.pipelines.run.checkpoints import SavingConfig
+from agentenv.pipelines.run.monitors import MonitorConfig
 from agentenv.renderer import PromptConfig, TagsConfig
 
 Format = Literal["auto", "sharegpt", "messages", "alpaca", "turns"]
@@ -280,3 +283,69 @@ class DPORunConfig(SupervisedRunConfig, frozen=True, kw_only=True, forbid_unknow
     @property
     def loop(self) -> LoopConfig:
         return self.dpo
+
+
+class SFTStage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One stage of the cold start."""
+
+    rows: Annotated[
+        str, Meta(description="use the rows whose key 'stage' has this value; empty: all")
+    ] = ""
+    num_steps: Annotated[int, Meta(ge=1, description="optimizer steps, at most")]
+    until_gate: Annotated[
+        bool, Meta(description="end the stage as soon as every kind of question passes the gate")
+    ] = False
+    batch_size: Annotated[int, Meta(ge=1, description="demonstrations a step")] = 8
+    lr_scale: Annotated[
+        tuple[float, float], Meta(description="factor on both rates, from first to last step")
+    ] = (1.0, 1.0)
+
+
+class ColdStartOptimizer(OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The optimizer of a cold start, with the rate of `agentenv sft`."""
+
+    learning_rate: LearningRate = 7e-6
+    weight_decay: WeightDecay = 0.0
+
+
+class SFTConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The cold start: imitate demonstrations, stage by stage."""
+
+    data: Annotated[str, Meta(description="JSONL file of demonstrations", extra=ESSENTIAL | ROWS)]
+    gate: Annotated[
+        str,
+        Meta(description="JSONL file of clean demonstrations that measure the skill", extra=ROWS),
+    ]
+    stages: Annotated[list[SFTStage], Meta(description="stages in order, [[sft.stages]]")]
+    gate_every: Annotated[int, Meta(ge=1, description="steps between two measurements")] = 25
+    gate_threshold: Annotated[
+        float,
+        Meta(ge=0, le=1, description="teacher-forced exact match that every kind must reach"),
+    ] = 0.9
+    warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up")] = 20
+    optimizer: Annotated[ColdStartOptimizer, Meta(description="optimizer of the cold start")] = (
+        ColdStartOptimizer()
+    )
+
+
+class SelfCriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every so many updates the policy answers training questions several times; answers that the
+    reward finds right are preferred to the others (pipelines/rl/self_critic.py)."""
+
+    every: Annotated[int, Meta(ge=1, description="updates between two rounds")] = 20
+    num_questions: Annotated[
+        int, Meta(ge=1, description="training questions of a round, drawn at random")
+    ] = 32
+    num_samples: Annotated[int, Meta(ge=2, description="answers a question")] = 8
+    threshold: Annotated[
+        float, Meta(description="answers with at least this reward are chosen, others rejected")
+    ] = 1.0
+    beta: Annotated[
+        float, Meta(gt=0, description="weight of staying near the policy before the round")
+    ] = 0.1
+    batch_size: Annotated[int, Meta(ge=1, description="pairs an optimizer step")] = 16
+    num_epochs: Annotated[int, Meta(ge=1, description="passes over the pairs of a round")] = 1
+    optimizer: Annotated[
+        OptimizerConfig,
+        Meta(description="optimizer of a round, new for each; that of the updates keeps its state"),
+    ] = OptimizerConfig(optimizer="adamw", learning_rate=5e-6, weight_decay=0.0)

@@ -37,10 +37,15 @@ from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.diagnosis.doctor import show
 from agentenv.pipelines.diagnosis.guesses import Guess, guess_twice, remedy
 from agentenv.pipelines.evaluation.run import segments_of
-from agentenv.pipelines.records.row import EvalRow, calls_that_ran, written
-from agentenv.pipelines.records.trajectories import readable, trajectory_rows
 from agentenv.pipelines.run.arguments import EXIT_FAILED, Parser
-from agentenv.pipelines.run.rundir import find_checkpoint
+from agentenv.pipelines.run.checkpoints import find_checkpoint
+from agentenv.pipelines.run.records import (
+    EvalRow,
+    calls_that_ran,
+    readable,
+    trajectory_rows,
+    written,
+)
 from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
 from agentenv.pipelines.setup.checks import CheckResult
 from agentenv.pipelines.setup.data import EnvMaker, tables_of

@@ -12,9 +12,10 @@ from rich.table import Table
 
 from agentenv.config import Tree, load_config
 from agentenv.errors import AgentEnvError, ConfigError
-from agentenv.pipelines.config.rl import RunConfig, TrainConfig
-from agentenv.pipelines.config.verl_keys import refuse_verl_keys
+from agentenv.pipelines.config.help import refuse_verl_keys
+from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.parts import TrainingAssembly
+from agentenv.pipelines.run.arguments import RunConfig
 from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.setup.checks import CHECKS, CheckResult, Runner, select
 from agentenv.pipelines.setup.data import Say

@@ -26,8 +26,7 @@ from agentenv.pipelines.evaluation.figures import (
     sign_flip,
 )
 from agentenv.pipelines.evaluation.scores import make_scorer, score_rows, stored_rows
-from agentenv.pipelines.run.tables import Table, lines_of, markdown, number, short
-from agentenv.pipelines.run.terminal import View
+from agentenv.pipelines.run.terminal import Table, View, lines_of, markdown, number, short
 
 
 class QuestionPair(Struct, frozen=True):

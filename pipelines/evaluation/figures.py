@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from agentenv.pipelines.config.benchmarks import groups as benchmark_groups
 from agentenv.pipelines.evaluation import intervals
 from agentenv.pipelines.evaluation.scores import CONCURRENCY, Scorer, Votes, count_votes, score_rows
-from agentenv.pipelines.records.row import FAILED, EvalRow
+from agentenv.pipelines.run.records import FAILED, EvalRow
 
 
 class Estimate(Struct, kw_only=True):

@@ -18,10 +18,9 @@ from agentenv.pipelines.evaluation.figures import Estimate, QuestionRows, Summar
 from agentenv.pipelines.evaluation.scores import Compat, Scorer, make_scorer, stored_rows
 from agentenv.pipelines.evaluation.store import load_saved
 from agentenv.pipelines.evaluation.tables import groups_of, tables_of, terminal_tables_of
-from agentenv.pipelines.records.row import EvalRow
-from agentenv.pipelines.run.plots import panels, png
-from agentenv.pipelines.run.tables import lines_of, markdown, plain
-from agentenv.pipelines.run.terminal import View
+from agentenv.pipelines.run.pictures import panels, png
+from agentenv.pipelines.run.records import EvalRow
+from agentenv.pipelines.run.terminal import View, lines_of, markdown, plain
 
 # The plots of a report, as PNG.
 

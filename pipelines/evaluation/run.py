@@ -22,11 +22,10 @@ from agentenv.offload import in_thread, look_again
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.evaluation.store import Saved, Store
 from agentenv.pipelines.evaluation.subject import EvaluationAssembly, Subject, weights_digest
-from agentenv.pipelines.records.row import FAILED, EvalRow, Wanted
-from agentenv.pipelines.run.event_loop import rolling_out
+from agentenv.pipelines.run.records import FAILED, EvalRow, Wanted
 from agentenv.pipelines.run.rundir import LOG_FILE
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.run.waits import watched
+from agentenv.pipelines.run.watchdog import rolling_out, watched
 from agentenv.pipelines.setup.assembly import Questions
 from agentenv.pipelines.setup.checks import refuse
 from agentenv.reference.helpers import count_calls

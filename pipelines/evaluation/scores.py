@@ -29,7 +29,7 @@ from agentenv.errors import install_hint
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.benchmarks import benchmark_of
 from agentenv.pipelines.evaluation.store import keep_filled, load_rows, num_filled
-from agentenv.pipelines.records.row import EvalRow, prediction, whole_text, written
+from agentenv.pipelines.run.records import EvalRow, prediction, whole_text, written
 
 Compat = Literal["", "reference"]
 

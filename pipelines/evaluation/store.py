@@ -22,7 +22,7 @@ from agentenv.disk import PARTIAL, append_whole, explain, write_whole
 from agentenv.errors import ConfigError, DataError
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import WHERE
-from agentenv.pipelines.records.row import FAILED, EvalRow, Key, Wanted
+from agentenv.pipelines.run.records import FAILED, EvalRow, Key, Wanted
 from agentenv.pipelines.run.rundir import Holder
 
 # The lock of the directory of an evaluation: one command at a time writes there.

@@ -37,9 +37,10 @@ from agentenv.offload import in_thread
 from agentenv.pipelines.config.benchmarks import load_benchmark
 from agentenv.pipelines.config.cluster import FOLDER
 from agentenv.pipelines.config.evaluation import EvaluateConfig, QuestionSet, merged
+from agentenv.pipelines.config.help import refuse_verl_keys
 from agentenv.pipelines.config.rl import TABLES
-from agentenv.pipelines.config.verl_keys import refuse_verl_keys
-from agentenv.pipelines.run.rundir import BEST, CONFIG_FILE, find_checkpoint
+from agentenv.pipelines.run.checkpoints import BEST, find_checkpoint
+from agentenv.pipelines.run.rundir import CONFIG_FILE
 from agentenv.pipelines.serving.servers import ServerFactory, fill_roles
 from agentenv.pipelines.setup.assembly import AskingAssembly, Questions, SetConfig, once
 from agentenv.pipelines.setup.data import Say, load_set, said

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 
 from agentenv.pipelines.evaluation.figures import Agreement, Estimate, Figures, Summary
-from agentenv.pipelines.run.tables import Table, number
+from agentenv.pipelines.run.terminal import Table, number
 from agentenv.reference.helpers import HELPERS
 
 Cell = Callable[[Figures], str]

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from agentenv.errors import DISTRIBUTION
-from agentenv.pipelines.records.conversations import Branch, Question, Turn
+from agentenv.pipelines.run.records import Branch, Question, Turn
 
 SCHEMA = "ATIF-v1.7"
 

@@ -23,8 +23,9 @@ from agentenv.failures import Redactor
 from agentenv.pipelines.evaluation.store import CONFIG_FILE as EVALUATION_FILE
 from agentenv.pipelines.evaluation.store import ROWS_FILE, load_rows, load_saved
 from agentenv.pipelines.exports import atif
-from agentenv.pipelines.records.conversations import Decode, Question, of_row, of_tree, redacted
-from agentenv.pipelines.run.rundir import CONFIG_FILE, find_checkpoint
+from agentenv.pipelines.run.checkpoints import find_checkpoint
+from agentenv.pipelines.run.records import Decode, Question, of_row, of_tree, redacted
+from agentenv.pipelines.run.rundir import CONFIG_FILE
 from agentenv.pipelines.run.terminal import View
 
 logger = logging.getLogger(__name__)

@@ -23,15 +23,15 @@ from agentenv.envs.search.providers import PROVIDERS, WebConfig
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.model_files import find_on_hub, hub_id
 from agentenv.pipelines.config.benchmarks import benchmark
-from agentenv.pipelines.config.cluster import WideCluster
+from agentenv.pipelines.config.cluster import ServeConfig, WideCluster
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.help import values_of
-from agentenv.pipelines.config.rl import ServeConfig, TrainConfig
+from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.planning.jobs import job_of
 from agentenv.pipelines.planning.plan import AnyRun, Plan, Process, make_plan, requirements_of
 from agentenv.pipelines.run.arguments import EXIT_MISSING
-from agentenv.pipelines.run.rundir import find_checkpoint
+from agentenv.pipelines.run.checkpoints import find_checkpoint
 from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.serving import find_python
 from agentenv.pipelines.setup.assembly import Assembly

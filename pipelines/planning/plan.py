@@ -12,17 +12,11 @@ from agentenv.config import RUN
 from agentenv.engine import EngineConfig, LocalModel
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.learners.learner import LearnerConfig, check_heads
-from agentenv.pipelines.config.cluster import WideCluster
+from agentenv.pipelines.config.cluster import ServeConfig, WideCluster
 from agentenv.pipelines.config.evaluation import EvaluateConfig
-from agentenv.pipelines.config.rl import (
-    MAX_TRAJECTORY_BYTES,
-    ResourcesConfig,
-    ServeConfig,
-    TrainConfig,
-)
+from agentenv.pipelines.config.rl import MAX_TRAJECTORY_BYTES, ResourcesConfig, TrainConfig
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
-from agentenv.pipelines.run.rundir import find_checkpoint
-from agentenv.pipelines.run.saver import SavingConfig
+from agentenv.pipelines.run.checkpoints import SavingConfig, find_checkpoint
 from agentenv.pipelines.serving import CPU_CACHE_GIB, GpuPlan, learner_gpus
 from agentenv.pipelines.setup.machine import GIB, Machine
 from agentenv.pipelines.setup.memory import (

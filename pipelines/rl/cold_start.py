@@ -18,12 +18,12 @@ from msgspec.structs import replace
 from agentenv.deadline import uncancelled
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.learner import optimizer_of
-from agentenv.pipelines.config.rl import SFTStage, TrainConfig
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.config.supervised import SFTStage
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.state import Imitating, RunState
-from agentenv.pipelines.run.rundir import COLD_START, Checkpoints
-from agentenv.pipelines.run.saver import Saver
+from agentenv.pipelines.run.checkpoints import COLD_START, Checkpoints, Saver
 from agentenv.pipelines.run.terminal import View
 
 KIND_BOOST = 2.0  # a kind without any skill is drawn 1 + KIND_BOOST times as often

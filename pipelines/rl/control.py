@@ -19,7 +19,6 @@ from agentenv.encoder import decoder
 from agentenv.errors import ConfigError
 from agentenv.metrics import failure_kind_of
 from agentenv.offload import in_thread
-from agentenv.pipelines.records.row import FAILED
 from agentenv.pipelines.rl.feeder import Feeder, InflightRollout
 from agentenv.pipelines.rl.report import phase_title
 from agentenv.pipelines.rl.training import Training
@@ -42,7 +41,8 @@ from agentenv.pipelines.run.control import (
     Why,
     listening,
 )
-from agentenv.pipelines.run.waits import by_what, expected_s
+from agentenv.pipelines.run.records import FAILED
+from agentenv.pipelines.run.watchdog import by_what, expected_s
 from agentenv.recovery import STEP, TURN
 from agentenv.rollout import BranchNow, Rollout
 

@@ -33,12 +33,13 @@ from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.evaluation.run import Progress, ask_into, broken, row_of
 from agentenv.pipelines.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from agentenv.pipelines.evaluation.subject import evaluation_of
-from agentenv.pipelines.records.row import FAILED, EvalRow, Wanted
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.recorder import EVALUATIONS, PhaseClock, Recorder
 from agentenv.pipelines.rl.report import PHASES
 from agentenv.pipelines.rl.state import BriefReport, Evaluating, RunSaver, RunState, brief_report
-from agentenv.pipelines.run.rundir import REMOVED, RunDirectory
+from agentenv.pipelines.run.checkpoints import REMOVED
+from agentenv.pipelines.run.records import FAILED, EvalRow, Wanted
+from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import Pulse, View
 from agentenv.tree import CANCELLED
 from agentenv.types import Task

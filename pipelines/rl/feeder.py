@@ -2,7 +2,8 @@
 keeps the table of rollouts in flight.
 
 A tree that an earlier process has finished comes from the journal; one that it had begun goes on
-from there; every other one grows in this process or in a rollout worker.
+from there; every other one grows in this process or in a rollout worker. Listeners are called as
+trees pass, and change nothing.
 """
 
 from __future__ import annotations
@@ -13,17 +14,47 @@ from collections.abc import Sequence
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.dataset import TaskStream
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.frames import Recorded
+from agentenv.frames import Leased, Recorded, Started, Trained
 from agentenv.journal import Journal
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.batching import BatchBuilder
-from agentenv.pipelines.rl.listeners import Listener
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.recorder import adding
 from agentenv.pipelines.rl.state import RunState
 from agentenv.queue import ReplayQueue
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
+
+
+class Listener:
+    """Callbacks of the loop, in the order of a step; this one does nothing."""
+
+    def started(self, tree: int, step: int, early_s: float) -> None:
+        """The feeder starts a rollout that no earlier process had started, `early_s` seconds after
+        it had a slot, since the learner did not need it sooner."""
+
+    def taken(self, step: int, trees: Sequence[int]) -> None:
+        """The learner takes these trees."""
+
+    def trained(self, step: int, policy_version: int, trees: Sequence[int]) -> None:
+        """The weights trained on these trees are live."""
+
+
+class JournalListener(Listener):
+    """Writes the events of the loop to the journal."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def started(self, tree: int, step: int, early_s: float) -> None:
+        self._journal.append(Started(tree, step, round(early_s, 3)))
+
+    def taken(self, step: int, trees: Sequence[int]) -> None:
+        self._journal.append(Leased(step, list(trees)))
+
+    def trained(self, step: int, policy_version: int, trees: Sequence[int]) -> None:
+        self._journal.append(Trained(step, policy_version, list(trees)))
+
 
 ROOM_S = 0.2  # between two looks at whether a tree may begin
 

@@ -5,17 +5,16 @@
     update     the self-critic's round and the learner's update     learners/
     publish    new weights into the engine, trees into the archive  publishing.py, recorder.py
     release    the slots of the trees, for new rollouts             agentenv/queue.py
-    record     figures, score, the row of metrics                   step_report.py
+    record     figures, score, the row of metrics                   report.py
 
 Rollouts go on meanwhile (feeder.py). Journal and control subscribe: the journal listens to events
-(listeners.py), and an action that a person asks for (control.py) runs between two steps.
+(`Listener`), and an action that a person asks for (control.py) runs between two steps.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,16 +26,14 @@ from agentenv.learners.partition import forget_entropies
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.batching import Batch, BatchBuilder
 from agentenv.pipelines.rl.evaluations import Evaluator, first_of
-from agentenv.pipelines.rl.feeder import Feeder
-from agentenv.pipelines.rl.listeners import Listener
+from agentenv.pipelines.rl.feeder import Feeder, Listener
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.publishing import ParityCheck
 from agentenv.pipelines.rl.recorder import PhaseClock, Recorder, Stopwatch, first_entropies
+from agentenv.pipelines.rl.report import StepReport
 from agentenv.pipelines.rl.self_critic import SelfCritic
 from agentenv.pipelines.rl.state import RunSaver, RunState
-from agentenv.pipelines.rl.step_report import StepReport
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.run.timings import Timings
 from agentenv.queue import ReplayQueue
 
 Action = Callable[[], Awaitable[Any]]
@@ -122,7 +119,6 @@ class Loop:
     listeners: Sequence[Listener]
     clock: PhaseClock
     watch: Stopwatch
-    timings: Timings | None
     view: View
     settings: str  # see training.rollout_settings
 
@@ -191,9 +187,8 @@ class Loop:
     async def _train(self, batch: Batch) -> Metrics:
         config = self.config.learner
         scale = lr_factor(config, self.state.step, self.parts.num_steps)
-        busy = nullcontext() if self.timings is None else self.timings.learning()
         number = self.batches.num_minibatches(batch.num_taken)
-        with self.watch.part("update"), busy:
+        with self.watch.part("update"):
             agreement = self.parity.agreement
             update = await self.parts.learner.update(batch.trained, scale, agreement, number)
         self.state.totals.trained_tokens += int(update["num_tokens"])

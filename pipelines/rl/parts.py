@@ -36,6 +36,7 @@ from agentenv.model_files import vocab_size
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.cluster import RayCluster
 from agentenv.pipelines.config.rl import DataConfig, EvalSet, Sampling, TrainConfig
+from agentenv.pipelines.rl.placement import far_servers, open_ray, ray_ranks
 from agentenv.pipelines.rl.publishing import (
     Colocation,
     ParityProbe,
@@ -43,8 +44,10 @@ from agentenv.pipelines.rl.publishing import (
     make_publisher,
     sleeping_engine,
 )
-from agentenv.pipelines.rl.ray_resources import far_servers, open_ray, ray_ranks
-from agentenv.pipelines.run.rundir import COLD_START, RunDirectory, link_model
+from agentenv.pipelines.run.checkpoints import COLD_START, link_model
+from agentenv.pipelines.run.rundir import (
+    RunDirectory,
+)
 from agentenv.pipelines.serving import learner_gpus, trains_on_gpu
 from agentenv.pipelines.setup.assembly import (
     EVALUATING,

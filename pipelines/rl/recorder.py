@@ -21,13 +21,12 @@ from agentenv.encoder import decoder
 from agentenv.errors import ConfigError, InfraError
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import MAX_TRAJECTORY_BYTES, TrainConfig
-from agentenv.pipelines.records.row import EvalRow
-from agentenv.pipelines.records.trajectories import write_rows
 from agentenv.pipelines.rl import report
 from agentenv.pipelines.rl.batching import Batch, FirstEntropies, Settled
-from agentenv.pipelines.rl.curves import write_entropy, write_plots
 from agentenv.pipelines.rl.report import entropy_line
 from agentenv.pipelines.rl.state import BriefReport, RunState
+from agentenv.pipelines.run.pictures import write_entropy, write_plots
+from agentenv.pipelines.run.records import EvalRow, write_rows
 from agentenv.pipelines.run.rundir import LOG_FILE, RunDirectory
 from agentenv.pipelines.run.terminal import View
 from agentenv.tree import TrajectoryTree, to_frame
@@ -242,7 +241,7 @@ class Recorder:
         has_many = sum(tree.num_tokens for tree in trees) > MANY_TOKENS
         if has_many and await in_thread(file.is_file):
             if self._writer is None:
-                handler = "agentenv.pipelines.records.trajectories:TrajectoryWriter"
+                handler = "agentenv.pipelines.run.records:TrajectoryWriter"
                 arguments = {"tokenizer": str(file)}
                 self._writer = WorkerPool(
                     handler, name="trajectories", arguments=arguments, max_jobs=1

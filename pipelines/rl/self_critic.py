@@ -23,7 +23,7 @@ from agentenv.disk import write_whole
 from agentenv.learners.dpo import encode_pair
 from agentenv.learners.learner import Learner, Metrics, OptimizerConfig
 from agentenv.offload import in_thread
-from agentenv.pipelines.config.rl import SelfCriticConfig
+from agentenv.pipelines.config.supervised import SelfCriticConfig
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.supervised.data import PairRow, num_kinds, pairs_of
 from agentenv.pipelines.supervised.run import preference_figures, with_reference_scores

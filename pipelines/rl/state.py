@@ -21,10 +21,9 @@ from agentenv.metrics import EntropyProfile, Metrics, TreeCounters
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import CheckpointConfig
 from agentenv.pipelines.evaluation import intervals
-from agentenv.pipelines.records.row import EvalRow
 from agentenv.pipelines.rl.publishing import ParityGap
-from agentenv.pipelines.run.rundir import Checkpoints, load_state
-from agentenv.pipelines.run.saver import Saver
+from agentenv.pipelines.run.checkpoints import Checkpoints, Saver, load_state
+from agentenv.pipelines.run.records import EvalRow
 from agentenv.pipelines.run.terminal import View
 
 logger = logging.getLogger(__name__)

@@ -7,6 +7,8 @@ RL           feeder --slot--> rollouts --trees--> learner    all at the same tim
                 +---- release <--- engine <--- publish       weights are replaced (loop.py)
 evaluation   before, after the cold start, every so many steps, and at the end
 checkpoint   after the cold start, every so many steps or minutes, and whatever ends the run
+
+`SelfCriticRun` has rounds of the self-critic in place of RL.
 """
 
 from __future__ import annotations
@@ -33,26 +35,24 @@ from agentenv.learners.learner import optimizer_of
 from agentenv.metrics import LoopLag
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import WHERE, TrainConfig
-from agentenv.pipelines.rl.batching import BatchBuilder
+from agentenv.pipelines.rl.batching import BatchBuilder, refuse_total_failure
 from agentenv.pipelines.rl.cold_start import ColdStart
 from agentenv.pipelines.rl.evaluations import Evaluator
-from agentenv.pipelines.rl.feeder import Feeder
-from agentenv.pipelines.rl.listeners import JournalListener, Listener
+from agentenv.pipelines.rl.feeder import Feeder, JournalListener, Listener
 from agentenv.pipelines.rl.loop import Loop, PendingActions
 from agentenv.pipelines.rl.parts import Build, Parts, build_parts
+from agentenv.pipelines.rl.placement import start_workers
 from agentenv.pipelines.rl.publishing import ParityCheck
 from agentenv.pipelines.rl.recorder import PhaseClock, Recorder, Stopwatch
-from agentenv.pipelines.rl.rollout_workers import start_workers
-from agentenv.pipelines.rl.self_critic import SelfCritic
+from agentenv.pipelines.rl.report import StepReport
+from agentenv.pipelines.rl.self_critic import SelfCritic, round_line
 from agentenv.pipelines.rl.state import RunSaver, RunState
-from agentenv.pipelines.rl.step_report import StepReport
-from agentenv.pipelines.run.event_loop import rolling_out
-from agentenv.pipelines.run.rundir import JOURNAL, RunDirectory, load_state
+from agentenv.pipelines.run.checkpoints import load_state
+from agentenv.pipelines.run.rundir import JOURNAL, RunDirectory
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.run.timings import FILE as TIMINGS
-from agentenv.pipelines.run.timings import TimedEngine, Timings
-from agentenv.pipelines.run.waits import watched
+from agentenv.pipelines.run.watchdog import rolling_out, watched
 from agentenv.queue import ReplayQueue
+from agentenv.tree import TrajectoryTree
 from agentenv.types import TIMES
 
 
@@ -128,7 +128,6 @@ class Training:
         self.actions = PendingActions()
         self.listeners: list[Listener] = []
         self.journal: Journal | None = None
-        self.timings: Timings | None = None
         self.workers: RolloutWorkers | None = None
 
     async def run_all(self) -> None:
@@ -214,16 +213,6 @@ class Training:
         stack.callback(log.report)
         self.recorder = Recorder(config, run, self.view, state, parts.tokenizer)
         stack.push_async_callback(self.recorder.close)
-        if config.log.timings:
-            self.timings = Timings(
-                run.path / TIMINGS,
-                parts.vocab_size,
-                config.queue.max_staleness,
-                lambda: self.feeder.num_open_envs(),
-            )
-            for actor in (parts.actor, parts.eval_actor):
-                trains = actor is parts.actor
-                actor.engine = TimedEngine(actor.engine, self.timings, trains)
         if config.journal.enabled:
             self.journal = Journal(
                 run.path / JOURNAL,
@@ -354,7 +343,7 @@ class Training:
         parts, state = self.parts, self.state
         watch = Stopwatch()
         self.report = self.report_class(
-            state, self.feeder, self.batches.alarms, self.recorder, watch, self.lag, self.timings
+            state, self.feeder, self.batches.alarms, self.recorder, watch, self.lag
         )
         return Loop(
             config=self.config,
@@ -373,7 +362,6 @@ class Training:
             listeners=self.listeners,
             clock=self.clock,
             watch=watch,
-            timings=self.timings,
             view=self.view,
             settings=self.settings,
         )
@@ -389,3 +377,55 @@ class Training:
         showing.cancel()
         for rollout in self.queue.drain():
             rollout.cancel()
+
+
+class SelfCriticRun(Training):
+    """A run of `agentenv dpo --self-critic`."""
+
+    async def run_rounds(self, num_rounds: int) -> None:
+        """This number of rounds, each saved when a checkpoint is due."""
+        async with AsyncExitStack() as stack:
+            await self._set_up(stack)
+            critic = self._critic()
+            assert critic is not None
+            stack.enter_context(watched(self._actors, self.view))
+            stack.enter_context(rolling_out())
+            if self.checkpoint is None:
+                self.run.forget_metrics_after(-1)  # of a start that was ended early
+                self.run.begin(self.config)
+                await self._evaluate_all("before_rl")
+            else:
+                self.run.go_on(self.config, self.state.step, self.view.say)
+            while self.state.step < num_rounds:
+                try:
+                    trees = await critic.sample(self.state.step)
+                    with self.view.doing(f"round {self.state.step + 1}"):
+                        await uncancelled(self._one_round(critic, trees))
+                    if self.saver.is_due():
+                        await self.saver.save()
+                except BaseException:
+                    await self.saver.finish()
+                    raise
+            await self.saver.save()
+            await self._evaluate_all("after_rl")
+            self.view.say(
+                f"written to {self.run.path}: pairs/, metrics.jsonl, "
+                f"checkpoints/{self.run.checkpoints.path(self.state.step).name}"
+            )
+
+    async def _one_round(self, critic: SelfCritic, trees: list[TrajectoryTree]) -> None:
+        """A round of the self-critic on these trees, then the new weights into the engine."""
+        parts, state = self.parts, self.state
+        refuse_total_failure(trees)
+        async with self.saver.moving():
+            metrics = await critic.learn(state.step, trees)
+            state.step += 1
+        if metrics["self_critic/num_steps"]:
+            await parts.publish()
+        version = parts.learner.policy_version
+        await self.recorder.log({"step": state.step, "policy_version": version, **metrics})
+        self.view.say(f"round {state.step}: {round_line(metrics)}")
+        await self.recorder.write_trajectories(f"self-critic-{state.step:06d}", trees)
+
+    async def _evaluate_all(self, when: str) -> None:
+        await self.evaluator.evaluate(list(self.config.eval.sets), when)

@@ -1,5 +1,5 @@
-"""The arguments of every command and its exit codes. An argument that is not UTF-8 is refused by
-name, before anything starts.
+"""The arguments of every command, the keys that all runs have, and exit codes. An argument that is
+not UTF-8 is refused by name, before anything starts.
 
 Python reads such bytes as lone surrogates, which no log, JSON or TOML can hold: a run would fail
 where it first writes one of them down.
@@ -11,8 +11,11 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta, Struct
+
+from agentenv.config import ESSENTIAL
 from agentenv.disk import undecodable
 from agentenv.errors import ConfigError
 
@@ -52,3 +55,34 @@ class Parser(argparse.ArgumentParser):
         except ConfigError as error:
             self.error(str(error))
         return super().parse_known_args(args, namespace)
+
+
+class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the run writes, and the seed of everything random in it."""
+
+    dir: Annotated[str, Meta(description="folder that holds the runs", extra=ESSENTIAL)] = "runs"
+    name: Annotated[
+        str,
+        Meta(
+            description="folder of this run; empty: name of the configuration file", extra=ESSENTIAL
+        ),
+    ] = ""
+    seed: Annotated[
+        int, Meta(ge=0, description="seed of data, model, sampling and forks", extra=ESSENTIAL)
+    ] = 0
+    setup: Annotated[
+        str,
+        Meta(
+            description="'module:function', called with (run directory, seed) to make the model "
+            "and data that other keys name as {run}/...; a text it returns is shown; empty: all of "
+            "it exists already"
+        ),
+    ] = ""
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The policy to start from."""
+
+    path: Annotated[
+        str, Meta(description="Hugging Face directory with model and tokenizer", extra=ESSENTIAL)
+    ]

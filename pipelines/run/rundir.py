@@ -6,7 +6,6 @@ runs/NAME/config.json  run.log  servers/*.log  metrics.jsonl  summary.json  curv
           journal/                               turns and trees as they happen, for a resume
           trees/STEP.frames                      every tree of training, with all of its tokens
           trajectories/STEP.jsonl                every trajectory of training, as readable text
-          timings.jsonl                          how long what took, for simulations
           eval/WHEN/                             evaluations, as of `agentenv evaluate`
           checkpoints/step-000020/               Hugging Face directory
           checkpoints/step-000020/trainer/       what a resume needs beside it
@@ -26,8 +25,7 @@ import shutil
 import socket
 import time
 import weakref
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,190 +35,20 @@ from msgspec import Struct
 
 from agentenv.archive import ARCHIVE
 from agentenv.config import changes, resolver, to_plain, upgrade
-from agentenv.deadline import within
 from agentenv.disk import (
     DIR_KEY,
-    OLD,
     PARTIAL,
     WEIGHTS_PREFIX,
     append_whole,
     explain,
     make_folder,
-    replace_folder,
-    sync,
     write_whole,
 )
-from agentenv.errors import ConfigError, DataError, StallError
-from agentenv.learners.learner import Learner
-from agentenv.offload import in_thread
-from agentenv.pipelines.monitors.monitors import MonitorConfig, Monitors
-from agentenv.pipelines.run.arguments import LATEST
-
-STATE_FILE = "state.json"
-BEST = "best"
-CLEAN_S = 10.0  # to remove half a checkpoint from a disk that may hang
-REMOVED, SET_ASIDE = ".removed", "set-aside"
-STEP, COLD_START = "step", "sft"  # what a checkpoint is of
+from agentenv.errors import ConfigError
+from agentenv.pipelines.run.checkpoints import COLD_START, Checkpoints
+from agentenv.pipelines.run.monitors import MonitorConfig, Monitors
 
 RATES = ("learning_rate", "muon_learning_rate", "weight_decay")  # set with an optimizer
-
-
-class Checkpoints:
-    """The checkpoints of a run: written beside their final name, renamed when whole, rotated.
-
-    step-000020           whole; but for what its state says of evaluations, never changed
-    step-000020.partial   being written, or cut off by a crash; never read
-    best                  the best by `checkpoint.best_metric`; its weights are hard links
-    sft-000250            in the midst of the cold start, after so many of its steps
-    set-aside/            newer checkpoints than the one that a run was resumed from
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def path(self, step: int, of: str = STEP) -> Path:
-        """`of`: the updates, or the cold start before them."""
-        return self.folder / f"{of}-{step:06d}"
-
-    def finished(self) -> list[Path]:
-        """Complete checkpoints of steps, oldest first."""
-        found = sorted(self.folder.glob("s[ft]*-*[0-9]"))  # those of the cold start come first
-        return [path for path in found if (path / STATE_FILE).is_file()]
-
-    def _is_there(self, path: Path) -> bool:
-        return path in self.finished()
-
-    def begin(self, path: Path) -> Path:
-        """An empty folder to write the checkpoint `path` into."""
-        partial = path.with_name(path.name + PARTIAL)
-        shutil.rmtree(partial, ignore_errors=True)
-        make_folder(partial)
-        return partial
-
-    def complete(self, partial: Path) -> Path:
-        """Give what was written its name; from then on it is there, also after a power failure."""
-        path = partial.with_name(partial.name.removesuffix(PARTIAL))
-        replace_folder(partial, path)
-        return path
-
-    async def save(
-        self,
-        path: Path,
-        learner: Learner,
-        state: msgspec.Struct,
-        keep_last: int,
-        needed: Collection[int] = (),
-    ) -> None:
-        """The checkpoint `path`, unless it is there: model, learner and `state`, whole or not at
-        all; then the old ones are removed as `prune` says."""
-        if await in_thread(self._is_there, path):
-            return
-        partial = await in_thread(self.begin, path)
-        try:
-            await learner.export(partial)
-            await learner.save(partial / "trainer")
-            await in_thread(save_state, partial, state)
-            await in_thread(self.complete, partial)
-        except BaseException:  # the disk may be full, and what else is to be written needs space
-            with suppress(StallError):
-                await within(CLEAN_S, "it", in_thread(shutil.rmtree, partial, True))
-            raise
-        await in_thread(self.prune, keep_last, needed)
-
-    def prune(self, keep_last: int, needed: Collection[int] = ()) -> None:
-        """Remove all but the newest and the steps that are needed, and what a crash has left
-        behind."""
-        for path in self.finished()[:-keep_last]:
-            if path not in map(self.path, needed):
-                path.rename(path.with_name(path.name + REMOVED))
-        for suffix in (PARTIAL, OLD, REMOVED):
-            for left in self.folder.glob(f"s[ft]*-*[0-9]{suffix}"):
-                shutil.rmtree(left)
-
-    def keep_best(self, step: int) -> None:
-        """Make checkpoints/best the checkpoint of `step`; at every moment there is a whole one."""
-        partial = self.folder / f"{BEST}{PARTIAL}"
-        shutil.rmtree(partial, ignore_errors=True)
-        try:
-            shutil.copytree(self.path(step), partial, copy_function=_link_or_copy)
-            replace_folder(partial, self.folder / BEST)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-
-    def best(self) -> Path | None:
-        """checkpoints/best, or what it was before if a crash cut its renaming in two."""
-        for name in (BEST, BEST + OLD):
-            if (self.folder / name / STATE_FILE).is_file():
-                return self.folder / name
-        return None
-
-    def to_resume(self, wanted: str) -> Path | None:
-        """latest, best, or a path; None if there is none yet and the latest was wanted."""
-        if wanted == LATEST:
-            return next(iter(self.finished()[::-1]), None)
-        if wanted == BEST:
-            found = self.best()
-            if found is None:
-                raise ConfigError(f"--resume best: {self.folder} holds no best checkpoint")
-            return found
-        path = Path(wanted)
-        if not (path / STATE_FILE).is_file():
-            raise ConfigError(
-                f"--resume {wanted}: not a complete checkpoint ({STATE_FILE} is missing); expected "
-                f"latest, best, or one of {[p.name for p in self.finished()]} in {self.folder}"
-            )
-        return path
-
-    def set_aside_after(self, oldest: Path) -> list[Path]:
-        """Move newer checkpoints out of the way of a run that goes on from an older one."""
-        moved = []
-        for path in reversed(self.finished()):
-            if path.name > oldest.name:
-                aside = self.folder / SET_ASIDE
-                aside.mkdir(exist_ok=True)
-                number = len(list(aside.glob(f"{path.name}*")))
-                name = f"{path.name}-{number}" if number else path.name
-                moved.append(path.rename(aside / name))
-        if moved:
-            sync(self.folder / SET_ASIDE)
-            sync(self.folder)
-        return moved
-
-
-def link_model(checkpoint: Path, folder: Path) -> Path:
-    """The model of a checkpoint, without the learner's state, in `folder`: it stays there when the
-    checkpoint is pruned. Weights are hard links, which cost no space before."""
-    shutil.rmtree(folder, ignore_errors=True)
-    left_out = shutil.ignore_patterns("trainer", STATE_FILE)
-    return Path(shutil.copytree(checkpoint, folder, copy_function=_link_or_copy, ignore=left_out))
-
-
-def find_checkpoint(path: Path, *, best: bool = False) -> Path:
-    """A checkpoint or model directory itself, or the last or best one of a run.
-
-    Raises DataError if there is none.
-    """
-    if not (path / "checkpoints").is_dir():
-        return path
-    checkpoints = Checkpoints(path / "checkpoints")
-    found = checkpoints.best() if best else next(iter(checkpoints.finished()[::-1]), None)
-    if found is None:
-        kind = "best" if best else "finished"
-        raise DataError(f"{path} holds no {kind} checkpoint yet")
-    return found
-
-
-WEIGHTS = (".safetensors", ".bin")
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    """Weights, which nothing writes in place, as hard links where the file system has them; a copy
-    of any other file. Symbolic links are followed: a link to a link may lead nowhere."""
-    if source.endswith(WEIGHTS):
-        with suppress(OSError):  # another file system, or one without links
-            return os.link(os.path.realpath(source), target)
-    shutil.copyfile(source, target)
 
 
 JOB_VARIABLE = "AGENTENV_JOB"  # a name of the job that the process is of; nobody else has it
@@ -498,17 +326,3 @@ def check_writable(path: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {explain(error, DIR_KEY)}") from error
-
-
-def load_state(checkpoint: Path, kind: type[Any]) -> Any:
-    """The state beside a checkpoint."""
-    path = checkpoint / STATE_FILE
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-
-
-def save_state(checkpoint: Path, state: msgspec.Struct) -> None:
-    """Write the state last and durably: its presence says that the checkpoint is complete."""
-    write_whole(checkpoint / STATE_FILE, msgspec.json.encode(state), durable=True)

@@ -33,8 +33,13 @@ from agentenv.model_files import check_model_directory, load_tokenizer, read_eos
 from agentenv.native import NativeConfig, NativeRenderer
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.cluster import FOLDER
-from agentenv.pipelines.config.rl import EnvConfig, RunConfig, Sampling, TrainConfig
-from agentenv.pipelines.run.rundir import find_checkpoint
+from agentenv.pipelines.config.rl import (
+    EnvConfig,
+    Sampling,
+    TrainConfig,
+)
+from agentenv.pipelines.run.arguments import RunConfig
+from agentenv.pipelines.run.checkpoints import find_checkpoint
 from agentenv.pipelines.serving.servers import ServerFactory, fill_roles, start_servers
 from agentenv.pipelines.setup.data import EnvMaker, Say, fit_prompts, tables_of, try_env
 from agentenv.pipelines.setup.env_workers import Asked, EnvProcesses

@@ -26,8 +26,9 @@ from agentenv.model_files import (
 from agentenv.native import NativeConfig, NativeRenderer
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.evaluation import EvaluateConfig
-from agentenv.pipelines.config.rl import TABLES, ModelConfig, TrainConfig
+from agentenv.pipelines.config.rl import TABLES, TrainConfig
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
+from agentenv.pipelines.run.arguments import ModelConfig
 from agentenv.pipelines.run.rundir import check_writable
 from agentenv.pipelines.serving import find_python
 from agentenv.pipelines.serving.servers import check_roles

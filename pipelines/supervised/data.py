@@ -24,8 +24,12 @@ from agentenv.env import check_observation
 from agentenv.errors import CrashError, DataError
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.dpo import Answer, encode_pair
-from agentenv.pipelines.config.rl import SFTConfig
-from agentenv.pipelines.config.supervised import ChatDataConfig, SFTRunConfig, SupervisedRunConfig
+from agentenv.pipelines.config.supervised import (
+    ChatDataConfig,
+    SFTConfig,
+    SFTRunConfig,
+    SupervisedRunConfig,
+)
 from agentenv.pipelines.supervised.dialogues import (
     Conversation,
     RowFormat,

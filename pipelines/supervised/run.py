@@ -28,9 +28,9 @@ from agentenv.learners.dpo import PairTokens, preference_metrics, preference_sum
 from agentenv.learners.learner import Learner, Metrics, Score, lr_factor
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.supervised import SFTRunConfig, SupervisedRunConfig
-from agentenv.pipelines.run.plots import panels, png
-from agentenv.pipelines.run.rundir import RunDirectory, load_state
-from agentenv.pipelines.run.saver import Saver
+from agentenv.pipelines.run.checkpoints import Saver, load_state
+from agentenv.pipelines.run.pictures import panels, png
+from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.setup.assembly import Assembly, once
 from agentenv.pipelines.setup.checks import refuse

@@ -17,7 +17,7 @@ from typing import Literal
 from msgspec import Struct
 
 from agentenv.envs.grading.verdict import final_answer
-from agentenv.pipelines.config.synthesis import HintsConfig
+from agentenv.pipelines.config.evaluation import HintsConfig
 
 MARK = "hint"  # in the metadata of a task and of its row
 

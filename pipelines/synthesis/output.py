@@ -22,8 +22,8 @@ from agentenv.config import changes, to_plain
 from agentenv.data_files import Row
 from agentenv.disk import explain, write_whole
 from agentenv.errors import ConfigError
-from agentenv.pipelines.config.synthesis import SynthesisPlan
-from agentenv.pipelines.run.tables import Table
+from agentenv.pipelines.config.evaluation import SynthesisPlan
+from agentenv.pipelines.run.terminal import Table
 from agentenv.pipelines.synthesis.sampling import Dropped
 from agentenv.pipelines.synthesis.sorting import REASONS, Class, Judged, Sorted
 from agentenv.types import Message, Task

@@ -15,11 +15,11 @@ from agentenv.branch import Branch
 from agentenv.engine import Engine
 from agentenv.env import EnvWrapper, StepResult
 from agentenv.errors import ConfigError, DataError
-from agentenv.pipelines.config.synthesis import WITH_TOOLS, SynthesisPlan, Way, set_name
+from agentenv.pipelines.config.evaluation import WITH_TOOLS, SynthesisPlan, Way, set_name
 from agentenv.pipelines.evaluation.run import Progress, ask_into, row_of, share_failures
 from agentenv.pipelines.evaluation.store import Store
 from agentenv.pipelines.evaluation.subject import EvaluationAssembly
-from agentenv.pipelines.records.row import FAILED, EvalRow, Wanted
+from agentenv.pipelines.run.records import FAILED, EvalRow, Wanted
 from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.setup.assembly import Questions
 from agentenv.pipelines.setup.data import Say, load_set, try_env

@@ -21,8 +21,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.envs.grading.verdict import last_boxed
-from agentenv.pipelines.config.synthesis import FilterConfig, Way
-from agentenv.pipelines.records.row import FAILED, EvalRow
+from agentenv.pipelines.config.evaluation import FilterConfig, Way
+from agentenv.pipelines.run.records import FAILED, EvalRow
 from agentenv.renderer import THOUGHT_OPEN
 from agentenv.types import Task
 

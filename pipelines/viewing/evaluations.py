@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentenv.errors import DataError, ForeignError
-from agentenv.pipelines.records.row import FAILED, EvalRow
+from agentenv.pipelines.run.records import FAILED, EvalRow
 from agentenv.pipelines.viewing.jsonl import JsonLines, size_of
 from agentenv.untrusted import decode, decode_loose
 

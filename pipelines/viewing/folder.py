@@ -28,7 +28,8 @@ import psutil
 
 from agentenv.config import resolver
 from agentenv.errors import DataError, ForeignError
-from agentenv.pipelines.run.rundir import CONFIG_FILE, LOG_FILE, Checkpoints, Holder
+from agentenv.pipelines.run.checkpoints import Checkpoints
+from agentenv.pipelines.run.rundir import CONFIG_FILE, LOG_FILE, Holder
 from agentenv.pipelines.viewing.evaluations import Evaluation, compare
 from agentenv.pipelines.viewing.jsonl import JsonLines, size_of, tail
 from agentenv.pipelines.viewing.trees import Trees

@@ -16,8 +16,8 @@ import msgspec
 
 from agentenv.errors import PACKAGES, AgentEnvError, ConfigError, WorkerError
 from agentenv.link import Link
-from agentenv.pipelines.run.event_loop import rolling_out
 from agentenv.pipelines.run.terminal import View, is_shown, run_until_done, to_its_end
+from agentenv.pipelines.run.watchdog import rolling_out
 from agentenv.pipelines.setup.data import Say
 from agentenv.supervisor import ADDRESS_VARIABLE, NUMBER_VARIABLE, TOKEN_VARIABLE
 from agentenv.untrusted import packed

@@ -34,8 +34,7 @@ from agentenv.metrics import LoopLag
 from agentenv.model_files import read_eos_ids
 from agentenv.pipelines.config.cluster import FOLDER, Setup, SpreadCluster, read_setup
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.run.event_loop import ended_when_held
-from agentenv.pipelines.run.waits import Waits
+from agentenv.pipelines.run.watchdog import Waits, ended_when_held
 from agentenv.pipelines.setup.assembly import (
     TRAINED,
     TRAINING,

@@ -14,10 +14,9 @@ from agentenv.errors import DataError
 from agentenv.learners.learner import LearnerConfig
 from agentenv.offload import run_virtual
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.rl.training import Training
+from agentenv.pipelines.run.records import Turn
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.run.timings import FILE, StepTimes, Trace, Turn, read_trace
 from benchmarks.parts.simulation import (
     Durations,
     Grown,
@@ -30,6 +29,13 @@ from benchmarks.parts.simulation import (
     simulate,
     tool_bounds,
     variants,
+)
+from benchmarks.parts.timings import (
+    FILE,
+    StepTimes,
+    TimedTraining,
+    Trace,
+    read_trace,
 )
 from tests.support.toy_run import ToyWorld, toy_config
 
@@ -46,9 +52,9 @@ KEYS = ("queue.groups_per_step=2", "learner.groups_per_minibatch=2", "train.num_
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, Trace]:
     """Of a toy run under the virtual clock: 0.5 s and 40 tokens a second a turn, 20 s an update."""
-    config = toy_config(tmp_path_factory.mktemp("toy"), *KEYS, "log.timings=true")
+    config = toy_config(tmp_path_factory.mktemp("toy"), *KEYS)
     run = RunDirectory(Path(config.run.dir) / "toy", resume=False, settings={})
-    training = Training(config, run, View(), resume="", build=ToyWorld().build)
+    training = TimedTraining(config, run, View(), resume="", build=ToyWorld().build)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("agentenv.pipelines.rl.recorder.Recorder.draw", lambda self: [])
         run_virtual(training.run_all())
@@ -261,7 +267,9 @@ def test_a_tail_goes_beyond_the_longest_call() -> None:
 
 
 def test_a_run_without_its_times_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"timings\.jsonl cannot be read: .*log\.timings=true"):
+    with pytest.raises(
+        DataError, match=r"timings\.jsonl cannot be read: .*benchmarks\.parts\.timings"
+    ):
         read_trace(tmp_path)
     (tmp_path / FILE).write_text('{"vocab_size": 9, "max_staleness": 1}\n')
     with pytest.raises(DataError, match="two are needed"):

@@ -35,7 +35,7 @@ from agentenv.learners.learner import Saved
 from agentenv.learners.policy import Policy
 from agentenv.learners.worker import PR_SET_PDEATHSIG
 from agentenv.pipelines.rl.state import RunState
-from agentenv.pipelines.run.rundir import Checkpoints, find_checkpoint, load_state, save_state
+from agentenv.pipelines.run.checkpoints import Checkpoints, find_checkpoint, load_state, save_state
 from tests.learners.ranks import two_ranks
 from tests.learners.trees import tiny_model
 

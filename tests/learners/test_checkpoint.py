@@ -15,7 +15,7 @@ from agentenv.learners.checkpoint import Checkpoint, restore, save
 from agentenv.learners.learner import SAVED_FILE, Saved
 from agentenv.learners.trainer import Trainer
 from agentenv.learners.worker import Rank
-from agentenv.pipelines.run.rundir import Checkpoints
+from agentenv.pipelines.run.checkpoints import Checkpoints
 from tests.learners.ranks import (
     ALGORITHM,
     encoded,
@@ -168,7 +168,7 @@ def test_which_checkpoint_is_resumed(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from agentenv.pipelines.run.rundir import Checkpoints
+from agentenv.pipelines.run.checkpoints import Checkpoints
 
 rename = Path.rename
 def killing(path, target):

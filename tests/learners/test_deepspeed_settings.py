@@ -12,8 +12,8 @@ from agentenv.launchers import train
 from agentenv.learners.deepspeed_settings import deepspeed_settings
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
-from agentenv.pipelines.config.rl import SFTConfig, TrainConfig
-from agentenv.pipelines.config.supervised import DPORunConfig, SFTRunConfig
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.config.supervised import DPORunConfig, SFTConfig, SFTRunConfig
 
 
 def with_file(tmp_path: Path, content: object, **keys: Any) -> LearnerConfig:

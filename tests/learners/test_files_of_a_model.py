@@ -13,7 +13,7 @@ from agentenv.errors import DataError
 from agentenv.launchers.export import main as export_command
 from agentenv.learners.export import check_written, copy_files, export
 from agentenv.model_files import check_model_directory
-from agentenv.pipelines.run.rundir import Checkpoints, link_model
+from agentenv.pipelines.run.checkpoints import Checkpoints, link_model
 from tests.support.hub_cache import hub_cache
 
 

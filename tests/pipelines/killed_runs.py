@@ -14,7 +14,7 @@ import msgspec
 import psutil
 
 from agentenv.pipelines.rl.state import RunState
-from agentenv.pipelines.run.rundir import Checkpoints, load_state
+from agentenv.pipelines.run.checkpoints import Checkpoints, load_state
 from benchmarks.parts.chaos import CONFIG, Reader, Servers, Witness
 from tests.support.forks import Command
 from tests.support.killing import Plan

@@ -18,13 +18,12 @@ from agentenv.learners.baselines import DAPO, ReinforcePP
 from agentenv.learners.batch import encode
 from agentenv.learners.credit import TreeCredit
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.records.row import EvalRow
-from agentenv.pipelines.rl.alarms import Alarms
-from agentenv.pipelines.rl.batching import Batch, BatchBuilder
+from agentenv.pipelines.rl.batching import Alarms, Batch, BatchBuilder
 from agentenv.pipelines.rl.evaluations import refuse_failed
 from agentenv.pipelines.rl.publishing import is_exact
 from agentenv.pipelines.rl.report import step_line
 from agentenv.pipelines.rl.state import RunState
+from agentenv.pipelines.run.records import EvalRow
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limit
 from tests.learners.trees import credited, random_tree

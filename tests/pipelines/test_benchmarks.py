@@ -25,7 +25,7 @@ from agentenv.pipelines.config.benchmarks import (
     read_benchmarks,
 )
 from agentenv.pipelines.config.rl import EnvConfig
-from agentenv.pipelines.records.row import EvalRow
+from agentenv.pipelines.run.records import EvalRow
 from agentenv.pipelines.setup.data import EnvMaker
 from agentenv.renderer import PromptConfig, load_instruction
 from agentenv.types import Limits, Task

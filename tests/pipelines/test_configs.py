@@ -15,8 +15,8 @@ import pytest
 
 from agentenv.launchers import dpo, evaluate, serve, sft, train
 from agentenv.pipelines.evaluation.store import read_rows
-from agentenv.pipelines.records.row import EvalRow
 from agentenv.pipelines.run.arguments import EXIT_MISSING
+from agentenv.pipelines.run.records import EvalRow
 from tests.support.dense import TEXTS, make, save_encoder
 from tests.support.openai_endpoint import ScriptedEndpoint
 from tests.support.published import SYSTEM, make_workspace

@@ -23,13 +23,13 @@ from agentenv.engines.scripted import ScriptedEngine
 from agentenv.errors import DataError, EngineDeadError, EnvError, LearnerError
 from agentenv.launchers import train
 from agentenv.learners.credit import TreeCredit
-from agentenv.pipelines.rl import evaluations, step_report
-from agentenv.pipelines.rl.alarms import Alarms
+from agentenv.pipelines.rl import evaluations, report
+from agentenv.pipelines.rl.batching import Alarms
 from agentenv.pipelines.rl.parts import TrainingAssembly
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.state import RunSaver
-from agentenv.pipelines.run import saver
-from agentenv.pipelines.run.rundir import Checkpoints
+from agentenv.pipelines.run import checkpoints
+from agentenv.pipelines.run.checkpoints import Checkpoints
 from agentenv.pipelines.setup import start_checks
 from agentenv.tools import FunctionTool
 from agentenv.tree import TrajectoryTree
@@ -341,9 +341,7 @@ def test_whatever_else_ends_a_run_is_said_after_saving(
     goes_on(warehouse, name, unwritten={full: {2, 3}, refusing: {1}}.get(replace, set()))
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(Alarms, "look_at_hits"), (step_report, "rollout_metrics")]
-)
+@pytest.mark.parametrize(("owner", "name"), [(Alarms, "look_at_hits"), (report, "rollout_metrics")])
 def test_a_bug_of_the_core_ends_the_run_with_a_checkpoint(
     warehouse: Path, rank: type[ToyRank], owner: Any, name: str
 ) -> None:
@@ -414,8 +412,8 @@ def test_a_checkpoint_on_a_disk_that_hangs_is_left_to_itself(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoints, "begin", hanging)
-        patch.setattr(saver, "LAST_S", 0.3)
-        patch.setattr(saver.Saver, "_fail", lambda self, text: ended.set())
+        patch.setattr(checkpoints, "LAST_S", 0.3)
+        patch.setattr(checkpoints.Saver, "_fail", lambda self, text: ended.set())
         given = arguments(warehouse, "disk", "checkpoint.every=1", "checkpoint.finish_s=0.3")
         assert train.main(given) == 1
     assert "hangs; is its disk" in capsys.readouterr().err.replace("\n", " ")

@@ -10,7 +10,7 @@ import pytest
 
 from agentenv.launchers import evaluate
 from agentenv.pipelines.evaluation.store import load_saved, read_rows
-from agentenv.pipelines.records.row import EvalRow
+from agentenv.pipelines.run.records import EvalRow
 from tests.pipelines.evaluating import Run, first_prompts, refused, runner, texts
 
 

@@ -13,8 +13,8 @@ import pytest
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.launchers import evaluate, train
 from agentenv.pipelines.evaluation.store import read_rows
-from agentenv.pipelines.records.row import EvalRow, written
 from agentenv.pipelines.run.arguments import EXIT_MISSING
+from agentenv.pipelines.run.records import EvalRow, written
 from tests.support.openai_endpoint import Answer, Json, ScriptedEndpoint, call, reply
 from tests.support.warehouse import STOCK
 

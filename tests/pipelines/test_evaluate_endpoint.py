@@ -11,7 +11,7 @@ import pytest
 
 from agentenv.launchers import evaluate
 from agentenv.pipelines.evaluation.store import load_saved, read_rows
-from agentenv.pipelines.records.row import EvalRow
+from agentenv.pipelines.run.records import EvalRow
 from tests.support.openai_endpoint import Answer, ScriptedEndpoint, call, reply
 
 Json = dict[str, Any]

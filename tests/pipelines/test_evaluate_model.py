@@ -14,7 +14,7 @@ import pytest
 from agentenv.envs.web_search import SearchTool
 from agentenv.launchers import evaluate, export, train
 from agentenv.pipelines.evaluation.store import read_rows
-from agentenv.pipelines.records.row import EvalRow, Key
+from agentenv.pipelines.run.records import EvalRow, Key
 from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN
 from tests.engines.vllm_server import VLLMProcess, require_vllm
 from tests.support.warehouse import ROOT

@@ -7,8 +7,8 @@ import pytest
 from agentenv.env import close_shared
 from agentenv.pipelines.evaluation.figures import default_ks, figures_of, questions_of, summarise
 from agentenv.pipelines.evaluation.scores import Scorer
-from agentenv.pipelines.records.row import EvalRow
 from agentenv.pipelines.rl.state import brief_report
+from agentenv.pipelines.run.records import EvalRow
 from tests.support.stored_evaluation import failed, row
 
 

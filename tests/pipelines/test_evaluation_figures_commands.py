@@ -15,7 +15,7 @@ import pytest
 
 from agentenv.launchers import evaluate, view
 from agentenv.pipelines.evaluation import report
-from agentenv.pipelines.records.row import EvalRow
+from agentenv.pipelines.run.records import EvalRow
 from tests.support.stored_evaluation import (
     QUICK,
     failed,

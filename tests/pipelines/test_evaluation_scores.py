@@ -14,7 +14,7 @@ from agentenv.pipelines.evaluation.scores import (
     score_rows,
     text_scores,
 )
-from agentenv.pipelines.records.row import EvalRow, calls_that_ran, prediction, written
+from agentenv.pipelines.run.records import EvalRow, calls_that_ran, prediction, written
 from tests.support.stored_evaluation import failed, row
 
 

@@ -17,9 +17,15 @@ from agentenv.failures import REDACTED, Redactor
 from agentenv.frames import ArchiveConfig
 from agentenv.launchers import export
 from agentenv.pipelines.exports.atif import trajectory
-from agentenv.pipelines.records.conversations import Question, of_row, of_tree, redacted, turns_of
-from agentenv.pipelines.records.row import EvalRow
-from agentenv.pipelines.records.trajectories import trajectory_rows
+from agentenv.pipelines.run.records import (
+    EvalRow,
+    Question,
+    of_row,
+    of_tree,
+    redacted,
+    trajectory_rows,
+    turns_of,
+)
 from tests.support.stored_evaluation import failed, row, write_evaluation
 from tests.support.told_tree import SECRET, told_tree
 

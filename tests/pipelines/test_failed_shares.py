@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agentenv.pipelines.records.row import EvalRow
-from agentenv.pipelines.rl.curves import learning_curve
 from agentenv.pipelines.rl.report import (
     final_table,
     report_line,
@@ -21,6 +19,8 @@ from agentenv.pipelines.rl.report import (
 )
 from agentenv.pipelines.rl.state import BriefReport, RunState, brief_report
 from agentenv.pipelines.run import terminal
+from agentenv.pipelines.run.pictures import learning_curve
+from agentenv.pipelines.run.records import EvalRow
 from agentenv.pipelines.run.terminal import PLAIN_S, View
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,9 +12,9 @@ import pytest
 
 from agentenv.disk import explain
 from agentenv.metrics import EntropyProfile
-from agentenv.pipelines.records.trajectories import write_rows
-from agentenv.pipelines.rl import curves, report
-from agentenv.pipelines.run.timings import Timings
+from agentenv.pipelines.rl import report
+from agentenv.pipelines.run import pictures
+from agentenv.pipelines.run.records import write_rows
 from agentenv.pipelines.supervised import run as supervised
 from tests.learners.trees import random_tree
 
@@ -28,27 +27,15 @@ def full(path: Path) -> None:
         one.symlink_to("/dev/full")
 
 
-def timings(path: Path) -> Timings:
-    async def made() -> Timings:
-        return Timings(path, 64, 1, float)
-
-    return asyncio.run(made())
-
-
-def begun_timings(path: Path) -> None:
-    path.unlink()
-    timings(path)
-
-
 def plots(folder: Path) -> None:
     metrics = folder / "metrics.jsonl"
     metrics.write_text(json.dumps({"step": 1, "trees/offered": 1, "loss": 0.5}) + "\n")
-    curves.write_plots(metrics, folder, "run")
+    pictures.write_plots(metrics, folder, "run")
     supervised.plot_losses(folder, "sft", ("loss",))
 
 
 def entropy(folder: Path) -> None:
-    curves.write_entropy(EntropyProfile(), folder, "run")
+    pictures.write_entropy(EntropyProfile(), folder, "run")
 
 
 @pytest.mark.parametrize(
@@ -61,14 +48,12 @@ def entropy(folder: Path) -> None:
         ("curve.png", lambda path: plots(path.parent)),
         ("training.png", lambda path: plots(path.parent)),
         ("loss.png", lambda path: plots(path.parent)),
-        ("timings.jsonl", lambda path: timings(path).write(b"row\n")),
-        ("timings.jsonl", begun_timings),
     ],
 )
 def test_a_full_disk_names_the_file(
     name: str, write: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (curves, supervised):
+    for module in (pictures, supervised):
         monkeypatch.setattr(module, "png", lambda *_, **__: b"picture")
     full(tmp_path / name)
     with pytest.raises(OSError, match="No space left") as raised:
@@ -86,11 +71,11 @@ def test_pictures_are_drawn_of_the_rows_that_a_full_disk_did_not_cut_off(
         seen.append(rows)
         return [], []
 
-    monkeypatch.setattr(curves, "learning_curve", series)
-    for module in (curves, supervised):
+    monkeypatch.setattr(pictures, "learning_curve", series)
+    for module in (pictures, supervised):
         monkeypatch.setattr(module, "png", lambda *_: b"picture")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "sft/loss": 2.5}\n{"step": 2, "lo')
-    assert curves.write_plots(tmp_path / "metrics.jsonl", tmp_path, "run") == ["curve.png"]
+    assert pictures.write_plots(tmp_path / "metrics.jsonl", tmp_path, "run") == ["curve.png"]
     supervised.plot_losses(tmp_path, "sft", ("loss",))
     assert (tmp_path / "loss.png").read_bytes() == b"picture"
     assert seen == [[{"step": 1, "sft/loss": 2.5}]] * len(seen)

@@ -18,11 +18,11 @@ import pytest
 from msgspec import Struct
 
 from agentenv.config import keys_in
-from agentenv.pipelines.config.evaluation import EvaluateConfig
+from agentenv.pipelines.config.cluster import ServeConfig
+from agentenv.pipelines.config.evaluation import EvaluateConfig, SynthesisConfig
 from agentenv.pipelines.config.help import Key, describe
-from agentenv.pipelines.config.rl import ServeConfig, TrainConfig
+from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import DPORunConfig, SFTRunConfig
-from agentenv.pipelines.config.synthesis import SynthesisConfig
 from tests.support.warehouse import ROOT
 
 COMMANDS = (TrainConfig, EvaluateConfig, SFTRunConfig, DPORunConfig, SynthesisConfig, ServeConfig)

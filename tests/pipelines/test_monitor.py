@@ -19,15 +19,15 @@ from agentenv.config import build_config
 from agentenv.errors import ConfigError, install_hint
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import SFTRunConfig
-from agentenv.pipelines.monitors import monitors as module
-from agentenv.pipelines.monitors.monitors import (
+from agentenv.pipelines.run import monitors as module
+from agentenv.pipelines.run.monitors import (
     Axis,
     MonitorConfig,
     Monitors,
     RolloutMonitorConfig,
     Row,
 )
-from agentenv.pipelines.monitors.trackers import (
+from agentenv.pipelines.run.trackers import (
     TrackioConfig,
     TrackioMonitor,
     WandbConfig,

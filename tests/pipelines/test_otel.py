@@ -16,9 +16,9 @@ from aiohttp import web
 from agentenv.config import build_config
 from agentenv.errors import ConfigError
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.monitors import otel
-from agentenv.pipelines.monitors.monitors import Monitors, RolloutMonitorConfig
-from agentenv.pipelines.monitors.otel import OtelConfig
+from agentenv.pipelines.run import trackers
+from agentenv.pipelines.run.monitors import Monitors, RolloutMonitorConfig
+from agentenv.pipelines.run.trackers import OtelConfig
 from tests.pipelines.test_exports import ROW
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
@@ -84,7 +84,7 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (otel.ENDPOINT, "OTEL_EXPORTER_OTLP_HEADERS"):
+    for name in (trackers.ENDPOINT, "OTEL_EXPORTER_OTLP_HEADERS"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -236,7 +236,7 @@ def test_a_receiver_that_refuses_is_told_once_and_left_alone(
 def test_address_and_keys_may_come_from_the_environment(
     receiver: Receiver, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(otel.ENDPOINT, receiver.url + "/")
+    monkeypatch.setenv(trackers.ENDPOINT, receiver.url + "/")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-api-key=abc123")
     monitors = Monitors(RolloutMonitorConfig(otel=OtelConfig()), tmp_path, {})
     monitors.log({"step": 1, "reward/mean": 1})

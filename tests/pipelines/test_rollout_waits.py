@@ -11,7 +11,7 @@ import pytest
 from agentenv.actor import Actor
 from agentenv.deadline import doing
 from agentenv.env import StepResult
-from agentenv.pipelines.run.waits import LOOK_S, Waits
+from agentenv.pipelines.run.watchdog import LOOK_S, Waits
 from agentenv.plan import Independent
 from agentenv.types import Message
 from tests.support.toy import CountingEnv

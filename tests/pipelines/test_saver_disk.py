@@ -14,9 +14,8 @@ import msgspec
 import pytest
 
 from agentenv.offload import OwnThread, in_thread
-from agentenv.pipelines.run import saver
-from agentenv.pipelines.run.rundir import STATE_FILE, Checkpoints
-from agentenv.pipelines.run.saver import Saver, SavingConfig
+from agentenv.pipelines.run import checkpoints as module
+from agentenv.pipelines.run.checkpoints import STATE_FILE, Checkpoints, Saver, SavingConfig
 from agentenv.pipelines.run.terminal import View
 
 State = msgspec.defstruct("State", [("step", int)])
@@ -57,7 +56,7 @@ async def beats(gaps: list[float]) -> None:
 async def test_a_state_on_a_disk_that_hangs_holds_up_nobody(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver, "LAST_S", 0.2)
+    monkeypatch.setattr(module, "LAST_S", 0.2)
     answers, threads, fsync = threading.Event(), list[str](), os.fsync
 
     def hanging(descriptor: int) -> None:

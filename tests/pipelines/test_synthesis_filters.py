@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentenv.pipelines.config.synthesis import FilterConfig, Way
-from agentenv.pipelines.records.row import EvalRow
+from agentenv.pipelines.config.evaluation import FilterConfig, Way
+from agentenv.pipelines.run.records import EvalRow
 from agentenv.pipelines.synthesis.sampling import plain_question
 from agentenv.pipelines.synthesis.sorting import (
     REASONS,

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentenv.errors import ConfigError
-from agentenv.pipelines.config.synthesis import HintsConfig
+from agentenv.pipelines.config.evaluation import HintsConfig
 from agentenv.pipelines.synthesis.hints import cut_at_doubt, make_hint, reopened
 
 CHAIN = (

@@ -15,16 +15,15 @@ from agentenv.config import load_config
 from agentenv.errors import ConfigError
 from agentenv.launchers import evaluate, train
 from agentenv.model_files import load_tokenizer
-from agentenv.pipelines.config.rl import SFTStage, TrainConfig, TrainingConfig
+from agentenv.pipelines.config.rl import TrainConfig, TrainingConfig
+from agentenv.pipelines.config.supervised import SFTStage
 from agentenv.pipelines.rl.cold_start import why_lower
-from agentenv.pipelines.rl.curves import learning_curve, training_figures
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.report import phase_title
 from agentenv.pipelines.rl.state import RunState
-from agentenv.pipelines.run.plots import panels, png
+from agentenv.pipelines.run.pictures import learning_curve, panels, png, training_figures
 from agentenv.pipelines.run.rundir import RunDirectory
-from agentenv.pipelines.run.tables import Table
-from agentenv.pipelines.run.terminal import View
+from agentenv.pipelines.run.terminal import Table, View
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 from tests.support.runs import first_turns, rows_of

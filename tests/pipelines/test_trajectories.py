@@ -11,7 +11,7 @@ import pytest
 
 from agentenv.encoder import decoder
 from agentenv.envs.quickstart_setup import build_tokenizer
-from agentenv.pipelines.records.trajectories import TrajectoryWriter, write_rows
+from agentenv.pipelines.run.records import TrajectoryWriter, write_rows
 from agentenv.tree import TrajectoryTree, to_frame
 from agentenv.worker_pool import WorkerPool
 from tests.learners.trees import random_tree

@@ -9,10 +9,9 @@ import pytest
 
 from agentenv.errors import ConfigError
 from agentenv.launchers import train
-from agentenv.pipelines.config.help import describe
+from agentenv.pipelines.config.help import describe, find, refuse_verl_keys, verl_keys
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import DPORunConfig, SFTRunConfig
-from agentenv.pipelines.config.verl_keys import find, refuse_verl_keys, verl_keys
 from tests.support.warehouse import ROOT
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")

@@ -14,7 +14,7 @@ from agentenv.envs.grading.spelling import clean
 from agentenv.envs.grading.words import is_wordy
 from agentenv.pipelines.config.evaluation import resolve_sets
 from agentenv.pipelines.evaluation.store import CONFIG_FILE, ROWS_FILE, Saved
-from agentenv.pipelines.records.row import EvalRow
+from agentenv.pipelines.run.records import EvalRow
 
 PAIRS = Path(__file__).parent.parent / "fixtures" / "answer_pairs.json"
 QUICK = {"kind": "layered", "math": False}  # a grader without math-verify

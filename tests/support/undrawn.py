@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 PICTURES = (
-    "agentenv.pipelines.rl.curves._plot",
+    "agentenv.pipelines.run.pictures._plot",
     "agentenv.pipelines.rl.recorder.write_plots",
     "agentenv.pipelines.evaluation.report.plots_of",
 )

@@ -13,7 +13,7 @@ import msgspec
 
 from agentenv.archive import ARCHIVE, Archive, Credit, KeptTree, StepHeader
 from agentenv.frames import ArchiveConfig
-from agentenv.pipelines.records.row import EvalRow
+from agentenv.pipelines.run.records import EvalRow
 from agentenv.tree import Node, Scored, TrajectoryTree
 from agentenv.types import Limit, Task, VersionSpan
 

@@ -18,7 +18,7 @@ from agentenv.envs.search.corpus import BackendConfig, Hit, Query
 from agentenv.envs.web_search import WebSearchEnv
 from agentenv.learners.algorithm import Grouped
 from agentenv.learners.credit import Floats
-from agentenv.pipelines.monitors.monitors import Axis, MonitorPart
+from agentenv.pipelines.run.monitors import Axis, MonitorPart
 
 
 class OfficeEnv(WebSearchEnv):

@@ -15,15 +15,15 @@ import weakref
 
 import pytest
 
-from agentenv.pipelines.run import event_loop
-from agentenv.pipelines.run.event_loop import Watchdog, pause_after, rolling_out
+from agentenv.pipelines.run import watchdog
 from agentenv.pipelines.run.terminal import View, run_until_done
+from agentenv.pipelines.run.watchdog import Watchdog, pause_after, rolling_out
 from agentenv.tools import tool
 
 
 def test_a_tool_that_blocks_is_named_with_its_stack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_loop, "HELD_S", (0.2, 60.0))
-    monkeypatch.setattr(event_loop, "BEAT_S", 0.02)
+    monkeypatch.setattr(watchdog, "HELD_S", (0.2, 60.0))
+    monkeypatch.setattr(watchdog, "BEAT_S", 0.02)
     told: list[str] = []
 
     @tool
@@ -45,9 +45,9 @@ def test_a_tool_that_blocks_is_named_with_its_stack(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_machine_that_is_busy_is_blamed_on_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_loop, "HELD_S", (0.2, 60.0))
-    monkeypatch.setattr(event_loop, "BEAT_S", 0.02)
-    monkeypatch.setattr(event_loop, "queued_s", time.monotonic)  # not a moment on a core
+    monkeypatch.setattr(watchdog, "HELD_S", (0.2, 60.0))
+    monkeypatch.setattr(watchdog, "BEAT_S", 0.02)
+    monkeypatch.setattr(watchdog, "queued_s", time.monotonic)  # not a moment on a core
     told: list[str] = []
     runner = asyncio.Runner()
     with runner, rolling_out(), Watchdog(runner.get_loop(), told.append).watch():
@@ -59,9 +59,9 @@ def test_a_machine_that_is_busy_is_blamed_on_nobody(monkeypatch: pytest.MonkeyPa
 
 
 def test_time_without_a_core_runs_no_faster_than_the_clock() -> None:
-    began, before = time.monotonic(), event_loop.queued_s()
+    began, before = time.monotonic(), watchdog.queued_s()
     sum(range(2_000_000))
-    assert 0 <= event_loop.queued_s() - before <= time.monotonic() - began
+    assert 0 <= watchdog.queued_s() - before <= time.monotonic() - began
 
 
 def test_sigterm_cancels_and_both_handlers_are_put_back() -> None:
@@ -98,9 +98,9 @@ STUBBORN = """
 import asyncio, os, signal, sys, threading, time
 if "without" in sys.argv:
     sys.modules["uvloop"] = None
-from agentenv.pipelines.run import event_loop
+from agentenv.pipelines.run import watchdog
 from agentenv.pipelines.run.terminal import View, run_until_done
-event_loop.GRACE_S = 0.2
+watchdog.GRACE_S = 0.2
 
 async def work():
     while True:
@@ -134,12 +134,12 @@ def test_the_second_ctrl_c_ends_a_process_that_ignores_it(uvloop: str) -> None:
 
 HELD = """
 import asyncio, time
-from agentenv.pipelines.run import event_loop
+from agentenv.pipelines.run import watchdog
 from agentenv.pipelines.run.terminal import View, run_until_done
-event_loop.BEAT_S = 0.02
+watchdog.BEAT_S = 0.02
 
 async def work():
-    with event_loop.ended_when_held(0.3):
+    with watchdog.ended_when_held(0.3):
         await asyncio.sleep(0.5)
         print("not held", flush=True)
         time.sleep(60)
@@ -250,8 +250,8 @@ def test_a_command_ends_without_a_thread_that_hangs(interrupts: bool) -> None:
 def test_a_loop_that_saves_after_the_second_ctrl_c_is_let_finish(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(event_loop, "GRACE_S", 0.2)
-    monkeypatch.setattr(event_loop, "BEAT_S", 0.02)
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.2)
+    monkeypatch.setattr(watchdog, "BEAT_S", 0.02)
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     before = signal.signal(signal.SIGINT, lambda *_: None)
@@ -305,19 +305,19 @@ def test_what_is_new_is_set_aside_and_garbage_is_found_later(
             assert kept
             return gone() is None, gc.get_freeze_count() - before
 
-    monkeypatch.setattr("agentenv.pipelines.run.event_loop.FREEZE_S", 0.02)
+    monkeypatch.setattr("agentenv.pipelines.run.watchdog.FREEZE_S", 0.02)
     is_gone, num_frozen = asyncio.run(main(0.2))
     assert (is_gone, looks) == (False, [])
     assert num_frozen > 900
 
-    monkeypatch.setattr("agentenv.pipelines.run.event_loop.FULL_S", 0.05)
+    monkeypatch.setattr("agentenv.pipelines.run.watchdog.FULL_S", 0.05)
     is_gone, _ = asyncio.run(main(0.2))
     assert is_gone
     assert looks
 
 
 def test_looks_come_later_where_they_take_long_or_find_little() -> None:
-    much, little = event_loop.FEW, event_loop.FEW - 1
+    much, little = watchdog.FEW, watchdog.FEW - 1
     assert pause_after(300, 0.1, much) == 300
     assert pause_after(2400, 0.1, much) == 300
     assert pause_after(300, 0.1, little) == 600
@@ -330,7 +330,7 @@ def test_memory_that_a_step_has_freed_goes_back_to_the_system() -> None:
     """200 MB of a thread, with something between them that stays, while rollouts grow."""
     code = """
 import asyncio, psutil
-from agentenv.pipelines.run.event_loop import rolling_out
+from agentenv.pipelines.run.watchdog import rolling_out
 from agentenv.pipelines.run.terminal import View, run_until_done
 
 def rss(): return psutil.Process().memory_info().rss / 1e6

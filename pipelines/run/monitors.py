@@ -3,8 +3,7 @@ or one of your own.
 
 A monitor is a class with the three methods of `Monitor`; `make_monitors` makes those that the
 table [monitor] asks for. `Monitors` runs them in a thread of its own, so that nothing waits for
-them, and redacts secrets in the rows.
-"""
+them, and redacts secrets in the rows."""
 
 from __future__ import annotations
 
@@ -23,15 +22,16 @@ from agentenv.config import ESSENTIAL
 from agentenv.data_files import Row
 from agentenv.errors import ConfigError, install_hint
 from agentenv.failures import Redactor
-from agentenv.pipelines.monitors.otel import OtelConfig, OtelMonitor
-from agentenv.pipelines.monitors.trackers import Axis as Axis
-from agentenv.pipelines.monitors.trackers import (
+from agentenv.pipelines.run.records import readable
+from agentenv.pipelines.run.trackers import Axis as Axis
+from agentenv.pipelines.run.trackers import (
+    OtelConfig,
+    OtelMonitor,
     TrackioConfig,
     TrackioMonitor,
     WandbConfig,
     WandbMonitor,
 )
-from agentenv.pipelines.records.trajectories import readable
 from agentenv.registry import Registry
 
 COLD_START_STEP = "sft/step"

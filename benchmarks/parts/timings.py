@@ -1,4 +1,5 @@
-"""How long what takes in a run: RUN/timings.jsonl, from which a simulation is fitted.
+"""Trains as `agentenv train` does and writes how long everything takes, RUN/timings.jsonl, from
+which a simulation is fitted: `python -m benchmarks.parts.timings CONFIG [key.sub=value ...]`.
 
     first row   {"vocab_size": V, "max_staleness": the bound of the queue}
     each step   {"wait_s", "update_s", "publish_s", "parity_s", "rest_s": what the loop did else
@@ -10,16 +11,17 @@
                  that a pass before computed, "staleness": of its trees, the mean,
                  "turns": [Turn, ...] since the row before, "trees": [[Shape, ...], ...]}
 
-`log.timings` has it written. A tree is written without its tokens: how many each turn had, how long
+A tree is written without its tokens: how many each turn had, how long
 its tools worked and were waited for, and the first entropies, by which algorithms fork.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,16 @@ from msgspec import Struct
 from agentenv.disk import append_whole, write_whole
 from agentenv.engine import Engine
 from agentenv.errors import DataError, ForeignError
+from agentenv.launchers.command import make_parser, parse, run_command
+from agentenv.learners.learner import Metrics
+from agentenv.offload import in_thread
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.rl.batching import Batch
+from agentenv.pipelines.rl.loop import Loop
+from agentenv.pipelines.rl.report import StepReport
+from agentenv.pipelines.rl.training import Training
+from agentenv.pipelines.run.rundir import RunDirectory
+from agentenv.pipelines.run.terminal import View
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Chunk, Completion, Info, SamplingParams
 from agentenv.untrusted import decode
@@ -113,7 +125,7 @@ def read_trace(run: Path) -> Trace:
         first = decode(head, _Head)
     except (OSError, ValueError, ForeignError) as error:
         raise DataError(
-            f"{path} cannot be read: {error}; a run writes it with log.timings=true"
+            f"{path} cannot be read: {error}; `python -m benchmarks.parts.timings CONFIG` writes it"
         ) from error
     if len(steps) < 2:
         raise DataError(f"{path} has {len(steps)} steps, and two are needed")
@@ -282,3 +294,66 @@ class TimedEngine:
 
     async def close(self) -> None:
         await self._engine.close()
+
+
+class TimedReport(StepReport):
+    """A report that writes the times of each step too."""
+
+    timings: Timings
+
+    async def record(self, batch: Batch, num_known: dict[int, int]) -> None:
+        await super().record(batch, num_known)
+        await in_thread(self.timings.write, self.timings.row(batch.delivered, self.live.row))
+
+
+class TimedTraining(Training):
+    """A run whose turns and updates are measured."""
+
+    report_class = TimedReport
+
+    async def _set_up(self, stack: AsyncExitStack) -> None:
+        await super()._set_up(stack)
+        self.timings = begin(self)
+
+    def _loop(self) -> Loop:
+        loop = super()._loop()
+        assert isinstance(self.report, TimedReport)
+        self.report.timings = self.timings
+        return loop
+
+
+def begin(training: Training) -> Timings:
+    """Measure the engine and the learner of a run that is set up."""
+    parts = training.parts
+    timings = Timings(
+        training.run.path / FILE,
+        parts.vocab_size,
+        training.config.queue.max_staleness,
+        lambda: training.feeder.num_open_envs(),
+    )
+    for actor in (parts.actor, parts.eval_actor):
+        actor.engine = TimedEngine(actor.engine, timings, actor is parts.actor)
+    update = parts.learner.update
+
+    async def measured(*arguments: Any) -> Metrics:
+        with timings.learning():
+            return await update(*arguments)
+
+    parts.learner.update = measured  # type: ignore[method-assign]
+    return timings
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code of `agentenv train`."""
+    parser = make_parser(__name__, "Train, and write timings.jsonl.", TrainConfig)
+
+    def work(
+        config: TrainConfig, run: RunDirectory, view: View, resume: str
+    ) -> Coroutine[Any, Any, None]:
+        return TimedTraining(config, run, view, resume=resume).run_all()
+
+    return run_command(parse(parser, argv), TrainConfig, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,5 @@
-"""Pictures of a training run: learning curve, figures by update, entropy by position in a turn.
+"""Pictures of runs and evaluations: panels with one look, drawn without a display; the learning
+curve, figures by update, and entropy by position in a turn.
 
 ARPO (arXiv 2507.19849) and AEPO (arXiv 2510.14545) rest on a rise of entropy in the first tokens
 after a tool result; entropy.csv and entropy.png show whether the user's own policy has one.
@@ -10,13 +11,54 @@ import csv
 import io
 import json
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from agentenv.data_files import Row
 from agentenv.disk import write_whole
 from agentenv.metrics import EntropyProfile
-from agentenv.pipelines.run.plots import panels, png
+
+
+def panels(
+    num_rows: int, num_columns: int, size: tuple[float, float], title: str = ""
+) -> tuple[Any, list[Any]]:
+    """A figure of `size` (width and height in inches) and its axes, row by row, with a grid."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    found = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+    for axes in found:
+        axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    if title:
+        figure.suptitle(title)
+    return figure, found
+
+
+CHARS_PER_INCH = 19.0  # of a small font
+
+
+def png(figure: Any, dpi: int = 110) -> bytes:
+    """The figure as a PNG file; axes with labels and without a legend get one below them, where it
+    covers no curve."""
+    for axes in figure.axes:
+        _, labels = axes.get_legend_handles_labels()
+        if labels and axes.get_legend() is None:
+            width, height = figure.get_size_inches() * axes.get_position().size
+            fitting = int(CHARS_PER_INCH * width / (max(map(len, labels)) + 6))  # and its line
+            axes.legend(
+                fontsize="small",
+                loc="upper center",
+                bbox_to_anchor=(0.5, -(0.45 if axes.get_xlabel() else 0.25) / height),
+                ncols=max(1, min(fitting, len(labels))),
+                frameon=False,
+            )
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=dpi)
+    return file.getvalue()
+
 
 COLUMNS = ("curve", "position", "entropy", "turns")
 SHOWN_SHARE = 0.05  # of a curve's turns; means over fewer are noise and are only in the table

@@ -1,17 +1,19 @@
-"""A run for whatever understands OpenTelemetry: metrics of steps, and rollouts as spans, by OTLP.
+"""Experiment trackers as monitors: Weights & Biases; Trackio, which takes the same calls; and any
+receiver of OpenTelemetry, to which metrics and spans go by OTLP.
 
     invoke_agent    one trajectory: question's kind, reward, how it ended
     +-- turn        one turn of it
-        +-- chat          what the policy sampled
+        +-- chat          the tokens that the policy sampled
         +-- execute_tool  each tool that it called then
 
-Names and attributes are those of OpenTelemetry's conventions for generative AI; what they have no
-name for begins with `agentenv.`. A row of metrics.jsonl becomes a gauge of each figure, such as
-agentenv.reward.mean. Texts are sent only where `content` asks for them.
+A file in the run's folder names the tracker's run, so that a resumed run goes on under it. A step
+that a resumed run repeats has two points.
 
-A trajectory's row says how long its tools worked, and in an evaluation how long all of it took, but
-not when each turn began. The spans of a trajectory end when it was handed over; tools have their
-true length, and turns share the rest by the characters that they wrote (`agentenv.times`).
+Spans follow OpenTelemetry's conventions for generative AI; other names begin with `agentenv.`. A
+row of metrics.jsonl becomes a gauge of each figure, such as agentenv.reward.mean. Texts are sent
+only where `content` asks for them. Rows do not say when each turn began: the spans of a trajectory
+end when it was handed over, tools have their true length, and turns share the rest by the
+characters that they wrote (`agentenv.times`).
 """
 
 from __future__ import annotations
@@ -21,18 +23,215 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
+from configparser import ConfigParser
+from configparser import Error as ConfigParserError
+from contextlib import suppress
 from functools import cache
+from importlib import import_module
+from netrc import NetrcParseError, netrc
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
+from agentenv.config import ESSENTIAL
 from agentenv.data_files import Row
-from agentenv.errors import ConfigError
-from agentenv.pipelines.monitors.trackers import Axis
-from agentenv.pipelines.records.conversations import Turn, turns_of
-from agentenv.pipelines.records.row import FAILED
+from agentenv.disk import write_whole
+from agentenv.errors import ConfigError, ForeignError
+from agentenv.pipelines.run.records import FAILED, Turn, readable, turns_of
+from agentenv.untrusted import decode
+
+API_KEY, MODE = "WANDB_API_KEY", "WANDB_MODE"
+KEY_FILES = ("WANDB_API_KEY_FILE", "WANDB_IDENTITY_TOKEN_FILE")  # variables that name a file
+MODES = {"run": "online", "dryrun": "offline"}  # earlier names
+INIT_TIMEOUT_S = 90.0
+COLUMNS = ("step", "kind", "question", "answers", "trajectory", "reward", "success", "tool calls")
+
+
+class Axis(NamedTuple):
+    """The position of a row: the key that counts, and its value."""
+
+    key: str
+    step: int
+
+
+def wandb_mode(chosen: str) -> Literal["online", "offline", "disabled"]:
+    """The mode of WANDB_MODE where that is set, else the one that the configuration chose."""
+    named = os.environ.get(MODE, "").strip().lower() or chosen
+    match MODES.get(named, named):
+        case "online" | "offline" | "disabled" as mode:
+            return mode
+    raise ConfigError(f"{MODE} = {named!r}: expected online, offline or disabled")
+
+
+def is_logged_in() -> bool:
+    """Whether Weights & Biases finds a key: in the environment, or where `wandb login` puts it."""
+    if any(os.environ.get(name) for name in (API_KEY, *KEY_FILES)):
+        return True
+    own = os.environ.get("NETRC")
+    paths = [Path(one).expanduser() for one in (own, "~/.netrc", "~/_netrc") if one]
+    path = next((one for one in paths if one.is_file()), None)
+    if path is None:
+        return False
+    try:
+        found = netrc(path).authenticators(urlsplit(_wandb_url()).netloc)
+    except (NetrcParseError, OSError) as error:
+        raise ConfigError(
+            f"monitor.wandb: {path} cannot be read: {error}; set {API_KEY}"
+        ) from error
+    return found is not None and bool(found[2])
+
+
+def _wandb_url() -> str:
+    """The server: of the environment, or of the last `wandb login --host`."""
+    if url := os.environ.get("WANDB_BASE_URL"):
+        return url
+    folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
+    parser = ConfigParser(interpolation=None)
+    with suppress(ConfigParserError, OSError, UnicodeDecodeError):
+        parser.read(Path(folder).expanduser() / "settings")
+    return parser.get("default", "base_url", fallback="https://api.wandb.ai")
+
+
+class TrackioConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Trackio, in this machine's database: TRACKIO_DIR, by default in the cache of the hub."""
+
+    project: Annotated[str, Meta(description="project of the run")] = "agentenv"
+    name: Annotated[str, Meta(description="name shown; empty: that of the run")] = ""
+    group: Annotated[str, Meta(description="group of runs, such as the seeds of one setting")] = ""
+
+
+class WandbConfig(TrackioConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Weights & Biases. Its key comes from the environment (WANDB_API_KEY) or from `wandb login`,
+    never from the configuration; WANDB_MODE comes before `mode`."""
+
+    project: Annotated[str, Meta(description="project of the run", extra=ESSENTIAL)] = "agentenv"
+    entity: Annotated[str, Meta(description="user or team; empty: the default one")] = ""
+    tags: Annotated[list[str], Meta(description="tags of the run")] = field(default_factory=list)
+    mode: Annotated[
+        Literal["online", "offline"],
+        Meta(
+            description="offline: written to the run's folder, for `wandb sync` later; the "
+            "environment variable WANDB_MODE comes before it"
+        ),
+    ] = "online"
+
+    def __post_init__(self) -> None:
+        if wandb_mode(self.mode) == "online" and not is_logged_in():
+            raise ConfigError(
+                f"monitor.wandb: the environment variable {API_KEY} is not set, and no netrc file "
+                f"has a key for {urlsplit(_wandb_url()).netloc}; set it or run `wandb login`, or "
+                'write to the run\'s folder with monitor.wandb.mode = "offline"'
+            )
+
+
+class TrackioMonitor:
+    """Trackio: nothing is sent anywhere, unless its own variables of the environment name a Space
+    or a server. The figures of a cold start (sft/...) stand at its own steps. Tried with 0.43.0."""
+
+    package = "trackio"
+
+    def __init__(self, config: TrackioConfig, run: Path, settings: dict[str, Any]) -> None:
+        """`settings` is the whole configuration of the run, shown beside it."""
+        self.config, self.run, self.settings = config, run, settings
+        self._path = run / f"{self.package}.json"
+        self._tracker: Any = None
+        try:
+            self.saved = decode(self._path.read_bytes(), dict[str, Any])
+        except (OSError, ForeignError):
+            self.saved = {}
+
+    def log(self, metrics: dict[str, float], axis: Axis) -> None:
+        self.write(self._begun(), metrics, axis)
+
+    def trajectories(self, name: str, rows: Sequence[Row], axis: Axis) -> None:
+        tracker, module = self._begun(), import_module(self.package)
+        cells = [
+            [
+                *(axis.step, row["kind"], row["question"], " | ".join(row["answers"])),
+                *(readable(row), row["reward"], row["success"], len(row["tool_calls"])),
+            ]
+            for row in rows
+        ]
+        table = module.Table(columns=list(COLUMNS), data=cells)
+        self.write(tracker, {f"trajectories/{name}": table}, axis)
+
+    def finish(self, exit_code: int) -> None:
+        if self._tracker is not None:
+            self._tracker.finish()
+
+    def _begun(self) -> Any:
+        if self._tracker is None:
+            self._tracker = self.begin(import_module(self.package))
+            self._save()
+        return self._tracker
+
+    def _save(self) -> None:
+        write_whole(self._path, json.dumps(self.saved) + "\n")
+
+    def begin(self, trackio: Any) -> Any:
+        """The tracker's own object of the run, with `log` and `finish`."""
+        config, known = self.config, self.saved.get("name")
+        tracker = trackio.init(
+            project=config.project,
+            name=known or config.name or self.run.resolve().name,
+            group=config.group or None,
+            config=self.settings,
+            resume="allow" if known else "never",
+            **{"embed": False, "auto_log_gpu": False, "auto_log_cpu": False},
+        )
+        self.saved = {"name": str(tracker.name)}  # another one where that name was taken
+        return tracker
+
+    def write(self, tracker: Any, row: Row, axis: Axis) -> None:
+        """Log figures or a table at a step."""
+        tracker.log(row, step=axis.step)
+
+
+class WandbMonitor(TrackioMonitor):
+    """Weights & Biases. The run's id and its number of rows there are kept. Curves are over the
+    step of the run, whatever the number of the row."""
+
+    package = "wandb"
+    config: WandbConfig
+
+    def __init__(self, config: WandbConfig, run: Path, settings: dict[str, Any]) -> None:
+        super().__init__(config, run, settings)
+        self._axes: set[str] = set()
+        self.saved = self.saved or {"id": os.urandom(6).hex(), "num_rows": 0}
+
+    def finish(self, exit_code: int) -> None:
+        if self._tracker is not None:
+            self._tracker.finish(exit_code=exit_code)
+
+    def begin(self, wandb: Any) -> Any:
+        config, mode = self.config, wandb_mode(self.config.mode)
+        return wandb.init(
+            project=config.project,
+            name=config.name or self.run.name,
+            entity=config.entity or None,
+            group=config.group or None,
+            tags=config.tags,
+            mode=mode,
+            dir=str(self.run),
+            id=self.saved["id"],
+            resume="allow" if mode == "online" else None,
+            config=self.settings,
+            settings=wandb.Settings(
+                silent=True, console="off", init_timeout=INIT_TIMEOUT_S, x_disable_stats=True
+            ),
+        )
+
+    def write(self, tracker: Any, row: Row, axis: Axis) -> None:
+        if axis.key not in self._axes:
+            self._axes.add(axis.key)
+            shown = "*" if axis.key == "step" else f"{axis.key.partition('/')[0]}/*"
+            tracker.define_metric(shown, step_metric=axis.key)
+        tracker.log({**row, axis.key: axis.step}, step=self.saved["num_rows"])
+        self.saved["num_rows"] += 1
+        self._save()
+
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 EXPORT_S = 10.0  # of one request, its retries included

@@ -1,27 +1,282 @@
-"""Trajectories as text, between the archive or an evaluation and other formats.
+"""One stored trajectory: as a row (of training, or `EvalRow` of an evaluation), as text for people,
+as the input of a grader, and as a conversation for other formats.
 
 Question     a task with its prompt, and everything that was tried on it
 +-- Branch   a trajectory from where it leaves another one: a fork; or from the prompt
     +-- Turn the policy's text, its tool calls, and the observation after them
+
+Everything that is reported, compared or graded again is computed from rows; nothing else has to be
+kept.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import Struct, field
 
 from agentenv.archive import KeptTree
+from agentenv.data_files import Row
+from agentenv.disk import write_whole
+from agentenv.encoder import fast_decoder
+from agentenv.envs.grading.verdict import final_answer
 from agentenv.failures import Redactor
-from agentenv.pipelines.records.row import FAILED, EvalRow
-from agentenv.tree import Node
+from agentenv.renderer import THOUGHT_OPEN
+from agentenv.tags import TAGS
+from agentenv.tree import Node, Trajectory, TrajectoryTree, of_frame
+from agentenv.types import Message, Task, ToolCall
+
+FAILED = "failed"
+MAX_KIND_CHARS = 60
+
+Key = tuple[str, str, int]
+
+
+class Wanted(NamedTuple):
+    """One trajectory to ask for: sample number `sample` of a task, in the set `dataset`."""
+
+    dataset: str
+    task: Task
+    sample: int
+
+    @property
+    def key(self) -> Key:
+        """The key of its row."""
+        return self.dataset, self.task.id, self.sample
+
+
+class EvalRow(Struct, kw_only=True, omit_defaults=True):
+    """One trajectory. `dataset`, `task` and `sample` (from 0) name it within an evaluation.
+
+    `segments` is the text in order, {"policy": ...} or {"env": ...}, the prompt first; where an
+    end-of-sequence token ended a turn, its text stands apart: {"policy": ..., "eos": ...}. A failed
+    one (end "failed") has an `error` and no scores: it is counted by kind, never as wrong.
+    `scores` holds every metric that was computed, each in [0, 1]: em, f1, contains, math, judge;
+    `success` and `reward` are those of the environment's grader, `reason` is its explanation.
+    `same_as` is the lowest number among the samples of the question that give the same wrong
+    answer. Scores and `same_as` are filled in by the first report.
+    """
+
+    dataset: str
+    task: str
+    sample: int
+    kind: str = "all"
+    env_id: str = ""  # of the task; regrading asks this environment for its grader
+    question: str = ""
+    answers: list[str] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)  # of the dataset: level, category, ...
+    seed: int | None = None
+    segments: list[dict[str, str]] = field(default_factory=list)
+    prediction: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # name, arguments, ok, error
+    num_turns: int = 0
+    num_retries: int = 0  # after failures, with the same seeds
+    prompt_tokens: int = 0
+    action_tokens: int = 0  # sampled by the policy
+    tool_tokens: int = 0  # of tool results
+    seconds: float = 0.0  # wall time of the trajectory
+    end: str = ""  # terminated, truncated, failed
+    limit: str | None = None
+    error: str | None = None
+    reward: float = 0.0
+    success: bool = False
+    reason: str = ""
+    parts: dict[str, float] = field(default_factory=dict)  # of the reward
+    scores: dict[str, float] = field(default_factory=dict)
+    same_as: int | None = None
+    assist: dict[str, float] = field(default_factory=dict)  # uses, successes, tokens of helpers
+    abandoned: list[str] = field(default_factory=list)  # turns that the backtracer took again
+    policy_versions: list[int] = field(default_factory=list)  # oldest and newest that sampled
+
+    @property
+    def key(self) -> Key:
+        """The name of the trajectory within its evaluation."""
+        return self.dataset, self.task, self.sample
+
+    @property
+    def failure_kind(self) -> str:
+        """The class of the error of one that failed, e.g. "EnvError"."""
+        return (self.error or "unknown").partition(":")[0][:MAX_KIND_CHARS]
+
+
+# From a stored trajectory back to the input of its grader: the policy's own messages and calls.
+
+_CALL_TAG = re.compile(rf"</(?!(?:{'|'.join(TAGS)})>)(\w+)>\Z")
+
+
+def written(row: EvalRow) -> list[Message]:
+    """The policy's messages in order, as the renderer parsed them: without end-of-sequence tokens;
+    where the text before a turn ends with an open <think>, the message starts with it.
+
+    A turn that the env answered, or that ends with a tool's tag, has a call; of several in one turn
+    only one stands there, by name only: graders read the text.
+    """
+    messages: list[Message] = []
+    before = ""
+    calls = iter(row.tool_calls)
+    for place, segment in enumerate(row.segments):
+        text = segment.get("policy")
+        if text is None:
+            before = segment.get("env", "")
+            continue
+        if before.rstrip().endswith(THOUGHT_OPEN):
+            text = f"{THOUGHT_OPEN}\n{text}"
+        before = ""
+        answered = place + 1 < len(row.segments) and "env" in row.segments[place + 1]
+        called = next(calls, None) if answered else None
+        tag = _CALL_TAG.search(text)
+        name = called["name"] if called is not None else tag[1] if tag is not None else ""
+        found = (ToolCall(name, {}),) if name else ()
+        messages.append(Message("assistant", text, found))
+    return messages
+
+
+def calls_that_ran(row: EvalRow) -> Counter[str]:
+    """How many calls of each tool ran without error."""
+    return Counter(call["name"] for call in row.tool_calls if call.get("ok", True))
+
+
+def prediction(messages: list[Message]) -> str:
+    """The answer that the graders read: of the last message, tagged, boxed, or plain."""
+    return final_answer(messages[-1].content) if messages else ""
+
+
+def whole_text(row: EvalRow) -> str:
+    """Everything after the prompt, tool results included."""
+    texts = [segment.get("policy", segment.get("env", "")) for segment in row.segments]
+    return "".join(texts[1:] if row.segments and "env" in row.segments[0] else texts)
+
 
 Decode = Callable[[Sequence[int]], str]
+
+
+class TrajectoryWriter:
+    """Writes the trajectories of a step in a process of its own: the text of all tokens takes a
+    good part of a second there, in which no rollout would go on. A handler of
+    `agentenv.worker_pool.WorkerPool`; `tokenizer` is the path of its file."""
+
+    def __init__(self, tokenizer: str) -> None:
+        from tokenizers import Tokenizer
+
+        self._decode = fast_decoder(Tokenizer.from_file(tokenizer))
+
+    def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
+        """See `write_rows`, whose arguments a job holds; the trees as frames, the rows as JSON."""
+        trees = map(of_frame, job["trees"])
+        path = Path(job["path"]) if job["path"] else None
+        num_chars, shown = write_rows(trees, self._decode, path, job["wanted"])
+        return {"num_chars": num_chars, "shown": [json.dumps(row) for row in shown]}
+
+
+def write_rows(
+    trees: Iterable[TrajectoryTree], decode: Decode, path: Path | None, wanted: int
+) -> tuple[int, list[Row]]:
+    """Write each trajectory as a line of JSON, if there is a path; the characters that were
+    written, and as many rows as wanted, the first."""
+    every = chain.from_iterable(trajectory_rows(tree, decode) for tree in trees)
+    if path is None:
+        return 0, list(islice(every, wanted))
+    num_chars, shown = 0, list[Row]()
+
+    def lines() -> Iterator[bytes]:
+        nonlocal num_chars
+        for row in every:
+            line = json.dumps(row, ensure_ascii=False) + "\n"
+            num_chars += len(line)
+            if len(shown) < wanted:
+                shown.append(row)
+            yield line.encode()
+
+    write_whole(path, lines())
+    return num_chars, shown
+
+
+def trajectory_rows(tree: TrajectoryTree, decode: Decode) -> Iterator[Row]:
+    """The trajectories of a tree, each as readable JSON: text by segment with who wrote it, calls,
+    reward parts. What they share is decoded once."""
+    texts: dict[int, list[Row]] = {}  # by node
+    for trajectory in tree.trajectories():
+        for node in trajectory.path:
+            if node.index not in texts:
+                parts = {"policy": node.action_ids, "env": node.observation_ids}
+                texts[node.index] = [{who: decode(ids)} for who, ids in parts.items() if ids]
+        yield _row(tree, trajectory, [one for node in trajectory.path for one in texts[node.index]])
+
+
+def _row(tree: TrajectoryTree, trajectory: Trajectory, segments: list[Row]) -> Row:
+    """A trajectory as a line of the file that people read."""
+    leaf = trajectory.leaf
+    return {
+        "task": tree.task.id,
+        "kind": tree.task.kind,
+        "question": tree.task.question,
+        "answers": list(tree.task.answers),
+        "tree": tree.index,
+        "branch": leaf.branch,
+        "fork_parent": _fork_parent(trajectory),
+        "segments": segments,
+        "num_tokens": trajectory.num_tokens,
+        "loss_mask": _runs(trajectory),
+        "tool_calls": [
+            call for node in trajectory.path for call in node.info.get("tool_calls", ())
+        ],
+        "reward": trajectory.reward,
+        "parts": leaf.info.get("parts", {}),
+        "success": trajectory.success,
+        "end": leaf.end,
+        "limit": leaf.limit,
+        "policy_versions": sorted(
+            {span.version for node in trajectory.path for span in node.version_spans}
+        ),
+    }
+
+
+def readable(row: Row) -> str:
+    """A row, of training or of an evaluation, as text: the question, the verdict, and each text
+    with its author; without the prompt."""
+    ended = f"{row['end']} by {row['limit']}" if row["limit"] is not None else row["end"]
+    lines = [
+        f"--- {row['kind']}: {row['question']}",
+        f"    expected {' or '.join(row['answers'])}; {'right' if row['success'] else 'wrong'}, "
+        f"reward {row['reward']:g}, {ended}",
+    ]
+    for segment in row["segments"][1:]:
+        if "policy" in segment:
+            lines.append(f"policy | {segment['policy']}")
+        else:
+            lines.append(f"env    | {segment['env'].strip()}")
+    return "\n".join(lines)
+
+
+def _fork_parent(trajectory: Trajectory) -> Row | None:
+    """The branch and node this trajectory was forked from; None for a from-scratch one."""
+    leaf = trajectory.leaf
+    if "+" not in leaf.branch:
+        return None
+    shared = [node for node in trajectory.path if node.branch != leaf.branch]
+    return {"branch": shared[-1].branch, "node": shared[-1].index}
+
+
+def _runs(trajectory: Trajectory) -> list[int]:
+    """Run lengths of the loss mask, beginning with the tokens that are not trained."""
+    runs, current = [0], False
+    for node in trajectory.path:
+        for ids, sampled in ((node.action_ids, True), (node.observation_ids, False)):
+            if ids and sampled != current:
+                runs.append(0)
+                current = sampled
+            runs[-1] += len(ids)
+    return runs
 
 
 class Turn(Struct, kw_only=True):

@@ -1,1 +1,0 @@
-"""Monitors: receivers of the metrics of a run, besides its own files."""

@@ -1,1 +1,0 @@
-"""One stored trajectory: as a row, as a conversation, as text."""
