@@ -24,7 +24,7 @@ from agentenv import hub
 from agentenv.config import blaming, to_plain
 from agentenv.errors import ConfigError
 from agentenv.install import require_train
-from agentenv.launchers.command import add_subject
+from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
 from agentenv.pipelines.config.help import Parser
 from agentenv.pipelines.evaluation.live import SET, Asked, ask_one
@@ -41,7 +41,6 @@ from agentenv.pipelines.evaluation.subject import (
 )
 from agentenv.pipelines.run.rundir import BEST
 from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
-from agentenv.pipelines.setup.machine import add_dry_run, check_arguments
 
 FOLDER = "evals"
 EPILOG = "Of stored ones: agentenv evaluate report DIR, compare A B, regrade DIR [grader.key=value]"
@@ -82,7 +81,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     config = _configuration(arguments, subject, view)
     config = _chosen(config, names, arguments.n)
     if arguments.dry_run:
-        from agentenv.pipelines.planning.dry_run import dry_run  # slow to load
+        from agentenv.pipelines.diagnosis.dry_run import dry_run  # slow to load
 
         return dry_run(config, arguments, view, subject.run, str(subject.model or ""))
     if arguments.question:

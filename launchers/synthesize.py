@@ -24,7 +24,7 @@ from agentenv.config import blaming
 from agentenv.engines.chat import ChatEngine
 from agentenv.engines.openai import TokensEngine
 from agentenv.errors import ConfigError
-from agentenv.launchers.command import add_subject
+from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
 from agentenv.pipelines.config.help import Parser
 from agentenv.pipelines.config.synthesis import SynthesisConfig, SynthesisPlan, make_plan, set_name
 from agentenv.pipelines.evaluation.run import saved_of
@@ -39,26 +39,26 @@ from agentenv.pipelines.run.rundir import LOG_FILE
 from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
 from agentenv.pipelines.setup.assembly import Questions
 from agentenv.pipelines.setup.checks import refuse
-from agentenv.pipelines.setup.data import try_env
-from agentenv.pipelines.setup.machine import add_dry_run, check_arguments
-from agentenv.pipelines.synthesis.output import (
-    TRAJECTORIES,
-    claim,
-    class_table,
-    reason_table,
-    rejected_rows,
-    rl_row,
-    sft_row,
-    summarise,
-    write_data,
-)
+from agentenv.pipelines.setup.environments import try_env
 from agentenv.pipelines.synthesis.sampling import (
     Dropped,
     SynthesisSampling,
     read_questions,
     tool_names,
 )
-from agentenv.pipelines.synthesis.sorting import Sorted, sort_question
+from agentenv.pipelines.synthesis.sorting import (
+    TRAJECTORIES,
+    Sorted,
+    claim,
+    class_table,
+    reason_table,
+    rejected_rows,
+    rl_row,
+    sft_row,
+    sort_question,
+    summarise,
+    write_data,
+)
 from agentenv.types import Message
 
 FOLDER = "synthesis"
@@ -81,7 +81,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     subject = find_subject(arguments.subject, model=arguments.model, tokenizer=arguments.tokenizer)
     plan = _plan(arguments, subject, view)
     if arguments.dry_run:
-        from agentenv.pipelines.planning.dry_run import dry_run  # slow to load
+        from agentenv.pipelines.diagnosis.dry_run import dry_run  # slow to load
 
         return dry_run(plan.evaluation, arguments, view, subject.run, str(subject.model or ""))
     out = arguments.out or Path(FOLDER) / f"{subject.name}-{'-'.join(plan.sets)}".replace("/", "-")

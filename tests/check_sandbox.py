@@ -21,7 +21,7 @@ if __package__ is None or __package__ == "":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agentenv.errors import ConfigError
-from agentenv.pipelines.diagnosis.escapes import RUNGS, Outcome, attack_all, known_attacks
+from agentenv.pipelines.diagnosis.doctor import RUNGS, Outcome, attack_all, known_attacks
 
 
 def read_attacks(path: Path) -> dict[str, str]:

@@ -21,7 +21,7 @@ from agentenv.env import Env, EnvWrapper, StepResult, forget_shared, shared
 from agentenv.errors import CrashError, EnvError, WorkerError
 from agentenv.link import Link
 from agentenv.pipelines.config.rl import EnvConfig
-from agentenv.pipelines.setup.env_workers import Asked, EnvSetup
+from agentenv.pipelines.setup.environments import Asked, EnvSetup
 from agentenv.pipelines.workers import env_worker
 from agentenv.prompt import PromptConfig
 from agentenv.testing import check_tool_env

@@ -15,7 +15,7 @@ from agentenv.deadline import WorkClock, working
 from agentenv.env import close_shared, register
 from agentenv.errors import ConfigError, EnvError, InfraError
 from agentenv.pipelines.config.rl import EnvConfig, TrainConfig
-from agentenv.pipelines.setup.data import EnvMaker
+from agentenv.pipelines.setup.environments import EnvMaker
 from agentenv.prompt import PromptConfig
 from agentenv.tool_env import Grade, ToolEnv
 from agentenv.tools import StatelessTool, ToolConfig, ToolLimits, load_tools, tool

@@ -45,8 +45,8 @@ from agentenv.env import close_shared
 from agentenv.model_files import load_tokenizer, vocab_size
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.run.rundir import CONFIG_FILE
-from agentenv.pipelines.setup.assembly import make_renderer
-from agentenv.pipelines.setup.data import EnvMaker, load_set, tables_of
+from agentenv.pipelines.setup.assembly import load_set, make_renderer
+from agentenv.pipelines.setup.environments import EnvMaker, tables_of
 from agentenv.tree import Node, Trajectory, TrajectoryTree
 
 ROOTS = 8

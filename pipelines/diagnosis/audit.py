@@ -35,8 +35,8 @@ from agentenv.errors import ConfigError, CrashError, DataError, ForeignError, Gr
 from agentenv.model_files import load_tokenizer, read_eos_ids
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.diagnosis.contract import Guess, guess_twice, remedy
 from agentenv.pipelines.diagnosis.doctor import show
-from agentenv.pipelines.diagnosis.guesses import Guess, guess_twice, remedy
 from agentenv.pipelines.evaluation.run import segments_of
 from agentenv.pipelines.records.row import EvalRow, calls_that_ran, written
 from agentenv.pipelines.records.trajectories import readable, trajectory_rows
@@ -44,7 +44,7 @@ from agentenv.pipelines.run.arguments import EXIT_FAILED, Parser
 from agentenv.pipelines.run.rundir import find_checkpoint
 from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
 from agentenv.pipelines.setup.checks import CheckResult
-from agentenv.pipelines.setup.data import EnvMaker, tables_of
+from agentenv.pipelines.setup.environments import EnvMaker, tables_of
 from agentenv.renderer import TextCodec
 from agentenv.rows import GOLD_KEY
 from agentenv.tool_env import Grade, Grader, graded, start_grader

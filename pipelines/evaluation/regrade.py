@@ -38,7 +38,7 @@ from agentenv.pipelines.evaluation.store import (
 from agentenv.pipelines.records.row import FAILED, EvalRow, calls_that_ran, prediction, written
 from agentenv.pipelines.run.tables import Table, as_markdown, short
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.setup.data import EnvMaker, Resolve
+from agentenv.pipelines.setup.environments import EnvMaker, Resolve
 from agentenv.tool_env import Grader, graded, start_grader
 from agentenv.types import Task
 

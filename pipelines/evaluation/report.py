@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,23 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from agentenv.assist.helpers import HELPERS
 from agentenv.disk import write_whole
 from agentenv.env import close_shared
 from agentenv.offload import in_thread
-from agentenv.pipelines.evaluation.figures import Estimate, QuestionRows, Summary, summarise
+from agentenv.pipelines.evaluation.figures import (
+    Agreement,
+    Estimate,
+    Figures,
+    QuestionRows,
+    Summary,
+    summarise,
+)
 from agentenv.pipelines.evaluation.scores import Compat, Scorer, make_scorer, stored_rows
 from agentenv.pipelines.evaluation.store import load_saved
-from agentenv.pipelines.evaluation.tables import groups_of, tables_of, terminal_tables_of
 from agentenv.pipelines.records.row import EvalRow
 from agentenv.pipelines.run.plots import panels, png
-from agentenv.pipelines.run.tables import lines_of, markdown, plain
+from agentenv.pipelines.run.tables import Table, lines_of, markdown, number, plain
 from agentenv.pipelines.run.terminal import View
 
 # The plots of a report, as PNG.
@@ -191,3 +198,245 @@ def _weights_of(subject: Mapping[str, Any]) -> str:
     if "step" not in subject:
         return ""
     return f", after step {subject['step']} (policy version {subject['policy_version']})"
+
+
+Cell = Callable[[Figures], str]
+
+SCORE_TITLES = {
+    **{"reward": "reward", "em": "EM", "f1": "F1", "contains": "contains"},
+    **{"math": "math", "rule": "rules", "judge": "judge"},
+}
+NOT_SHORT = ("reward", "contains", "rule")
+MAX_UNREADABLE_SHARE = 0.05  # of the replies of a judge, above which the report warns
+
+
+def interval(estimate: Estimate | None) -> str:
+    """A value with its 95 % interval."""
+    if estimate is None or estimate.value is None:
+        return "-"
+    if estimate.low is None:
+        return number(estimate.value)
+    return f"{number(estimate.value)} [{number(estimate.low)}, {number(estimate.high)}]"
+
+
+def tables_of(summary: Summary) -> list[Table]:
+    """All tables of the report that have something to say."""
+    overall, tables = summary.overall, [_scores(summary)]
+    if summary.num_samples > 1:
+        tables.append(_by_k(summary, "pass@k", lambda figures: figures.pass_at))
+        tables.append(_by_k(summary, "maj@k", lambda figures: figures.majority_at))
+    tables.append(_cost(summary))
+    if overall.tools:
+        tables.append(_tools(overall))
+    if overall.assist:
+        tables.append(_helpers(overall))
+    if overall.truncations or overall.num_failed:
+        tables.append(_ends(overall))
+    if overall.agreement is not None:
+        tables.append(_agreement(overall.agreement))
+    return tables
+
+
+def terminal_tables_of(summary: Summary) -> list[Table]:
+    """The tables that fit into a terminal."""
+    tables = [_scores(summary, short=True)]
+    if summary.num_samples > 1:
+        tables.append(_overall_by_k(summary.overall))
+    tables.append(_cost(summary, short=True))
+    return [*tables, _helpers(summary.overall)] if summary.overall.assist else tables
+
+
+def groups_of(summary: Summary) -> Iterator[tuple[str, str, Figures]]:
+    """(field, label, figures) of each group, all questions last."""
+    for field_name, values in summary.groups.items():
+        if field_name == "dataset" and len(values) == 1:
+            continue
+        for value, figures in values.items():
+            is_plain = field_name in ("dataset", "kind")
+            yield field_name, value if is_plain else f"{field_name} {value}", figures
+    yield "", "all", summary.overall
+
+
+def _grouped(
+    title: str, summary: Summary, cells: dict[str, Cell], note: str, fields: Collection[str] = ()
+) -> Table:
+    """A row for each group, of these fields only if any are given, with a cell for each column."""
+    rows, sections, before = [], [], None
+    for name, label, figures in groups_of(summary):
+        if fields and name not in fields:
+            continue
+        if before is not None and name != before:
+            sections.append(len(rows))
+        before = name
+        rows.append([label, *(cell(figures) for cell in cells.values())])
+    columns = ["questions", *cells]
+    return Table(title=title, columns=columns, rows=rows, note=note, sections=sections)
+
+
+def _scores(summary: Summary, short: bool = False) -> Table:
+    """The scores of each set; `short` leaves out those of single graders."""
+    own = summary.overall.estimates
+    same = own.get("math") == own.get("rule")
+    known = [name for name in SCORE_TITLES if name in own and not (same and name == "rule")]
+    known = [name for name in known if not (short and name in NOT_SHORT)]
+    cells: dict[str, Cell] = {} if short else {"asked": lambda one: str(one.num_questions)}
+    cells["graded"] = lambda one: str(one.num_trajectories)
+    cells["success [95 %]"] = lambda one: interval(one.estimates.get("success"))
+    cells |= {SCORE_TITLES[name]: _value_of(name) for name in known}
+    cells["failed"] = lambda one: str(one.num_failed)
+    table = _grouped(f"Scores of {summary.name}", summary, cells, _scores_note(summary))
+    if len(summary.groups.get("dataset", {})) > 1:
+        before = [""] if short else ["", ""]
+        blank = [""] * (len(known) + 1)
+        table.rows.append(["mean of datasets", *before, number(summary.average), *blank])
+    return table
+
+
+def _scores_note(summary: Summary) -> str:
+    overall = summary.overall
+    note = "95 % intervals are over questions; the other scores have theirs in summary.json."
+    if overall.num_failed:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in overall.failures.items())
+        note += (
+            f" {overall.num_failed} failed trajectories ({kinds}) are in no score; were all of "
+            f"them wrong, success would be {number(overall.success_if_failed_wrong)}."
+        )
+    if summary.compat:
+        note += " em, F1, contains and math are those of the published code."
+    return note
+
+
+def _overall_by_k(figures: Figures) -> Table:
+    rows = [
+        [str(k), interval(one), interval(figures.majority_at.get(k)), str(one.num_questions)]
+        for k, one in figures.pass_at.items()
+    ]
+    columns = ["k", "pass@k [95 %]", "maj@k [95 %]", "questions"]
+    return Table(title="Right within k samples, and by a vote among k", columns=columns, rows=rows)
+
+
+def _by_k(summary: Summary, title: str, of: Callable[[Figures], dict[int, Estimate]]) -> Table:
+    known = of(summary.overall)
+    few = {k: one.num_questions for k, one in known.items()}
+    short = [f"k = {k}: {n}" for k, n in few.items() if n < summary.overall.num_questions]
+    note = f"Questions with k samples that ended: {', '.join(short)}." if short else ""
+    cells: dict[str, Cell] = {
+        f"k = {k}": lambda figures, k=k: interval(of(figures).get(k))  # type: ignore[misc]
+        for k in known
+    }
+    return _grouped(title, summary, cells, note)
+
+
+def _value_of(name: str) -> Cell:
+    def cell(figures: Figures) -> str:
+        estimate = figures.estimates.get(name)
+        return "-" if estimate is None else number(estimate.value)
+
+    return cell
+
+
+def _spread_of(name: str, *of: str) -> Cell:
+    return lambda figures: " / ".join(number(getattr(figures.spreads[name], one)) for one in of)
+
+
+_COST: dict[str, Cell] = {
+    "tool calls": _spread_of("tool_calls", "mean"),
+    "right / call": _value_of("tool_productivity"),
+    "right with tools": _value_of("tool_efficiency"),
+    "ARPO productivity": lambda figures: number(figures.arpo_tool_productivity),
+    "turns": _spread_of("turns", "mean"),
+    "tokens": _spread_of("action_tokens", "mean"),
+    "tokens median / p95": _spread_of("action_tokens", "median", "p95"),
+    "tool tokens": _spread_of("tool_tokens", "mean"),
+    "seconds median / p95": _spread_of("seconds", "median", "p95"),
+}
+_SHORT_COST = ("tool calls", "right / call", "tokens", "seconds median / p95")
+_COST_NOTE = (
+    "right / call: all right answers over all tool calls. right with tools: share of right ones "
+    "among the trajectories that used a tool. ARPO productivity: success * calls / (calls + 0.1) "
+    "* 100."
+)
+
+
+def _cost(summary: Summary, short: bool = False) -> Table:
+    cells = {name: _COST[name] for name in (_SHORT_COST if short else _COST)}
+    note, fields = ("", ("", "dataset")) if short else (_COST_NOTE, ())
+    return _grouped("Cost of a trajectory", summary, cells, note, fields)
+
+
+def _tools(figures: Figures) -> Table:
+    rows = [
+        [name, str(use.calls), str(use.errors), f"{use.errors / use.calls:.1%}"]
+        for name, use in figures.tools.items()
+    ]
+    return Table(title="Tools", columns=["tool", "calls", "errors", "share"], rows=rows)
+
+
+def _helpers(figures: Figures) -> Table:
+    """Uses, successes and tokens of each helper that was used, over all trajectories."""
+    total, counts, rows, notes = figures.num_trajectories, figures.assist, [], []
+    for helper in HELPERS:
+        uses, ok = counts.get(f"{helper}_uses", 0.0), counts.get(f"{helper}_ok", 0.0)
+        if uses:
+            tokens = counts.get(f"{helper}_tokens", 0.0)
+            shares = [number(uses / total), f"{ok / uses:.1%}"]
+            rows.append([helper, f"{uses:.0f}", *shares, f"{tokens:.0f}"])
+    if "abandoned_calls" in counts:
+        notes.append(
+            f"Taken back: {counts['abandoned_calls']:.0f} calls and "
+            f"{counts['abandoned_tokens']:.0f} sampled tokens, which no other table counts."
+        )
+    if "backtracer_refused" in counts:
+        notes.append(
+            f"{counts['backtracer_refused']:.0f} turns could not be taken back: their "
+            "environment could not be copied."
+        )
+    columns = ["helper", "uses", "a trajectory", "helped", "its tokens"]
+    return Table(title="Helpers", columns=columns, rows=rows, note=" ".join(notes))
+
+
+def _ends(figures: Figures) -> Table:
+    total = figures.num_trajectories + figures.num_failed
+    counts = [(f"limit {name}", count) for name, count in figures.truncations.items()]
+    counts += [(f"failed {name}", count) for name, count in figures.failures.items()]
+    return Table(
+        title="Cut off and failed",
+        columns=["end", "trajectories", "share"],
+        rows=[[name, str(count), f"{count / total:.1%}"] for name, count in counts],
+        note="Cut off by a limit: graded by what is there. Failed: in no score.",
+    )
+
+
+def _agreement(found: Agreement) -> Table:
+    """How often judge and rules agree."""
+    kappa = "not defined" if found.kappa is None else f"{found.kappa:.3f}"
+    total = found.both_right + found.only_judge + found.only_rules + found.both_wrong
+    note = f"They agree on {found.share:.1%} of the {total} both graded; Cohen's kappa {kappa}."
+    if not total:
+        note = "The judge gave no verdict."
+    elif not found.both_right + found.only_rules:
+        note = (
+            "Of the answers that both graded the rules found none right, the judge "
+            f'{found.only_judge} of {total}; only grader.judge.when = "always" asks it about those '
+            "that the rules find right, too."
+        )
+    if found.num_unparsed:
+        share = found.num_unparsed / (total + found.num_unparsed)
+        note += (
+            f" {found.num_unparsed} replies of the judge ({share:.1%}) were no verdict; where the "
+            "rules did not find the answer right, it counts as wrong."
+        )
+        if share > MAX_UNREADABLE_SHARE:
+            note += (
+                f" More than {MAX_UNREADABLE_SHARE:.0%} are unreadable: these scores are too low. "
+                "Give a thinking model a higher grader.judge.max_tokens, or choose another judge."
+            )
+    return Table(
+        title="Judge against rules",
+        columns=["", "rules: right", "rules: wrong"],
+        rows=[
+            ["judge: right", str(found.both_right), str(found.only_judge)],
+            ["judge: wrong", str(found.only_rules), str(found.both_wrong)],
+        ],
+        note=note,
+    )

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from agentenv.actor import Actor
 from agentenv.assist import Assist, assist_actor
 from agentenv.config import (
+    Say,
     Tree,
     keys_in,
     leave_out_old_kinds,
@@ -44,8 +45,14 @@ from agentenv.pipelines.config.verl_keys import refuse_verl_keys
 from agentenv.pipelines.run.rundir import BEST, CONFIG_FILE, find_checkpoint
 from agentenv.pipelines.serving.roles import fill_roles
 from agentenv.pipelines.serving.servers import ServerFactory
-from agentenv.pipelines.setup.assembly import AskingAssembly, Questions, SetConfig, once
-from agentenv.pipelines.setup.data import Say, load_set, said
+from agentenv.pipelines.setup.assembly import (
+    AskingAssembly,
+    Questions,
+    SetConfig,
+    load_set,
+    once,
+    said,
+)
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import Renderer
 from agentenv.rows import RowsConfig

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from agentenv.config import Say
 from agentenv.learners.ranks import RemoteRanks
 from agentenv.pipelines.config.cluster import FOLDER, RayCluster
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.serving.servers import MAX_RESTARTS
-from agentenv.pipelines.setup.data import Say
 from agentenv.pipelines.workers.engine_worker import SLACK_S, ClusterServers
 from agentenv.pipelines.workers.ray_placement import RayPlacement, RaySetup
 from agentenv.server_config import LaunchConfig

@@ -21,7 +21,7 @@ from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.metrics import Metrics, TreeCounters
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import CheckpointConfig
-from agentenv.pipelines.evaluation import intervals
+from agentenv.pipelines.evaluation import statistics
 from agentenv.pipelines.records.row import EvalRow
 from agentenv.pipelines.rl.publishing import ParityGap
 from agentenv.pipelines.run.rundir import Checkpoints, load_state
@@ -143,7 +143,7 @@ def _interval(done: Sequence[EvalRow]) -> tuple[float, float]:
     for row in done:
         by_question.setdefault(row.task, []).append(row.success)
     counts = [len(own) for own in by_question.values()]
-    low, high = intervals.share(list(map(fmean, by_question.values())), counts, counts)
+    low, high = statistics.share(list(map(fmean, by_question.values())), counts, counts)
     return float(low), float(high)
 
 

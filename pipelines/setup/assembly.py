@@ -26,20 +26,27 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from msgspec import Struct
 
 import agentenv.env
-from agentenv.config import RUN, resolver
+from agentenv.config import RUN, Say, resolver
 from agentenv.crashes import loaded
+from agentenv.dataset import PromptFitter, TaskMix, load_mix, load_tasks
 from agentenv.env import Env, close_shared
 from agentenv.errors import ConfigError, DataError
 from agentenv.model_files import check_model_directory, load_tokenizer, read_eos_ids
 from agentenv.native import NativeConfig, NativeRenderer
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.cluster import FOLDER
-from agentenv.pipelines.config.rl import EnvConfig, RunConfig, Sampling, TrainConfig
+from agentenv.pipelines.config.rl import DataConfig, EnvConfig, RunConfig, Sampling, TrainConfig
 from agentenv.pipelines.run.rundir import find_checkpoint
 from agentenv.pipelines.serving.roles import fill_roles, start_servers
 from agentenv.pipelines.serving.servers import ServerFactory
-from agentenv.pipelines.setup.data import EnvMaker, Say, fit_prompts, tables_of, try_env
-from agentenv.pipelines.setup.env_workers import Asked, EnvProcesses
+from agentenv.pipelines.setup.environments import (
+    Asked,
+    EnvMaker,
+    EnvProcesses,
+    Resolve,
+    tables_of,
+    try_env,
+)
 from agentenv.prompt import PromptConfig
 from agentenv.renderer import Renderer, TagRenderer, TagsConfig
 from agentenv.rows import RowsConfig
@@ -372,3 +379,58 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
     if not inspect.isroutine(function):
         raise ConfigError(f"{key}: {path!r} is not a function")
     return function
+
+
+# The rows of questions.
+
+
+async def load_training(
+    config: DataConfig, env_id: str, resolve: Resolve, say: Say, ends: int = 0
+) -> Sequence[Task]:
+    """The training questions: those of data.train, or the weighted parts of data.mix."""
+    if config.mix:
+        return await in_thread(
+            load_mix, config.mix, env_id, config, resolve, ends=ends, say=said(say, "data")
+        )
+    number = config.max_samples
+    return await load_set(config.train, env_id, config, resolve, say, "data", number, ends)
+
+
+async def load_set(
+    paths: str | list[str],
+    env_id: str,
+    rows: RowsConfig,
+    resolve: Resolve,
+    say: Say,
+    key: str,
+    max_samples: int = 0,
+    ends: int = 0,
+) -> list[Task]:
+    """The questions of one set, whose keys begin with `key`; of its files all rows, or `ends` of
+    each end."""
+    found = [resolve(path) for path in ([paths] if isinstance(paths, str) else paths)]
+    return await in_thread(
+        load_tasks, found, env_id, rows, max_samples=max_samples, ends=ends, say=said(say, key)
+    )
+
+
+async def fit_prompts(
+    tasks: Sequence[Task],
+    rows: RowsConfig,
+    make_env: EnvMaker,
+    renderer: Renderer,
+    limits: Limits,
+    say: Say,
+    key: str,
+) -> Sequence[Task]:
+    """The tasks whose prompts fit, a mix part by part."""
+    overlong = f"{key}.overlong_prompt"
+    fitter = PromptFitter(make_env, renderer, limits, rows.overlong_prompt, overlong, say)
+    if isinstance(tasks, TaskMix):
+        return TaskMix([await fitter.fit(part) for part in tasks.parts], tasks.weights)
+    return await fitter.fit(tasks)
+
+
+def said(say: Say, key: str) -> Say:
+    """`say` with the keys that the text is about in front."""
+    return lambda text: say(f"{key}: {text}")

@@ -1,8 +1,8 @@
 """The checks of a run: one list, in the order that finds mistakes early, and three views of it.
 
     a start     what can be found before the run starts; the first failure is raised (`refuse`)
-    --dry-run   what needs nothing started and nothing that is not here (`pipelines/planning/`)
-    the doctor  all of it, on this machine, with learner and engine started (`pipelines/diagnosis/`)
+    --dry-run   what needs nothing started and nothing that is not here (`pipelines/diagnosis/`)
+    the doctor  all of it, on this machine, with learner and engine started (also there)
 
 A check is a coroutine that raises the problem as "problem; remedy", or `Skip` where it does not
 apply, and may return what it found.
@@ -154,12 +154,12 @@ MACHINE: frozenset[Has] = frozenset({"machine"})
 _OF = "agentenv.pipelines.diagnosis."  # which is slow to load
 
 CHECKS: tuple[Check, ...] = (
-    Check("versions", "machine", (), f"{_OF}machine:packages"),
-    Check("free memory", "machine", (), f"{_OF}machine:memory"),
-    Check("free disk", "machine", (), f"{_OF}machine:disk"),
-    Check("descriptors", "machine", (), f"{_OF}machine:descriptors"),
-    Check("sandbox", "machine", (), f"{_OF}machine:sandbox"),
-    Check("sandbox escapes", "machine", (), f"{_OF}machine:escapes", slow=True),
+    Check("versions", "machine", (), f"{_OF}doctor:packages"),
+    Check("free memory", "machine", (), f"{_OF}doctor:memory"),
+    Check("free disk", "machine", (), f"{_OF}doctor:disk"),
+    Check("descriptors", "machine", (), f"{_OF}doctor:descriptors"),
+    Check("sandbox", "machine", (), f"{_OF}doctor:sandbox"),
+    Check("sandbox escapes", "machine", (), f"{_OF}doctor:escapes", slow=True),
     Check("sizes divide", "configuration", TRAIN, start_checks.sizes, NOTHING),
     Check("time-outs", "configuration", TRAIN, start_checks.time_outs, NOTHING),
     Check("cold start and renderer", "configuration", TRAIN, start_checks.demonstrations, NOTHING),
@@ -206,18 +206,18 @@ CHECKS: tuple[Check, ...] = (
     Check("demonstrations", "parts", TRAIN, part("demonstrations"), SFT),
     # the questions are enough for an update
     Check("number of updates", "parts", TRAIN, part("num_steps")),
-    Check("room for rollouts", "contract", TRAIN, f"{_OF}machine:connections"),
-    Check("room on the disk", "contract", TRAIN, f"{_OF}machine:checkpoints"),
-    Check("room in memory", "contract", TRAIN, f"{_OF}machine:processes"),
-    Check("packed model", "contract", RUNS, f"{_OF}protocol:packed_model", MODEL),
-    Check("adapters", "contract", RUNS, f"{_OF}protocol:adapters", MODEL),
-    Check("calls come back", "contract", TRAIN, f"{_OF}protocol:calls"),
-    Check("special tokens in results", "contract", TRAIN, f"{_OF}protocol:special_tokens"),
-    Check("services", "contract", TRAIN, f"{_OF}world:services", asks=True),
-    Check("grader sanity", "contract", TRAIN, f"{_OF}world:grader_sanity"),
-    Check("conformance of the environment", "contract", TRAIN, f"{_OF}world:conformance"),
+    Check("room for rollouts", "contract", TRAIN, f"{_OF}doctor:connections"),
+    Check("room on the disk", "contract", TRAIN, f"{_OF}doctor:checkpoints"),
+    Check("room in memory", "contract", TRAIN, f"{_OF}doctor:processes"),
+    Check("packed model", "contract", RUNS, f"{_OF}contract:packed_model", MODEL),
+    Check("adapters", "contract", RUNS, f"{_OF}contract:adapters", MODEL),
+    Check("calls come back", "contract", TRAIN, f"{_OF}contract:calls"),
+    Check("special tokens in results", "contract", TRAIN, f"{_OF}contract:special_tokens"),
+    Check("services", "contract", TRAIN, f"{_OF}contract:services", asks=True),
+    Check("grader sanity", "contract", TRAIN, f"{_OF}contract:grader_sanity"),
+    Check("conformance of the environment", "contract", TRAIN, f"{_OF}contract:conformance"),
     # the ranks start and load the model; the engine starts and serves it
     Check("learner", "started", RUNS, part("learner"), slow=True),
     Check("engine", "started", ASKING, part("engine"), slow=True),
-    Check("log-prob parity", "measured", TRAIN, f"{_OF}protocol:parity", slow=True),
+    Check("log-prob parity", "measured", TRAIN, f"{_OF}contract:parity", slow=True),
 )

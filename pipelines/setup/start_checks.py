@@ -26,11 +26,10 @@ from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.run.rundir import check_writable
 from agentenv.pipelines.serving.roles import check_roles
 from agentenv.pipelines.serving.server_commands import find_python
-from agentenv.pipelines.setup.assembly import AskingAssembly, Assembly, load_function
-from agentenv.pipelines.setup.data import (
+from agentenv.pipelines.setup.assembly import AskingAssembly, Assembly, load_function, said
+from agentenv.pipelines.setup.environments import (
     EnvMaker,
     check_graders,
-    said,
     tables_of,
     try_env,
     try_turn,

@@ -1,5 +1,5 @@
 """A process that holds environments: `python -m agentenv.pipelines.workers.env_worker`, which
-pipelines/setup/env_workers.py starts.
+pipelines/setup/environments.py starts.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from agentenv.cluster.env_server import EnvServer
-from agentenv.config import resolver
+from agentenv.config import Say, resolver
 from agentenv.env import close_shared
 from agentenv.link import Link
-from agentenv.pipelines.setup.data import Say
-from agentenv.pipelines.setup.env_workers import asked_of, maker_of, read_env_setup
+from agentenv.pipelines.setup.environments import asked_of, maker_of, read_env_setup
 from agentenv.pipelines.workers.main import main
 
 

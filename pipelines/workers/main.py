@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 import msgspec
 
+from agentenv.config import Say
 from agentenv.crashes import PACKAGES
 from agentenv.errors import AgentEnvError, ConfigError, WorkerError
 from agentenv.link import Link
 from agentenv.pipelines.run.event_loop import rolling_out
 from agentenv.pipelines.run.terminal import View, is_shown, run_until_done, to_its_end
-from agentenv.pipelines.setup.data import Say
 from agentenv.supervisor import ADDRESS_VARIABLE, NUMBER_VARIABLE, TOKEN_VARIABLE, own_code
 from agentenv.untrusted import packed
 from agentenv.worker_group import HELLO_S, Hello, Ready, Refusal, named

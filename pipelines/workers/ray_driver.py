@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -21,7 +22,6 @@ from agentenv.errors import ConfigError, WorkerError
 from agentenv.install import install_hint
 from agentenv.link import Link
 from agentenv.offload import in_thread
-from agentenv.pipelines.setup import data
 from agentenv.pipelines.workers.main import main
 from agentenv.pipelines.workers.ray_placement import (
     Connected,
@@ -410,7 +410,7 @@ def does_not_fit(
 
 
 async def build(
-    frame: bytes, link: Link, stack: AsyncExitStack, say: data.Say, number: int
+    frame: bytes, link: Link, stack: AsyncExitStack, say: Callable[[str], None], number: int
 ) -> RayDriver:
     """Connected to the cluster, with room for what is needed."""
     ray = Ray(read_setup(frame))

@@ -16,7 +16,7 @@ from agentenv.cluster.engine import LinkedEngine
 from agentenv.cluster.messages import Figures
 from agentenv.cluster.slots import LeasedEngine
 from agentenv.cluster.worker import RolloutWorker
-from agentenv.config import build_config
+from agentenv.config import Say, build_config
 from agentenv.encoder import encode_beside
 from agentenv.engines.pool.engine import PooledEngineConfig
 from agentenv.env import close_shared, shared_stats
@@ -34,7 +34,6 @@ from agentenv.pipelines.setup.assembly import (
     actor_seed,
     training_set,
 )
-from agentenv.pipelines.setup.data import Say
 from agentenv.pipelines.workers.main import main
 
 

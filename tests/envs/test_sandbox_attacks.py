@@ -12,8 +12,8 @@ import pytest
 
 from agentenv.envs.sandbox.process import Rung
 from agentenv.errors import ConfigError
-from agentenv.pipelines.diagnosis import escapes
-from agentenv.pipelines.diagnosis.escapes import (
+from agentenv.pipelines.diagnosis import doctor
+from agentenv.pipelines.diagnosis.doctor import (
     MARK,
     RUNGS,
     attack_all,
@@ -25,7 +25,7 @@ from tests.support.sandboxes import children
 
 ROOT = Path(__file__).resolve().parents[2]
 ATTACKS = known_attacks()
-GROUPS = read_attacks(Path(escapes.__file__).with_name(escapes.FILES[1]))
+GROUPS = read_attacks(Path(doctor.__file__).with_name(doctor.FILES[1]))
 RARE = {"numbers_of_x32", "calls_of_32_bits"}  # few kernels have them
 
 

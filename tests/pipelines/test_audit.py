@@ -23,7 +23,7 @@ from agentenv.pipelines.diagnosis.audit import (
     mutated,
     with_another_gold,
 )
-from agentenv.pipelines.diagnosis.guesses import JOINTS, guess_twice, remedy
+from agentenv.pipelines.diagnosis.contract import JOINTS, guess_twice, remedy
 from agentenv.pipelines.setup.checks import CheckResult
 from agentenv.tool_env import Grade
 from agentenv.types import Message, Task

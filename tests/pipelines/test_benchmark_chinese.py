@@ -19,7 +19,7 @@ from agentenv.envs.search.keys import SearchConfig
 from agentenv.evaluate import evaluate
 from agentenv.pipelines.config.benchmarks import benchmark, load_benchmark
 from agentenv.pipelines.config.rl import EnvConfig
-from agentenv.pipelines.setup.data import EnvMaker
+from agentenv.pipelines.setup.environments import EnvMaker
 from agentenv.prompt import PromptConfig, preset
 from agentenv.renderer import TagRenderer
 from agentenv.types import Limits, SamplingParams

@@ -25,13 +25,11 @@ from agentenv.launchers import doctor
 from agentenv.learners import model_check
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.diagnosis import doctor as doctors
-from agentenv.pipelines.diagnosis import machine
-from agentenv.pipelines.diagnosis.doctor import examine
-from agentenv.pipelines.diagnosis.escapes import Outcome, known_attacks
-from agentenv.pipelines.diagnosis.protocol import refuse_lost_call
-from agentenv.pipelines.diagnosis.world import respelled
+from agentenv.pipelines.diagnosis import doctor as machine
+from agentenv.pipelines.diagnosis.contract import refuse_lost_call, respelled
+from agentenv.pipelines.diagnosis.doctor import Outcome, examine, known_attacks
+from agentenv.pipelines.serving.gpus import Machine as PlannedMachine
 from agentenv.pipelines.setup.checks import CHECKS, Check, CheckResult, Runner
-from agentenv.pipelines.setup.machine import Machine as PlannedMachine
 from agentenv.renderer import TagRenderer, TextCodec
 from agentenv.tool_env import Grade
 from agentenv.types import Completion, Message
@@ -316,7 +314,7 @@ def test_a_search_service_without_key_or_answer_is_told(
     warehouse: Path, monkeypatch: pytest.MonkeyPatch, backend: WebConfig, problem: str
 ) -> None:
     monkeypatch.delenv("SERPER_API_KEY", raising=False)
-    monkeypatch.setattr("agentenv.pipelines.diagnosis.world.SERVICE_S", 0.5)
+    monkeypatch.setattr("agentenv.pipelines.diagnosis.contract.SERVICE_S", 0.5)
     config = replace(load_config(TrainConfig, warehouse), search=SearchConfig(backend=backend))
     (found,) = looked_at(SimpleNamespace(config=config), "services")
     assert found.state == "failed"

@@ -15,9 +15,9 @@ from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
 from agentenv.pipelines.config.help import values_of
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.planning.plan import make_plan, requirements_of
+from agentenv.pipelines.diagnosis.plan import make_plan, requirements_of
 from agentenv.pipelines.run.arguments import EXIT_MISSING
-from agentenv.pipelines.setup.machine import Machine
+from agentenv.pipelines.serving.gpus import Machine
 from tests.support.warehouse import ROOT
 
 REASONING = ROOT / "configs" / "arpo_reasoning_7b.toml"

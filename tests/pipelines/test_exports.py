@@ -15,10 +15,10 @@ from agentenv.envs.quickstart_setup import build_tokenizer
 from agentenv.frames import ArchiveConfig
 from agentenv.install import install_hint
 from agentenv.launchers import export
-from agentenv.pipelines.exports.atif import trajectory
 from agentenv.pipelines.records.conversations import Question, of_row, of_tree, redacted, turns_of
 from agentenv.pipelines.records.row import EvalRow
 from agentenv.pipelines.records.trajectories import trajectory_rows
+from agentenv.pipelines.viewing.transcripts import atif_document
 from agentenv.redact import REDACTED, Redactor
 from tests.support.stored_evaluation import failed, row, write_evaluation
 from tests.support.told_tree import SECRET, told_tree
@@ -40,7 +40,7 @@ def told(tokenizer: Any, *, with_secret: bool = False) -> Question:
 
 def documents(question: Question) -> dict[str, dict[str, Any]]:
     return {
-        branch.name: trajectory(question, branch, session="r/t", model="m", source={"step": 4})
+        branch.name: atif_document(question, branch, session="r/t", model="m", source={"step": 4})
         for branch in question.branches
     }
 

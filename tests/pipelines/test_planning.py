@@ -28,8 +28,8 @@ from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.policy import CHUNK_BYTES, TILE_BYTES, Policy, tensors
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.planning.plan import Requirements, disk_line, requirements_of, saving_line
-from agentenv.pipelines.setup.machine import GIB
+from agentenv.pipelines.diagnosis.plan import Requirements, disk_line, requirements_of, saving_line
+from agentenv.pipelines.serving.gpus import GIB
 from agentenv.pipelines.setup.memory import (
     HEAD_CHUNK_BYTES,
     HEAD_TILE_BYTES,

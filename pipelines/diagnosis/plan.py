@@ -23,9 +23,8 @@ from agentenv.pipelines.config.rl import (
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.run.rundir import find_checkpoint
 from agentenv.pipelines.run.saver import SavingConfig
-from agentenv.pipelines.serving.gpus import GpuPlan, learner_gpus
+from agentenv.pipelines.serving.gpus import GIB, GpuPlan, Machine, learner_gpus
 from agentenv.pipelines.serving.server_commands import CPU_CACHE_GIB
-from agentenv.pipelines.setup.machine import GIB, Machine
 from agentenv.pipelines.setup.memory import (
     KNOWN,
     RESERVE_BYTES,
@@ -38,9 +37,9 @@ from agentenv.pipelines.setup.memory import (
     find_shape,
     learner_memory,
     model_states,
+    passing_bytes,
     server_memory,
 )
-from agentenv.pipelines.setup.passage import passing_bytes
 from agentenv.server_config import LaunchConfig, RoleConfig
 from agentenv.types import Limits
 
