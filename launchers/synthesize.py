@@ -41,13 +41,13 @@ from agentenv.pipelines.setup.assembly import Questions
 from agentenv.pipelines.setup.checks import refuse
 from agentenv.pipelines.setup.environments import try_env
 from agentenv.pipelines.synthesis.sampling import (
-    Dropped,
     SynthesisSampling,
     read_questions,
     tool_names,
 )
 from agentenv.pipelines.synthesis.sorting import (
     TRAJECTORIES,
+    Dropped,
     Sorted,
     claim,
     class_table,
