@@ -21,7 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentenv import hub
-from agentenv.config import blaming, to_plain
+from agentenv.config import Tree, to_plain
 from agentenv.errors import ConfigError
 from agentenv.install import require_train
 from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
@@ -35,8 +35,8 @@ from agentenv.pipelines.evaluation.subject import (
     LAST,
     START,
     Subject,
+    configured,
     find_subject,
-    given_keys,
     weights_digest,
 )
 from agentenv.pipelines.run.rundir import BEST
@@ -110,11 +110,12 @@ def _find_on_hub(arguments: argparse.Namespace, view: View) -> None:
 
 
 def _configuration(arguments: argparse.Namespace, subject: Subject, view: View) -> EvaluateConfig:
-    raw, source = given_keys(arguments, subject, EvaluateConfig, view.say)
-    if arguments.question and not (raw.get("data") or raw.get("sets")):
-        raw = {**raw, "sets": {SET: {"path": "-"}}}  # no row of it is asked
-    with blaming(source, arguments.overrides):
+    def build(raw: Tree, source: str) -> EvaluateConfig:
+        if arguments.question and not (raw.get("data") or raw.get("sets")):
+            raw = {**raw, "sets": {SET: {"path": "-"}}}  # no row of it is asked
         return resolve_sets(raw, source)
+
+    return configured(arguments, subject, EvaluateConfig, build, view.say)
 
 
 def _chosen(config: EvaluateConfig, names: Sequence[str], num_tasks: int) -> EvaluateConfig:

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from agentenv.config import blaming
 from agentenv.engines.chat import ChatEngine
 from agentenv.engines.openai import TokensEngine
 from agentenv.errors import ConfigError
@@ -32,8 +31,8 @@ from agentenv.pipelines.evaluation.store import Store
 from agentenv.pipelines.evaluation.subject import (
     EvaluationAssembly,
     Subject,
+    configured,
     find_subject,
-    given_keys,
 )
 from agentenv.pipelines.run.rundir import LOG_FILE
 from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
@@ -94,9 +93,8 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
 def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> SynthesisPlan:
     """The subject's settings are asked for, its sets are not."""
     own = {key: value for key, value in subject.raw.items() if key != "sets"}
-    raw, source = given_keys(arguments, subject._replace(raw=own), SynthesisConfig, view.say)
-    with blaming(source, arguments.overrides):
-        plan = make_plan(raw, source)
+    subject = subject._replace(raw=own)
+    plan = configured(arguments, subject, SynthesisConfig, make_plan, view.say)
     if not arguments.n:
         return plan
     sets = {name: replace(one, max_tasks=arguments.n) for name, one in plan.evaluation.sets.items()}

@@ -46,7 +46,13 @@ from agentenv.pipelines.serving.gpus import GIB, find_machine
 from agentenv.pipelines.serving.server_commands import find_python
 from agentenv.pipelines.setup.assembly import Assembly
 from agentenv.pipelines.setup.checks import refuse
-from agentenv.pipelines.setup.start_checks import Absent, absent_paths, hub_keys, is_here
+from agentenv.pipelines.setup.start_checks import (
+    Absent,
+    absent_paths,
+    dataset_registry,
+    hub_keys,
+    is_here,
+)
 from agentenv.pipelines.supervised.dialogues import registered_files
 from agentenv.pipelines.workers.main import DRAIN_VARIABLE, WAIT_VARIABLE
 from agentenv.server_config import LaunchConfig, RoleConfig
@@ -61,7 +67,7 @@ def missing_files(config: AnyRun, assembly: Assembly[Any]) -> Iterator[Absent]:
     """The paths of a configuration that are not here, those of a registry of datasets and of
     prompts among them. Raises DataError for names that the registry lacks."""
     yield from absent_paths(assembly)
-    registry = config.data.dataset_info if isinstance(config, SupervisedRunConfig) else ""
+    registry = dataset_registry(config)
     if registry and assembly.resolve(registry).exists():
         for key, name, _ in paths_of(config):
             if key.startswith("data.") and key != "data.dataset_info":

@@ -95,8 +95,8 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
     prompt_tokens, tool_tokens = _counts(trajectory, renderer)
     calls = [call for node in trajectory.path for call in node.info.get("tool_calls", ())]
     assist: dict[str, float] = leaf.info.get("assist") or {}
-    if not assist:  # the browser agent belongs to the env, whoever the actor is
-        count_calls(assist, calls)
+    if not assist and any(call.get("info") for call in calls):
+        count_calls(assist, calls)  # the browser agent belongs to the env, whoever the actor is
     versions = [span.version for node in trajectory.path for span in node.version_spans]
     return EvalRow(
         dataset=dataset,

@@ -20,9 +20,6 @@ from msgspec import Struct
 
 from agentenv.crashes import loaded
 from agentenv.errors import AgentEnvError
-from agentenv.pipelines.config.evaluation import EvaluateConfig
-from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.setup import start_checks
 from agentenv.pipelines.setup.assembly import Assembly
 
@@ -37,9 +34,10 @@ Stage = Literal[
     "measured",  # what they compute
 ]
 Has = Literal["model", "rows", "env", "sft", "machine"]  # what a dry run may not have here
-TRAIN, EVALUATE = (TrainConfig,), (EvaluateConfig,)
-ASKING = (TrainConfig, EvaluateConfig)
-SUPERVISED = (SupervisedRunConfig,)
+# Classes of configurations, by their names: none is loaded for the sake of another.
+TRAIN, EVALUATE = ("TrainConfig",), ("EvaluateConfig",)
+SUPERVISED = ("SupervisedRunConfig",)
+ASKING = (*TRAIN, *EVALUATE)
 RUNS = (*TRAIN, *SUPERVISED)
 ALL = (*ASKING, *SUPERVISED)
 
@@ -51,7 +49,7 @@ class Check(NamedTuple):
 
     name: str
     stage: Stage
-    of: tuple[type[Struct], ...]
+    of: tuple[str, ...]
     look: Callable[[Any], Awaitable[object]] | str
     dry: frozenset[Has] | None = None
     slow: bool = False
@@ -119,7 +117,8 @@ def select(config: Any, first: Stage, last: Stage) -> list[Check]:
     """The checks of a configuration in these stages."""
     stages = get_args(Stage)
     wanted = stages[stages.index(first) : stages.index(last) + 1]
-    return [one for one in CHECKS if one.stage in wanted and isinstance(config, one.of)]
+    names = {one.__name__ for one in type(config).__mro__}
+    return [one for one in CHECKS if one.stage in wanted and not names.isdisjoint(one.of)]
 
 
 async def refuse(

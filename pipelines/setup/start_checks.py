@@ -22,7 +22,6 @@ from agentenv.offload import in_thread
 from agentenv.outcomes import Protocol
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import TABLES, ModelConfig, TrainConfig
-from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.run.rundir import check_writable
 from agentenv.pipelines.serving.roles import check_roles
 from agentenv.pipelines.serving.server_commands import find_python
@@ -44,12 +43,15 @@ def hub_keys(config: Any) -> Iterator[tuple[str, str, hub.Kind]]:
         yield "model.path", model.path, "model"
     for name, role in getattr(config, "roles", {}).items():
         yield f"roles.{name}.model", role.model, "model"
-    dialogues = isinstance(config, SupervisedRunConfig)
-    if dialogues and config.data.dataset_info:
-        return  # which gives the names in data.train their files
-    for key, path, is_rows in paths_of(config):
-        if is_rows or (dialogues and key in ("data.train", "data.eval")):
-            yield key, path, "dataset"
+    if not dataset_registry(config):
+        for key, path, is_rows in paths_of(config):
+            if is_rows or key in ("data.train", "data.eval"):
+                yield key, path, "dataset"
+
+
+def dataset_registry(config: Any) -> str:
+    """The file that gives the names in data.train their files; "" where they are paths."""
+    return getattr(getattr(config, "data", None), "dataset_info", "")
 
 
 # The configuration.
@@ -223,7 +225,7 @@ def absent_paths(assembly: Assembly[Any]) -> Iterator[Absent]:
     """The paths of the configuration that are not here, but for those that the set-up makes or a
     registry of datasets names; a resumed run does not read the data of its cold start."""
     config = assembly.config
-    has_names = isinstance(config, SupervisedRunConfig) and config.data.dataset_info
+    has_names = dataset_registry(config)
     for key, path, is_rows in paths_of(config):
         if assembly.makes(path) or (key.startswith("sft.") and assembly.checkpoint is not None):
             continue
