@@ -3,18 +3,13 @@ the machine: versions, memory, disk, descriptors, sandbox, and whether a configu
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
-import os
 import resource
 import shutil
-import socket
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
-from importlib import resources
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 from packaging.requirements import Requirement
@@ -24,19 +19,18 @@ from rich.table import Table
 from agentenv.config import Say, Tree, load_config
 from agentenv.disk import existing
 from agentenv.envs.sandbox.process import Rung
-from agentenv.envs.sandbox.sandbox import RunResult, Sandbox
+from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.install import DISTRIBUTION, install_hint
 from agentenv.model_files import read_model_config
 from agentenv.pipelines.config.rl import RunConfig, TrainConfig
 from agentenv.pipelines.config.verl_keys import refuse_verl_keys
-from agentenv.pipelines.diagnosis.plan import make_plan, requirements_of
+from agentenv.pipelines.diagnosis.plan import files_of, make_plan
 from agentenv.pipelines.rl.parts import TrainingAssembly
 from agentenv.pipelines.run.terminal import MAX_FILES, View
 from agentenv.pipelines.serving.gpus import GIB, find_machine
 from agentenv.pipelines.setup.checks import CHECKS, CheckResult, Runner, Skip, select
 from agentenv.pipelines.setup.memory import checkpoint_bytes, shape_of
-from agentenv.untrusted import decode
 
 CHECK_S = 600.0  # of one check, at most
 MARKS = {"passed": "[green]pass[/]", "failed": "[bold red]FAIL[/]", "skipped": "[dim]skip[/]"}
@@ -116,10 +110,9 @@ LEAST_MEMORY = 4 * GIB  # that README promises to be enough for the quick start
 LEAST_DISK = 2 * GIB
 LEAST_FILES = 4096
 NEEDED = "train"  # the extra without which no command of training runs
-MAX_SHOWN = 3
 SPARE_FILES = 512  # of the command itself: logs, workers, learner, libraries
 FILES_A_TRAJECTORY = 2  # its request, and a tool's
-ATTACK_S = 1.0  # of a snippet that tries to escape
+RUNGS: tuple[Rung, ...] = ("namespaces", "landlock")  # of the sandbox
 
 
 async def packages(folder: Path) -> str:
@@ -189,39 +182,23 @@ def allowed_files() -> int:
 
 async def sandbox(folder: Path) -> str:
     """A rung of the Python sandbox stops the escapes that are tried on it before each run."""
-    return await _stopped({}, "every escape that is tried before a run")
-
-
-async def escapes(folder: Path) -> str:
-    """Each rung of the Python sandbox that this machine offers stops every known escape."""
-    attacks = known_attacks()
-    return await _stopped(attacks, f"all of {len(attacks)} escapes")
-
-
-async def _stopped(attacks: dict[str, str], tried: str) -> str:
     offered, lacking = [], []
     for rung in RUNGS:
+        one = Sandbox(rungs=(rung,))
         try:
-            outcomes = await attack_all(attacks, rung, ATTACK_S)
+            await one.start()
+            offered.append(rung)
         except AgentEnvError as error:
             lacking.append(f"{rung}: {error}")
-            continue
-        through = {name: one.hole for name, one in outcomes.items() if one.hole}
-        if through:
-            shown = [f"{name}: {hole}" for name, hole in through.items()][:MAX_SHOWN]
-            raise ConfigError(
-                f"{len(through)} of {len(attacks)} escapes got through {rung} "
-                f"({', '.join(shown)}); use python.remote_url, or no Python tool, on this machine, "
-                "and report it"
-            )
-        offered.append(rung)
+        finally:
+            await one.close()
     if not offered:
         raise ConfigError(
             f"no rung of the sandbox stops every escape here ({' | '.join(lacking)}); install "
             "bubblewrap, or a kernel with Landlock; without one the Python tool is refused unless "
             "python.allow_unsafe = true"
         )
-    return f"{', '.join(offered)}: {tried} stopped"
+    return f"{', '.join(offered)}: every escape that is tried before a run stopped"
 
 
 # What a configuration takes of the machine.
@@ -234,14 +211,14 @@ async def checkpoints(assembly: TrainingAssembly) -> str:
         shape = shape_of(read_model_config(model), model)
     except ConfigError as error:
         raise Skip(f"the size of a checkpoint is not known: {error}") from error
-    required = requirements_of(config)
-    one = checkpoint_bytes(shape, config.learner, has_reference=required.has_reference)
-    needed = one * required.num_checkpoints
-    bounds = sum(required.files.values())
+    number, files = files_of(config)
+    reference = config.algorithm.needs_reference
+    needed = number * checkpoint_bytes(shape, config.learner, has_reference=reference)
+    bounds = sum(files.values())
     place = existing(Path(config.run.dir))
     free = shutil.disk_usage(place).free
     message = (
-        f"{required.num_checkpoints} checkpoints take {needed / GIB:.2g} GiB, trees and samples "
+        f"{number} checkpoints take {needed / GIB:.2g} GiB, trees and samples "
         f"at most {bounds / GIB:.2g}; {free / GIB:.3g} are free at {place}"
     )
     if needed > free:
@@ -256,7 +233,7 @@ async def checkpoints(assembly: TrainingAssembly) -> str:
 
 async def processes(assembly: TrainingAssembly) -> str:
     """Every process fits its GPU, and all of them the main memory, by the dry run's estimate."""
-    plan = make_plan(requirements_of(assembly.config), find_machine(None, None), assembly.resolve)
+    plan = make_plan(assembly.config, find_machine(None, None), assembly.resolve)
     if plan.problems:
         raise ConfigError("; ".join(plan.problems))
     needed = sum(process.main_bytes for process in plan.processes)
@@ -281,149 +258,3 @@ async def connections(assembly: TrainingAssembly) -> str:
             "eval.concurrency"
         )
     return message
-
-
-# Attacks on the host, on other sessions and on the sandbox itself: snippets that a sandbox must
-# stop. In a snippet {SECRET_FILE}, {SECRET_DIR} and {HOST_SOCKET} are filled in. One that prints
-# PWNED got through; so did one after which the host misses something, or the next call is not
-# served.
-
-MARK = "PWNED"
-SECRET = "the secret of the host"
-NEXT_CALL = "print('next', 6 * 7)"
-NEXT_CALL_TIMEOUT_S = 30.0
-NUM_AT_ONCE = 2
-FILES = ("sandbox_attacks.json", "sandbox_attack_groups.json")  # beside this one
-RUNGS: tuple[Rung, ...] = ("namespaces", "landlock")
-
-
-class Outcome(NamedTuple):
-    """What became of one snippet: "" or what got through, how its call ended, what it said."""
-
-    hole: str
-    end: str
-    output: str
-
-
-class Places(NamedTuple):
-    """What the host has to lose."""
-
-    file: Path
-    server: socket.socket
-
-    def fill_in(self, snippet: str) -> str:
-        names = {
-            "{SECRET_FILE}": str(self.file),
-            "{SECRET_DIR}": str(self.file.parent),
-            "{HOST_SOCKET}": self.server.getsockname(),
-        }
-        for name, text in names.items():
-            snippet = snippet.replace(name, text)
-        return snippet
-
-    def damage(self) -> str:
-        """What is no longer as it was; "" if nothing."""
-        if not self.file.exists() or self.file.read_text() != SECRET:
-            return "the secret file was changed"
-        if self.file.stat().st_mode & 0o777 != 0o644:
-            return "the mode of the secret file was changed"
-        if sorted(os.listdir(self.file.parent)) != ["secret", "socket"]:
-            return "the secret folder was changed"
-        try:
-            self.server.accept()[0].close()
-        except BlockingIOError:
-            return ""
-        return "the host's socket was reached"
-
-
-@contextmanager
-def host_secrets() -> Iterator[Places]:
-    """A secret file that anybody may read, a socket that anybody may use, an environment."""
-    before = os.environ.get("SECRET_KEY")
-    with tempfile.TemporaryDirectory() as name, socket.socket(socket.AF_UNIX) as server:
-        folder = Path(name)
-        folder.chmod(0o777)
-        (folder / "secret").write_text(SECRET)
-        (folder / "secret").chmod(0o644)
-        server.bind(str(folder / "socket"))
-        (folder / "socket").chmod(0o777)
-        server.listen()
-        server.setblocking(False)
-        os.environ["SECRET_KEY"] = SECRET
-        with open(folder / "secret") as leaked:  # a descriptor that a careless start would pass on
-            os.set_inheritable(leaked.fileno(), True)
-            try:
-                yield Places(folder / "secret", server)
-            finally:
-                if before is None:
-                    del os.environ["SECRET_KEY"]
-                else:
-                    os.environ["SECRET_KEY"] = before
-
-
-def printed(result: RunResult) -> str:
-    """What a cell printed; a traceback shows lines of the snippet, which nobody printed."""
-    if result.problem.startswith("SystemExit"):
-        return result.output
-    return result.output.removesuffix(result.problem)
-
-
-async def attack(sandbox: Sandbox, code: str, places: Places, timeout_s: float) -> Outcome:
-    """Run one snippet in a session of its own, then see whether all is well."""
-    session = sandbox.session(1)
-    try:
-        result = await session.run(code, timeout_s)
-        said = printed(result)
-        served = False
-        for _ in range(3):  # a snippet may break its own interpreter, which is then replaced
-            following = await session.run(NEXT_CALL, NEXT_CALL_TIMEOUT_S)
-            said += printed(following)
-            served = "next 42" in following.output
-            if served:
-                break
-        other = sandbox.session(2)
-        try:
-            beside = await other.run(NEXT_CALL, NEXT_CALL_TIMEOUT_S)
-        finally:
-            other.close()
-    except AgentEnvError as error:
-        return Outcome(f"the sandbox failed: {error}", "failed", "")
-    except Exception as error:  # of the host: a snippet that causes it ends a run
-        return Outcome(f"the host raised {type(error).__name__}: {error}", "failed", "")
-    finally:
-        session.close()
-    hole = places.damage()
-    if MARK in said or SECRET in said or SECRET in result.output:
-        hole = f"it printed {MARK}" if MARK in said else "it printed the secret"
-    elif not served or beside.output != "next 42":
-        hole = "the next call was not served"
-    return Outcome(hole, result.end, result.output)
-
-
-async def attack_all(
-    attacks: Mapping[str, str], rung: Rung, timeout_s: float
-) -> dict[str, Outcome]:
-    """Run all snippets on one rung. Raises ConfigError when this machine does not offer it."""
-    sandbox = Sandbox(rungs=(rung,))
-    free = asyncio.Semaphore(NUM_AT_ONCE)
-    try:
-        with host_secrets() as places:
-            await sandbox.start()
-
-            async def one(code: str) -> Outcome:
-                async with free:
-                    return await attack(sandbox, places.fill_in(code), places, timeout_s)
-
-            outcomes = await asyncio.gather(*map(one, attacks.values()))
-    finally:
-        await sandbox.close()
-    return dict(zip(attacks, outcomes, strict=True))
-
-
-def known_attacks() -> dict[str, str]:
-    """The snippets that come with the doctor, by name."""
-    folder = resources.files("agentenv.pipelines.diagnosis")
-    found: dict[str, str] = {}
-    for name in FILES:
-        found |= decode(folder.joinpath(name).read_bytes(), dict[str, str])
-    return found

@@ -38,7 +38,7 @@ from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.help import values_of
 from agentenv.pipelines.config.rl import ServeConfig, TrainConfig
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
-from agentenv.pipelines.diagnosis.plan import AnyRun, Plan, Process, make_plan, requirements_of
+from agentenv.pipelines.diagnosis.plan import AnyRun, Plan, Process, make_plan, rollouts_of
 from agentenv.pipelines.run.arguments import EXIT_MISSING
 from agentenv.pipelines.run.rundir import CONFIG_FILE, JOB_VARIABLE, find_checkpoint
 from agentenv.pipelines.run.terminal import View
@@ -160,15 +160,15 @@ def show_sizes(config: AnyRun, view: View) -> None:
 
 def _sizes(config: AnyRun) -> Iterator[str]:
     if isinstance(config, TrainConfig):
-        groups, size = config.queue.groups_per_step, config.algorithm.group_size
         yield (
             f"an update takes {config.size_of_update}; at most {config.queue.max_staleness} "
             "versions old"
         )
         if config.dropped_terms:
             yield config.dropped_terms
-        most = groups * (config.queue.max_staleness + 1)
-        yield f"up to {most} prompts = {most * size} trajectories are under way at a time"
+        most = rollouts_of(config)[1]
+        prompts = most // config.algorithm.group_size
+        yield f"up to {prompts} prompts = {most} trajectories are under way at a time"
         passes = f"{config.train.num_epochs} passes over the questions"
         yield passes if config.train.num_steps is None else f"{config.train.num_steps} updates"
         if config.self_critic is not None:
@@ -265,7 +265,7 @@ def dry_run(
     assembly = Assembly[Any](config, run, AsyncExitStack(), view.say)
     asyncio.run(refuse(assembly, "configuration"))
     to_fetch = [*_not_cached(config)]
-    plan = make_plan(requirements_of(config, model), machine, resolve)
+    plan = make_plan(config, machine, resolve, model)
     plan.missing += to_fetch
     absent = [*missing_files(config, assembly)]
     plan.missing += (_to_fetch(config, one) for one in absent)

@@ -158,7 +158,6 @@ CHECKS: tuple[Check, ...] = (
     Check("free disk", "machine", (), f"{_OF}doctor:disk"),
     Check("descriptors", "machine", (), f"{_OF}doctor:descriptors"),
     Check("sandbox", "machine", (), f"{_OF}doctor:sandbox"),
-    Check("sandbox escapes", "machine", (), f"{_OF}doctor:escapes", slow=True),
     Check("sizes divide", "configuration", TRAIN, start_checks.sizes, NOTHING),
     Check("time-outs", "configuration", TRAIN, start_checks.time_outs, NOTHING),
     Check("cold start and renderer", "configuration", TRAIN, start_checks.demonstrations, NOTHING),

@@ -27,7 +27,7 @@ from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.diagnosis import doctor as doctors
 from agentenv.pipelines.diagnosis import doctor as machine
 from agentenv.pipelines.diagnosis.contract import refuse_lost_call, respelled
-from agentenv.pipelines.diagnosis.doctor import Outcome, examine, known_attacks
+from agentenv.pipelines.diagnosis.doctor import examine
 from agentenv.pipelines.serving.gpus import Machine as PlannedMachine
 from agentenv.pipelines.setup.checks import CHECKS, Check, CheckResult, Runner
 from agentenv.renderer import TagRenderer, TextCodec
@@ -64,23 +64,6 @@ def test_a_configuration_of_an_evaluation_is_refused_with_what_looks_at_it() -> 
     assert result.state == "failed"
     assert "agentenv evaluate" in result.message
     assert "--dry-run" in result.remedy
-
-
-@pytest.mark.parametrize("hole", ["", "it printed PWNED"])
-def test_every_known_escape_is_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hole: str
-) -> None:
-    tried = dict[str, int]()
-
-    async def attack_all(attacks: dict[str, str], rung: str, _: float) -> dict[str, Outcome]:
-        tried[rung] = len(attacks)
-        return {name: Outcome(hole, "finished", "") for name in attacks}
-
-    monkeypatch.setattr(machine, "attack_all", attack_all)
-    (result,) = looked_at(tmp_path, "sandbox escapes")
-    assert tried["namespaces"] == len(known_attacks()) > 100
-    assert result.state == ("failed" if hole else "passed")
-    assert ("got through namespaces" in result.message) == bool(hole)
 
 
 LIGHT = ("versions", "free memory", "free disk", "descriptors")
@@ -132,7 +115,7 @@ def test_an_escape_from_every_rung_of_the_sandbox_is_a_failure(
         return "read a file of the host"
 
     monkeypatch.setattr(sandboxes, "find_escape", escape)
-    (found,) = looked_at(tmp_path, "sandbox escapes")
+    (found,) = looked_at(tmp_path, "sandbox")
     assert found.state == "failed"
     assert "read a file of the host" in found.message + found.remedy
     assert "bubblewrap" in found.message + found.remedy

@@ -1,0 +1,161 @@
+"""Attacks on the host, on other sessions and on the sandbox itself: snippets that a sandbox must
+stop, and what becomes of them on a rung.
+
+In a snippet {SECRET_FILE}, {SECRET_DIR} and {HOST_SOCKET} are filled in. One that prints PWNED got
+through; so did one after which the host misses something, or the next call is not served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from agentenv.envs.sandbox.process import Rung
+from agentenv.envs.sandbox.sandbox import RunResult, Sandbox
+from agentenv.errors import AgentEnvError
+from agentenv.untrusted import decode
+
+MARK = "PWNED"
+SECRET = "the secret of the host"
+NEXT_CALL = "print('next', 6 * 7)"
+NEXT_CALL_TIMEOUT_S = 30.0
+NUM_AT_ONCE = 2
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+FILES = [FIXTURES / name for name in ("sandbox_attacks.json", "sandbox_attack_groups.json")]
+
+
+class Outcome(NamedTuple):
+    """What became of one snippet: "" or what got through, how its call ended, what it said."""
+
+    hole: str
+    end: str
+    output: str
+
+
+class Places(NamedTuple):
+    """What the host has to lose."""
+
+    file: Path
+    server: socket.socket
+
+    def fill_in(self, snippet: str) -> str:
+        names = {
+            "{SECRET_FILE}": str(self.file),
+            "{SECRET_DIR}": str(self.file.parent),
+            "{HOST_SOCKET}": self.server.getsockname(),
+        }
+        for name, text in names.items():
+            snippet = snippet.replace(name, text)
+        return snippet
+
+    def damage(self) -> str:
+        """What is no longer as it was; "" if nothing."""
+        if not self.file.exists() or self.file.read_text() != SECRET:
+            return "the secret file was changed"
+        if self.file.stat().st_mode & 0o777 != 0o644:
+            return "the mode of the secret file was changed"
+        if sorted(os.listdir(self.file.parent)) != ["secret", "socket"]:
+            return "the secret folder was changed"
+        try:
+            self.server.accept()[0].close()
+        except BlockingIOError:
+            return ""
+        return "the host's socket was reached"
+
+
+@contextmanager
+def host_secrets() -> Iterator[Places]:
+    """A secret file that anybody may read, a socket that anybody may use, an environment."""
+    before = os.environ.get("SECRET_KEY")
+    with tempfile.TemporaryDirectory() as name, socket.socket(socket.AF_UNIX) as server:
+        folder = Path(name)
+        folder.chmod(0o777)
+        (folder / "secret").write_text(SECRET)
+        (folder / "secret").chmod(0o644)
+        server.bind(str(folder / "socket"))
+        (folder / "socket").chmod(0o777)
+        server.listen()
+        server.setblocking(False)
+        os.environ["SECRET_KEY"] = SECRET
+        with open(folder / "secret") as leaked:  # a descriptor that a careless start would pass on
+            os.set_inheritable(leaked.fileno(), True)
+            try:
+                yield Places(folder / "secret", server)
+            finally:
+                if before is None:
+                    del os.environ["SECRET_KEY"]
+                else:
+                    os.environ["SECRET_KEY"] = before
+
+
+def printed(result: RunResult) -> str:
+    """What a cell printed; a traceback shows lines of the snippet, which nobody printed."""
+    if result.problem.startswith("SystemExit"):
+        return result.output
+    return result.output.removesuffix(result.problem)
+
+
+async def attack(sandbox: Sandbox, code: str, places: Places, timeout_s: float) -> Outcome:
+    """Run one snippet in a session of its own, then see whether all is well."""
+    session = sandbox.session(1)
+    try:
+        result = await session.run(code, timeout_s)
+        said = printed(result)
+        served = False
+        for _ in range(3):  # a snippet may break its own interpreter, which is then replaced
+            following = await session.run(NEXT_CALL, NEXT_CALL_TIMEOUT_S)
+            said += printed(following)
+            served = "next 42" in following.output
+            if served:
+                break
+        other = sandbox.session(2)
+        try:
+            beside = await other.run(NEXT_CALL, NEXT_CALL_TIMEOUT_S)
+        finally:
+            other.close()
+    except AgentEnvError as error:
+        return Outcome(f"the sandbox failed: {error}", "failed", "")
+    except Exception as error:  # of the host: a snippet that causes it ends a run
+        return Outcome(f"the host raised {type(error).__name__}: {error}", "failed", "")
+    finally:
+        session.close()
+    hole = places.damage()
+    if MARK in said or SECRET in said or SECRET in result.output:
+        hole = f"it printed {MARK}" if MARK in said else "it printed the secret"
+    elif not served or beside.output != "next 42":
+        hole = "the next call was not served"
+    return Outcome(hole, result.end, result.output)
+
+
+async def attack_all(
+    attacks: Mapping[str, str], rung: Rung, timeout_s: float
+) -> dict[str, Outcome]:
+    """Run all snippets on one rung. Raises ConfigError when this machine does not offer it."""
+    sandbox = Sandbox(rungs=(rung,))
+    free = asyncio.Semaphore(NUM_AT_ONCE)
+    try:
+        with host_secrets() as places:
+            await sandbox.start()
+
+            async def one(code: str) -> Outcome:
+                async with free:
+                    return await attack(sandbox, places.fill_in(code), places, timeout_s)
+
+            outcomes = await asyncio.gather(*map(one, attacks.values()))
+    finally:
+        await sandbox.close()
+    return dict(zip(attacks, outcomes, strict=True))
+
+
+def known_attacks() -> dict[str, str]:
+    """The snippets by name."""
+    found: dict[str, str] = {}
+    for path in FILES:
+        found |= decode(path.read_bytes(), dict[str, str])
+    return found
