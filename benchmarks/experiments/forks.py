@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from agentenv.actor import Actor
 from agentenv.config import build_config
+from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.env import close_shared
 from agentenv.model_files import load_tokenizer, vocab_size
@@ -132,6 +133,8 @@ async def grow(run: Path, step: int, options: argparse.Namespace) -> list[dict[s
             config.data.train, config.env.id, config.data, resolve, print, "data", 0
         )
         tasks = Random(f"forks {config.run.seed}").sample(tasks, options.questions)
+        if not isinstance(config.engine, EmbeddedConfig):
+            raise SystemExit(f"{run}: engine.name: the probe samples with the embedded engine")
         engine = EmbeddedEngine(config.engine, model)
         stack.push_async_callback(engine.close)
         sampling = config.sampling.train.params()
