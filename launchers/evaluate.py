@@ -179,7 +179,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _report(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="agentenv evaluate report",
-        description="Report a stored evaluation: terminal, summary.json, report.md, plots/.",
+        description="Report a stored evaluation: terminal, summary.json, report.md.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--k", default="", help="of pass@k and maj@k, e.g. 1,3,5; default 1,2,4,..")

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import fmean, variance
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 from msgspec.structs import replace
@@ -43,7 +43,7 @@ from agentenv.pipelines.records.trajectories import readable, trajectory_rows
 from agentenv.pipelines.run.arguments import EXIT_FAILED, Parser
 from agentenv.pipelines.run.rundir import find_checkpoint
 from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
-from agentenv.pipelines.setup.checks import CheckResult
+from agentenv.pipelines.setup.checks import Check, CheckResult, Runner, Skip
 from agentenv.pipelines.setup.environments import EnvMaker, tables_of
 from agentenv.renderer import TextCodec
 from agentenv.rows import GOLD_KEY
@@ -138,15 +138,23 @@ async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]
             for step, entry in spread(steps, max_trees)
             for one in await regrader.grade(step, entry)
         ]
-        results = [
-            regrade_result(again),
-            await regrader.changed_golds(again),
-            await regrader.second_guess(again),
+        checks = [
+            Check("graded again", "measured", (), equal_rewards),
+            Check("changed golds", "measured", (), regrader.changed_golds),
+            Check("second guess", "measured", (), regrader.second_guess),
         ]
-    jumps = list(find_jumps(steps))
-    results.append(jump_result(jumps, steps))
-    samples = [text for jump in jumps for text in samples_of(jump, steps, regrader.codec)]
+        results = [one async for one in Runner().run(checks, again)]
+    jumps = Check("jumps of reward", "measured", (), no_jumps)
+    results += [one async for one in Runner().run([jumps], steps)]
+    samples = [
+        text for jump in find_jumps(steps) for text in samples_of(jump, steps, regrader.codec)
+    ]
     return results, samples
+
+
+def fail(problem: str, remedy: str) -> NoReturn:
+    """Raise the failure of a check; "; " parts problem and remedy."""
+    raise ConfigError(f"{problem.replace('; ', ', ')}; {remedy}")
 
 
 def read_config(run: Path) -> TrainConfig:
@@ -235,9 +243,8 @@ class Regrader:
         except (GraderError, CrashError) as error:
             return None, str(error)
 
-    async def second_guess(self, again: Sequence[Graded]) -> CheckResult:
+    async def second_guess(self, again: Sequence[Graded]) -> str:
         """What was right is wrong beside another answer, whichever comes first."""
-        name = "second guess"
         right = [one for one in again if one.again is not None and one.again.success]
         golds = list(dict.fromkeys(one.task.answers[0] for one in again if one.task.answers))
         asked: list[Guess] = []
@@ -248,23 +255,17 @@ class Regrader:
             place = f"tree {one.tree}, branch {one.branch}"
             paid += [f"{place}: {guess.text!r}" for guess in guesses if guess.is_paid]
         if not asked:
-            return CheckResult(
-                name,
-                "skipped",
+            raise Skip(
                 "no right trajectory has an answer beside which another one, wrong by itself, "
-                "could be put",
+                "could be put"
             )
         if paid:
-            return CheckResult(
-                name,
-                "failed",
+            fail(
                 f"{len(paid)} of {len(asked)} answers that name a second candidate beside the "
                 f"right one are graded right ({', '.join(paid[:NUM_SHOWN])})",
                 remedy(asked),
             )
-        return CheckResult(
-            name, "passed", f"{len(asked)} answers with a second candidate are graded wrong"
-        )
+        return f"{len(asked)} answers with a second candidate are graded wrong"
 
     async def _guesses(self, one: Graded, golds: Sequence[str]) -> list[Guess]:
         """Its last message with two candidates where its answer was."""
@@ -286,12 +287,11 @@ class Regrader:
         candidates = (mutated(one.task.answers[0], golds, one.task.answers), *golds)
         return await guess_twice(is_right, answer, one.task.answers, candidates)
 
-    async def changed_golds(self, again: Sequence[Graded]) -> CheckResult:
+    async def changed_golds(self, again: Sequence[Graded]) -> str:
         """What was right is wrong against another gold."""
-        name = "changed golds"
         right = [one for one in again if one.again is not None and one.again.success]
         if not right:
-            return CheckResult(name, "skipped", "no trajectory is right")
+            raise Skip("no trajectory is right")
         tasks = list({one.task.id: one.task for one in again if one.task.answers}.values())
         num_asked, still = 0, []
         for one in right:
@@ -303,21 +303,14 @@ class Regrader:
             if grade is not None and grade.success:
                 still.append(f"tree {one.tree}, branch {one.branch}: {task.answers[0]!r}")
         if not num_asked:
-            return CheckResult(
-                name, "skipped", "no right trajectory has a gold that could be changed"
-            )
+            raise Skip("no right trajectory has a gold that could be changed")
         if still:
-            shown = ", ".join(still[:NUM_SHOWN])
-            return CheckResult(
-                name,
-                "failed",
+            fail(
                 f"{len(still)} of {num_asked} right trajectories are right against another gold "
-                f"too ({shown})",
+                f"too ({', '.join(still[:NUM_SHOWN])})",
                 "the grader rewards what does not depend on the gold: choose a stricter one",
             )
-        return CheckResult(
-            name, "passed", f"{num_asked} right trajectories are wrong against others"
-        )
+        return f"{num_asked} right trajectories are wrong against others"
 
 
 def with_another_gold(task: Task, tasks: Sequence[Task]) -> Task | None:
@@ -350,11 +343,10 @@ def mutated(gold: str, golds: Sequence[str], right: Sequence[str]) -> str:
     return next((one for one in golds if one.strip().lower() not in known), f"not {gold}")
 
 
-def regrade_result(again: Sequence[Graded]) -> CheckResult:
-    """Whether the rewards are the same."""
-    name = "graded again"
+async def equal_rewards(again: Sequence[Graded]) -> str:
+    """The rewards are the same."""
     if not again:
-        return CheckResult(name, "skipped", "no trajectory was graded")
+        raise Skip("no trajectory was graded")
     wrong = []
     for one in again:
         place = f"step {one.step}, tree {one.tree}, branch {one.branch}"
@@ -363,14 +355,12 @@ def regrade_result(again: Sequence[Graded]) -> CheckResult:
         elif abs(one.again.reward - one.reward) > TOLERANCE and one.row.limit is None:
             wrong.append(f"{place}: {one.reward:g} then, {one.again.reward:g} now")
     if wrong:
-        return CheckResult(
-            name,
-            "failed",
+        fail(
             f"{len(wrong)} of {len(again)} rewards differ ({', '.join(wrong[:NUM_SHOWN])})",
             "the grader, its keys or what it asks have changed since, or it does not give equal "
             "answers equal rewards",
         )
-    return CheckResult(name, "passed", f"{len(again)} trajectories have the rewards that they had")
+    return f"{len(again)} trajectories have the rewards that they had"
 
 
 # Jumps.
@@ -395,20 +385,18 @@ def find_jumps(steps: Sequence[Step]) -> Iterator[Jump]:
             yield Jump(steps[place].header.step, fmean(before), fmean(now), apart / error)
 
 
-def jump_result(jumps: Sequence[Jump], steps: Sequence[Step]) -> CheckResult:
-    name = "jumps of reward"
+async def no_jumps(steps: Sequence[Step]) -> str:
+    """No step is far from those before it."""
     if len(steps) <= LEAST_BEFORE:
-        return CheckResult(name, "skipped", f"{len(steps)} steps are too few")
-    if not jumps:
-        return CheckResult(name, "passed", f"{len(steps)} steps, none far from those before it")
-    message = ", ".join(f"step {one.step}: {one.before:.3g} -> {one.mean:.3g}" for one in jumps)
-    return CheckResult(
-        name,
-        "failed",
-        message,
-        "read the samples below: has the policy found the task, or a hole in its grader? The rest "
-        "is in trajectories/",
-    )
+        raise Skip(f"{len(steps)} steps are too few")
+    jumps = [f"step {one.step}: {one.before:.3g} -> {one.mean:.3g}" for one in find_jumps(steps)]
+    if jumps:
+        fail(
+            ", ".join(jumps),
+            "read the samples below: has the policy found the task, or a hole in its grader? The "
+            "rest is in trajectories/",
+        )
+    return f"{len(steps)} steps, none far from those before it"
 
 
 def samples_of(jump: Jump, steps: Sequence[Step], codec: TextCodec) -> Iterator[str]:

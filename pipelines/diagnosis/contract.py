@@ -3,7 +3,6 @@ environments, tools and graders keep their contract; services answer."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -12,12 +11,10 @@ from typing import Any, NamedTuple
 
 from agentenv.deadline import within
 from agentenv.engines.scripted import ScriptedConfig
-from agentenv.env import Env
 from agentenv.envs.grading.reward import AnswerReward
 from agentenv.envs.search.corpus import Query
 from agentenv.envs.search.providers import RemoteSearchConfig, WebConfig
 from agentenv.errors import ConfigError, CrashError, EnvError, GraderError, InfraError, StallError
-from agentenv.metrics import LoopLag
 from agentenv.native import NativeRenderer
 from agentenv.offload import in_thread
 from agentenv.pipelines.rl.parts import TrainingAssembly
@@ -27,7 +24,6 @@ from agentenv.pipelines.setup.checks import Skip
 from agentenv.pipelines.setup.environments import EnvMaker
 from agentenv.renderer import Renderer, ToolSchemas
 from agentenv.tags import takes_object, written_arguments
-from agentenv.testing import check_end, check_tool_env, play
 from agentenv.tool_env import Grader, graded, start_grader
 from agentenv.types import Completion, Message, Task, ToolCall
 
@@ -163,9 +159,7 @@ async def parity(assembly: TrainingAssembly) -> str:
 
 NUM_GRADED = 8  # rows whose golds are graded
 NUM_GUESSED = 3  # of them, that are given a second guess
-CONFORM_S = 120.0
 SERVICE_S = 60.0
-LATE_MS = 100.0
 
 
 async def grader_sanity(assembly: TrainingAssembly) -> str:
@@ -276,53 +270,6 @@ async def is_right(grader: Grader, task: Task, answer: str) -> bool:
     if not math.isfinite(grade.reward):
         raise ConfigError(f"row {task.id}: the reward of {answer!r} is {grade.reward}")
     return grade.success
-
-
-async def conformance(assembly: TrainingAssembly) -> str:
-    """The environment keeps its contract (agentenv/testing.py), and no step holds up the loop."""
-    if assembly.config.roles or _asks_web(assembly):
-        raise Skip("its episodes ask paid services; check_tool_env in a test of yours can")
-    maker, (_, info) = (await assembly.makers())[TRAINED], (await assembly.episodes())[TRAINED]
-    task = (await assembly.tasks())[TRAINED][0]
-    gold = task.answers[0] if task.answers else ""
-    answer = Message("assistant", f"<think>.</think><answer>{gold}</answer>")
-    call = [
-        Message("assistant", "<think>.</think>", (sample_call(tool, every=False),))
-        for tool in list(info.get("tools", ()))[:1]
-    ]
-    return await check_conformance(maker, task, [*call, answer])
-
-
-async def check_conformance(maker: EnvMaker, task: Task, actions: Sequence[Message]) -> str:
-    """Raises ConfigError with what breaks the contract."""
-
-    def make(task: Task) -> Env:
-        return maker(task)
-
-    try:
-        check_end(await play(make, task, actions))
-    except (AssertionError, EnvError) as error:
-        raise Skip(
-            f"a call and an answer are no whole episode of it ({error}); agentenv.testing."
-            "check_tool_env with actions of yours checks it"
-        ) from error
-    lag = LoopLag()
-    measuring = asyncio.create_task(lag.run())
-    try:
-        async with asyncio.timeout(CONFORM_S):
-            await check_tool_env(make, task, actions)
-    except AssertionError as error:
-        raise ConfigError(
-            f"{task.env_id} breaks the contract of environments: {str(error).replace('; ', ', ')}; "
-            "see 'An environment of your own' in README.md, and run check_tool_env of "
-            "agentenv/testing.py in a test of yours"
-        ) from error
-    except TimeoutError:
-        raise Skip(f"it took longer than {CONFORM_S:g} s") from None
-    finally:
-        measuring.cancel()
-    late = lag.figures().get("lag_max_ms", 0.0)
-    return f"the loop was at most {late:.0f} ms late" + (" (long)" if late > LATE_MS else "")
 
 
 def _asks_web(assembly: TrainingAssembly) -> bool:

@@ -308,13 +308,13 @@ async def summarise(
     *,
     ks: Sequence[int] = (),
     again: bool = False,
-) -> tuple[Summary, list[QuestionRows]]:
-    """The summary of an evaluation, and its questions. `ks` are those of pass@k and maj@k, by
+) -> Summary:
+    """The summary of an evaluation. `ks` are those of pass@k and maj@k, by
     default powers of two; `again` computes scores that the rows have already."""
     await score_rows(rows, scorer, again=again)
     questions = questions_of(rows)
     await _vote(questions, scorer)
-    return summary_of(name, questions, ks, compat=scorer.compat), questions
+    return summary_of(name, questions, ks, compat=scorer.compat)
 
 
 def summary_of(

@@ -197,7 +197,7 @@ async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
             replace_rows(folder, after, BEFORE_FILE)
             new = Saved(subject=saved.subject, run=saved.run, config=to_plain(config))
             save(folder, new)
-            await show_report(folder, *found, view)
+            await show_report(folder, found, view)
     finally:
         await close_shared()
     view.say(f"{folder / ROWS_FILE} is graded anew; the former rows are in {BEFORE_FILE}")

@@ -213,7 +213,6 @@ CHECKS: tuple[Check, ...] = (
     Check("special tokens in results", "contract", TRAIN, f"{_OF}contract:special_tokens"),
     Check("services", "contract", TRAIN, f"{_OF}contract:services", asks=True),
     Check("grader sanity", "contract", TRAIN, f"{_OF}contract:grader_sanity"),
-    Check("conformance of the environment", "contract", TRAIN, f"{_OF}contract:conformance"),
     # the ranks start and load the model; the engine starts and serves it
     Check("learner", "started", RUNS, part("learner"), slow=True),
     Check("engine", "started", ASKING, part("engine"), slow=True),

@@ -12,7 +12,6 @@ import pytest
 PICTURES = (
     "agentenv.pipelines.rl.curves._plot",
     "agentenv.pipelines.rl.recorder.write_plots",
-    "agentenv.pipelines.evaluation.report.plots_of",
 )
 
 
