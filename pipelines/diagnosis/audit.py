@@ -26,7 +26,6 @@ from msgspec.structs import replace
 
 from agentenv.archive import ARCHIVE, Entry, KeptTree, Step, readable_steps
 from agentenv.config import build_config, resolver, upgrade
-from agentenv.crashes import guarded
 from agentenv.env import close_shared
 from agentenv.envs.grading.custom import ground_truth
 from agentenv.envs.grading.numbers import as_number
@@ -37,17 +36,19 @@ from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.diagnosis.contract import Guess, guess_twice, remedy
 from agentenv.pipelines.diagnosis.doctor import show
+from agentenv.pipelines.evaluation.regrade import Graders
 from agentenv.pipelines.evaluation.run import segments_of
 from agentenv.pipelines.records.row import EvalRow, calls_that_ran, written
 from agentenv.pipelines.records.trajectories import readable, trajectory_rows
 from agentenv.pipelines.run.arguments import EXIT_FAILED, Parser
 from agentenv.pipelines.run.rundir import find_checkpoint
 from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
+from agentenv.pipelines.setup.assembly import TRAINED
 from agentenv.pipelines.setup.checks import Check, CheckResult, Runner, Skip
 from agentenv.pipelines.setup.environments import EnvMaker, tables_of
 from agentenv.renderer import TextCodec
 from agentenv.rows import GOLD_KEY
-from agentenv.tool_env import Grade, Grader, graded, start_grader
+from agentenv.tool_env import Grade, graded
 from agentenv.tree import Trajectory
 from agentenv.types import Task
 from agentenv.untrusted import decode
@@ -178,10 +179,9 @@ def spread(steps: Sequence[Step], max_trees: int) -> Iterator[tuple[Step, Entry]
 class Regrader:
     """Grades archived trajectories by the graders of a configuration."""
 
-    def __init__(self, maker: EnvMaker, codec: TextCodec) -> None:
+    def __init__(self, graders: Graders, codec: TextCodec) -> None:
         self.codec = codec
-        self._maker = maker
-        self._graders: dict[str, Grader] = {}  # by the environment
+        self._graders = graders
 
     @classmethod
     async def of(cls, config: TrainConfig, run: Path) -> Regrader:
@@ -191,25 +191,12 @@ class Regrader:
                 "roles: the graders of this run ask models that it has started; start them with "
                 "agentenv serve and give their URLs, or audit without a judge"
             )
-        resolve = resolver(run)
         model = find_checkpoint(run)
         tokenizer = await in_thread(load_tokenizer, model, False)
         codec = TextCodec(tokenizer, read_eos_ids(model, tokenizer))
-        maker = EnvMaker(config.env, tables_of(config), resolve, config.limits, config.prompt)
-        return cls(maker, codec)
-
-    async def grader(self, task: Task) -> Grader:
-        """Started. Raises ConfigError where there is none."""
-        if task.env_id not in self._graders:
-            grader: Grader | None = getattr(self._maker(task), "grader", None)
-            if grader is None:
-                raise ConfigError(
-                    f"{task.env_id} has no attribute grader, so that its rewards cannot be graded "
-                    "again"
-                )
-            await guarded(start_grader(grader), "the start of the grader")
-            self._graders[task.env_id] = grader
-        return self._graders[task.env_id]
+        tables, resolve = tables_of(config), resolver(run)
+        maker = EnvMaker(config.env, tables, resolve, config.limits, config.prompt)
+        return cls(Graders({TRAINED: maker}), codec)
 
     async def grade(self, step: Step, entry: Entry) -> list[Graded]:
         """Every trajectory of a tree that did not fail."""
@@ -222,7 +209,7 @@ class Regrader:
         task = kept.tree.task
         calls = [call for node in path.path for call in node.info.get("tool_calls", ())]
         row = EvalRow(
-            dataset="train",
+            dataset=TRAINED,
             task=task.id,
             sample=0,
             segments=segments_of(path.path, self.codec),
@@ -238,8 +225,7 @@ class Regrader:
     async def verdict(self, task: Task, row: EvalRow) -> tuple[Grade | None, str]:
         """The grade of a row against the answers of `task`, or what was wrong."""
         try:
-            grader = await self.grader(task)
-            return await graded(grader, task, written(row), calls_that_ran(row)), ""
+            return await self._graders.grade(row, task), ""
         except (GraderError, CrashError) as error:
             return None, str(error)
 
@@ -269,7 +255,7 @@ class Regrader:
 
     async def _guesses(self, one: Graded, golds: Sequence[str]) -> list[Guess]:
         """Its last message with two candidates where its answer was."""
-        grader, messages = await self.grader(one.task), written(one.row)
+        grader, messages = await self._graders.of(TRAINED, one.task), written(one.row)
         text = messages[-1].content if messages else ""
         answer = final_answer(text)
         place = text.rfind(answer) if answer else -1

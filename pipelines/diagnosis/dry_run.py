@@ -11,7 +11,7 @@ import re
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
 from importlib import resources
 from itertools import groupby
@@ -25,7 +25,6 @@ from rich.table import Table
 from agentenv import hub
 from agentenv.config import paths_of, resolver
 from agentenv.crashes import PACKAGES
-from agentenv.engine import EngineConfig
 from agentenv.engines.openai import OpenAIConfig
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.search.providers import PROVIDERS, WebConfig
@@ -52,10 +51,10 @@ from agentenv.pipelines.setup.start_checks import (
     dataset_registry,
     hub_keys,
     is_here,
+    launched_servers,
 )
 from agentenv.pipelines.supervised.dialogues import registered_files
 from agentenv.pipelines.workers.main import DRAIN_VARIABLE, WAIT_VARIABLE
-from agentenv.server_config import LaunchConfig, RoleConfig
 from agentenv.supervisor import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
 # What a configuration reads and is not there: files, folders, keys, environments of engines.
@@ -105,29 +104,17 @@ def _not_cached(config: AnyRun) -> Iterator[str]:
 
 
 def _missing_parts(config: AnyRun) -> Iterator[str]:
-    """Keys and environments of engines."""
-    if isinstance(config, TrainConfig | EvaluateConfig):
-        yield from _missing_keys(config.search)
-        yield from _missing_engines(config.engine, config.roles)
-
-
-def _missing_keys(search: SearchConfig | None) -> Iterator[str]:
+    """Keys of search services and environments of engines."""
+    if not isinstance(config, TrainConfig | EvaluateConfig):
+        return
+    search = config.search
     if isinstance(search, SearchConfig) and isinstance(search.backend, WebConfig):
         variable = PROVIDERS[search.backend.provider].key_variable
         if variable and not os.environ.get(variable):
             yield f"the environment variable {variable} ({search.backend.provider})"
-
-
-def _missing_engines(engine: EngineConfig, roles: Mapping[str, RoleConfig]) -> Iterator[str]:
-    required: list[tuple[str, LaunchConfig, str]] = []
-    if engine.launched is not None:
-        required.append((engine.kind, engine.launched, "engine.servers"))
-    for role_name, role in roles.items():
-        if not role.url:
-            required.append((role.engine, role, f"roles.{role_name}"))
-    for name, servers, key in required:
+    for name, launched, key in launched_servers(config):
         try:
-            find_python(name, servers, key)
+            find_python(name, launched, key)
         except ConfigError as error:
             yield str(error)
 

@@ -21,7 +21,7 @@ from agentenv.native import NativeConfig, NativeRenderer
 from agentenv.offload import in_thread
 from agentenv.outcomes import Protocol
 from agentenv.pipelines.config.evaluation import EvaluateConfig
-from agentenv.pipelines.config.rl import TABLES, ModelConfig, TrainConfig
+from agentenv.pipelines.config.rl import ModelConfig, TrainConfig
 from agentenv.pipelines.run.rundir import check_writable
 from agentenv.pipelines.serving.roles import check_roles
 from agentenv.pipelines.serving.server_commands import find_python
@@ -34,6 +34,7 @@ from agentenv.pipelines.setup.environments import (
     try_turn,
 )
 from agentenv.renderer import TagRenderer
+from agentenv.server_config import LaunchConfig
 
 
 def hub_keys(config: Any) -> Iterator[tuple[str, str, hub.Kind]]:
@@ -170,28 +171,9 @@ async def helpers(assembly: Assembly[EvaluateConfig]) -> None:
         )
 
 
-class _Tables(Struct):
-    """The tables of all sets of an evaluation, as `check_roles` reads those of a run."""
-
-    roles: Any
-    assist: Any
-    env: Any
-    grader: Any
-    search: Any
-    python: Any
-
-
 async def roles(assembly: Assembly[Any]) -> None:
     """Every role has a name of ours, and is read."""
-    config = assembly.config
-    if isinstance(config, EvaluateConfig):
-        tables = {
-            table: {name: getattr(one, table) for name, one in config.sets.items()}
-            for table in ("env", *TABLES)
-        }
-        check_roles(_Tables(config.roles, config.assist, **tables))
-    else:
-        check_roles(config)
+    check_roles(assembly.config)
 
 
 # Files.
@@ -273,17 +255,29 @@ async def environment_classes(assembly: AskingAssembly[Any]) -> None:
 
 async def servers(assembly: AskingAssembly[Any]) -> None:
     """Servers that are to be started can be; those that run already answer."""
-    config = assembly.config
-    given = {"engine": config.engine}
-    if isinstance(config, TrainConfig) and config.eval.engine is not None:
-        given["eval.engine"] = config.eval.engine
-    for key, engine in given.items():
-        if engine.launched is not None:
-            find_python(engine.kind, engine.launched, f"{key}.servers")
+    for name, launched, key in launched_servers(assembly.config):
+        find_python(name, launched, key)
+    for key, engine in engines_of(assembly.config):
         await engine.check_reachable(key)
+
+
+def engines_of(config: TrainConfig | EvaluateConfig) -> Iterator[tuple[str, EngineConfig]]:
+    """The engines of the policy, each with its key."""
+    yield "engine", config.engine
+    if isinstance(config, TrainConfig) and config.eval.engine is not None:
+        yield "eval.engine", config.eval.engine
+
+
+def launched_servers(
+    config: TrainConfig | EvaluateConfig,
+) -> Iterator[tuple[str, LaunchConfig, str]]:
+    """The servers that a command starts: kind of engine, configuration, key."""
+    for key, engine in engines_of(config):
+        if engine.launched is not None:
+            yield engine.kind, engine.launched, f"{key}.servers"
     for name, role in config.roles.items():
         if not role.url:
-            find_python(role.engine, role, f"roles.{name}")
+            yield role.engine, role, f"roles.{name}"
 
 
 async def rows_here(assembly: AskingAssembly[Any]) -> None:
