@@ -27,9 +27,8 @@ from agentenv.install import require_train
 from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
 from agentenv.pipelines.config.help import Parser
-from agentenv.pipelines.evaluation.live import SET, Asked, ask_one
 from agentenv.pipelines.evaluation.report import write_report
-from agentenv.pipelines.evaluation.run import run_evaluation
+from agentenv.pipelines.evaluation.run import SET, Asked, ask_one, run_evaluation
 from agentenv.pipelines.evaluation.store import Saved, identity
 from agentenv.pipelines.evaluation.subject import (
     LAST,
