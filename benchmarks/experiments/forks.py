@@ -47,7 +47,7 @@ from agentenv.model_files import load_tokenizer, vocab_size
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.run.rundir import CONFIG_FILE
 from agentenv.pipelines.setup.assembly import load_set, make_renderer
-from agentenv.pipelines.setup.environments import EnvMaker, tables_of
+from agentenv.pipelines.setup.environments import EnvMaker
 from agentenv.tree import Node, Trajectory, TrajectoryTree
 
 ROOTS = 8
@@ -128,7 +128,7 @@ async def grow(run: Path, step: int, options: argparse.Namespace) -> list[dict[s
         tokenizer = load_tokenizer(model)
         renderer = make_renderer(config.renderer, config.prompt, tokenizer, model)
         stack.push_async_callback(close_shared)
-        make_env = EnvMaker(config.env, tables_of(config), resolve, config.limits, config.prompt)
+        make_env = EnvMaker.of(config, resolve)
         tasks = await load_set(
             config.data.train, config.env.id, config.data, resolve, print, "data", 0
         )

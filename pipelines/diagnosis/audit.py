@@ -45,7 +45,7 @@ from agentenv.pipelines.run.rundir import find_checkpoint
 from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
 from agentenv.pipelines.setup.assembly import TRAINED
 from agentenv.pipelines.setup.checks import Check, CheckResult, Runner, Skip
-from agentenv.pipelines.setup.environments import EnvMaker, tables_of
+from agentenv.pipelines.setup.environments import EnvMaker
 from agentenv.renderer import TextCodec
 from agentenv.rows import GOLD_KEY
 from agentenv.tool_env import Grade, graded
@@ -194,9 +194,7 @@ class Regrader:
         model = find_checkpoint(run)
         tokenizer = await in_thread(load_tokenizer, model, False)
         codec = TextCodec(tokenizer, read_eos_ids(model, tokenizer))
-        tables, resolve = tables_of(config), resolver(run)
-        maker = EnvMaker(config.env, tables, resolve, config.limits, config.prompt)
-        return cls(Graders({TRAINED: maker}), codec)
+        return cls(Graders({TRAINED: EnvMaker.of(config, resolver(run))}), codec)
 
     async def grade(self, step: Step, entry: Entry) -> list[Graded]:
         """Every trajectory of a tree that did not fail."""

@@ -44,7 +44,6 @@ from agentenv.pipelines.setup.environments import (
     EnvMaker,
     EnvProcesses,
     Resolve,
-    tables_of,
     try_env,
 )
 from agentenv.prompt import PromptConfig
@@ -287,16 +286,14 @@ class AskingAssembly(Assembly[Asking]):
         """What makes the environments of each set; sets that are asked alike share one."""
         urls = await self.urls()
         found: dict[str, EnvMaker] = {}
-        known: list[tuple[Any, EnvMaker]] = []
+        known: list[tuple[Asked, EnvMaker]] = []
         for name, one in self.sets.items():
-            filled = fill_roles(one, urls)
-            given = (filled.env, tables_of(filled), filled.limits, filled.prompt)
-            alike = [maker for other, maker in known if other == given]
-            if not alike:
-                env, tables, limits, prompt = given
-                alike = [EnvMaker(env, tables, self.resolve, limits, prompt)]
-                known.append((given, alike[0]))
-            found[name] = alike[0]
+            asked = Asked.of(fill_roles(one, urls))
+            maker = next((maker for other, maker in known if other == asked), None)
+            if maker is None:
+                maker = EnvMaker.of(asked, self.resolve)
+                known.append((asked, maker))
+            found[name] = maker
         return found
 
     async def make_env(self, name: str) -> Callable[[Task], Env]:
@@ -308,15 +305,7 @@ class AskingAssembly(Assembly[Asking]):
         for known, processes in self.processes:
             if known is maker:
                 return processes.make
-        filled = fill_roles(one, await self.urls())
-        asked = Asked(
-            env=filled.env,
-            limits=filled.limits,
-            prompt=filled.prompt,
-            python=filled.python,
-            search=filled.search,
-            grader=filled.grader,
-        )
+        asked = Asked.of(fill_roles(one, await self.urls()))
         number = len(self.processes)
         logs = self.logs / f"set-{number}" if number else self.logs
         found = agentenv.env.shared(

@@ -92,6 +92,11 @@ class EnvMaker:
             for name, variant in {**own, **config.variants}.items()
         }
 
+    @classmethod
+    def of(cls, config: Any, resolve: Resolve) -> EnvMaker:
+        """Of a configuration with env, limits, prompt and the tables, such as that of a set."""
+        return cls(config.env, tables_of(config), resolve, config.limits, config.prompt)
+
     def __call__(self, task: Task) -> Env:
         """A new env for one episode. Raises ConfigError."""
         recipe = self._recipe_of(task.env_id)
@@ -326,6 +331,11 @@ class Asked(Struct, frozen=True, kw_only=True):
     search: SearchTable = None
     grader: GraderTable = None
 
+    @classmethod
+    def of(cls, config: Any) -> Asked:
+        """Of a configuration that has all of it, such as that of a set."""
+        return cls(**{name: getattr(config, name) for name in cls.__struct_fields__})
+
 
 class EnvSetup(Struct, array_like=True, frozen=True):
     """The setup of a process: an `Asked`, plain, and the run's folder."""
@@ -340,11 +350,6 @@ read_env_setup = msgspec.msgpack.Decoder(EnvSetup).decode
 def asked_of(setup: EnvSetup) -> Asked:
     """The configuration in a setup. Raises ConfigError."""
     return build_config(Asked, setup.asked, "the host")
-
-
-def maker_of(asked: Asked, resolve: Callable[[str], Path]) -> EnvMaker:
-    """The maker of environments in a process."""
-    return EnvMaker(asked.env, tables_of(asked), resolve, asked.limits, asked.prompt)
 
 
 class EnvProcesses:

@@ -27,6 +27,7 @@ from agentenv.pipelines.serving.roles import check_roles
 from agentenv.pipelines.serving.server_commands import find_python
 from agentenv.pipelines.setup.assembly import AskingAssembly, Assembly, load_function, said
 from agentenv.pipelines.setup.environments import (
+    Asked,
     EnvMaker,
     check_graders,
     tables_of,
@@ -242,15 +243,14 @@ async def set_up(assembly: Assembly[Any]) -> None:
 async def environment_classes(assembly: AskingAssembly[Any]) -> None:
     """Every environment that the configuration names is registered, its class can be loaded and
     takes its keywords, its tools can be made, and the keys of its grader belong together."""
-    known: list[Any] = []
+    known: list[Asked] = []
     for one in assembly.sets.values():
         if one.grader is not None and one.grader.kind and not one.grader.compat:
             grader_config(one.grader)  # the environment adds what others do not say
-        given = (one.env, tables_of(one), one.limits, one.prompt)
-        if given not in known and not assembly.makes((one.env.tools, one.prompt)):
-            known.append(given)
-            env, tables, limits, prompt = given
-            EnvMaker(env, tables, assembly.resolve, limits, prompt)
+        asked = Asked.of(one)
+        if asked not in known and not assembly.makes((one.env.tools, one.prompt)):
+            known.append(asked)
+            EnvMaker.of(asked, assembly.resolve)
 
 
 async def servers(assembly: AskingAssembly[Any]) -> None:
@@ -301,7 +301,7 @@ async def graders_here(assembly: AskingAssembly[Any]) -> None:
         await environments(assembly)
     for name, one in here.items():
         await assembly.urls()  # of none; what the environments share is closed in the end
-        maker = EnvMaker(one.env, tables_of(one), assembly.resolve, one.limits, one.prompt)
+        maker = EnvMaker.of(one, assembly.resolve)
         tasks = await assembly.tasks_of(name)
         await try_env(maker, tasks[0])
         await check_graders(maker, tasks)

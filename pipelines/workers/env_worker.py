@@ -12,7 +12,7 @@ from agentenv.cluster.env_server import EnvServer
 from agentenv.config import Say, resolver
 from agentenv.env import close_shared
 from agentenv.link import Link
-from agentenv.pipelines.setup.environments import asked_of, maker_of, read_env_setup
+from agentenv.pipelines.setup.environments import EnvMaker, asked_of, read_env_setup
 from agentenv.pipelines.workers.main import main
 
 
@@ -23,7 +23,7 @@ async def build(
     setup = read_env_setup(frame)
     asked = asked_of(setup)
     stack.push_async_callback(close_shared)
-    make = maker_of(asked, resolver(Path(setup.folder)))
+    make = EnvMaker.of(asked, resolver(Path(setup.folder)))
     return EnvServer(make, link, asked.limits.env_timeout_s)
 
 
