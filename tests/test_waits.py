@@ -86,7 +86,6 @@ ALLOWED = {
     "envs/search/snapshot.py Snapshot.load: fcntl.flock": CALLER + "in_thread",
     "agentenv/worker_pool.py _ForkServer.load: loop.sock_recv": CALLER + "_over_a_bound",
     "agentenv/worker_pool.py main: socket.recv_fds": CHILD,
-    "pipelines/diagnosis/doctor.py Places.damage: self.server.accept": "the socket does not block",
     "pipelines/run/event_loop.py Watchdog._run: self._signals.recv": "settimeout(BEAT_S)",
     "pipelines/monitors/monitors.py Monitors._run: self._calls.get": HERE,
     "launchers/retriever.py serve: stop.wait": FOREVER,
