@@ -13,8 +13,8 @@ import msgspec
 from agentenv.config import load_config, to_plain
 from agentenv.errors import require_train
 from agentenv.pipelines.config.help import Parser, add_key_help, refuse_verl_keys
-from agentenv.pipelines.run.arguments import EXIT_FAILED, EXIT_INTERRUPTED, LATEST
-from agentenv.pipelines.setup.machine import add_dry_run, check_arguments
+from agentenv.pipelines.run.arguments import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_MISSING, LATEST
+from agentenv.pipelines.serving import ASSUMED_GPU_GIB
 
 if TYPE_CHECKING:
     from agentenv.pipelines.run.rundir import RunDirectory
@@ -63,6 +63,41 @@ def make_parser(
     add_dry_run(parser)
     add_key_help(parser, config_type)
     return parser
+
+
+def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """--dry-run, and the machine that it is for."""
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="start nothing: print what the configuration chooses, the processes, their GPUs and "
+        "an estimate of their memory; read the first and last 1,000 rows of each data file; refuse "
+        f"what the run would refuse; exit code {EXIT_MISSING} if something is not here yet",
+    )
+    parser.add_argument(
+        "--defaults", action="store_true", help="with --dry-run: the keys at their defaults too"
+    )
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="dry run for N GPUs; default: those of this machine"
+    )
+    parser.add_argument(
+        "--gpu-memory",
+        type=float,
+        metavar="GIB",
+        help=f"memory of one GPU; default: of this machine's, else {ASSUMED_GPU_GIB:g}",
+    )
+
+
+def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuse what only a dry run reads."""
+    if arguments.defaults and not arguments.dry_run:
+        parser.error("--defaults belongs to --dry-run")
+    for name in ("gpus", "gpu_memory"):
+        value = getattr(arguments, name)
+        if value is not None and not arguments.dry_run:
+            parser.error(f"--{name.replace('_', '-')} belongs to --dry-run")
+        if value is not None and value < 0:
+            parser.error(f"--{name.replace('_', '-')} is not negative")
 
 
 def add_subject(parser: Parser, config_type: type[msgspec.Struct], out: str) -> None:
@@ -123,7 +158,7 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
     if arguments.dry_run:
         for line in left_out:
             view.say(line)
-        from agentenv.pipelines.planning.dry_run import dry_run  # slow to load
+        from agentenv.pipelines.diagnosis.dry_run import dry_run  # slow to load
 
         return dry_run(config, arguments, view, folder)
     if hasattr(config, "learner"):
@@ -153,7 +188,7 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
 
 
 def _looked_at(folder: Path, view: View) -> AbstractContextManager[None]:
-    from agentenv.pipelines.viewing.api import viewed  # loads a server
+    from agentenv.pipelines.viewing.page import viewed  # loads a server
 
     # the address holds a token, which belongs into no log
     return viewed(folder, lambda text: view.console.print(text, soft_wrap=True, markup=False))

@@ -10,7 +10,7 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,8 +19,11 @@ from agentenv.errors import ConfigError, ForeignError
 from agentenv.pipelines.run import control as ask
 from agentenv.pipelines.run.arguments import EXIT_FAILED, Parser
 from agentenv.pipelines.run.control import Reply, Request, UnreachableError
+from agentenv.pipelines.run.rundir import Holder
 from agentenv.pipelines.run.terminal import Table, View, to_its_end
 from agentenv.untrusted import decode
+
+MakeRequest = Callable[[argparse.Namespace], Request]
 
 EPILOG = """commands:
   status                  phase, step, trees, queue, engine, who waits longest (the default)
@@ -56,41 +59,26 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="its folder, e.g. runs/quickstart")
-    parser.set_defaults(command="status", json=False, text=False)
+    parser.set_defaults(request=lambda _: ask.AskStatus(), json=False, text=False)
     commands = parser.add_subparsers(metavar="COMMAND", prog="agentenv ctl RUN")
 
-    def add(name: str, *parents: Parser) -> argparse.ArgumentParser:
+    def add(name: str, request: MakeRequest, *parents: Parser) -> argparse.ArgumentParser:
         command = commands.add_parser(name, parents=[common, *parents])
-        command.set_defaults(command=name)
+        command.set_defaults(request=request)
         return command
 
-    add("status")
-    add("why", texts).add_argument("tree", type=int, nargs="?", metavar="TREE")
-    add("cancel").add_argument("trees", type=int, nargs="+", metavar="TREE")
-    add("pause")
-    add("resume")
-    add("checkpoint")
-    add("evaluate").add_argument("sets", nargs="*", metavar="SET")
+    add("status", lambda _: ask.AskStatus())
+    why = add("why", lambda given: ask.AskWhy(given.tree, given.text), texts)
+    why.add_argument("tree", type=int, nargs="?", metavar="TREE")
+    cancel = add("cancel", lambda given: ask.Cancel(given.trees))
+    cancel.add_argument("trees", type=int, nargs="+", metavar="TREE")
+    add("pause", lambda _: ask.Pause())
+    add("resume", lambda _: ask.Resume())
+    add("checkpoint", lambda _: ask.Checkpoint())
+    evaluate = add("evaluate", lambda given: ask.Evaluate(given.sets))
+    evaluate.add_argument("sets", nargs="*", metavar="SET")
     parser.add_argument("--json", action="store_true", help="the reply as JSON")
     return parser
-
-
-def _request(arguments: argparse.Namespace) -> Request:
-    match arguments.command:
-        case "why":
-            return ask.AskWhy(arguments.tree, arguments.text)
-        case "cancel":
-            return ask.Cancel(arguments.trees)
-        case "pause":
-            return ask.Pause()
-        case "resume":
-            return ask.Resume()
-        case "checkpoint":
-            return ask.Checkpoint()
-        case "evaluate":
-            return ask.Evaluate(arguments.sets)
-        case _:
-            return ask.AskStatus()
 
 
 def _run(arguments: argparse.Namespace, view: View) -> int:
@@ -98,7 +86,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     if not run.is_dir():
         raise ConfigError(f"{run}: there is no such folder; expected the folder of a run")
     try:
-        reply = ask.ask(run, _request(arguments))
+        reply = ask.ask(run, arguments.request(arguments))
     except UnreachableError as error:
         view.fail(f"{_who(run)}: {error}")
         return EXIT_FAILED
@@ -109,16 +97,10 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     return 0
 
 
-class _Holder(msgspec.Struct):
-    pid: int
-    host: str
-    since: str = ""
-
-
 def _who(run: Path) -> str:
     """The process that trains there, as far as the folder says."""
     try:
-        holder = decode((run / "lock").read_bytes() or b"null", _Holder | None)
+        holder = decode((run / "lock").read_bytes() or b"null", Holder | None)
     except (OSError, ForeignError):
         holder = None
     if holder is None:

@@ -20,27 +20,25 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from agentenv.config import blaming, to_plain
+from agentenv.config import Tree, to_plain
 from agentenv.errors import ConfigError, require_train
-from agentenv.launchers.command import add_subject
+from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
 from agentenv.model_files import fetch_from_hub, find_on_hub
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
 from agentenv.pipelines.config.help import Parser
-from agentenv.pipelines.evaluation.live import SET, Asked, ask_one
 from agentenv.pipelines.evaluation.report import write_report
-from agentenv.pipelines.evaluation.run import run_evaluation
+from agentenv.pipelines.evaluation.run import SET, Asked, ask_one, run_evaluation
 from agentenv.pipelines.evaluation.store import Saved, identity
 from agentenv.pipelines.evaluation.subject import (
     LAST,
     START,
     Subject,
+    configured,
     find_subject,
-    given_keys,
     weights_digest,
 )
 from agentenv.pipelines.run.checkpoints import BEST
 from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
-from agentenv.pipelines.setup.machine import add_dry_run, check_arguments
 
 FOLDER = "evals"
 EPILOG = "Of stored ones: agentenv evaluate report DIR, compare A B, regrade DIR [grader.key=value]"
@@ -81,7 +79,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     config = _configuration(arguments, subject, view)
     config = _chosen(config, names, arguments.n)
     if arguments.dry_run:
-        from agentenv.pipelines.planning.dry_run import dry_run  # slow to load
+        from agentenv.pipelines.diagnosis.dry_run import dry_run  # slow to load
 
         return dry_run(config, arguments, view, subject.run, str(subject.model or ""))
     if arguments.question:
@@ -110,11 +108,12 @@ def _find_on_hub(arguments: argparse.Namespace, view: View) -> None:
 
 
 def _configuration(arguments: argparse.Namespace, subject: Subject, view: View) -> EvaluateConfig:
-    raw, source = given_keys(arguments, subject, EvaluateConfig, view.say)
-    if arguments.question and not (raw.get("data") or raw.get("sets")):
-        raw = {**raw, "sets": {SET: {"path": "-"}}}  # no row of it is asked
-    with blaming(source, arguments.overrides):
+    def build(raw: Tree, source: str) -> EvaluateConfig:
+        if arguments.question and not (raw.get("data") or raw.get("sets")):
+            raw = {**raw, "sets": {SET: {"path": "-"}}}  # no row of it is asked
         return resolve_sets(raw, source)
+
+    return configured(arguments, subject, EvaluateConfig, build, view.say)
 
 
 def _chosen(config: EvaluateConfig, names: Sequence[str], num_tasks: int) -> EvaluateConfig:
@@ -178,7 +177,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _report(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="agentenv evaluate report",
-        description="Report a stored evaluation: terminal, summary.json, report.md, plots/.",
+        description="Report a stored evaluation: terminal, summary.json, report.md.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--k", default="", help="of pass@k and maj@k, e.g. 1,3,5; default 1,2,4,..")

@@ -84,7 +84,7 @@ def _transcripts(argv: Sequence[str]) -> int:
     arguments, view = parser.parse_args(argv), View()
 
     def work() -> None:
-        from agentenv.pipelines.exports.command import export  # slow to load
+        from agentenv.pipelines.viewing.transcripts import export  # slow to load
 
         export(arguments, view)
 

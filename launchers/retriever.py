@@ -17,6 +17,7 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,39 +91,30 @@ class Retriever:
 
     async def retrieve(self, request: web.Request) -> web.Response:
         """Both dialects; a wrong request is answered with 400 and what was expected."""
-        try:
+        expected = 'expected {"queries": [text, ...]} or {"query": text}, with "topk" up to 100'
+
+        async def answer() -> Any:
             asked = decode(await request.read(), _Request)
-            queries = self._queries(asked)
-        except (ForeignError, ValueError) as error:
-            expected = 'expected {"queries": [text, ...]} or {"query": text}, with "topk" up to 100'
-            return web.json_response({"error": f"{error}; {expected}"}, status=400)
-        try:
-            found = await self._found(queries, asked.topk or self.config.topk)
-        except (ToolError, InfraError) as error:
-            return _failure(error)
-        return _answer(
-            {"result": [[_row(hit, asked.return_scores) for hit in hits] for hits in found]}
-        )
+            found = await self._found(self._queries(asked), asked.topk or self.config.topk)
+            return {"result": [[_row(hit, asked.return_scores) for hit in hits] for hits in found]}
+
+        return await _response(answer(), expected)
 
     async def search(self, request: web.Request) -> web.Response:
         """Tool-Star's dialects: /search has one query, /batch_search a list of them."""
         many = request.path == "/batch_search"
-        try:
+        query = "[text, ...]" if many else "text"
+
+        async def answer() -> Any:
             asked = decode(await request.read(), _Asked)
-            queries = self._texts(asked.query, many)
-        except (ForeignError, ValueError) as error:
-            query = "[text, ...]" if many else "text"
-            expected = f'expected {{"query": {query}}}, with "top_n" up to 100'
-            return web.json_response({"error": f"{error}; {expected}"}, status=400)
-        try:
-            found = await self._found(queries, asked.top_n)
-        except (ToolError, InfraError) as error:
-            return _failure(error)
-        documents: list[Any] = [[_document(hit) for hit in hits] for hits in found]
-        scores: list[Any] = [[hit.score for hit in hits] for hits in found]
-        if not many:
-            documents, scores = documents[0], scores[0]
-        return _answer([documents, scores] if asked.return_score else documents)
+            found = await self._found(self._texts(asked.query, many), asked.top_n)
+            documents: list[Any] = [[_document(hit) for hit in hits] for hits in found]
+            scores: list[Any] = [[hit.score for hit in hits] for hits in found]
+            if not many:
+                documents, scores = documents[0], scores[0]
+            return [documents, scores] if asked.return_score else documents
+
+        return await _response(answer(), f'expected {{"query": {query}}}, with "top_n" up to 100')
 
     async def _found(self, queries: list[str], num_results: int) -> list[list[Hit]]:
         return await asyncio.gather(
@@ -148,14 +140,18 @@ class Retriever:
         return [query[:MAX_QUERY_CHARS] for query in queries]
 
 
-def _failure(error: ToolError | InfraError) -> web.Response:
-    """A search that is at fault itself, or machinery."""
-    status = 400 if isinstance(error, ToolError) else 503
-    return web.json_response({"error": str(error)}, status=status)
-
-
-def _answer(content: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(content), content_type="application/json")
+async def _response(answer: Coroutine[Any, Any, Any], expected: str) -> web.Response:
+    """The answer, or its error: 400 for a request or a search that is at fault itself, 503 for
+    machinery."""
+    status = 200
+    try:
+        content = await answer
+    except (ForeignError, ValueError) as error:
+        status, content = 400, {"error": f"{error}; {expected}"}
+    except (ToolError, InfraError) as error:
+        status, content = 400 if isinstance(error, ToolError) else 503, {"error": str(error)}
+    body = msgspec.json.encode(content)
+    return web.Response(body=body, status=status, content_type="application/json")
 
 
 def _document(hit: Hit) -> dict[str, object]:

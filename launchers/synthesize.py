@@ -20,11 +20,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from agentenv.config import blaming
 from agentenv.engines.chat import ChatEngine
 from agentenv.engines.openai import TokensEngine
 from agentenv.errors import ConfigError
-from agentenv.launchers.command import add_subject
+from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
 from agentenv.pipelines.config.evaluation import SynthesisConfig, SynthesisPlan, make_plan, set_name
 from agentenv.pipelines.config.help import Parser
 from agentenv.pipelines.evaluation.run import saved_of
@@ -32,33 +31,33 @@ from agentenv.pipelines.evaluation.store import Store
 from agentenv.pipelines.evaluation.subject import (
     EvaluationAssembly,
     Subject,
+    configured,
     find_subject,
-    given_keys,
 )
 from agentenv.pipelines.run.rundir import LOG_FILE
 from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
 from agentenv.pipelines.setup.assembly import Questions
 from agentenv.pipelines.setup.checks import refuse
-from agentenv.pipelines.setup.data import try_env
-from agentenv.pipelines.setup.machine import add_dry_run, check_arguments
-from agentenv.pipelines.synthesis.output import (
+from agentenv.pipelines.setup.environments import try_env
+from agentenv.pipelines.synthesis.sampling import (
+    SynthesisSampling,
+    read_questions,
+    tool_names,
+)
+from agentenv.pipelines.synthesis.sorting import (
     TRAJECTORIES,
+    Dropped,
+    Sorted,
     claim,
     class_table,
     reason_table,
     rejected_rows,
     rl_row,
     sft_row,
+    sort_question,
     summarise,
     write_data,
 )
-from agentenv.pipelines.synthesis.sampling import (
-    Dropped,
-    SynthesisSampling,
-    read_questions,
-    tool_names,
-)
-from agentenv.pipelines.synthesis.sorting import Sorted, sort_question
 from agentenv.types import Message
 
 FOLDER = "synthesis"
@@ -81,7 +80,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     subject = find_subject(arguments.subject, model=arguments.model, tokenizer=arguments.tokenizer)
     plan = _plan(arguments, subject, view)
     if arguments.dry_run:
-        from agentenv.pipelines.planning.dry_run import dry_run  # slow to load
+        from agentenv.pipelines.diagnosis.dry_run import dry_run  # slow to load
 
         return dry_run(plan.evaluation, arguments, view, subject.run, str(subject.model or ""))
     out = arguments.out or Path(FOLDER) / f"{subject.name}-{'-'.join(plan.sets)}".replace("/", "-")
@@ -94,9 +93,8 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
 def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> SynthesisPlan:
     """The subject's settings are asked for, its sets are not."""
     own = {key: value for key, value in subject.raw.items() if key != "sets"}
-    raw, source = given_keys(arguments, subject._replace(raw=own), SynthesisConfig, view.say)
-    with blaming(source, arguments.overrides):
-        plan = make_plan(raw, source)
+    subject = subject._replace(raw=own)
+    plan = configured(arguments, subject, SynthesisConfig, make_plan, view.say)
     if not arguments.n:
         return plan
     sets = {name: replace(one, max_tasks=arguments.n) for name, one in plan.evaluation.sets.items()}

@@ -51,12 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> int:
         from agentenv.pipelines.run.terminal import run_until_done
-        from agentenv.pipelines.viewing.api import serve
         from agentenv.pipelines.viewing.folder import Folder
+        from agentenv.pipelines.viewing.page import serve
 
         folder = Folder(arguments.run, arguments.others, is_awaited=arguments.awaited)
         if arguments.export is not None:
-            from agentenv.pipelines.viewing.export import export
+            from agentenv.pipelines.viewing.page import export
 
             for line in export(folder, arguments.export, arguments.max_mb):
                 view.say(line)

@@ -2,7 +2,7 @@
 
     python tests/check_sandbox.py [FILE.json...] [--timeout-s 5] [--rung namespaces]
 
-FILE.json maps names to snippets; without one, they are those of the doctor. {SECRET_FILE},
+FILE.json maps names to snippets; without one, they are those of tests/fixtures. {SECRET_FILE},
 {SECRET_DIR} and {HOST_SOCKET} are filled in; a snippet that prints PWNED got through. So did one
 after which the host misses something, or the next call is not served. The exit code is 1 if
 anything got through or no rung could be tried.
@@ -21,7 +21,8 @@ if __package__ is None or __package__ == "":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agentenv.errors import ConfigError
-from agentenv.pipelines.diagnosis.escapes import RUNGS, Outcome, attack_all, known_attacks
+from agentenv.pipelines.diagnosis.doctor import RUNGS
+from tests.support.escapes import Outcome, attack_all, known_attacks
 
 
 def read_attacks(path: Path) -> dict[str, str]:

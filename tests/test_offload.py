@@ -63,7 +63,7 @@ def used(text: str, names: set[str]) -> Iterator[str]:
 PROGRAMS = (
     "pipelines/serving/",
     "pipelines/workers/ray_driver.py",
-    *("pipelines/setup/machine.py", "learners/worker.py", "learners/trainer.py"),
+    *("pipelines/setup/memory.py", "learners/worker.py", "learners/trainer.py"),
     "agentenv/guard.py",
     *("learners/broadcast.py", "learners/dpo.py"),  # of a rank, as the two before
     *("envs/sandbox/zygote.py", "envs/sandbox/fork_broker.py", "envs/sandbox/confine.py"),
@@ -84,7 +84,7 @@ ALLOWED = {
     "pipelines/run/monitors.py: threading.Thread": "they are handed rows, asked for nothing",
     "agentenv/gym.py: threading.Thread": "the loop of callers that have none",
     "agentenv/gym.py: new_event_loop": "the same",
-    "pipelines/viewing/api.py: subprocess.Popen": "the viewer, which ends with the run",
+    "pipelines/viewing/page.py: subprocess.Popen": "the viewer, which ends with the run",
     # the clock of others
     "pipelines/run/watchdog.py: time.time": "when a wait began, for people",
     "pipelines/rl/control.py: time.time": "the same",

@@ -13,7 +13,7 @@ from agentenv import Message, Task, ToolEnv, demonstrate, register, tool
 from agentenv.env import check_finish, check_observation, check_reset, check_step
 from agentenv.envs.grading.reward import ExactMatch
 from agentenv.errors import ConfigError, CrashError, DataError
-from agentenv.pipelines.setup.data import try_turn
+from agentenv.pipelines.setup.environments import try_turn
 from agentenv.pipelines.supervised.data import load_demonstrations
 from agentenv.plan import Independent
 from agentenv.renderer import TagRenderer

@@ -95,7 +95,7 @@ ALLOWED = {
     "pipelines/rl/feeder.py Feeder.until_resumed: self._goes_on.wait": PERSON,
     "pipelines/rl/loop.py PendingActions.run: self._begun.wait": PERSON,
     "launchers/serve.py serve: stop.wait": FOREVER,
-    "pipelines/viewing/api.py serve: asyncio.Event().wait": FOREVER,
+    "pipelines/viewing/page.py serve: asyncio.Event().wait": FOREVER,
     "pipelines/run/control.py _received: connection.recv": CALLER + "settimeout in ask",
     "pipelines/run/control.py ask: connection.sendall": "settimeout, above",
     "learners/broadcast.py TorchLink.start.sent: work.wait": "it is completed",

@@ -40,13 +40,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from agentenv.actor import Actor
 from agentenv.config import build_config
+from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.env import close_shared
 from agentenv.model_files import load_tokenizer, vocab_size
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.run.rundir import CONFIG_FILE
-from agentenv.pipelines.setup.assembly import make_renderer
-from agentenv.pipelines.setup.data import EnvMaker, load_set, tables_of
+from agentenv.pipelines.setup.assembly import load_set, make_renderer
+from agentenv.pipelines.setup.environments import EnvMaker
 from agentenv.tree import Node, Trajectory, TrajectoryTree
 
 ROOTS = 8
@@ -127,11 +128,13 @@ async def grow(run: Path, step: int, options: argparse.Namespace) -> list[dict[s
         tokenizer = load_tokenizer(model)
         renderer = make_renderer(config.renderer, config.prompt, tokenizer, model)
         stack.push_async_callback(close_shared)
-        make_env = EnvMaker(config.env, tables_of(config), resolve, config.limits, config.prompt)
+        make_env = EnvMaker.of(config, resolve)
         tasks = await load_set(
             config.data.train, config.env.id, config.data, resolve, print, "data", 0
         )
         tasks = Random(f"forks {config.run.seed}").sample(tasks, options.questions)
+        if not isinstance(config.engine, EmbeddedConfig):
+            raise SystemExit(f"{run}: engine.name: the probe samples with the embedded engine")
         engine = EmbeddedEngine(config.engine, model)
         stack.push_async_callback(engine.close)
         sampling = config.sampling.train.params()

@@ -8,7 +8,7 @@ from statistics import fmean, pvariance
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.stats import mannwhitneyu, rankdata, spearmanr
 
 from agentenv.learners.arpo import relative_rise
@@ -95,7 +95,7 @@ def auc(signal: Floats, positive: Floats) -> float:
     )
 
 
-def auc_within(signal: Floats, positive: Floats, strata: Sequence[object]) -> float:
+def auc_within(signal: Floats, positive: Floats, strata: ArrayLike) -> float:
     """AUC over the pairs whose two points are of the same stratum; nan without any."""
     of = np.asarray(strata)
     total = pairs = 0.0
@@ -155,9 +155,11 @@ def table(rows: Sequence[Row], num_draws: int = 200) -> list[dict[str, Any]]:
     unit = math.log(rows[0]["vocab_size"])
     result = []
     for name, signal in signals(rows).items():
-        low, high = interval(
-            rows, lambda i, s=signal: auc_within(s[i], differ[i], strata[i]), num_draws
-        )
+
+        def of_drawn(drawn: NDArray[np.int64], signal: Floats = signal) -> float:
+            return auc_within(signal[drawn], differ[drawn], strata[drawn])
+
+        low, high = interval(rows, of_drawn, num_draws)
         has_scale = name.startswith(("zscore", "relative")) or name.endswith("by tool")
         result.append(
             {

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentenv.pipelines.evaluation import intervals
+from agentenv.pipelines.evaluation import statistics
 
 Floats = NDArray[np.float64]
 
@@ -84,7 +84,7 @@ def ratio_of_calls(pairs: Pairs, level: float) -> Estimate:
     found = [[calls_to(curve.calls, curve.success(), level) for curve in pair] for pair in pairs]
     logs = [log(max(one, 1.0) / max(other, 1.0)) for (one, _), (other, _) in found]
     missed = sum(not all(met for _, met in pair) for pair in found)
-    spread = intervals.ratio(logs)
+    spread = statistics.ratio(logs)
     low, high = (None, None) if spread is None else map(float, np.exp(spread))
     return Estimate(exp(fmean(logs)), low, high, len(pairs), missed)
 
@@ -105,5 +105,5 @@ def _difference(shares: Sequence[tuple[float, float]], pairs: Pairs) -> Estimate
     """Mean over seeds of second - first; a seed is what is drawn at random, its held-out questions
     are its samples."""
     first, second = np.array(shares).T
-    low, high = intervals.difference(first, second, [one.right.shape[1] for one, _ in pairs])
+    low, high = statistics.difference(first, second, [one.right.shape[1] for one, _ in pairs])
     return Estimate(float((second - first).mean()), float(low), float(high), len(pairs))

@@ -119,7 +119,7 @@ def publish(result: Row, picture: Path) -> None:
     }
     for path, (place, text) in pages.items():
         before = path.read_text(encoding="utf-8")
-        changed, count = re.subn(place, lambda _, new=text: new, before)
+        changed, count = re.subn(place, text.replace("\\", r"\\"), before)
         if count != 1:
             raise DataError(f"{path}: expected one place for the tables, found {count}")
         write_whole(path, changed.encode())

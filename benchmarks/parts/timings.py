@@ -339,7 +339,7 @@ def begin(training: Training) -> Timings:
         with timings.learning():
             return await update(*arguments)
 
-    parts.learner.update = measured  # type: ignore[method-assign]
+    parts.learner.update = measured  # type: ignore[method-assign, assignment]
     return timings
 
 

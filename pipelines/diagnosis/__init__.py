@@ -1,1 +1,2 @@
-"""Diagnosis: what `agentenv doctor` is composed of."""
+"""What a run would start and whether it fits (`--dry-run`); what a machine and a configuration lack
+(`agentenv doctor`)."""

@@ -19,23 +19,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import fmean, variance
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 from msgspec.structs import replace
 
 from agentenv.archive import ARCHIVE, Entry, KeptTree, Step, readable_steps
 from agentenv.config import build_config, resolver, upgrade
-from agentenv.env import Grade, Grader, close_shared, graded, start_grader
+from agentenv.env import Grade, close_shared, graded
 from agentenv.envs.grading.custom import ground_truth
 from agentenv.envs.grading.numbers import as_number
 from agentenv.envs.grading.verdict import final_answer
-from agentenv.errors import ConfigError, CrashError, DataError, ForeignError, GraderError, guarded
+from agentenv.errors import ConfigError, CrashError, DataError, ForeignError, GraderError
 from agentenv.model_files import load_tokenizer, read_eos_ids
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.diagnosis.contract import Guess, guess_twice, remedy
 from agentenv.pipelines.diagnosis.doctor import show
-from agentenv.pipelines.diagnosis.guesses import Guess, guess_twice, remedy
+from agentenv.pipelines.evaluation.regrade import Graders
 from agentenv.pipelines.evaluation.run import segments_of
 from agentenv.pipelines.run.arguments import EXIT_FAILED, Parser
 from agentenv.pipelines.run.checkpoints import find_checkpoint
@@ -47,8 +48,9 @@ from agentenv.pipelines.run.records import (
     written,
 )
 from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
-from agentenv.pipelines.setup.checks import CheckResult
-from agentenv.pipelines.setup.data import EnvMaker, tables_of
+from agentenv.pipelines.setup.assembly import TRAINED
+from agentenv.pipelines.setup.checks import Check, CheckResult, Runner, Skip
+from agentenv.pipelines.setup.environments import EnvMaker
 from agentenv.renderer import TextCodec
 from agentenv.rows import GOLD_KEY
 from agentenv.tree import Trajectory
@@ -141,15 +143,23 @@ async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]
             for step, entry in spread(steps, max_trees)
             for one in await regrader.grade(step, entry)
         ]
-        results = [
-            regrade_result(again),
-            await regrader.changed_golds(again),
-            await regrader.second_guess(again),
+        checks = [
+            Check("graded again", "measured", (), equal_rewards),
+            Check("changed golds", "measured", (), regrader.changed_golds),
+            Check("second guess", "measured", (), regrader.second_guess),
         ]
-    jumps = list(find_jumps(steps))
-    results.append(jump_result(jumps, steps))
-    samples = [text for jump in jumps for text in samples_of(jump, steps, regrader.codec)]
+        results = [one async for one in Runner().run(checks, again)]
+    jumps = Check("jumps of reward", "measured", (), no_jumps)
+    results += [one async for one in Runner().run([jumps], steps)]
+    samples = [
+        text for jump in find_jumps(steps) for text in samples_of(jump, steps, regrader.codec)
+    ]
     return results, samples
+
+
+def fail(problem: str, remedy: str) -> NoReturn:
+    """Raise the failure of a check; "; " parts problem and remedy."""
+    raise ConfigError(f"{problem.replace('; ', ', ')}; {remedy}")
 
 
 def read_config(run: Path) -> TrainConfig:
@@ -173,10 +183,9 @@ def spread(steps: Sequence[Step], max_trees: int) -> Iterator[tuple[Step, Entry]
 class Regrader:
     """Grades archived trajectories by the graders of a configuration."""
 
-    def __init__(self, maker: EnvMaker, codec: TextCodec) -> None:
+    def __init__(self, graders: Graders, codec: TextCodec) -> None:
         self.codec = codec
-        self._maker = maker
-        self._graders: dict[str, Grader] = {}  # by the environment
+        self._graders = graders
 
     @classmethod
     async def of(cls, config: TrainConfig, run: Path) -> Regrader:
@@ -186,25 +195,10 @@ class Regrader:
                 "roles: the graders of this run ask models that it has started; start them with "
                 "agentenv serve and give their URLs, or audit without a judge"
             )
-        resolve = resolver(run)
         model = find_checkpoint(run)
         tokenizer = await in_thread(load_tokenizer, model, False)
         codec = TextCodec(tokenizer, read_eos_ids(model, tokenizer))
-        maker = EnvMaker(config.env, tables_of(config), resolve, config.limits, config.prompt)
-        return cls(maker, codec)
-
-    async def grader(self, task: Task) -> Grader:
-        """Started. Raises ConfigError where there is none."""
-        if task.env_id not in self._graders:
-            grader: Grader | None = getattr(self._maker(task), "grader", None)
-            if grader is None:
-                raise ConfigError(
-                    f"{task.env_id} has no attribute grader, so that its rewards cannot be graded "
-                    "again"
-                )
-            await guarded(start_grader(grader), "the start of the grader")
-            self._graders[task.env_id] = grader
-        return self._graders[task.env_id]
+        return cls(Graders({TRAINED: EnvMaker.of(config, resolver(run))}), codec)
 
     async def grade(self, step: Step, entry: Entry) -> list[Graded]:
         """Every trajectory of a tree that did not fail."""
@@ -217,7 +211,7 @@ class Regrader:
         task = kept.tree.task
         calls = [call for node in path.path for call in node.info.get("tool_calls", ())]
         row = EvalRow(
-            dataset="train",
+            dataset=TRAINED,
             task=task.id,
             sample=0,
             segments=segments_of(path.path, self.codec),
@@ -233,14 +227,12 @@ class Regrader:
     async def verdict(self, task: Task, row: EvalRow) -> tuple[Grade | None, str]:
         """The grade of a row against the answers of `task`, or what was wrong."""
         try:
-            grader = await self.grader(task)
-            return await graded(grader, task, written(row), calls_that_ran(row)), ""
+            return await self._graders.grade(row, task), ""
         except (GraderError, CrashError) as error:
             return None, str(error)
 
-    async def second_guess(self, again: Sequence[Graded]) -> CheckResult:
+    async def second_guess(self, again: Sequence[Graded]) -> str:
         """What was right is wrong beside another answer, whichever comes first."""
-        name = "second guess"
         right = [one for one in again if one.again is not None and one.again.success]
         golds = list(dict.fromkeys(one.task.answers[0] for one in again if one.task.answers))
         asked: list[Guess] = []
@@ -251,27 +243,21 @@ class Regrader:
             place = f"tree {one.tree}, branch {one.branch}"
             paid += [f"{place}: {guess.text!r}" for guess in guesses if guess.is_paid]
         if not asked:
-            return CheckResult(
-                name,
-                "skipped",
+            raise Skip(
                 "no right trajectory has an answer beside which another one, wrong by itself, "
-                "could be put",
+                "could be put"
             )
         if paid:
-            return CheckResult(
-                name,
-                "failed",
+            fail(
                 f"{len(paid)} of {len(asked)} answers that name a second candidate beside the "
                 f"right one are graded right ({', '.join(paid[:NUM_SHOWN])})",
                 remedy(asked),
             )
-        return CheckResult(
-            name, "passed", f"{len(asked)} answers with a second candidate are graded wrong"
-        )
+        return f"{len(asked)} answers with a second candidate are graded wrong"
 
     async def _guesses(self, one: Graded, golds: Sequence[str]) -> list[Guess]:
         """Its last message with two candidates where its answer was."""
-        grader, messages = await self.grader(one.task), written(one.row)
+        grader, messages = await self._graders.of(TRAINED, one.task), written(one.row)
         text = messages[-1].content if messages else ""
         answer = final_answer(text)
         place = text.rfind(answer) if answer else -1
@@ -289,12 +275,11 @@ class Regrader:
         candidates = (mutated(one.task.answers[0], golds, one.task.answers), *golds)
         return await guess_twice(is_right, answer, one.task.answers, candidates)
 
-    async def changed_golds(self, again: Sequence[Graded]) -> CheckResult:
+    async def changed_golds(self, again: Sequence[Graded]) -> str:
         """What was right is wrong against another gold."""
-        name = "changed golds"
         right = [one for one in again if one.again is not None and one.again.success]
         if not right:
-            return CheckResult(name, "skipped", "no trajectory is right")
+            raise Skip("no trajectory is right")
         tasks = list({one.task.id: one.task for one in again if one.task.answers}.values())
         num_asked, still = 0, []
         for one in right:
@@ -306,21 +291,14 @@ class Regrader:
             if grade is not None and grade.success:
                 still.append(f"tree {one.tree}, branch {one.branch}: {task.answers[0]!r}")
         if not num_asked:
-            return CheckResult(
-                name, "skipped", "no right trajectory has a gold that could be changed"
-            )
+            raise Skip("no right trajectory has a gold that could be changed")
         if still:
-            shown = ", ".join(still[:NUM_SHOWN])
-            return CheckResult(
-                name,
-                "failed",
+            fail(
                 f"{len(still)} of {num_asked} right trajectories are right against another gold "
-                f"too ({shown})",
+                f"too ({', '.join(still[:NUM_SHOWN])})",
                 "the grader rewards what does not depend on the gold: choose a stricter one",
             )
-        return CheckResult(
-            name, "passed", f"{num_asked} right trajectories are wrong against others"
-        )
+        return f"{num_asked} right trajectories are wrong against others"
 
 
 def with_another_gold(task: Task, tasks: Sequence[Task]) -> Task | None:
@@ -353,11 +331,10 @@ def mutated(gold: str, golds: Sequence[str], right: Sequence[str]) -> str:
     return next((one for one in golds if one.strip().lower() not in known), f"not {gold}")
 
 
-def regrade_result(again: Sequence[Graded]) -> CheckResult:
-    """Whether the rewards are the same."""
-    name = "graded again"
+async def equal_rewards(again: Sequence[Graded]) -> str:
+    """The rewards are the same."""
     if not again:
-        return CheckResult(name, "skipped", "no trajectory was graded")
+        raise Skip("no trajectory was graded")
     wrong = []
     for one in again:
         place = f"step {one.step}, tree {one.tree}, branch {one.branch}"
@@ -366,14 +343,12 @@ def regrade_result(again: Sequence[Graded]) -> CheckResult:
         elif abs(one.again.reward - one.reward) > TOLERANCE and one.row.limit is None:
             wrong.append(f"{place}: {one.reward:g} then, {one.again.reward:g} now")
     if wrong:
-        return CheckResult(
-            name,
-            "failed",
+        fail(
             f"{len(wrong)} of {len(again)} rewards differ ({', '.join(wrong[:NUM_SHOWN])})",
             "the grader, its keys or what it asks have changed since, or it does not give equal "
             "answers equal rewards",
         )
-    return CheckResult(name, "passed", f"{len(again)} trajectories have the rewards that they had")
+    return f"{len(again)} trajectories have the rewards that they had"
 
 
 # Jumps.
@@ -398,20 +373,18 @@ def find_jumps(steps: Sequence[Step]) -> Iterator[Jump]:
             yield Jump(steps[place].header.step, fmean(before), fmean(now), apart / error)
 
 
-def jump_result(jumps: Sequence[Jump], steps: Sequence[Step]) -> CheckResult:
-    name = "jumps of reward"
+async def no_jumps(steps: Sequence[Step]) -> str:
+    """No step is far from those before it."""
     if len(steps) <= LEAST_BEFORE:
-        return CheckResult(name, "skipped", f"{len(steps)} steps are too few")
-    if not jumps:
-        return CheckResult(name, "passed", f"{len(steps)} steps, none far from those before it")
-    message = ", ".join(f"step {one.step}: {one.before:.3g} -> {one.mean:.3g}" for one in jumps)
-    return CheckResult(
-        name,
-        "failed",
-        message,
-        "read the samples below: has the policy found the task, or a hole in its grader? The rest "
-        "is in trajectories/",
-    )
+        raise Skip(f"{len(steps)} steps are too few")
+    jumps = [f"step {one.step}: {one.before:.3g} -> {one.mean:.3g}" for one in find_jumps(steps)]
+    if jumps:
+        fail(
+            ", ".join(jumps),
+            "read the samples below: has the policy found the task, or a hole in its grader? The "
+            "rest is in trajectories/",
+        )
+    return f"{len(steps)} steps, none far from those before it"
 
 
 def samples_of(jump: Jump, steps: Sequence[Step], codec: TextCodec) -> Iterator[str]:

@@ -1,24 +1,36 @@
-"""The doctor's view of the checks: all of them, of this machine and of a configuration."""
+"""The doctor: all checks of this machine and of a configuration, one after the other; and those of
+the machine: versions, memory, disk, descriptors, sandbox, and whether a configuration fits it."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import resource
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
+import psutil
+from packaging.requirements import Requirement
 from rich.markup import escape
 from rich.table import Table
 
-from agentenv.config import Tree, load_config
-from agentenv.errors import AgentEnvError, ConfigError
+from agentenv.config import Say, Tree, load_config
+from agentenv.disk import existing
+from agentenv.envs.sandbox.launch import Rung
+from agentenv.envs.sandbox.sandbox import Sandbox
+from agentenv.errors import DISTRIBUTION, AgentEnvError, ConfigError, install_hint
+from agentenv.model_files import read_model_config
 from agentenv.pipelines.config.help import refuse_verl_keys
 from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.diagnosis.plan import files_of, make_plan
 from agentenv.pipelines.rl.parts import TrainingAssembly
 from agentenv.pipelines.run.arguments import RunConfig
-from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.setup.checks import CHECKS, CheckResult, Runner, select
-from agentenv.pipelines.setup.data import Say
+from agentenv.pipelines.run.terminal import MAX_FILES, View
+from agentenv.pipelines.serving import GIB, find_machine
+from agentenv.pipelines.setup.checks import CHECKS, CheckResult, Runner, Skip, select
+from agentenv.pipelines.setup.memory import checkpoint_bytes, shape_of
 
 CHECK_S = 600.0  # of one check, at most
 MARKS = {"passed": "[green]pass[/]", "failed": "[bold red]FAIL[/]", "skipped": "[dim]skip[/]"}
@@ -52,7 +64,7 @@ async def examine(
         yield result
     if config is None:
         return
-    with TemporaryDirectory(prefix="agentenv-doctor-") as place:
+    with tempfile.TemporaryDirectory(prefix="agentenv-doctor-") as place:
         async with AsyncExitStack() as stack:
             assembly = TrainingAssembly(config, Path(place), None, stack, say)
             for check in select(config, "configuration", "measured"):
@@ -90,3 +102,159 @@ def show(result: CheckResult, view: View) -> None:
     if result.remedy:
         grid.add_row("", "", f"[bold]remedy:[/] {escape(result.remedy)}")
     view.console.print(grid)
+
+
+# The machine.
+
+LEAST_MEMORY = 4 * GIB  # that README promises to be enough for the quick start
+LEAST_DISK = 2 * GIB
+LEAST_FILES = 4096
+NEEDED = "train"  # the extra without which no command of training runs
+SPARE_FILES = 512  # of the command itself: logs, workers, learner, libraries
+FILES_A_TRAJECTORY = 2  # its request, and a tool's
+RUNGS: tuple[Rung, ...] = ("namespaces", "landlock")  # of the sandbox
+
+
+async def packages(folder: Path) -> str:
+    """What the distribution asks for is installed, in the versions that it asks for."""
+    try:
+        asked = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        raise Skip("agentenv is not installed as a package, so it names no versions") from None
+    problems, found = [], []
+    for one in map(Requirement, asked):
+        if one.marker is not None and not one.marker.evaluate({"extra": NEEDED}):
+            continue
+        try:
+            version = importlib.metadata.version(one.name)
+        except importlib.metadata.PackageNotFoundError:
+            problems.append(f"{one.name} is not installed ({one.specifier or 'any version'})")
+            continue
+        if not one.specifier.contains(version, prereleases=True):
+            problems.append(f"{one.name} {version} is installed, {one.specifier} is asked for")
+        elif one.name in ("torch", "transformers", "deepspeed"):
+            found.append(f"{one.name} {version}")
+    if problems:
+        raise ConfigError(f"{', '.join(problems)}; {install_hint(NEEDED)}")
+    return ", ".join(found)
+
+
+async def memory(folder: Path) -> str:
+    """Main memory that is free."""
+    found = psutil.virtual_memory()
+    message = f"{found.available / GIB:.1f} of {found.total / GIB:.1f} GiB are free"
+    if found.available < LEAST_MEMORY / 2:
+        raise ConfigError(
+            f"{message}, {LEAST_MEMORY / 2 / GIB:g} are the least; end other processes"
+        )
+    return message
+
+
+async def disk(folder: Path) -> str:
+    """The disk of the runs' folder."""
+    place = existing(folder)
+    free = shutil.disk_usage(place).free
+    message = f"{free / GIB:.1f} GiB are free at {place}"
+    if free < LEAST_DISK:
+        raise ConfigError(
+            f"{message}, {LEAST_DISK / GIB:g} are the least; free some, or set another run.dir=DIR"
+        )
+    return message
+
+
+async def descriptors(folder: Path) -> str:
+    """Files and connections that a process may have open; commands raise their own limit to what
+    is allowed."""
+    allowed = allowed_files()
+    if allowed < LEAST_FILES:
+        raise ConfigError(
+            f"a process may open {allowed} files and connections, {LEAST_FILES} are the least; "
+            "raise the hard limit (ulimit -Hn, /etc/security/limits.conf, LimitNOFILE of systemd)"
+        )
+    return f"up to {allowed} files and connections"
+
+
+def allowed_files() -> int:
+    """How many a command gets."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+
+
+async def sandbox(folder: Path) -> str:
+    """A rung of the Python sandbox stops the escapes that are tried on it before each run."""
+    offered, lacking = [], []
+    for rung in RUNGS:
+        one = Sandbox(rungs=(rung,))
+        try:
+            await one.start()
+            offered.append(rung)
+        except AgentEnvError as error:
+            lacking.append(f"{rung}: {error}")
+        finally:
+            await one.close()
+    if not offered:
+        raise ConfigError(
+            f"no rung of the sandbox stops every escape here ({' | '.join(lacking)}); install "
+            "bubblewrap, or a kernel with Landlock; without one the Python tool is refused unless "
+            "python.allow_unsafe = true"
+        )
+    return f"{', '.join(offered)}: every escape that is tried before a run stopped"
+
+
+# What a configuration takes of the machine.
+
+
+async def checkpoints(assembly: TrainingAssembly) -> str:
+    """Checkpoints, trees and trajectories fit on the disk of the run's folder."""
+    config, model = assembly.config, await assembly.model()
+    try:
+        shape = shape_of(read_model_config(model), model)
+    except ConfigError as error:
+        raise Skip(f"the size of a checkpoint is not known: {error}") from error
+    number, files = files_of(config)
+    reference = config.algorithm.needs_reference
+    needed = number * checkpoint_bytes(shape, config.learner, has_reference=reference)
+    bounds = sum(files.values())
+    place = existing(Path(config.run.dir))
+    free = shutil.disk_usage(place).free
+    message = (
+        f"{number} checkpoints take {needed / GIB:.2g} GiB, trees and samples "
+        f"at most {bounds / GIB:.2g}; {free / GIB:.3g} are free at {place}"
+    )
+    if needed > free:
+        raise ConfigError(
+            f"{message}; free some, lower checkpoint.keep_last, or choose another place with "
+            "run.dir=DIR"
+        )
+    if needed + bounds > free:
+        message += ": lower archive.max_gb for a long run"
+    return message
+
+
+async def processes(assembly: TrainingAssembly) -> str:
+    """Every process fits its GPU, and all of them the main memory, by the dry run's estimate."""
+    plan = make_plan(assembly.config, find_machine(None, None), assembly.resolve)
+    if plan.problems:
+        raise ConfigError("; ".join(plan.problems))
+    needed = sum(process.main_bytes for process in plan.processes)
+    parts = [f"{needed / GIB:.2g} GiB of main memory"] if needed else []
+    parts += [f"GPU {gpu}: {size / GIB:.1f} GiB" for gpu, size in plan.gpu_bytes.items()]
+    return ", ".join(parts) or "not estimated for this model"
+
+
+async def connections(assembly: TrainingAssembly) -> str:
+    """All rollouts that may be under way can be connected."""
+    config = assembly.config
+    queue, size = config.queue, config.algorithm.group_size
+    trees = queue.groups_per_step * (queue.max_staleness + 1)
+    trees = min(trees, queue.max_rollouts or trees)
+    needed = max(trees * size, config.eval.concurrency if config.eval.sets else 0)
+    needed = needed * FILES_A_TRAJECTORY + SPARE_FILES
+    allowed = allowed_files()
+    message = f"about {needed} files and connections of {allowed}"
+    if needed > allowed:
+        raise ConfigError(
+            f"{message}; raise the hard limit (ulimit -Hn), or lower queue.max_rollouts and "
+            "eval.concurrency"
+        )
+    return message

@@ -13,17 +13,15 @@ from numpy.typing import ArrayLike
 from agentenv.disk import write_whole
 from agentenv.env import close_shared
 from agentenv.errors import DataError
-from agentenv.pipelines.evaluation import intervals
+from agentenv.pipelines.evaluation import statistics
 from agentenv.pipelines.evaluation.figures import (
     MAX_GROUPS,
     SCORES,
     Floats,
     QuestionRows,
     is_share,
-    mcnemar,
     questions_of,
     ratios,
-    sign_flip,
 )
 from agentenv.pipelines.evaluation.scores import make_scorer, score_rows, stored_rows
 from agentenv.pipelines.run.terminal import Table, View, lines_of, markdown, number, short
@@ -193,9 +191,9 @@ def difference(
     change = other - one
     found: Floats | None
     if is_share(name):
-        found = intervals.difference(one, other, intervals.independent_samples(name, samples))
+        found = statistics.difference(one, other, statistics.independent_samples(name, samples))
     else:
-        found = intervals.ratio(change)
+        found = statistics.ratio(change)
     worse, better = int((change < 0).sum()), int((change > 0).sum())
     return Difference(
         name=name.replace("_", " "),
@@ -205,7 +203,7 @@ def difference(
         difference=float(change.mean()),
         low=None if found is None else float(found[0]),
         high=None if found is None else float(found[1]),
-        p=mcnemar(worse, better) if single else sign_flip(change),
+        p=statistics.mcnemar(worse, better) if single else statistics.sign_flip(change),
         test="McNemar" if single else "sign flip",
     )
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fractions import Fraction
-from functools import lru_cache
 from statistics import fmean
 
 import numpy as np
 from msgspec import Struct
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from agentenv.pipelines.config.benchmarks import groups as benchmark_groups
-from agentenv.pipelines.evaluation import intervals
+from agentenv.pipelines.evaluation import statistics
 from agentenv.pipelines.evaluation.scores import CONCURRENCY, Scorer, Votes, count_votes, score_rows
+from agentenv.pipelines.evaluation.statistics import cohen_kappa, majority_at_k, pass_at_k
 from agentenv.pipelines.run.records import FAILED, EvalRow
 
 
 class Estimate(Struct, kw_only=True):
-    """A mean over questions with its 95 % interval (intervals.py). None where no question has the
+    """A mean over questions with its 95 % interval (statistics.py). None where no question has the
     figure; low and high, too, where it is no share and the same for all questions."""
 
     value: float | None
@@ -100,110 +98,8 @@ class Summary(Struct, kw_only=True):
     groups: dict[str, dict[str, Figures]]
 
 
-NUM_FLIPS, MAX_FLIPPED = 9_999, 1_000  # drawn sign patterns; differences that they are drawn of
-_CHUNK = 1_000_000  # drawn signs at a time
-
 Floats = NDArray[np.float64]
 Ratios = dict[str, tuple[float, float]]  # of a question: numerator and denominator by figure
-
-
-def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Chance that k of the samples, drawn without replacement, hold a right one, without bias:
-    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1)."""
-    _check_k(num_samples, k)
-    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
-
-
-@lru_cache(maxsize=100_000)
-def majority_at_k(
-    num_right: int, wrong: tuple[int, ...], num_blank: int, ks: tuple[int, ...]
-) -> tuple[float, ...]:
-    """Chance that a vote among k of the samples, drawn without replacement, elects the right
-    answer, for each of `ks`; the exact mean over all subsets.
-
-    `wrong` counts the samples of each wrong answer. The `num_blank` samples without an answer do
-    not vote. Of answers with equally many votes one is drawn at random; a vote that nobody casts
-    elects none.
-    """
-    total = num_right + sum(wrong) + num_blank
-    for k in ks:
-        _check_k(total, k)
-    chances = [Fraction(0)] * len(ks)
-    for votes in range(1, min(num_right, max(ks, default=0)) + 1):
-        ways = _ways_below(wrong, num_blank, votes, max(ks) - votes)
-        for place, k in enumerate(ks):
-            if k < votes:
-                continue
-            shared = sum(
-                (Fraction(count, 1 + ties) for ties, count in ways[k - votes].items()),
-                Fraction(0),
-            )
-            chances[place] += math.comb(num_right, votes) * shared
-    return tuple(float(chance / math.comb(total, k)) for chance, k in zip(chances, ks, strict=True))
-
-
-def _ways_below(
-    wrong: tuple[int, ...], num_blank: int, votes: int, room: int
-) -> list[dict[int, int]]:
-    """[drawn][ties]: ways to draw so many samples with no wrong answer above `votes`, and as many
-    of them at `votes`."""
-    ways: list[dict[int, int]] = [{} for _ in range(room + 1)]
-    for blank in range(min(num_blank, room) + 1):
-        ways[blank][0] = math.comb(num_blank, blank)
-    for count in wrong:
-        longer: list[dict[int, int]] = [{} for _ in range(room + 1)]
-        for drawn, by_ties in enumerate(ways):
-            for more in range(min(count, votes, room - drawn) + 1):
-                choices, tie = math.comb(count, more), more == votes
-                into = longer[drawn + more]
-                for ties, number in by_ties.items():
-                    into[ties + tie] = into.get(ties + tie, 0) + number * choices
-        ways = longer
-    return ways
-
-
-def _check_k(num_samples: int, k: int) -> None:
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"k = {k} of {num_samples} samples")
-
-
-def mcnemar(only_first: int, only_second: int) -> float:
-    """Two-sided exact p-value of McNemar's test (1947): of the questions that only one of two got
-    right, half would be expected of each."""
-    from scipy.stats import binomtest  # takes a second, and few commands test anything
-
-    total = only_first + only_second
-    return float(binomtest(only_first, total).pvalue) if total else 1.0
-
-
-def sign_flip(differences: ArrayLike, *, seed: int = 0) -> float:
-    """Two-sided p-value of the paired permutation test (Fisher 1935): how often the sum is as far
-    from 0 when the sign of each difference is drawn at random. Exact for up to 13 differences; of
-    more than MAX_FLIPPED, by the normal distribution that the sum then has."""
-    from scipy.stats import norm, permutation_test
-
-    given = np.asarray(differences, dtype=np.float64)
-    values = given[given != 0]
-    if len(values) < 2:
-        return 1.0
-    if len(values) > MAX_FLIPPED:
-        return float(2 * norm.sf(abs(values.sum()) / np.sqrt((values**2).sum())))
-    found = permutation_test(
-        (values,), np.sum, permutation_type="samples", vectorized=True, n_resamples=NUM_FLIPS,
-        batch=max(1, _CHUNK // len(values)), rng=seed,
-    )  # fmt: skip
-    return float(found.pvalue)
-
-
-def cohen_kappa(both: int, only_first: int, only_second: int, neither: int) -> float | None:
-    """Agreement of two raters beyond chance (Cohen 1960); None where chance alone agrees fully,
-    and without cases."""
-    total = both + only_first + only_second + neither
-    if not total:
-        return None
-    first, second = (both + only_first) / total, (both + only_second) / total
-    chance = first * second + (1 - first) * (1 - second)
-    return None if chance == 1 else ((both + neither) / total - chance) / (1 - chance)
 
 
 SCORES = ("em", "f1", "contains", "math", "rule", "judge")
@@ -321,11 +217,11 @@ def estimate(name: str, above: Floats, below: Floats, counts: Floats) -> Estimat
         return Estimate(value=None, low=None, high=None, num_questions=0)
     if is_share(name):
         samples = (
-            below if name == "tool_efficiency" else intervals.independent_samples(name, counts)
+            below if name == "tool_efficiency" else statistics.independent_samples(name, counts)
         )
-        found: Floats | None = intervals.share(above / below, samples, below)
+        found: Floats | None = statistics.share(above / below, samples, below)
     else:
-        found = intervals.ratio(above, below)
+        found = statistics.ratio(above, below)
     low, high = (None, None) if found is None else (float(found[0]), float(found[1]))
     value, num_questions = float(above.sum() / below.sum()), int((below > 0).sum())
     return Estimate(value=value, low=low, high=high, num_questions=num_questions)
@@ -412,13 +308,13 @@ async def summarise(
     *,
     ks: Sequence[int] = (),
     again: bool = False,
-) -> tuple[Summary, list[QuestionRows]]:
-    """The summary of an evaluation, and its questions. `ks` are those of pass@k and maj@k, by
+) -> Summary:
+    """The summary of an evaluation. `ks` are those of pass@k and maj@k, by
     default powers of two; `again` computes scores that the rows have already."""
     await score_rows(rows, scorer, again=again)
     questions = questions_of(rows)
     await _vote(questions, scorer)
-    return summary_of(name, questions, ks, compat=scorer.compat), questions
+    return summary_of(name, questions, ks, compat=scorer.compat)
 
 
 def summary_of(

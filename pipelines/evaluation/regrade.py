@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from agentenv.config import Tree, apply_overrides, blaming, build_config, resolver, to_plain
 from agentenv.disk import write_whole
-from agentenv.env import Grader, close_shared, graded, start_grader
-from agentenv.errors import ConfigError, CrashError, GraderError
+from agentenv.env import Grade, Grader, close_shared, graded, start_grader
+from agentenv.errors import ConfigError, CrashError, GraderError, guarded
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import EnvConfig
@@ -37,10 +37,8 @@ from agentenv.pipelines.evaluation.store import (
 )
 from agentenv.pipelines.run.records import FAILED, EvalRow, calls_that_ran, prediction, written
 from agentenv.pipelines.run.terminal import Table, View, as_markdown, short
-from agentenv.pipelines.setup.data import EnvMaker, Resolve
+from agentenv.pipelines.setup.environments import EnvMaker, Resolve
 from agentenv.types import Task
-
-# Grades stored trajectories again, by the graders that a configuration gives; asks no engine.
 
 MAX_FAILED_AT_FIRST = 20  # rows; when none before could be graded, the grader is not there
 GRADER_FAILED = "GraderError:"
@@ -59,18 +57,22 @@ class Change(NamedTuple):
 
 
 class Graders:
-    """The grader of each row's environment, which is made without its tools and never reset."""
+    """The graders of environments, which are made by set and never reset."""
 
-    def __init__(self, config: EvaluateConfig, resolve: Resolve) -> None:
-        self._makers: dict[str, EnvMaker] = {}
-        self._env_ids: dict[str, str] = {}
-        self._started: set[int] = set()
+    def __init__(self, makers: Mapping[str, EnvMaker]) -> None:
+        self._makers = makers
+        self._graders: dict[tuple[str, str], Grader] = {}  # by set and environment
+        self._starting = asyncio.Lock()
+
+    @classmethod
+    def of_config(cls, config: EvaluateConfig, resolve: Resolve) -> Graders:
+        """Of the sets of an evaluation, without their tools."""
+        makers = {}
         for name, one in config.sets.items():
             assert one.env is not None, "filled when the sets were resolved"
-            tables = {"grader": one.grader}
-            own = _without_tools(one.env)
-            self._makers[name] = EnvMaker(own, tables, resolve, one.limits, one.prompt)
-            self._env_ids[name] = one.env.id
+            own, tables = _without_tools(one.env), {"grader": one.grader}
+            makers[name] = EnvMaker(own, tables, resolve, one.limits, one.prompt)
+        return cls(makers)
 
     def check(self, rows: Sequence[EvalRow]) -> None:
         """Refuse sets that the configuration lacks, and grader keys that no environment reads.
@@ -80,23 +82,35 @@ class Graders:
                 raise ConfigError(
                     f"config.json: the rows are of the set {name!r}, it has {sorted(self._makers)}"
                 )
-            self._makers[name].check_read([self._task(one) for one in rows if one.dataset == name])
+            self._makers[name].check_read([self.task(one) for one in rows if one.dataset == name])
 
-    async def of(self, row: EvalRow) -> tuple[Task, Grader]:
-        """The task of a row and its grader, started. Raises ConfigError where there is none."""
-        task = self._task(row)
-        grader: Grader | None = getattr(self._makers[row.dataset](task), "grader", None)
-        if grader is None:
-            raise ConfigError(
-                f"{task.env_id} has no grader, so its trajectories cannot be graded again"
-            )
-        if id(grader) not in self._started:
-            await start_grader(grader)
-            self._started.add(id(grader))
-        return task, grader
+    async def grade(self, row: EvalRow, task: Task | None = None) -> Grade:
+        """The grade of a trajectory against the answers of its own task, or of another one. Raises
+        ConfigError where its environment has no grader, GraderError and CrashError of the grader.
+        """
+        task = task or self.task(row)
+        grader = await self.of(row.dataset, task)
+        return await graded(grader, task, written(row), calls_that_ran(row))
 
-    def _task(self, row: EvalRow) -> Task:
-        env_id, answers = row.env_id or self._env_ids[row.dataset], tuple(row.answers)
+    async def of(self, name: str, task: Task) -> Grader:
+        """The grader of a task of a set, started. Raises ConfigError where there is none."""
+        key = name, task.env_id
+        async with self._starting:
+            if key not in self._graders:
+                grader: Grader | None = getattr(self._makers[name](task), "grader", None)
+                if grader is None:
+                    raise ConfigError(
+                        f"{task.env_id} has no attribute grader, so that its trajectories cannot "
+                        "be graded again"
+                    )
+                await guarded(start_grader(grader), "the start of the grader")
+                self._graders[key] = grader
+        return self._graders[key]
+
+    def task(self, row: EvalRow) -> Task:
+        """The task of a row."""
+        env_id = row.env_id or self._makers[row.dataset].config.id
+        answers = tuple(row.answers)
         return Task(row.task, env_id, row.question, answers, row.kind, dict(row.metadata))
 
 
@@ -144,11 +158,9 @@ def may_be_graded(row: EvalRow) -> bool:
 
 
 async def _regrade(row: EvalRow, graders: Graders) -> EvalRow:
-    task, grader = await graders.of(row)
-    messages = written(row)
     graded_row = replace(row, scores={}, same_as=None)
     try:
-        grade = await graded(grader, task, messages, calls_that_ran(row))
+        grade = await graders.grade(row)
     except (GraderError, CrashError) as error:
         return replace(
             graded_row, end=FAILED, error=f"{GRADER_FAILED} {error}", success=False, reward=0.0,
@@ -157,7 +169,7 @@ async def _regrade(row: EvalRow, graders: Graders) -> EvalRow:
     ended = "truncated" if row.limit else "terminated"
     return replace(
         graded_row,
-        prediction=prediction(messages),
+        prediction=prediction(written(row)),
         end=ended if row.end == FAILED else row.end,
         error=None,
         reward=grade.reward,
@@ -186,7 +198,7 @@ async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
             scorer = make_scorer(view.say)
             view.begin("regrading", len(rows))
             changes = await regrade_rows(
-                rows, Graders(config, resolver(saved.run)), on_row=view.advance
+                rows, Graders.of_config(config, resolver(saved.run)), on_row=view.advance
             )
             view.end()
             after = [change.after for change in changes]
@@ -195,7 +207,7 @@ async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
             replace_rows(folder, after, BEFORE_FILE)
             new = Saved(subject=saved.subject, run=saved.run, config=to_plain(config))
             save(folder, new)
-            await show_report(folder, *found, view)
+            await show_report(folder, found, view)
     finally:
         await close_shared()
     view.say(f"{folder / ROWS_FILE} is graded anew; the former rows are in {BEFORE_FILE}")

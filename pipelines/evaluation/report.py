@@ -1,131 +1,31 @@
-"""Writes the report of a stored evaluation: DIR/summary.json, report.md and plots/*.png."""
+"""The report of a stored evaluation: tables in the terminal, DIR/summary.json and report.md."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from agentenv.disk import write_whole
 from agentenv.env import close_shared
 from agentenv.offload import in_thread
-from agentenv.pipelines.evaluation.figures import Estimate, QuestionRows, Summary, summarise
+from agentenv.pipelines.evaluation.figures import (
+    Agreement,
+    Estimate,
+    Figures,
+    Summary,
+    summarise,
+)
 from agentenv.pipelines.evaluation.scores import Compat, Scorer, make_scorer, stored_rows
 from agentenv.pipelines.evaluation.store import load_saved
-from agentenv.pipelines.evaluation.tables import groups_of, tables_of, terminal_tables_of
-from agentenv.pipelines.run.pictures import panels, png
 from agentenv.pipelines.run.records import EvalRow
-from agentenv.pipelines.run.terminal import View, lines_of, markdown, plain
+from agentenv.pipelines.run.terminal import Table, View, lines_of, markdown, number
+from agentenv.reference.helpers import HELPERS
 
-# The plots of a report, as PNG.
-
-MIN_BARS, MAX_BARS = 10, 40
-MAX_LABEL = 32
-RIGHT, WRONG, LINE = "#2a7f62", "#c8553d", "#33658a"
-
-
-def plots_of(summary: Summary, questions: Sequence[QuestionRows]) -> dict[str, bytes]:
-    """PNG files by name: accuracy by group, pass@k, tool calls, tokens, latency; none on the base
-    installation, which does not draw."""
-    if find_spec("matplotlib") is None:
-        return {}
-    plots = {"groups": _groups(summary)}
-    if summary.num_samples > 1:
-        plots["pass_at_k"] = _pass_at_k(summary)
-    if done := [row for question in questions for row in question.done]:
-        calls, tokens = [len(row.tool_calls) for row in done], [row.action_tokens for row in done]
-        plots["tool_calls"] = _histogram(done, "tool calls", calls, whole=True)
-        plots["tokens"] = _histogram(done, "sampled tokens", tokens, whole=True)
-        plots["seconds"] = _histogram(done, "seconds", [row.seconds for row in done])
-    return plots
-
-
-def _figure(height: float = 3.8) -> tuple[Any, Any]:
-    figure, (axes,) = panels(1, 1, (7, height))
-    return figure, axes
-
-
-def _label(text: str) -> str:
-    """Text that is not ours: no control characters, no formulas, not too long."""
-    text = plain(text).replace("$", r"\$")
-    return text if len(text) <= MAX_LABEL else text[: MAX_LABEL - 3] + "..."
-
-
-def _groups(summary: Summary) -> bytes:
-    bars = [
-        (_label(label), estimate)
-        for _, label, figures in groups_of(summary)
-        if (estimate := figures.estimates.get("success")) is not None
-    ]
-    bars = [*bars[: MAX_BARS - 1], bars[-1]] if len(bars) > MAX_BARS else bars
-    figure, axes = _figure(max(3.8, 1.2 + 0.32 * len(bars)))
-    for place, (label, estimate) in enumerate(reversed(bars)):
-        value, low, high = _bounds(estimate)
-        axes.barh(place, value, color=LINE if label == "all" else "#86bbd8", height=0.7)
-        axes.plot([low, high], [place, place], color="black", linewidth=1.2)
-        axes.text(min(high, 1.0) + 0.015, place, f"{value:.3f}", va="center", fontsize=8)
-    axes.set_yticks(range(len(bars)), [label for label, _ in reversed(bars)], fontsize=9)
-    axes.set(xlim=(0, 1.1), xlabel="success, 95 % interval", title="success by group")
-    return png(figure)
-
-
-def _pass_at_k(summary: Summary) -> bytes:
-    figure, axes = _figure()
-    overall = summary.overall
-    for label, estimates, colour, style in (
-        ("pass@k", overall.pass_at, LINE, "o-"),
-        ("maj@k", overall.majority_at, WRONG, "s--"),
-    ):
-        ks = list(estimates)
-        bounds = np.array([_bounds(estimates[k]) for k in ks]).reshape(len(ks), 3)
-        axes.plot(ks, bounds[:, 0], style, color=colour, label=label)
-        axes.fill_between(ks, bounds[:, 1], bounds[:, 2], color=colour, alpha=0.18, linewidth=0)
-    ks = list(overall.pass_at)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ks, [str(k) for k in ks])
-    axes.minorticks_off()
-    axes.set(ylim=(0, 1.02), xlabel="k", title="right within k samples; by a vote among k")
-    return png(figure)
-
-
-def _histogram(
-    done: Sequence[EvalRow], unit: str, values: Sequence[float], *, whole: bool = False
-) -> bytes:
-    """`whole`: the values are whole numbers."""
-    pairs = list(zip(done, values, strict=True))
-    sides = [[value for row, value in pairs if row.success is right] for right in (True, False)]
-    labels = [f"{name} ({len(own)})" for name, own in zip(("right", "wrong"), sides, strict=True)]
-    figure, axes = _figure()
-    bins = whole_bins(int(min(values)), int(max(values))) if whole else MAX_BARS
-    axes.hist(sides, bins=bins, stacked=True, color=[RIGHT, WRONG], label=labels)
-    for percent, label, style in ((50, "median", "-"), (95, "95th percentile", ":")):
-        place = float(np.percentile(values, percent))
-        axes.axvline(place, color="black", linestyle=style, linewidth=1.2, label=label)
-    axes.xaxis.get_major_locator().set_params(integer=whole)
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.set(xlabel=unit, ylabel="trajectories", title=f"{unit} of a trajectory")
-    return png(figure)
-
-
-def whole_bins(least: int, most: int) -> list[float]:
-    """Edges of at most MAX_BARS bars, each of equally many whole numbers, from 0 where one of each
-    fits; some lie below the least, so that a single number is no bar of the whole width."""
-    least = 0 if most < MAX_BARS else min(least, most - MIN_BARS + 1)
-    width = -(-(most - least + 1) // MAX_BARS)
-    return [edge - 0.5 for edge in range(least, most + width + 1, width)]
-
-
-def _bounds(estimate: Estimate) -> tuple[float, float, float]:
-    value = estimate.value or 0.0
-    return value, estimate.low or 0.0, estimate.high or 0.0
-
-
-SUMMARY_FILE, MARKDOWN_FILE, PLOTS = "summary.json", "report.md", "plots"
+SUMMARY_FILE, MARKDOWN_FILE = "summary.json", "report.md"
 
 
 def write_report(
@@ -139,7 +39,7 @@ def write_report(
             scorer = make_scorer(view.say, compat)
             async with stored_rows(folder, scorer) as rows:
                 found = await figures(folder, rows, scorer, ks)
-            return await show_report(folder, *found, view)
+            return await show_report(folder, found, view)
         finally:
             await close_shared()
 
@@ -148,38 +48,32 @@ def write_report(
 
 async def figures(
     folder: Path, rows: Sequence[EvalRow], scorer: Scorer, ks: Sequence[int] = ()
-) -> tuple[Summary, list[QuestionRows]]:
-    """The summary of these rows of the evaluation in `folder`, and its questions; scores and votes
-    are filled into the rows."""
+) -> Summary:
+    """The summary of these rows of the evaluation in `folder`; scores and votes are filled into the
+    rows."""
     name = f"{folder.name}: {load_saved(folder).subject.get('name', '')}".rstrip(": ")
     again = bool(scorer.compat)  # stored scores are those without it
     return await summarise(name, rows, scorer, ks=ks, again=again)
 
 
-async def show_report(
-    folder: Path, summary: Summary, questions: Sequence[QuestionRows], view: View
-) -> Summary:
+async def show_report(folder: Path, summary: Summary, view: View) -> Summary:
     """Show the tables and write the files, newer than the rows: the viewer takes its figures from
     summary.json only then."""
     for table in terminal_tables_of(summary):
         view.show(table)
-    await in_thread(_write, folder, summary, questions)
-    view.say(f"written to {folder}: {SUMMARY_FILE}, {MARKDOWN_FILE}, {PLOTS}/")
+    await in_thread(_write, folder, summary)
+    view.say(f"written to {folder}: {SUMMARY_FILE}, {MARKDOWN_FILE}")
     return summary
 
 
-def _write(folder: Path, summary: Summary, questions: Sequence[QuestionRows]) -> None:
-    plots, overall = plots_of(summary, questions), summary.overall
-    (folder / PLOTS).mkdir(exist_ok=True)
-    for name, data in plots.items():
-        write_whole(folder / PLOTS / f"{name}.png", data)
+def _write(folder: Path, summary: Summary) -> None:
+    overall = summary.overall
     subtitle = (
         f"{overall.num_questions} questions, {overall.num_trajectories} graded trajectories, "
         f"{overall.num_failed} failed{_weights_of(load_saved(folder).subject)}"
     )
     head = f"# {markdown(summary.name)}\n\n{markdown(subtitle)}"
     text = f"{head}\n\n{lines_of(tables_of(summary))}\n"
-    text += "## Plots\n\n" + "".join(f"![{name}]({PLOTS}/{name}.png)\n\n" for name in plots)
     write_whole(folder / MARKDOWN_FILE, text.encode("utf-8", "replace"))
     encoded = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     write_whole(folder / SUMMARY_FILE, encoded + b"\n")
@@ -190,3 +84,245 @@ def _weights_of(subject: Mapping[str, Any]) -> str:
     if "step" not in subject:
         return ""
     return f", after step {subject['step']} (policy version {subject['policy_version']})"
+
+
+Cell = Callable[[Figures], str]
+
+SCORE_TITLES = {
+    **{"reward": "reward", "em": "EM", "f1": "F1", "contains": "contains"},
+    **{"math": "math", "rule": "rules", "judge": "judge"},
+}
+NOT_SHORT = ("reward", "contains", "rule")
+MAX_UNREADABLE_SHARE = 0.05  # of the replies of a judge, above which the report warns
+
+
+def interval(estimate: Estimate | None) -> str:
+    """A value with its 95 % interval."""
+    if estimate is None or estimate.value is None:
+        return "-"
+    if estimate.low is None:
+        return number(estimate.value)
+    return f"{number(estimate.value)} [{number(estimate.low)}, {number(estimate.high)}]"
+
+
+def tables_of(summary: Summary) -> list[Table]:
+    """All tables of the report that have something to say."""
+    overall, tables = summary.overall, [_scores(summary)]
+    if summary.num_samples > 1:
+        tables.append(_by_k(summary, "pass@k", lambda figures: figures.pass_at))
+        tables.append(_by_k(summary, "maj@k", lambda figures: figures.majority_at))
+    tables.append(_cost(summary))
+    if overall.tools:
+        tables.append(_tools(overall))
+    if overall.assist:
+        tables.append(_helpers(overall))
+    if overall.truncations or overall.num_failed:
+        tables.append(_ends(overall))
+    if overall.agreement is not None:
+        tables.append(_agreement(overall.agreement))
+    return tables
+
+
+def terminal_tables_of(summary: Summary) -> list[Table]:
+    """The tables that fit into a terminal."""
+    tables = [_scores(summary, short=True)]
+    if summary.num_samples > 1:
+        tables.append(_overall_by_k(summary.overall))
+    tables.append(_cost(summary, short=True))
+    return [*tables, _helpers(summary.overall)] if summary.overall.assist else tables
+
+
+def groups_of(summary: Summary) -> Iterator[tuple[str, str, Figures]]:
+    """(field, label, figures) of each group, all questions last."""
+    for field_name, values in summary.groups.items():
+        if field_name == "dataset" and len(values) == 1:
+            continue
+        for value, figures in values.items():
+            is_plain = field_name in ("dataset", "kind")
+            yield field_name, value if is_plain else f"{field_name} {value}", figures
+    yield "", "all", summary.overall
+
+
+def _grouped(
+    title: str, summary: Summary, cells: dict[str, Cell], note: str, fields: Collection[str] = ()
+) -> Table:
+    """A row for each group, of these fields only if any are given, with a cell for each column."""
+    rows, sections, before = [], [], None
+    for name, label, figures in groups_of(summary):
+        if fields and name not in fields:
+            continue
+        if before is not None and name != before:
+            sections.append(len(rows))
+        before = name
+        rows.append([label, *(cell(figures) for cell in cells.values())])
+    columns = ["questions", *cells]
+    return Table(title=title, columns=columns, rows=rows, note=note, sections=sections)
+
+
+def _scores(summary: Summary, short: bool = False) -> Table:
+    """The scores of each set; `short` leaves out those of single graders."""
+    own = summary.overall.estimates
+    same = own.get("math") == own.get("rule")
+    known = [name for name in SCORE_TITLES if name in own and not (same and name == "rule")]
+    known = [name for name in known if not (short and name in NOT_SHORT)]
+    cells: dict[str, Cell] = {} if short else {"asked": lambda one: str(one.num_questions)}
+    cells["graded"] = lambda one: str(one.num_trajectories)
+    cells["success [95 %]"] = lambda one: interval(one.estimates.get("success"))
+    cells |= {SCORE_TITLES[name]: _value_of(name) for name in known}
+    cells["failed"] = lambda one: str(one.num_failed)
+    table = _grouped(f"Scores of {summary.name}", summary, cells, _scores_note(summary))
+    if len(summary.groups.get("dataset", {})) > 1:
+        before = [""] if short else ["", ""]
+        blank = [""] * (len(known) + 1)
+        table.rows.append(["mean of datasets", *before, number(summary.average), *blank])
+    return table
+
+
+def _scores_note(summary: Summary) -> str:
+    overall = summary.overall
+    note = "95 % intervals are over questions; the other scores have theirs in summary.json."
+    if overall.num_failed:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in overall.failures.items())
+        note += (
+            f" {overall.num_failed} failed trajectories ({kinds}) are in no score; were all of "
+            f"them wrong, success would be {number(overall.success_if_failed_wrong)}."
+        )
+    if summary.compat:
+        note += " em, F1, contains and math are those of the published code."
+    return note
+
+
+def _overall_by_k(figures: Figures) -> Table:
+    rows = [
+        [str(k), interval(one), interval(figures.majority_at.get(k)), str(one.num_questions)]
+        for k, one in figures.pass_at.items()
+    ]
+    columns = ["k", "pass@k [95 %]", "maj@k [95 %]", "questions"]
+    return Table(title="Right within k samples, and by a vote among k", columns=columns, rows=rows)
+
+
+def _by_k(summary: Summary, title: str, of: Callable[[Figures], dict[int, Estimate]]) -> Table:
+    known = of(summary.overall)
+    few = {k: one.num_questions for k, one in known.items()}
+    short = [f"k = {k}: {n}" for k, n in few.items() if n < summary.overall.num_questions]
+    note = f"Questions with k samples that ended: {', '.join(short)}." if short else ""
+    cells: dict[str, Cell] = {
+        f"k = {k}": lambda figures, k=k: interval(of(figures).get(k))  # type: ignore[misc]
+        for k in known
+    }
+    return _grouped(title, summary, cells, note)
+
+
+def _value_of(name: str) -> Cell:
+    def cell(figures: Figures) -> str:
+        estimate = figures.estimates.get(name)
+        return "-" if estimate is None else number(estimate.value)
+
+    return cell
+
+
+def _spread_of(name: str, *of: str) -> Cell:
+    return lambda figures: " / ".join(number(getattr(figures.spreads[name], one)) for one in of)
+
+
+_COST: dict[str, Cell] = {
+    "tool calls": _spread_of("tool_calls", "mean"),
+    "right / call": _value_of("tool_productivity"),
+    "right with tools": _value_of("tool_efficiency"),
+    "ARPO productivity": lambda figures: number(figures.arpo_tool_productivity),
+    "turns": _spread_of("turns", "mean"),
+    "tokens": _spread_of("action_tokens", "mean"),
+    "tokens median / p95": _spread_of("action_tokens", "median", "p95"),
+    "tool tokens": _spread_of("tool_tokens", "mean"),
+    "seconds median / p95": _spread_of("seconds", "median", "p95"),
+}
+_SHORT_COST = ("tool calls", "right / call", "tokens", "seconds median / p95")
+_COST_NOTE = (
+    "right / call: all right answers over all tool calls. right with tools: share of right ones "
+    "among the trajectories that used a tool. ARPO productivity: success * calls / (calls + 0.1) "
+    "* 100."
+)
+
+
+def _cost(summary: Summary, short: bool = False) -> Table:
+    cells = {name: _COST[name] for name in (_SHORT_COST if short else _COST)}
+    note, fields = ("", ("", "dataset")) if short else (_COST_NOTE, ())
+    return _grouped("Cost of a trajectory", summary, cells, note, fields)
+
+
+def _tools(figures: Figures) -> Table:
+    rows = [
+        [name, str(use.calls), str(use.errors), f"{use.errors / use.calls:.1%}"]
+        for name, use in figures.tools.items()
+    ]
+    return Table(title="Tools", columns=["tool", "calls", "errors", "share"], rows=rows)
+
+
+def _helpers(figures: Figures) -> Table:
+    """Uses, successes and tokens of each helper that was used, over all trajectories."""
+    total, counts, rows, notes = figures.num_trajectories, figures.assist, [], []
+    for helper in HELPERS:
+        uses, ok = counts.get(f"{helper}_uses", 0.0), counts.get(f"{helper}_ok", 0.0)
+        if uses:
+            tokens = counts.get(f"{helper}_tokens", 0.0)
+            shares = [number(uses / total), f"{ok / uses:.1%}"]
+            rows.append([helper, f"{uses:.0f}", *shares, f"{tokens:.0f}"])
+    if "abandoned_calls" in counts:
+        notes.append(
+            f"Taken back: {counts['abandoned_calls']:.0f} calls and "
+            f"{counts['abandoned_tokens']:.0f} sampled tokens, which no other table counts."
+        )
+    if "backtracer_refused" in counts:
+        notes.append(
+            f"{counts['backtracer_refused']:.0f} turns could not be taken back: their "
+            "environment could not be copied."
+        )
+    columns = ["helper", "uses", "a trajectory", "helped", "its tokens"]
+    return Table(title="Helpers", columns=columns, rows=rows, note=" ".join(notes))
+
+
+def _ends(figures: Figures) -> Table:
+    total = figures.num_trajectories + figures.num_failed
+    counts = [(f"limit {name}", count) for name, count in figures.truncations.items()]
+    counts += [(f"failed {name}", count) for name, count in figures.failures.items()]
+    return Table(
+        title="Cut off and failed",
+        columns=["end", "trajectories", "share"],
+        rows=[[name, str(count), f"{count / total:.1%}"] for name, count in counts],
+        note="Cut off by a limit: graded by what is there. Failed: in no score.",
+    )
+
+
+def _agreement(found: Agreement) -> Table:
+    """How often judge and rules agree."""
+    kappa = "not defined" if found.kappa is None else f"{found.kappa:.3f}"
+    total = found.both_right + found.only_judge + found.only_rules + found.both_wrong
+    note = f"They agree on {found.share:.1%} of the {total} both graded; Cohen's kappa {kappa}."
+    if not total:
+        note = "The judge gave no verdict."
+    elif not found.both_right + found.only_rules:
+        note = (
+            "Of the answers that both graded the rules found none right, the judge "
+            f'{found.only_judge} of {total}; only grader.judge.when = "always" asks it about those '
+            "that the rules find right, too."
+        )
+    if found.num_unparsed:
+        share = found.num_unparsed / (total + found.num_unparsed)
+        note += (
+            f" {found.num_unparsed} replies of the judge ({share:.1%}) were no verdict; where the "
+            "rules did not find the answer right, it counts as wrong."
+        )
+        if share > MAX_UNREADABLE_SHARE:
+            note += (
+                f" More than {MAX_UNREADABLE_SHARE:.0%} are unreadable: these scores are too low. "
+                "Give a thinking model a higher grader.judge.max_tokens, or choose another judge."
+            )
+    return Table(
+        title="Judge against rules",
+        columns=["", "rules: right", "rules: wrong"],
+        rows=[
+            ["judge: right", str(found.both_right), str(found.only_judge)],
+            ["judge: wrong", str(found.only_rules), str(found.both_wrong)],
+        ],
+        note=note,
+    )

@@ -9,18 +9,20 @@ import hashlib
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
 
 from agentenv.actor import Actor
 from agentenv.config import (
+    Say,
     Tree,
+    blaming,
     keys_in,
     leave_out_old_kinds,
     override_kinds,
@@ -42,12 +44,20 @@ from agentenv.pipelines.config.rl import TABLES
 from agentenv.pipelines.run.checkpoints import BEST, find_checkpoint
 from agentenv.pipelines.run.rundir import CONFIG_FILE
 from agentenv.pipelines.serving.servers import ServerFactory, fill_roles
-from agentenv.pipelines.setup.assembly import AskingAssembly, Questions, SetConfig, once
-from agentenv.pipelines.setup.data import Say, load_set, said
+from agentenv.pipelines.setup.assembly import (
+    AskingAssembly,
+    Questions,
+    SetConfig,
+    load_set,
+    once,
+    said,
+)
 from agentenv.reference.helpers import Assist, assist_actor
 from agentenv.renderer import PromptConfig, Renderer
 from agentenv.rows import RowsConfig
 from agentenv.types import Task
+
+C = TypeVar("C")
 
 LAST, START = "last", "start"  # of a run, beside BEST
 SAMPLE_BYTES = 1 << 20  # of both ends of a file of weights; training changes all of them
@@ -369,14 +379,15 @@ def _remove_unless_failed(logs: Path, failed: type[BaseException] | None, *_: ob
         shutil.rmtree(logs, ignore_errors=True)
 
 
-def given_keys(
+def configured(
     arguments: argparse.Namespace,
     subject: Subject,
     config_type: type[msgspec.Struct],
+    build: Callable[[Tree, str], C],
     say: Say,
-) -> tuple[Tree, str]:
-    """The keys of the subject, over them those of the file, over both the command line; and their
-    name in messages. Raises ConfigError."""
+) -> C:
+    """What `build` makes of the keys and of their name in messages: the keys of the subject, over
+    them those of the file, over both the command line. Raises ConfigError."""
     raw, source = of_env(subject.raw, arguments.env, say), str(arguments.subject)
     if arguments.config is not None:
         source = str(arguments.config)
@@ -392,8 +403,12 @@ def given_keys(
     if arguments.env:
         raw = merged(raw, {"env": {"id": arguments.env}})
     override_kinds(config_type, raw, arguments.overrides, say)
-    refuse_verl_keys(raw, source)
-    return raw, source
+    with blaming(source, arguments.overrides):
+        try:
+            return build(raw, source)
+        except ConfigError:
+            refuse_verl_keys(raw, source)
+            raise
 
 
 def of_env(raw: Tree, env_id: str, say: Say) -> Tree:

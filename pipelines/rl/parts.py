@@ -15,6 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentenv.actor import Actor
+from agentenv.config import Say
 from agentenv.deadline import heed, uncancelled
 from agentenv.disk import (
     SHARED_MEMORY,
@@ -57,12 +58,14 @@ from agentenv.pipelines.setup.assembly import (
     Questions,
     SetConfig,
     actor_seed,
+    load_set,
+    load_training,
     once,
     training_set,
 )
 from agentenv.pipelines.setup.checks import refuse
-from agentenv.pipelines.setup.data import Say, load_set, load_training, try_env
-from agentenv.pipelines.setup.passage import Passage, find_passage, stored_bytes
+from agentenv.pipelines.setup.environments import try_env
+from agentenv.pipelines.setup.memory import Passage, find_passage, stored_bytes
 from agentenv.pipelines.supervised.data import Demonstrations, check_stages, load_demonstrations
 from agentenv.pipelines.workers.ray_placement import RayPlacement
 from agentenv.plan import RolloutPlan

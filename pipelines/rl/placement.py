@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentenv.cluster.workers import RolloutWorkers
-from agentenv.config import to_plain
+from agentenv.config import Say, to_plain
 from agentenv.engines.pool import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.journal import Journal
@@ -26,7 +26,6 @@ from agentenv.pipelines.config.cluster import (
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.serving.servers import MAX_RESTARTS
-from agentenv.pipelines.setup.data import Say
 from agentenv.pipelines.workers.engine_worker import SLACK_S, ClusterServers
 from agentenv.pipelines.workers.ray_placement import RayPlacement, RaySetup
 from agentenv.server_config import LaunchConfig

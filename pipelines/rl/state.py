@@ -20,7 +20,7 @@ from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.metrics import EntropyProfile, Metrics, TreeCounters
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import CheckpointConfig
-from agentenv.pipelines.evaluation import intervals
+from agentenv.pipelines.evaluation import statistics
 from agentenv.pipelines.rl.publishing import ParityGap
 from agentenv.pipelines.run.checkpoints import Checkpoints, Saver, load_state
 from agentenv.pipelines.run.records import EvalRow
@@ -141,7 +141,7 @@ def _interval(done: Sequence[EvalRow]) -> tuple[float, float]:
     for row in done:
         by_question.setdefault(row.task, []).append(row.success)
     counts = [len(own) for own in by_question.values()]
-    low, high = intervals.share(list(map(fmean, by_question.values())), counts, counts)
+    low, high = statistics.share(list(map(fmean, by_question.values())), counts, counts)
     return float(low), float(high)
 
 

@@ -1,15 +1,18 @@
-"""GPUs, command line and environment of an engine server, with what each engine needs to be usable:
-scale-out and dev routes, log-probs of the sampled distribution, and on the CPU its many traps.
+"""GPUs of this machine; command line and environment of an engine server: scale-out and dev routes,
+log-probs of the sampled distribution, and on the CPU its many traps.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from agentenv.engine import EngineConfig
 from agentenv.errors import ConfigError
@@ -20,6 +23,10 @@ from agentenv.server_config import SGLANG_RESERVED, LaunchConfig, Served
 
 if TYPE_CHECKING:
     from agentenv.pipelines.config.rl import ResourcesConfig, TrainConfig
+
+
+GIB = 2.0**30
+ASSUMED_GPU_GIB = 80.0
 
 
 def visible_gpus() -> list[str]:
@@ -86,6 +93,49 @@ class GpuPlan:
 
 SERVERS, LEARNER = "engine.servers.gpus", "resources.learner_gpus"
 COLOCATED = "resources.colocated"
+
+
+class Machine(Struct, frozen=True):
+    """What the run is planned for. `main_bytes` of main memory, 0 where nobody knows; `name` is
+    the machine in words."""
+
+    num_gpus: int
+    gpu_bytes: float
+    main_bytes: float
+    name: str
+
+
+def find_machine(num_gpus: int | None, gpu_memory_gib: float | None) -> Machine:
+    """What was asked for, else what is here."""
+    here = visible_gpus()
+    number = len(here) if num_gpus is None else num_gpus
+    main = _main_memory() if num_gpus is None else 0.0
+    if not number:
+        return Machine(0, 0.0, main, "this machine, which has no GPU" if main else "no GPU")
+    name = f"the {number} GPUs of this machine" if num_gpus is None else f"{number} GPUs"
+    if gpu_memory_gib is not None:
+        name += f" with {gpu_memory_gib:g} GiB each"
+        return Machine(number, gpu_memory_gib * GIB, main, name)
+    found = _memory_of(here[0]) if here and num_gpus is None else 0.0
+    if found:
+        return Machine(number, found, main, f"{name} with {found / GIB:.0f} GiB each")
+    name += f" with {ASSUMED_GPU_GIB:g} GiB each (assumed, see --gpu-memory)"
+    return Machine(number, ASSUMED_GPU_GIB * GIB, main, name)
+
+
+def _memory_of(gpu: str) -> float:
+    """Bytes of a GPU as its driver says; 0 where it cannot be asked."""
+    command = ["nvidia-smi", "-i", gpu, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return float(answer.stdout.strip()) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return 0.0
+
+
+def _main_memory() -> float:
+    """Bytes of this machine's main memory."""
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def learner_gpus(

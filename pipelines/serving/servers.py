@@ -294,7 +294,12 @@ def check_roles(config: msgspec.Struct) -> None:
             raise ConfigError("roles.policy: the policy is what [engine] serves")
         if name not in ROLES:
             raise ConfigError(f"roles.{name}: unknown role; known: {', '.join(ROLES)}")
-    read = {name: key for key in READERS for name in _named(_plain(getattr(config, key, None)))}
+    read = {
+        name: key
+        for key in READERS
+        for table in _tables(config, key)
+        for name in _named(_plain(table))
+    }
     for name, key in read.items():
         if name not in roles:
             raise ConfigError(
@@ -338,6 +343,12 @@ def fill_roles(config: C, urls: Mapping[str, str]) -> C:
 
 def _plain(table: Any) -> Any:
     return None if table is None else msgspec.to_builtins(table)
+
+
+def _tables(config: msgspec.Struct, key: str) -> list[Any]:
+    """The tables of this name: those of all sets of an evaluation, else the configuration's."""
+    sets = [one for one in getattr(config, "sets", {}).values() if hasattr(one, key)]
+    return [getattr(one, key, None) for one in sets or [config]]
 
 
 def _named(value: Any) -> Iterable[str]:

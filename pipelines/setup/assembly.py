@@ -26,7 +26,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from msgspec import Struct
 
 import agentenv.env
-from agentenv.config import RUN, resolver
+from agentenv.config import RUN, Say, resolver
+from agentenv.dataset import PromptFitter, TaskMix, load_mix, load_tasks
 from agentenv.env import Env, close_shared
 from agentenv.errors import ConfigError, DataError
 from agentenv.model_files import check_model_directory, load_tokenizer, read_eos_ids
@@ -34,6 +35,7 @@ from agentenv.native import NativeConfig, NativeRenderer
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.cluster import FOLDER
 from agentenv.pipelines.config.rl import (
+    DataConfig,
     EnvConfig,
     Sampling,
     TrainConfig,
@@ -41,8 +43,13 @@ from agentenv.pipelines.config.rl import (
 from agentenv.pipelines.run.arguments import RunConfig
 from agentenv.pipelines.run.checkpoints import find_checkpoint
 from agentenv.pipelines.serving.servers import ServerFactory, fill_roles, start_servers
-from agentenv.pipelines.setup.data import EnvMaker, Say, fit_prompts, tables_of, try_env
-from agentenv.pipelines.setup.env_workers import Asked, EnvProcesses
+from agentenv.pipelines.setup.environments import (
+    Asked,
+    EnvMaker,
+    EnvProcesses,
+    Resolve,
+    try_env,
+)
 from agentenv.registry import loaded
 from agentenv.renderer import PromptConfig, Renderer, TagRenderer, TagsConfig
 from agentenv.rows import RowsConfig
@@ -283,16 +290,14 @@ class AskingAssembly(Assembly[Asking]):
         """What makes the environments of each set; sets that are asked alike share one."""
         urls = await self.urls()
         found: dict[str, EnvMaker] = {}
-        known: list[tuple[Any, EnvMaker]] = []
+        known: list[tuple[Asked, EnvMaker]] = []
         for name, one in self.sets.items():
-            filled = fill_roles(one, urls)
-            given = (filled.env, tables_of(filled), filled.limits, filled.prompt)
-            alike = [maker for other, maker in known if other == given]
-            if not alike:
-                env, tables, limits, prompt = given
-                alike = [EnvMaker(env, tables, self.resolve, limits, prompt)]
-                known.append((given, alike[0]))
-            found[name] = alike[0]
+            asked = Asked.of(fill_roles(one, urls))
+            maker = next((maker for other, maker in known if other == asked), None)
+            if maker is None:
+                maker = EnvMaker.of(asked, self.resolve)
+                known.append((asked, maker))
+            found[name] = maker
         return found
 
     async def make_env(self, name: str) -> Callable[[Task], Env]:
@@ -304,15 +309,7 @@ class AskingAssembly(Assembly[Asking]):
         for known, processes in self.processes:
             if known is maker:
                 return processes.make
-        filled = fill_roles(one, await self.urls())
-        asked = Asked(
-            env=filled.env,
-            limits=filled.limits,
-            prompt=filled.prompt,
-            python=filled.python,
-            search=filled.search,
-            grader=filled.grader,
-        )
+        asked = Asked.of(fill_roles(one, await self.urls()))
         number = len(self.processes)
         logs = self.logs / f"set-{number}" if number else self.logs
         found = agentenv.env.shared(
@@ -375,3 +372,58 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
     if not inspect.isroutine(function):
         raise ConfigError(f"{key}: {path!r} is not a function")
     return function
+
+
+# The rows of questions.
+
+
+async def load_training(
+    config: DataConfig, env_id: str, resolve: Resolve, say: Say, ends: int = 0
+) -> Sequence[Task]:
+    """The training questions: those of data.train, or the weighted parts of data.mix."""
+    if config.mix:
+        return await in_thread(
+            load_mix, config.mix, env_id, config, resolve, ends=ends, say=said(say, "data")
+        )
+    number = config.max_samples
+    return await load_set(config.train, env_id, config, resolve, say, "data", number, ends)
+
+
+async def load_set(
+    paths: str | list[str],
+    env_id: str,
+    rows: RowsConfig,
+    resolve: Resolve,
+    say: Say,
+    key: str,
+    max_samples: int = 0,
+    ends: int = 0,
+) -> list[Task]:
+    """The questions of one set, whose keys begin with `key`; of its files all rows, or `ends` of
+    each end."""
+    found = [resolve(path) for path in ([paths] if isinstance(paths, str) else paths)]
+    return await in_thread(
+        load_tasks, found, env_id, rows, max_samples=max_samples, ends=ends, say=said(say, key)
+    )
+
+
+async def fit_prompts(
+    tasks: Sequence[Task],
+    rows: RowsConfig,
+    make_env: EnvMaker,
+    renderer: Renderer,
+    limits: Limits,
+    say: Say,
+    key: str,
+) -> Sequence[Task]:
+    """The tasks whose prompts fit, a mix part by part."""
+    overlong = f"{key}.overlong_prompt"
+    fitter = PromptFitter(make_env, renderer, limits, rows.overlong_prompt, overlong, say)
+    if isinstance(tasks, TaskMix):
+        return TaskMix([await fitter.fit(part) for part in tasks.parts], tasks.weights)
+    return await fitter.fit(tasks)
+
+
+def said(say: Say, key: str) -> Say:
+    """`say` with the keys that the text is about in front."""
+    return lambda text: say(f"{key}: {text}")

@@ -1,8 +1,8 @@
 """The checks of a run: one list, in the order that finds mistakes early, and three views of it.
 
     a start     what can be found before the run starts; the first failure is raised (`refuse`)
-    --dry-run   what needs nothing started and nothing that is not here (`pipelines/planning/`)
-    the doctor  all of it, on this machine, with learner and engine started (`pipelines/diagnosis/`)
+    --dry-run   what needs nothing started and nothing that is not here (`pipelines/diagnosis/`)
+    the doctor  all of it, on this machine, with learner and engine started (also there)
 
 A check is a coroutine that raises the problem as "problem; remedy", or `Skip` where it does not
 apply, and may return what it found.
@@ -19,9 +19,6 @@ from typing import Any, Literal, NamedTuple, get_args
 from msgspec import Struct
 
 from agentenv.errors import AgentEnvError
-from agentenv.pipelines.config.evaluation import EvaluateConfig
-from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.setup import start_checks
 from agentenv.pipelines.setup.assembly import Assembly
 from agentenv.registry import loaded
@@ -37,9 +34,10 @@ Stage = Literal[
     "measured",  # what they compute
 ]
 Has = Literal["model", "rows", "env", "sft", "machine"]  # what a dry run may not have here
-TRAIN, EVALUATE = (TrainConfig,), (EvaluateConfig,)
-ASKING = (TrainConfig, EvaluateConfig)
-SUPERVISED = (SupervisedRunConfig,)
+# Classes of configurations, by their names: none is loaded for the sake of another.
+TRAIN, EVALUATE = ("TrainConfig",), ("EvaluateConfig",)
+SUPERVISED = ("SupervisedRunConfig",)
+ASKING = (*TRAIN, *EVALUATE)
 RUNS = (*TRAIN, *SUPERVISED)
 ALL = (*ASKING, *SUPERVISED)
 
@@ -51,7 +49,7 @@ class Check(NamedTuple):
 
     name: str
     stage: Stage
-    of: tuple[type[Struct], ...]
+    of: tuple[str, ...]
     look: Callable[[Any], Awaitable[object]] | str
     dry: frozenset[Has] | None = None
     slow: bool = False
@@ -119,7 +117,8 @@ def select(config: Any, first: Stage, last: Stage) -> list[Check]:
     """The checks of a configuration in these stages."""
     stages = get_args(Stage)
     wanted = stages[stages.index(first) : stages.index(last) + 1]
-    return [one for one in CHECKS if one.stage in wanted and isinstance(config, one.of)]
+    names = {one.__name__ for one in type(config).__mro__}
+    return [one for one in CHECKS if one.stage in wanted and not names.isdisjoint(one.of)]
 
 
 async def refuse(
@@ -154,12 +153,11 @@ MACHINE: frozenset[Has] = frozenset({"machine"})
 _OF = "agentenv.pipelines.diagnosis."  # which is slow to load
 
 CHECKS: tuple[Check, ...] = (
-    Check("versions", "machine", (), f"{_OF}machine:packages"),
-    Check("free memory", "machine", (), f"{_OF}machine:memory"),
-    Check("free disk", "machine", (), f"{_OF}machine:disk"),
-    Check("descriptors", "machine", (), f"{_OF}machine:descriptors"),
-    Check("sandbox", "machine", (), f"{_OF}machine:sandbox"),
-    Check("sandbox escapes", "machine", (), f"{_OF}machine:escapes", slow=True),
+    Check("versions", "machine", (), f"{_OF}doctor:packages"),
+    Check("free memory", "machine", (), f"{_OF}doctor:memory"),
+    Check("free disk", "machine", (), f"{_OF}doctor:disk"),
+    Check("descriptors", "machine", (), f"{_OF}doctor:descriptors"),
+    Check("sandbox", "machine", (), f"{_OF}doctor:sandbox"),
     Check("sizes divide", "configuration", TRAIN, start_checks.sizes, NOTHING),
     Check("time-outs", "configuration", TRAIN, start_checks.time_outs, NOTHING),
     Check("cold start and renderer", "configuration", TRAIN, start_checks.demonstrations, NOTHING),
@@ -206,18 +204,17 @@ CHECKS: tuple[Check, ...] = (
     Check("demonstrations", "parts", TRAIN, part("demonstrations"), SFT),
     # the questions are enough for an update
     Check("number of updates", "parts", TRAIN, part("num_steps")),
-    Check("room for rollouts", "contract", TRAIN, f"{_OF}machine:connections"),
-    Check("room on the disk", "contract", TRAIN, f"{_OF}machine:checkpoints"),
-    Check("room in memory", "contract", TRAIN, f"{_OF}machine:processes"),
-    Check("packed model", "contract", RUNS, f"{_OF}protocol:packed_model", MODEL),
-    Check("adapters", "contract", RUNS, f"{_OF}protocol:adapters", MODEL),
-    Check("calls come back", "contract", TRAIN, f"{_OF}protocol:calls"),
-    Check("special tokens in results", "contract", TRAIN, f"{_OF}protocol:special_tokens"),
-    Check("services", "contract", TRAIN, f"{_OF}world:services", asks=True),
-    Check("grader sanity", "contract", TRAIN, f"{_OF}world:grader_sanity"),
-    Check("conformance of the environment", "contract", TRAIN, f"{_OF}world:conformance"),
+    Check("room for rollouts", "contract", TRAIN, f"{_OF}doctor:connections"),
+    Check("room on the disk", "contract", TRAIN, f"{_OF}doctor:checkpoints"),
+    Check("room in memory", "contract", TRAIN, f"{_OF}doctor:processes"),
+    Check("packed model", "contract", RUNS, f"{_OF}contract:packed_model", MODEL),
+    Check("adapters", "contract", RUNS, f"{_OF}contract:adapters", MODEL),
+    Check("calls come back", "contract", TRAIN, f"{_OF}contract:calls"),
+    Check("special tokens in results", "contract", TRAIN, f"{_OF}contract:special_tokens"),
+    Check("services", "contract", TRAIN, f"{_OF}contract:services", asks=True),
+    Check("grader sanity", "contract", TRAIN, f"{_OF}contract:grader_sanity"),
     # the ranks start and load the model; the engine starts and serves it
     Check("learner", "started", RUNS, part("learner"), slow=True),
     Check("engine", "started", ASKING, part("engine"), slow=True),
-    Check("log-prob parity", "measured", TRAIN, f"{_OF}protocol:parity", slow=True),
+    Check("log-prob parity", "measured", TRAIN, f"{_OF}contract:parity", slow=True),
 )

@@ -26,22 +26,22 @@ from agentenv.model_files import (
 from agentenv.native import NativeConfig, NativeRenderer
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.evaluation import EvaluateConfig
-from agentenv.pipelines.config.rl import TABLES, TrainConfig
-from agentenv.pipelines.config.supervised import SupervisedRunConfig
+from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.run.arguments import ModelConfig
 from agentenv.pipelines.run.rundir import check_writable
 from agentenv.pipelines.serving import find_python
 from agentenv.pipelines.serving.servers import check_roles
-from agentenv.pipelines.setup.assembly import AskingAssembly, Assembly, load_function
-from agentenv.pipelines.setup.data import (
+from agentenv.pipelines.setup.assembly import AskingAssembly, Assembly, load_function, said
+from agentenv.pipelines.setup.environments import (
+    Asked,
     EnvMaker,
     check_graders,
-    said,
     tables_of,
     try_env,
     try_turn,
 )
 from agentenv.renderer import TagRenderer
+from agentenv.server_config import LaunchConfig
 
 
 def hub_keys(config: Any) -> Iterator[tuple[str, str, HubKind]]:
@@ -51,12 +51,15 @@ def hub_keys(config: Any) -> Iterator[tuple[str, str, HubKind]]:
         yield "model.path", model.path, "model"
     for name, role in getattr(config, "roles", {}).items():
         yield f"roles.{name}.model", role.model, "model"
-    dialogues = isinstance(config, SupervisedRunConfig)
-    if dialogues and config.data.dataset_info:
-        return  # which gives the names in data.train their files
-    for key, path, is_rows in paths_of(config):
-        if is_rows or (dialogues and key in ("data.train", "data.eval")):
-            yield key, path, "dataset"
+    if not dataset_registry(config):
+        for key, path, is_rows in paths_of(config):
+            if is_rows or key in ("data.train", "data.eval"):
+                yield key, path, "dataset"
+
+
+def dataset_registry(config: Any) -> str:
+    """The file that gives the names in data.train their files; "" where they are paths."""
+    return getattr(getattr(config, "data", None), "dataset_info", "")
 
 
 # The configuration.
@@ -175,28 +178,9 @@ async def helpers(assembly: Assembly[EvaluateConfig]) -> None:
         )
 
 
-class _Tables(Struct):
-    """The tables of all sets of an evaluation, as `check_roles` reads those of a run."""
-
-    roles: Any
-    assist: Any
-    env: Any
-    grader: Any
-    search: Any
-    python: Any
-
-
 async def roles(assembly: Assembly[Any]) -> None:
     """Every role has a name of ours, and is read."""
-    config = assembly.config
-    if isinstance(config, EvaluateConfig):
-        tables = {
-            table: {name: getattr(one, table) for name, one in config.sets.items()}
-            for table in ("env", *TABLES)
-        }
-        check_roles(_Tables(config.roles, config.assist, **tables))
-    else:
-        check_roles(config)
+    check_roles(assembly.config)
 
 
 # Files.
@@ -230,7 +214,7 @@ def absent_paths(assembly: Assembly[Any]) -> Iterator[Absent]:
     """The paths of the configuration that are not here, but for those that the set-up makes or a
     registry of datasets names; a resumed run does not read the data of its cold start."""
     config = assembly.config
-    has_names = isinstance(config, SupervisedRunConfig) and config.data.dataset_info
+    has_names = dataset_registry(config)
     for key, path, is_rows in paths_of(config):
         if assembly.makes(path) or (key.startswith("sft.") and assembly.checkpoint is not None):
             continue
@@ -265,30 +249,41 @@ async def set_up(assembly: Assembly[Any]) -> None:
 async def environment_classes(assembly: AskingAssembly[Any]) -> None:
     """Every environment that the configuration names is registered, its class can be loaded and
     takes its keywords, its tools can be made, and the keys of its grader belong together."""
-    known: list[Any] = []
+    known: list[Asked] = []
     for one in assembly.sets.values():
         if one.grader is not None and one.grader.kind and not one.grader.compat:
             grader_config(one.grader)  # the environment adds what others do not say
-        given = (one.env, tables_of(one), one.limits, one.prompt)
-        if given not in known and not assembly.makes((one.env.tools, one.prompt)):
-            known.append(given)
-            env, tables, limits, prompt = given
-            EnvMaker(env, tables, assembly.resolve, limits, prompt)
+        asked = Asked.of(one)
+        if asked not in known and not assembly.makes((one.env.tools, one.prompt)):
+            known.append(asked)
+            EnvMaker.of(asked, assembly.resolve)
 
 
 async def servers(assembly: AskingAssembly[Any]) -> None:
     """Servers that are to be started can be; those that run already answer."""
-    config = assembly.config
-    given = {"engine": config.engine}
-    if isinstance(config, TrainConfig) and config.eval.engine is not None:
-        given["eval.engine"] = config.eval.engine
-    for key, engine in given.items():
-        if engine.launched is not None:
-            find_python(engine.kind, engine.launched, f"{key}.servers")
+    for name, launched, key in launched_servers(assembly.config):
+        find_python(name, launched, key)
+    for key, engine in engines_of(assembly.config):
         await engine.check_reachable(key)
+
+
+def engines_of(config: TrainConfig | EvaluateConfig) -> Iterator[tuple[str, EngineConfig]]:
+    """The engines of the policy, each with its key."""
+    yield "engine", config.engine
+    if isinstance(config, TrainConfig) and config.eval.engine is not None:
+        yield "eval.engine", config.eval.engine
+
+
+def launched_servers(
+    config: TrainConfig | EvaluateConfig,
+) -> Iterator[tuple[str, LaunchConfig, str]]:
+    """The servers that a command starts: kind of engine, configuration, key."""
+    for key, engine in engines_of(config):
+        if engine.launched is not None:
+            yield engine.kind, engine.launched, f"{key}.servers"
     for name, role in config.roles.items():
         if not role.url:
-            find_python(role.engine, role, f"roles.{name}")
+            yield role.engine, role, f"roles.{name}"
 
 
 async def rows_here(assembly: AskingAssembly[Any]) -> None:
@@ -312,7 +307,7 @@ async def graders_here(assembly: AskingAssembly[Any]) -> None:
         await environments(assembly)
     for name, one in here.items():
         await assembly.urls()  # of none; what the environments share is closed in the end
-        maker = EnvMaker(one.env, tables_of(one), assembly.resolve, one.limits, one.prompt)
+        maker = EnvMaker.of(one, assembly.resolve)
         tasks = await assembly.tasks_of(name)
         await try_env(maker, tasks[0])
         await check_graders(maker, tasks)

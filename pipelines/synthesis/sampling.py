@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -12,25 +13,40 @@ from msgspec.structs import replace
 
 from agentenv.actor import Actor, Answer, RolloutHooks
 from agentenv.branch import Branch
+from agentenv.config import Say
 from agentenv.engine import Engine
 from agentenv.env import EnvWrapper, StepResult
+from agentenv.envs.grading.verdict import final_answer
 from agentenv.errors import ConfigError, DataError
-from agentenv.pipelines.config.evaluation import WITH_TOOLS, SynthesisPlan, Way, set_name
+from agentenv.pipelines.config.evaluation import (
+    WITH_TOOLS,
+    HintsConfig,
+    SynthesisPlan,
+    Way,
+    set_name,
+)
 from agentenv.pipelines.evaluation.run import Progress, ask_into, row_of, share_failures
 from agentenv.pipelines.evaluation.store import Store
 from agentenv.pipelines.evaluation.subject import EvaluationAssembly
 from agentenv.pipelines.run.records import FAILED, EvalRow, Wanted
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.setup.assembly import Questions
-from agentenv.pipelines.setup.data import Say, load_set, try_env
-from agentenv.pipelines.synthesis.hints import MARK, Hint, make_hint
-from agentenv.pipelines.synthesis.sorting import Judged, JudgedQuestion, chain_text, judge, parts_of
+from agentenv.pipelines.setup.assembly import Questions, load_set
+from agentenv.pipelines.setup.environments import try_env
+from agentenv.pipelines.synthesis.sorting import (
+    Dropped,
+    Judged,
+    JudgedQuestion,
+    chain_text,
+    judge,
+    parts_of,
+)
 from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN
 from agentenv.rows import RowsConfig
 from agentenv.types import Info, Limit, Message, Task
 
 # Rollouts that begin after a hint, and language-only ones; for data synthesis only.
 
+MARK = "hint"  # in the metadata of a task and of its row
 NUM_PROMPT_TOKENS = "num_prompt_tokens"  # of the root's info: what follows is the hinted text
 
 
@@ -234,15 +250,6 @@ class SynthesisSampling:
 # Which questions are asked: each once, and none that must not be in the data.
 
 
-class Dropped(Struct, frozen=True):
-    """A question that is not asked, and why: duplicate, excluded, prompt_too_long."""
-
-    set_name: str
-    task: Task
-    reason: str
-    detail: str = ""
-
-
 async def read_questions(
     plan: SynthesisPlan, assembly: EvaluationAssembly, sets: Mapping[str, Questions], say: Say
 ) -> tuple[list[TaskPair], list[Dropped]]:
@@ -303,3 +310,82 @@ async def _excluded(plan: SynthesisPlan, assembly: EvaluationAssembly, say: Say)
         tasks = await load_set(path, "", RowsConfig(), assembly.resolve, say, "exclude")
         found |= {plain_question(task.question): f"in {path}, {task.id}" for task in tasks}
     return found
+
+
+# Hints: a language-only chain, cut at a doubt or after its answer, goes on with tools after a
+# sentence of ours (Tool-Star, arXiv 2505.16410, section 3.1). The thought stays open, so that the
+# whole has one answer.
+#
+#     uncertain   <think>facts. Perhaps it is Cusco..     ->  <think>facts. HINT
+#     answer      <think>facts.</think><answer>X</answer> ->  <think>facts. So it would be X. HINT
+
+_TAG = re.compile(r"<[^<>]*>")
+_SENTENCE_END = re.compile(r"[.!?\u3002\uff01\uff1f](?=\s|$)|[\u3002\uff01\uff1f\n]")
+
+
+class Hint(Struct, frozen=True):
+    """The beginning of a trajectory: `prefix`, which ends with the sentence `text`. `sample` is
+    the number of the language-only chain that it was cut from."""
+
+    prefix: str
+    place: Literal["uncertain", "answer"]
+    text: str
+    sample: int
+
+
+def make_hint(chain: str, sample: int, config: HintsConfig, rng: Random) -> Hint | None:
+    """The chain with a hint; None if it has no place for one."""
+    if config.place != "answer":
+        before = cut_at_doubt(chain, config.phrases)
+        if before is not None:
+            text = rng.choice(config.verification)
+            return Hint(before + text, "uncertain", text, sample)
+    if config.place != "uncertain":
+        before = reopened(chain)
+        if before is not None:
+            text = rng.choice(config.reflection)
+            return Hint(before + text, "answer", text, sample)
+    return None
+
+
+def cut_at_doubt(chain: str, phrases: Sequence[str]) -> str | None:
+    """The chain up to the first sentence of a thought that has one of the phrases, ready for a
+    sentence; None without one. Only the part before any answer counts."""
+    doubts = re.compile("|".join(map(_pattern, phrases)), re.IGNORECASE)
+    for doubt in doubts.finditer(chain):
+        before = chain[: doubt.start()]
+        thought = before.rfind("<think>")
+        if "<answer>" in before:
+            return None
+        if thought < 0 or "</think>" in before[thought:]:
+            continue
+        start = thought + len("<think>")
+        ends = [end.end() for end in _SENTENCE_END.finditer(before, start)]
+        return _ready(before[: ends[-1] if ends else start])
+    return None
+
+
+def reopened(chain: str) -> str | None:
+    """The chain as one thought that has come to its answer; None if there is no answer after a
+    thought, or more than one of it."""
+    before, tag, rest = chain.partition("<answer>")
+    thought, closed, between = before.rpartition("</think>")
+    body, end, _ = rest.partition("</answer>")
+    if not (tag and closed and end) or between.strip() or "<think>" not in thought:
+        return None
+    answer = " ".join(_TAG.sub(" ", final_answer(f"<answer>{body}</answer>")).split())
+    if not answer:
+        return None
+    return f"{_ready(thought)}So it would be {answer.rstrip('.')}. "
+
+
+def _pattern(phrase: str) -> str:
+    """Whole words, where the script has blanks between words."""
+    word = re.escape(phrase.strip())
+    return rf"(?<!\w){word}(?!\w)" if phrase.isascii() else word
+
+
+def _ready(text: str) -> str:
+    """With a blank after the last sentence, none after the tag."""
+    text = text.rstrip()
+    return text if text.endswith(">") else f"{text} "

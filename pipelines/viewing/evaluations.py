@@ -13,7 +13,6 @@ import msgspec
 
 from agentenv.errors import DataError, ForeignError
 from agentenv.pipelines.run.records import FAILED, EvalRow
-from agentenv.pipelines.viewing.jsonl import JsonLines, size_of
 from agentenv.untrusted import decode, decode_loose
 
 if TYPE_CHECKING:  # the first picture of a run waits for none of these
@@ -216,3 +215,47 @@ def _all_texts(row: EvalRow) -> Iterator[str]:
     yield row.error or ""
     for segment in row.segments:
         yield from segment.values()
+
+
+# Files of JSON lines that may still be growing.
+
+
+class JsonLines:
+    """Reads a file from where it stopped. A last line without its end is waited for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.place = 0  # bytes that were read
+        self._file: tuple[int, int] | None = None  # which one it was
+
+    def new(self) -> tuple[bool, Iterator[bytes]]:
+        """Whether it is another file, or was cut, so that the lines read before are void; and the
+        whole lines since then."""
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            is_void, self.place, self._file = self.place > 0, 0, None
+            return is_void, iter(())
+        file = found.st_dev, found.st_ino
+        is_void = self.place > 0 and (file != self._file or found.st_size < self.place)
+        if is_void:
+            self.place = 0
+        self._file = file
+        return is_void, self._read()
+
+    def _read(self) -> Iterator[bytes]:
+        with self.path.open("rb") as file:
+            file.seek(self.place)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self.place += len(line)
+                yield line
+
+
+def size_of(path: Path) -> int:
+    """Bytes; 0 without a file."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -18,6 +18,7 @@ Answers take as long as their files are large, and are computed in threads.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,8 +31,7 @@ from agentenv.config import resolver
 from agentenv.errors import DataError, ForeignError
 from agentenv.pipelines.run.checkpoints import Checkpoints
 from agentenv.pipelines.run.rundir import CONFIG_FILE, LOG_FILE, Holder
-from agentenv.pipelines.viewing.evaluations import Evaluation, compare
-from agentenv.pipelines.viewing.jsonl import JsonLines, size_of, tail
+from agentenv.pipelines.viewing.evaluations import Evaluation, JsonLines, compare, size_of
 from agentenv.pipelines.viewing.trees import Trees
 from agentenv.untrusted import decode_loose
 
@@ -39,6 +39,7 @@ METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 ROWS = "rows.jsonl"
 EVALUATIONS = "eval"
 Figures = dict[str, Any]
+TAIL_BYTES = 64_000
 
 
 class Folder:
@@ -241,3 +242,17 @@ def _number(text: str) -> int:
     if not text.isdecimal() or len(text) > 12:
         raise DataError(f"{text!r}: expected a number")
     return int(text)
+
+
+def tail(path: Path, num_bytes: int = TAIL_BYTES) -> str:
+    """The end of a text file, from the beginning of a line."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - num_bytes))
+            data = file.read(num_bytes)
+    except OSError:
+        return ""
+    if size > num_bytes:
+        data = data.partition(b"\n")[2]
+    return data.decode("utf-8", "replace")

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 import msgspec
 
+from agentenv.config import Say
 from agentenv.errors import PACKAGES, AgentEnvError, ConfigError, WorkerError
 from agentenv.link import Link
 from agentenv.pipelines.run.terminal import View, is_shown, run_until_done, to_its_end
 from agentenv.pipelines.run.watchdog import rolling_out
-from agentenv.pipelines.setup.data import Say
 from agentenv.supervisor import ADDRESS_VARIABLE, NUMBER_VARIABLE, TOKEN_VARIABLE
 from agentenv.untrusted import packed
 from agentenv.worker_group import HELLO_S, Hello, Ready, Refusal, named, own_code

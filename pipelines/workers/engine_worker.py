@@ -23,7 +23,6 @@ from agentenv.errors import WorkerError
 from agentenv.link import Link
 from agentenv.offload import in_thread
 from agentenv.pipelines.serving.servers import ServerFactory
-from agentenv.pipelines.setup import data
 from agentenv.pipelines.workers import main
 from agentenv.server_config import LaunchConfig, Served, ServersConfig
 from agentenv.supervisor import (
@@ -141,7 +140,7 @@ class EngineHolder:
 
 
 async def build(
-    frame: bytes, link: Link, stack: AsyncExitStack, say: data.Say, number: int
+    frame: bytes, link: Link, stack: AsyncExitStack, say: Callable[[str], None], number: int
 ) -> EngineHolder:
     """The server answers."""
     setup = read_engine_setup(frame)

@@ -1,5 +1,5 @@
 """A process that holds environments: `python -m agentenv.pipelines.workers.env_worker`, which
-pipelines/setup/env_workers.py starts.
+pipelines/setup/environments.py starts.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from agentenv.cluster.envs import EnvServer
-from agentenv.config import resolver
+from agentenv.config import Say, resolver
 from agentenv.env import close_shared
 from agentenv.link import Link
-from agentenv.pipelines.setup.data import Say
-from agentenv.pipelines.setup.env_workers import asked_of, maker_of, read_env_setup
+from agentenv.pipelines.setup.environments import EnvMaker, asked_of, read_env_setup
 from agentenv.pipelines.workers import main
 
 
@@ -24,7 +23,7 @@ async def build(
     setup = read_env_setup(frame)
     asked = asked_of(setup)
     stack.push_async_callback(close_shared)
-    make = maker_of(asked, resolver(Path(setup.folder)))
+    make = EnvMaker.of(asked, resolver(Path(setup.folder)))
     return EnvServer(make, link, asked.limits.env_timeout_s)
 
 

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -20,7 +21,6 @@ from agentenv.cluster.messages import Alive, Figures, Say
 from agentenv.errors import ConfigError, WorkerError, install_hint
 from agentenv.link import Link
 from agentenv.offload import in_thread
-from agentenv.pipelines.setup import data
 from agentenv.pipelines.workers import main
 from agentenv.pipelines.workers.ray_placement import (
     Connected,
@@ -409,7 +409,7 @@ def does_not_fit(
 
 
 async def build(
-    frame: bytes, link: Link, stack: AsyncExitStack, say: data.Say, number: int
+    frame: bytes, link: Link, stack: AsyncExitStack, say: Callable[[str], None], number: int
 ) -> RayDriver:
     """Connected to the cluster, with room for what is needed."""
     ray = Ray(read_setup(frame))

@@ -22,7 +22,7 @@ from agentenv.actor import Actor
 from agentenv.cluster import messages
 from agentenv.cluster.engines import LeasedEngine, LinkedEngine
 from agentenv.cluster.messages import Figures, Grow, pack
-from agentenv.config import build_config
+from agentenv.config import Say, build_config
 from agentenv.encoder import encode_beside
 from agentenv.engines.pool import PooledEngineConfig
 from agentenv.env import close_shared, shared_stats
@@ -42,7 +42,6 @@ from agentenv.pipelines.setup.assembly import (
     actor_seed,
     training_set,
 )
-from agentenv.pipelines.setup.data import Say
 from agentenv.pipelines.workers import main
 from agentenv.plan import RolloutPlan
 from agentenv.worker_group import named, serve

@@ -11,10 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentenv.engine import Served, ServersConfig
+from agentenv.engine import Served
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.vllm import VLLMServer
 from agentenv.pipelines.serving.servers import ServerFactory
+from agentenv.server_config import ServersConfig
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 from tests.engines import contract
 from tests.engines.reference import EOS, MAX_LENGTH, VOCAB, check_sampled

@@ -12,20 +12,14 @@ import pytest
 
 from agentenv.envs.sandbox.launch import Rung
 from agentenv.errors import ConfigError
-from agentenv.pipelines.diagnosis import escapes
-from agentenv.pipelines.diagnosis.escapes import (
-    MARK,
-    RUNGS,
-    attack_all,
-    host_secrets,
-    known_attacks,
-)
+from agentenv.pipelines.diagnosis.doctor import RUNGS
 from tests.check_sandbox import read_attacks
+from tests.support.escapes import FILES, MARK, attack_all, host_secrets, known_attacks
 from tests.support.sandboxes import children
 
 ROOT = Path(__file__).resolve().parents[2]
 ATTACKS = known_attacks()
-GROUPS = read_attacks(Path(escapes.__file__).with_name(escapes.FILES[1]))
+GROUPS = read_attacks(FILES[1])
 RARE = {"numbers_of_x32", "calls_of_32_bits"}  # few kernels have them
 
 

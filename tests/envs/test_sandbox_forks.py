@@ -14,7 +14,7 @@ from agentenv.envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
 from agentenv.envs.sandbox.launch import HUGE_PAGES, Rung, environment
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from agentenv.errors import EnvError
-from agentenv.pipelines.diagnosis.escapes import RUNGS
+from agentenv.pipelines.diagnosis.doctor import RUNGS
 from tests.support.sandboxes import process_of, said, until, zygote_of
 
 CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]

@@ -16,7 +16,7 @@ from agentenv.envs.sandbox.confine import FORK_BESIDE, FORK_INTO_NAMESPACES
 from agentenv.envs.sandbox.process import SessionProcess
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.errors import ConfigError
-from agentenv.pipelines.diagnosis.escapes import RUNGS
+from agentenv.pipelines.diagnosis.doctor import RUNGS
 from tests.envs.test_sandbox_bounds import FRAME
 from tests.envs.test_sandbox_forks import CLONE
 from tests.support.sandboxes import process_of, said

@@ -17,7 +17,7 @@ from agentenv.envs.sandbox.keys import SandboxLimits
 from agentenv.envs.sandbox.launch import Interpreter
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.errors import ConfigError, InfraError
-from agentenv.pipelines.diagnosis.escapes import RUNGS
+from agentenv.pipelines.diagnosis.doctor import RUNGS
 from tests.support.sandboxes import children, num_descriptors, said, until_processes
 
 

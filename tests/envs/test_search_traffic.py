@@ -11,16 +11,11 @@ from agentenv.envs.search.cache import CachedBackend, ResultCache, SharedFetches
 from agentenv.envs.search.corpus import Query
 from agentenv.envs.search.keys import TrafficConfig
 from agentenv.envs.search.providers import WebBackend, WebConfig
-from agentenv.envs.search.upstream import (
-    HttpRequest,
-    Reply,
-    TokenBucket,
-    Upstream,
-    retry_after_s,
-)
+from agentenv.envs.search.upstream import HttpRequest, Reply, TokenBucket, Upstream
 from agentenv.errors import ConfigError, InfraError
+from agentenv.http import retry_after_s
+from agentenv.offload import run_virtual
 from tests.envs.search_server import QUICK, Scripted, send, serving
-from tests.support.virtual_clock import run_virtual
 
 # retries
 

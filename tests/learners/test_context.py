@@ -23,10 +23,10 @@ from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.arpo import ARPO
 from agentenv.learners.batch import EncodedTree, encode, encode_sequence, pack
 from agentenv.learners.checkpoint import Checkpoint, restore
-from agentenv.learners.context import ContextGroup, Share, check_heads, padded
+from agentenv.learners.context import ContextGroup, Share, padded
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.dpo import prefer, with_reference
-from agentenv.learners.learner import LearnerConfig, Metrics
+from agentenv.learners.learner import LearnerConfig, Metrics, check_heads
 from agentenv.learners.lora import LoRAConfig, add_adapters
 from agentenv.learners.model_check import check_model
 from agentenv.learners.partition import assign, partition

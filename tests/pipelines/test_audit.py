@@ -20,12 +20,12 @@ from agentenv.pipelines.diagnosis import audit as audits
 from agentenv.pipelines.diagnosis.audit import (
     audit,
     find_jumps,
-    jump_result,
     mutated,
+    no_jumps,
     with_another_gold,
 )
-from agentenv.pipelines.diagnosis.guesses import JOINTS, guess_twice, remedy
-from agentenv.pipelines.setup.checks import CheckResult
+from agentenv.pipelines.diagnosis.contract import JOINTS, guess_twice, remedy
+from agentenv.pipelines.setup.checks import Check, CheckResult, Runner
 from agentenv.types import Message, Task
 from tests.support.rank_here import rank_here
 
@@ -56,10 +56,12 @@ def steady(number: int, shift: float = 0.0) -> Step:
         ([steady(1), steady(2, 0.6)], []),  # too few before it
     ],
 )
-def test_a_step_far_from_those_before_it_is_a_jump(steps: list[Step], jumps: list[int]) -> None:
-    found = list(find_jumps(steps))
-    assert [one.step for one in found] == jumps
-    verdict = jump_result(found, steps)
+async def test_a_step_far_from_those_before_it_is_a_jump(
+    steps: list[Step], jumps: list[int]
+) -> None:
+    assert [one.step for one in find_jumps(steps)] == jumps
+    check = Check("jumps", "measured", (), no_jumps)
+    (verdict,) = [one async for one in Runner().run([check], steps)]
     expected = "failed" if jumps else "passed" if len(steps) > 2 else "skipped"
     assert verdict.state == expected
     assert ("samples" in verdict.remedy) is bool(jumps)

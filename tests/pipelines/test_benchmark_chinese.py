@@ -18,7 +18,7 @@ from agentenv.envs.quickstart_setup import build_tokenizer
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.pipelines.config.benchmarks import benchmark, load_benchmark
 from agentenv.pipelines.config.rl import EnvConfig
-from agentenv.pipelines.setup.data import EnvMaker
+from agentenv.pipelines.setup.environments import EnvMaker
 from agentenv.renderer import PromptConfig, TagRenderer, preset
 from agentenv.types import Limits, SamplingParams
 from tests.support.tea_house import HOUSES, turn, write_world

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentenv.config import build_config
-from agentenv.engine import Served, ServersConfig
+from agentenv.engine import Served
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.scripted import ScriptedConfig
 from agentenv.engines.sglang import SGLangConfig
@@ -21,6 +21,7 @@ from agentenv.pipelines.rl.parts import adapter_rank
 from agentenv.pipelines.serving import GpuPlan, command, environment, learner_gpus
 from agentenv.pipelines.setup.assembly import Assembly
 from agentenv.pipelines.setup.checks import refuse
+from agentenv.server_config import ServersConfig
 
 TWO = LearnerConfig(num_ranks=2)
 SERVERS = VLLMConfig(servers=ServersConfig(num_servers=2))

@@ -15,7 +15,7 @@ from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.launchers import evaluate, train
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.evaluation.subject import Subject, of_run
-from agentenv.pipelines.setup.data import load_training
+from agentenv.pipelines.setup.assembly import load_training
 from agentenv.rows import ColumnsConfig
 from agentenv.types import Task
 

@@ -24,7 +24,7 @@ def test_ks_are_powers_of_two_and_the_whole():
 
 
 async def figures(rows: list[EvalRow], ks: tuple[int, ...] = ()):
-    summary, _ = await summarise("test", rows, Scorer(math=False), ks=ks)
+    summary = await summarise("test", rows, Scorer(math=False), ks=ks)
     return summary
 
 

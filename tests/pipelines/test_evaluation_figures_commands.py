@@ -7,14 +7,12 @@ import gzip
 import json
 import re
 from html.parser import HTMLParser
-from itertools import pairwise
 from typing import Any
 
 import msgspec
 import pytest
 
 from agentenv.launchers import evaluate, view
-from agentenv.pipelines.evaluation import report
 from agentenv.pipelines.run.records import EvalRow
 from tests.support.stored_evaluation import (
     QUICK,
@@ -24,8 +22,6 @@ from tests.support.stored_evaluation import (
     rows_of,
     write_evaluation,
 )
-
-pytestmark = pytest.mark.usefixtures("drawn")
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m|`*"
 
@@ -65,8 +61,7 @@ class Page(HTMLParser):
 # report
 
 
-@pytest.mark.slow
-def test_a_report_is_terminal_json_markdown_and_plots(tmp_path, capsys):
+def test_a_report_is_terminal_json_and_markdown(tmp_path, capsys):
     folder = write_evaluation(tmp_path / "e", mixed_rows(8, 4), QUICK)
     assert evaluate.main(["report", str(folder), "--k", "1,3"]) == 0
     said = capsys.readouterr().out
@@ -75,9 +70,7 @@ def test_a_report_is_terminal_json_markdown_and_plots(tmp_path, capsys):
     summary = json.loads((folder / "summary.json").read_text())
     assert list(summary["overall"]["pass_at"]) == ["1", "3"]
     text = (folder / "report.md").read_text()
-    for name in ("groups", "pass_at_k", "tool_calls", "tokens", "seconds"):
-        assert (folder / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert f"(plots/{name}.png)" in text
+    assert "## pass@k" in text
     assert not list(folder.glob("**/*.partial"))
     assert not (folder / "report.html").exists()
 
@@ -160,16 +153,6 @@ def test_a_report_names_the_weights_that_were_asked(tmp_path, subject, told):
     (folder / "config.json").write_text(json.dumps({**saved, "subject": subject}))
     assert evaluate.main(["report", str(folder)]) == 0
     assert told in (folder / "report.md").read_text()
-
-
-@pytest.mark.parametrize(("least", "most"), [(0, 0), (20, 23), (300, 300), (0, 40), (100, 900)])
-def test_a_bar_stands_for_whole_numbers(least: int, most: int) -> None:
-    edges = report.whole_bins(least, most)
-    assert {edge % 1 for edge in edges} == {0.5}
-    assert len({b - a for a, b in pairwise(edges)}) <= 1
-    assert edges[0] < least <= most < edges[-1]
-    assert len(edges) - 1 <= report.MAX_BARS
-    assert edges[-2] < most or len(edges) == 2, "no bar is empty beyond the most"
 
 
 # compare

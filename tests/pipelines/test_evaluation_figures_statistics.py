@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv.pipelines.evaluation.figures import (
+from agentenv.pipelines.evaluation.statistics import (
     cohen_kappa,
     majority_at_k,
     mcnemar,

@@ -16,7 +16,6 @@ from agentenv.errors import install_hint
 from agentenv.failures import REDACTED, Redactor
 from agentenv.frames import ArchiveConfig
 from agentenv.launchers import export
-from agentenv.pipelines.exports.atif import trajectory
 from agentenv.pipelines.run.records import (
     EvalRow,
     Question,
@@ -26,6 +25,7 @@ from agentenv.pipelines.run.records import (
     trajectory_rows,
     turns_of,
 )
+from agentenv.pipelines.viewing.transcripts import atif_document
 from tests.support.stored_evaluation import failed, row, write_evaluation
 from tests.support.told_tree import SECRET, told_tree
 
@@ -46,7 +46,7 @@ def told(tokenizer: Any, *, with_secret: bool = False) -> Question:
 
 def documents(question: Question) -> dict[str, dict[str, Any]]:
     return {
-        branch.name: trajectory(question, branch, session="r/t", model="m", source={"step": 4})
+        branch.name: atif_document(question, branch, session="r/t", model="m", source={"step": 4})
         for branch in question.branches
     }
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.special import betaincinv
 from scipy.stats import binomtest
 
-from agentenv.pipelines.evaluation import intervals
+from agentenv.pipelines.evaluation import statistics
 
 Floats = NDArray[np.float64]
 
@@ -64,7 +64,7 @@ def simulate(cell: Cell, rng: np.random.Generator) -> Found:
     size, samples, success, kind = cell
     chances = probabilities(rng, kind, success, (NUM_SETS, size))
     values = rng.binomial(samples, chances) / samples
-    found = intervals.share(values, samples)
+    found = statistics.share(values, samples)
     share = values.mean(-1)
     # The samples of questions that all agree do not show that they are more than one each.
     effective = size * samples / (1 + (samples - 1) * ALIKE[kind])
@@ -110,7 +110,7 @@ def test_intervals_of_100_questions_are_no_wider_than_a_bootstrap_that_covers() 
         values = rng.binomial(samples, probabilities(rng, kind, success, (1_000, 100))) / samples
         draws = values @ (rng.multinomial(100, np.full(100, 0.01), size=500) / 100).T
         drawn = np.percentile(draws, [2.5, 97.5], axis=1).T
-        ratios.append(width(intervals.share(values, samples)).mean() / width(drawn).mean())
+        ratios.append(width(statistics.share(values, samples)).mean() / width(drawn).mean())
         if covers(drawn, success) >= 0.93:
             num_compared += 1
             assert ratios[-1] <= 1.12, (samples, success, kind)  # 1.10, and the error of 1,000 sets
@@ -152,7 +152,7 @@ def test_paired_differences_hold_the_truth_and_have_a_width() -> None:
     ):
         chances = pairs(rng, kind, first, second, shared=shared, size=size)
         one, other = (rng.binomial(samples, np.clip(p, 0, 1)) / samples for p in chances)
-        found = intervals.difference(one, other, samples)
+        found = statistics.difference(one, other, samples)
         assert width(found).min() > 0
         change = (other - one).mean(-1)
         assert (found[:, 0] <= change + 1e-12).all()
@@ -163,19 +163,19 @@ def test_paired_differences_hold_the_truth_and_have_a_width() -> None:
 
 def test_where_nothing_differs_the_difference_may_be_as_large_as_questions_could_hide() -> None:
     same = [0.0, 1.0] * 100
-    low, high = intervals.difference(same, same)
+    low, high = statistics.difference(same, same)
     assert (low, high) == pytest.approx((-(1 - 0.04 ** (1 / 200)), 1 - 0.04 ** (1 / 200)))
 
 
 def test_all_right_says_no_more_than_the_number_of_questions() -> None:
     for samples in (1, 5, 32):
-        assert intervals.share(np.ones(8), samples).tolist() == [0.04 ** (1 / 8), 1.0]
-        assert intervals.share(np.zeros(8), samples).tolist() == [0.0, 1 - 0.04 ** (1 / 8)]
+        assert statistics.share(np.ones(8), samples).tolist() == [0.04 ** (1 / 8), 1.0]
+        assert statistics.share(np.zeros(8), samples).tolist() == [0.0, 1 - 0.04 ** (1 / 8)]
 
 
 def test_all_or_nothing_questions_count_once_however_often_they_are_asked() -> None:
     values = np.array([1.0] * 70 + [0.0] * 30)
-    once, often = intervals.share(values, 1), intervals.share(values, 32)
+    once, often = statistics.share(values, 1), statistics.share(values, 32)
     assert often == pytest.approx(once, abs=0.003)
     exact = binomtest(70, 100).proportion_ci()
     assert once[0] == pytest.approx(exact.low, abs=0.005)
@@ -186,7 +186,7 @@ def test_independent_samples_count_each() -> None:
     rng = np.random.default_rng(1)
     values = rng.binomial(20, 0.6, (200, 50)) / 20
     exact = binomtest(600, 1000).proportion_ci()
-    assert width(intervals.share(values, 20)).mean() == pytest.approx(
+    assert width(statistics.share(values, 20)).mean() == pytest.approx(
         exact.high - exact.low, rel=0.1
     )
 
@@ -194,7 +194,7 @@ def test_independent_samples_count_each() -> None:
 def test_a_share_of_all_samples_is_weighted() -> None:
     """One question with 90 samples beside nine with one each says little more than one."""
     values, weights = np.array([1.0] * 5 + [0.0] * 5), np.array([90.0] + [1.0] * 9)
-    low, high = intervals.share(values, weights, weights)
+    low, high = statistics.share(values, weights, weights)
     assert low < 94 / 99 <= high
     assert high - low > 0.5
 
@@ -202,37 +202,39 @@ def test_a_share_of_all_samples_is_weighted() -> None:
 def test_values_between_0_and_1_are_no_coins() -> None:
     """F1 of 100 questions, all near 0.5: narrower than of 100 coins."""
     values = np.random.default_rng(2).uniform(0.4, 0.6, 100)
-    assert 0.01 < width(intervals.share(values)) < 0.6 * width(intervals.share(np.tile([0, 1], 50)))
+    assert (
+        0.01 < width(statistics.share(values)) < 0.6 * width(statistics.share(np.tile([0, 1], 50)))
+    )
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.sampled_from([4, 8]))
 def test_a_share_is_mirrored_and_holds_its_mean(counts: list[int], samples: int) -> None:
     values = np.array(counts) / samples
-    low, high = intervals.share(values, samples)
+    low, high = statistics.share(values, samples)
     assert 0 <= low <= values.mean() + 1e-12
     assert values.mean() - 1e-12 <= high <= 1
     assert high - low > 0.005
-    mirrored = intervals.share(1 - values, samples)
+    mirrored = statistics.share(1 - values, samples)
     assert (1 - mirrored[1], 1 - mirrored[0]) == pytest.approx((low, high), abs=1e-6)
 
 
 def test_without_questions_everything_is_possible() -> None:
-    assert intervals.share([]).tolist() == [0.0, 1.0]
-    assert intervals.share([0.5], 8)[0] < 0.05
+    assert statistics.share([]).tolist() == [0.0, 1.0]
+    assert statistics.share([0.5], 8)[0] < 0.05
 
 
 def test_means_without_bounds_are_students() -> None:
     values = [3.0, 5.0, 4.0, 8.0]
-    low, high = intervals.ratio(values)
+    low, high = statistics.ratio(values)
     assert (low, high) == pytest.approx((5 - 3.4374, 5 + 3.4374), abs=1e-3)  # t of 3 is 3.1824
-    assert intervals.ratio([2.0]) is None
-    assert intervals.ratio([2.0] * 30) is None
+    assert statistics.ratio([2.0]) is None
+    assert statistics.ratio([2.0] * 30) is None
 
 
 def test_a_ratio_of_sums_is_linearised() -> None:
     rng = np.random.default_rng(0)
     above, below = rng.exponential(size=2_001), rng.integers(1, 4, 2_001).astype(float)
-    low, high = intervals.ratio(above, below)
+    low, high = statistics.ratio(above, below)
     ratio = above.sum() / below.sum()
     error = np.std(above - ratio * below) / below.mean() / np.sqrt(len(above))
     assert (low + high) / 2 == pytest.approx(ratio)

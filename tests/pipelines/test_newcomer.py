@@ -17,9 +17,8 @@ from agentenv.errors import ConfigError
 from agentenv.launchers import evaluate, train
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.evaluation.figures import agreement_of
-from agentenv.pipelines.evaluation.report import write_report
+from agentenv.pipelines.evaluation.report import MAX_UNREADABLE_SHARE, write_report
 from agentenv.pipelines.evaluation.subject import of_env
-from agentenv.pipelines.evaluation.tables import MAX_UNREADABLE_SHARE
 from agentenv.pipelines.run.terminal import View
 from tests.support.stored_evaluation import row, write_evaluation
 from tests.support.warehouse import ROOT

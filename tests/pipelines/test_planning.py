@@ -21,7 +21,6 @@ from transformers import (
 )
 
 from agentenv.config import load_config
-from agentenv.engine import LaunchConfig
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.frames import ArchiveConfig
 from agentenv.learners.batch import encode_sequence, pack
@@ -29,8 +28,8 @@ from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.policy import CHUNK_BYTES, TILE_BYTES, Policy, tensors
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.planning.plan import Requirements, disk_line, requirements_of, saving_line
-from agentenv.pipelines.setup.machine import GIB
+from agentenv.pipelines.diagnosis.plan import disk_line, files_of, microbatch_tokens, saving_line
+from agentenv.pipelines.serving import GIB
 from agentenv.pipelines.setup.memory import (
     HEAD_CHUNK_BYTES,
     HEAD_TILE_BYTES,
@@ -46,6 +45,7 @@ from agentenv.pipelines.setup.memory import (
     server_memory,
     shape_of,
 )
+from agentenv.server_config import LaunchConfig
 from tests.learners.threads import Meeting
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -233,8 +233,8 @@ def test_activations_of_a_rank_of_a_team(team: int) -> None:
 
 def test_a_team_divides_a_long_path() -> None:
     learner = LearnerConfig(num_ranks=8, context_parallel=4, max_tokens_per_microbatch=8192)
-    assert Requirements(path="", path_tokens=30_000, learner=learner).microbatch_tokens == 8192
-    assert Requirements(path="", path_tokens=100_001, learner=learner).microbatch_tokens == 25_001
+    assert microbatch_tokens(learner, 30_000) == 8192
+    assert microbatch_tokens(learner, 100_001) == 25_001
 
 
 def kept_bytes(policy: Policy, forward: Callable[[], object]) -> int:
@@ -275,14 +275,13 @@ def test_a_dry_run_says_what_a_run_has_on_the_disk() -> None:
     """Three checkpoints are kept, one is the best, one behind the cold start, one being written."""
     keys = ["archive.max_gb=20", "checkpoint.keep_last=3"]
     config = load_config(TrainConfig, Path("configs") / "quickstart.toml", keys)
-    required = requirements_of(config)
-    assert disk_line(2 * GIB, required.num_checkpoints, required.files) == (
+    assert disk_line(2 * GIB, *files_of(config)) == (
         "on the disk: up to 31.1 GiB = 12.0 GiB (6 checkpoints) + 18.6 GiB (archive.max_gb) + "
         "0.5 GiB (trajectories)"
     )
-    without = requirements_of(replace(config, sft=None, archive=ArchiveConfig(max_gb=0.0)))
-    assert without.num_checkpoints == 5
-    assert "archive" not in disk_line(2 * GIB, 5, without.files)
+    number, files = files_of(replace(config, sft=None, archive=ArchiveConfig(max_gb=0.0)))
+    assert number == 5
+    assert "archive" not in disk_line(2 * GIB, number, files)
 
 
 def test_what_saves_memory_saves_it() -> None:

@@ -15,10 +15,10 @@ from agentenv.frames import JournalConfig
 from agentenv.journal import Journal
 from agentenv.launchers import replay
 from agentenv.launchers.replay import Regrowing
+from agentenv.offload import run_virtual
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.training import rollout_settings
 from agentenv.tree import TrajectoryTree
-from tests.support.virtual_clock import run_virtual
 from tests.support.warehouse import ROOT
 from tests.test_actor import AlwaysFork
 from tests.test_archive import kept, written

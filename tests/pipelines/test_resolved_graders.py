@@ -19,7 +19,7 @@ from agentenv.envs.grading.reward import AnswerReward, ToolReward
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.serving.servers import fill_roles
-from agentenv.pipelines.setup.data import EnvMaker, tables_of
+from agentenv.pipelines.setup.environments import EnvMaker, tables_of
 from agentenv.renderer import PromptConfig
 from agentenv.tool_env import ToolEnv
 from agentenv.types import Message, Task

@@ -15,8 +15,7 @@ from agentenv.engines.vllm import VLLMConfig
 from agentenv.errors import ConfigError
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
-from agentenv.pipelines.setup.memory import find_shape
-from agentenv.pipelines.setup.passage import find_passage, lack, passing_bytes
+from agentenv.pipelines.setup.memory import find_passage, find_shape, lack, passing_bytes
 from tests.support.warehouse import ROOT
 
 MOUNT = "mount -t tmpfs -o {options} tmpfs {place} && "

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from agentenv.errors import ConfigError
 from agentenv.pipelines.config.evaluation import HintsConfig
-from agentenv.pipelines.synthesis.hints import cut_at_doubt, make_hint, reopened
+from agentenv.pipelines.synthesis.sampling import cut_at_doubt, make_hint, reopened
 
 CHAIN = (
     "<think>Peru is a country. Perhaps its capital is Cusco, since it is old. It is.</think>"

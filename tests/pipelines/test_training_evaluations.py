@@ -23,7 +23,7 @@ from agentenv.pipelines.rl.evaluations import Evaluations
 from agentenv.pipelines.rl.state import Evaluating
 from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.setup.assembly import make_renderer
-from agentenv.pipelines.setup.data import EnvMaker
+from agentenv.pipelines.setup.environments import EnvMaker
 from agentenv.renderer import PromptConfig, TagsConfig
 from agentenv.types import Task
 from tests.support.runs import rows_of

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentenv.pipelines.viewing.api import encode
 from agentenv.pipelines.viewing.folder import Folder
+from agentenv.pipelines.viewing.page import encode
 from tests.support.viewed_run import (
     HOSTILE,
     RESULT,

@@ -23,9 +23,8 @@ from agentenv.errors import ConfigError, DataError
 from agentenv.launchers import view
 from agentenv.pipelines.evaluation.figures import figures_of, questions_of
 from agentenv.pipelines.evaluation.store import read_rows
-from agentenv.pipelines.viewing.api import HEADERS, Server, encode, serve, static
-from agentenv.pipelines.viewing.export import export
 from agentenv.pipelines.viewing.folder import Folder
+from agentenv.pipelines.viewing.page import HEADERS, Server, encode, export, serve, static
 from tests.support.viewed_run import HOSTILE, ViewedRun, make_run, row_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -464,7 +463,7 @@ def test_the_command_says_its_options_before_it_loads_anything() -> None:
 
 
 def test_the_server_loads_no_torch(run: ViewedRun) -> None:
-    code = "import sys\nfrom agentenv.pipelines.viewing import api, export\n"
+    code = "import sys\nfrom agentenv.pipelines.viewing import page\n"
     code += "print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT

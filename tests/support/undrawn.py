@@ -12,7 +12,6 @@ import pytest
 PICTURES = (
     "agentenv.pipelines.run.pictures._plot",
     "agentenv.pipelines.rl.recorder.write_plots",
-    "agentenv.pipelines.evaluation.report.plots_of",
 )
 
 

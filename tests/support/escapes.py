@@ -13,7 +13,6 @@ import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +26,8 @@ SECRET = "the secret of the host"
 NEXT_CALL = "print('next', 6 * 7)"
 NEXT_CALL_TIMEOUT_S = 30.0
 NUM_AT_ONCE = 2
-FILES = ("sandbox_attacks.json", "sandbox_attack_groups.json")  # beside this one
-RUNGS: tuple[Rung, ...] = ("namespaces", "landlock")
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+FILES = [FIXTURES / name for name in ("sandbox_attacks.json", "sandbox_attack_groups.json")]
 
 
 class Outcome(NamedTuple):
@@ -155,9 +154,8 @@ async def attack_all(
 
 
 def known_attacks() -> dict[str, str]:
-    """The snippets that come with the doctor, by name."""
-    folder = resources.files("agentenv.pipelines.diagnosis")
+    """The snippets by name."""
     found: dict[str, str] = {}
-    for name in FILES:
-        found |= decode(folder.joinpath(name).read_bytes(), dict[str, str])
+    for path in FILES:
+        found |= decode(path.read_bytes(), dict[str, str])
     return found

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from agentenv.config import RUN
 from agentenv.engine import EngineConfig, LocalModel
@@ -16,9 +16,8 @@ from agentenv.pipelines.config.cluster import ServeConfig, WideCluster
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import MAX_TRAJECTORY_BYTES, ResourcesConfig, TrainConfig
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
-from agentenv.pipelines.run.checkpoints import SavingConfig, find_checkpoint
-from agentenv.pipelines.serving import CPU_CACHE_GIB, GpuPlan, learner_gpus
-from agentenv.pipelines.setup.machine import GIB, Machine
+from agentenv.pipelines.run.checkpoints import find_checkpoint
+from agentenv.pipelines.serving import CPU_CACHE_GIB, GIB, GpuPlan, Machine, learner_gpus
 from agentenv.pipelines.setup.memory import (
     KNOWN,
     RESERVE_BYTES,
@@ -31,9 +30,9 @@ from agentenv.pipelines.setup.memory import (
     find_shape,
     learner_memory,
     model_states,
+    passing_bytes,
     server_memory,
 )
-from agentenv.pipelines.setup.passage import passing_bytes
 from agentenv.server_config import LaunchConfig, RoleConfig
 from agentenv.types import Limits
 
@@ -123,160 +122,92 @@ AnyRun = TrainConfig | SupervisedRunConfig | EvaluateConfig | ServeConfig
 HERE = "on this machine"
 
 
-class Requirements(Struct, frozen=True, kw_only=True):
-    """What a command asks of a machine. `path`: of the policy's model, "" where an endpoint has
-    it; `setup` makes that model if it is not here; `path_tokens`: most tokens of prompt and
-    response, 0 where nothing is rolled out, and `num_paths` of them under way at a time at most;
-    `row_tokens`: of a row that is learned from;
-    `num_workers`: processes beside the controller in which rollouts grow; `num_env_workers`: those
-    in which environments live, of each process in which rollouts grow."""
-
-    path: str
-    setup: str = ""
-    path_tokens: int = 0
-    num_paths: int = 0
-    row_tokens: int = 0
-    num_workers: int = 0
-    num_env_workers: int = 0
-    workers_on: str = HERE
-    learner: LearnerConfig | None = None
-    has_reference: bool = False
-    finish_s: float = 0.0  # for the last checkpoint of a run that is interrupted
-    num_checkpoints: int = 0  # on the disk at a time, at most
-    files: dict[str, float] = field(default_factory=dict)  # bytes at most, by what bounds them
-    engine: EngineConfig | None = None
-    eval_engine: EngineConfig | None = None
-    resources: ResourcesConfig = ResourcesConfig()
-    roles: dict[str, RoleConfig] = field(default_factory=dict)
-
-    @property
-    def microbatch_tokens(self) -> int:
-        """What a rank has of the largest micro-batch: the learner's budget, or its part of a path
-        where that is longer."""
-        longest = max(self.path_tokens, self.row_tokens)
-        if self.learner is None:
-            return longest
-        part = -(-longest // self.learner.context_parallel)
-        return max(self.learner.max_tokens_per_microbatch, part)
+def make_plan(config: AnyRun, machine: Machine, resolve: Resolve, model: str = "") -> Plan:
+    """The plan of a configuration; `model` is the path of the policy where the configuration does
+    not hold it, "" where an endpoint has it. Raises ConfigError for GPUs that are missing or that
+    two claim."""
+    planner = _Planner(config, machine, resolve, model)
+    planner.add_all()
+    check_memory(planner.plan)
+    return planner.plan
 
 
-def requirements_of(config: AnyRun, model: str = "") -> Requirements:
-    """What a configuration asks for; `model`: the path of the policy of an evaluation."""
+def rollouts_of(config: AnyRun) -> tuple[int, int]:
+    """Most tokens of a trajectory, prompt and response; how many trajectories are under way at a
+    time at most. 0 where nothing is rolled out."""
     if isinstance(config, TrainConfig):
-        saving = config.checkpoint
-        return Requirements(
-            path=config.model.path,
-            setup=config.run.setup,
-            path_tokens=_longest([config.limits]),
-            num_paths=config.queue.groups_per_step
-            * (config.queue.max_staleness + 1)
-            * config.algorithm.group_size,
-            num_workers=getattr(config.cluster, "workers", 0),
-            num_env_workers=config.env.workers,
-            workers_on=(
-                "on nodes of the cluster" if isinstance(config.cluster, WideCluster) else HERE
-            ),
-            learner=config.learner,
-            has_reference=config.algorithm.needs_reference,
-            finish_s=saving.finish_s,
-            num_checkpoints=_num_checkpoints(
-                saving, bool(saving.best_metric), config.sft is not None
-            ),
-            files=_files(config),
-            engine=config.engine,
-            eval_engine=config.eval.engine,
-            resources=config.resources,
-            roles=config.roles,
-        )
+        trees = config.queue.groups_per_step * (config.queue.max_staleness + 1)
+        return _longest([config.limits]), trees * config.algorithm.group_size
     if isinstance(config, EvaluateConfig):
         own = [one.limits for one in config.sets.values()]
-        envs = [one.env or config.env for one in config.sets.values()] or [config.env]
-        return Requirements(
-            num_env_workers=max(0 if env is None else env.workers for env in envs),
-            path=model,
-            path_tokens=_longest([config.limits, *own]),
-            num_paths=config.concurrency,
-            engine=config.engine,
-            roles=config.roles,
-        )
-    if isinstance(config, ServeConfig):
-        return Requirements(path="", roles=config.roles)
-    return Requirements(
-        path=config.model.path,
-        setup=config.run.setup,
-        row_tokens=config.data.max_length,
-        learner=config.learner,
-        finish_s=config.checkpoint.finish_s,
-        num_checkpoints=_num_checkpoints(config.checkpoint, config.checkpoint.keep_best),
-    )
-
-
-def _num_checkpoints(config: SavingConfig, *others: object) -> int:
-    """The last ones, those that others are kept for (the best, that of the cold start), and
-    one that is being written."""
-    return config.keep_last + sum(map(bool, others)) + 1
-
-
-def _files(config: TrainConfig) -> dict[str, float]:
-    log = MAX_TRAJECTORY_BYTES * config.log.trajectories
-    return {"archive.max_gb": config.archive.max_gb * 1e9, "trajectories": log}
+        return _longest([config.limits, *own]), config.concurrency
+    return 0, 0
 
 
 def _longest(limits: list[Limits]) -> int:
     return max(one.max_prompt_tokens + one.max_response_tokens for one in limits)
 
 
-def make_plan(required: Requirements, machine: Machine, resolve: Resolve) -> Plan:
-    """The plan of what a configuration asks for. Raises ConfigError for GPUs that are missing or
-    claimed twice."""
-    planner = _Planner(required, machine, resolve)
-    planner.add_all()
-    check_memory(planner.plan)
-    return planner.plan
+def files_of(config: TrainConfig | SupervisedRunConfig) -> tuple[int, dict[str, float]]:
+    """The number of checkpoints that are on the disk at a time at most: the last ones, those that
+    others are kept for (the best, that of the cold start), and one that is being written. Bytes at
+    most of other files, by the key that bounds them."""
+    if isinstance(config, TrainConfig):
+        kept = bool(config.checkpoint.best_metric) + (config.sft is not None)
+        log = MAX_TRAJECTORY_BYTES * config.log.trajectories
+        files = {"archive.max_gb": config.archive.max_gb * 1e9, "trajectories": log}
+        return config.checkpoint.keep_last + kept + 1, files
+    return config.checkpoint.keep_last + config.checkpoint.keep_best + 1, {}
+
+
+def microbatch_tokens(learner: LearnerConfig, longest: int) -> int:
+    """Tokens of a rank in the largest micro-batch: the learner's budget, or its part of the longest
+    path where that is longer."""
+    return max(learner.max_tokens_per_microbatch, -(-longest // learner.context_parallel))
 
 
 class _Planner:
-    def __init__(self, required: Requirements, machine: Machine, resolve: Resolve) -> None:
-        if required.learner is not None:
-            learner = required.learner.resolved(on_gpu=machine.num_gpus > 0)
-            required = replace(required, learner=learner)
-        self.required = required
-        self.machine = machine
-        self.resolve = resolve
+    def __init__(self, config: Any, machine: Machine, resolve: Resolve, model: str) -> None:
+        self.config, self.machine, self.resolve = config, machine, resolve
         self.plan = Plan(machine)
         self.gpus = GpuPlan([str(number) for number in range(machine.num_gpus)])
+        self.engine: EngineConfig | None = getattr(config, "engine", None)
+        self.resources: ResourcesConfig = getattr(config, "resources", ResourcesConfig())
+        self.colocated = self.resources.colocated
+        self.learner: LearnerConfig | None = getattr(config, "learner", None)
+        if self.learner is not None:
+            self.learner = self.learner.resolved(on_gpu=machine.num_gpus > 0)
+        self.path: str = model if self.learner is None else config.model.path
+        self.num_tokens, self.num_paths = rollouts_of(config)
         self.place: Path | None = None  # of the policy's model, where it is here
-        self.shape = self._policy_shape() if required.path else None
-        self.engine = required.engine
-        self.colocated = required.resources.colocated
+        self.shape = self._policy_shape() if self.path else None
 
     def add_all(self) -> None:
         """In the order in which a run divides its GPUs."""
-        required = self.required
-        if required.path or required.path_tokens:
+        if self.path or self.num_tokens:
             self._add_controller()
-        ranks: list[str] = []
-        if required.learner is not None:
+        if self.learner is not None:
+            ranks: list[str] = []
             if self.engine is not None:
-                ranks = learner_gpus(required.resources, self.engine, required.learner, self.gpus)
-            self._add_learner(required.learner, ranks)
-        for name, role in required.roles.items():
+                ranks = learner_gpus(self.resources, self.engine, self.learner, self.gpus)
+            self._add_learner(self.learner, ranks)
+        for name, role in getattr(self.config, "roles", {}).items():
             self._add_role(name, role)
         self._add_engine()
 
     # models
 
     def _policy_shape(self) -> ModelShape | None:
-        place = self.resolve(self.required.path)
-        if RUN in self.required.path and self.required.setup and not place.is_dir():
-            made = f"made by {self.required.setup} at the start"
-            self.plan.made.append(f"model.path = {self.required.path}: {made}")
+        place, key = self.resolve(self.path), f"model.path = {self.path}"
+        setup = self.config.run.setup if self.learner is not None else ""
+        if RUN in self.path and setup and not place.is_dir():
+            self.plan.made.append(f"{key}: made by {setup} at the start")
             return None
         if place.is_dir():
             try:
                 place = find_checkpoint(place)
             except AgentEnvError as error:
-                self.plan.missing.append(f"model.path = {self.required.path}: {error}")
+                self.plan.missing.append(f"{key}: {error}")
                 return None
             self.place = place if (place / "config.json").is_file() else None
         return self._shape(place, "model.path")
@@ -294,39 +225,43 @@ class _Planner:
     def _add_controller(self) -> None:
         """With the weights that pass through its shared memory, an update's and the one before."""
         host: dict[str, float] = {}
-        engine = self.engine
-        if self.required.learner is not None and not self.required.resources.weights_dir:
-            copies = passing_bytes(self.shape, self.required.learner, engine)
+        if self.learner is not None and not self.resources.weights_dir:
+            copies = passing_bytes(self.shape, self.learner, self.engine)
             if copies:
                 host["weights on their way (/dev/shm)"] = copies
-        memory = Memory({}, host)
-        work = "rollouts, tools, graders"
-        num_workers, num_envs = self.required.num_workers, self.required.num_env_workers
-        if num_envs:
-            work = "rollouts"
+        cluster = getattr(self.config, "cluster", None)
+        num_workers = getattr(cluster, "workers", 0)
+        is_wide = isinstance(cluster, WideCluster) and num_workers
+        where = "on nodes of the cluster" if is_wide else HERE
+        num_envs = self._num_env_workers()
+        work = "rollouts" if num_envs else "rollouts, tools, graders"
         own = "queue, journal, evaluations" if num_workers else work
-        self.plan.processes.append(Process("controller", 1, memory=memory, note=own))
+        self.plan.processes.append(Process("controller", 1, memory=Memory({}, host), note=own))
         if num_workers:
-            note = f"{work}; {self.required.workers_on}"
+            note = f"{work}; {where}"
             self.plan.processes.append(Process("rollout worker", num_workers, note=note))
         if num_envs:  # also of the controller, whose evaluations need them
-            number = num_envs * (1 + num_workers)
-            where = self.required.workers_on if num_workers else HERE
-            note = f"tools, graders; {where}"
+            number, note = num_envs * (1 + num_workers), f"tools, graders; {where}"
             self.plan.processes.append(Process("environments", number, note=note))
+
+    def _num_env_workers(self) -> int:
+        """Processes of environments, of each process in which rollouts grow."""
+        sets = getattr(self.config, "sets", {}).values()
+        envs = [getattr(self.config, "env", None), *(one.env for one in sets)]
+        return max(0 if env is None else env.workers for env in envs)
 
     def _add_learner(self, learner: LearnerConfig, ranks: list[str]) -> None:
         """The ranks of the learner, and the files that it writes."""
-        reference, tokens = self.required.has_reference, self.required.microbatch_tokens
+        config, algorithm = self.config, getattr(self.config, "algorithm", None)
+        reference = algorithm is not None and algorithm.needs_reference
+        tokens = microbatch_tokens(learner, self.num_tokens or config.data.max_length)
         memory = Memory()
         if self.shape is not None:
             check_heads(self.shape.heads, learner.context_parallel)
             memory = learner_memory(self.shape, learner, tokens, has_reference=reference)
             size = checkpoint_bytes(self.shape, learner, has_reference=reference)
-            self.plan.made.append(saving_line(size, self.required.finish_s))
-            self.plan.made.append(
-                disk_line(size, self.required.num_checkpoints, self.required.files)
-            )
+            self.plan.made.append(saving_line(size, config.checkpoint.finish_s))
+            self.plan.made.append(disk_line(size, *files_of(config)))
             if self.colocated:
                 asleep = model_states(self.shape, learner).gpu_bytes
                 memory = Memory(memory.gpu, memory.host | {"what sleeps": asleep})
@@ -341,9 +276,7 @@ class _Planner:
         if learner.context_parallel > 1:
             note += f", paths over {learner.context_parallel} ranks"
         note += "; started elsewhere" if learner.launch == "external" else ""
-        process = Process(
-            "learner rank", learner.num_ranks, ranks, self.required.path, memory, note=note
-        )
+        process = Process("learner rank", learner.num_ranks, ranks, self.path, memory, note=note)
         serving = min(RESERVE_BYTES, memory.gpu_bytes) if self.colocated else memory.gpu_bytes
         self.plan.add(process, serving=serving, training=memory.gpu_bytes)
 
@@ -359,7 +292,7 @@ class _Planner:
         local, servers = engine.local_model, engine.launched
         if local is None and servers is None:
             return
-        needed = self.required.path_tokens
+        needed = self.num_tokens
         of_model = self.shape.context if self.shape is not None else 0
         context = min(filter(None, (engine.max_model_len, of_model)), default=0)
         if context and needed > context:
@@ -370,20 +303,15 @@ class _Planner:
         if local is not None:
             self._add_local(local, needed)
         if servers is not None:
-            room = context or needed
             self._add_server(
-                "policy server",
-                "engine.servers",
-                servers,
-                self.shape,
-                room,
-                self.required.path,
-                policy=True,
-            )
+                "policy server", "engine.servers", servers, self.shape, context or needed,
+                self.path, policy=True,
+            )  # fmt: skip
 
     def _check_contexts(self) -> None:
         """Whether the model, if it is here, holds what its engines are asked for."""
-        engines = {"engine": self.engine, "eval.engine": self.required.eval_engine}
+        beside = self.config.eval.engine if isinstance(self.config, TrainConfig) else None
+        engines = {"engine": self.engine, "eval.engine": beside}
         for key, engine in engines.items():
             if self.place is None or engine is None or not engine.has_weights:
                 continue
@@ -400,7 +328,7 @@ class _Planner:
             memory = embedded_memory(self.shape, size, local.num_sequences, num_tokens)
         note = "in the controller; its cache grows as it is used"
         place = ["0"] if on_gpu else []
-        process = Process("embedded engine", 1, place, self.required.path, memory, note=note)
+        process = Process("embedded engine", 1, place, self.path, memory, note=note)
         cache = memory.gpu.get("engine cache", 0.0) if self.colocated else 0.0
         self.plan.add(process, serving=memory.gpu_bytes, training=memory.gpu_bytes - cache)
 
@@ -452,11 +380,9 @@ class _Planner:
             )
         process = Process(name, number, taken, path, memory, note)
         self.plan.add(process, serving=budget, training=awake)
-        if policy and self.required.num_paths:
+        if policy:
             room = tokens * number * config.data_parallel_size
-            self.plan.made.append(
-                in_flight(self.required.num_paths, self.required.path_tokens, room)
-            )
+            self.plan.made.append(in_flight(self.num_paths, self.num_tokens, room))
 
 
 SAVED_PER_S = 1e9  # bytes a second: a plain NVMe disk, or a network file system of a cluster

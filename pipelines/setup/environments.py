@@ -1,4 +1,4 @@
-"""Questions from files, and the environment that each question meets.
+"""The environment that each question meets, in this process or in processes of its own.
 
 What a configuration names and is not there, cannot work or would not be read is refused before
 anything starts.
@@ -16,21 +16,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import Struct
 
 import agentenv.env
-from agentenv.config import substituted
-from agentenv.dataset import PromptFitter, TaskMix, load_mix, load_tasks
+from agentenv.cluster.envs import EnvWorkers, WorkerEnv
+from agentenv.config import Say, build_config, substituted, to_plain
 from agentenv.env import CallProtocol, Env, check_observation, check_reset, check_step
 from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
 from agentenv.errors import ConfigError, CrashError, at_start
-from agentenv.offload import in_thread
-from agentenv.pipelines.config.rl import TABLES, DataConfig, EnvConfig, EnvVariant
+from agentenv.pipelines.config.rl import (
+    TABLES,
+    EnvConfig,
+    EnvVariant,
+    GraderTable,
+    PythonTable,
+    SearchTable,
+)
 from agentenv.registry import decode_part, loaded
-from agentenv.renderer import PromptConfig, Renderer, load_instruction
-from agentenv.rows import RowsConfig
+from agentenv.renderer import PromptConfig, load_instruction
+from agentenv.supervisor import Supervisor
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import ChosenTool, load_tools
 from agentenv.types import Info, Limits, Message, Task
+from agentenv.worker_group import WorkerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +90,11 @@ class EnvMaker:
             )
             for name, variant in {**own, **config.variants}.items()
         }
+
+    @classmethod
+    def of(cls, config: Any, resolve: Resolve) -> EnvMaker:
+        """Of a configuration with env, limits, prompt and the tables, such as that of a set."""
+        return cls(config.env, tables_of(config), resolve, config.limits, config.prompt)
 
     def __call__(self, task: Task) -> Env:
         """A new env for one episode. Raises ConfigError."""
@@ -299,56 +312,74 @@ def _resolved(table: Any, resolve: Resolve) -> Any:
     return msgspec.convert(plain, type(table), dec_hook=decode_part)
 
 
-Say = Callable[[str], None]
+# Environments in processes of their own (`env.workers`), for environments that compute. A process
+# makes them from the same configuration as the host would; the host has the stand-ins of
+# agentenv/cluster/envs.py.
+
+START_TIMEOUT_S = 300.0
+MAX_RESTARTS = 5  # in a row, of a process that answered nothing
 
 
-async def load_training(
-    config: DataConfig, env_id: str, resolve: Resolve, say: Say, ends: int = 0
-) -> Sequence[Task]:
-    """The training questions: those of data.train, or the weighted parts of data.mix."""
-    if config.mix:
-        return await in_thread(
-            load_mix, config.mix, env_id, config, resolve, ends=ends, say=said(say, "data")
+class Asked(Struct, frozen=True, kw_only=True):
+    """The part of a configuration that environments depend on."""
+
+    env: EnvConfig
+    limits: Limits
+    prompt: PromptConfig
+    python: PythonTable = None
+    search: SearchTable = None
+    grader: GraderTable = None
+
+    @classmethod
+    def of(cls, config: Any) -> Asked:
+        """Of a configuration that has all of it, such as that of a set."""
+        return cls(**{name: getattr(config, name) for name in cls.__struct_fields__})
+
+
+class EnvSetup(Struct, array_like=True, frozen=True):
+    """The setup of a process: an `Asked`, plain, and the run's folder."""
+
+    asked: dict[str, Any]
+    folder: str
+
+
+read_env_setup = msgspec.msgpack.Decoder(EnvSetup).decode
+
+
+def asked_of(setup: EnvSetup) -> Asked:
+    """The configuration in a setup. Raises ConfigError."""
+    return build_config(Asked, setup.asked, "the host")
+
+
+class EnvProcesses:
+    """The processes of one configuration of environments, with their logs in `logs`. A shared
+    resource (agentenv/env.py): their counters are reported with those of this process."""
+
+    def __init__(self, asked: Asked, folder: Path, logs: Path, report: Say) -> None:
+        self._workers = EnvWorkers(held_s=asked.env.held_s, report=report)
+        setup = EnvSetup(to_plain(asked), str(folder.absolute()))
+        spec = WorkerSpec(
+            "agentenv.pipelines.workers.env_worker",
+            "env-worker",
+            "process for environments",
+            asked.env.workers,
+            START_TIMEOUT_S,
+            MAX_RESTARTS,
         )
-    number = config.max_samples
-    return await load_set(config.train, env_id, config, resolve, say, "data", number, ends)
+        self._supervisor = Supervisor(spec, self._workers, setup, logs, report)
 
+    async def start(self) -> None:
+        """Returns when all processes are ready. Raises WorkerError, and their own errors."""
+        await self._supervisor.start()
 
-async def load_set(
-    paths: str | list[str],
-    env_id: str,
-    rows: RowsConfig,
-    resolve: Resolve,
-    say: Say,
-    key: str,
-    max_samples: int = 0,
-    ends: int = 0,
-) -> list[Task]:
-    """The questions of one set, whose keys begin with `key`; of its files all rows, or `ends` of
-    each end."""
-    found = [resolve(path) for path in ([paths] if isinstance(paths, str) else paths)]
-    return await in_thread(
-        load_tasks, found, env_id, rows, max_samples=max_samples, ends=ends, say=said(say, key)
-    )
+    def make(self, task: Task) -> WorkerEnv:
+        """An env of the task, in one of the processes."""
+        return self._workers.make(task)
 
+    def stats(self) -> dict[str, float]:
+        """The counters of the environments."""
+        return self._workers.stats()
 
-async def fit_prompts(
-    tasks: Sequence[Task],
-    rows: RowsConfig,
-    make_env: EnvMaker,
-    renderer: Renderer,
-    limits: Limits,
-    say: Say,
-    key: str,
-) -> Sequence[Task]:
-    """The tasks whose prompts fit, a mix part by part."""
-    overlong = f"{key}.overlong_prompt"
-    fitter = PromptFitter(make_env, renderer, limits, rows.overlong_prompt, overlong, say)
-    if isinstance(tasks, TaskMix):
-        return TaskMix([await fitter.fit(part) for part in tasks.parts], tasks.weights)
-    return await fitter.fit(tasks)
-
-
-def said(say: Say, key: str) -> Say:
-    """`say` with the keys that the text is about in front."""
-    return lambda text: say(f"{key}: {text}")
+    async def close(self) -> None:
+        """Idempotent."""
+        await self._supervisor.close()

@@ -1,4 +1,4 @@
-"""95 % intervals over the questions of an evaluation.
+"""Statistics over the questions of an evaluation: 95 % intervals, pass@k, maj@k, paired tests.
 
 share        of a mean of values in [0, 1]: success, scores, pass@k, maj@k
 difference   of the difference of two such means over the same questions
@@ -21,6 +21,10 @@ Where all samples agree, nothing says how alike the samples of a question are: n
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import betaincinv, chdtr, stdtrit
@@ -35,6 +39,8 @@ CERTAINTY = 18  # power of the chance that alike questions would differ less
 JEFFREYS = 6.85  # n at which the interval is half-way, over 4
 _FRACTIONS = 16  # of so many samples at most each value counts that is no share of its samples
 _TINY = 1e-9
+NUM_FLIPS, MAX_FLIPPED = 9_999, 1_000  # drawn sign patterns; differences that they are drawn of
+_CHUNK = 1_000_000  # drawn signs at a time
 
 
 def share(values: ArrayLike, samples: ArrayLike = 1.0, weights: ArrayLike | None = None) -> Floats:
@@ -135,3 +141,108 @@ def ratio(above: ArrayLike, below: ArrayLike = 1.0) -> Floats | None:
         return None
     half = stdtrit(len(above) - 1, 1 - TAIL) * error
     return np.array([middle - half, middle + half], dtype=np.float64)
+
+
+# Paired tests, agreement, chances within k samples.
+
+NUM_FLIPS, MAX_FLIPPED = 9_999, 1_000  # drawn sign patterns; differences that they are drawn of
+_CHUNK = 1_000_000  # drawn signs at a time
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Chance that k of the samples, drawn without replacement, hold a right one, without bias:
+    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1)."""
+    _check_k(num_samples, k)
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+@lru_cache(maxsize=100_000)
+def majority_at_k(
+    num_right: int, wrong: tuple[int, ...], num_blank: int, ks: tuple[int, ...]
+) -> tuple[float, ...]:
+    """Chance that a vote among k of the samples, drawn without replacement, elects the right
+    answer, for each of `ks`; the exact mean over all subsets.
+
+    `wrong` counts the samples of each wrong answer. The `num_blank` samples without an answer do
+    not vote. Of answers with equally many votes one is drawn at random; a vote that nobody casts
+    elects none.
+    """
+    total = num_right + sum(wrong) + num_blank
+    for k in ks:
+        _check_k(total, k)
+    chances = [Fraction(0)] * len(ks)
+    for votes in range(1, min(num_right, max(ks, default=0)) + 1):
+        ways = _ways_below(wrong, num_blank, votes, max(ks) - votes)
+        for place, k in enumerate(ks):
+            if k < votes:
+                continue
+            shared = sum(
+                (Fraction(count, 1 + ties) for ties, count in ways[k - votes].items()),
+                Fraction(0),
+            )
+            chances[place] += math.comb(num_right, votes) * shared
+    return tuple(float(chance / math.comb(total, k)) for chance, k in zip(chances, ks, strict=True))
+
+
+def _ways_below(
+    wrong: tuple[int, ...], num_blank: int, votes: int, room: int
+) -> list[dict[int, int]]:
+    """[drawn][ties]: ways to draw so many samples with no wrong answer above `votes`, and as many
+    of them at `votes`."""
+    ways: list[dict[int, int]] = [{} for _ in range(room + 1)]
+    for blank in range(min(num_blank, room) + 1):
+        ways[blank][0] = math.comb(num_blank, blank)
+    for count in wrong:
+        longer: list[dict[int, int]] = [{} for _ in range(room + 1)]
+        for drawn, by_ties in enumerate(ways):
+            for more in range(min(count, votes, room - drawn) + 1):
+                choices, tie = math.comb(count, more), more == votes
+                into = longer[drawn + more]
+                for ties, number in by_ties.items():
+                    into[ties + tie] = into.get(ties + tie, 0) + number * choices
+        ways = longer
+    return ways
+
+
+def _check_k(num_samples: int, k: int) -> None:
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k = {k} of {num_samples} samples")
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Two-sided exact p-value of McNemar's test (1947): of the questions that only one of two got
+    right, half would be expected of each."""
+    from scipy.stats import binomtest  # takes a second, and few commands test anything
+
+    total = only_first + only_second
+    return float(binomtest(only_first, total).pvalue) if total else 1.0
+
+
+def sign_flip(differences: ArrayLike, *, seed: int = 0) -> float:
+    """Two-sided p-value of the paired permutation test (Fisher 1935): how often the sum is as far
+    from 0 when the sign of each difference is drawn at random. Exact for up to 13 differences; of
+    more than MAX_FLIPPED, by the normal distribution that the sum then has."""
+    from scipy.stats import norm, permutation_test
+
+    given = np.asarray(differences, dtype=np.float64)
+    values = given[given != 0]
+    if len(values) < 2:
+        return 1.0
+    if len(values) > MAX_FLIPPED:
+        return float(2 * norm.sf(abs(values.sum()) / np.sqrt((values**2).sum())))
+    found = permutation_test(
+        (values,), np.sum, permutation_type="samples", vectorized=True, n_resamples=NUM_FLIPS,
+        batch=max(1, _CHUNK // len(values)), rng=seed,
+    )  # fmt: skip
+    return float(found.pvalue)
+
+
+def cohen_kappa(both: int, only_first: int, only_second: int, neither: int) -> float | None:
+    """Agreement of two raters beyond chance (Cohen 1960); None where chance alone agrees fully,
+    and without cases."""
+    total = both + only_first + only_second + neither
+    if not total:
+        return None
+    first, second = (both + only_first) / total, (both + only_second) / total
+    chance = first * second + (1 - first) * (1 - second)
+    return None if chance == 1 else ((both + neither) / total - chance) / (1 - chance)

@@ -7,13 +7,14 @@ Wikipedia, since nothing is searched for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from agentenv.config import Say
 from agentenv.env import close_shared
 from agentenv.envs.grading.keys import GraderConfig, GraderKeys
 from agentenv.envs.grading.reward import AnswerReward, ToolReward, check_grader
@@ -27,7 +28,7 @@ from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.evaluation.subject import EvaluationAssembly, Subject
 from agentenv.pipelines.setup.assembly import TRAINED, AskingAssembly, Assembly, SetConfig
 from agentenv.pipelines.setup.checks import Has, refuse
-from agentenv.pipelines.setup.data import EnvMaker
+from agentenv.pipelines.setup.environments import EnvMaker
 from agentenv.pipelines.setup.start_checks import environment_classes
 from agentenv.pipelines.supervised.data import count_rows
 from agentenv.pipelines.supervised.run import SupervisedAssembly
@@ -37,7 +38,6 @@ ENDS = 1000  # rows of each end of a file
 NOWHERE = "http://127.0.0.1:9"  # in place of the servers of roles
 MADE_OF = ("env", "python", "grader", "prompt")  # tables without whose files no env can be made
 
-Say = Callable[[str], None]
 Grading = TypeVar("Grading", bound=GraderKeys)
 AnyRun = TrainConfig | SupervisedRunConfig | EvaluateConfig
 

@@ -5,41 +5,61 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+import secrets
+import shlex
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
+from importlib import resources
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from rich.box import SIMPLE
 from rich.table import Table
 
 from agentenv.config import paths_of, resolver
-from agentenv.engine import EngineConfig
 from agentenv.engines.openai import OpenAIConfig
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.search.providers import PROVIDERS, WebConfig
-from agentenv.errors import AgentEnvError, ConfigError
+from agentenv.errors import PACKAGES, AgentEnvError, ConfigError
+from agentenv.learners.messages import ADDRESS_VARIABLE as LEARNER_ADDRESS
+from agentenv.learners.messages import TOKEN_VARIABLE as LEARNER_TOKEN
 from agentenv.model_files import find_on_hub, hub_id
 from agentenv.pipelines.config.benchmarks import benchmark
-from agentenv.pipelines.config.cluster import ServeConfig, WideCluster
+from agentenv.pipelines.config.cluster import (
+    KubernetesCluster,
+    ServeConfig,
+    SlurmCluster,
+    WideCluster,
+)
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.help import values_of
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
-from agentenv.pipelines.planning.jobs import job_of
-from agentenv.pipelines.planning.plan import AnyRun, Plan, Process, make_plan, requirements_of
+from agentenv.pipelines.diagnosis.plan import AnyRun, Plan, Process, make_plan, rollouts_of
 from agentenv.pipelines.run.arguments import EXIT_MISSING
 from agentenv.pipelines.run.checkpoints import find_checkpoint
+from agentenv.pipelines.run.rundir import CONFIG_FILE, JOB_VARIABLE
 from agentenv.pipelines.run.terminal import View
-from agentenv.pipelines.serving import find_python
+from agentenv.pipelines.serving import GIB, find_machine, find_python
 from agentenv.pipelines.setup.assembly import Assembly
 from agentenv.pipelines.setup.checks import refuse
-from agentenv.pipelines.setup.machine import GIB, find_machine
-from agentenv.pipelines.setup.start_checks import Absent, absent_paths, hub_keys, is_here
+from agentenv.pipelines.setup.start_checks import (
+    Absent,
+    absent_paths,
+    dataset_registry,
+    hub_keys,
+    is_here,
+    launched_servers,
+)
 from agentenv.pipelines.supervised.dialogues import registered_files
-from agentenv.server_config import LaunchConfig, RoleConfig
+from agentenv.pipelines.workers import DRAIN_VARIABLE, WAIT_VARIABLE
+from agentenv.supervisor import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
 # What a configuration reads and is not there: files, folders, keys, environments of engines.
 
@@ -50,7 +70,7 @@ def missing_files(config: AnyRun, assembly: Assembly[Any]) -> Iterator[Absent]:
     """The paths of a configuration that are not here, those of a registry of datasets and of
     prompts among them. Raises DataError for names that the registry lacks."""
     yield from absent_paths(assembly)
-    registry = config.data.dataset_info if isinstance(config, SupervisedRunConfig) else ""
+    registry = dataset_registry(config)
     if registry and assembly.resolve(registry).exists():
         for key, name, _ in paths_of(config):
             if key.startswith("data.") and key != "data.dataset_info":
@@ -88,29 +108,17 @@ def _not_cached(config: AnyRun) -> Iterator[str]:
 
 
 def _missing_parts(config: AnyRun) -> Iterator[str]:
-    """Keys and environments of engines."""
-    if isinstance(config, TrainConfig | EvaluateConfig):
-        yield from _missing_keys(config.search)
-        yield from _missing_engines(config.engine, config.roles)
-
-
-def _missing_keys(search: SearchConfig | None) -> Iterator[str]:
+    """Keys of search services and environments of engines."""
+    if not isinstance(config, TrainConfig | EvaluateConfig):
+        return
+    search = config.search
     if isinstance(search, SearchConfig) and isinstance(search.backend, WebConfig):
         variable = PROVIDERS[search.backend.provider].key_variable
         if variable and not os.environ.get(variable):
             yield f"the environment variable {variable} ({search.backend.provider})"
-
-
-def _missing_engines(engine: EngineConfig, roles: Mapping[str, RoleConfig]) -> Iterator[str]:
-    required: list[tuple[str, LaunchConfig, str]] = []
-    if engine.launched is not None:
-        required.append((engine.kind, engine.launched, "engine.servers"))
-    for role_name, role in roles.items():
-        if not role.url:
-            required.append((role.engine, role, f"roles.{role_name}"))
-    for name, servers, key in required:
+    for name, launched, key in launched_servers(config):
         try:
-            find_python(name, servers, key)
+            find_python(name, launched, key)
         except ConfigError as error:
             yield str(error)
 
@@ -143,15 +151,15 @@ def show_sizes(config: AnyRun, view: View) -> None:
 
 def _sizes(config: AnyRun) -> Iterator[str]:
     if isinstance(config, TrainConfig):
-        groups, size = config.queue.groups_per_step, config.algorithm.group_size
         yield (
             f"an update takes {config.size_of_update}; at most {config.queue.max_staleness} "
             "versions old"
         )
         if config.dropped_terms:
             yield config.dropped_terms
-        most = groups * (config.queue.max_staleness + 1)
-        yield f"up to {most} prompts = {most * size} trajectories are under way at a time"
+        most = rollouts_of(config)[1]
+        prompts = most // config.algorithm.group_size
+        yield f"up to {prompts} prompts = {most} trajectories are under way at a time"
         passes = f"{config.train.num_epochs} passes over the questions"
         yield passes if config.train.num_steps is None else f"{config.train.num_steps} updates"
         if config.self_critic is not None:
@@ -248,7 +256,7 @@ def dry_run(
     assembly = Assembly[Any](config, run, AsyncExitStack(), view.say)
     asyncio.run(refuse(assembly, "configuration"))
     to_fetch = [*_not_cached(config)]
-    plan = make_plan(requirements_of(config, model), machine, resolve)
+    plan = make_plan(config, machine, resolve, model)
     plan.missing += to_fetch
     absent = [*missing_files(config, assembly)]
     plan.missing += (_to_fetch(config, one) for one in absent)
@@ -326,7 +334,7 @@ def _read(
     *,
     is_elsewhere: bool,
 ) -> None:
-    from agentenv.pipelines.planning.reading import read_what_is_here  # slow to load
+    from agentenv.pipelines.diagnosis.reading import read_what_is_here  # slow to load
 
     assert not isinstance(config, ServeConfig)
     found: list[str] = []
@@ -339,3 +347,95 @@ def _read(
             view.say("\ndata that is here:")
         for text in found:
             view.say(f"  {text}")
+
+
+# A run as a job of Slurm or as objects of Kubernetes, from the files in `templates/`.
+
+TRAIN = ("-m", "agentenv.launchers.train")  # arguments of Python
+WORKER = ("-m", "agentenv.pipelines.workers.rollout_worker")
+RANK = ("-m", "agentenv.learners.worker")
+NAME_LENGTH = 40
+FACTS = {
+    "wait_s": 1800,  # for the controller, which may make or load a model first
+    "drain_s": 60,  # of a worker that is told to end
+    "grace_s": 300,  # of a controller that is told to end, for its checkpoint
+    "num_starts": 100,  # of the controller; each time its workers are started again too
+    "controller_cpus": 4,
+    "token_variable": TOKEN_VARIABLE,
+    "address_variable": ADDRESS_VARIABLE,
+    "wait_variable": WAIT_VARIABLE,
+    "drain_variable": DRAIN_VARIABLE,
+    "job_variable": JOB_VARIABLE,
+    "learner_token": LEARNER_TOKEN,
+    "learner_address": LEARNER_ADDRESS,
+}
+
+
+def job_of(config: TrainConfig, path: Path, overrides: Sequence[str], run: Path) -> str:
+    """The text for sbatch or for kubectl; empty for other kinds of clusters. `path` and `overrides`
+    are the arguments of the command, `run` is the folder of the run. Raises ConfigError for keys
+    that are missing."""
+    cluster = config.cluster
+    given = [str(path), *(one for one in overrides if not one.startswith("cluster.script="))]
+    if isinstance(cluster, SlurmCluster):
+        return _filled(
+            "slurm.sh",
+            config,
+            run,
+            tasks_per_node=-(-cluster.workers // cluster.nodes),
+            folder=str(Path.cwd()),
+            python=sys.executable,
+            packages=str(PACKAGES),
+            config_file=str(run.absolute() / CONFIG_FILE),
+            train=shlex.join([*TRAIN, *given]),
+            worker=shlex.join(WORKER),
+            rank=shlex.join(RANK),
+        )
+    if isinstance(cluster, KubernetesCluster):
+        _check_kubernetes(config, cluster)
+        begun, command = shlex.quote(f"{run}/{CONFIG_FILE}"), shlex.join(["python", *TRAIN, *given])
+        return _filled(
+            "kubernetes.yaml",
+            config,
+            run,
+            token_value=secrets.token_hex(16),
+            controller=[
+                *("sh", "-c"),
+                f"if [ -f {begun} ]; then exec {command} --resume; fi; exec {command}",
+            ],
+            worker=["python", *WORKER],
+        )
+    return ""
+
+
+def _filled(template: str, config: TrainConfig, run: Path, **values: object) -> str:
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"quote": shlex.quote, "json": json.dumps}
+    file = resources.files("agentenv.pipelines.diagnosis") / "templates" / template
+    plain = re.sub(r"[^a-z0-9]+", "-", run.name.lower()).strip("-")[:NAME_LENGTH].strip("-")
+    text = environment.from_string(file.read_text(encoding="utf-8")).render(
+        FACTS | values,
+        cluster=config.cluster,
+        learner=config.learner,
+        name=f"agentenv-{plain or 'run'}",
+    )
+    return text if text.endswith("\n") else f"{text}\n"
+
+
+def _check_kubernetes(config: TrainConfig, cluster: KubernetesCluster) -> None:
+    for key in ("image", "claim"):
+        if not getattr(cluster, key):
+            raise ConfigError(f"cluster.{key}: cluster.kind = kubernetes needs it")
+    if config.learner.launch == "external":
+        raise ConfigError(
+            "learner.launch = external: on Kubernetes the ranks of the learner run beside the "
+            "controller; remove it"
+        )
+    if not str(config.run.dir).startswith(f"{cluster.mount}/"):
+        raise ConfigError(
+            f"run.dir = {config.run.dir}: workers, and the controller when it starts again, need "
+            f"the run's folder; put it below cluster.mount = {cluster.mount}, as "
+            f"run.dir={cluster.mount}/runs"
+        )

@@ -1,0 +1,372 @@
+"""Whether the parts of a run keep their promises: policy, renderer, engine and learner agree;
+environments, tools and graders keep their contract; services answer."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from agentenv.deadline import within
+from agentenv.engines.scripted import ScriptedConfig
+from agentenv.env import Grader, graded, start_grader
+from agentenv.envs.grading.reward import AnswerReward
+from agentenv.envs.search.corpus import Query
+from agentenv.envs.search.providers import RemoteSearchConfig, WebConfig
+from agentenv.errors import ConfigError, CrashError, EnvError, GraderError, InfraError, StallError
+from agentenv.native import NativeRenderer
+from agentenv.offload import in_thread
+from agentenv.pipelines.rl.parts import TrainingAssembly
+from agentenv.pipelines.rl.publishing import ParityProbe
+from agentenv.pipelines.setup.assembly import TRAINED, Assembly
+from agentenv.pipelines.setup.checks import Skip
+from agentenv.pipelines.setup.environments import EnvMaker
+from agentenv.renderer import Renderer, ToolSchemas
+from agentenv.tags import takes_object, written_arguments
+from agentenv.types import Completion, Message, Task, ToolCall
+
+ARGUMENT = "1"
+
+
+async def calls(assembly: TrainingAssembly) -> str:
+    """What a policy writes to call each tool comes back from the parser as that call."""
+    renderers, episodes = await assembly.renderers(), await assembly.episodes()
+    renderer, (messages, info) = renderers[TRAINED], episodes[TRAINED]
+    tools = info.get("tools", ())
+    if not tools:
+        raise Skip("the environment has no tools")
+    prompt = renderer.prompt(messages, tools)
+    for tool in tools:
+        refuse_lost_call(renderer, prompt, tools, tool)
+    return ", ".join(str(tool["name"]) for tool in tools)
+
+
+def refuse_lost_call(
+    renderer: Renderer, prompt: Sequence[int], tools: ToolSchemas, tool: dict[str, Any]
+) -> None:
+    """Raises ConfigError if a call of this tool does not come back."""
+    wanted = sample_call(tool, every=isinstance(renderer, NativeRenderer))
+    name, stop = wanted.name, None
+    if isinstance(renderer, NativeRenderer):
+        text = renderer.calling("", [wanted])
+    else:
+        text = f"<{name}>{written_arguments(wanted.arguments, tool)}</{name}>"
+        stop = f"</{name}>"
+    written = Completion(renderer.encode(text), [], [], "stop", [], stop)
+    found = renderer.parse(written, tools, prompt).tool_calls
+    if list(found) != [wanted]:
+        got = ", ".join(f"{one.name}({one.arguments})" for one in found) or "no call"
+        raise ConfigError(
+            f"the tool {name!r}: what calls it, {text!r}, comes back as {got}; choose another "
+            "renderer.name, renderer.style or name of the tool"
+        )
+
+
+def sample_call(tool: dict[str, Any], *, every: bool) -> ToolCall:
+    """A call with a value for the first parameter, or for each that is required: with `every`, and
+    where the arguments are an object."""
+    parameters = tool.get("parameters", {})
+    names = list(parameters.get("properties", {}))
+    if every or takes_object(tool):
+        required = [name for name in names if name in parameters.get("required", names)]
+        kinds = {name: parameters["properties"][name].get("type") for name in required}
+        values = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}}
+        arguments = {name: values.get(str(kind), ARGUMENT) for name, kind in kinds.items()}
+        return ToolCall(str(tool["name"]), arguments)
+    return ToolCall(str(tool["name"]), dict.fromkeys(names[:1], ARGUMENT))
+
+
+async def special_tokens(assembly: TrainingAssembly) -> str:
+    """Special tokens and tags that a tool writes become ordinary text."""
+    renderers, episodes = await assembly.renderers(), await assembly.episodes()
+    renderer, (_, info) = renderers[TRAINED], episodes[TRAINED]
+    tokenizer, tools = renderer.tokenizer, info.get("tools", ())
+    texts = [str(one) for one in getattr(tokenizer, "all_special_tokens", ())]
+    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+    texts += [text for text in added if text not in texts]
+    tags = [f"<{kind}{tool['name']}>" for tool in tools for kind in ("", "/")]
+    check_special(renderer, tools, [*texts, *tags, "</result>", "<answer>"])
+    return f"{len(texts)} special tokens, {len(tags) + 2} tags"
+
+
+def check_special(renderer: Renderer, tools: ToolSchemas, texts: Sequence[str]) -> None:
+    """Raises ConfigError if one of the texts, in a tool's result, is read as more than text."""
+    name = str(tools[0]["name"]) if tools else "tool"
+    special = set(getattr(renderer.tokenizer, "all_special_ids", ()))
+
+    def of(text: str) -> tuple[int, str]:
+        ids = list(renderer.observation([Message("tool", text, name=name)], tools, 512))
+        return sum(one in special for one in ids), renderer.decode(ids)
+
+    harmless, _ = of("harmless")
+    for text in texts:
+        number, read = of(f"before {text} after")
+        frame = of("before  after")[1]
+        if number > harmless or read.count(text) > frame.count(text):
+            raise ConfigError(
+                f"a tool that writes {text!r} writes a token or tag of the protocol; this is a bug "
+                "of the renderer: report it, with the name of the tokenizer"
+            )
+
+
+async def packed_model(assembly: Assembly[Any]) -> str:
+    """A small model of the family, computed as the learner does, equals transformers' own."""
+    from agentenv.learners.model_check import TOLERANCE, check_model  # loads torch
+
+    team = assembly.config.learner.context_parallel
+    await in_thread(check_model, await assembly.model(), team)
+    return f"within {TOLERANCE:g} nats"
+
+
+async def adapters(assembly: Assembly[Any]) -> None:
+    """The adapters of [learner.lora] fit the model."""
+    lora = assembly.config.learner.lora
+    if lora is None:
+        raise Skip("no adapters are trained")
+    from agentenv.learners.lora import check_adapters  # loads torch
+
+    await in_thread(check_adapters, await assembly.model(), lora)
+
+
+async def parity(assembly: TrainingAssembly) -> str:
+    """Engine and learner give the same tokens the same log-probs."""
+    config, train = assembly.config, assembly.config.train
+    if isinstance(config.engine, ScriptedConfig):
+        raise Skip("the scripted engine has no model")
+    if config.resources.colocated:
+        raise Skip("engine and learner have their GPUs in turn; the run checks its first publish")
+    learner, engine = await assembly.learner_and_engine()
+    probe = ParityProbe(engine, learner, await assembly.probe_prompts())
+    probe.start()
+    gap = await probe.finish()
+    if gap is None:
+        raise Skip("the engine gave no answer in time")
+    message = f"at most {gap.max:.2g} nats, {gap.mean:.2g} on average, over {gap.num_tokens} tokens"
+    if gap.mean > max(train.stop_logprob_gap, train.max_logprob_gap):
+        raise ConfigError(
+            f"{gap.worst or 'the engine'} and the learner disagree by {message}, more than "
+            f"train.stop_logprob_gap = {train.stop_logprob_gap:g}; look for another dtype, "
+            "quantization or model path"
+        )
+    if gap.max > train.max_logprob_gap:
+        message += f" (beyond train.max_logprob_gap = {train.max_logprob_gap:g}: the run will warn)"
+    return message
+
+
+# Environments, graders, services.
+
+NUM_GRADED = 8  # rows whose golds are graded
+NUM_GUESSED = 3  # of them, that are given a second guess
+SERVICE_S = 60.0
+
+
+async def grader_sanity(assembly: TrainingAssembly) -> str:
+    """The right answer is right, in another spelling too; another row's is wrong, also beside the
+    right one."""
+    found = []
+    for maker, sets in await assembly.shared():
+        for name, tasks in sets.items():
+            found.append(f"{name}: {await check_grader_sanity(maker, tasks)}")
+    return ", ".join(found)
+
+
+async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
+    """Raises ConfigError for a grader that misjudges answers."""
+    rows = distinct(tasks)
+    if len(rows) < 2:
+        raise Skip("there are no two rows with different answers")
+    env = make_env(rows[0])
+    try:
+        grader: Grader | None = getattr(env, "grader", None)
+        if grader is None:
+            raise Skip(f"{rows[0].env_id} has no grader")
+        await start_grader(grader)
+        for task, other in zip(rows, rows[1:] + rows[:1], strict=True):
+            gold = task.answers[0]
+            if not await is_right(grader, task, gold):
+                raise ConfigError(
+                    f"row {task.id}: the grader finds its own gold {gold!r} wrong; is the gold of "
+                    "the form that the grader reads, grader.kind the one for such answers?"
+                )
+            if await is_right(grader, task, other.answers[0]):
+                raise ConfigError(
+                    f"row {task.id}: the grader finds {other.answers[0]!r}, the gold of row "
+                    f"{other.id}, right, though {gold!r} is; whatever is answered earns a reward: "
+                    "choose a stricter grader"
+                )
+        await refuse_two_guesses(grader, rows)
+        for task in rows:
+            gold = task.answers[0]
+            for spelled in respelled(gold):
+                if not await is_right(grader, task, spelled):
+                    raise ConfigError(
+                        f"row {task.id}: the grader finds its gold {gold!r}, spelled {spelled!r}, "
+                        "wrong; right answers in another form earn nothing: "
+                        f"{_more_lenient(grader)}"
+                    )
+    finally:
+        await env.close()
+    return (
+        f"{len(rows)} golds right, shuffled ones and two in one answer wrong, respelled ones right"
+    )
+
+
+async def refuse_two_guesses(grader: Grader, rows: Sequence[Task]) -> None:
+    """Raises ConfigError for a grader that finds an answer with two candidates right."""
+    golds = [one.answers[0] for one in rows]
+    for task in rows[:NUM_GUESSED]:
+        guesses = await guess_twice(
+            partial(is_right, grader, task), task.answers[0], task.answers, golds
+        )
+        paid = [one.text for one in guesses if one.is_paid]
+        if paid:
+            shown = " and ".join(map(repr, paid[:2])).replace("; ", ";")  # "; " begins a remedy
+            raise ConfigError(
+                f"row {task.id}: {len(paid)} of {len(guesses)} answers that name a second "
+                f"candidate beside the gold are graded right, such as {shown}; {remedy(guesses)}"
+            )
+
+
+def _more_lenient(grader: Grader) -> str:
+    """What to do where a grader reads one spelling alone: one of ours is chosen by its keys."""
+    if isinstance(grader, AnswerReward):
+        return (
+            "grader.kind = 'layered' (without [grader], agentenv.envs.qa_grader.make_grader) reads "
+            "forms"
+        )
+    return f"let {type(grader).__name__} compare by agentenv.envs.grading.exact.same_answer"
+
+
+def distinct(tasks: Sequence[Task]) -> list[Task]:
+    """Some rows with answers that differ."""
+    found: dict[str, Task] = {}
+    for task in tasks:
+        if task.answers:
+            found.setdefault(task.answers[0].strip().lower(), task)
+        if len(found) == NUM_GRADED:
+            break
+    return list(found.values())
+
+
+def respelled(gold: str) -> list[str]:
+    """The same answer as people also write it."""
+    found = [f"  {gold} ", f"{gold}."]
+    if gold.upper() != gold and not any(one in gold for one in "\\$^_{"):
+        found.append(gold.upper())
+    return found
+
+
+async def is_right(grader: Grader, task: Task, answer: str) -> bool:
+    """The verdict on an answer in the usual form. Raises ConfigError where there is none."""
+    text = rf"<think>.</think><answer>\boxed{{{answer}}}</answer>"
+    try:
+        grade = await graded(grader, task, [Message("assistant", text)], {})
+    except (GraderError, CrashError) as error:
+        raise ConfigError(
+            f"row {task.id}: the grader gives no verdict on {answer!r}: {error}"
+        ) from error
+    if not math.isfinite(grade.reward):
+        raise ConfigError(f"row {task.id}: the reward of {answer!r} is {grade.reward}")
+    return grade.success
+
+
+def _asks_web(assembly: TrainingAssembly) -> bool:
+    search = assembly.config.search
+    return search is not None and isinstance(search.backend, WebConfig | RemoteSearchConfig)
+
+
+async def services(assembly: TrainingAssembly) -> str:
+    """The key of the search service is there and accepted, and its quota is not used up: one
+    search."""
+    search = assembly.config.search
+    if search is None or not _asks_web(assembly):
+        raise Skip("no search service is configured")
+    backend = search.backend.build()
+    try:
+        hits = await within(SERVICE_S, "the search service", _one_search(backend))
+    except (InfraError, StallError, EnvError) as error:
+        raise ConfigError(
+            f"one search failed: {error}; look at key, quota and network of the search service"
+        ) from error
+    finally:
+        await backend.close()
+    return f"one search gave {hits} results"
+
+
+async def _one_search(backend: object) -> int:
+    await backend.start()  # type: ignore[attr-defined]
+    return len(await backend.search(Query("capital of Peru", 3)))  # type: ignore[attr-defined]
+
+
+# Whether a grader pays for two guesses: answers that name another candidate beside the right one.
+# Another candidate is wrong by itself, is of the same kind (a number, words, yes or no) and shares
+# no word with the right answer, so that it is neither an alias nor a more exact form of it.
+
+IsRight = Callable[[str], Awaitable[bool]]
+
+JOINTS = (". ", " or ", "\n", ", also known as ", "; ", " - ")
+MAX_TRIED = 8  # candidates, of which the first that is wrong by itself is taken
+OPPOSITES = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
+_WORDS = re.compile(r"\w+")
+
+
+class Guess(NamedTuple):
+    """An answer with two candidates, and whether it was graded right."""
+
+    text: str
+    right_first: bool
+    is_paid: bool
+
+
+async def guess_twice(
+    is_right: IsRight, answer: str, golds: Sequence[str], candidates: Iterable[str]
+) -> list[Guess]:
+    """The right answer joined with another candidate, in both orders; nothing where none of the
+    candidates is another one."""
+    other = await _another(is_right, (answer, *golds), candidates)
+    if other is None:
+        return []
+    guesses = []
+    for joint in JOINTS:
+        for right_first, both in ((True, (answer, other)), (False, (other, answer))):
+            text = joint.join(both)
+            guesses.append(Guess(text, right_first, await is_right(text)))
+    return guesses
+
+
+async def _another(
+    is_right: IsRight, known: Sequence[str], candidates: Iterable[str]
+) -> str | None:
+    words = {word for text in known for word in _words(text)}
+    opposite = OPPOSITES.get(known[0].strip().lower())
+    found = [opposite] if opposite else [*dict.fromkeys(candidates)]
+    fitting = [
+        one for one in found if _kind(one) == _kind(known[0]) and words.isdisjoint(_words(one))
+    ]
+    for one in fitting[:MAX_TRIED]:
+        if not await is_right(one):
+            return one
+    return None
+
+
+def _words(text: str) -> set[str]:
+    return {*_WORDS.findall(text.lower())}
+
+
+def _kind(text: str) -> str:
+    if text.strip().lower() in OPPOSITES:
+        return "yes or no"
+    return "number" if any(letter.isdigit() for letter in text) else "words"
+
+
+def remedy(guesses: Sequence[Guess]) -> str:
+    """What to do about a grader that pays for some of these guesses."""
+    orders = {one.right_first for one in guesses if one.is_paid}
+    if len(orders) == 2:
+        found = "it pays for guessing twice, which a policy learns"
+    else:
+        place = "first" if orders == {True} else "last"
+        found = f"of two candidates it reads the {place} alone, so that the answer need not be one"
+    return f'{found}: let it refuse an answer with two candidates, as kind = "layered" does'

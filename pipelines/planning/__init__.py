@@ -1,1 +1,0 @@
-"""What a run would start, and whether it fits: --dry-run."""
