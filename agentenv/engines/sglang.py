@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 from uuid import uuid4
@@ -19,7 +20,13 @@ from msgspec import Struct
 
 from agentenv.engine import check_request
 from agentenv.engines.pool.engine import PooledEngineConfig
-from agentenv.engines.remote.base import HEALTH_S, Answer, LabelledSpan, read_metrics
+from agentenv.engines.remote.base import (
+    HEALTH_S,
+    Answer,
+    LabelledSpan,
+    read_metrics,
+    top_k_entropies,
+)
 from agentenv.engines.remote.client import Count, HttpClient, Logprob, RefusedError
 from agentenv.engines.remote.server import BusyError, PartEnd, Request, ServerLoad, ServerLostError
 from agentenv.engines.remote.sglang_probe import (
@@ -200,7 +207,7 @@ class SGLangAnswer(Answer):
         sizes = {len(token_ids), len(logprobs), len(rivals) if self._with_entropies else num_new}
         if sizes != {num_new}:
             raise ServerLostError(f"{self._server}/generate: tokens are missing from the stream")
-        return self._chunk(token_ids, logprobs, rivals)
+        return self._chunk(token_ids, logprobs, partial(top_k_entropies, rivals))
 
     def _end(self, meta: Meta, reason: Reason) -> None:
         if reason.type == "abort" and reason.status_code is not None:

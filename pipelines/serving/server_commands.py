@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import agentenv
 from agentenv.errors import ConfigError
 from agentenv.model_files import num_experts, read_model_config
 from agentenv.offload import kill, start_process
@@ -19,6 +20,7 @@ VLLM_CPU_EXTENSION = "agentenv_vllm_cpu.WorkerExtension"  # packs head and exper
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MIN_BATCHED_TOKENS = 4096  # of one step of vLLM on the CPU
 SGLANG_CPU_PLATFORM = "plaincpu"
+VLLM_PLUGIN = Path(agentenv.__file__).parent / "engines" / "vllm_plugin"  # for PYTHONPATH
 PLUGIN = "tests/engines/vllm_support"  # takes broadcasts where there is no NCCL, beside vLLM
 _HAS_PLUGIN = (
     "import importlib.util, sys; "
@@ -86,6 +88,7 @@ def environment(served: Served, config: LaunchConfig) -> dict[str, str]:
     if served.engine == "vllm":
         env |= {"VLLM_NO_USAGE_STATS": "1"}
         if served.trained:
+            env["PYTHONPATH"] = str(VLLM_PLUGIN)
             env["VLLM_SERVER_DEV_MODE"] = "1"  # routes for weights, pause, sleep and resume
         if served.lora_rank:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
