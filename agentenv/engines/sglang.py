@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 from uuid import uuid4
@@ -20,7 +21,7 @@ from msgspec import Struct
 from agentenv.engine import check_request
 from agentenv.engines.pool import PooledEngineConfig
 from agentenv.engines.remote import BusyError, PartEnd, Request, ServerLoad, ServerLostError
-from agentenv.engines.remote.base import HEALTH_S, Answer, LabelledSpan
+from agentenv.engines.remote.base import HEALTH_S, Answer, LabelledSpan, top_k_entropies
 from agentenv.engines.remote.client import Count, HttpClient, Logprob, RefusedError
 from agentenv.engines.remote.probes import (
     SGLANG_TRANSFER,
@@ -201,7 +202,7 @@ class SGLangAnswer(Answer):
         sizes = {len(token_ids), len(logprobs), len(rivals) if self._with_entropies else num_new}
         if sizes != {num_new}:
             raise ServerLostError(f"{self._server}/generate: tokens are missing from the stream")
-        return self._chunk(token_ids, logprobs, rivals)
+        return self._chunk(token_ids, logprobs, partial(top_k_entropies, rivals))
 
     def _end(self, meta: Meta, reason: Reason) -> None:
         if reason.type == "abort" and reason.status_code is not None:

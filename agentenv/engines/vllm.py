@@ -15,7 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
+import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from agentenv.engine import check_request
 from agentenv.engines.pool import PooledEngineConfig
@@ -28,7 +30,7 @@ from agentenv.engines.remote import (
     ServerLoad,
     ServerLostError,
 )
-from agentenv.engines.remote.base import Answer, LabelledSpan
+from agentenv.engines.remote.base import Answer, LabelledSpan, top_k_entropies
 from agentenv.engines.remote.client import (
     Count,
     FailedError,
@@ -39,8 +41,10 @@ from agentenv.engines.remote.client import (
 )
 from agentenv.engines.remote.probes import (
     ABORT,
+    ENTROPY,
     GENERATE,
     REPACK,
+    STOP_STRINGS,
     TRIAL,
     VLLM_TRANSFER,
     VLLM_TRIED,
@@ -58,8 +62,9 @@ from agentenv.offload import in_thread
 from agentenv.types import Chunk
 from agentenv.untrusted import decode
 
-# One request as vLLM takes it, and what it streams, read into chunks and their end. Rivals of a
-# token are read where entropies are wanted only.
+# One request as vLLM takes it, and what it streams, read into chunks and their end. A server with
+# our plugin gives exact entropies, as the ranks of its tokens; of any other the rivals of a token
+# are asked for where entropies are wanted.
 
 NO_LOGPROB = -9999.0  # what vLLM writes for minus infinity, NaN, and for "not known"
 P = TypeVar("P", bound="_Position")
@@ -69,7 +74,11 @@ class _Position(Struct, gc=False):
     logprob: Logprob
 
 
-class _WithRivals(_Position, gc=False):
+class _WithRank(_Position, gc=False):
+    rank: int | None = None
+
+
+class _WithRivals(_WithRank, gc=False):
     top_logprobs: list[_Position] = []
 
 
@@ -105,13 +114,21 @@ class _Event(Struct, Generic[P], gc=False):
 
 
 BARE: type[_Event[_Position]] = _Event[_Position]
+WITH_RANK: type[_Event[_WithRank]] = _Event[_WithRank]
 WITH_RIVALS: type[_Event[_WithRivals]] = _Event[_WithRivals]
 
 
 def request_body(
-    request_id: str, request: Request, entropy_top_k: int, cache_salt: str, adapter: str = ""
+    request_id: str,
+    request: Request,
+    entropy_top_k: int,
+    cache_salt: str,
+    adapter: str = "",
+    *,
+    plugin: bool = False,
 ) -> dict[str, Any]:
-    """What is posted; no default is left to the server, it may read them from the model."""
+    """The JSON that is posted; no default is left to the server, which may read them from the
+    model. `plugin`: the server has ours."""
     sampling = request.sampling
     params: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
@@ -120,13 +137,13 @@ def request_body(
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
-        "logprobs": entropy_top_k if request.with_entropies else 0,
+        "logprobs": entropy_top_k if request.with_entropies and not plugin else 0,
     }
     if request.stream_interval > 1:
         params["stream_interval"] = request.stream_interval
     if sampling.seed is not None:
         params["seed"] = sampling.seed % 2**63  # -1 would mean none
-    if sampling.stop:
+    if sampling.stop and not plugin:
         # A stop string may hold special tokens, and it is looked for in the decoded text.
         params |= {
             "stop": sampling.stop,
@@ -137,9 +154,11 @@ def request_body(
     else:
         # Otherwise the API server decodes each token and its `logprobs` largest rivals.
         params["detokenize"] = False
+        if sampling.stop:
+            params["extra_args"] = {STOP_STRINGS: sampling.stop}
     if request.stop_token_ids:
-        # The engine stops at these by itself. Stop strings are found by the API server, and until
-        # its abort arrives the engine samples on for nothing.
+        # The engine stops at these by itself. Without our plugin stop strings are found by the API
+        # server, and until its abort arrives the engine samples on for nothing.
         params["stop_token_ids"] = request.stop_token_ids
     return {
         "request_id": request_id,
@@ -152,14 +171,24 @@ def request_body(
     }
 
 
+class NoPluginError(ServerLostError):
+    """The ranks of a server's tokens are ranks."""
+
+
 class VLLMAnswer(Answer):
-    """Each event holds the tokens since the last one."""
+    """Each event holds the tokens since the last one. `plugin`: ranks of tokens hold entropies."""
 
     has_cached_tokens = False
 
+    def __init__(self, *arguments: Any, plugin: bool = False, **keys: Any) -> None:
+        super().__init__(*arguments, **keys)
+        self._event: type[_Event[Any]] = BARE
+        if self._with_entropies:
+            self._event = WITH_RANK if plugin else WITH_RIVALS
+
     def add(self, event: bytes) -> Chunk | None:
         try:
-            found = decode(event, WITH_RIVALS if self._with_entropies else BARE)
+            found = decode(event, self._event)
         except ForeignError as error:
             text = f"{self._server} streamed what vLLM {VLLM_TRIED} does not: {error}"
             raise ServerLostError(text) from None
@@ -188,9 +217,17 @@ class VLLMAnswer(Answer):
             raise EngineError(
                 f"{self._server} sampled a token without a log-prob; its logits may be NaN"
             )
-        rivals = positions if self._with_entropies else ()
-        tops = [[top.logprob for top in position.top_logprobs] for position in rivals]
-        return self._chunk(choice.token_ids, logprobs, tops)
+        return self._chunk(choice.token_ids, logprobs, lambda: self._entropies(positions))
+
+    def _entropies(self, positions: Sequence[Any]) -> list[float]:
+        if self._event is not WITH_RANK:
+            return top_k_entropies([[top.logprob for top in one.top_logprobs] for one in positions])
+        ranks = [position.rank or 0 for position in positions]
+        if min(ranks) < ENTROPY:
+            raise NoPluginError(f"{self._server} does not have agentenv's plugin")
+        bits = np.array(ranks, np.int64) - ENTROPY
+        found: list[float] = bits.astype(np.int32).view(np.float32).tolist()
+        return found
 
 
 METRICS: dict[str, Callable[[list[float]], float]] = {
@@ -273,10 +310,15 @@ class VLLMServer(WeightSync[VLLMFacts]):
         self, request_id: str, request: Request, vocab_size: int, on_chunk: Callable[[Chunk], None]
     ) -> VLLMAnswer | None:
         """One request to the server; None if other weights came before its first token."""
-        exact, entropies = not 0 < self._top_k < vocab_size, request.with_entropies
+        plugin, entropies = self._connected().plugin, request.with_entropies
+        exact = plugin or not 0 < self._top_k < vocab_size
         kind: Literal["exact", "top_k"] = "exact" if exact else "top_k"
-        answer = VLLMAnswer(self.name, kind, self._span, vocab_size, with_entropies=entropies)
-        body = request_body(request_id, request, self._top_k, self._salt, self._adapter)
+        answer = VLLMAnswer(
+            *(self.name, kind, self._span, vocab_size), with_entropies=entropies, plugin=plugin
+        )
+        body = request_body(
+            *(request_id, request, self._top_k, self._salt, self._adapter), plugin=plugin
+        )
         sent = self._running[request_id] = Sent(on_chunk)
         try:
             async with sent.timeout:
@@ -302,13 +344,11 @@ class VLLMServer(WeightSync[VLLMFacts]):
     async def _try_out(self) -> None:
         await self._drop_prefixes()
         await self.load()
-        size, request_id = self._connected().vocab_size, f"probe-{self._label}"
         try:
-            chunks: list[Chunk] = []
-            answer = await self._sample(request_id, TRIAL, size, chunks.append)
-            assert answer is not None
-            end, counts_cached = answer.finish(), answer.has_cached_tokens
-            check_trial(self.name, end, chunks, self.policy_version, counts_cached=counts_cached)
+            try:
+                await self._try_request(plugin=True)
+            except NoPluginError:
+                await self._try_request(plugin=False)
         except ForeignWeightsError as error:
             raise ConfigError(
                 f"{self.name} does not say which weights sampled a token: {error}"
@@ -316,6 +356,15 @@ class VLLMServer(WeightSync[VLLMFacts]):
         except RefusedError as error:
             cure = ": start it with --enable-scale-out" if error.status == 403 else ""
             raise ConfigError(f"{error}{cure}") from error
+
+    async def _try_request(self, *, plugin: bool) -> None:
+        facts = self._facts = replace(self._connected(), plugin=plugin)
+        chunks: list[Chunk] = []
+        request_id = f"probe-{self._label}{'-p' * plugin}"
+        answer = await self._sample(request_id, TRIAL, facts.vocab_size, chunks.append)
+        assert answer is not None
+        end, counts_cached = answer.finish(), answer.has_cached_tokens
+        check_trial(self.name, end, chunks, self.policy_version, counts_cached=counts_cached)
 
     async def _break_off_all(self, *, on_purpose: bool = False) -> None:
         """End all, also on the server. `on_purpose`: they may be sent again at once."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+import agentenv
 from agentenv.engine import EngineConfig
 from agentenv.errors import ConfigError
 from agentenv.learners.learner import LearnerConfig
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from agentenv.pipelines.config.rl import ResourcesConfig, TrainConfig
 
 
+VLLM_PLUGIN = Path(agentenv.__file__).parent / "engines" / "vllm_plugin"  # for PYTHONPATH
 GIB = 2.0**30
 ASSUMED_GPU_GIB = 80.0
 
@@ -222,6 +224,7 @@ def environment(served: Served, config: LaunchConfig) -> dict[str, str]:
     if served.engine == "vllm":
         env |= {"VLLM_NO_USAGE_STATS": "1"}
         if served.trained:
+            env["PYTHONPATH"] = str(VLLM_PLUGIN)
             env["VLLM_SERVER_DEV_MODE"] = "1"  # routes for weights, pause, sleep and resume
         if served.lora_rank:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"

@@ -56,7 +56,7 @@ async def check_temperature(subject: Subject, world: World, version: int) -> Non
 
 async def check_truncated(subject: Subject, world: World, version: int) -> None:
     """So they are under a repetition penalty, temperature, min_p, top_k and top_p, in this order
-    and one by one."""
+    and one by one; entropies that are called exact are of the same distribution."""
     ids = prompt(14, 25)
     cases: list[dict[str, Any]] = [
         {"repetition_penalty": 1.3},
@@ -70,6 +70,9 @@ async def check_truncated(subject: Subject, world: World, version: int) -> None:
         rows = processed(world.models[version], ids, done.token_ids, **case)
         for place, token in enumerate(done.token_ids):
             assert done.logprobs[place] == pytest.approx(float(rows[place][token]), abs=1e-4)
+        if done.entropy_kind == "exact":
+            entropies = (-(rows.exp() * rows).nansum(-1)).tolist()
+            assert done.entropies == pytest.approx(entropies, abs=1e-4)
 
 
 async def check_streaming(subject: Subject, num_tokens: int = 12) -> None:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentenv.engines.remote import (
@@ -334,3 +335,19 @@ def test_entropy_of_the_largest_and_the_rest() -> None:
     assert top_k_entropies(positions) == pytest.approx(known, abs=1e-6)
     assert top_k_entropies(positions[3:4]) == [0.0]
     assert top_k_entropies([]) == []
+
+
+def test_the_bound_of_entropies_rises_with_the_entropy() -> None:
+    """From flat to peaked; the tokens that are left are none likelier than those that are given.
+    The sampled token is given too, in place of the k-th."""
+    rng = np.random.default_rng(0)
+    last = 0.0
+    for scale in (8.0, 5.0, 3.0, 1.3, 0.0):
+        logits = rng.normal(size=50_000) * scale
+        logprobs = np.sort(logits - np.logaddexp.reduce(logits))[::-1]
+        exact = float(-(np.exp(logprobs) * logprobs).sum())
+        first, other = top_k_entropies([logprobs[:10].tolist(), [*logprobs[:9], logprobs[30_000]]])
+        assert last < other <= first + 1e-9
+        assert first <= exact + 1e-9
+        last = other
+    assert first == pytest.approx(exact)  # of a flat distribution

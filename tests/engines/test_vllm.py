@@ -25,6 +25,7 @@ from tests.engines.vllm_server import (
     BLOCK,
     EXTENSION,
     LOGPROBS,
+    NO_PLUGIN,
     NUM_SEQS,
     SCALE_OUT,
     VLLMProcess,
@@ -37,13 +38,14 @@ TOP_K = 4
 
 
 class Servers:
-    """Three that start side by side: `plain`, `tied`, and `closed` without --enable-scale-out."""
+    """Three that start side by side: `plain`, which lacks the plugin of agentenv, `tied`, and
+    `closed` without --enable-scale-out."""
 
     def __init__(self, root: Path) -> None:
         self.untied_world = World(root / "untied", tied=False)
         self.tied_world = World(root / "tied", tied=True)
         untied, tied = self.untied_world.paths[0], self.tied_world.paths[0]
-        self.plain = VLLMProcess(untied, root / "plain.log", (*SCALE_OUT, *LOGPROBS))
+        self.plain = VLLMProcess(untied, root / "plain.log", (*SCALE_OUT, *LOGPROBS), NO_PLUGIN)
         self.tied = VLLMProcess(tied, root / "tied.log", (*SCALE_OUT, *LOGPROBS, *EXTENSION))
         self.closed = VLLMProcess(untied, root / "closed.log", LOGPROBS)
 
@@ -113,14 +115,25 @@ async def test_greedy_equals_transformers_before_and_after_each_update(
 
 
 async def test_log_probs_are_of_the_sampled_distribution(
-    plain: ServerSubject, servers: Servers
+    plain: ServerSubject, tied: ServerSubject, servers: Servers
 ) -> None:
-    await contract.check_temperature(plain, servers.untied_world, 0)
-    await contract.check_truncated(plain, servers.untied_world, 0)
+    for subject, world in ((plain, servers.untied_world), (tied, servers.tied_world)):
+        await contract.check_temperature(subject, world, 0)
+        await contract.check_truncated(subject, world, 0)
+
+
+async def test_the_plugin_gives_exact_entropies(tied: ServerSubject, servers: Servers) -> None:
+    """For no rival that the request asks for."""
+    ids = prompt(1, 20)
+    done = await tied.generate(ids, SamplingParams(max_tokens=8, temperature=1.3, seed=3))
+    assert done.entropy_kind == "exact"
+    rows = distribution(servers.tied_world.models[0], ids, done.token_ids, 1.3)
+    assert done.entropies == pytest.approx((-(rows.exp() * rows).sum(-1)).tolist(), abs=1e-4)
 
 
 async def test_entropies(servers: Servers) -> None:
-    """From the k largest they are lower bounds, from all they are exact, and the data say so."""
+    """Without the plugin: from the k largest they are lower bounds, from all they are exact, and
+    the data say so."""
     ids = prompt(1, 20)
     world = servers.untied_world
     sampling = SamplingParams(max_tokens=8, temperature=0.0)
@@ -146,9 +159,10 @@ async def test_end_of_sequence(plain: ServerSubject, servers: Servers) -> None:
     await contract.check_end_of_sequence(plain, servers.untied_world, 0)
 
 
-async def test_stop_strings(plain: ServerSubject, servers: Servers) -> None:
-    await contract.check_stop_strings(plain, servers.untied_world, 0)
-    await contract.check_stop_tokens(plain.server, servers.untied_world, 0)
+async def test_stop_strings(plain: ServerSubject, tied: ServerSubject, servers: Servers) -> None:
+    for subject, world in ((plain, servers.untied_world), (tied, servers.tied_world)):
+        await contract.check_stop_strings(subject, world, 0)
+        await contract.check_stop_tokens(subject.server, world, 0)
 
 
 @pytest.mark.usefixtures("plain")  # which waits until the server is there

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from agentenv.pipelines.serving import VLLM_PLUGIN
 from tests.engines.reference import MAX_LENGTH
 from tests.engines.server_process import FORKING, ServerProcess
 from tests.support.forkserver import fork_server
@@ -28,6 +29,7 @@ ARGUMENTS = (
 # What a client refuses to go without.
 SCALE_OUT = ("--enable-scale-out",)
 LOGPROBS = ("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1")
+NO_PLUGIN = {"VLLM_PLUGINS": "agentenv_broadcast"}  # environment of a server without ours
 EXTENSION = ("--worker-extension-cls", "agentenv_vllm_cpu.WorkerExtension")
 ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
@@ -35,7 +37,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; otherwise a large share of the memory
     "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": FORKING,
+    "PYTHONPATH": os.pathsep.join([FORKING, str(VLLM_PLUGIN)]),
     "TORCHDYNAMO_DISABLE": "1",  # saves 15 s of compiling at the first request
     "OMP_NUM_THREADS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no worker process that spins

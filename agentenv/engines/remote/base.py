@@ -51,12 +51,12 @@ UpdateKV = Literal["recompute", "keep"]
 
 
 def top_k_entropies(positions: Sequence[Sequence[float]]) -> list[float]:
-    """-sum p ln p - r ln r in nats of each position, from its largest log-probs; r = 1 - sum p, all
-    that is left, is taken as one token.
+    """A lower bound in nats of the entropy of each position, from its largest log-probs.
 
-    A lower bound of the entropy: splitting the remainder can only add to it. Exact if a position
-    has the log-probs of the whole vocabulary. Tokens that cannot be sampled may be listed with
-    -inf, or with a very low number in its place.
+    -sum p ln p of those given, and -r ln min(q, r) for all that is left, r = 1 - sum p: none of the
+    others is likelier than q, the second smallest p given (the smallest may be of a sampled token
+    that is not among the largest). Exact if a position has the log-probs of the whole vocabulary.
+    Tokens that cannot be sampled may be listed with -inf, or with a very low number in its place.
     """
     if not positions:
         return []
@@ -65,7 +65,9 @@ def top_k_entropies(positions: Sequence[Sequence[float]]) -> list[float]:
     p = np.exp(logprobs)
     parts = np.where(p > 0.0, logprobs, 0.0)
     rest = np.maximum(1.0 - p.sum(1), 0.0)
-    entropies = -(p * parts).sum(1) - rest * np.log(np.where(rest > 0.0, rest, 1.0))
+    known = np.sort(np.where(p > 0.0, p, 1.0), axis=1)
+    most = np.minimum(known[:, 1] if width > 1 else 1.0, rest)
+    entropies = -(p * parts).sum(1) - rest * np.log(np.where(rest > 0.0, most, 1.0))
     found: list[float] = np.maximum(entropies, 0.0).tolist()
     return found
 
@@ -119,9 +121,9 @@ class Answer(ABC):
         return PartEnd(reason, spans, self._num_tokens, self._stop, kind, num_cached)
 
     def _chunk(
-        self, token_ids: list[int], logprobs: list[float], rivals: Sequence[Sequence[float]]
+        self, token_ids: list[int], logprobs: list[float], entropies: Callable[[], list[float]]
     ) -> Chunk:
-        """The turn goes on by these tokens; `rivals` are the largest log-probs of each position."""
+        """The turn goes on by these tokens; `entropies` are computed where they are wanted."""
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             raise EngineError(
                 f"{self._server} sampled the token {max(token_ids)}, the vocabulary has "
@@ -130,7 +132,7 @@ class Answer(ABC):
         self._num_tokens += len(token_ids)
         if not self._with_entropies:
             return Chunk(token_ids, logprobs, [nan] * len(token_ids))
-        return Chunk(token_ids, logprobs, top_k_entropies(rivals))
+        return Chunk(token_ids, logprobs, entropies())
 
 
 class Facts(Struct, frozen=True):

@@ -34,6 +34,10 @@ ABORT = "/inference/v1/abort_requests"
 REPACK = "reload_and_repack"
 EXTENSION = "agentenv_vllm_cpu.WorkerExtension"
 
+# Of our plugin, which servers that a run starts have (vllm_plugin/agentenv_vllm.py):
+ENTROPY = 1 << 32  # added to the rank of a token that holds the bits of an entropy, float32, nats
+STOP_STRINGS = "stop_strings"  # of `extra_args`
+
 NEWER = f"it takes vLLM {VLLM_TRIED} or newer"
 _DEV = "set VLLM_SERVER_DEV_MODE=1 in the environment of the server"
 VLLM_NEEDED = {
@@ -69,11 +73,13 @@ VLLM_ROUTES = {
 
 
 class VLLMFacts(Facts, frozen=True):
-    """`extension` is of its workers, `transfer` is their backend of weights by broadcast."""
+    """`extension` is of its workers, `transfer` is their backend of weights by broadcast; `plugin`:
+    it has ours."""
 
     transfer: str
     extension: str
     routes: frozenset[str]
+    plugin: bool = False
 
 
 class _ServedModel(Struct):

@@ -1,0 +1,171 @@
+"""What vLLM computes for agentenv in its engine and not in its API server, which is one core.
+
+A general plugin: vLLM calls `register` in each of its processes where this folder is on PYTHONPATH.
+Then the rank of a sampled token holds the entropy of the distribution that it was sampled from
+(`rank_of`), which costs no byte more, and a request ends at the stop strings that its sampling
+parameters name in `extra_args["stop_strings"]`, without `stop` and with `detokenize: false`.
+
+Needs vLLM alone: agentenv is not installed beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+ENTROPY = 1 << 32  # of a rank: the bits of the entropy follow, a float32 in nats
+MARK = "with_stop_strings_of_agentenv"  # of a module whose functions are replaced
+STOP_STRINGS = "stop_strings"  # of SamplingParams.extra_args
+PARTIAL = "\ufffd"  # what bytes decode to that are not (yet) a whole character
+MARGIN = 8  # tokens decoded beyond the longest stop string, since a cut may spoil the first ones
+CHUNK = 1 << 24  # logits that are worked on at once, so that no copy of a whole batch is made
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes, once or more often. All or nothing: a version that
+    lacks one of the functions serves as it is, and its clients see that by their first request."""
+    try:
+        scheduler = importlib.import_module("vllm.v1.core.sched.scheduler")
+        sampler = importlib.import_module("vllm.v1.sample.sampler").Sampler
+        replaced: list[tuple[Any, str, Any]] = [
+            (scheduler, "check_stop", _stopping(scheduler.check_stop)),
+            (scheduler.Scheduler, "__init__", _knowing_the_model(scheduler.Scheduler.__init__)),
+            (sampler, "gather_logprobs", staticmethod(_gathering(sampler.gather_logprobs))),
+        ]
+        with contextlib.suppress(ImportError):  # of triton, where there is no GPU
+            second = importlib.import_module("vllm.v1.worker.gpu.sample.sampler")
+            score = _scoring(second.compute_topk_scores)
+            replaced.append((second, "compute_topk_scores", score))
+    except (ImportError, AttributeError):
+        logger.exception("agentenv's plugin does not fit this version of vLLM")
+        return
+    if not hasattr(scheduler, MARK):
+        setattr(scheduler, MARK, True)
+        for owner, name, function in replaced:
+            setattr(owner, name, function)
+
+
+# entropies
+
+
+def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's first model runner: `logprobs` are those of the whole vocabulary."""
+
+    @wraps(gather)
+    def gather_logprobs(logprobs: torch.Tensor, *arguments: Any, **keys: Any) -> Any:
+        found = gather(logprobs, *arguments, **keys)
+        ranks = ranks_of(logprobs, is_normalized=True)
+        return found._replace(selected_token_ranks=ranks.to(found.selected_token_ranks.dtype))
+
+    return gather_logprobs
+
+
+def _scoring(score: Callable[..., Any]) -> Callable[..., Any]:
+    """Its second one: `logits` are those that the token was sampled by."""
+
+    @wraps(score)
+    def compute_topk_scores(logits: torch.Tensor, *arguments: Any, **keys: Any) -> Any:
+        found = score(logits, *arguments, **keys)
+        ranks = ranks_of(logits, is_normalized=False)
+        return found._replace(selected_token_ranks=ranks.to(found.selected_token_ranks.dtype))
+
+    return compute_topk_scores
+
+
+def ranks_of(rows: torch.Tensor, *, is_normalized: bool) -> torch.Tensor:
+    """ENTROPY plus the bits of each row's entropy, int64. `rows`: [tokens, vocabulary], logits or
+    log-probs."""
+    entropies = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
+    size = max(1, CHUNK // rows.shape[-1])
+    for start in range(0, len(rows), size):
+        logprobs = rows[start : start + size].float()
+        if not is_normalized:
+            logprobs = logprobs.log_softmax(-1)
+        # of a token that cannot be sampled -inf times 0 is no number
+        parts = torch.where(logprobs > -torch.inf, logprobs.exp() * logprobs, 0.0)
+        entropies[start : start + size] = -parts.sum(-1)
+    # of one token the sum may be -0.0, whose bits are not those of 0.0
+    return entropies.clamp_(min=0.0).abs_().view(torch.int32).to(torch.int64) + ENTROPY
+
+
+# stop strings
+
+_vocabulary: _Vocabulary | None = None  # of the model that this engine serves
+
+
+def _knowing_the_model(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def __init__(self: Any, *arguments: Any, **keys: Any) -> None:
+        global _vocabulary
+        init(self, *arguments, **keys)
+        _vocabulary = _Vocabulary(self.vllm_config.model_config)
+
+    return __init__
+
+
+def _stopping(check: Callable[[Any, int], bool]) -> Callable[[Any, int], bool]:
+    @wraps(check)
+    def check_stop(request: Any, max_model_len: int) -> bool:
+        extra = request.sampling_params.extra_args
+        stops = extra.get(STOP_STRINGS) if extra else None
+        if stops and _vocabulary is not None:
+            found = _vocabulary.match(request.output_token_ids, tuple(stops))
+            if found is not None:
+                request.status = type(request.status).FINISHED_STOPPED
+                request.stop_reason = found
+                return True
+        return check(request, max_model_len)
+
+    return check_stop
+
+
+class _Vocabulary:
+    """The text of each token, read when the first stop string is looked for, and the tokens with
+    which stop strings can end."""
+
+    def __init__(self, model_config: Any) -> None:
+        self._model_config = model_config
+        self._tokenizer: Any = None
+        self._texts: list[str] = []
+        self._ends: dict[tuple[str, ...], frozenset[int]] = {}
+
+    def match(self, token_ids: Any, stops: tuple[str, ...]) -> str | None:
+        """The stop string that the last token completes, the one that begins first; None if there
+        is none. All but a few tokens are decided by a look at one set."""
+        ends = self._ends.get(stops)
+        if ends is None:
+            ends = self._ends[stops] = self._ends_of(stops)
+        if token_ids[-1] not in ends:
+            return None
+        window = max(len(stop.encode()) for stop in stops) + MARGIN
+        start = max(0, len(token_ids) - window)
+        text = self._decode(token_ids[start:])
+        while start and text.startswith(PARTIAL):  # the cut went through a character
+            start -= 1
+            text = self._decode(token_ids[start:])
+        found = [(text.find(stop), stop) for stop in stops if stop in text]
+        return min(found)[1] if found else None
+
+    def _ends_of(self, stops: tuple[str, ...]) -> frozenset[int]:
+        if self._tokenizer is None:
+            tokenizers = importlib.import_module("vllm.tokenizers")
+            self._tokenizer = tokenizers.cached_tokenizer_from_config(self._model_config)
+            # Each token twice: some decoders strip a space at the start, the second one has it.
+            size = self._model_config.get_vocab_size()
+            self._texts = [self._decode([index, index]) for index in range(size)]
+        marks = {stop[-1] for stop in stops}
+        if any(not mark.isascii() for mark in marks):  # a byte may complete a character
+            marks.add(PARTIAL)
+        texts = enumerate(self._texts)
+        return frozenset(index for index, text in texts if not marks.isdisjoint(text))
+
+    def _decode(self, token_ids: Any) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))

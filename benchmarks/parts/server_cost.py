@@ -1,0 +1,174 @@
+"""What a token costs vLLM's API server, one process on one core, and its engine.
+
+Requests are those of a run: with entropies and tags to stop at (ARPO), with either, and with
+neither, by the length of a turn. `rivals` and `strings` are asked for as of a server without our
+plugin, `plugin` as of one that has it; all by the same server. Its model has one small layer, so
+that the processors are busy with requests and not with matrices. The fixed cost of a turn and the
+cost of a token are a line through the lengths.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from itertools import product
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import psutil
+from msgspec import Struct
+
+from agentenv.engines.remote import Request
+from agentenv.engines.remote.client import HttpClient
+from agentenv.engines.remote.probes import GENERATE
+from agentenv.engines.vllm import request_body
+from agentenv.pipelines.serving.servers import ServerFactory
+from agentenv.server_config import LaunchConfig, Served
+from agentenv.types import SamplingParams
+
+LENGTHS = (16, 32, 128, 512)  # tokens of a turn
+NUM_TOKENS = 8192  # that are sampled for one figure
+NUM_AT_ONCE = 64
+PROMPT = 200  # tokens
+TOP_K = 10  # rivals, as `engine.entropy_top_k` has them
+INTERVAL = 20  # tokens of an event
+STOPS = ("</python>", "</search>", "</answer>")
+VOCABULARY = 49152
+FORMS: dict[str, tuple[bool, tuple[str, ...], bool]] = {  # entropies, stop strings, plugin
+    "bare": (False, (), False),
+    "rivals": (True, (), False),
+    "strings": (False, STOPS, False),
+    "both": (True, STOPS, False),
+    "plugin": (True, STOPS, True),
+}
+
+
+class Cost(Struct):
+    """Microseconds of CPU a sampled token, and sampled tokens a second."""
+
+    server_us: float
+    engine_us: float
+    tokens_per_s: float
+
+
+class Figures(Struct):
+    """`costs` by form and length; `turn_us` and `token_us`, the API server's, by form."""
+
+    costs: dict[str, dict[int, Cost]]
+    turn_us: dict[str, float]
+    token_us: dict[str, float]
+
+
+def run(lengths: list[int], rounds: int, python: str, say: Callable[[str], None]) -> Figures:
+    """Medians of `rounds`, in which the forms take turns. `python`: with vLLM; empty: found."""
+    with TemporaryDirectory() as folder:
+        make_model(Path(folder) / "model")
+        return asyncio.run(_run(Path(folder), lengths, rounds, python, say))
+
+
+async def _run(
+    folder: Path, lengths: list[int], rounds: int, python: str, say: Callable[[str], None]
+) -> Figures:
+    served = Served("vllm", folder / "model", "server", max_model_len=1024, trained=True)
+    # the engine in a process of its own, as on a GPU
+    config = LaunchConfig(
+        python=python, max_num_seqs=NUM_AT_ONCE, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    )
+    found: dict[tuple[str, int], list[Cost]] = {}
+    async with AsyncExitStack() as stack:
+        factory = ServerFactory(folder, stack, say)
+        (url,) = await factory.start(served, config, "--python")
+        api, engine = _processes(factory.processes[0].pid)
+        http = HttpClient(url)
+        stack.push_async_callback(http.close)
+        await _load(http, 16, 32, "both", api, engine)  # warm
+        for number, length, form in product(range(rounds), lengths, FORMS):
+            cost = await _load(http, length, NUM_TOKENS // length, form, api, engine)
+            found.setdefault((form, length), []).append(cost)
+            say(f"round {number + 1}, {length} tokens, {form}: {cost.server_us:.0f} us a token")
+    costs = {form: {n: _median(found[form, n]) for n in lengths} for form in FORMS}
+    lines = {form: _line({n: one.server_us for n, one in by.items()}) for form, by in costs.items()}
+    turn_us, token_us = ({form: lines[form][i] for form in FORMS} for i in range(2))
+    return Figures(costs, turn_us, token_us)
+
+
+def _processes(guard: int) -> tuple[psutil.Process, psutil.Process]:
+    """The API server and its engine."""
+    (api,) = psutil.Process(guard).children()
+    return api, max(api.children(), key=lambda one: one.memory_info().rss)
+
+
+async def _load(
+    http: HttpClient,
+    length: int,
+    number: int,
+    form: str,
+    api: psutil.Process,
+    engine: psutil.Process,
+) -> Cost:
+    loop, free, rng = asyncio.get_running_loop(), asyncio.Semaphore(NUM_AT_ONCE), Random(length)
+    entropies, stops, plugin = FORMS[form]
+
+    async def ask(index: int) -> None:
+        prompt = [rng.randrange(300, VOCABULARY) for _ in range(PROMPT)]
+        sampling = SamplingParams(max_tokens=length, seed=index, stop=stops)
+        request = Request("", prompt, sampling, INTERVAL, (), "", entropies)
+        body = request_body(f"{form}-{rng.random()}", request, TOP_K, "bench", plugin=plugin)
+        body["sampling_params"]["ignore_eos"] = True
+        async with free, http.stream(GENERATE, body, {}) as events:
+            async for _ in events:
+                pass
+
+    began_s, before = loop.time(), [_cpu_s(one) for one in (api, engine)]
+    await asyncio.gather(*map(ask, range(number)))
+    api_s, engine_s = (_cpu_s(one) - old for one, old in zip((api, engine), before, strict=True))
+    tokens = length * number
+    return Cost(api_s / tokens * 1e6, engine_s / tokens * 1e6, tokens / (loop.time() - began_s))
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _median(costs: list[Cost]) -> Cost:
+    names = Cost.__struct_fields__
+    return Cost(*(float(np.median([getattr(one, name) for one in costs])) for name in names))
+
+
+def _line(by_length: dict[int, float]) -> tuple[float, float]:
+    """us a turn and us a token, by least squares over the cost of whole turns."""
+    if len(by_length) == 1:
+        ((_, only),) = by_length.items()
+        return 0.0, only
+    lengths = np.array(list(by_length), float)
+    slope, constant = np.polyfit(lengths, lengths * list(by_length.values()), 1, w=1 / lengths)
+    return float(constant), float(slope)
+
+
+def make_model(folder: Path) -> None:
+    """One layer over a vocabulary of a real size, whose tokens are bytes and short words."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *_words(VOCABULARY - 256)]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    config = Qwen3Config(vocab_size=VOCABULARY, tie_word_embeddings=False, **sizes, **heads)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def _words(number: int) -> Iterator[str]:
+    letters = "etaoinshrdlu"
+    words = (f"Ġ{''.join(word)}" for size in (3, 4, 5) for word in product(letters, repeat=size))
+    yield from (word for word, _ in zip(words, range(number), strict=False))
