@@ -111,7 +111,7 @@ DONE = "agentenv_complete"  # a file that says the index was built to its end
 
 
 class TantivyConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="tantivy"):
-    """Tantivy: BM25 on disk, for corpora of a million passages and more."""
+    """Tantivy: BM25 on disk, for corpora of 100,000 passages and more."""
 
     directory: Annotated[str, Meta(description="where the index is, or is to be built")]
     corpus: Annotated[
