@@ -461,5 +461,5 @@ def backoff_s(
     not come back together. The spread is drawn from `key` and `attempt` alone: equal runs wait
     equally long.
     """
-    delay = min(max_s, max(first_s * 2.0**attempt, at_least_s))
+    delay = min(max_s, max(first_s * 2.0 ** min(attempt, 64), at_least_s))
     return delay * Random(f"{key}/{attempt}").uniform(1.0, 1.5)

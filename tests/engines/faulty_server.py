@@ -159,6 +159,8 @@ class FaultyServer:
         if request.id.startswith("weights-"):  # what it answers tells its weights
             if self.silent and not self.is_heard:
                 await asyncio.Event().wait()
+            if self.label != self._given:
+                raise ForeignWeightsError(f"{self.name} sampled with other weights")
             logprob = -float(crc32(self.weights.encode()))
             on_chunk(Chunk([1], [logprob], [0.0]))
             return PartEnd("length", [], 1)

@@ -396,6 +396,14 @@ class Storm:
     st.sampled_from([0.0, 0.0, 0.3]),
 )
 @example([("ask", 0, 0.35), ("load", 0, 0.35), ("kill", 0, 0.35), ("kill", 1, 1.5)], 0.0)
+@example(  # another process takes the place of the only server between its load and its probe
+    [
+        *[("ask", 0, 0.0)] * 4,
+        *[("kill", 0, 0.0), ("fill", 5, 0.0), ("ask", 0, 0.0), ("ask", 0, 0.0)],
+        *[("load", 0, 0.35), ("restart", 13, 1.5)],
+    ],
+    0.0,
+)
 def test_whatever_happens_turns_are_whole_and_no_place_is_lost(
     steps: list[tuple[str, int, float]], latency_s: float
 ) -> None:

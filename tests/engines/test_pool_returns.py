@@ -62,3 +62,26 @@ def test_no_server_reads_weights_that_are_removed(folder: Path, slow: str, begin
             assert b.servers[0].weights == "v2"
 
     run_virtual(main())
+
+
+def test_a_server_that_stays_dead_is_asked_ever_more_rarely_and_ends_nothing(folder: Path) -> None:
+    async def main() -> None:
+        async with bench(folder, 2) as b:
+            asked = 0
+            healthy = b.servers[0].healthy
+
+            async def counted() -> bool:
+                nonlocal asked
+                asked += 1
+                return await healthy()
+
+            b.servers[0].healthy = counted  # type: ignore[method-assign]
+            b.servers[0].kill()
+            await asyncio.sleep(3600.0)
+            b.pool.check_alive()
+            assert asked < 2 * 3600 / 20 + 20
+            b.servers[0].restart()
+            await asyncio.sleep(60.0)
+            assert b.pool.stats()["servers_up"] == 2
+
+    run_virtual(main())

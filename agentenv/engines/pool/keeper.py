@@ -20,7 +20,13 @@ from msgspec import Struct
 
 from agentenv.deadline import backoff_s, uncancelled
 from agentenv.engines.pool.server import FIRST_CLOSED_S, PooledServer, State
-from agentenv.engines.remote import BusyError, NoDescriptorError, Request, ServerLostError
+from agentenv.engines.remote import (
+    BusyError,
+    ForeignWeightsError,
+    NoDescriptorError,
+    Request,
+    ServerLostError,
+)
 from agentenv.engines.remote.base import sampled
 from agentenv.engines.remote.weight_sync import Server
 from agentenv.engines.remote.weights import Group, Manifest, Sender, TransferError
@@ -78,6 +84,8 @@ class WeightProbe:
             raise ServerLostError(
                 f"{server.name} gave no token within {within_s:g} s when asked for one"
             ) from error
+        except ForeignWeightsError as error:  # another process has taken its place meanwhile
+            raise ServerLostError(str(error)) from error
         if self._version is not None and version < self._version:
             return  # an update has come meanwhile
         if version != self._version:
@@ -261,8 +269,9 @@ class Keeper:
         async with self._replacing:
             pass
         if not await self._is_unchanged():
-            if server.epoch:
-                server.drop(server.reason)
+            if server.epoch:  # not `drop`, after which the keeper would not rest
+                server.report_out(server.reason)
+                server.abort_all()
             if not await self.client.healthy():
                 raise ServerLostError(f"{server.name} does not answer")
             await self._connect(UNKNOWN_VERSION)
