@@ -37,7 +37,6 @@ from rich.progress import (
 )
 from rich.table import Table as RichTable
 
-from agentenv.crashes import PACKAGES
 from agentenv.disk import DIR_KEY, explain
 from agentenv.errors import AgentEnvError, ConfigError, DataError
 from agentenv.install import TRAIN, needs_train
@@ -47,6 +46,7 @@ from agentenv.pipelines.run.arguments import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     check_places,
+    import_from_working_directory,
 )
 from agentenv.pipelines.run.watchdog import ENDING, GRACE_S, CommandLoop, Watchdog, share_heap
 
@@ -362,18 +362,6 @@ class View:
             logging.getLogger().removeHandler(handler)
             handler.close()
         self._handlers = []
-
-
-COMMANDS = {(PACKAGES / place / "launchers").resolve() for place in ("", "agentenv")}
-
-
-def import_from_working_directory() -> None:
-    """Let the user's modules be found where the command is run, as with `python -m`; the folder
-    of the launchers itself, which Python puts there instead, would shadow names of theirs."""
-    if sys.path and Path(sys.path[0]).resolve() in COMMANDS:
-        del sys.path[0]
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
 
 
 def to_its_end(

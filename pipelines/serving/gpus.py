@@ -13,7 +13,8 @@ from agentenv.learners.learner import LearnerConfig
 from agentenv.pipelines.config.cluster import RayCluster
 
 if TYPE_CHECKING:
-    from agentenv.pipelines.config.rl import ResourcesConfig, TrainConfig
+    from agentenv.pipelines.config.cluster import ResourcesConfig
+    from agentenv.pipelines.config.rl import TrainConfig
 
 
 def visible_gpus() -> list[str]:
