@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta, Struct, field
 
+from agentenv.config import ESSENTIAL
 from agentenv.engine import EngineConfig
 from agentenv.errors import ConfigError
 from agentenv.pipelines.run.arguments import RunConfig
@@ -20,6 +21,7 @@ from agentenv.server_config import ROLES, LaunchConfig, RoleConfig
 if TYPE_CHECKING:
     from agentenv.worker_group import WorkerSpec
 
+WHERE = ("workers", "held_s")  # keys of [env] that say where environments are, not what they are
 FOLDER = "workers"  # of their logs, in the run's directory
 
 
@@ -370,3 +372,32 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 raise ConfigError(f"roles.{name}.url: it runs already; give its model to start one")
         if not self.roles:
             raise ConfigError("roles: there is none to start")
+
+
+class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The split of a machine's GPUs; numbers count the visible ones from 0. Those of the engine's
+    servers are engine.servers.gpus."""
+
+    colocated: Annotated[
+        bool,
+        Meta(
+            description="engine and learner have the same GPUs in turn: all serve, sleep, all "
+            "train, wake with the new weights; rollouts wait with their tokens meanwhile",
+            extra=ESSENTIAL,
+        ),
+    ] = False
+    learner_gpus: Annotated[
+        list[int],
+        Meta(
+            description="one a rank of the learner; empty: the first ones, when servers are "
+            "started for the run beside it"
+        ),
+    ] = field(default_factory=list)
+    weights_dir: Annotated[
+        str,
+        Meta(
+            description="folder through which new weights pass from the learner to the engine, "
+            "two copies of the model at most; empty: /dev/shm, or the run's folder where that has "
+            "no room for them"
+        ),
+    ] = ""

@@ -22,10 +22,15 @@ from agentenv.frames import ArchiveConfig, JournalConfig
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.learner import LearnerConfig
 from agentenv.native import NativeConfig
-from agentenv.pipelines.config.cluster import ClusterConfig, LocalCluster, check_reachable
+from agentenv.pipelines.config.cluster import (
+    ClusterConfig,
+    LocalCluster,
+    ResourcesConfig,
+    check_reachable,
+)
 from agentenv.pipelines.config.supervised import SelfCriticConfig, SFTConfig
 from agentenv.pipelines.run.arguments import ModelConfig, RunConfig
-from agentenv.pipelines.run.checkpoints import SavingConfig
+from agentenv.pipelines.run.checkpoints import CheckpointConfig
 from agentenv.pipelines.run.monitors import RolloutMonitorConfig
 from agentenv.registry import Registry
 from agentenv.renderer import PromptConfig, TagsConfig
@@ -163,9 +168,6 @@ class EnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 300.0
 
 
-WHERE = ("workers", "held_s")  # keys of it that say where environments are, not what they are
-
-
 # How the policy is sampled, and what lies between actors and learner.
 
 
@@ -277,35 +279,6 @@ class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = 0
 
 
-class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The split of a machine's GPUs; numbers count the visible ones from 0. Those of the engine's
-    servers are engine.servers.gpus."""
-
-    colocated: Annotated[
-        bool,
-        Meta(
-            description="engine and learner have the same GPUs in turn: all serve, sleep, all "
-            "train, wake with the new weights; rollouts wait with their tokens meanwhile",
-            extra=ESSENTIAL,
-        ),
-    ] = False
-    learner_gpus: Annotated[
-        list[int],
-        Meta(
-            description="one a rank of the learner; empty: the first ones, when servers are "
-            "started for the run beside it"
-        ),
-    ] = field(default_factory=list)
-    weights_dir: Annotated[
-        str,
-        Meta(
-            description="folder through which new weights pass from the learner to the engine, "
-            "two copies of the model at most; empty: /dev/shm, or the run's folder where that has "
-            "no room for them"
-        ),
-    ] = ""
-
-
 # The phases of a run: cold start, updates, the self-critic between them, evaluations.
 
 
@@ -319,7 +292,6 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[float, Meta(gt=0)] | None,
         Meta(description="passes over the training questions", extra=ESSENTIAL),
     ] = None
-
     max_logprob_gap: Annotated[
         float,
         Meta(gt=0, description="warn when engine and learner differ more, nats at the worst token"),
@@ -332,7 +304,6 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "computes another model; a wider max_logprob_gap allows it",
         ),
     ] = 0.1
-
     max_untrained_steps: Annotated[
         int,
         Meta(
@@ -408,18 +379,6 @@ class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "training; none: the policy's engine, and updates wait for them"
         ),
     ] = None
-
-
-# What is kept of a run.
-
-
-class CheckpointConfig(SavingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Checkpoints of a training run."""
-
-    best_metric: Annotated[
-        str,
-        Meta(description="evaluation metric SET/success or SET/reward whose best one is kept"),
-    ] = ""
 
 
 MAX_TRAJECTORY_BYTES = 500e6  # of RUN/trajectories, after which no more are written

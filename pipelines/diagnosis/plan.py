@@ -12,9 +12,9 @@ from agentenv.config import RUN
 from agentenv.engine import EngineConfig, LocalModel
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.learners.learner import LearnerConfig, check_heads
-from agentenv.pipelines.config.cluster import ServeConfig, WideCluster
+from agentenv.pipelines.config.cluster import ResourcesConfig, ServeConfig, WideCluster
 from agentenv.pipelines.config.evaluation import EvaluateConfig
-from agentenv.pipelines.config.rl import MAX_TRAJECTORY_BYTES, ResourcesConfig, TrainConfig
+from agentenv.pipelines.config.rl import MAX_TRAJECTORY_BYTES, TrainConfig
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.run.checkpoints import find_checkpoint
 from agentenv.pipelines.serving import CPU_CACHE_GIB, GIB, GpuPlan, Machine, learner_gpus

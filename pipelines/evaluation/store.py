@@ -20,8 +20,8 @@ from msgspec import Struct
 from agentenv.config import Tree, changes, upgrade
 from agentenv.disk import PARTIAL, append_whole, explain, write_whole
 from agentenv.errors import ConfigError, DataError
+from agentenv.pipelines.config.cluster import WHERE
 from agentenv.pipelines.config.evaluation import EvaluateConfig
-from agentenv.pipelines.config.rl import WHERE
 from agentenv.pipelines.run.records import FAILED, EvalRow, Key, Wanted
 from agentenv.pipelines.run.rundir import Holder
 

@@ -19,10 +19,9 @@ from agentenv.journal import Journal
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.metrics import EntropyProfile, Metrics, TreeCounters
 from agentenv.offload import in_thread
-from agentenv.pipelines.config.rl import CheckpointConfig
 from agentenv.pipelines.evaluation import statistics
 from agentenv.pipelines.rl.publishing import ParityGap
-from agentenv.pipelines.run.checkpoints import Checkpoints, Saver, load_state
+from agentenv.pipelines.run.checkpoints import CheckpointConfig, Checkpoints, Saver, load_state
 from agentenv.pipelines.run.records import EvalRow
 from agentenv.pipelines.run.terminal import View
 

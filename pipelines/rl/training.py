@@ -34,7 +34,8 @@ from agentenv.journal import Journal
 from agentenv.learners.learner import optimizer_of
 from agentenv.metrics import LoopLag
 from agentenv.offload import in_thread
-from agentenv.pipelines.config.rl import WHERE, TrainConfig
+from agentenv.pipelines.config.cluster import WHERE
+from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.batching import BatchBuilder, refuse_total_failure
 from agentenv.pipelines.rl.cold_start import ColdStart
 from agentenv.pipelines.rl.evaluations import Evaluator

@@ -11,13 +11,14 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
 from agentenv.config import ESSENTIAL
 from agentenv.disk import undecodable
-from agentenv.errors import ConfigError
+from agentenv.errors import PACKAGES, ConfigError
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 EXIT_MISSING = 3  # of a dry run: nothing is wrong, something is not here
@@ -44,6 +45,18 @@ def check_arguments(arguments: Iterable[str]) -> None:
             raise ConfigError(
                 f"'{shown}' is no UTF-8; rename the file or folder, or give a link to it"
             )
+
+
+COMMANDS = {(PACKAGES / place / "launchers").resolve() for place in ("", "agentenv")}
+
+
+def import_from_working_directory() -> None:
+    """Let the user's modules be found where the command is run, as with `python -m`; the folder
+    of the launchers itself, which Python puts there instead, would shadow names of theirs."""
+    if sys.path and Path(sys.path[0]).resolve() in COMMANDS:
+        del sys.path[0]
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 class Parser(argparse.ArgumentParser):

@@ -427,3 +427,12 @@ class Saver:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+class CheckpointConfig(SavingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Checkpoints of a training run."""
+
+    best_metric: Annotated[
+        str,
+        Meta(description="evaluation metric SET/success or SET/reward whose best one is kept"),
+    ] = ""

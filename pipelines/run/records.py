@@ -400,7 +400,7 @@ class _Reader:
         return Branch(
             name=name,
             parent=parent,
-            forked_at=_key(shared[-1]) if shared else None,
+            forked_at=f"node-{shared[-1].index}" if shared else None,
             turns=[self._turn(node) for node in own],
             reward=None if leaf.end == FAILED else sum(node.reward for node in tree.path(leaf)),
             success=bool(leaf.info.get("success", False)),
@@ -415,7 +415,7 @@ class _Reader:
         before = [one for one in self._tree.path(node) if one is not node]
         ids = [token for one in before for token in one.action_ids + one.observation_ids]
         turn = Turn(
-            key=_key(node),
+            key=f"node-{node.index}",
             text=self._decode(node.action_ids),
             answer=self._decode(node.observation_ids),
             calls=msgspec.to_builtins(node.info.get("tool_calls", []), enc_hook=str),
@@ -454,10 +454,6 @@ def _mean(name: str, values: Any) -> dict[str, float]:
 def _depth(leaf: Node) -> tuple[int, int]:
     """From-scratch ones first, each fork after its parent."""
     return leaf.branch.count("+"), leaf.index
-
-
-def _key(node: Node) -> str:
-    return f"node-{node.index}"
 
 
 _ENDED = ("success", "end", "limit", "error", "reason")

@@ -38,13 +38,14 @@ from rich.progress import (
 from rich.table import Table as RichTable
 
 from agentenv.disk import DIR_KEY, explain
-from agentenv.errors import PACKAGES, TRAIN, AgentEnvError, ConfigError, DataError, needs_train
+from agentenv.errors import TRAIN, AgentEnvError, ConfigError, DataError, needs_train
 from agentenv.offload import hanging, running
 from agentenv.pipelines.run.arguments import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     check_places,
+    import_from_working_directory,
 )
 from agentenv.pipelines.run.watchdog import ENDING, GRACE_S, CommandLoop, Watchdog, share_heap
 
@@ -360,18 +361,6 @@ class View:
             logging.getLogger().removeHandler(handler)
             handler.close()
         self._handlers = []
-
-
-COMMANDS = {(PACKAGES / place / "launchers").resolve() for place in ("", "agentenv")}
-
-
-def import_from_working_directory() -> None:
-    """Let the user's modules be found where the command is run, as with `python -m`; the folder
-    of the launchers itself, which Python puts there instead, would shadow names of theirs."""
-    if sys.path and Path(sys.path[0]).resolve() in COMMANDS:
-        del sys.path[0]
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
 
 
 def to_its_end(

@@ -23,7 +23,8 @@ from agentenv.pipelines.config.cluster import RayCluster
 from agentenv.server_config import SGLANG_RESERVED, LaunchConfig, Served
 
 if TYPE_CHECKING:
-    from agentenv.pipelines.config.rl import ResourcesConfig, TrainConfig
+    from agentenv.pipelines.config.cluster import ResourcesConfig
+    from agentenv.pipelines.config.rl import TrainConfig
 
 
 VLLM_PLUGIN = Path(agentenv.__file__).parent / "engines" / "vllm_plugin"  # for PYTHONPATH

@@ -16,7 +16,8 @@ from agentenv.engines.vllm import VLLMConfig
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.errors import ConfigError
 from agentenv.learners.learner import LearnerConfig
-from agentenv.pipelines.config.rl import ResourcesConfig, TrainConfig
+from agentenv.pipelines.config.cluster import ResourcesConfig
+from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.parts import adapter_rank
 from agentenv.pipelines.serving import GpuPlan, command, environment, learner_gpus
 from agentenv.pipelines.setup.assembly import Assembly

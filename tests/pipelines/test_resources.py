@@ -8,7 +8,7 @@ from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.errors import ConfigError
 from agentenv.learners.learner import LearnerConfig
-from agentenv.pipelines.config.rl import ResourcesConfig
+from agentenv.pipelines.config.cluster import ResourcesConfig
 from agentenv.pipelines.serving import GpuPlan, learner_gpus
 from agentenv.server_config import ServersConfig
 
