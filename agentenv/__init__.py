@@ -35,6 +35,7 @@ What an environment of your own needs can be imported from here; the rest lives 
     engines/   what samples: embedded, scripted, vLLM, SGLang, pools of servers
                engine     the seam to them, and settings of those that are servers
     settings   config     TOML files to structs
+               server_config   settings of engines that are servers
                registry   parts chosen by name, also from a package of the user's own
                old_keys   keys of earlier configurations: why they went, what replaces them
     processes  cluster/   rollouts and environments in processes of their own

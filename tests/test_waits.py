@@ -88,7 +88,6 @@ ALLOWED = {
     "envs/search/snapshot.py Snapshot.load: fcntl.flock": CALLER + "in_thread",
     "agentenv/worker_pool.py _ForkServer.load: loop.sock_recv": CALLER + "_over_a_bound",
     "agentenv/worker_pool.py main: socket.recv_fds": CHILD,
-    "pipelines/diagnosis/escapes.py Places.damage: self.server.accept": "the socket does not block",
     "pipelines/run/watchdog.py Watchdog._run: self._signals.recv": "settimeout(BEAT_S)",
     "pipelines/run/monitors.py Monitors._run: self._calls.get": HERE,
     "launchers/retriever.py serve: stop.wait": FOREVER,
