@@ -60,7 +60,7 @@ class Holder(Struct, frozen=True):
 
     pid: int
     host: str
-    since: str
+    since: str = ""
     job: str = ""
 
     @classmethod

@@ -278,6 +278,7 @@ def test_the_best_checkpoint_is_kept_by_the_next_process_where_the_signal_came_b
 
 
 def dying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees that were sampled before may be trained by one more update."""
     generate = ScriptedEngine.generate
 
     async def generating(engine: ScriptedEngine, *args: Any, **kwargs: Any) -> Any:
@@ -312,13 +313,13 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("replace", "overrides", "told", "step"),
+    ("replace", "overrides", "told", "steps"),
     [
-        (dying, [], "out of memory", 2),
-        (full, [], "step-000002.jsonl: no space is left on the device", 3),
-        (teaching_nothing, ["train.max_untrained_steps=3"], "train.max_untrained_steps", 2),
-        (lambda _: None, ["train.max_logprob_gap=0.01"], "disagree by", 1),
-        (refusing, [], "no", 1),
+        (dying, [], "out of memory", {2, 3}),
+        (full, [], "step-000002.jsonl: no space is left on the device", {3}),
+        (teaching_nothing, ["train.max_untrained_steps=3"], "train.max_untrained_steps", {2}),
+        (lambda _: None, ["train.max_logprob_gap=0.01"], "disagree by", {1}),
+        (refusing, [], "no", {1}),
     ],
     ids=["engine", "disk", "untrained", "parity", "publish"],
 )
@@ -328,7 +329,7 @@ def test_whatever_else_ends_a_run_is_said_after_saving(
     replace: Callable[[pytest.MonkeyPatch], None],
     overrides: list[str],
     told: str,
-    step: int,
+    steps: set[int],
     request: pytest.FixtureRequest,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -337,7 +338,7 @@ def test_whatever_else_ends_a_run_is_said_after_saving(
         replace(patch)
         assert train.main(arguments(warehouse, name, *overrides)) == 1
     assert told in capsys.readouterr().err.replace("\n", " ")
-    assert last_checkpoint(warehouse.parent / "runs" / name)[0] == step
+    assert last_checkpoint(warehouse.parent / "runs" / name)[0] in steps
     goes_on(warehouse, name, unwritten={full: {2, 3}, refusing: {1}}.get(replace, set()))
 
 
