@@ -29,8 +29,8 @@ from agentenv.engines.chat import ChatEngine, ChatRenderer, Pieces, native_call
 from agentenv.engines.openai import OpenAIConfig
 from agentenv.engines.remote import ForeignWeightsError, Request
 from agentenv.engines.remote.client import HttpClient
+from agentenv.engines.remote.vllm_answer import VLLMAnswer
 from agentenv.engines.sglang import SGLangAnswer
-from agentenv.engines.vllm import VLLMAnswer
 from agentenv.env import Grade, close_shared
 from agentenv.envs.grading.judge import Judge
 from agentenv.envs.grading.keys import JudgeConfig

@@ -25,7 +25,7 @@ from msgspec import Struct
 from agentenv.engines.remote import Request
 from agentenv.engines.remote.client import HttpClient
 from agentenv.engines.remote.probes import GENERATE
-from agentenv.engines.vllm import request_body
+from agentenv.engines.remote.vllm_answer import request_body
 from agentenv.pipelines.serving.servers import ServerFactory
 from agentenv.server_config import LaunchConfig, Served
 from agentenv.types import SamplingParams

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from agentenv.engines.remote import Request, ServerLostError
+from agentenv.engines.remote.vllm_answer import VLLMAnswer
 from agentenv.engines.sglang import SGLangAnswer
-from agentenv.engines.vllm import VLLMAnswer
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import SamplingParams, VersionSpan
 from tests.engines.dialogues import CLIENTS, play, read_dialogue

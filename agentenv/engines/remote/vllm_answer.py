@@ -1,0 +1,197 @@
+"""One request as vLLM takes it, and its stream, read into chunks and their end.
+
+A server with our plugin gives exact entropies, as the ranks of its tokens; any other is asked for
+the rivals of a token where entropies are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from msgspec import Struct
+
+from agentenv.engines.remote import (
+    BusyError,
+    Request,
+    ServerLostError,
+)
+from agentenv.engines.remote.base import Answer, LabelledSpan, top_k_entropies
+from agentenv.engines.remote.client import (
+    Count,
+    FailedError,
+    Logprob,
+    RefusedError,
+)
+from agentenv.engines.remote.probes import (
+    ENTROPY,
+    STOP_STRINGS,
+    VLLM_TRIED,
+)
+from agentenv.errors import EngineError, ForeignError
+from agentenv.types import Chunk
+from agentenv.untrusted import decode
+
+NO_LOGPROB = -9999.0  # what vLLM writes for minus infinity, NaN, and for "not known"
+P = TypeVar("P", bound="_Position")
+
+
+class _Position(Struct, gc=False):
+    logprob: Logprob
+
+
+class _WithRank(_Position, gc=False):
+    rank: int | None = None
+
+
+class _WithRivals(_WithRank, gc=False):
+    top_logprobs: list[_Position] = []
+
+
+class _Logprobs(Struct, Generic[P], gc=False):
+    content: list[P]
+
+
+class _Choice(Struct, Generic[P], gc=False):
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: _Logprobs[P] | None = None
+    weight_versions: list[LabelledSpan] | None = None
+
+
+class _Details(Struct):
+    cached_tokens: Count | None = None
+
+
+class _Usage(Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Failure(Struct):
+    message: str = "no reason given"
+    code: int = 500
+
+
+class _Event(Struct, Generic[P], gc=False):
+    choices: list[_Choice[P]] = []
+    usage: _Usage | None = None
+    error: _Failure | None = None
+
+
+BARE: type[_Event[_Position]] = _Event[_Position]
+WITH_RANK: type[_Event[_WithRank]] = _Event[_WithRank]
+WITH_RIVALS: type[_Event[_WithRivals]] = _Event[_WithRivals]
+
+
+def request_body(
+    request_id: str,
+    request: Request,
+    entropy_top_k: int,
+    cache_salt: str,
+    adapter: str = "",
+    *,
+    plugin: bool = False,
+) -> dict[str, Any]:
+    """The JSON that is posted; no default is left to the server, which may read them from the
+    model. `plugin`: the server has ours."""
+    sampling = request.sampling
+    params: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "logprobs": entropy_top_k if request.with_entropies and not plugin else 0,
+    }
+    if request.stream_interval > 1:
+        params["stream_interval"] = request.stream_interval
+    if sampling.seed is not None:
+        params["seed"] = sampling.seed % 2**63  # -1 would mean none
+    if sampling.stop and not plugin:
+        # A stop string may hold special tokens, and it is looked for in the decoded text.
+        params |= {
+            "stop": sampling.stop,
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+        }
+    else:
+        # Otherwise the API server decodes each token and its `logprobs` largest rivals.
+        params["detokenize"] = False
+        if sampling.stop:
+            params["extra_args"] = {STOP_STRINGS: sampling.stop}
+    if request.stop_token_ids:
+        # The engine stops at these by itself. Without our plugin stop strings are found by the API
+        # server, and until its abort arrives the engine samples on for nothing.
+        params["stop_token_ids"] = request.stop_token_ids
+    return {
+        "request_id": request_id,
+        **({"model": adapter} if adapter else {}),
+        "token_ids": list(request.prompt_ids),
+        "sampling_params": params,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "cache_salt": cache_salt,
+    }
+
+
+class NoPluginError(ServerLostError):
+    """The ranks of a server's tokens are ranks."""
+
+
+class VLLMAnswer(Answer):
+    """Each event holds the tokens since the last one. `plugin`: ranks of tokens hold entropies."""
+
+    has_cached_tokens = False
+
+    def __init__(self, *arguments: Any, plugin: bool = False, **keys: Any) -> None:
+        super().__init__(*arguments, **keys)
+        self._event: type[_Event[Any]] = BARE
+        if self._with_entropies:
+            self._event = WITH_RANK if plugin else WITH_RIVALS
+
+    def add(self, event: bytes) -> Chunk | None:
+        try:
+            found = decode(event, self._event)
+        except ForeignError as error:
+            text = f"{self._server} streamed what vLLM {VLLM_TRIED} does not: {error}"
+            raise ServerLostError(text) from None
+        if (failure := found.error) is not None:
+            text = f"{self._server} aborted the request: {failure.message}"
+            if failure.code == 429:
+                raise BusyError(text)
+            kind = FailedError if failure.code >= 500 else RefusedError
+            raise kind(text, failure.code, failure.message)
+        if found.usage is not None and found.usage.prompt_tokens_details is not None:
+            cached = found.usage.prompt_tokens_details.cached_tokens
+            self._num_cached_tokens = cached or 0
+            self.has_cached_tokens = cached is not None
+        return self._extend(found.choices[0]) if found.choices else None
+
+    def _extend(self, choice: _Choice[Any]) -> Chunk | None:
+        if choice.finish_reason is not None:
+            self._reason, self._spans = choice.finish_reason, choice.weight_versions or []
+            if isinstance(choice.stop_reason, str):
+                self._stop = choice.stop_reason
+        if not choice.token_ids:
+            return None
+        positions = choice.logprobs.content if choice.logprobs is not None else []
+        logprobs = [position.logprob for position in positions]
+        if len(logprobs) != len(choice.token_ids) or NO_LOGPROB in logprobs:
+            raise EngineError(
+                f"{self._server} sampled a token without a log-prob; its logits may be NaN"
+            )
+        return self._chunk(choice.token_ids, logprobs, lambda: self._entropies(positions))
+
+    def _entropies(self, positions: Sequence[Any]) -> list[float]:
+        if self._event is not WITH_RANK:
+            return top_k_entropies([[top.logprob for top in one.top_logprobs] for one in positions])
+        ranks = [position.rank or 0 for position in positions]
+        if min(ranks) < ENTROPY:
+            raise NoPluginError(f"{self._server} does not have agentenv's plugin")
+        bits = np.array(ranks, np.int64) - ENTROPY
+        found: list[float] = bits.astype(np.int32).view(np.float32).tolist()
+        return found
