@@ -24,7 +24,7 @@ from agentenv.envs.grading.phrases import (
     without_lead,
     without_source,
 )
-from agentenv.envs.grading.sentences import has_verb, is_hedged
+from agentenv.envs.grading.sentences import has_verb, is_hedged, is_statement
 from agentenv.envs.grading.separators import (
     EQUALS,
     LEVELS,
@@ -34,13 +34,15 @@ from agentenv.envs.grading.separators import (
     Joint,
     alternatives,
     corrections,
+    labels,
     lines,
     marks,
     named_again,
+    symbols,
 )
 from agentenv.envs.grading.special import special, truth
 from agentenv.envs.grading.spelling import clean
-from agentenv.envs.grading.words import is_wordy
+from agentenv.envs.grading.words import has_cjk, is_wordy
 
 Kind = Literal[
     "choice", "truth", "special", "date", "time", "span", "number", "list", "words", "math"
@@ -108,7 +110,7 @@ class Whole:
         """What the gold itself is cut into."""
         pieces = [self.text]
         for _, cut in (
-            LEVELS[5:-1] if self.kind in ("words", "list") and len(self.text) < 200 else ()
+            LEVELS[6:-1] if self.kind in ("words", "list") and len(self.text) < 200 else ()
         ):
             pieces = [piece for text in pieces for piece in cut(text)]
         return pieces
@@ -131,7 +133,10 @@ class Whole:
     def parts(self, text: str) -> list[Part]:
         """The text cut until each part is the gold, or has no separator any more."""
         found: list[Part] = []
-        self._cut(text, "", 0, found, is_first=True)
+        pieces = labels(text) if self._may_cut(labels, "or", text) else [text]
+        for piece in pieces:
+            joint: Joint = "" if len(pieces) < 2 else "or"
+            self._cut(piece, joint, 0, found, is_first=len(pieces) < 2)
         return found[:MAX_PARTS]
 
     def _cut(
@@ -160,14 +165,16 @@ class Whole:
         if self.kind == "number" and (_is_compound(text) or _SUM_OF.match(text)):
             found.append(Part(text, joint, led=led, is_first=is_first))
             return
-        if level > 2 and BETWEEN.match(text) and is_range(text):
+        if level > 3 and BETWEEN.match(text) and is_range(text):
             found.append(Part(text, joint, led=led, is_first=is_first))
             return
         is_clause = False
         for next_level in range(level, len(LEVELS)):
             own, cut = LEVELS[next_level]
             is_clause = is_clause or (
-                cut in OF_A_SENTENCE and has_verb(text) and not is_named(text)
+                cut in OF_A_SENTENCE
+                and (is_statement(text) or (led and has_verb(text)))
+                and not is_named(text)
             )
             if is_clause and own == "comma" and self.meets(text.partition(",")[0]):
                 head, _, tail = text.partition(",")
@@ -252,6 +259,14 @@ class Whole:
         equation; to a question of yes or no, "no" is an answer."""
         if cut is corrections:
             return self.kind != "truth"
+        if cut in (labels, symbols):
+            is_own = cut is symbols and len([one for one in cut(self.text) if one]) > 1
+            is_han = cut is symbols and has_cjk(self.text)
+            return (
+                self.kind != "math"
+                and (is_wordy(text) or self.kind != "list")
+                and not (is_own or is_han)
+            )
         if cut in (lines, marks):
             return r"\begin" not in text
         if joint == "equals":

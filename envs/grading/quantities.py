@@ -118,6 +118,8 @@ def _approximated(exact: Quantity | None, about: Quantity | None) -> Quantity | 
     """The exact one of 270/7 degrees, about 38.57 degrees, if the other is near."""
     if exact is None or about is None or (about.has_unit and about.dimension != exact.dimension):
         return None
+    if exact.value.denominator == 1:
+        return exact if about.value == exact.value else None
     is_near = abs(exact.value - about.value) * MIN_NEAR <= abs(exact.value)
     return exact if is_near else None
 

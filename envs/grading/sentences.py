@@ -35,6 +35,8 @@ _APPOSITION = _TABLES.pattern("apposition", re.DOTALL)
 _MATH = re.compile(r"\$([^$]*[\\=^_][^$]*)\$")
 _AMOUNT = _TABLES.pattern("amount")
 _DATE = re.compile(r"(?:\w+ )?\d{1,2},? \w+,? \d{4}|[A-Z]\w+ \d{1,2}, \d{4}")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_TOLD = re.compile(rf"(?:{_VERB.pattern})(?=\s)|\b(?:it|he|she|they|them|there)\b")
 _SENTENCE_END = _TABLES.pattern("sentence_end")
 
 
@@ -59,10 +61,20 @@ def is_denied(text: str) -> bool:
 
 def has_verb(text: str) -> bool:
     """Whether the text holds a verb, so that it is a clause and no name or phrase."""
-    words = text.split()
+    words = _COMMAND.sub(" ", text).split()
     first = [word for word in words[:1] if not (word[:1].isupper() and word.endswith("ed"))]
     verb = _VERB.search(" ".join([*first, *(word for word in words[1:] if word[:1].islower())]))
     return verb is not None and (len(words) > 2 or not verb[0].endswith("ed"))
+
+
+def is_statement(text: str) -> bool:
+    """Whether a text is a sentence: a subject, a verb; no phrase that begins with a participle."""
+    first, _, rest = text.partition(" ")
+    is_subject = _PRONOUN.match(text) is not None and not first.isupper()
+    return (is_subject and bool(rest)) or (
+        (first[:1].isupper() or first[:1].isdigit() or first.lower() in _SUBJECTS)
+        and _TOLD.search(rest) is not None
+    )
 
 
 def says(found: str, wanted: str, same: Callable[[str], bool]) -> bool:
@@ -161,6 +173,7 @@ def _names(clause: str, wanted: str) -> bool:
 _BE = _TABLES.text("be")
 MIN_STATEMENT_WORDS = 4
 _FILLERS = _TABLES.words("fillers")
+_SUBJECTS = frozenset(str.split("the a an one there all both each no some many most every"))
 _PRONOUN = re.compile(r"(?:it|he|she|they|this|that)\b", re.IGNORECASE)
 _PHRASES = tuple(
     (re.compile(rf"\b(?:{phrase})\b", re.IGNORECASE), word)

@@ -19,8 +19,13 @@ Joint = Literal["", "or", "alias", "bracket", "dash", "colon", "comma", "list", 
 Cut = Callable[[str], list[str]]
 
 _LINES = _TABLES.pattern("lines")
+_LABEL = re.compile(r"(?:^|(?<=[\s,;.(\"'{]))([^\W\d]+)\s?#?(?:\d{1,2})?[\"']?\s*[:=]\s*")
+_SYMBOLS = _TABLES.pattern("symbols")
+_SCRIPTS = _TABLES.pattern("scripts")
 _MARKS = _TABLES.pattern("marks")
-_ENUMERATED = re.compile(r"(?:^|(?<=\s))(?:\(?([1-9a-eA-E]|i{1,3}|iv|v)[).]|#?([1-9])[.)])(?=\s)")
+_ENUMERATED = re.compile(
+    r"(?:^|(?<=\s))(?:\(?([1-9a-eA-E]|i{1,3}|iv|v)[).:]|#?([1-9])(?:[.)]|\s-))(?=\s)"
+)
 _END = _TABLES.pattern("end")
 _ABBREVIATIONS = _TABLES.words("abbreviations")
 _LAST_WORD = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]{1,9}$")
@@ -44,6 +49,22 @@ _CORRECTION = _TABLES.pattern("correction", re.IGNORECASE)
 def lines(text: str) -> list[str]:
     """Lines, and answers that are labelled as such."""
     return _LINES.split(text)
+
+
+def labels(text: str) -> list[str]:
+    """Around labels that come twice: Result: A Result: B; answer 1 = A, answer 2 = B."""
+    found = list(_LABEL.finditer(text))
+    names = [match[1].lower() for match in found]
+    ends = [(match.start(), match.end()) for match in found if names.count(match[1].lower()) > 1]
+    starts = [0, *(end for _, end in ends)]
+    stops = [*(start for start, _ in ends), len(text)]
+    return [text[start:stop] for start, stop in zip(starts, stops, strict=True)]
+
+
+def symbols(text: str) -> list[str]:
+    """Around signs that are no letters, digits or punctuation of a name, and words of another
+    script than the text before and after."""
+    return [part for piece in _SCRIPTS.split(text) for part in _SYMBOLS.split(piece)]
 
 
 def marks(text: str) -> list[str]:
@@ -117,8 +138,10 @@ def _is_condition(text: str, match: re.Match[str]) -> bool:
     answers have: the final answer is 13, the final answer is 14."""
     before = text[: match.start()]
     is_repeated = "answer" in match[0].lower() and match[0].strip().lower() in before.lower()
+    is_asked = text[match.end() :].rstrip(" .)]\"'").endswith("?")  # or rather Paris?
     return (
         is_repeated
+        or is_asked
         or re.search(r"\b(?:if|unless|maybe|perhaps|possibly)\s*$", before, re.I) is not None
     )
 
@@ -134,6 +157,7 @@ def last_correction(text: str, *, is_truth: bool = False) -> Iterator[str]:
 
 LEVELS: tuple[tuple[Joint, Cut], ...] = (
     ("or", marks),
+    ("or", symbols),
     ("", lines),
     ("", corrections),
     ("", sentences),
@@ -148,4 +172,4 @@ LEVELS: tuple[tuple[Joint, Cut], ...] = (
     ("equals", EQUALS.split),
 )
 OF_A_CLAUSE = (alternatives, _COMMAS.split, _LISTS.split, EQUALS.split)  # these belong to a clause
-OF_A_SENTENCE = tuple(cut for _, cut in LEVELS[5:])
+OF_A_SENTENCE = tuple(cut for _, cut in LEVELS[6:])
