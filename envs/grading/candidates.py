@@ -13,13 +13,20 @@ from itertools import combinations
 
 from msgspec import Struct
 
-from agentenv.envs.grading import choice, dates
-from agentenv.envs.grading.lists import without_name
-from agentenv.envs.grading.names import STATES, without_class
-from agentenv.envs.grading.parts import BETWEEN, Whole
-from agentenv.envs.grading.phrases import (
+from agentenv.envs.grading import dates, forms
+from agentenv.envs.grading.forms import special, truth, without_name
+from agentenv.envs.grading.names import (
+    STATES,
+    announcement,
+    has_verb,
+    is_hedged,
+    is_statement,
+    without_class,
+)
+from agentenv.envs.grading.parts import (
     ARTICLE,
     ASIDES,
+    BETWEEN,
     EDGE,
     FORMULA,
     FUNCTION_WORDS,
@@ -27,6 +34,7 @@ from agentenv.envs.grading.phrases import (
     LABELS,
     OPENING,
     Part,
+    Whole,
     amount_of,
     is_conversion,
     is_expression,
@@ -38,16 +46,11 @@ from agentenv.envs.grading.phrases import (
     is_role,
     value_of,
 )
-from agentenv.envs.grading.quantities import Quantity, quantity, same_quantity
-from agentenv.envs.grading.sentences import announcement, has_verb, is_hedged, is_statement
-from agentenv.envs.grading.separators import Joint, clauses, lines, sentences
-from agentenv.envs.grading.special import special, truth
-from agentenv.envs.grading.spelling import clean
-from agentenv.envs.grading.tables import Tables
-from agentenv.envs.grading.units import unit_of
+from agentenv.envs.grading.quantities import Quantity, quantity, same_quantity, unit_of
+from agentenv.envs.grading.text import Joint, Tables, clauses, clean, lines, sentences
 from agentenv.envs.grading.words import has_cjk, is_wordy, tokens
 
-_TABLES = Tables(__file__)
+_TABLES = Tables("candidates")
 
 MAX_NAME_WORDS = 12
 MAX_PHRASE_WORDS = 4
@@ -441,15 +444,15 @@ class Gold(Whole):
 
     def _other_letters(self, text: str, parts: Sequence[Part]) -> Rivals:
         """Letters of other options, or another text at the same letter."""
-        wanted = choice.chosen(self.text)
-        groups = choice.letters(text)
+        wanted = forms.chosen(self.text)
+        groups = forms.letters(text)
         others = {group for group in groups if group - wanted}
         if wanted in groups:
             others |= {group for group in groups if group != wanted}
         if others:
             return Rivals(tuple("".join(sorted(group)) for group in others))
         for worded in self.elements:
-            texts = [label[1] for label in map(choice.labelled, map(_text_of, parts)) if label]
+            texts = [label[1] for label in map(forms.labelled, map(_text_of, parts)) if label]
             rivals = [one for one in texts if not worded.meets(one) and not has_verb(one)]
             if rivals or not any(worded.meets(part.text) for part in parts):
                 return Rivals(tuple(rivals))

@@ -12,14 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.envs.grading import choice, dates
-from agentenv.envs.grading.exact import TokenF1
-from agentenv.envs.grading.layers import Layered, compare
-from agentenv.envs.grading.lists import several
-from agentenv.envs.grading.parts import kind_of
-from agentenv.envs.grading.phrases import is_named, is_nationality, rank_of
+from agentenv.envs.grading import dates, forms
+from agentenv.envs.grading.forms import several
+from agentenv.envs.grading.layers import Layered, TokenF1, compare
+from agentenv.envs.grading.parts import is_named, is_nationality, kind_of, rank_of
 from agentenv.envs.grading.reward import make_grader
-from agentenv.envs.grading.spelling import clean
+from agentenv.envs.grading.text import clean
 from agentenv.envs.grading.words import has_cjk
 from agentenv.types import Message, Task
 
@@ -94,10 +92,10 @@ def are_two(one: str, other: str) -> bool:
     month, or letters of which one is in both."""
     if any(rank_of(gold) or is_nationality(gold) for gold in (one, other)):
         return False
-    labels = [choice.labelled(gold) for gold in (one, other)]
+    labels = [forms.labelled(gold) for gold in (one, other)]
     if all(labels) and labels[0][0] == labels[1][0]:  # type: ignore[index]
         return False
-    letters = [choice.chosen(gold) for gold in (one, other)]
+    letters = [forms.chosen(gold) for gold in (one, other)]
     if letters[0] & letters[1]:
         return False
     days = [dates.dates(gold) for gold in (one, other)]
