@@ -52,7 +52,6 @@ from agentenv.envs.grading.words import has_cjk, is_wordy, tokens
 
 _TABLES = Tables("candidates")
 
-MAX_NAME_WORDS = 12
 MAX_PHRASE_WORDS = 4
 MAX_HAN = 20  # characters of a name
 
@@ -75,7 +74,6 @@ _NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
 _TRUTHS = re.compile(r"\b(yes|no|true|false)\b(?=[^\w,]*(?:[.;!\])}]|, the|, it|,? but|$))", re.I)
-_PARTICIPLE = re.compile(r"\w+(?:ed|ing|en|wn|t)\s+(?:in|by|on|at|for|and|from|with|of|to)\b", re.I)
 _DATES = re.compile(r"(?:\d{1,2} )?[A-Z][a-z]+ (?:\d{1,2}, )?\d{3,4}")
 _BE = re.compile(r"\s(?:is|are|was|were)\s")
 # two words at most say something: This gives 12, one approach yields 12
@@ -392,7 +390,9 @@ class Gold(Whole):
         words = tokens(bare)
         rest = ARTICLE.sub("", bare, count=1)
         is_short = len(words) < 3 and OPENING.match(bare) is not None  # in plants
-        if part.joint == "bracket" and (is_short or FORMULA.fullmatch(bare[:8])):
+        if part.joint == "bracket" and (
+            is_short or (not self.is_named and FORMULA.fullmatch(bare[:8]))
+        ):
             return True  # water (H2O)
         is_attached = part.joint in ("bracket", "dash", "colon", "comma")
         if not self.is_named or not (is_attached or part.led):

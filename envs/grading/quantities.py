@@ -126,7 +126,6 @@ _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _UNIT_TOKEN = _QUANTITIE_TABLES.pattern("unit_token")
 _NOT_A_NOUN = _QUANTITIE_TABLES.words("not_a_noun")
 _BC: Dimension = (("era_bc", 1),)
-_AD: Dimension = (("era_ad", 1),)
 _PERCENT: Dimension = (("percent", 1),)
 _ORDINAL: Dimension = (("ordinal", 1),)
 _POUNDS: dict[Dimension, Fraction] = {
