@@ -138,6 +138,9 @@ class Gold(Whole):
         """The candidates beside the gold. A text that is one part has none: whether it is the
         gold the layers say."""
         parts = self.parts(text)
+        name = self._written_as_a_name(parts)
+        if name:
+            return self._other(name).rivals(text)
         if self.kind == "choice":
             return self._other_letters(text, parts)
         if self.kind == "truth" and self._says_both(text):
@@ -175,6 +178,14 @@ class Gold(Whole):
         if is_sum and not any(part.starts for part in parts):
             return Rivals()
         return Rivals(tuple(dict.fromkeys(found)))
+
+    def _written_as_a_name(self, parts: Sequence[Part]) -> str:
+        """The gold as the answer writes it, if only the answer shows that it is a name: James
+        Madison for james madison."""
+        if self.kind != "words" or self.is_named or not self.text.islower():
+            return ""
+        names = [clean(part.text) for part in parts if part.meets]
+        return next((name for name in names if " " in name and is_named(name)), "")
 
     def _is_beside_a_list(self, part: Part, parts: Sequence[Part]) -> bool:
         """Whether an expression stands beside the list, of which it is no element."""
@@ -389,7 +400,7 @@ class Gold(Whole):
         """Whether a part that is attached to a name says what it is; a phrase has no such parts."""
         words = tokens(bare)
         rest = ARTICLE.sub("", bare, count=1)
-        is_short = len(words) < 3 and OPENING.match(bare) is not None  # in plants
+        is_short = len(words) < 3 and bare[:1].islower() and OPENING.match(bare)  # in plants
         if part.joint == "bracket" and (
             is_short or (not self.is_named and FORMULA.fullmatch(bare[:8]))
         ):
@@ -408,6 +419,8 @@ class Gold(Whole):
             return True
         if is_named(rest):
             return not is_nationality(self.text) and is_note(rest, part)
+        if part.led:
+            return True  # it is well known
         has_function = bool(set(bare.lower().split()) & FUNCTION_WORDS)
         return rest != bare or has_function or len(words) > MAX_PHRASE_WORDS or is_note(rest, part)
 

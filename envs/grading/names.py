@@ -397,7 +397,10 @@ _MATH = re.compile(r"\$([^$]*[\\=^_][^$]*)\$")
 _AMOUNT = _SENTENCE_TABLES.pattern("amount")
 _DATE = re.compile(r"(?:\w+ )?\d{1,2},? \w+,? \d{4}|[A-Z]\w+ \d{1,2}, \d{4}")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
-_TOLD = re.compile(rf"(?:{_VERB.pattern})(?=\s)|\b(?:it|he|she|they|them|there)\b")
+_TOLD = re.compile(
+    rf"(?:{_VERB.pattern})(?=\s)"
+    r"|\b(?:it|he|she|they|them|there|we|you|me|us|I(?='|\s+[a-z]))\b"
+)
 _SENTENCE_END = _SENTENCE_TABLES.pattern("sentence_end")
 
 
@@ -429,10 +432,12 @@ def has_verb(text: str) -> bool:
 
 
 def is_statement(text: str) -> bool:
-    """Whether a text is a sentence: a subject, a verb; no phrase that begins with a participle."""
-    first, _, rest = text.partition(" ")
+    """Whether a text is a sentence: a subject, a verb; no phrase that begins with a participle. The
+    word after an article is no verb: a uniformed officer, in a flowerbed."""
+    first = text.partition(" ")[0]
+    rest = _OF_A_NOUN.sub("N", text).partition(" ")[2]
     is_subject = _PRONOUN.match(text) is not None and not first.isupper()
-    return (is_subject and bool(rest)) or (
+    return (is_subject and " " in text) or (
         (first[:1].isupper() or first[:1].isdigit() or first.lower() in _SUBJECTS)
         and _TOLD.search(rest) is not None
     )
@@ -535,6 +540,9 @@ _BE = _SENTENCE_TABLES.text("be")
 MIN_STATEMENT_WORDS = 4
 _FILLERS = _SENTENCE_TABLES.words("fillers")
 _SUBJECTS = frozenset(str.split("the a an one there all both each no some many most every"))
+_OF_A_NOUN = re.compile(
+    r"(?:^[Aa]n?|\ban?|\b[Tt]he)\s+(?:\w+ly\s+(?=\w+\s+(?!(?:to|in|by|at|on|from|for|the|an?)\b)))?\S+"
+)
 _PRONOUN = re.compile(r"(?:it|he|she|they|this|that)\b", re.IGNORECASE)
 _PHRASES = tuple(
     (re.compile(rf"\b(?:{phrase})\b", re.IGNORECASE), word)

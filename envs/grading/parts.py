@@ -105,7 +105,7 @@ def without_lead(text: str, *, is_truth: bool = False) -> tuple[str, bool]:
             break
         if is_truth and truth(match[0].strip(" ,\n\r\t")) is not None:
             break
-        led = match["pronoun"] is not None
+        led = led or match["pronoun"] is not None  # it is, it is now
         text = text[match.end() :]
     return text, led
 
