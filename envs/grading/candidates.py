@@ -246,7 +246,9 @@ class Gold(Whole):
     def _is_statement(self, part: Part, bare: str) -> bool:
         """Whether a part is a sentence, which says something about the answer; a gold that is a
         sentence has sentences for rivals."""
-        if is_named(bare) or (self.kind == "words" and is_statement(self.text)):
+        if is_named(bare) or (
+            self.kind == "words" and not self.is_named and is_statement(self.text)
+        ):
             return False
         is_attached = part.joint in ("comma", "dash", "bracket", "colon")
         if not (self.is_named and part.joint in ("", "comma", "dash")) and is_named(

@@ -130,6 +130,7 @@ async def test_right(gold: str, answer: str, layer: str) -> None:
         ("The public", "The right arm The public"),
         ("The public", "The right arm Public"),
         ("The liver", "The right lung The liver"),
+        ("Academy Award for Best Animated Short Film", "It is"),
     ],
 )
 async def test_wrong(gold: str, answer: str) -> None:
