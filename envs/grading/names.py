@@ -567,7 +567,11 @@ def same_statement(found: str, wanted: str) -> bool:
     if _turns(found, wanted) or _turns(wanted, found):
         return True
     words, gold = _content(found), _content(wanted)
-    if not words or len(gold) < MIN_STATEMENT_WORDS or not (_VERB.search(found) and _VERB.search(wanted)):
+    if (
+        not words
+        or len(gold) < MIN_STATEMENT_WORDS
+        or not (_VERB.search(found) and _VERB.search(wanted))
+    ):
         return False
     if not _same_round(found, wanted):
         return False
