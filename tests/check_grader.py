@@ -26,8 +26,8 @@ from scipy.stats import binomtest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agentenv.env import close_shared
+from agentenv.envs.grading.equality import shared_math
 from agentenv.envs.grading.layers import Layered
-from agentenv.envs.grading.math import shared_math
 from agentenv.reference.grading import reference_f1
 
 NUM_SLOWEST = 10

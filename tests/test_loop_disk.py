@@ -57,7 +57,7 @@ ALLOWED = {
     "agentenv/engines/pool/__init__.py start: read_eos_ids": BEFORE,
     "agentenv/supervisor.py start: self._reception.open": NO_DISK,
     "agentenv/worker_pool.py load: self._give": NO_DISK,
-    "envs/grading/math.py start: install_hint": "of an error that ends the start",
+    "envs/grading/equality.py start: install_hint": "of an error that ends the start",
     "envs/sandbox/process.py launch: own_folder": OWN,
     "learners/ranks.py start: reception.open": NO_DISK,
     "envs/sandbox/process.py launch: settings_of": OWN,

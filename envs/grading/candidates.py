@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 
 from msgspec import Struct
 
-from agentenv.envs.grading import choice, dates
-from agentenv.envs.grading.lists import without_name
-from agentenv.envs.grading.names import STATES, is_titled, without_class
-from agentenv.envs.grading.parts import BETWEEN, Whole
-from agentenv.envs.grading.phrases import (
+from agentenv.envs.grading import dates, forms
+from agentenv.envs.grading.forms import special, truth, without_name
+from agentenv.envs.grading.names import (
+    STATES,
+    announcement,
+    has_verb,
+    is_hedged,
+    is_statement,
+    without_class,
+)
+from agentenv.envs.grading.parts import (
     ARTICLE,
     ASIDES,
+    BETWEEN,
     EDGE,
     FORMULA,
     FUNCTION_WORDS,
@@ -26,6 +34,7 @@ from agentenv.envs.grading.phrases import (
     LABELS,
     OPENING,
     Part,
+    Whole,
     amount_of,
     is_conversion,
     is_expression,
@@ -37,18 +46,12 @@ from agentenv.envs.grading.phrases import (
     is_role,
     value_of,
 )
-from agentenv.envs.grading.quantities import Quantity, quantity, same_quantity
-from agentenv.envs.grading.sentences import announcement, has_verb, is_hedged
-from agentenv.envs.grading.separators import Joint, clauses, lines, sentences
-from agentenv.envs.grading.special import special, truth
-from agentenv.envs.grading.spelling import clean
-from agentenv.envs.grading.tables import Tables
-from agentenv.envs.grading.units import unit_of
+from agentenv.envs.grading.quantities import Quantity, quantity, same_quantity, unit_of
+from agentenv.envs.grading.text import Joint, Tables, clauses, clean, lines, sentences
 from agentenv.envs.grading.words import has_cjk, is_wordy, tokens
 
-_TABLES = Tables(__file__)
+_TABLES = Tables("candidates")
 
-MAX_NAME_WORDS = 12
 MAX_PHRASE_WORDS = 4
 MAX_HAN = 20  # characters of a name
 
@@ -71,8 +74,12 @@ _NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
 _TRUTHS = re.compile(r"\b(yes|no|true|false)\b(?=[^\w,]*(?:[.;!\])}]|, the|, it|,? but|$))", re.I)
-_PARTICIPLE = re.compile(r"\w+(?:ed|ing|en|wn|t)\s+(?:in|by|on|at|for|and|from|with|of|to)\b", re.I)
 _DATES = re.compile(r"(?:\d{1,2} )?[A-Z][a-z]+ (?:\d{1,2}, )?\d{3,4}")
+_BE = re.compile(r"\s(?:is|are|was|were)\s")
+# two words at most say something: This gives 12, one approach yields 12
+_SAID = re.compile(
+    r"(?:[^\W\d]+\s){1,2}(gives?|yields?|makes?|equals?|finds?|gets?|says?|is|was)\s+(.+)", re.I
+)
 _DOUBT = _TABLES.pattern("doubt", re.I)
 _MATH_ONLY = _TABLES.pattern("math_only")
 
@@ -131,6 +138,9 @@ class Gold(Whole):
         """The candidates beside the gold. A text that is one part has none: whether it is the
         gold the layers say."""
         parts = self.parts(text)
+        name = self._written_as_a_name(parts)
+        if name:
+            return self._other(name).rivals(text)
         if self.kind == "choice":
             return self._other_letters(text, parts)
         if self.kind == "truth" and self._says_both(text):
@@ -169,6 +179,14 @@ class Gold(Whole):
             return Rivals()
         return Rivals(tuple(dict.fromkeys(found)))
 
+    def _written_as_a_name(self, parts: Sequence[Part]) -> str:
+        """The gold as the answer writes it, if only the answer shows that it is a name: James
+        Madison for james madison."""
+        if self.kind != "words" or self.is_named or not self.text.islower():
+            return ""
+        names = [clean(part.text) for part in parts if part.meets]
+        return next((name for name in names if " " in name and is_named(name)), "")
+
     def _is_beside_a_list(self, part: Part, parts: Sequence[Part]) -> bool:
         """Whether an expression stands beside the list, of which it is no element."""
         if is_wordy(self.text) or part.joint not in ("", "or", "comma", "list") or part.is_first:
@@ -199,31 +217,60 @@ class Gold(Whole):
         """Whether a part names another candidate than the gold, or than the amounts `beside` it
         that are the gold."""
         bare = clean(part.text)
-        if _DENIED.match(bare) or self._restates(bare, part.joint):
+        if not bare or _DENIED.match(bare) or self._restates(bare, part.joint):
+            return False
+        if self.kind == "truth" and self._other_truth(part):
+            return True
+        if self._is_label(part, bare, after) or self._is_statement(part, bare):
             return False
         if part.joint in ("or", "alias", "list") and self._is_alternative(part, bare):
             return True
-        if not bare or (has_verb(bare) and not is_named(bare)):
-            return self.kind == "truth" and self._other_truth(part)
         match self.kind:
-            case "truth":
-                return self._other_truth(part) or self._of_another_kind(part, bare)
             case "number":
                 return self._other_amount(part, bare, beside) or self._of_another_kind(part, bare)
             case "date" | "time" | "span":
                 return self._other_time(part, bare) or self._of_another_kind(part, bare)
+            case "special":
+                return bool(special(bare)) or self._of_another_kind(part, bare)
+            case "truth" | "math":
+                return self._of_another_kind(part, bare)
             case "list":
                 if any(one.meets(part.text) for one in self.elements):
                     return False
                 if any(one.is_rival(part, after) for one in self.elements[:3]):
                     return True
-                return is_wordy(self.text) and self._other_words(part, bare, after)
-            case "math":
-                return self._of_another_kind(part, bare)
-            case "special":
-                return bool(special(bare)) or self._of_another_kind(part, bare)
+                return is_wordy(self.text) and self._other_words(part, bare)
             case _:
-                return self._other_words(part, bare, after)
+                return self._other_words(part, bare)
+
+    def _is_statement(self, part: Part, bare: str) -> bool:
+        """Whether a part is a sentence, which says something about the answer; a gold that is a
+        sentence has sentences for rivals."""
+        if is_named(bare) or (
+            self.kind == "words" and not self.is_named and is_statement(self.text)
+        ):
+            return False
+        is_attached = part.joint in ("comma", "dash", "bracket", "colon")
+        if not (self.is_named and part.joint in ("", "comma", "dash")) and is_named(
+            _BE.sub(" of ", bare)
+        ):
+            return False  # a title: The King is the Best Mayor
+        if self.kind in ("words", "list") and not self.is_named:
+            return is_statement(bare)
+        return is_statement(bare) or (has_verb(bare) and (is_attached or self.kind == "truth"))
+
+    def _is_label(self, part: Part, bare: str, after: Part | None) -> bool:
+        """Whether a part says of what the answer is: Answer:, the capital -."""
+        words = tokens(bare)
+        if not words or (len(words) == 1 and len(bare) < 2 and not bare.isdigit()):
+            return True
+        if words[-1] in ("is", "are", "was", "were"):
+            return True  # the technique is
+        label = re.sub(r"\s+(?:\d+|[a-z])$", "", bare.lower())
+        leads = after is not None and after.joint in ("colon", "dash", "equals")
+        return (leads or part.is_first) and (
+            label in LABELS or (words[-1] in LABELS and not is_named(bare))
+        )
 
     def _is_alternative(self, part: Part, bare: str) -> bool:
         """Whether an alternative, or another name, is a phrase: it describes nothing beside it."""
@@ -238,12 +285,7 @@ class Gold(Whole):
         is_label = part.text.endswith(":") or (
             self.is_named and len(words) == 1 and words[0] in LABELS | ASIDES
         )
-        if (
-            not words
-            or len(bare) < 2
-            or is_label
-            or (has_verb(bare) and not is_named(bare) and _PARTICIPLE.match(bare) is None)
-        ):
+        if not words or len(bare) < 2 or is_label:
             return False
         if not is_wordy(bare) and not is_wordy(self.text):
             return False
@@ -300,7 +342,9 @@ class Gold(Whole):
         if self._describes(part, bare):
             return False
         return is_named(bare) or (
-            self.kind != "truth" and is_wordy(bare) and 1 < len(bare.split()) <= MAX_PHRASE_WORDS
+            self.kind != "truth"
+            and is_wordy(bare)
+            and 1 < len(bare.split()) <= 2 * MAX_PHRASE_WORDS
         )
 
     def _other_amount(self, part: Part, bare: str, beside: Sequence[Quantity]) -> bool:
@@ -338,13 +382,13 @@ class Gold(Whole):
             return is_range(bare) and part.starts
         return not any(date[0] == amount.value for date in mine) and not part.led
 
-    def _other_words(self, part: Part, bare: str, after: Part | None) -> bool:
+    def _other_words(self, part: Part, bare: str) -> bool:
         """Another name or phrase, unless it describes the gold."""
         if is_of_place(bare, self.rank, part):
             return False
-        if has_cjk(bare) and part.starts:
+        if has_cjk(bare):
             return len(bare) <= MAX_HAN and _HAN_CLAUSE.search(bare) is None
-        if self._describes(part, bare, after):
+        if self._describes(part, bare):
             return False
         if amount_of(bare) is not None or dates.dates(bare) or is_range(bare):
             if part.joint == "comma" and re.fullmatch(r"\d{1,3}|[A-Za-z]+", bare):
@@ -352,92 +396,78 @@ class Gold(Whole):
             return part.starts
         if truth(bare) is not None:
             return part.starts
-        words = bare.split()
-        if has_cjk(bare):
-            return len(bare) <= MAX_HAN and _HAN_CLAUSE.search(bare) is None
-        if is_named(bare):
-            return len(words) <= MAX_NAME_WORDS
-        if part.led and self.is_named:
-            return False
-        limit = max(2 * MAX_PHRASE_WORDS, len(self.text.split()) + 2)
-        return len(words) <= limit and any(map(str.isalpha, tokens(bare)))
+        return any(map(str.isalpha, tokens(bare)))
 
-    def _describes(self, part: Part, bare: str, after: Part | None = None) -> bool:
+    def _describes(self, part: Part, bare: str) -> bool:
+        """Whether a part that is attached to a name says what it is; a phrase has no such parts."""
         words = tokens(bare)
-        if not words or (len(words) == 1 and len(bare) < 2):
-            return True
-        label = re.sub(r"\s+(?:\d+|[a-z])$", "", bare.lower())
-        if (
-            (after is not None and after.joint in ("colon", "dash", "equals")) or part.is_first
-        ) and (label in LABELS or (words[-1] in LABELS and not is_named(bare))):
-            return True
+        rest = ARTICLE.sub("", bare, count=1)
+        is_short = len(words) < 3 and bare[:1].islower() and OPENING.match(bare)  # in plants
+        if part.joint == "bracket" and (
+            is_short or (not self.is_named and FORMULA.fullmatch(bare[:8]))
+        ):
+            return True  # water (H2O)
+        is_attached = part.joint in ("bracket", "dash", "colon", "comma")
+        if not self.is_named or not (is_attached or part.led):
+            return False
+        if part.is_first:
+            return rest != bare and rest[:1].islower()  # the chairman of the board, Frank Lowy
         is_abbreviation = bare[:2].isupper() and bare[:2].isalpha()  # IT products
         if OPENING.match(bare) and not (is_named(bare) and bare[:1].isupper()) | is_abbreviation:
             return True
         if words[0] in HEADS and len(words) > 1 and re.match(r"\w+ (?:of|for|to|in)\b", bare):
-            return not re.match(r"\w+ (?:of|for|to|in)\b", self.text)
+            return True
         if is_role(bare) and not is_role(self.text):
-            return not part.starts or not is_titled(words[0])
-        rest = ARTICLE.sub("", bare, count=1)
-        has_article = rest != bare and not is_named(rest)
-        if part.joint == "bracket" and not self.is_named and FORMULA.fullmatch(bare[:8]):
-            return True  # water (H2O)
+            return True
         if is_named(rest):
             return not is_nationality(self.text) and is_note(rest, part)
-        if not part.starts and has_article and ARTICLE.match(self.text) is None:
-            return True
-        is_kind = is_note(rest, part) and not self.is_note  # physicist, chemist
-        if part.joint not in ("", "or", "list") and is_kind:
-            return True
-        if not self.is_named and not has_article and self.kind in ("words", "list"):
-            own = set(self.text.lower().split())
-            if part.starts and bare[:1].islower():  # no sentence, which begins with a capital
-                return False
-            return not own & FUNCTION_WORDS and bool(set(bare.lower().split()) & FUNCTION_WORDS)
-        if bool(set(bare.lower().split()) & FUNCTION_WORDS):
-            return True
-        limit = MAX_PHRASE_WORDS if not part.starts else 2 * MAX_PHRASE_WORDS
-        is_article = has_article and (not part.starts or self.is_named)
-        return is_article or len(words) > limit or is_kind
+        if part.led:
+            return True  # it is well known
+        has_function = bool(set(bare.lower().split()) & FUNCTION_WORDS)
+        return rest != bare or has_function or len(words) > MAX_PHRASE_WORDS or is_note(rest, part)
 
     def _of_twins(self, text: str) -> Iterator[str]:
-        """Where two sentences are alike but for one piece: The capital is A. The capital is B."""
+        """Where two sentences are alike but for one piece: The capital is A. The capital is B; or
+        say two things with one verb: This gives A. That gives B."""
         pieces = [
             piece.strip(EDGE)
             for line in lines(text)
             for sentence in sentences(line)
             for piece in clauses(sentence)
         ]
-        sides = [one.split() for one in pieces if one]
-        for place, one in enumerate(sides[:20]):
-            for other in sides[place + 1 : 20]:
-                yield from self._twin(one, other)
+        for one, other in combinations([one.split() for one in pieces if one][:20], 2):
+            yield from self._twin(one, other)
 
     def _twin(self, one: list[str], other: list[str]) -> Iterator[str]:
-        shorter = min(len(one), len(other))
-        start = next((n for n in range(shorter) if one[n].lower() != other[n].lower()), shorter)
-        end = next(
-            (n for n in range(shorter - start) if one[-1 - n].lower() != other[-1 - n].lower()),
-            shorter - start,
-        )
-        if start + end < 2 or not any(has_verb(" ".join(side)) for side in (one, other)):
-            return
-        for side in (one, other):
-            middle = " ".join(side[start : len(side) - end])
-            if middle and not self.meets(middle) and self.is_rival(Part(middle)):
-                yield middle
+        start = _num_shared(one, other)
+        end = _num_shared(one[start:][::-1], other[start:][::-1])
+        if start + end >= 2 and any(has_verb(" ".join(side)) for side in (one, other)):
+            sides = [" ".join(side[start : len(side) - end]) for side in (one, other)]
+        else:
+            said = [_SAID.match(" ".join(side)) for side in (one, other)]
+            if (
+                self.kind == "truth"
+                or said[0] is None
+                or said[1] is None
+                or said[0][1].lower() != said[1][1].lower()
+            ):
+                return
+            sides = [match[2] for match in said if match is not None]
+        for side in sides:
+            if side and not self.meets(side) and self.is_rival(Part(side)):
+                yield side
 
     def _other_letters(self, text: str, parts: Sequence[Part]) -> Rivals:
         """Letters of other options, or another text at the same letter."""
-        wanted = choice.chosen(self.text)
-        groups = choice.letters(text)
+        wanted = forms.chosen(self.text)
+        groups = forms.letters(text)
         others = {group for group in groups if group - wanted}
         if wanted in groups:
             others |= {group for group in groups if group != wanted}
         if others:
             return Rivals(tuple("".join(sorted(group)) for group in others))
         for worded in self.elements:
-            texts = [label[1] for label in map(choice.labelled, map(_text_of, parts)) if label]
+            texts = [label[1] for label in map(forms.labelled, map(_text_of, parts)) if label]
             rivals = [one for one in texts if not worded.meets(one) and not has_verb(one)]
             if rivals or not any(worded.meets(part.text) for part in parts):
                 return Rivals(tuple(rivals))
@@ -464,6 +494,13 @@ class Gold(Whole):
         if is_chain and any(_MATH_ONLY.search(part.text) for part in parts[:-1]):
             unsure = []
         return Rivals(tuple(names), tuple(dict.fromkeys(unsure)))
+
+
+def _num_shared(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many words two texts begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    shorter = min(len(one), len(other))
+    return next((place for place, (a, b) in pairs if a.lower() != b.lower()), shorter)
 
 
 def _compatible(one: dates.Date, other: dates.Date) -> bool:

@@ -10,6 +10,8 @@ Derivatives, functions, limits and integrals that SymPy leaves as they are becom
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import json
 import random
 import re
 import sys
@@ -18,8 +20,14 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
+from agentenv.env import shared
+from agentenv.envs.grading.formulas import Reader, readable
 from agentenv.envs.grading.numbers import long_decimals, rounds_to
-from agentenv.envs.grading.reading import Reader, readable
+from agentenv.envs.grading.verdict import GraderDownError
+from agentenv.envs.search.cache import ResultCache
+from agentenv.errors import ConfigError, InfraError, install_hint
+from agentenv.untrusted import decode
+from agentenv.worker_pool import JobError, JobStoppedError, WorkerPool
 
 MAX_DIGITS = 400  # working precision at which a difference that still vanishes is zero
 NUM_POINTS = 4
@@ -418,3 +426,145 @@ class Equality:
             for text in (gold, answer)
         ]
         return bool(package.verify(*parsed, timeout_seconds=None))
+
+
+# Expressions that are not worth evaluating: they would run for ever or fill the memory.
+
+MAX_CHARS = 600
+MAX_DEPTH = 20
+MAX_EXPONENT_DIGITS = 4
+MAX_FACTORIAL_DIGITS = 3
+MATH_MAX_DIGITS = 60
+
+_EXPONENT = re.compile(r"(?:\^|\*\*)\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(-?\d+|\w))")
+_FACTORIAL = re.compile(r"(\d+)\s*!|[)}\]]\s*!|!\s*!")
+_HEAVY = re.compile(
+    r"\\(?:i?i?int|oint|sum|prod|lim)(?![a-zA-Z])"
+    r"|(?<![A-Za-z\\])(?:factorial|gamma|fibonacci|prime|binomial|integrate|diff|solve|Sum)\s*\("
+)
+_DIGITS = re.compile(rf"\d{{{MATH_MAX_DIGITS + 1}}}")
+_BINOMIAL = re.compile(r"\\[dt]?binom\s*\{?\s*(\d+)")
+
+
+def risk_of(expression: str) -> str:
+    """Why the expression is refused; "" when it may be evaluated."""
+    if len(expression) > MAX_CHARS:
+        return f"longer than {MAX_CHARS} characters"
+    depth = deepest = 0
+    for sign in expression:
+        depth += (sign in "([{") - (sign in ")]}")
+        deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH:
+        return f"brackets nested over {MAX_DEPTH} deep"
+    if _DIGITS.search(expression):
+        return f"a number of over {MATH_MAX_DIGITS} digits"
+    for match in _EXPONENT.finditer(expression):
+        exponent = match[1] or match[2] or match[3] or ""
+        if "!" in exponent or any(
+            len(run) > MAX_EXPONENT_DIGITS for run in re.findall(r"\d+", exponent)
+        ):
+            return "a huge exponent"
+        if exponent.strip().isdigit() and int(exponent) > 300 and not _numeric_base(expression):
+            return "a polynomial of huge degree"
+    if _has_tower(expression):
+        return "a tower of powers"
+    for match in _FACTORIAL.finditer(expression):
+        if match[1] is None or len(match[1]) > MAX_FACTORIAL_DIGITS:
+            return "a big factorial"
+    if any(len(match[1]) > MAX_FACTORIAL_DIGITS for match in _BINOMIAL.finditer(expression)):
+        return "a big binomial"
+    return "a sum, product, limit or integral" if _HEAVY.search(expression) else ""
+
+
+def _has_tower(expression: str) -> bool:
+    """A power whose exponent holds a power: 9^{9^9}, but not x^2 y^2."""
+    plain = expression.replace("**", "^").replace(" ", "")
+    open_exponents: list[bool] = []
+    for place, sign in enumerate(plain):
+        if sign in "({":
+            open_exponents.append(place > 0 and plain[place - 1] == "^")
+        elif sign in ")}" and open_exponents:
+            open_exponents.pop()
+        elif sign == "^" and any(open_exponents):
+            return True
+    return re.search(r"\^-?(?:\d+|[A-Za-z])\^|\^\{[^{}]*\}\^", plain) is not None
+
+
+def _numeric_base(expression: str) -> bool:
+    return re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", expression)) is None
+
+
+LIMIT_S = 1.5  # of CPU time for one comparison
+MAX_CACHED = 20_000
+MEMORY_BYTES = 1 << 30
+
+
+class MathEquivalence:
+    """Asks `Equality`; risky expressions are refused, equal questions are asked once.
+
+    An expression that takes over `limit_s` seconds of CPU time, or all memory, is not equal; how
+    busy the machine is plays no part. math-verify is an extra: without it `start` raises
+    ConfigError.
+    """
+
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self.limit_s = limit_s
+        self._pool = WorkerPool(
+            "agentenv.envs.grading.equality:Equality",
+            name="math",
+            memory_bytes=MEMORY_BYTES,
+            environment={},
+        )
+        self._cache = ResultCache(max_memory_entries=MAX_CACHED)
+
+    async def start(self) -> None:
+        """Refuse where math-verify is missing. It is loaded, which takes seconds, for the first
+        pair that no cheaper rule decides."""
+        if importlib.util.find_spec("math_verify") is None:
+            raise ConfigError(
+                f"grader: mathematical equivalence needs math-verify: {install_hint('math')}, "
+                "or set math = false to compare expressions as text"
+            )
+
+    async def equal(self, answer: str, gold: str, *, plain: bool = False) -> tuple[bool, str]:
+        """Whether the two are equal, and why. Raises GraderDownError when no process can be had."""
+
+        async def ask() -> bytes:
+            return json.dumps(await self._ask(answer, gold, plain)).encode()
+
+        return await self._cache.through(json.dumps([answer, gold, plain]), ask, _read)
+
+    async def _ask(self, answer: str, gold: str, plain: bool) -> tuple[bool, str]:
+        for side, text in (("answer", answer), ("gold", gold)):
+            risk = "" if plain else risk_of(text)
+            if risk:
+                return False, f"not evaluated: the {side} holds {risk}"
+        payload = {"gold": gold, "answer": answer, "plain": plain}
+        try:
+            await self.start()
+            equal = bool(await self._pool.run(payload, self.limit_s))
+        except JobStoppedError:
+            return False, f"math-verify did not finish within {self.limit_s:g} s"
+        except JobError as error:
+            return False, f"math-verify failed: {error}"
+        except InfraError as error:
+            raise GraderDownError(f"math-verify: {error}") from error
+        return equal, "math-verify: " + ("equal" if equal else "not equal")
+
+    def stats(self) -> dict[str, float]:
+        """Comparisons that math-verify was asked for, and those that were stopped."""
+        return self._pool.stats()
+
+    async def close(self) -> None:
+        """Kill the workers."""
+        await self._cache.close()
+        self._pool.close()
+
+
+def shared_math(limit_s: float = LIMIT_S) -> MathEquivalence:
+    """The workers that all episodes of this process share."""
+    return shared(("math equivalence", limit_s), lambda: MathEquivalence(limit_s))
+
+
+def _read(verdict: bytes) -> tuple[bool, str]:
+    return decode(verdict, tuple[bool, str])

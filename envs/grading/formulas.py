@@ -6,16 +6,17 @@ and all real numbers greater than 2 as (2,\infty), 40 in base nine as 40_9.
 
 from __future__ import annotations
 
+import importlib
 import re
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any
 
 from agentenv.envs.grading.numbers import as_number, words_as_digits
-from agentenv.envs.grading.quantities import quantity
-from agentenv.envs.grading.tables import Tables
-from agentenv.envs.grading.units import Unit
+from agentenv.envs.grading.quantities import Unit, quantity
+from agentenv.envs.grading.text import Tables
 
-_TABLES = Tables(__file__)
+_FORMULA_TABLES = Tables("formulas")
 
 MAX_CHARS = 400
 MAX_TERMS = 30
@@ -65,9 +66,9 @@ def formula(text: str) -> str:
 
 # Python, words.
 
-_PYTHON = _TABLES.rewrites("python")
+_PYTHON = _FORMULA_TABLES.rewrites("python")
 _MATRIX = re.compile(r"(?:(?:Matrix|np\.array|array)\()?\[(\[[^\[\]]*\](?:,\s*\[[^\[\]]*\])*)\]\)?")
-_WORDS = _TABLES.rewrites("words")
+_WORDS = _FORMULA_TABLES.rewrites("words")
 
 
 def _from_python(text: str) -> str:
@@ -89,7 +90,7 @@ def _from_words(text: str) -> str:
     return text
 
 
-_BASE = _TABLES.pattern("base")
+_BASE = _FORMULA_TABLES.pattern("base")
 _RATIO = re.compile(r"^(\d{1,9})\s*(?::|to)\s*([1-9]\d{0,8})$")
 _ANGLE = re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc))\s*[({]?(\d{1,4})\s*\N{DEGREE SIGN}[)}]?")
 
@@ -105,10 +106,10 @@ def _in_radians(text: str) -> str:
 
 # Vectors.
 
-_UNIT_VECTOR = _TABLES.text("unit_vector")
+_UNIT_VECTOR = _FORMULA_TABLES.text("unit_vector")
 _TERM = re.compile(r"([+-]?)([^+-]*?)\s*(?:\\cdot|\*)?\s*<([ijk])>")
 _ANGLES = re.compile(r"\\langle(.*)\\rangle", re.DOTALL)
-_TRANSPOSED = _TABLES.pattern("transposed")
+_TRANSPOSED = _FORMULA_TABLES.pattern("transposed")
 
 
 def vector(text: str) -> str:
@@ -141,7 +142,7 @@ def _column(rows: list[str]) -> str:
 
 # Sums.
 
-_SUM = _TABLES.pattern("sum")
+_SUM = _FORMULA_TABLES.pattern("sum")
 
 
 def expanded(text: str) -> str:
@@ -161,20 +162,20 @@ def expanded(text: str) -> str:
 
 # Inequalities and sets of numbers, as intervals.
 
-_SIGN = _TABLES.text("sign")
-_NAME = _TABLES.text("name")
-_BUILDER = _TABLES.pattern("builder")
-_ALL = _TABLES.pattern("all", re.IGNORECASE)
+_SIGN = _FORMULA_TABLES.text("sign")
+_NAME = _FORMULA_TABLES.text("name")
+_BUILDER = _FORMULA_TABLES.pattern("builder")
+_ALL = _FORMULA_TABLES.pattern("all", re.IGNORECASE)
 _FRENCH = re.compile(r"(?<![\w)])([\]\[])([^\[\](){},;]+[,;][^\[\](){},;]+)([\]\[])")  # ]2, 3[
-_LITERAL = _TABLES.pattern("literal")
+_LITERAL = _FORMULA_TABLES.pattern("literal")
 _EVERY = re.compile(rf"^(?:for )?(?:all|any|every) (?={_NAME}\s*{_SIGN})")
 _MEMBER = re.compile(rf"({_NAME})\s*\\in\s*(.+)")
 _CHAIN = re.compile(rf"(.+?)\s*({_SIGN})\s*({_NAME})\s*({_SIGN})\s*(.+)")
 _RIGHT = re.compile(rf"(?:{_NAME}\s*)?({_SIGN})\s*(.+)")
 _LEFT = re.compile(rf"(.+?)\s*({_SIGN})\s*({_NAME})")
 _NOT_EQUAL = re.compile(rf"({_NAME})\s*\\ne\s*(.+)")
-_EXCEPT = _TABLES.pattern("except", re.IGNORECASE)
-_BETWEEN = _TABLES.pattern("between", re.IGNORECASE)
+_EXCEPT = _FORMULA_TABLES.pattern("except", re.IGNORECASE)
+_BETWEEN = _FORMULA_TABLES.pattern("between", re.IGNORECASE)
 _UNION = re.compile(r"\s*(?:\\cup|\\lor|\\vee|\bor\b|\\text\s*\{\s*or\s*\})\s*", re.IGNORECASE)
 _BOTH = re.compile(r"\s*(?:\\land|\\wedge|\band\b|\\text\s*\{\s*and\s*\})\s*", re.IGNORECASE)
 _PROSE = re.compile(r"(?<![A-Za-z\\])(?!sqrt|frac)[A-Za-z]{3,}|[A-Za-z]+ [A-Za-z]+")
@@ -283,3 +284,94 @@ def _without(values: str) -> str:
 
 def _fraction(point: str) -> Fraction:
     return as_number(point) or Fraction(0)
+
+
+_READING_TABLES = Tables("reading")
+
+MAX_RUNS = 16  # of digits that are changed, one after the other
+
+_IMAGINARY = _READING_TABLES.pattern("imaginary")
+_ROOT = re.compile(r"\\sqrt\s*\{\s*-\s*1\s*\}")
+_DECIMAL = re.compile(r"(?<![\d.])(\d{0,40})\.(\d{1,40})(?![\d.])")
+_GROUPED = _READING_TABLES.pattern("grouped")
+_EXPONENT = re.compile(r"(?<![\w.}])(\d{1,40}(?:\.\d{1,40})?)[eE]([+-]?\d{1,4})(?![\w.{])")
+_MIXED = _READING_TABLES.pattern("mixed")
+_PRIMES = re.compile(r"(?<![A-Za-z\\])([A-Za-z])('{1,4})(?!')")
+_READING_TRANSPOSED = re.compile(r"\^\s*\{?\s*(?:T(?![A-Za-z])|\\top|\\intercal)\s*\}?")
+_PRODUCTS = _READING_TABLES.rewrites("products")
+_UNREAD = _READING_TABLES.pattern("unread")
+_RUN = re.compile(r"\d+")
+
+
+def readable(text: str) -> str | None:
+    """A cleaned formula as latex2sympy reads it: decimals as fractions, i for the root of -1,
+    primes in names; None for a text with a part that it would leave out."""
+    text = _ROOT.sub("i", text.replace("$", "").strip().removeprefix("="))
+    text = _EXPONENT.sub(r"\1 \\cdot 10^{\2}", text)
+    text = _GROUPED.sub(lambda match: re.sub(r"[ ,]", "", match[0]), text)
+    text = _DECIMAL.sub(_as_fraction, text)
+    text = _PRIMES.sub(lambda match: f"{match[1]}_{{{'p' * len(match[2])}}}", text)
+    text = _MIXED.sub(_as_sum, text.rstrip("\N{DEGREE SIGN} "))
+    text = _IMAGINARY.sub("I", _READING_TRANSPOSED.sub("^{t_{T}}", text))
+    for pattern, form in _PRODUCTS:
+        text = pattern.sub(form, text)
+    return None if _UNREAD.search(text) else text
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    digits = (match[1] + match[2]).lstrip("0") or "0"
+    return rf"\frac{{{digits}}}{{{10 ** len(match[2])}}}"
+
+
+def _as_sum(match: re.Match[str]) -> str:
+    if int(match[2]) >= int(match[3]):
+        return rf"{match[1]}\cdot \frac{{{match[2]}}}{{{match[3]}}}"
+    return rf"({match[1]}+\frac{{{match[2]}}}{{{match[3]}}})"
+
+
+class Reader:
+    """Reads two formulas alike: letters of either case apart where one text holds both cases of a
+    letter."""
+
+    def __init__(self, *texts: str) -> None:
+        package = importlib.import_module("latex2sympy2_extended")
+        module = importlib.import_module("latex2sympy2_extended.latex2sympy2")
+        self._config = module.ConversionConfig(
+            lowercase_symbols=not any(_has_both_cases(text) for text in texts)
+        )
+        self._normal = package.NormalizationConfig(
+            basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
+        )
+        self._module = module
+
+    def read(self, text: str) -> Any:
+        """The expression of a whole text. Raises what latex2sympy raises."""
+        return self._module.latex2sympy(
+            self._module.normalize_latex(text, self._normal),
+            is_real=True,
+            convert_degrees=False,
+            normalization_config=None,
+            conversion_config=self._config,
+        )
+
+    def is_whole(self, text: str, found: Any) -> bool:
+        """Whether each run of digits plays a part: the number stands in the expression, or another
+        one makes it another expression."""
+        held = set(_RUN.findall(str(found)))
+        runs = [run for run in _RUN.finditer(text) if (run[0].lstrip("0") or "0") not in held]
+        return all(self._matters(text, run, found) for run in runs[:MAX_RUNS])
+
+    def _matters(self, text: str, run: re.Match[str], found: Any) -> bool:
+        for other in (str(int(run[0]) + 7), "0"):
+            try:
+                changed = self.read(f"{text[: run.start()]}{other}{text[run.end() :]}")
+            except Exception:  # whatever the grammar or SymPy raises: it was read
+                return True
+            if changed != found:
+                return True
+        return False
+
+
+def _has_both_cases(text: str) -> bool:
+    letters = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])", text)) - {"i", "I"}
+    return any(letter.swapcase() in letters for letter in letters)

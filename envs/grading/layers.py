@@ -14,20 +14,24 @@ from functools import lru_cache
 
 from msgspec import Struct
 
-from agentenv.envs.grading import choice, dates, spans, units
+from agentenv.envs.grading import dates, forms, quantities
 from agentenv.envs.grading.candidates import Gold
+from agentenv.envs.grading.equality import LIMIT_S, shared_math
+from agentenv.envs.grading.forms import same_answers, special, truth, truth_of, without_name
 from agentenv.envs.grading.formulas import formulas
-from agentenv.envs.grading.lists import same_answers, without_name
-from agentenv.envs.grading.math import LIMIT_S, shared_math
-from agentenv.envs.grading.names import same_words, without_class
+from agentenv.envs.grading.names import (
+    has_verb,
+    is_denied,
+    is_hedged,
+    same_statement,
+    same_words,
+    says,
+    without_class,
+)
 from agentenv.envs.grading.numbers import is_rounded, same_plain
-from agentenv.envs.grading.parts import Same
-from agentenv.envs.grading.phrases import OPENING, amount_of
+from agentenv.envs.grading.parts import OPENING, Same, amount_of
 from agentenv.envs.grading.quantities import same_quantity
-from agentenv.envs.grading.sentences import has_verb, is_denied, is_hedged, same_statement, says
-from agentenv.envs.grading.separators import last_correction
-from agentenv.envs.grading.special import special, truth, truth_of
-from agentenv.envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed
+from agentenv.envs.grading.text import MAX_ANSWER_CHARS, clean, last_correction, squashed
 from agentenv.envs.grading.verdict import Verdict, final_answer, shown
 from agentenv.envs.grading.words import f1, glued, is_wordy, same_signs, tokens
 from agentenv.offload import in_thread
@@ -48,7 +52,7 @@ _INNER_NOTE = re.compile(r"\(([^()]{1,80})\)")
 
 def _load() -> None:
     """A second's imports, now rather than on the event loop with the first answer that asks."""
-    units.load()
+    quantities.load()
     for name in ("cn2an", "dateutil.parser"):
         importlib.import_module(name)
 
@@ -124,6 +128,25 @@ class Layered:
         if not self.partial_credit or names_several(answer, golds):
             return 0.0
         return max((f1(answer, gold) for gold in golds if is_wordy(clean(gold))), default=0.0)
+
+
+class TokenF1:
+    """The matcher of `kind = "f1"`: SQuAD token F1 as score, right at 1. An answer that names the
+    gold and another candidate scores 0: half of F1 for two guesses would pay for guessing."""
+
+    async def start(self) -> None:
+        """Nothing to get ready."""
+
+    async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
+        """Scored by the nearest gold; Chinese, Japanese and Korean text by characters."""
+        if len(answer) > MAX_ANSWER_CHARS:
+            return Verdict(False, 0.0, "wrong answer: too long", "f1")
+        score = max((f1(answer, gold) for gold in golds), default=0.0)
+        if 0 < score < 1 and await in_thread(names_several, answer, golds):
+            return Verdict(False, 0.0, "wrong answer: it names several", ONE_ANSWER)
+        right = score >= 1.0
+        reason = f"{'right' if right else 'wrong'} answer, F1 {score:.3f}: {shown(answer)}"
+        return Verdict(right, score, reason, "f1")
 
 
 def expressions(answer: str, gold: str) -> tuple[str, str]:
@@ -245,7 +268,7 @@ def _with_notes(found: str, wanted: str, same: Same) -> bool:
     """Whether they agree without a note in brackets: 72 (seventy-two), 5 ft (1.5 m) long."""
     for one, other in ((found, wanted), (wanted, found)):
         note = _NOTE.fullmatch(one)
-        if note is None or is_hedged(note[2] or note[4]) or choice.is_choice(other):
+        if note is None or is_hedged(note[2] or note[4]) or forms.is_choice(other):
             continue
         body, note_text = note[1] or note[3], note[2] or note[4]
         if any(same(text, other) for text in ((body, note_text)[: 1 + (one is wanted)])):
@@ -318,38 +341,38 @@ def _compare(found: str, wanted: str, ordered: bool = False) -> tuple[bool | Non
 
 
 def _choice(found: str, wanted: str) -> bool | None:
-    label = choice.labelled(wanted)
+    label = forms.labelled(wanted)
     if label is not None:
         letter, text = label
-        other = choice.labelled(found)
+        other = forms.labelled(found)
         if other is not None:
             return other[0] == letter and (same_words(other[1], text) or not other[1])
-        chosen = choice.chosen(found)
+        chosen = forms.chosen(found)
         return chosen == {letter} if chosen else bool(_compare(found, clean(text))[0])
-    if not choice.is_choice(wanted):
+    if not forms.is_choice(wanted):
         return None
-    if choice.is_either(found):
+    if forms.is_either(found):
         return False
-    chosen = choice.chosen(found)
-    return chosen == choice.chosen(wanted) if chosen else None
+    chosen = forms.chosen(found)
+    return chosen == forms.chosen(wanted) if chosen else None
 
 
 def _span(found: str, wanted: str) -> tuple[bool | None, str] | None:
     """By what lies between two ends, is left open on one side, or is a period of years."""
-    periods = spans.period(wanted), spans.period(found)
+    periods = dates.period(wanted), dates.period(found)
     if periods[0] is not None and periods[1] is not None:
         return periods[0] == periods[1], "period"
-    bounds = spans.bound(wanted), spans.bound(found)
+    bounds = dates.bound(wanted), dates.bound(found)
     if bounds[0] is not None and bounds[1] is not None:
         is_same = bounds[0][0] == bounds[1][0]
         return (is_same and _compare(bounds[1][1], bounds[0][1])[0] is True), "bound"
-    days = spans.days(wanted), spans.days(found)
+    days = dates.days(wanted), dates.days(found)
     if days[0] is not None and days[1] is not None:
-        return spans.same_days(days[1], days[0]), "range of dates"
-    ends = spans.span(wanted), spans.span(found)
+        return dates.same_days(days[1], days[0]), "range of dates"
+    ends = dates.span(wanted), dates.span(found)
     if ends[0] is not None and ends[1] is not None:
-        return spans.same_span(ends[1], ends[0]), "range"
-    rates = spans.frequency(wanted), spans.frequency(found)
+        return dates.same_span(ends[1], ends[0]), "range"
+    rates = dates.frequency(wanted), dates.frequency(found)
     if rates[0] is not None and rates[1] is not None:
         return rates[0] == rates[1], "frequency"
     return None

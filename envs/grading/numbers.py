@@ -1,21 +1,131 @@
-r"""Numbers as people write them: 1,234.5, \frac{1}{2}, 1 1/2, 2 x 10^3, 5 million, twenty-one."""
+r"""Numbers as people write them: 1,234.5, \frac{1}{2}, 1 1/2, 2 x 10^3, 5 million, twenty-one;
+Chinese ones by cn2an, with what is counted.
+"""
 
 from __future__ import annotations
 
+import importlib
 import re
 from fractions import Fraction
 
-from agentenv.envs.grading.han import in_han
-from agentenv.envs.grading.tables import Tables
+from agentenv.envs.grading.text import Tables, unify
 
-_TABLES = Tables(__file__)
-CARDINALS: dict[str, int] = _TABLES["cardinals"]
-ORDINALS: dict[str, int] = _TABLES["ordinals"]
+_HAN_TABLES = Tables("han")
+_FORMAL = str.maketrans(_HAN_TABLES["formal"])
+_TRADITIONAL = str.maketrans(_HAN_TABLES["traditional"])
+_DIGITS, _SCALES = _HAN_TABLES["digits"], _HAN_TABLES["scales"]
+_FORMAL_NUMBER = re.compile(f"[{''.join(_HAN_TABLES['formal'])}{_DIGITS[:2]}{_SCALES}]{{2,30}}")
+_NUMBER = re.compile(f"[{_DIGITS}][{_DIGITS}{_SCALES}]{{0,30}}|{_SCALES[0]}[{_DIGITS}]?")
+_FRACTION = re.compile(f"({_NUMBER.pattern}){_HAN_TABLES['part_of']}({_NUMBER.pattern})")
+_HAN = re.compile("[\u4e00-\u9fff]")
+_HALF = re.compile(f"{_DIGITS[2]}?{_HAN_TABLES['half']}")
+_ANY, _PEOPLE = _HAN_TABLES["any"], _HAN_TABLES["people"]
+_MEASURE = re.compile(
+    f"([{_ANY}{_PEOPLE}{_HAN_TABLES['measures']}])(?:{_HAN_TABLES['people_noun']})?(\\w{{0,10}})$"
+)
+_PLAIN = [(re.compile(form), plain) for form, plain in _HAN_TABLES["plain"].items()]
+_AROUND = re.compile(
+    f"^(?:{'|'.join(_HAN_TABLES['before'])})(?=..)|(?<=..)(?:{'|'.join(_HAN_TABLES['after'])})$"
+)
+_COUNTED = re.compile(f"(?<=\\d)[{_ANY}{_PEOPLE}](?!{_HAN_TABLES['month']})")
+_SEPARATOR = re.compile(f"\\s*[{_HAN_TABLES['separators']},;]\\s*")
+_TITLES: list[str] = _HAN_TABLES["titles"]
+_KIND = re.compile(f"(?<=..)(?:{'|'.join(_HAN_TABLES['kinds'])})(?=\\(|$)")
+
+
+def in_han(text: str) -> tuple[Fraction, str] | None:
+    """The number that the text begins with, and what follows it."""
+    sign = -1 if text.startswith(_HAN_TABLES["minus"]) else 1
+    text = plain_numerals(text[1:] if sign < 0 else text)
+    half = _HALF.match(text)
+    if half is not None:
+        return sign * Fraction(1, 2), text[half.end() :]
+    parts = _FRACTION.match(text)
+    if parts is not None:
+        bottom, top = _value(parts[1]), _value(parts[2])
+        return (sign * top / bottom, text[parts.end() :]) if top is not None and bottom else None
+    match = _NUMBER.match(text)
+    value = _value(match[0]) if match is not None else None
+    if match is None or value is None:
+        return None
+    rest = text[match.end() :]
+    half = re.match(f"[{_ANY}]{_HAN_TABLES['half']}", rest)  # one and a half hours
+    if half is not None:
+        value, rest = value + Fraction(1, 2), rest[half.end() :]
+    return sign * value, rest
+
+
+def han_as_digits(text: str) -> str:
+    """The text with its Chinese numbers in digits."""
+
+    def digits(match: re.Match[str]) -> str:
+        value = _value(match[0])
+        return match[0] if value is None or value.denominator != 1 else str(value)
+
+    return _NUMBER.sub(digits, plain_numerals(text))
+
+
+def plain_numerals(text: str) -> str:
+    """The text with traditional numerals, and those of cheques (two or more), in ordinary ones."""
+    text = text.translate(_TRADITIONAL)
+    return _FORMAL_NUMBER.sub(lambda match: match[0].translate(_FORMAL), text)
+
+
+def counted(rest: str) -> str | None:
+    """The words after a Chinese number: people for several measure words, the general
+    one left out, then the noun; None when no measure word opens it."""
+    match = _MEASURE.match(rest)
+    if match is None:
+        return None
+    measure, noun = match.groups()
+    kind = "" if measure in _ANY else "people" if measure in _PEOPLE else measure
+    return f"{kind} {noun}".strip()
+
+
+def is_list(rest: str) -> bool:
+    """Whether Chinese words behind a number go on with another answer."""
+    return (
+        _HAN.search(rest) is not None
+        and re.search(rf"[\d{_HAN_TABLES['separators']}]", rest) is not None
+    )
+
+
+def han_core(text: str) -> str:
+    """A Chinese name without what stands round it: a title, the kind of place, a short clause."""
+    if not _HAN.search(text):
+        return ""
+    text = unify(text).strip(" .")
+    text = _AROUND.sub("", text) or text
+    for pattern, replacement in _PLAIN:
+        text = pattern.sub(replacement, text)
+    text = _COUNTED.sub("", han_as_digits(text))
+    return ",".join(_untitled(part) for part in _SEPARATOR.split(text))
+
+
+def _untitled(text: str) -> str:
+    for _ in range(2):
+        title = next((one for one in _TITLES if one in (text[: len(one)], text[-len(one) :])), "")
+        rest = text[len(title) :] if text.startswith(title) else text[: -len(title)]
+        text = rest if title and 1 < len(rest) <= 4 else text
+    return _KIND.sub("", text) or text
+
+
+def _value(number: str) -> Fraction | None:
+    cn2an = importlib.import_module("cn2an")
+    try:
+        return Fraction(str(cn2an.cn2an(number.replace("\u3007", "\u96f6"), "smart")))
+    except (LookupError, ValueError):  # characters of numbers that make none
+        return None
+
+
+_NUMBER_TABLES = Tables("numbers")
+CARDINALS: dict[str, int] = _NUMBER_TABLES["cardinals"]
+ORDINALS: dict[str, int] = _NUMBER_TABLES["ordinals"]
 _PARTS: dict[str, int] = {
     **{word: value for word, value in ORDINALS.items() if value > 2},
-    **_TABLES["parts"],
+    **_NUMBER_TABLES["parts"],
 }
-_SCALES: dict[str, int] = _TABLES["scales"]
+_NUMBER_SCALES: dict[str, int] = _NUMBER_TABLES["scales"]
 _THOUSANDS = ("thousand", "million", "billion", "trillion")
 _NUMBER_WORDS = frozenset({*CARDINALS, *ORDINALS, "hundred", *_THOUSANDS})
 MAX_NUMBER_WORDS = 20
@@ -25,23 +135,23 @@ FLOAT_STEP = Fraction(1, 1 << 52)
 _LONG = re.compile(rf"(?<![\d.])(-?\d{{0,40}})\.(\d{{{LONG_DECIMALS},40}})(?![\d.])")
 
 # digits are bounded so that comparing stays instant, whatever the policy writes
-_PLAIN = _TABLES.pattern("plain")
-_FORMS = _TABLES.patterns("forms")
-_SCALE_WORD = _TABLES.pattern("scale_word", re.IGNORECASE)
+_NUMBER_PLAIN = _NUMBER_TABLES.pattern("plain")
+_FORMS = _NUMBER_TABLES.patterns("forms")
+_SCALE_WORD = _NUMBER_TABLES.pattern("scale_word", re.IGNORECASE)
 _LETTER_SCALE = re.compile(r"([kKMB])(?![A-Za-z])")
 _LETTERS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}
 _WORD = re.compile(r"[A-Za-z]+")
 _FIRST_WORD = re.compile(r"()([A-Za-z]+)")
 _NEXT_WORD = re.compile(r"[\s-]+(and\s+)?([A-Za-z]+)")
 _AND_PART = re.compile(r"\s+and\s+(an?|one|two|three|four|five)\s+([A-Za-z]+?)s?\b", re.IGNORECASE)
-_POINT = _TABLES.pattern("point", re.IGNORECASE)
+_POINT = _NUMBER_TABLES.pattern("point", re.IGNORECASE)
 _PART = re.compile(r"[\s-]*([A-Za-z]+?)s?\b")
-_HALF = _TABLES.pattern("half", re.IGNORECASE)
+_NUMBER_HALF = _NUMBER_TABLES.pattern("half", re.IGNORECASE)
 
 
 def as_number(text: str) -> Fraction | None:
     """A plain number such as -5, 1,234.50, .5 or 3/4; None for anything else."""
-    match = _PLAIN.fullmatch(text.strip().replace("\N{MINUS SIGN}", "-"))
+    match = _NUMBER_PLAIN.fullmatch(text.strip().replace("\N{MINUS SIGN}", "-"))
     if match is None:
         return None
     sign, whole, decimals, only_decimals, denominator = match.groups(default="")
@@ -99,7 +209,7 @@ def leading_number(text: str) -> tuple[Fraction, str] | None:
     value, rest = found
     scale = _SCALE_WORD.match(rest)
     if scale is not None:
-        value, rest = value * _SCALES[(scale[1] or scale[2]).lower()], rest[scale.end() :]
+        value, rest = value * _NUMBER_SCALES[(scale[1] or scale[2]).lower()], rest[scale.end() :]
     return sign * value, rest.strip()
 
 
@@ -113,13 +223,13 @@ def _in_digits(text: str) -> tuple[Fraction, str] | None:
     for form, pattern in _FORMS.items():
         match = pattern.match(text)
         if match is not None:
-            value = _value(form, match)
+            value = _number_value(form, match)
             if value is not None:
                 return value, text[match.end() :]
     return None
 
 
-def _value(form: str, match: re.Match[str]) -> Fraction | None:
+def _number_value(form: str, match: re.Match[str]) -> Fraction | None:
     found = [group for group in match.groups() if group is not None]
     if form in ("mixed", "mixed_slash"):
         number, top, bottom = (int(group) for group in found)
@@ -152,7 +262,7 @@ def _in_words(text: str) -> tuple[Fraction, str] | None:
     three quarters, two and a half, half a."""
     found = _run_of_words(text)
     if found is None:
-        match = _HALF.match(text)
+        match = _NUMBER_HALF.match(text)
         if match is None:
             return None
         divisor = _PARTS.get(match[1].lower())
@@ -231,7 +341,9 @@ class _NumberWords:
                 return first * 100 + second
         total, current = 0, first
         while not self.is_ordinal and self._is_next(_THOUSANDS):
-            total += (1 if current is None else current) * _SCALES[self._words[self.place][0]]
+            total += (1 if current is None else current) * _NUMBER_SCALES[
+                self._words[self.place][0]
+            ]
             self.place += 1
             current = self._below_thousand(after_scale=True)
         return total + (current or 0)

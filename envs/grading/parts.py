@@ -1,46 +1,283 @@
-"""The parts of an answer: cut at every kind of separator until each is the gold, or has none."""
+"""The parts of an answer: cut at every kind of separator until each is the gold, or has none; and
+whether a part names something, describes what stands beside it, or counts.
+"""
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, Self
 
-from agentenv.envs.grading import choice, dates
-from agentenv.envs.grading.lists import several, without_name
-from agentenv.envs.grading.phrases import (
-    EDGE,
-    Part,
-    amount_of,
-    is_named,
-    is_note,
-    is_range,
-    is_split,
-    is_sum_of_names,
-    rank_of,
-    trimmed,
-    value_of,
-    without_lead,
-    without_source,
+from msgspec import Struct
+
+from agentenv.envs.grading import dates, forms
+from agentenv.envs.grading.forms import several, special, truth, without_name
+from agentenv.envs.grading.names import (
+    STATES,
+    country_of,
+    has_verb,
+    is_hedged,
+    is_statement,
+    is_titled,
 )
-from agentenv.envs.grading.sentences import has_verb, is_hedged
-from agentenv.envs.grading.separators import (
+from agentenv.envs.grading.numbers import leading_number, words_as_digits
+from agentenv.envs.grading.quantities import Quantity, quantity, unit_of
+from agentenv.envs.grading.text import (
     EQUALS,
     LEVELS,
     OF_A_CLAUSE,
     OF_A_SENTENCE,
     Cut,
     Joint,
+    Tables,
     alternatives,
+    clean,
     corrections,
+    labels,
     lines,
     marks,
     named_again,
+    sentences,
+    symbols,
 )
-from agentenv.envs.grading.special import special, truth
-from agentenv.envs.grading.spelling import clean
-from agentenv.envs.grading.words import is_wordy
+from agentenv.envs.grading.words import has_cjk, is_wordy
+
+_PHRASE_TABLES = Tables("phrases")
+LABELS, ASIDES, HEADS, _NOTES = (
+    frozenset(_PHRASE_TABLES[name]) for name in ("labels", "asides", "heads", "notes")
+)
+_PROVINCES = frozenset(_PHRASE_TABLES["provinces"])
+_STATES = frozenset(map(str.lower, STATES.values()))
+_CONTINENTS = frozenset(_PHRASE_TABLES["continents"])
+
+
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_PERCENT = (("percent", 1),)
+MAX_SUM_CHARS = 60
+
+
+class Part(Struct, frozen=True):
+    """A text between two separators and how it is attached to what stands before it (of the
+    first: behind it); `led` is whether a lead-in such as "it is" was taken off."""
+
+    text: str
+    joint: Joint = ""
+    meets: bool = False
+    led: bool = False
+    is_first: bool = False
+
+    @property
+    def starts(self) -> bool:
+        """Whether nothing attaches it to its neighbour."""
+        return self.joint in ("", "or")
+
+
+EDGE = " \t\n.,;:!?*_`\"'\u201c\u201d\u2018\u2019\u300c\u300d()[]<>~|#"
+_LEAD = _PHRASE_TABLES.pattern("lead", re.IGNORECASE)
+_SOURCE = _PHRASE_TABLES.pattern("source", re.IGNORECASE)
+OPENING = _PHRASE_TABLES.pattern("opening", re.IGNORECASE)
+_SMALL = _PHRASE_TABLES.words("small")
+FUNCTION_WORDS = _PHRASE_TABLES.words("function_words")
+_OCCUPATION = re.compile(r"[a-z]{3,}(?:ist|er|or|ian|man|woman|ess|ician|smith|ant|ee|ary)s?")
+_NATIONAL = re.compile(r"(?:^|-)[A-Z][a-z]+(?:ish|ese|ian|ean|ican|ch)$")
+ARTICLE = re.compile(r"^(?:an?|the|one of)\s+", re.IGNORECASE)
+_CAPITAL = re.compile(r"[A-Z][a-z]+")
+_COUNTED = _PHRASE_TABLES.words("counted")
+FORMULA = re.compile(r"(?:[A-Z][a-z]?\d*){1,4}")  # of a substance
+
+
+def without_lead(text: str, *, is_truth: bool = False) -> tuple[str, bool]:
+    """A part without "or perhaps", "option 2:" and the like, and whether "it is" led to it."""
+    led = False
+    for _ in range(6):
+        match = _LEAD.match(text, 0, len(text.partition("\n")[0]))
+        if match is None or match.end() >= len(text):
+            break
+        if is_truth and truth(match[0].strip(" ,\n\r\t")) is not None:
+            break
+        led = led or match["pronoun"] is not None  # it is, it is now
+        text = text[match.end() :]
+    return text, led
+
+
+def without_source(text: str) -> str:
+    """A part without where it comes from: 13 according to the first source."""
+    return _SOURCE.sub("", text)
+
+
+def is_range(text: str) -> bool:
+    """Whether the text is a range, a bound, a frequency or a period, with a number in it."""
+    if not re.search(r"\d", words_as_digits(text)) and dates.frequency(text) is None:
+        return False
+    return dates.is_span(text)
+
+
+@lru_cache(maxsize=4096)
+def amount_of(text: str) -> Quantity | None:
+    """A number with its unit or noun; None for a title that begins with one: Seven Samurai."""
+    amount = quantity(text)
+    if amount is None or not amount.words or text.split()[-1][:1].islower():
+        return amount
+    in_small = quantity(text.lower())
+    if in_small is not None and not in_small.words:  # 26 Kilometers
+        return in_small
+    capitals = [word for word in _CAPITAL.findall(text) if not _is_number_or_unit(word)]
+    if not capitals or capitals[-1].lower() in _COUNTED or has_cjk(text):
+        return amount
+    return None
+
+
+def _is_number_or_unit(word: str) -> bool:
+    return leading_number(word.lower()) is not None or unit_of(word.lower()) is not None
+
+
+def is_split(text: str, *cuts: Cut) -> bool:
+    """Whether a text is more than one line or sentence, or is cut by others of `cuts`."""
+    every = (marks, lines, sentences, *cuts)
+    return any(len([one for one in cut(text) if one.strip(EDGE)]) > 1 for cut in every)
+
+
+def trimmed(text: str) -> str:
+    """Without a bracket at an end that nothing closes or opens."""
+    text = re.sub(
+        r"^(?:[*_`~]+(?=[\w$]))+|(?<=\w)(?:[_`~]+|\*{2,})$", "", text.strip().rstrip(",;\\").strip()
+    )
+    text = re.sub(r"\s+(?:which|that|who|and|or|but|as well as)$", "", text)
+    if not re.fullmatch(r"\\[(\[].*\\[)\]]", text, re.DOTALL):
+        text = re.sub(r"^\\[(\[]|\\[)\]]$", "", text)
+    pairs = ("()", "[]", "{}", *(("<>",) if not re.match(r"[<>]\s*[-+.$\d\\]", text) else ()))
+    excess = {pair: text.count(pair[0]) - text.count(pair[1]) for pair in pairs}
+    if not sum(excess.values()):
+        return text
+    for pair, count in excess.items():
+        if count > 0:
+            text = text.removesuffix(pair[0]).strip().removeprefix(pair[0]).strip()
+        elif count < 0:
+            text = text.removesuffix(pair[1]).strip().removeprefix(pair[1]).strip()
+    return text
+
+
+def is_named(text: str) -> bool:
+    """Whether every word that carries meaning begins with a capital or a digit."""
+    words = [word.strip(EDGE) for word in re.split(r"[\s/-]+", text)]
+    kept = [word for word in words if word and word.lower() not in _SMALL | FUNCTION_WORDS]
+    if not kept or has_cjk(text) or "\\" in text:
+        return False
+    return all(not word[0].islower() for word in kept) and any(
+        sign.isalpha() for word in kept for sign in word
+    )
+
+
+def is_expression(text: str) -> bool:
+    """Whether a cleaned part is mathematics that could be an answer: no lone name such as f(x)."""
+    if is_wordy(text) or re.fullmatch(r"[A-Za-z](?:_\{?\w+\}?)?(?:\([a-z]\))?", text):
+        return False
+    return re.search(r"[\w\\]", text) is not None
+
+
+def value_of(text: str) -> Fraction | None:
+    """The value of a sum that is written out, 5 + 8 or 9 x 2; None for anything else."""
+    text = re.sub(r"\\(?:times|cdot)|[x\u00d7\u00b7]", "*", text).replace("\u00f7", "/")
+    text = re.sub(r"[$%\s]|,(?=\d{3})", "", text)
+    if len(text) > MAX_SUM_CHARS or not re.fullmatch(r"[\d.()+*/-]+", text) or "**" in text:
+        return None
+    try:
+        return _evaluated(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+        return None
+
+
+def _evaluated(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return Fraction(str(value))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluated(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_evaluated(left), _evaluated(right))
+    raise ValueError("no sum")
+
+
+def is_sum_of_names(text: str) -> bool:
+    """Whether a side of an equation names a value, and is nothing to solve: x, m + n, f(0) + f(1),
+    10p + q; not x + 5."""
+    if not re.search(r"[A-Za-z]", text) or re.search(r"\b(?:and|or|to|if|is)\b|[,;]", text):
+        return False
+    if amount_of(clean(text)) is not None:
+        return False
+    bare = re.sub(r"\([^()]*\)|_\{?\w+\}?|\\(?:left|right|text|cdot|frac|quad)(?![a-z])", "", text)
+    names = set(re.findall(r"[A-Za-z]", bare))
+    return len(names) > 1 or not re.search(r"\d", bare)
+
+
+def is_conversion(one: Quantity, other: Quantity, text: str) -> bool:
+    """Whether one is the other in another unit, rounded: 5 ft (1.5 m), 38.6 for 270/7."""
+    if {one.dimension, other.dimension} == {(), _PERCENT} and not one.words + other.words:
+        text = re.sub(r"(\d\.\d+)(?=\s*(?:%|percent))", r"\g<1>00", text)
+        one, other = (
+            Quantity(side.value / (100 if side.dimension else 1)) for side in (one, other)
+        )
+    if one.dimension != other.dimension or one.words != other.words:
+        return False
+    if one.dimension and one.factor != other.factor:
+        low, high = sorted((abs(one.in_base_units), abs(other.in_base_units)))
+        return high > 0 and (high - low) / high <= Fraction(3, 100)
+    decimals = re.search(r"\d\.(\d{1,12})(?!\d)", text)
+    if decimals is None or other.value.denominator in (1, 2, 4, 5, 10, 20, 25, 50, 100, 1000):
+        return False
+    return abs(one.value - other.value) <= Fraction(1, 10 ** len(decimals[1]))
+
+
+def rank_of(text: str) -> int:
+    """0 for a place, 1 for a state, 2 for a country, 3 for a continent."""
+    name = " ".join(re.findall(r"[\w']+", text.lower().removeprefix("the ")))
+    if name in _PROVINCES:
+        return 1
+    if country_of(text):
+        return 2
+    return 1 if name in _STATES else 3 if name in _CONTINENTS else 0
+
+
+def is_of_place(bare: str, rank: int, part: Part) -> bool:
+    """Whether a part is the state or country that a place lies in."""
+    if part.joint not in ("comma", "bracket") or part.is_first:
+        return False
+    found = rank_of(bare) or (1 if bare in STATES else 0)
+    return found > rank
+
+
+def is_role(text: str) -> bool:
+    """King of Spain, 44th President of the United States, Director."""
+    words = re.sub(
+        r"^(?:(?:the|an?|former|current|then|first|\d+(?:st|nd|rd|th))\s+)+", "", text, flags=re.I
+    )
+    first = words.split()[:1]
+    return bool(first) and is_titled(first[0]) and words.split()[1:2] in ([], ["of"])
+
+
+def is_note(text: str, part: Part) -> bool:
+    """Whether a part is the kind of thing that its neighbour is: film, 2010 film, physicist."""
+    last = text.split()[-1].strip(EDGE) if text.split() else ""
+    is_kind = last.lower() in _NOTES or _OCCUPATION.fullmatch(last) is not None
+    if is_kind and (not is_named(text) or (part.joint == "bracket" and " " not in text)):
+        return True
+    return (not part.starts or part.led) and is_nationality(text)
+
+
+def is_nationality(text: str) -> bool:
+    """Whether a text is, or ends in, the adjective of a country: Italian, African-American."""
+    return _NATIONAL.search(text) is not None
+
 
 Kind = Literal[
     "choice", "truth", "special", "date", "time", "span", "number", "list", "words", "math"
@@ -61,7 +298,7 @@ MAX_PARTS = 120
 
 def kind_of(gold: str) -> Kind:
     """The layer that a cleaned gold belongs to."""
-    if choice.is_choice(gold) or choice.labelled(gold) is not None:
+    if forms.is_choice(gold) or forms.labelled(gold) is not None:
         return "choice"
     if truth(gold) is not None:
         return "truth"
@@ -97,7 +334,7 @@ class Whole:
         self.is_note = not self.is_named and is_note(self.text, Part(self.text, "comma"))
         self._is_split = is_split(self.text)
         self.amount = amount_of(self.text)
-        label = choice.labelled(self.text) if self.kind == "choice" else None
+        label = forms.labelled(self.text) if self.kind == "choice" else None
         if label is not None:
             self.elements = [self._other(label[1])]
 
@@ -108,7 +345,7 @@ class Whole:
         """What the gold itself is cut into."""
         pieces = [self.text]
         for _, cut in (
-            LEVELS[5:-1] if self.kind in ("words", "list") and len(self.text) < 200 else ()
+            LEVELS[6:-1] if self.kind in ("words", "list") and len(self.text) < 200 else ()
         ):
             pieces = [piece for text in pieces for piece in cut(text)]
         return pieces
@@ -131,7 +368,10 @@ class Whole:
     def parts(self, text: str) -> list[Part]:
         """The text cut until each part is the gold, or has no separator any more."""
         found: list[Part] = []
-        self._cut(text, "", 0, found, is_first=True)
+        pieces = labels(text) if self._may_cut(labels, "or", text) else [text]
+        for piece in pieces:
+            joint: Joint = "" if len(pieces) < 2 else "or"
+            self._cut(piece, joint, 0, found, is_first=len(pieces) < 2)
         return found[:MAX_PARTS]
 
     def _cut(
@@ -160,14 +400,16 @@ class Whole:
         if self.kind == "number" and (_is_compound(text) or _SUM_OF.match(text)):
             found.append(Part(text, joint, led=led, is_first=is_first))
             return
-        if level > 2 and BETWEEN.match(text) and is_range(text):
+        if level > 3 and BETWEEN.match(text) and is_range(text):
             found.append(Part(text, joint, led=led, is_first=is_first))
             return
         is_clause = False
         for next_level in range(level, len(LEVELS)):
             own, cut = LEVELS[next_level]
             is_clause = is_clause or (
-                cut in OF_A_SENTENCE and has_verb(text) and not is_named(text)
+                cut in OF_A_SENTENCE
+                and (is_statement(text) or (led and has_verb(text)))
+                and not is_named(text)
             )
             if is_clause and own == "comma" and self.meets(text.partition(",")[0]):
                 head, _, tail = text.partition(",")
@@ -252,6 +494,14 @@ class Whole:
         equation; to a question of yes or no, "no" is an answer."""
         if cut is corrections:
             return self.kind != "truth"
+        if cut in (labels, symbols):
+            is_own = cut is symbols and len([one for one in cut(self.text) if one]) > 1
+            is_han = cut is symbols and has_cjk(self.text)
+            return (
+                self.kind != "math"
+                and (is_wordy(text) or self.kind != "list")
+                and not (is_own or is_han)
+            )
         if cut in (lines, marks):
             return r"\begin" not in text
         if joint == "equals":

@@ -1,19 +1,100 @@
-"""Numbers with units: 12 cm = 0.12 m, $5 = 5 dollars, 50% = 1/2, 90 degrees, 3rd."""
+"""Numbers with units: 12 cm = 0.12 m, $5 = 5 dollars, 50% = 1/2, 90 degrees, 3rd.
+
+Units by pint; money, percent, ordinals and eras, which it does not know or reads as plain numbers,
+and the Chinese names of units stand in numbers.toml.
+"""
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections import Counter
 from fractions import Fraction
+from functools import lru_cache
+from typing import Any
 
 from msgspec import Struct
 
-from agentenv.envs.grading.han import counted, is_list
-from agentenv.envs.grading.numbers import leading_number, letter_scale
-from agentenv.envs.grading.tables import Tables
-from agentenv.envs.grading.units import Dimension, Unit, unit_of
+from agentenv.envs.grading.numbers import counted, is_list, leading_number, letter_scale
+from agentenv.envs.grading.text import Tables
 
-_TABLES = Tables(__file__)
+Dimension = tuple[tuple[str, int], ...]
+
+_UNIT_TABLES = Tables("numbers")
+_OWN = {
+    name: (((dimension, 1),), Fraction(factor))
+    for dimension, units in _UNIT_TABLES["units"].items()
+    for name, factor in units.items()
+}
+_NAMES: dict[str, str] = _UNIT_TABLES["names"]
+# pint reads "cats" as centi-atmospheres: prefixes are taken before the units that carry them only
+_PREFIXED = frozenset(
+    str.split(
+        "meter gram second liter watt joule pascal hertz volt ampere newton byte bit calorie ohm "
+        "watt_hour electron_volt mole metric_ton parsec kelvin bar"
+    )
+)
+_LETTERS = frozenset("mgshlLJNWVAK")
+MAX_NAME_CHARS = 40
+
+
+class Unit(Struct, frozen=True):
+    """A unit: `factor` times the value plus `offset` is the value in base units."""
+
+    dimension: Dimension
+    factor: Fraction
+    offset: Fraction = Fraction(0)
+
+
+@lru_cache(maxsize=4096)
+def unit_of(name: str) -> Unit | None:
+    """The unit of a name such as km, gallons or USD; None if there is none."""
+    low = name.lower()
+    own = _OWN.get(low) or _OWN.get(low.removesuffix("s"))
+    if own is not None:
+        return Unit(*own)
+    if len(name) > MAX_NAME_CHARS or (len(name) == 1 and name.isascii() and name not in _LETTERS):
+        return None
+    known = _NAMES.get(low) or _NAMES.get(low.removesuffix("s"))
+    return _of_pint(known or name)
+
+
+def load() -> None:
+    """Make the registry now, half a second, rather than with the first unit."""
+    _registry()
+
+
+@lru_cache(maxsize=1)
+def _registry() -> Any:
+    pint = importlib.import_module("pint")
+    return pint.UnitRegistry(non_int_type=Fraction)
+
+
+def _of_pint(name: str) -> Unit | None:
+    registry = _registry()
+    found = _parsed(name, True) or _parsed(name, False)
+    if found is None:
+        return None
+    try:
+        zero, one = (registry.Quantity(Fraction(n), found).to_base_units() for n in (0, 1))
+    except (ArithmeticError, TypeError, ValueError):  # a logarithm, as dB: not of fractions
+        return None
+    powers = {base: Fraction(power) for base, power in one.unit_items()}
+    if not powers or any(power.denominator != 1 for power in powers.values()):
+        return None
+    dimension = tuple(sorted((base, int(power)) for base, power in powers.items()))
+    offset = Fraction(zero.magnitude)
+    return Unit(dimension, Fraction(one.magnitude) - offset, offset)
+
+
+def _parsed(name: str, case_sensitive: bool) -> str | None:
+    for prefix, unit, _ in _registry().parse_unit_name(name, case_sensitive):
+        if not prefix or unit in _PREFIXED:
+            return f"{prefix}{unit}"
+    return None
+
+
+_QUANTITIE_TABLES = Tables("quantities")
 
 MAX_CHARS = 200  # no number with its unit is longer
 MIN_NEAR = 100  # an approximation is off by one part in so many at most
@@ -38,33 +119,32 @@ class Quantity(Struct, frozen=True):
         return self.value * self.factor + self.offset
 
 
-_SPEEDS: dict[str, str] = _TABLES["speeds"]
-_CURRENCY = _TABLES.pattern("currency")
+_SPEEDS: dict[str, str] = _QUANTITIE_TABLES["speeds"]
+_CURRENCY = _QUANTITIE_TABLES.pattern("currency")
 _DETERMINER = re.compile(r"^(?:the\s+|an?\s+(?=hundred|thousand|million|billion))(?=\w)", re.I)
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-_UNIT_TOKEN = _TABLES.pattern("unit_token")
-_NOT_A_NOUN = _TABLES.words("not_a_noun")
+_UNIT_TOKEN = _QUANTITIE_TABLES.pattern("unit_token")
+_NOT_A_NOUN = _QUANTITIE_TABLES.words("not_a_noun")
 _BC: Dimension = (("era_bc", 1),)
-_AD: Dimension = (("era_ad", 1),)
 _PERCENT: Dimension = (("percent", 1),)
 _ORDINAL: Dimension = (("ordinal", 1),)
 _POUNDS: dict[Dimension, Fraction] = {
     (("money_gbp", 1),): Fraction(1),
     (("kilogram", 1),): Fraction(45359237, 100000000),
 }
-_FIRST_UNIT = _TABLES.pattern("first_unit")
+_FIRST_UNIT = _QUANTITIE_TABLES.pattern("first_unit")
 _NOUN = re.compile(r"[^\W\d_][\w'-]*(?:\s+[^\W\d_][\w'-]*){0,5}")
-_FEET = _TABLES.pattern("feet")
-_MINUTES = _TABLES.pattern("minutes")
+_FEET = _QUANTITIE_TABLES.pattern("feet")
+_MINUTES = _QUANTITIE_TABLES.pattern("minutes")
 _HALVES = re.compile(r"(?:an?|one)\s+(\w+)\s+and\s+a\s+(half|quarter)", re.IGNORECASE)
-_SPELT = _TABLES.rewrites("spelt")
+_SPELT = _QUANTITIE_TABLES.rewrites("spelt")
 # what may follow a unit without changing what is measured
-_MEASURED = _TABLES.pattern("measured", re.IGNORECASE)
+_MEASURED = _QUANTITIE_TABLES.pattern("measured", re.IGNORECASE)
 _OF_WHAT = re.compile(r"(?:of|in|on|from|at)\s+(?:all\s+|the\s+|its\s+|their\s+)?[a-z]\D{0,80}")
 _OF_ONE = re.compile(r"^of (?:an?|one|the) (?=\w+$)", re.IGNORECASE)  # a third of an hour
 _SCALE_LETTERS = {"k": 10**3, "M": 10**6, "B": 10**9}
-_OUT_OF = _TABLES.pattern("out_of", re.IGNORECASE)
-_BELOW_ZERO = _TABLES.pattern("below_zero", re.I)
+_OUT_OF = _QUANTITIE_TABLES.pattern("out_of", re.IGNORECASE)
+_BELOW_ZERO = _QUANTITIE_TABLES.pattern("below_zero", re.I)
 _SQUARED = re.compile(r"\b(\w+) (squared|cubed)\b")
 
 
@@ -118,6 +198,8 @@ def _approximated(exact: Quantity | None, about: Quantity | None) -> Quantity | 
     """The exact one of 270/7 degrees, about 38.57 degrees, if the other is near."""
     if exact is None or about is None or (about.has_unit and about.dimension != exact.dimension):
         return None
+    if exact.value.denominator == 1:
+        return exact if about.value == exact.value else None
     is_near = abs(exact.value - about.value) * MIN_NEAR <= abs(exact.value)
     return exact if is_near else None
 
@@ -171,7 +253,7 @@ def _unit_and_rest(text: str) -> tuple[Unit, str] | None:
     return None
 
 
-_NOT_UNITS = _TABLES.words("not_units")
+_NOT_UNITS = _QUANTITIE_TABLES.words("not_units")
 
 
 def _negative(one: Quantity) -> Quantity:
@@ -251,7 +333,7 @@ def _is_per_piece(words: str) -> bool:
 
 
 _SMALL = frozenset(str.split("of in the a an on from at all"))
-_DECISIVE = _TABLES.words("decisive")
+_DECISIVE = _QUANTITIE_TABLES.words("decisive")
 
 
 def _settled(one: Quantity, other: Quantity) -> Quantity:

@@ -5,12 +5,14 @@ The reward is the answer's score alone, or follows the rule of ARPO and Tool-Sta
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
+from msgspec import Struct
 
 from agentenv.env import Grade, Grader, graded, shared, start_grader
 from agentenv.envs.grading.keys import (
@@ -138,7 +140,6 @@ def make_grader(
 
 
 def _combined(config: GraderConfig) -> Grader:
-    from agentenv.envs.grading.combined import Combined, Weighted
 
     fields = GraderKeys.__struct_fields__
     return Combined(
@@ -166,7 +167,7 @@ def _custom(config: GraderConfig) -> Grader:
 
 
 def _exact() -> Matcher:
-    from agentenv.envs.grading.exact import Exact
+    from agentenv.envs.grading.verdict import Exact
 
     return Exact()
 
@@ -176,7 +177,7 @@ def _matcher(config: GraderConfig) -> Matcher:
     if config.kind == "exact":
         return _exact()
     if config.kind == "f1":
-        from agentenv.envs.grading.exact import TokenF1
+        from agentenv.envs.grading.layers import TokenF1
 
         return TokenF1()
     from agentenv.envs.grading.layers import Layered
@@ -220,3 +221,48 @@ async def check_grader(grader: Grader, tasks: Sequence[Task]) -> list[Grade]:
             )
         grades.append(grade)
     return grades
+
+
+class Weighted(Struct, frozen=True):
+    """One of several graders. Of those that `decides`, each must find the answer right."""
+
+    grader: Grader
+    weight: float = 1.0
+    decides: bool = False
+
+
+class Combined:
+    """The sum of what graders give, each times its weight, which is the part of that name.
+
+    An answer is right when all that decide say so; where none decides, the first does.
+    The parts of each grader are kept, as NAME.PART, and the reasons follow each other.
+    """
+
+    def __init__(self, graders: Mapping[str, Weighted]) -> None:
+        if not graders:
+            raise ValueError("Combined needs one grader at least")
+        self.graders = dict(graders)
+        deciding = [name for name, one in graders.items() if one.decides]
+        self.deciding = deciding or [next(iter(graders))]
+
+    async def start(self) -> None:
+        """Get all graders ready."""
+        for one in self.graders.values():
+            await start_grader(one.grader)
+
+    async def grade(
+        self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
+    ) -> Grade:
+        """Ask all graders at once. Raises what any of them raises."""
+        found = await asyncio.gather(
+            *(graded(one.grader, task, written, calls) for one in self.graders.values())
+        )
+        grades = dict(zip(self.graders, found, strict=True))
+        parts: dict[str, float] = {}
+        for name, grade in grades.items():
+            parts[name] = self.graders[name].weight * float(grade.reward)
+            parts |= {f"{name}.{part}": value for part, value in grade.parts.items()}
+        reward = sum(parts[name] for name in grades)
+        success = all(grades[name].success for name in self.deciding)
+        reasons = [f"{name}: {grade.reason}" for name, grade in grades.items() if grade.reason]
+        return Grade(reward, success, parts, "; ".join(reasons))

@@ -1,4 +1,6 @@
-"""Where an answer stands in what the policy wrote, and what a matcher says of the answer."""
+"""Where an answer stands in what the policy wrote, what a matcher says of it, and exact match, the
+comparison of the quick start.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from agentenv.envs.grading.separators import last_correction
-from agentenv.envs.grading.spelling import BOX, boxes
+from agentenv.envs.grading.numbers import as_number
+from agentenv.envs.grading.text import BOX, MAX_ANSWER_CHARS, boxes, last_correction, words_of
 from agentenv.errors import GraderError, InfraError
 
 STOPPED = "stopped"  # the part of a grade that says that the function gave none
@@ -104,3 +106,30 @@ class Matcher(Protocol):
 def shown(text: str) -> str:
     """A text cut for a reason."""
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
+
+
+class Exact:
+    """The matcher of `kind = "exact"`."""
+
+    async def start(self) -> None:
+        """Nothing to get ready."""
+
+    async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
+        """Right if the answer equals a gold after normalising."""
+        right = any(same_answer(answer, gold) for gold in golds)
+        reason = f"{'right' if right else 'wrong'} answer: {shown(answer)}"
+        return Verdict(right, float(right), reason, "exact")
+
+
+def same_answer(answer: str, gold: str) -> bool:
+    """Equal as numbers if the gold is a number, else equal as normalised text."""
+    if len(answer) > MAX_ANSWER_CHARS:
+        return False
+    number = as_number(gold)
+    if number is not None:  # dropping punctuation would make 5 of -5 and 314 of 3.14
+        plain = answer.strip().lstrip("$\N{EURO SIGN}\N{POUND SIGN} ").rstrip("%. ")
+        return as_number(plain) == number
+    wanted = words_of(gold)
+    if not wanted:  # a gold of nothing but punctuation or an article
+        return answer.strip() == gold.strip()
+    return words_of(answer) == wanted

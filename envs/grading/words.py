@@ -7,8 +7,7 @@ import unicodedata
 from collections import Counter
 
 from agentenv.envs.grading.numbers import words_as_digits
-from agentenv.envs.grading.spelling import unify, words_of
-from agentenv.envs.grading.tables import Tables
+from agentenv.envs.grading.text import Tables, unify, words_of
 
 MINUS = "\N{MINUS SIGN}"  # texts hold hyphens only, once they are unified
 _BACK, _BOTH_WAYS = "\N{LEFTWARDS ARROW}", "\N{LEFT RIGHT ARROW}"
@@ -17,7 +16,7 @@ _UNEQUAL, _EITHER = "\N{NOT EQUAL TO}", "\N{PLUS-MINUS SIGN}"
 SIGNS = f"<>{_AT_MOST}{_AT_LEAST}{_UNEQUAL}{_BACK}{_BOTH_WAYS}{_EITHER}"
 NAMED_A = "\N{FULLWIDTH LATIN SMALL LETTER A}"  # a name, which is no article
 
-_TABLES = Tables(__file__, signs=SIGNS)
+_TABLES = Tables("words", signs=SIGNS)
 _SIGN_WORDS = frozenset({"a", "plus", "minus", "sharp", "flat", "star"})
 
 _COMMANDS: dict[str, str] = _TABLES["commands"]

@@ -236,7 +236,7 @@ def _more_lenient(grader: Grader) -> str:
             "grader.kind = 'layered' (without [grader], agentenv.envs.qa_grader.make_grader) reads "
             "forms"
         )
-    return f"let {type(grader).__name__} compare by agentenv.envs.grading.exact.same_answer"
+    return f"let {type(grader).__name__} compare by agentenv.envs.grading.verdict.same_answer"
 
 
 def distinct(tasks: Sequence[Task]) -> list[Task]:

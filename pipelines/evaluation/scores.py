@@ -21,9 +21,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from agentenv.envs.grading.exact import same_answer
 from agentenv.envs.grading.layers import Layered, compare
-from agentenv.envs.grading.spelling import MAX_ANSWER_CHARS, clean, squashed, words_of
+from agentenv.envs.grading.text import MAX_ANSWER_CHARS, clean, squashed, words_of
+from agentenv.envs.grading.verdict import same_answer
 from agentenv.envs.grading.words import f1, has_cjk, is_wordy
 from agentenv.errors import install_hint
 from agentenv.offload import in_thread

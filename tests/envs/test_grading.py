@@ -14,10 +14,10 @@ from types import FrameType
 import pytest
 
 from agentenv.env import close_shared
+from agentenv.envs.grading.equality import risk_of
+from agentenv.envs.grading.forms import Several, several
 from agentenv.envs.grading.keys import grader_config
 from agentenv.envs.grading.layers import Layered, compare
-from agentenv.envs.grading.lists import Several, several
-from agentenv.envs.grading.math import risk_of
 from agentenv.envs.grading.reward import ToolReward, check_grader, make_grader
 from agentenv.envs.grading.words import f1
 from agentenv.errors import ConfigError
@@ -130,6 +130,7 @@ async def test_right(gold: str, answer: str, layer: str) -> None:
         ("The public", "The right arm The public"),
         ("The public", "The right arm Public"),
         ("The liver", "The right lung The liver"),
+        ("Academy Award for Best Animated Short Film", "It is"),
     ],
 )
 async def test_wrong(gold: str, answer: str) -> None:
@@ -143,7 +144,7 @@ async def test_wrong(gold: str, answer: str) -> None:
     [
         ("41", "42", False, {"layers", "numbers"}),
         ("1,000", "1000", True, {"layers", "numbers"}),
-        ("PARIS", "Paris", True, {"layers", "numbers", "spelling"}),
+        ("PARIS", "Paris", True, {"layers", "numbers", "text"}),
     ],
 )
 def test_plain_answers_are_compared_at_once(

@@ -12,9 +12,8 @@ import pytest
 from agentenv import Grade, Message, Task
 from agentenv.config import build_config
 from agentenv.env import close_shared, graded
-from agentenv.envs.grading.combined import Combined, Weighted
 from agentenv.envs.grading.keys import GraderConfig, GraderPart
-from agentenv.envs.grading.reward import ExactMatch, make_grader
+from agentenv.envs.grading.reward import Combined, ExactMatch, Weighted, make_grader
 from agentenv.errors import ConfigError, CrashError
 
 TASK = Task("t", "e", "Capital of Peru?", ("Lima",))

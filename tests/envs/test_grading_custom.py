@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from agentenv.env import Grader, close_shared
+from agentenv.envs.grading.equality import MathEquivalence
 from agentenv.envs.grading.keys import GRADERS
-from agentenv.envs.grading.math import MathEquivalence
 from agentenv.envs.grading.reward import check_grader, make_grader
 from agentenv.errors import ConfigError, GraderError, InfraError
 from agentenv.types import Message, Task

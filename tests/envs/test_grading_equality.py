@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentenv.envs.grading.layers import _compare
 from agentenv.envs.grading.numbers import same_plain
-from agentenv.envs.grading.spelling import clean
+from agentenv.envs.grading.text import clean
 from tests.support.grading import is_right
 
 pytest.importorskip("math_verify")

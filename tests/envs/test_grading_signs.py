@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentenv.envs.grading.layers import compare
-from agentenv.envs.grading.units import load
+from agentenv.envs.grading.quantities import load
 from tests import check_grader as pairs
 from tests.support.grading import is_right
 

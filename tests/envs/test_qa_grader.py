@@ -7,10 +7,9 @@ import pytest
 import agentenv.env
 import agentenv.envs
 from agentenv.env import Grade, Grader, close_shared
-from agentenv.envs.grading.exact import same_answer
 from agentenv.envs.grading.numbers import as_number
 from agentenv.envs.grading.reward import ExactMatch, ToolReward
-from agentenv.envs.grading.verdict import check_format, last_boxed
+from agentenv.envs.grading.verdict import check_format, last_boxed, same_answer
 from agentenv.errors import ConfigError
 from agentenv.types import Message, Task
 

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from agentenv import worker_pool as workers
+from agentenv.envs.grading.equality import MathEquivalence
 from agentenv.envs.grading.layers import Layered
-from agentenv.envs.grading.math import MathEquivalence
 from agentenv.errors import ConfigError, InfraError
 from agentenv.untrusted import decode, packed
 from agentenv.worker_pool import (

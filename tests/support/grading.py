@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from agentenv.envs.grading import units
-from agentenv.envs.grading.equality import Equality
+from agentenv.envs.grading import quantities
+from agentenv.envs.grading.equality import Equality, risk_of
 from agentenv.envs.grading.layers import compare, expressions
-from agentenv.envs.grading.math import risk_of
 
 
 @lru_cache(maxsize=1)
 def equality() -> Equality:
-    units.load()
+    quantities.load()
     return Equality()
 
 

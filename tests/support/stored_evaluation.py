@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from agentenv.envs.grading.spelling import clean
+from agentenv.envs.grading.text import clean
 from agentenv.envs.grading.words import is_wordy
 from agentenv.pipelines.config.evaluation import resolve_sets
 from agentenv.pipelines.evaluation.store import CONFIG_FILE, ROWS_FILE, Saved

@@ -1,4 +1,6 @@
-"""Several answers in one: 1, 2 and 3; {1, 2}; (3, 4); x = 1 or x = -1; \\pm 2."""
+r"""Answers of a set form: letters of a multiple choice, yes and no, values such as infinity, and
+lists: 1, 2 and 3; {1, 2}; (3, 4); x = 1 or x = -1; \pm 2.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,138 @@ from typing import Literal
 
 from msgspec import Struct
 
-from agentenv.envs.grading.spelling import clean, squashed
+from agentenv.envs.grading.text import Tables, clean, squashed
 from agentenv.envs.grading.words import is_wordy, tokens
+
+_CHOICE_TABLES = Tables("choice")
+
+_LETTER = re.compile(r"[(\[]?\s*([A-J])\s*[)\].:]?", re.IGNORECASE)
+_NAMED_CHOICE = _CHOICE_TABLES.pattern("named_choice", re.IGNORECASE | re.DOTALL)
+_LABELLED = _CHOICE_TABLES.pattern("labelled", re.DOTALL)
+_LIST = _CHOICE_TABLES.pattern("list")
+_DENIED = _CHOICE_TABLES.pattern("denied", re.IGNORECASE)
+_EITHER = re.compile(r"[(\[]?[A-J][)\]]?(?:\s*,\s*[(\[]?[A-J][)\]]?)*,?\s+or\s+[(\[]?[A-J][)\]]?")
+_ASCENDING = re.compile(r"[A-J]{2,5}")
+
+
+_PIECES = _CHOICE_TABLES.pattern("pieces", re.IGNORECASE)
+_NAMED_LETTERS = _CHOICE_TABLES.pattern("named_letters")
+_CONDITION = _CHOICE_TABLES.pattern("condition", re.IGNORECASE)
+_SENTENCES = re.compile(r"\b(?:i\.e|e\.g)\b|[.;\n]")
+_REASON = re.compile(r"\bbecause\b.*", re.IGNORECASE | re.DOTALL)
+_PROPER = _CHOICE_TABLES.pattern("proper")
+
+
+def is_choice(gold: str) -> bool:
+    """Whether a gold is a letter, or several, of a multiple-choice question."""
+    gold = gold.strip()
+    return bool(_LETTER.fullmatch(gold) and gold.upper() == gold) or _several(gold) is not None
+
+
+def is_either(answer: str) -> bool:
+    """Whether an answer leaves open which of several letters it means."""
+    return _EITHER.fullmatch(answer.strip()) is not None
+
+
+def labelled(gold: str) -> tuple[str, str] | None:
+    """The letter and the text of a gold such as '(B) Paris'."""
+    match = _LABELLED.fullmatch(gold.strip())
+    if match is None:
+        return None
+    return (match[1] or match[2] or match[3])[0].upper(), match[4].strip()
+
+
+def chosen(answer: str) -> frozenset[str]:
+    """The letters that the answer chooses; empty when it chooses none."""
+    answer = answer.strip()
+    match = _LETTER.fullmatch(answer)
+    if match is not None:
+        return frozenset(match[1].upper())
+    several = _several(answer)
+    if several is not None:
+        return several
+    match = _NAMED_CHOICE.fullmatch(answer)
+    if match is not None:
+        if re.match(r"\s*(?:,|/|or|and)\s*[(\[]?[A-J][)\]]?\b", match[2]):
+            return frozenset()  # hedged between two options
+        if _DENIED.search(match[2]):
+            return chosen(match[2].rpartition(";")[2]) if ";" in match[2] else frozenset()
+        return frozenset(match[1].upper())
+    shown = set(re.findall(r"\(([A-J])\)", answer))
+    if len(shown) == 1:
+        return frozenset(shown)
+    label = labelled(answer)
+    return frozenset(label[0]) if label is not None else frozenset()
+
+
+def letters(answer: str) -> set[frozenset[str]]:
+    """The letters of options that each part of an answer names and does not deny."""
+    found: set[frozenset[str]] = set()
+    for sentence in _SENTENCES.split(_CONDITION.sub("or", answer)):
+        clause = _REASON.sub("", sentence)
+        if _DENIED.search(clause):
+            continue
+        for piece in _PIECES.split(clause):
+            named = [
+                match[0]
+                for match in _NAMED_LETTERS.finditer(piece)
+                if not _PROPER.search(piece[: match.start()])
+                and (len(match[0]) == 1 or _ASCENDING.fullmatch(match[0]))
+            ]
+            if named:
+                found.add(frozenset("".join(named)))
+    return found
+
+
+def _several(text: str) -> frozenset[str] | None:
+    if _LIST.fullmatch(text):
+        return frozenset(re.findall(r"[A-J]", text))
+    if _ASCENDING.fullmatch(text) and list(text) == sorted(set(text)):
+        return frozenset(text)
+    return None
+
+
+_SPECIAL_TABLES = Tables("special")
+_TRUTH = {word: says == "yes" for says in ("yes", "no") for word in _SPECIAL_TABLES[says]}
+_SPECIAL = _SPECIAL_TABLES.patterns("special")
+_NO_ANSWER = _SPECIAL_TABLES.pattern("no_answer")
+_CLAIM = re.compile(r"^(?:the|this|that) (?:claim|statement|answer|proposition) is ")
+
+
+# A first word answers only before a pause or a clause: No, they ...; Yes it is; not No Country for
+# Old Men, right triangle or n - 1.
+_OPENING = _SPECIAL_TABLES.pattern("opening")
+_SHORT_TRUTH = _SPECIAL_TABLES.pattern("short_truth")
+
+
+def truth(text: str) -> bool | None:
+    """True for yes, False for no, None for anything else."""
+    return _TRUTH.get(text.lower())
+
+
+def truth_of(found: str) -> bool | None:
+    """What an answer says, alone or as the first word of a sentence that does not say both."""
+    low = found.lower().strip(" .!")
+    if low in _TRUTH:
+        return _TRUTH[low]
+    short = _SHORT_TRUTH.fullmatch(low)
+    if short is not None:
+        return short[1] is None and short["bare"] is None
+    if _NO_ANSWER.match(low):
+        return None
+    claim = _CLAIM.sub("", low)
+    words = tokens(claim)
+    opening = _OPENING.match(claim)
+    first = _TRUTH.get(words[0]) if words and opening is not None else None
+    if first is None or any(_TRUTH.get(word) is (not first) for word in words[1:]):
+        return None
+    return first
+
+
+def special(text: str) -> str:
+    """The name of the special value that the text is; "" if none."""
+    return next((name for name, form in _SPECIAL.items() if form.fullmatch(text)), "")
+
 
 MAX_ELEMENTS = 40
 
