@@ -37,7 +37,7 @@ from agentenv.supervisor import LocalProcess, ProcessSpec, Restarts, log_tail, o
 POLL_S = 0.5
 MAX_RESTARTS = 10  # of one server in a run
 REPORT_EVERY_S = 20.0
-NUM_TAIL_LINES, TAIL_BYTES = 25, 65536
+NUM_TAIL_LINES, MAX_LINES, TAIL_BYTES = 25, 400, 65536
 MAX_LINE = 300  # characters of a log line that a message shows
 FIRST_BREAK_S, MAX_BREAK_S = 1.0, 30.0  # before a restart
 LOG_FOLDER = "servers"  # in the run's directory
@@ -145,12 +145,38 @@ class ServerProcess:
         return [line[:MAX_LINE] for line in lines if line.strip()][-count:]
 
     def _failure(self, what: str) -> str:
-        """What happened, the line of the log that most likely says why, and the lines around."""
-        lines = self.tail(200)
-        telling = [line for line in lines if "Error" in line or "error:" in line]
-        why = f"\n{telling[-1].strip()}\n" if telling else "\n"
+        """The failure, the line of the log that is most likely its cause, the end of the log."""
+        lines = self.tail(MAX_LINES)
+        cause = root_cause(lines)
+        why = f"\n{cause}\n" if cause else "\n"
         tail = "\n".join(f"    {line}" for line in lines[-NUM_TAIL_LINES:])
         return f"{self.spec.name} {what}:{why}the end of {self.log}:\n{tail}"
+
+
+_EXCEPTION = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] ?)?\s*([\w.]+(?:Error|Exception): \S.*)")
+WRAPPERS = ("See root cause above", "Engine core initialization failed", "Rank 0 scheduler died")
+NO_MEMORY = re.compile(r"Free memory on device|[Oo]ut of memory|[Nn]ot enough memory")
+
+
+def root_cause(lines: Sequence[str]) -> str:
+    """The first exception since the last start that is none about another process's end, with the
+    remedy where it is known; else the last line that speaks of an error; empty if none does.
+
+    Engines compute in child processes: the last exception of a log is that of the parent, which
+    only says that a child has ended.
+    """
+    start = max((i for i, line in enumerate(lines) if line.startswith("$ ")), default=-1)
+    lines = lines[start + 1 :]
+    found = [match[1].strip() for line in lines if (match := _EXCEPTION.match(line))]
+    causes = [one for one in found if not any(wrapper in one for wrapper in WRAPPERS)]
+    if not causes:
+        return next((line.strip() for line in reversed(lines) if "rror" in line), "")
+    if NO_MEMORY.search(causes[0]):
+        return (
+            f"{causes[0]}\nlower gpu_memory_share of the servers, or free the GPU: nvidia-smi "
+            "lists the processes that hold its memory"
+        )
+    return causes[0]
 
 
 async def _answers(session: aiohttp.ClientSession, url: str) -> bool:

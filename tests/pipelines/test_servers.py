@@ -19,7 +19,7 @@ import pytest
 from agentenv.errors import EngineError
 from agentenv.guard import GUARD, LIST
 from agentenv.link import hold_port, port_of
-from agentenv.pipelines.serving.servers import ServerProcess, ServerSpec
+from agentenv.pipelines.serving.servers import ServerProcess, ServerSpec, root_cause
 from tests.support.small_server import SERVER, alive, gone, processes, script, until
 from tests.support.warehouse import ROOT
 
@@ -249,3 +249,41 @@ async def test_a_server_that_does_not_come_up_says_why(
     with pytest.raises(EngineError, match=says):
         await process.start()
     await process.close()
+
+
+VLLM_MEMORY = """$ python -m vllm.entrypoints.openai.api_server --model old
+ValueError: an earlier start
+$ python -m vllm.entrypoints.openai.api_server --model m
+(APIServer pid=1) WARNING 11-26 21:00:21 [utils.py:255] causes `OSError: [Errno 24] Too many`
+(EngineCore pid=2) ERROR 11-26 21:00:40 [core.py:900] EngineCore failed to start.
+(EngineCore pid=2) ERROR 11-26 21:00:40 [core.py:900] Traceback (most recent call last):
+(EngineCore pid=2) ERROR 11-26 21:00:40 [core.py:900]     raise ValueError(
+(EngineCore pid=2) ERROR 11-26 21:00:40 [core.py:900] ValueError: Free memory on device is low
+(APIServer pid=1) Traceback (most recent call last):
+(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above.
+"""
+SGLANG_DTYPE = """[2026-11-26 21:00:40] Scheduler hit an exception: Traceback:
+  File "model.py", line 1, in load
+ValueError: Unknown dtype: float8
+[2026-11-26 21:00:41] Received sigquit from a child process. It usually means the child failed.
+RuntimeError: Rank 0 scheduler died
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (
+            VLLM_MEMORY,
+            "ValueError: Free memory on device is low\nlower",
+        ),
+        (SGLANG_DTYPE, "ValueError: Unknown dtype: float8"),
+        ("python: error: unrecognized arguments: --old", "python: error: unrecognized"),
+        ("Killed", ""),
+    ],
+)
+def test_the_cause_is_the_first_exception_of_the_process_that_failed(log: str, cause: str) -> None:
+    """Not that of a parent, which only says that a child has ended."""
+    found = root_cause(log.splitlines())
+    assert found.startswith(cause)
+    assert bool(found) == bool(cause)
