@@ -14,7 +14,6 @@ from agentenv.errors import DataError
 from agentenv.learners.learner import LearnerConfig
 from agentenv.offload import run_virtual
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.run.records import Turn
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
 from benchmarks.parts.simulation import (
@@ -35,6 +34,7 @@ from benchmarks.parts.timings import (
     StepTimes,
     TimedTraining,
     Trace,
+    Turn,
     read_trace,
 )
 from tests.support.toy_run import ToyWorld, toy_config
