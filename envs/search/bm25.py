@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +46,8 @@ class BM25Index:
     """An immutable index over passages; titles and texts are searched."""
 
     def __init__(self, passages: list[Passage]) -> None:
+        # Where JAX is installed, bm25s imports it, and it would take most of a GPU.
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
         import bm25s  # slow to load
 
         self.passages = passages
