@@ -379,7 +379,7 @@ class Grade(Struct, frozen=True):
 
 
 class GraderOutageError(OutageError, GraderError):
-    """What a grader asks stayed away for longer than it is waited for."""
+    """An outage of a service that a grader needs lasted beyond its deadline."""
 
 
 class Grader(Protocol):

@@ -86,8 +86,8 @@ class EnvError(AgentEnvError):
 
 
 class OutageError(EnvError):
-    """What an environment needs stayed away for longer than it is waited for: trying the same step
-    again would wait as long again, so the trajectory begins afresh."""
+    """An outage of a service that an environment needs lasted beyond its deadline: another try of
+    the same step would wait as long again, so the trajectory begins afresh."""
 
 
 class CrashError(EnvError):

@@ -231,7 +231,7 @@ def struct_types(kind: mi.Type, *, loads: bool = True) -> list[mi.StructType]:
 
 
 def struct_type(struct: type[msgspec.Struct]) -> mi.StructType:
-    """What msgspec tells of a struct's fields."""
+    """The fields of a struct, as msgspec describes them."""
     return cast(mi.StructType, type_info(struct))
 
 

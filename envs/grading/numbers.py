@@ -83,7 +83,7 @@ def counted(rest: str) -> str | None:
 
 
 def is_list(rest: str) -> bool:
-    """Whether Chinese words behind a number go on with another answer."""
+    """Whether the Chinese words after a number begin another answer."""
     return (
         _HAN.search(rest) is not None
         and re.search(rf"[\d{_HAN_TABLES['separators']}]", rest) is not None

@@ -69,7 +69,7 @@ MAX_UNIFIED_CHARS = 4000  # one sign may become eighteen
 
 MAX_BOX_CHARS = 20_000  # a box that is still open after so many characters counts as open
 
-# How an answer is boxed: BOX is what is asked for, and FRAME how else models write it.
+# Boxes around an answer: prompts ask for BOX, models also write FRAME.
 BOX = r"\boxed{"
 FRAME = r"\\(?:f?boxed|fbox)\s*\{"
 _BRACE = re.compile(r"[{}]")

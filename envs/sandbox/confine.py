@@ -384,7 +384,7 @@ def program(
     code += _when((302, 261)[column], 0, (0,))  # prlimit64, of itself
     if threads:
         code += _when(clone, 0, (THREAD,), THREAD | FORKLIKE)
-        # its arguments lie behind a pointer; without it, the C library takes clone
+        # the filter cannot read arguments in memory; without clone3 the C library calls clone
         code += [(IF_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
     else:  # what a system with too many threads would say
         code += _when(clone, 0, (fork_flags,) if fork_flags else (), refusal=errno.EAGAIN)

@@ -272,7 +272,7 @@ class RemoteServer(ABC, Generic[F]):
 
     async def keeps_label(self) -> bool:
         """Whether the server gives back the label under which this client put its weights in
-        place. False: another process is behind the URL, or someone else named other weights.
+        place. False: another process answers at the URL, or another client labelled other weights.
 
         All servers behind the URL must give it back.
         """

@@ -1,7 +1,7 @@
 """One request as vLLM takes it, and its stream, read into chunks and their end.
 
-A server with our plugin gives exact entropies, as the ranks of its tokens; any other is asked for
-the rivals of a token where entropies are wanted.
+A server with the plugin returns exact entropies in the ranks of its tokens. From any other server
+the client requests the top log-probs of a token where entropies are needed.
 """
 
 from __future__ import annotations
