@@ -28,6 +28,7 @@ import torch
 from msgspec import Struct
 
 from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.remote.vllm_answer import NoPluginError
 from agentenv.engines.vllm import VLLMServer
 from agentenv.model_files import load_tokenizer
 from agentenv.pipelines.serving.servers import ServerFactory
@@ -54,6 +55,15 @@ pytestmark = [
 ]
 
 
+class Unaware(VLLMServer):
+    """Uses the server as one without the plugin."""
+
+    async def _try_request(self, *, plugin: bool) -> None:
+        if plugin:
+            raise NoPluginError
+        await super()._try_request(plugin=plugin)
+
+
 class World(Struct):
     """A server that runs, its model, and the processes that its tokens cost."""
 
@@ -61,9 +71,9 @@ class World(Struct):
     model: Path
     processes: dict[str, psutil.Process]
 
-    def pool(self, **options: Any) -> EnginePool:
+    def pool(self, kind: type[VLLMServer] = VLLMServer, **options: Any) -> EnginePool:
         keys: dict[str, Any] = {"vocab_size": VOCABULARY}
-        server = VLLMServer(self.url, entropy_top_k=10, **keys)
+        server = kind(self.url, entropy_top_k=10, **keys)
         name = f"bench-{time.time_ns()}"
         return EnginePool([server], self.model, 0, eos_ids=(), name=name, **keys, **options)
 
@@ -158,8 +168,10 @@ async def test_throughput_beside_a_bare_client(world: World) -> None:
     print("|---|---|---|---|---|")
     for streams, length in LOADS if HAS_GPU else [(4, 16), (8, 16)]:
         await bare(world, streams, length)
-        for entropies in ("window", "all"):
-            await pooled(world, streams, length, entropies)
+        await pooled(world, streams, length, "all")
+        if length < 512:
+            await pooled(world, streams, length, "window")
+            await pooled(world, streams, length, "window", Unaware)
 
 
 async def bare(world: World, streams: int, length: int) -> None:
@@ -185,9 +197,12 @@ async def bare(world: World, streams: int, length: int) -> None:
         await measured(world, f"{streams} x {length}", "bare", [one(n) for n in range(streams)])
 
 
-async def pooled(world: World, streams: int, length: int, entropies: str) -> None:
-    asked = iter(list(prompts(f"{entropies} {streams} {length}", streams * rounds(length))))
-    pool = world.pool(entropies=entropies)
+async def pooled(
+    world: World, streams: int, length: int, entropies: str, kind: type[VLLMServer] = VLLMServer
+) -> None:
+    name = f"ARPO, {entropies}" + ", no plugin" * (kind is Unaware)
+    asked = iter(list(prompts(f"{name} {streams} {length}", streams * rounds(length))))
+    pool = world.pool(kind, entropies=entropies)
 
     async def one(number: int) -> int:
         count, keys = 0, {"on_tokens": lambda _: None, "stream_interval": 20}
@@ -199,8 +214,7 @@ async def pooled(world: World, streams: int, length: int, entropies: str) -> Non
 
     try:
         await pool.start(fresh=True)
-        name = f"{streams} x {length}"
-        await measured(world, name, f"ARPO, {entropies}", [one(n) for n in range(streams)])
+        await measured(world, f"{streams} x {length}", name, [one(n) for n in range(streams)])
     finally:
         await pool.close()
 
