@@ -17,7 +17,14 @@ from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import MAX_TRAJECTORY_BYTES, TrainConfig
 from agentenv.pipelines.config.supervised import SupervisedRunConfig
 from agentenv.pipelines.run.checkpoints import find_checkpoint
-from agentenv.pipelines.serving import CPU_CACHE_GIB, GIB, GpuPlan, Machine, learner_gpus
+from agentenv.pipelines.serving import (
+    CPU_CACHE_GIB,
+    GIB,
+    GpuPlan,
+    Machine,
+    learner_gpus,
+    vllm_hint,
+)
 from agentenv.pipelines.setup.memory import (
     KNOWN,
     RESERVE_BYTES,
@@ -329,6 +336,9 @@ class _Planner:
         note = "in the controller; its cache grows as it is used"
         place = ["0"] if on_gpu else []
         process = Process("embedded engine", 1, place, self.path, memory, note=note)
+        assert self.engine is not None
+        if hint := vllm_hint(self.engine, self.machine.num_gpus):
+            self.plan.made.append(hint)
         cache = memory.gpu.get("engine cache", 0.0) if self.colocated else 0.0
         self.plan.add(process, serving=memory.gpu_bytes, training=memory.gpu_bytes - cache)
 

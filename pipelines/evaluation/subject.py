@@ -43,6 +43,7 @@ from agentenv.pipelines.config.help import refuse_verl_keys
 from agentenv.pipelines.config.rl import TABLES
 from agentenv.pipelines.run.checkpoints import BEST, find_checkpoint
 from agentenv.pipelines.run.rundir import CONFIG_FILE
+from agentenv.pipelines.serving import vllm_hint
 from agentenv.pipelines.serving.servers import ServerFactory, fill_roles
 from agentenv.pipelines.setup.assembly import (
     AskingAssembly,
@@ -320,6 +321,8 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
             return endpoint
         model = await self.model()
         assert model is not None
+        if hint := vllm_hint(self.config.engine, len(self.servers.gpus.visible)):
+            self.say(hint)
         limits = max(
             (one.limits for one in self.sets.values()),
             key=lambda limits: limits.max_prompt_tokens + limits.max_response_tokens,

@@ -49,7 +49,7 @@ from agentenv.pipelines.run.checkpoints import COLD_START, link_model
 from agentenv.pipelines.run.rundir import (
     RunDirectory,
 )
-from agentenv.pipelines.serving import learner_gpus, trains_on_gpu
+from agentenv.pipelines.serving import learner_gpus, trains_on_gpu, vllm_hint
 from agentenv.pipelines.setup.assembly import (
     EVALUATING,
     TRAINED,
@@ -326,6 +326,8 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         config, checkpoint, model = self.config, self.checkpoint, await self.model()
         rank = adapter_rank(config)
         await self.gpus()
+        if hint := vllm_hint(config.engine, len(self.servers.gpus.visible)):
+            self.say(hint)
         return await config.engine.start(
             EngineStart(
                 model=(frozen_model(checkpoint) or model) if rank else model,

@@ -184,10 +184,11 @@ def failures(row: dict[str, Any]) -> str:
 def report_line(report: BriefReport, when: str) -> str:
     """One line an evaluation."""
     low, high = report.overall.interval
-    kinds = "  ".join(
+    scores = [
         f"{kind} {score.success:.2f}" if score.num_trajectories else f"{kind} -"
         for kind, score in report.by_kind.items()
-    )
+    ]
+    kinds = f"  ({'  '.join(scores)})" if len(scores) > 1 else ""
     figures, failed = report.overall, ""
     success = f"{figures.success:.3f} [{low:.3f}, {high:.3f}]" if figures.num_trajectories else "-"
     if figures.num_failed:
@@ -198,7 +199,7 @@ def report_line(report: BriefReport, when: str) -> str:
     return (
         f"evaluation {report.name} {when}: success {success} of "
         f"{report.overall.num_trajectories}{failed}, reward "
-        f"{report.overall.reward:.3f}, calls {report.overall.tool_calls:.2f}  ({kinds})"
+        f"{report.overall.reward:.3f}, calls {report.overall.tool_calls:.2f}{kinds}"
     )
 
 
@@ -224,13 +225,14 @@ def report_metrics(report: BriefReport) -> dict[str, Any]:
 
 
 def final_table(state: RunState, name: str, *, cold_start: bool) -> Table:
-    """Success by kind and phase with 95 % intervals."""
+    """Success by kind, where there are several, and by phase with 95 % intervals."""
     there = PHASES if cold_start else ("before_sft", "after_rl")
     phases = [phase for phase in there if name in state.reports.get(phase, {})]
     counts = {state.reports[phase][name].overall.num_trajectories for phase in phases}
     count = "-".join(map(str, sorted(counts)))
     reports = [state.reports[phase][name] for phase in phases]
     kinds = list(reports[-1].by_kind) if reports else []
+    kinds = kinds if len(kinds) > 1 else []
     rows = [[kind, *(_cell(report.by_kind[kind]) for report in reports)] for kind in kinds]
     rows += [["all", *(_cell(report.overall) for report in reports)]]
     if any(report.overall.num_failed for report in reports):

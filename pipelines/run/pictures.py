@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
@@ -131,8 +132,12 @@ def write_plots(metrics: Path, folder: Path, name: str) -> list[str]:
     return ["curve.png", "training.png"]
 
 
+LEAST_HEIGHT = 0.05  # of a curve's axis, which begins at 0
+
+
 def learning_curve(rows: Sequence[Row], name: str) -> Any:
-    """A figure of training reward and success by step, and of the evaluations."""
+    """A figure of training reward and success by step, and of the evaluations; scaled to them, with
+    0 in view."""
     steps = _steps(rows)
     figure, (left, right) = panels(1, 2, (11, 5), name)
     # Often equal, so that the one must not cover the other.
@@ -142,14 +147,19 @@ def learning_curve(rows: Sequence[Row], name: str) -> Any:
             ("failed/share", "share that failed", ":"),
             ("reward/success_if_failed_wrong", "success if failed were wrong", "-."),
         ]
+    marker = "." if len(steps) < 3 else ""
     for key, label, style in curves:
-        left.plot([r["step"] for r in steps], [r.get(key) for r in steps], style, label=label)
-    left.set(title="training rollouts (sampled)", xlabel="update", ylim=(-1.05, 1.15))
+        values = [row.get(key) for row in steps]
+        left.plot([row["step"] for row in steps], values, style + marker, label=label)
+    left.set(title="training rollouts (sampled)", xlabel="update")
     for key, style in _eval_keys(rows):
         _evaluation(right, [row for row in rows if key in row], key, style)
-    right.set(title="evaluation success (sampled)", xlabel="update", ylim=(-0.02, 1.02))
+    right.set(title="evaluation success (sampled)", xlabel="update")
     for axes in (left, right):
         axes.locator_params(axis="x", integer=True)
+        low, high = min(0.0, axes.dataLim.y0), max(LEAST_HEIGHT, axes.dataLim.y1)
+        margin = 0.04 * (high - low)
+        axes.set_ylim(low - margin, high + margin)
     return figure
 
 
@@ -181,10 +191,14 @@ def _evaluation(axes: Any, rows: Sequence[Row], key: str, style: str) -> None:
 
 
 def _eval_keys(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Success keys with marker and line: whole sets solid, kinds of questions dotted."""
+    """Success keys with marker and line: whole sets solid; kinds of questions dotted, where a set
+    has several."""
     keys = sorted({k for row in rows for k in row if k.startswith("eval/")})
     keys = [key for key in keys if key.endswith("/success")]
-    return [(key, "o-" if key.count("/") == 2 else ".:") for key in keys]
+    kinds = Counter(key.split("/")[1] for key in keys if key.count("/") > 2)
+    styles = {key: "o-" if key.count("/") == 2 else ".:" for key in keys}
+    return [(key, style) for key, style in styles.items()
+            if style == "o-" or kinds[key.split("/")[1]] > 1]  # fmt: skip
 
 
 def training_figures(rows: Sequence[Row], name: str) -> Any:

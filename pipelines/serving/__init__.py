@@ -20,7 +20,7 @@ from agentenv.errors import ConfigError
 from agentenv.learners.learner import LearnerConfig
 from agentenv.model_files import num_experts, read_model_config
 from agentenv.pipelines.config.cluster import RayCluster
-from agentenv.server_config import SGLANG_RESERVED, LaunchConfig, Served
+from agentenv.server_config import SGLANG_RESERVED, LaunchConfig, Served, ServersConfig
 
 if TYPE_CHECKING:
     from agentenv.pipelines.config.cluster import ResourcesConfig
@@ -209,6 +209,21 @@ def find_python(engine: str, config: LaunchConfig, key: str) -> str:
     raise ConfigError(
         f"{key}: {engine} is neither installed for {sys.executable} nor in {path} of this folder: "
         f"{HOW_TO_MAKE[engine]}; or name an interpreter with {key}.python"
+    )
+
+
+def vllm_hint(engine: EngineConfig, num_gpus: int) -> str:
+    """A line that says so where the embedded engine has a GPU and vLLM is here; else ""."""
+    local = engine.local_model
+    if local is None or local.device == "cpu" or not num_gpus:
+        return ""
+    try:
+        find_python("vllm", ServersConfig(), SERVERS)
+    except ConfigError:
+        return ""
+    return (
+        'vLLM is here, and faster on a GPU than the embedded engine: engine.name = "vllm"; with '
+        f"one GPU for engine and learner also {COLOCATED} = true"
     )
 
 

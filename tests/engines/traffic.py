@@ -1,10 +1,15 @@
-"""Long requests that are running when a test does something to their engine."""
+"""Long requests that are running when a test does something to their engine, and a load whose
+requests are of many lengths."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from itertools import count
 
+from agentenv.engine import Engine
 from agentenv.types import Chunk, Completion, SamplingParams
 from tests.engines.world import Subject
 
@@ -51,3 +56,39 @@ class Traffic:
         long = SamplingParams(max_tokens=LONG)
         while not self._over:
             self._completions.append(await self._subject.generate(self._ids, long, self._on_chunk))
+
+
+@asynccontextmanager
+async def ragged_load(engine: Engine, number: int, vocab_size: int) -> AsyncIterator[None]:
+    """Keep `number` rollouts running; eight each share a prompt of 90 to 220 tokens. A turn has 90
+    tokens on average and at most 512; six of ten continue after a tool result of 10 to 60 tokens,
+    for up to three turns."""
+    rng = random.Random(0)
+
+    def some_ids(least: int, most: int) -> list[int]:
+        return [rng.randrange(vocab_size) for _ in range(rng.randint(least, most))]
+
+    def make_prompts() -> Iterator[tuple[str, list[int]]]:
+        for group in count():
+            ids = some_ids(90, 220)
+            yield from ((str(group), ids) for _ in range(8))
+
+    async def roll_out_forever() -> None:
+        for session, ids in prompts:
+            for _ in range(3):
+                length = max(5, min(512, int(rng.expovariate(1 / 90))))
+                sampling = SamplingParams(length, seed=rng.getrandbits(30))
+                completion = await engine.generate(ids, sampling, session=session)
+                if rng.random() > 0.6:
+                    break
+                ids = [*ids, *completion.token_ids, *some_ids(10, 60)]
+
+    prompts = make_prompts()
+    tasks = [asyncio.create_task(roll_out_forever()) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes), outcomes

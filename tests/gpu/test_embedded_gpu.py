@@ -1,19 +1,25 @@
-"""The embedded engine on a GPU: `python -m pytest tests/gpu`. Without one, on the CPU."""
+"""The embedded engine on a GPU: `python -m pytest tests/gpu/test_embedded_gpu.py -s`, of which
+`-k ragged` prints the speed under turns of many lengths. Without a GPU it runs in small on the CPU,
+and its figures say nothing."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
+from msgspec import Struct
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.types import SamplingParams
 from tests.engines.small_models import check, make, prompt
+from tests.engines.traffic import ragged_load
 from tests.gpu.place import DEVICE, HAS_GPU
 from tests.gpu.test_tree_gpu import random_policy
 
@@ -71,3 +77,86 @@ async def test_many_turns_at_a_time_of_half_a_billion_weights(tmp_path: Path) ->
     )
     assert count == num_turns * num_tokens
     assert max(one.version_spans[-1].version for one in done) == 1
+
+
+SMOLLM2: dict[str, Any] = {  # SmolLM2-135M
+    "vocab_size": 49_152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+}
+SMALL = SMOLLM2 | {"vocab_size": 97, "hidden_size": 36, "intermediate_size": 48}
+
+
+class Mode(Struct, frozen=True):
+    """Which remedies are on; with both, what the engine does on a GPU."""
+
+    avoid_cudnn: bool = True
+    finite_shapes: bool = True
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+
+MODES = {
+    "default": Mode(),
+    "exact-shapes": Mode(finite_shapes=False),
+    "cudnn": Mode(avoid_cudnn=False),
+    "cudnn-exact-shapes": Mode(avoid_cudnn=False, finite_shapes=False),
+    "float32": Mode(dtype="float32"),
+    "float32-exact-shapes": Mode(finite_shapes=False, dtype="float32"),
+}
+WARM_UP_S, MEASURED_S = (6.0, 10.0) if HAS_GPU else (0.5, 1.0)
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights in SmolLM2-135M's shape; 2 small layers on the CPU."""
+    path = tmp_path_factory.mktemp("smollm2")
+    sizes = SMOLLM2 if HAS_GPU else SMALL | {"num_hidden_layers": 2}
+    tokens = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 8192}
+    config = LlamaConfig(**sizes, **tokens, tie_word_embeddings=True)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def gpu_use() -> float:
+    """Per cent of the last moments in which a kernel ran, as the driver counts."""
+    if not HAS_GPU:
+        return float("nan")
+    command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+    return float(subprocess.check_output(command, text=True, timeout=30).split()[0])
+
+
+@pytest.mark.parametrize("number", [190, 512] if HAS_GPU else [16])
+@pytest.mark.parametrize("name", MODES)
+async def test_speed_of_ragged_turns(name: str, number: int, smollm2: Path) -> None:
+    """Wall time, since the engine's thread also waits for the event loop's."""
+    mode = MODES[name]
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    config = EmbeddedConfig(device=DEVICE, dtype=mode.dtype, max_num_seqs=number)
+    engine = EmbeddedEngine(config, smollm2)
+    torch.backends.cuda.enable_cudnn_sdp(not mode.avoid_cudnn)
+    engine._scheduler.finite_shapes = mode.finite_shapes
+    used: list[float] = []
+    try:
+        async with ragged_load(engine, number, SMOLLM2["vocab_size"] if HAS_GPU else 97):
+            await asyncio.sleep(WARM_UP_S)
+            before, start = engine.stats(), time.perf_counter()
+            while time.perf_counter() - start < MEASURED_S:
+                await asyncio.sleep(MEASURED_S / 10)
+                used.append(await asyncio.to_thread(gpu_use))
+            after, wall_s = engine.stats(), time.perf_counter() - start
+    finally:
+        await engine.close()
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
+    found = {key: after[key] - before[key] for key in before}
+    steps = max(1.0, found["steps"])
+    print(
+        f"\nembedded, SmolLM2-135M's shape, {number} rollouts, {name}: "
+        f"{1e3 * wall_s / steps:.1f} ms a step ({1e3 * found['busy_s'] / steps:.1f} of the "
+        f"thread's CPU), {found['sampled_tokens'] / wall_s:,.0f} tokens/s; "
+        f"{found['requests'] / steps:.1f} requests a step, GPU {sum(used) / len(used):.0f} %"
+    )
+    assert found["sampled_tokens"] > 0

@@ -26,7 +26,7 @@ import torch
 
 from agentenv.deadline import Wait
 from agentenv.engine import StopStrings, check_request
-from agentenv.engines.embedded.model import SlotCache
+from agentenv.engines.embedded.model import SlotCache, avoid_cudnn
 from agentenv.engines.embedded.scheduler import Event, Request, Scheduler
 from agentenv.engines.embedded.weights import Weights, read_architecture
 from agentenv.errors import EngineDeadError, EngineError
@@ -101,6 +101,7 @@ class EmbeddedEngine:
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         weights = Weights(self._arch, dtype, device)
         weights.load(model_path)
+        avoid_cudnn(device)
         self._scheduler = Scheduler(
             self._arch,
             weights,

@@ -17,6 +17,10 @@ All tokens of a step are packed in one list [T], so that the matrix products mee
     | rows of width 256 | of width 512 | ... | new tokens of prompt A | of prompt B | ...
 
 Attention runs once per block over a view of its running rows, and once per new prompt.
+
+On a GPU what plans or captures by shape (cuDNN, CUDA graphs) needs shapes that come back. There
+rows, new tokens and columns are rounded up (`finite`): groups and prompts have spare tokens at
+their ends in the packed list, whose keys and values are not stored and which get no logits.
 """
 
 from __future__ import annotations
@@ -244,24 +248,54 @@ class SlotCache:
 COLUMN_STEP = 16  # decode attention reads a multiple of this many columns
 
 
-class DecodeGroup:
-    """Rows 0..n-1 of one block, one new token each: packed tokens [start, start + n)."""
+def rounded_rows(number: int) -> int:
+    """The next of 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ...: at most the next power of two, and so
+    within the rows that a block has memory for."""
+    power = 1 << (number - 1).bit_length()
+    return power * 3 // 4 if power >= 32 and number <= power * 3 // 4 else power
 
-    def __init__(self, block: Block, start: int, positions: Sequence[int], device: torch.device):
+
+def rounded_length(number: int) -> int:
+    """The next power of two from 16 on."""
+    return max(16, 1 << (number - 1).bit_length())
+
+
+def avoid_cudnn(device: torch.device) -> None:
+    """Keep cuDNN out of attention on a GPU, in the whole process: torch prefers it there, and it
+    builds a plan, in about a tenth of a second, for each shape that it has not met."""
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+class DecodeGroup:
+    """Rows 0..n-1 of one block, one new token each: packed tokens [start, stop), and spare ones
+    up to `end`."""
+
+    def __init__(
+        self,
+        block: Block,
+        start: int,
+        positions: Sequence[int],
+        device: torch.device,
+        finite: bool = False,
+    ):
         num_rows, kv_heads, width = len(positions), block.kv.shape[3], block.width
         self.block, self.start, self.stop = block, start, start + num_rows
+        self.end = start + (rounded_rows(num_rows) if finite else num_rows)
         self.longest = max(positions)
-        self._positions = torch.tensor(positions, device=device).unsqueeze(1)
+        self._finite = finite
+        spare = [0] * (self.end - self.stop)
+        self._positions = torch.tensor([*positions, *spare], device=device).unsqueeze(1)
         self._columns = torch.arange(width, device=device)
         heads = torch.arange(num_rows * kv_heads, device=device)
         # Where each new key goes in the block seen as [rows * num_kv_heads * width, head_dim].
-        self.places = heads * width + self._positions.repeat_interleave(kv_heads)
+        self.places = heads * width + self._positions[:num_rows].repeat_interleave(kv_heads)
         self.prepare()
 
     def prepare(self) -> None:
-        """Set the additive mask [n, 1, 1, columns] for the current positions."""
+        """Set the additive mask [end - start, 1, 1, columns] for the current positions."""
         wanted = (self.longest // COLUMN_STEP + 1) * COLUMN_STEP
-        self.num_columns = min(wanted, self.block.width)
+        self.num_columns = self.block.width if self._finite else min(wanted, self.block.width)
         hidden = self._columns[: self.num_columns] > self._positions
         mask = torch.zeros(hidden.shape, dtype=self.block.kv.dtype, device=hidden.device)
         self.mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
@@ -275,17 +309,29 @@ class DecodeGroup:
 
 
 class Prefill:
-    """Tokens [past, past + n) of a prompt, for row `row`: packed tokens [start, start + n)."""
+    """Tokens [past, past + n) of a prompt, for row `row`: packed tokens [start, stop), and spare
+    ones up to `end`."""
 
     def __init__(
-        self, block: Block, row: int, past: int, start: int, stop: int, device: torch.device
+        self,
+        block: Block,
+        row: int,
+        past: int,
+        start: int,
+        num_new: int,
+        device: torch.device,
+        finite: bool = False,
     ) -> None:
-        self.block, self.row, self.past, self.start, self.stop = block, row, past, start, stop
-        num_new = stop - start
-        self.causal = past == 0 and num_new > 1
+        self.block, self.row, self.past, self.start = block, row, past, start
+        self.stop = start + num_new
+        size, self.num_columns = num_new, past + num_new
+        if finite:
+            size, self.num_columns = rounded_length(size), rounded_length(self.num_columns)
+        self.end = start + size
+        self.causal = past == 0 and size > 1
         self.mask: Tensor | None = None
-        if past and num_new > 1:
-            seen = torch.ones(num_new, past + num_new, dtype=torch.bool, device=device)
+        if past and size > 1:
+            seen = torch.ones(size, self.num_columns, dtype=torch.bool, device=device)
             self.mask = seen.tril_(past)
 
 
@@ -302,13 +348,17 @@ class Batch:
         self.token_ids, self.positions = token_ids, positions
         self.decodes, self.prefills = decodes, prefills
         self.sampled: Tensor | None = None
-        if prefills:
-            ends = [*range(prefills[0].start), *(p.stop - 1 for p in prefills)]
+        ends = [index for group in decodes for index in range(group.start, group.stop)]
+        ends += [new.stop - 1 for new in prefills]
+        if len(ends) < len(token_ids):
             self.sampled = torch.tensor(ends, device=token_ids.device)
 
     def advance(self, token_ids: Tensor) -> None:
         """Go on with the tokens just sampled; only for a batch without prefills."""
-        self.token_ids = token_ids
+        if self.sampled is None:
+            self.token_ids = token_ids
+        else:
+            self.token_ids[self.sampled] = token_ids
         self.positions += 1
         for group in self.decodes:
             group.advance()
@@ -383,40 +433,42 @@ class DecoderModel:
 def decode_attention(
     index: int, group: DecodeGroup, queries: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """Store one column per row, attend over the row: [n, num_heads * head_dim]."""
+    """Store one column per row, attend over the row: [end - start, num_heads * head_dim]."""
     block, rows, d = group.block, slice(group.start, group.stop), queries.shape[-1]
-    num_rows, columns = group.stop - group.start, group.num_columns
+    size, columns = group.end - group.start, group.num_columns
     block.flat_keys[index].index_copy_(0, group.places, keys[rows].reshape(-1, d))
     block.flat_values[index].index_copy_(0, group.places, values[rows].reshape(-1, d))
     out = F.scaled_dot_product_attention(
-        queries[rows],
-        block.keys[index][:num_rows, :, :columns],
-        block.values[index][:num_rows, :, :columns],
+        queries[group.start : group.end],
+        block.keys[index][:size, :, :columns],
+        block.values[index][:size, :, :columns],
         attn_mask=group.mask,
     )
-    return out.reshape(num_rows, -1)
+    return out.reshape(size, -1)
 
 
 def prefill_attention(
     index: int, new: Prefill, queries: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """Store n columns of one row, attend over past and new ones: [n, num_heads * head_dim]."""
+    """Store n columns of one row, attend over past and new ones: [end - start, num_heads *
+    head_dim]."""
     span = slice(new.start, new.stop)
-    end = new.past + new.stop - new.start
+    columns = slice(new.past, new.past + new.stop - new.start)
     row_keys = new.block.keys[index][new.row]
     row_values = new.block.values[index][new.row]
-    row_keys[:, new.past : end] = keys[span].transpose(0, 1)
-    row_values[:, new.past : end] = values[span].transpose(0, 1)
-    query = queries[span].permute(1, 2, 0, 3)  # [num_kv_heads, group, n, head_dim]
+    row_keys[:, columns] = keys[span].transpose(0, 1)
+    row_values[:, columns] = values[span].transpose(0, 1)
+    # [num_kv_heads, group, end - start, head_dim]
+    query = queries[new.start : new.end].permute(1, 2, 0, 3)
     shape = (-1, query.shape[1], -1, -1)
     out = F.scaled_dot_product_attention(
         query,
-        row_keys[:, None, :end].expand(shape),
-        row_values[:, None, :end].expand(shape),
+        row_keys[:, None, : new.num_columns].expand(shape),
+        row_values[:, None, : new.num_columns].expand(shape),
         attn_mask=new.mask,
         is_causal=new.causal,
     )
-    return out.permute(2, 0, 1, 3).reshape(end - new.past, -1)
+    return out.permute(2, 0, 1, 3).reshape(new.end - new.start, -1)
 
 
 class Sampler:
