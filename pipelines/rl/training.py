@@ -292,6 +292,7 @@ class Training:
                 self.recorder,
                 self.run.checkpoints,
                 self.checkpoint,
+                self.batches.alarms,
             )
             with self.clock.phase("sft"):
                 try:
