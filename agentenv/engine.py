@@ -121,7 +121,7 @@ class EngineStart(Struct, frozen=True, kw_only=True):
     servers: ServerStarter
     seed: int = 0
     use: str = "policy"  # names the servers that are started
-    colocated: bool = False  # the engine and the learner have the same GPUs in turn
+    colocated: bool | str = False  # with the learner on the same GPUs: in turn, or "at_once"
     lora_rank: int = 0  # of the adapters that the engine gets as new weights; 0: whole models
     adapter: Path | None = None
 
@@ -184,9 +184,14 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The model in the controller's process; None: there is none."""
         return None
 
-    def check_colocated(self, key: str) -> None:
-        """Raises ConfigError if engine and learner cannot have the same GPUs in turn; `key` is
-        the setting that asks for it."""
+    def check_colocated(self, key: str, how: bool | str = True) -> None:
+        """Raises ConfigError if engine and learner cannot have the same GPUs in turn, or
+        "at_once"; `key` is the setting that asks for it."""
+        if how == "at_once" and not self.starts_servers:
+            raise ConfigError(
+                f"{key} = 'at_once' divides GPUs between the learner and servers that the run "
+                f"starts; engine.name = {self.kind!r} has none here"
+            )
         if not self.can_sleep:
             raise ConfigError(f"{key}: engine.name = {self.kind!r} has no memory to give back")
 

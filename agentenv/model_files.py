@@ -6,13 +6,18 @@ and models and datasets by their id on the hub: found in its cache, else fetched
     data.train = "openai/gsm8k:main/train-*.parquet"  files of a dataset; without a colon all
 
 An id is what is no path here: OWNER/NAME where there is neither such a path nor a folder OWNER.
+A file NAME.gguf is a model too: it is read once, into a directory beside the cache of the hub.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import importlib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 from agentenv.errors import DataError, ForeignError
@@ -271,6 +276,9 @@ def place_on_hub(text: str) -> Path | None:
 
 def find_on_hub(text: str, kind: HubKind) -> Path | None:
     """Where the cache has what the id names, whole; None: it is no id, or not there."""
+    if kind == "model" and text.endswith(".gguf") and Path(text).is_file():
+        _places[text] = read_gguf(Path(text))
+        return _places[text]
     found = hub_id(text)
     if found is None:
         return None
@@ -283,10 +291,9 @@ def find_on_hub(text: str, kind: HubKind) -> Path | None:
 def fetch_from_hub(text: str, kind: HubKind, say: Callable[[str], None]) -> Path | None:
     """Where the cache has it, after it was fetched if need be; None: it is no id. Raises DataError
     with the command that fetches it where the hub can be reached."""
-    found = hub_id(text)
+    place, found = find_on_hub(text, kind), hub_id(text)
     if found is None:
-        return None
-    place = find_on_hub(text, kind)
+        return place
     if place is not None:
         say(f"{text}: in the cache of the hub, revision {_commit(place)[:12]}")
         return place
@@ -339,6 +346,43 @@ def _cached(found: HubId, kind: HubKind) -> Path | None:
 
 def _files(found: HubId, kind: HubKind) -> list[str]:
     return MODEL_FILES if kind == "model" else [found.files] if found.files else DATA_FILES
+
+
+def read_gguf(file: Path) -> Path:
+    """The model of a GGUF file as a directory of the Hugging Face format, bfloat16, which is kept
+    beside the cache of the hub. DataError: the file cannot be read."""
+    try:
+        importlib.import_module("gguf")  # with which transformers reads the file
+        import torch
+        from huggingface_hub import constants
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise DataError(
+            f"{file}: a GGUF file is read with {error.name}; pip install 'agentenv-rl[train]' gguf"
+        ) from error
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()[:16]
+    folder = Path(constants.HF_HOME) / "gguf" / f"{file.stem}-{digest}"
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        named: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+        read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **named)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **named)
+    except Exception as error:  # whatever a damaged file makes the libraries raise
+        raise DataError(f"{file}: transformers cannot read this GGUF file: {error}") from error
+    if hasattr(read.config, "quantization_config"):
+        del read.config.quantization_config  # of the file; the weights are whole now
+    model = type(read)(read.config)
+    model.load_state_dict(read.state_dict())
+    with TemporaryDirectory(dir=folder.parent) as made:
+        model.to(torch.bfloat16).save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        with contextlib.suppress(OSError):  # another process was first
+            Path(made).rename(folder)
+        Path(made).mkdir(exist_ok=True)  # for its removal
+    return folder
 
 
 def _command(found: HubId, kind: HubKind) -> str:

@@ -112,8 +112,8 @@ class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=
 class Served(Struct, frozen=True):
     """What one server is to serve, under `name`. `trained`: its weights are replaced during the
     run, through a directory or by `broadcast`, or as LoRA adapters of rank `lora_rank` if that is
-    not 0. `colocated`: it sleeps while the learner has its GPUs. The last three are where it runs,
-    which the one who starts it says."""
+    not 0. `colocated`: the learner has its GPUs too, "at_once" or while the server sleeps. The
+    last three are where it runs, which its starter says."""
 
     engine: str
     model: Path
@@ -121,11 +121,16 @@ class Served(Struct, frozen=True):
     max_model_len: int = 0
     trained: bool = False
     broadcast: bool = False
-    colocated: bool = False
+    colocated: bool | str = False
     lora_rank: int = 0
     port: int = 0
     gpus: Sequence[str] = ()
     on_cpu: bool = False
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the learner has its GPUs while it sleeps."""
+        return self.colocated is True
 
 
 # Settings of the engine pool: budgets, deadlines, concurrency.

@@ -150,8 +150,9 @@ def _line(by_length: dict[int, float]) -> tuple[float, float]:
     return float(constant), float(slope)
 
 
-def make_model(folder: Path) -> None:
-    """One layer over a vocabulary of a real size, whose tokens are bytes and short words."""
+def make_model(folder: Path, *, dtype: Any = None, **shape: int) -> None:
+    """Random weights over a vocabulary of a real size, whose tokens are bytes and short words; one
+    small layer, but for what `shape` says of it."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -164,8 +165,9 @@ def make_model(folder: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
     torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=VOCABULARY, tie_word_embeddings=False, **sizes, **heads)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    sizes |= heads | shape
+    config = Qwen3Config(vocab_size=VOCABULARY, tie_word_embeddings=bool(shape), **sizes)
+    Qwen3ForCausalLM(config).to(dtype).save_pretrained(folder)
 
 
 def _words(number: int) -> Iterator[str]:

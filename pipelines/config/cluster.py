@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -379,10 +379,12 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     servers are engine.servers.gpus."""
 
     colocated: Annotated[
-        bool,
+        bool | Literal["at_once"],
         Meta(
-            description="engine and learner have the same GPUs in turn: all serve, sleep, all "
-            "train, wake with the new weights; rollouts wait with their tokens meanwhile",
+            description="engine and learner have the same GPUs. true: in turn, all serve, sleep, "
+            "all train, wake with the new weights; rollouts wait with their tokens meanwhile. "
+            "'at_once': both all the time, the engine's servers with their gpu_memory_share, the "
+            "learner with the rest, which suits small models",
             extra=ESSENTIAL,
         ),
     ] = False
@@ -401,3 +403,8 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "no room for them"
         ),
     ] = ""
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether one of engine and learner sleeps while the other one has the GPUs."""
+        return self.colocated is True

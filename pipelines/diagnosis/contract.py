@@ -135,7 +135,7 @@ async def parity(assembly: TrainingAssembly) -> str:
     config = assembly.config
     if isinstance(config.engine, ScriptedConfig):
         raise Skip("the scripted engine has no model")
-    if config.resources.colocated:
+    if config.resources.in_turn:
         raise Skip("engine and learner have their GPUs in turn; the run checks its first publish")
     learner, engine = await assembly.learner_and_engine()
     probe = ParityProbe(engine, learner, await assembly.probe_prompts())

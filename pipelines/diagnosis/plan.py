@@ -180,7 +180,7 @@ class _Planner:
         self.gpus = GpuPlan([str(number) for number in range(machine.num_gpus)])
         self.engine: EngineConfig | None = getattr(config, "engine", None)
         self.resources: ResourcesConfig = getattr(config, "resources", ResourcesConfig())
-        self.colocated = self.resources.colocated
+        self.colocated = self.resources.in_turn
         self.learner: LearnerConfig | None = getattr(config, "learner", None)
         if self.learner is not None:
             self.learner = self.learner.resolved(on_gpu=machine.num_gpus > 0)
@@ -370,7 +370,12 @@ class _Planner:
             return
         sleeps = policy and self.colocated
         each = config.tensor_parallel_size * config.data_parallel_size
-        taken = self.gpus.assign(f"{key}.gpus", config.gpus, each * number, borrows=sleeps)
+        taken = self.gpus.assign(
+            f"{key}.gpus",
+            config.gpus,
+            each * number,
+            borrows=policy and bool(self.resources.colocated),
+        )
         budget = config.gpu_memory_share * size
         awake = SERVER_BYTES if sleeps else budget  # in a phase in which it may sleep
         if shape is None:

@@ -316,7 +316,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         self.stack.push_async_callback(learner.close)
         if self.checkpoint is not None:
             await learner.load(self.checkpoint / "trainer")
-        if config.resources.colocated:
+        if config.resources.in_turn:
             await learner.sleep()
         return learner
 
@@ -367,7 +367,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         probe = ParityProbe(engine, learner, prompts)
         self.stack.push_async_callback(probe.close)
         colocation = None
-        if config.resources.colocated:
+        if config.resources.in_turn:
             colocation = Colocation(sleeping_engine(engine), learner, probe)
         trained = questions[TRAINED]
         encode_beside(trained.renderer, self.stack)

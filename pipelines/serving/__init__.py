@@ -153,7 +153,7 @@ def learner_gpus(
     asked, local = resources.learner_gpus, learner.launch == "local"
     named = [] if engine.launched is None else engine.launched.gpus
     if resources.colocated:
-        engine.check_colocated(COLOCATED)
+        engine.check_colocated(COLOCATED, resources.colocated)
     if asked and not local:
         raise ConfigError(f"{LEARNER}: the ranks are started elsewhere; remove it")
     if asked and not plan.visible:
@@ -162,7 +162,7 @@ def learner_gpus(
     if both and not resources.colocated:
         raise ConfigError(
             f"{SERVERS}: {sorted(both)} are the learner's ({LEARNER}); with {COLOCATED} = true "
-            "they have them in turn"
+            "they have them in turn, with 'at_once' at the same time"
         )
     if not asked and not (plan.visible and engine.starts_servers and local):
         return []
@@ -299,7 +299,7 @@ def _vllm_arguments(served: Served, config: LaunchConfig, model: dict[str, Any])
         return found
     found += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
     found += ["--gpu-memory-utilization", str(config.gpu_memory_share)]
-    if served.colocated:
+    if served.sleeps:
         found += ["--enable-sleep-mode"]
     if config.data_parallel_size > 1:
         found += ["--data-parallel-size", str(config.data_parallel_size)]
@@ -322,12 +322,12 @@ def _sglang_arguments(served: Served, config: LaunchConfig, model: dict[str, Any
         found += ["--incremental-streaming-output", "--load-snapshot-publish-interval", "1"]
     if config.quantization:
         found += ["--quantization", config.quantization]
-    if served.on_cpu and served.colocated:
+    if served.on_cpu and served.sleeps:
         raise ConfigError(
             "resources.colocated: SGLang sleeps with --enable-memory-saver, which it has on GPUs "
             "only; without one use engine.name = 'vllm' or 'embedded'"
         )
-    if served.colocated:
+    if served.sleeps:
         found += ["--enable-memory-saver"]
     if served.on_cpu:
         found += ["--device", "cpu", "--disable-overlap-schedule", "--skip-server-warmup"]

@@ -248,7 +248,7 @@ class ServerFactory:
         gpus = []
         if not on_cpu:
             gpus = self.gpus.assign(
-                f"{key}.gpus", config.gpus, each * number, borrows=wanted.colocated
+                f"{key}.gpus", config.gpus, each * number, borrows=bool(wanted.colocated)
             )
         specs = []
         for index in range(number):

@@ -58,6 +58,16 @@ def test_without_gpus_there_is_nothing_to_claim() -> None:
     assert learner_gpus(COLOCATED, EmbeddedConfig(), TWO, GpuPlan([])) == []
 
 
+def test_at_once_they_share_the_gpus_too() -> None:
+    resources, plan = ResourcesConfig(colocated="at_once"), GpuPlan(["a", "b", "c"])
+    assert not resources.in_turn
+    assert learner_gpus(resources, SERVERS, TWO, plan) == ["a", "b"]
+    assert plan.assign("engine.servers.gpus", [], 2, borrows=True) == ["a", "b"]
+    for engine in (EmbeddedConfig(), VLLMConfig(urls=["http://127.0.0.1:1"])):
+        with pytest.raises(ConfigError, match="'at_once' divides GPUs between the learner and"):
+            learner_gpus(resources, engine, TWO, GpuPlan(["a", "b"]))
+
+
 @pytest.mark.parametrize(
     ("engine", "text"),
     [
@@ -93,6 +103,7 @@ def test_flags_of_servers_that_sleep_or_take_adapters(model: Path) -> None:
 
     assert "--enable-sleep-mode" in flags("vllm", gpu, colocated=True)
     assert "--enable-memory-saver" in flags("sglang", gpu, colocated=True)
+    assert "--enable-sleep-mode" not in flags("vllm", gpu, colocated="at_once")
     # On the CPU vLLM refuses the flag, but pauses as if it slept; SGLang would die of the route.
     assert "--enable-sleep-mode" not in flags("vllm", cpu, colocated=True)
     with pytest.raises(ConfigError, match="--enable-memory-saver, which it has on GPUs only"):

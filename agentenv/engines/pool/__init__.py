@@ -155,11 +155,12 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         hear too late: then their turns go through the controller."""
         return self.update_kv == "recompute" and self.lora == "merged"
 
-    def check_colocated(self, key: str) -> None:
+    def check_colocated(self, key: str, how: bool | str = True) -> None:
+        super().check_colocated(key, how)
         if self.weights == "broadcast":
             raise ConfigError(
                 f'{key}: engine.weights = "broadcast" needs servers that are awake while the '
-                'learner sends; use "directory"'
+                'learner sends, on GPUs of their own; use "directory"'
             )
         share = (self.servers or ServersConfig()).gpu_memory_share
         if share > MAX_SHARE:
