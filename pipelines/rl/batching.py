@@ -48,6 +48,7 @@ class Alarms:
         self.config = config
         self._active: set[str] = set()  # conditions that held when they were checked last
         self._num_steps = 0
+        self._num_missed: Counter[str] = Counter()  # steps in a row without a prefix hit, by kind
         self._last_steps: deque[tuple[int, int, float]] = deque(maxlen=FEW_STEPS)
 
     def look_at_fates(self, delivered: list[TrajectoryTree], fates: Counter[str]) -> None:
@@ -154,13 +155,15 @@ class Alarms:
         )
 
     def look_at_hits(self, hits: Metrics) -> None:
-        """Warn when a server with a prefix cache finds nothing in it."""
+        """Warn when a server with a prefix cache finds nothing in it for some steps: in one of them
+        all turns may follow a sleep, which drops it."""
         for name, share in hits.items():
+            self._num_missed[name] = 0 if share else self._num_missed[name] + 1
             self._warn(
                 name,
-                share == 0 and not self.config.engine.is_exact,
-                f"{name} is 0: the engine computes every prefix again; is its prefix cache off, or "
-                "too small for the trajectories in flight?",
+                self._num_missed[name] >= FEW_STEPS and not self.config.engine.is_exact,
+                f"{name} is 0 in {FEW_STEPS} steps: the engine computes every prefix again; is its "
+                "prefix cache off, or too small for the trajectories in flight?",
             )
 
     def look_at_tools(self, metrics: Metrics, trees: Sequence[TrajectoryTree] = ()) -> None:

@@ -83,6 +83,18 @@ def test_a_tool_that_always_fails_and_a_policy_that_jumps_are_said_once_and_show
     assert all(one.shown for one in caplog.records)  # type: ignore[attr-defined]
 
 
+def test_a_cache_without_hits_is_said_after_three_steps(caplog: pytest.LogCaptureFixture) -> None:
+    """In one, all turns may follow a wake-up."""
+    ours = Alarms(load_config(TrainConfig, CONFIG, ["engine.name=vllm"]))
+    for share in (0.0, 0.0, 0.78, 0.0, 0.0):
+        ours.look_at_hits({"prefix/turn_hits": share})
+    ours.look_at_hits({})
+    assert not caplog.messages
+    for _ in range(2):
+        ours.look_at_hits({"prefix/turn_hits": 0.0})
+    assert [text[:21] for text in caplog.messages] == ["prefix/turn_hits is 0"]
+
+
 def group(index: int, *rewards: float) -> TrajectoryTree:
     """A tree of as many trajectories as rewards; one above 0 is a success."""
     tree = TrajectoryTree(task=Task("t", "env", "?", ("a",)), index=index)
