@@ -59,7 +59,7 @@ def _skip_environment() -> None:
     """Let the first `/server_info` answer at once, without "system_env", for which vLLM runs pip
     and a dozen programs. Its router, which takes the function from here, is imported later."""
     with contextlib.suppress(ImportError):
-        collect = importlib.import_module("vllm.collect_env")
+        collect: Any = importlib.import_module("vllm.collect_env")
         collect.get_env_info = lambda: SimpleNamespace(_asdict=dict)
 
 
