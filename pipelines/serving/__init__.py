@@ -71,7 +71,7 @@ def encodes_on_gpu(config: Any) -> bool:
 
 
 def gpus_of_ranks() -> list[str]:
-    """What ranks have to be told that are to see all GPUs: empty where they see what is here."""
+    """The GPUs to name to ranks that use all of them; empty where they see them anyway."""
     return [] if _hidden is None else [*_hidden]
 
 

@@ -47,7 +47,7 @@ class ProcessorWatch:
         self._name, self._guard, self._gpus = name, guard, gpus
         self._seen: tuple[int, float, float] | None = None  # pid, its CPU seconds, wall seconds
         self._looks: deque[tuple[float, float]] = deque(maxlen=NUM_LOOKS)  # shares: core, GPU
-        self._is_told = False
+        self._was_reported = False
 
     async def run(self) -> None:
         """Until it is cancelled, or there is no driver to ask."""
@@ -77,9 +77,9 @@ class ProcessorWatch:
 
     def _judge(self) -> None:
         core, gpu = (fmean(one[i] for one in self._looks) for i in (0, 1))
-        if len(self._looks) < NUM_LOOKS or self._is_told or core < BUSY or gpu > IDLE:
+        if len(self._looks) < NUM_LOOKS or self._was_reported or core < BUSY or gpu > IDLE:
             return
-        self._is_told = True
+        self._was_reported = True
         logger.warning(
             "%s waits for its own processor: for %.0f s the process that answers requests has used "
             "%.0f %% of a core, its GPU %.0f %% of the time. Less work for it: engine.entropies = "
