@@ -104,6 +104,10 @@ class VLLMServer(WeightSync[VLLMFacts]):
         self._running: dict[str, Sent] = {}  # by request id
         self._adapter = ""  # name that requests ask for; empty: the model itself
 
+    @property
+    def has_free_entropies(self) -> bool:
+        return self._facts is not None and self._facts.plugin
+
     async def _probe(self) -> VLLMFacts:
         facts = await probe_vllm(self._controls[0], self._given_vocab_size, self._top_k)
         self._adapter = ""

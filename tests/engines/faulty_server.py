@@ -82,6 +82,8 @@ class FaultyServer:
     """`weights` is what it really holds, by directory name; a new process holds "initial". `label`
     is what it says of them; a new process says "default"."""
 
+    has_free_entropies = False
+
     def __init__(self, name: str, make_engine: Callable[[], Engine]) -> None:
         self.name = self.url = name
         self.before_release: Callable[[], Awaitable[None]] | None = None
@@ -303,6 +305,8 @@ def end_of(done: Completion) -> PartEnd:
 
 class Guest:
     """The client of such a server in another process."""
+
+    has_free_entropies = False
 
     def __init__(self, server: FaultyServer) -> None:
         self._server = server

@@ -136,6 +136,19 @@ def test_only_the_tokens_of_a_fork_window_have_entropies(
     run_virtual(main())
 
 
+def test_where_entropies_cost_nothing_a_turn_is_one_request(folder: Path) -> None:
+    async def main() -> None:
+        async with bench(folder, 1, entropies="window") as b:
+            b.servers[0].has_free_entropies = True
+            done = await b.ask(on_tokens=lambda chunk: None, stream_interval=4, max_tokens=22)
+            assert not any(map(math.isnan, done.entropies))
+            (request,) = b.servers[0].requests
+            assert request.with_entropies
+            assert (request.sampling.max_tokens, request.stream_interval) == (22, 4)
+
+    run_virtual(main())
+
+
 @virtual(1)
 async def test_an_engine_is_told_the_tokens_that_hold_a_stop_string(b: Bench) -> None:
     """If it needs nothing else to find the stop strings, it has nothing to decode."""

@@ -80,7 +80,8 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         Meta(
             description="tokens with log-probs of rivals, which are costly: those by which forks "
             "are decided (two requests a turn; trained tokens get the learner's entropies, "
-            "others none), or all (entropies are bounds)"
+            "others none), or all (entropies are bounds); vLLM servers that the run starts give "
+            "exact ones of all tokens at no cost"
         ),
     ] = "window"
     update_kv: Annotated[

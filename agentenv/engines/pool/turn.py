@@ -106,12 +106,16 @@ class Turn:
         self._num_reported = 0
         self._stop: str | None = None
 
-    def request(self, request_id: str, session: str, interval: int) -> Request:
+    def request(
+        self, request_id: str, session: str, interval: int, *, has_free_entropies: bool = False
+    ) -> Request:
         """The request for the rest of the turn, with random numbers of its own. `interval`: tokens
-        of an event that no fork rule waits for, as after a fork window."""
+        of an event that no fork rule waits for, as after a fork window. A server that
+        `has_free_entropies` gets no request of its own for the window."""
         whole = self._matcher.whole if self._matcher is not None else ()
         stops = tuple(sorted({*whole, *self._eos_ids}))  # a server may know other ends of a turn
-        sampling, done, window = self._sampling, len(self.token_ids), self._num_entropies
+        sampling, done = self._sampling, len(self.token_ids)
+        window = None if has_free_entropies else self._num_entropies
         wanted = window is None or done < window
         self._ends_window = window is not None and done < window < sampling.max_tokens
         most = window if window is not None and self._ends_window else sampling.max_tokens
@@ -382,7 +386,10 @@ class TurnEngine(ABC, Generic[S]):
             return closed
         heartbeat = self._heartbeats[slot.name]
         request = turn.request(
-            f"{self.name}-{next(self._num_requests)}", session, heartbeat.interval
+            f"{self.name}-{next(self._num_requests)}",
+            session,
+            heartbeat.interval,
+            has_free_entropies=slot.client.has_free_entropies,
         )
         self.counts["prompt_tokens"] += len(request.prompt_ids)
         slot.num_requests += 1

@@ -259,6 +259,11 @@ class RemoteServer(ABC, Generic[F]):
         self._facts, self._run_salt, self._nonce = found.facts, found.salt, found.nonce
         self._ranks.count, self._doubt = found.facts.num_ranks, ""
 
+    @property
+    def has_free_entropies(self) -> bool:
+        """Whether exact entropies cost this server nothing, so that a turn is one request."""
+        return False
+
     async def healthy(self) -> bool:
         """Whether it answers now; never raises for a server that is gone."""
         try:
