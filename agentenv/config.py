@@ -23,7 +23,7 @@ from msgspec import inspect as mi
 
 from agentenv.errors import ConfigError
 from agentenv.model_files import place_on_hub
-from agentenv.old_keys import deleted_keys, moved_values
+from agentenv.old_keys import deleted_keys, emptied_keys, moved_values
 from agentenv.registry import (
     TAG,
     Registry,
@@ -399,10 +399,14 @@ def _hint(kind: mi.Type, path: str, key: str, struct: mi.StructType) -> str:
 
 
 def _upgrade(table: Tree, struct: mi.StructType) -> None:
-    """Remove deleted keys at their defaults from a table, and rename what has moved."""
+    """Remove deleted keys at their defaults from a table, empty those that had another default,
+    and rename what has moved."""
     for key, gone in deleted_keys(struct.cls).items():
         if key in table and gone.was_unset(table[key]):
             del table[key]
+    for key, former in emptied_keys(struct.cls).items():
+        if table.get(key) == former:
+            table[key] = None
     moved = moved_values(struct.cls)
     for key, value in table.items() if moved else ():
         if isinstance(value, str):

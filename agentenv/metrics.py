@@ -268,13 +268,15 @@ STALL_MS = 50.0  # a loop that is later than this is stalled
 
 class PrefixHits:
     """Prompt tokens of turns whose keys and values the engine still had, since the last `take`:
-    of turns that go on with their own trajectory, and of the first turns of forks."""
+    of turns that go on with their own trajectory, and of the first turns of forks. Turns whose
+    prefix is of other weights do not count: no engine keeps it."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[int]] = {}  # tokens cached, and in all
 
     def add(self, branch: Branch, completion: Completion) -> None:
-        if branch.num_turns:
+        now = completion.version_spans[0].version
+        if branch.num_turns and all(span.version == now for span in branch.cursor.version_spans):
             kind = "turn_hits" if branch.cursor.branch == branch.name else "fork_hits"
             sums = self._sums.setdefault(kind, [0, 0])
             sums[0] += completion.num_cached_tokens

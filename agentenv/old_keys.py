@@ -1,4 +1,5 @@
-"""Deleted keys of stored configurations, and where this package's functions have moved.
+"""Deleted keys of stored configurations, keys that had another default, and where this package's
+functions have moved.
 
 A deleted key at its former default is ignored, so that a run or an evaluation which an earlier
 version wrote can be resumed; any other value is refused with the reason.
@@ -85,6 +86,11 @@ DELETED: dict[str, dict[str, Deleted]] = {
     },
 }
 
+# Former defaults of keys that are now empty by default: such a value counts as none.
+EMPTIED: dict[str, dict[str, Any]] = {
+    "TrainingConfig": {"max_logprob_gap": 0.01, "stop_logprob_gap": 0.1},  # by dtype
+}
+
 # Functions and modules of this package under their former names.
 MOVED: dict[str, dict[str, str]] = {
     "EnvConfig": {"envs": "agentenv.envs"},
@@ -100,6 +106,11 @@ MOVED: dict[str, dict[str, str]] = {
 def deleted_keys(struct: type) -> dict[str, Deleted]:
     """The deleted keys of a struct and of its bases."""
     return {key: one for name in _names(struct) for key, one in DELETED.get(name, {}).items()}
+
+
+def emptied_keys(struct: type) -> dict[str, Any]:
+    """The former defaults of the keys of a struct, and of its bases, that are empty now."""
+    return {key: one for name in _names(struct) for key, one in EMPTIED.get(name, {}).items()}
 
 
 def moved_values(struct: type) -> dict[str, str]:

@@ -46,6 +46,7 @@ from agentenv.worker_group import (
     read_hello,
 )
 
+GPUS = "CUDA_VISIBLE_DEVICES"
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
 TAIL_BYTES = 2000
 
@@ -382,6 +383,8 @@ class Supervisor:
             NUMBER_VARIABLE: str(number),
             "PYTHONPATH": python_path(),
         }
+        if not spec.sees_gpus:
+            env[GPUS] = ""
         command = [spec.python or sys.executable, "-m", spec.module]
         log = str(self._log(number).absolute())
         return ProcessSpec(self.name_of(number), command, env, log, dict(spec.resources))

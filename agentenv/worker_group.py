@@ -73,7 +73,8 @@ class WorkerSpec(NamedTuple):
     """The workers of one kind: the module that each runs, its name before its number, a noun for
     people, their number, and the configuration table with the bounds. The rest is for placements
     that may have to wait: how many must be there at the start, for how long there may be none, the
-    port of this process (0: any), variables to pass on, resources of each, and the interpreter."""
+    port of this process (0: any), variables to pass on, resources of each, the interpreter, and
+    whether they see the GPUs."""
 
     module: str
     name: str
@@ -88,6 +89,7 @@ class WorkerSpec(NamedTuple):
     env: Sequence[str] = ()
     resources: Mapping[str, float] = {}
     python: str = ""
+    sees_gpus: bool = True
 
     @property
     def least(self) -> int:

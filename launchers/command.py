@@ -145,6 +145,7 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
     from agentenv.pipelines.run.monitors import MonitorConfig
     from agentenv.pipelines.run.rundir import LOG_FILE, RunDirectory
     from agentenv.pipelines.run.terminal import run_until_done
+    from agentenv.pipelines.serving import gpus_for_others
 
     left_out: list[str] = []
     config: Any = load_config(
@@ -172,7 +173,8 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
         view.say(line)
     code = EXIT_FAILED
     try:
-        with _looked_at(run.path, view) if arguments.view else nullcontext():
+        looked_at = _looked_at(run.path, view) if arguments.view else nullcontext()
+        with looked_at, gpus_for_others(config):
             run_until_done(work(config, run, view, arguments.resume), view)
         code = 0
     except KeyboardInterrupt:

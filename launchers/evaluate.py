@@ -39,6 +39,7 @@ from agentenv.pipelines.evaluation.subject import (
 )
 from agentenv.pipelines.run.checkpoints import BEST
 from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
+from agentenv.pipelines.serving import gpus_for_others
 
 FOLDER = "evals"
 EPILOG = "Of stored ones: agentenv evaluate report DIR, compare A B, regrade DIR [grader.key=value]"
@@ -88,7 +89,8 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     if subject.model is not None:
         require_train("torch", "transformers")
     out = arguments.out or Path(FOLDER) / _name(config, subject)
-    outcome = run_until_done(run_evaluation(config, subject, out, view), view)
+    with gpus_for_others(config):
+        outcome = run_until_done(run_evaluation(config, subject, out, view), view)
     if outcome.num_failed:
         view.say(f"{outcome.num_failed} trajectories failed; the same command asks them again")
     write_report(out, view)

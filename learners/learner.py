@@ -227,7 +227,7 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(
             description="when to compute proximal log-probs: for trees with tokens of an older "
             "policy, and for all while the engine's are not known to be the learner's (another "
-            "process, and no parity gap below train.max_logprob_gap); or always"
+            "process, and a parity gap above 0.01 nats at some token); or always"
         ),
     ] = "stale"
     groups_per_minibatch: Annotated[

@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -247,6 +248,24 @@ def test_prefix_hits_of_turns_and_forks_are_counted_apart() -> None:
     rollout(actor, AlwaysFork(group_size=4))
     hits = actor.prefixes.take()
     assert hits == pytest.approx({"prefix/turn_hits": 0.5, "prefix/fork_hits": 0.5}, abs=0.01)
+    assert actor.prefixes.take() == {}
+
+
+class Updated(Caching):
+    """Gets new weights after each turn."""
+
+    async def generate(self, prompt_ids: Any, *rest: Any, **keys: Any) -> Completion:
+        done = await super().generate(prompt_ids, *rest, **keys)
+        done.num_cached_tokens = 0
+        await self.load_weights(Path(), self.policy_version + 1)
+        return done
+
+
+def test_a_prefix_that_new_weights_have_dropped_is_no_missed_one() -> None:
+    actor = make_actor()
+    actor.engine = Updated(ScriptedConfig(max_model_len=9000), CharTokenizer(), script=two_searches)
+    tree = rollout(actor, Independent(1))
+    assert len(tree.nodes) > 2
     assert actor.prefixes.take() == {}
 
 

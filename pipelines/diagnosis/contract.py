@@ -19,7 +19,7 @@ from agentenv.errors import ConfigError, CrashError, EnvError, GraderError, Infr
 from agentenv.native import NativeRenderer
 from agentenv.offload import in_thread
 from agentenv.pipelines.rl.parts import TrainingAssembly
-from agentenv.pipelines.rl.publishing import ParityProbe
+from agentenv.pipelines.rl.publishing import ParityProbe, gap_limits
 from agentenv.pipelines.setup.assembly import TRAINED, Assembly
 from agentenv.pipelines.setup.checks import Skip
 from agentenv.pipelines.setup.environments import EnvMaker
@@ -132,7 +132,7 @@ async def adapters(assembly: Assembly[Any]) -> None:
 
 async def parity(assembly: TrainingAssembly) -> str:
     """Engine and learner give the same tokens the same log-probs."""
-    config, train = assembly.config, assembly.config.train
+    config = assembly.config
     if isinstance(config.engine, ScriptedConfig):
         raise Skip("the scripted engine has no model")
     if config.resources.in_turn:
@@ -143,15 +143,15 @@ async def parity(assembly: TrainingAssembly) -> str:
     gap = await probe.finish()
     if gap is None:
         raise Skip("the engine gave no answer in time")
-    message = f"at most {gap.max:.2g} nats, {gap.mean:.2g} on average, over {gap.num_tokens} tokens"
-    if gap.mean > max(train.stop_logprob_gap, train.max_logprob_gap):
+    message = f"{gap.mean:.2g} nats on average, at most {gap.max:.2g}, over {gap.num_tokens} tokens"
+    allowed, stop = gap_limits(config)
+    if gap.worst_mean > stop:
         raise ConfigError(
             f"{gap.worst or 'the engine'} and the learner disagree by {message}, more than "
-            f"train.stop_logprob_gap = {train.stop_logprob_gap:g}; look for another dtype, "
-            "quantization or model path"
+            f"train.stop_logprob_gap = {stop:g}; look for another dtype, quantization or model path"
         )
-    if gap.max > train.max_logprob_gap:
-        message += f" (beyond train.max_logprob_gap = {train.max_logprob_gap:g}: the run will warn)"
+    if gap.worst_mean > allowed:
+        message += f" (beyond train.max_logprob_gap = {allowed:g}: the run will warn)"
     return message
 
 

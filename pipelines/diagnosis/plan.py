@@ -11,11 +11,11 @@ from msgspec import Struct, field
 from agentenv.config import RUN
 from agentenv.engine import EngineConfig, LocalModel
 from agentenv.errors import AgentEnvError, ConfigError
-from agentenv.learners.learner import LearnerConfig, check_heads
+from agentenv.learners.learner import LearnerConfig, OptimizerConfig, check_heads
 from agentenv.pipelines.config.cluster import ResourcesConfig, ServeConfig, WideCluster
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import MAX_TRAJECTORY_BYTES, TrainConfig
-from agentenv.pipelines.config.supervised import SupervisedRunConfig
+from agentenv.pipelines.config.supervised import SFTConfig, SupervisedRunConfig
 from agentenv.pipelines.run.checkpoints import find_checkpoint
 from agentenv.pipelines.serving import (
     CPU_CACHE_GIB,
@@ -279,6 +279,10 @@ class _Planner:
                     f"{self.machine.num_gpus}"
                 )
             ranks = [str(number) for number in range(learner.num_ranks)]
+        sft = getattr(config, "sft", None)
+        if self.shape is not None and isinstance(sft, SFTConfig) and learner.lora is None:
+            advice = rate_advice(sft.optimizer, self.shape.num_params)
+            self.plan.made += [advice] if advice else []
         note = f"ZeRO {learner.zero_stage}, {learner.dtype}, {tokens} tokens at once"
         if learner.context_parallel > 1:
             note += f", paths over {learner.context_parallel} ranks"
@@ -421,6 +425,22 @@ def disk_line(checkpoint: float, num_checkpoints: int, files: dict[str, float]) 
     sizes = {f"{num_checkpoints} checkpoints": num_checkpoints * checkpoint, **files}
     parts = [f"{size / GIB:.1f} GiB ({name})" for name, size in sizes.items() if size]
     return f"on the disk: up to {sum(sizes.values()) / GIB:.1f} GiB = {' + '.join(parts)}"
+
+
+IMITATION_RATE = 8e4  # over the number of weights: the usual rate of AdamW for demonstrations
+
+
+def rate_advice(optimizer: OptimizerConfig, num_params: int) -> str:
+    """Where a cold start's rate is far from the usual one for a pretrained model: a line that says
+    so, else "". About 6e-4 at 135 million weights (SmolLM2, GSM8K), 1e-5 at 7 billion."""
+    usual, rate = IMITATION_RATE / num_params, optimizer.learning_rate
+    if optimizer.optimizer != "adamw" or not rate or 1 / 5 < rate / usual < 5:
+        return ""
+    return (
+        f"sft.optimizer.learning_rate = {rate:g} is {'low' if rate < usual else 'high'} for a "
+        f"pretrained model of {num_params / 1e9:.2g} billion weights: the usual is about "
+        f"{usual:.0e}; watch sft/loss"
+    )
 
 
 def in_flight(num_paths: int, path_tokens: int, room: int) -> str:

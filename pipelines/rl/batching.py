@@ -6,9 +6,11 @@ goes wrong without failing.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Sequence
+import math
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, variance
 from typing import NamedTuple
 
 from agentenv.archive import Fate
@@ -29,6 +31,14 @@ MANY_CALLS = 10  # of a tool in a step, of which one might succeed
 MAX_TEXT = 500  # characters of a warning
 FAR_KL = 0.5  # nats a token; updates that learn move by a hundredth of that
 MAX_LATE = 0.01  # share of trajectories cut by seconds above which there is a warning
+FEW_STEPS, FEW_TREES = 3, 24  # steps, and trees in them, of which few teach anything
+MAX_EQUAL = 0.7  # share of them with equal returns above which there is a warning
+FIRST_STEPS = 10  # in which questions that the policy can answer already are too easy
+MIN_COURSE = 40  # losses of a cold start from which on they have a course
+FALLEN = 0.93  # of a loss half of the stage ago; one that stays above has stopped falling
+RISEN = 1.1  # of the lowest loss so far
+LEARNT = 0.5  # exact match on the gate, or loss in nats a token, at which no loss has to fall
+LOW_LOSS = 0.1
 
 
 class Alarms:
@@ -37,6 +47,9 @@ class Alarms:
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self._active: set[str] = set()  # conditions that held when they were checked last
+        self._num_steps = 0
+        self._num_missed: Counter[str] = Counter()  # steps in a row without a prefix hit, by kind
+        self._last_steps: deque[tuple[int, int, float]] = deque(maxlen=FEW_STEPS)
 
     def look_at_fates(self, delivered: list[TrajectoryTree], fates: Counter[str]) -> None:
         """Warn when most trees of a step are dropped, when none teaches anything, and when many
@@ -64,6 +77,8 @@ class Alarms:
             "no tree of the step teaches anything: in each all returns are equal, and no answer "
             f"is right; read trajectories/: {advice}",
         )
+        success = sum(one.success for one in everything) / max(1, len(everything))
+        self._look_at_signal(fates[EQUAL], len(delivered), success)
         num_late = ends.count(Limit.SECONDS)
         self._warn(
             "late",
@@ -73,14 +88,82 @@ class Alarms:
             "them, or look for what is slow (tool/NAME/mean_s, engine/waiting)",
         )
 
+    def _look_at_signal(self, num_equal: int, num_trees: int, success: float) -> None:
+        """Warn when few trees of the last steps teach anything. That the policy answers everything
+        is no fault, unless it does so from the start."""
+        self._num_steps += 1
+        self._last_steps.append((num_equal, num_trees, success))
+        equal, trees = (sum(one[i] for one in self._last_steps) for i in (0, 1))
+        success = fmean(one[2] for one in self._last_steps)
+        is_right = success > 0.5
+        size = self.config.algorithm.group_size
+        refill = "" if self.config.refills else "; queue.refill = true replaces such groups"
+        advice = "questions that are harder"
+        if not is_right:
+            advice = (
+                "a longer cold start, or one with a higher rate ([sft]), questions that are "
+                f"easier, or more trajectories a question (algorithm.group_size, now {size})"
+            )
+        self._warn(
+            "equal",
+            len(self._last_steps) == FEW_STEPS
+            and trees >= FEW_TREES
+            and equal > MAX_EQUAL * trees
+            and (not is_right or self._num_steps <= FIRST_STEPS),
+            f"{equal} of {trees} groups of the last {FEW_STEPS} steps teach nothing, since all "
+            f"their returns are equal; {success:.0%} of the answers are right: what helps is "
+            f"{advice}{refill}",
+        )
+
+    def look_at_imitation(
+        self, losses: Sequence[float], exact: Mapping[str, float], *, is_last: bool
+    ) -> None:
+        """Warn when the losses of a stage of the cold start, nats a token, rise or stay where they
+        are. `exact`: match on the gate by kind; `is_last`: the stage is at its end without having
+        passed it."""
+        if len(losses) < MIN_COURSE or self.config.sft is None:
+            return
+        rate = f"sft.optimizer.learning_rate, {self.config.sft.optimizer.learning_rate:g}"
+        is_finite = all(map(math.isfinite, losses))
+        text = f"the loss of the cold start is no number any more: its rate is too high ({rate})"
+        self._warn("imitation breaks", not is_finite, text)
+        if not is_finite:
+            return
+        size = len(losses) // 4
+        quarters = [losses[-size * number :][:size] for number in (4, 3, 2, 1)]
+        means = [fmean(one) for one in quarters]
+        lowest = min(range(3), key=means.__getitem__)
+        noise = sum(variance(quarters[i]) / size for i in (lowest, 3)) ** 0.5
+        has_risen = means[3] > RISEN * means[lowest] and means[3] - means[lowest] > 3 * noise
+        self._warn(
+            "imitation rises",
+            has_risen,
+            f"the loss of the cold start rose from {means[lowest]:.2f} to {means[3]:.2f} nats a "
+            f"token: its rate is too high ({rate})",
+        )
+        least = min(exact.values(), default=0.0)
+        self._warn(
+            "imitation stays",
+            is_last
+            and not has_risen
+            and means[3] > max(LOW_LOSS, FALLEN * means[1])
+            and least < LEARNT,
+            f"the loss of the cold start stays at {means[3]:.2f} nats a token "
+            f"({means[1]:.2f} half of the stage before), and exact match on the gate is "
+            f"{least:.2f}: its rate is too low ({rate}; try three times that), or the "
+            "demonstrations leave that much open",
+        )
+
     def look_at_hits(self, hits: Metrics) -> None:
-        """Warn when a server with a prefix cache finds nothing in it."""
+        """Warn when a server with a prefix cache finds nothing in it for some steps: in one of them
+        all turns may follow a sleep, which drops it."""
         for name, share in hits.items():
+            self._num_missed[name] = 0 if share else self._num_missed[name] + 1
             self._warn(
                 name,
-                share == 0 and not self.config.engine.is_exact,
-                f"{name} is 0: the engine computes every prefix again; is its prefix cache off, or "
-                "too small for the trajectories in flight?",
+                self._num_missed[name] >= FEW_STEPS and not self.config.engine.is_exact,
+                f"{name} is 0 in {FEW_STEPS} steps: the engine computes every prefix again; is its "
+                "prefix cache off, or too small for the trajectories in flight?",
             )
 
     def look_at_tools(self, metrics: Metrics, trees: Sequence[TrajectoryTree] = ()) -> None:

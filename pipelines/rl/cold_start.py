@@ -20,6 +20,7 @@ from agentenv.learners.batch import EncodedTree
 from agentenv.learners.learner import optimizer_of
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import SFTStage
+from agentenv.pipelines.rl.batching import Alarms
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.state import Imitating, RunState
@@ -76,6 +77,7 @@ class ColdStart:
         recorder: Recorder,
         checkpoints: Checkpoints,
         checkpoint: Path | None,
+        alarms: Alarms,
     ) -> None:
         """`checkpoint`: in the midst of it, to go on from."""
         assert config.sft is not None
@@ -91,7 +93,9 @@ class ColdStart:
         self.step = 0
         self._place = ""  # the stage, as a person reads it
         self._num_measured = 0
-        self._losses: list[float] = []
+        self._losses: list[float] = []  # since the last measurement
+        self._course: list[float] = []  # of the stage
+        self._alarms = alarms
         self._checkpoint = checkpoint
         self._done = state.imitating = state.imitating or Imitating()
         self._until = self._done.step  # steps done are repeated without the learner
@@ -132,7 +136,10 @@ class ColdStart:
             for number, stage in enumerate(config.stages, 1):
                 self._place = f"stage {number} of {len(config.stages)} ({stage.rows})"
                 passed.append(await self._stage(stage, samplers[stage.rows]))
-            exact = await self._measure(why_lower(config.stages))
+            note = why_lower(config.stages)
+            exact = await self._measure(note)
+            is_open = not (note or (config.stages[-1].until_gate and passed[-1]))
+            self._alarms.look_at_imitation(self._course, exact, is_last=is_open)
             if not all(passed):
                 logger.warning("the cold start ended without passing its gate: %s", exact)
             await uncancelled(self._end())
@@ -142,6 +149,7 @@ class ColdStart:
     async def _stage(self, stage: SFTStage, sampler: Sampler) -> bool:
         """Whether its gate, if it has one, was passed."""
         first, last = stage.lr_scale
+        self._course = []
         for number in range(stage.num_steps):
             scale = first + (last - first) * number / stage.num_steps
             if self.step < self.config.warmup_steps:
@@ -156,6 +164,7 @@ class ColdStart:
             if stage.until_gate and self.step % self.config.gate_every == 0:
                 exact = await self._measure()
                 sampler.reweigh(exact, KIND_BOOST)
+                self._alarms.look_at_imitation(self._course, exact, is_last=False)
                 if min(exact.values()) >= self.config.gate_threshold:
                     return True
         return not stage.until_gate
@@ -164,6 +173,7 @@ class ColdStart:
         async with self._saver.moving():
             metrics = await self.parts.learner.imitate(sequences, scale)
             self._losses.append(metrics["loss"])
+            self._course.append(metrics["loss"])
             self.state.totals.sft_tokens += int(metrics["num_tokens"])
             self._done.step = self.step
             self.state.line = self.state.incarnation

@@ -49,7 +49,7 @@ from agentenv.pipelines.run.checkpoints import COLD_START, link_model
 from agentenv.pipelines.run.rundir import (
     RunDirectory,
 )
-from agentenv.pipelines.serving import learner_gpus, trains_on_gpu, vllm_hint
+from agentenv.pipelines.serving import gpus_of_ranks, learner_gpus, trains_on_gpu, vllm_hint
 from agentenv.pipelines.setup.assembly import (
     EVALUATING,
     TRAINED,
@@ -209,7 +209,8 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         config = self.config
         if isinstance(config.cluster, RayCluster) and config.cluster.learner:
             return []  # theirs are their nodes'
-        return learner_gpus(config.resources, config.engine, config.learner, self.servers.gpus)
+        gpus = learner_gpus(config.resources, config.engine, config.learner, self.servers.gpus)
+        return gpus or (gpus_of_ranks() if config.learner.launch == "local" else [])
 
     @once
     async def urls(self) -> dict[str, str]:

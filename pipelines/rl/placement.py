@@ -25,6 +25,7 @@ from agentenv.pipelines.config.cluster import (
 )
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.run.terminal import View
+from agentenv.pipelines.serving import encodes_on_gpu
 from agentenv.pipelines.serving.servers import MAX_RESTARTS
 from agentenv.pipelines.workers.engine_worker import SLACK_S, ClusterServers
 from agentenv.pipelines.workers.ray_placement import RayPlacement, RaySetup
@@ -124,6 +125,7 @@ async def start_workers(
     )
     setup = worker_setup(config, parts, folder, settings, incarnation)
     spec, token = cluster.processes(), None
+    spec = spec._replace(sees_gpus=encodes_on_gpu(config))
     placement: Placement | None = None
     if isinstance(cluster, ExternalCluster):
         placement, token = ExternalPlacement(cluster.where()), cluster.token()

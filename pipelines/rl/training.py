@@ -87,6 +87,7 @@ class Training:
     evaluator: Evaluator
     feeder: Feeder
     report: StepReport
+    parity: ParityCheck
     feeder_class: type[Feeder] = Feeder  # of a simulated run others
     report_class: type[StepReport] = StepReport
 
@@ -238,6 +239,7 @@ class Training:
             self.recorder.archive,
         )
         self.evaluator = Evaluator(config, run, state, self.clock, parts, self.recorder, self.saver)
+        self.parity = ParityCheck(config, parts.probe, parts.learner, state.parity)
 
     async def _start_workers(self, stack: AsyncExitStack) -> None:
         """The rollout workers, unless rollouts grow in this process."""
@@ -276,9 +278,12 @@ class Training:
     async def _begin(self) -> None:
         """The cold start, if there is one, from where a checkpoint has it, and evaluations."""
         state = self.state
+        if self.checkpoint is None:  # engine and learner hold the same file
+            self.parts.probe.start()
         if "before_sft" not in state.reports:
             await self.evaluator.around("before_sft")
         if self.parts.demonstrations is not None:
+            await self.parity.check()
             cold_start = ColdStart(
                 self.config,
                 self.view,
@@ -287,6 +292,7 @@ class Training:
                 self.recorder,
                 self.run.checkpoints,
                 self.checkpoint,
+                self.batches.alarms,
             )
             with self.clock.phase("sft"):
                 try:
@@ -353,7 +359,7 @@ class Training:
             queue=self.queue,
             feeder=self.feeder,
             batches=self.batches,
-            parity=ParityCheck(self.config, parts.probe, parts.learner, state.parity),
+            parity=self.parity,
             saver=self.saver,
             recorder=self.recorder,
             evaluator=self.evaluator,

@@ -8,7 +8,8 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from agentenv.learners.learner import LearnerConfig
 from agentenv.model_files import num_experts, read_model_config
 from agentenv.pipelines.config.cluster import RayCluster
 from agentenv.server_config import SGLANG_RESERVED, LaunchConfig, Served, ServersConfig
+from agentenv.supervisor import GPUS
 
 if TYPE_CHECKING:
     from agentenv.pipelines.config.cluster import ResourcesConfig
@@ -32,9 +34,53 @@ GIB = 2.0**30
 ASSUMED_GPU_GIB = 80.0
 
 
+_hidden: list[str] | None = None  # GPUs that are there for other processes than this one
+
+
+@contextmanager
+def gpus_for_others(config: Any) -> Iterator[None]:
+    """Hide the GPUs from this process, and from those that it starts without naming any, where
+    engine and learner compute in other ones: a library that opens a GPU may take most of its
+    memory (JAX three quarters). `visible_gpus` still knows them."""
+    global _hidden
+    engines = [getattr(config, "engine", None)]
+    engines.append(getattr(getattr(config, "eval", None), "engine", None))
+    found = [one for one in engines if one is not None]
+    elsewhere = all(one.starts_servers or one.runs_elsewhere for one in found)
+    keeps = isinstance(getattr(config, "cluster", None), RayCluster)  # Ray asks for itself
+    if not found or not elsewhere or keeps or encodes_on_gpu(config) or not visible_gpus():
+        yield
+        return
+    before, _hidden = os.environ.get(GPUS), visible_gpus()
+    os.environ[GPUS] = ""
+    try:
+        yield
+    finally:
+        _hidden = None
+        os.environ.pop(GPUS)
+        os.environ |= {} if before is None else {GPUS: before}
+
+
+def encodes_on_gpu(config: Any) -> bool:
+    """Whether questions are encoded on a GPU, in the processes of the environments."""
+    found = [
+        getattr(one, "search", None) for one in (config, *getattr(config, "sets", {}).values())
+    ]
+    devices = [getattr(getattr(one, "backend", None), "device", "") for one in found]
+    return any(str(device).startswith("cuda") for device in devices)
+
+
+def gpus_of_ranks() -> list[str]:
+    """The GPUs to name to ranks that use all of them; empty where they see them anyway."""
+    return [] if _hidden is None else [*_hidden]
+
+
 def visible_gpus() -> list[str]:
-    """The GPUs of this process: what CUDA_VISIBLE_DEVICES names, else all of the machine."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    """The GPUs for this process and those that it starts: what CUDA_VISIBLE_DEVICES names, else
+    all of the machine."""
+    if _hidden is not None:
+        return [*_hidden]
+    named = os.environ.get(GPUS)
     if named is not None:
         return [part.strip() for part in named.split(",") if part.strip() not in ("", "-1")]
     count = sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
@@ -245,7 +291,7 @@ def environment(served: Served, config: LaunchConfig) -> dict[str, str]:
         if served.lora_rank:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     if served.on_cpu:
-        env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        env |= {GPUS: "", "OMP_NUM_THREADS": "1"}
         if served.engine == "vllm":
             env |= {
                 "VLLM_TARGET_DEVICE": "cpu",  # the CPU wheel does not find out by itself
@@ -257,7 +303,7 @@ def environment(served: Served, config: LaunchConfig) -> dict[str, str]:
         else:
             env["SGLANG_PLATFORM"] = SGLANG_CPU_PLATFORM
     else:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(served.gpus)
+        env[GPUS] = ",".join(served.gpus)
     return env | config.env
 
 

@@ -30,6 +30,7 @@ from agentenv.pipelines.serving import (
     environment,
     find_python,
 )
+from agentenv.pipelines.serving.watch import ProcessorWatch
 from agentenv.registry import decode_part
 from agentenv.server_config import ROLES, LaunchConfig, RoleConfig, Served
 from agentenv.supervisor import LocalProcess, ProcessSpec, Restarts, log_tail, open_log
@@ -69,13 +70,16 @@ class ServerProcess:
         )
         self._process = LocalProcess(own)
         self._restarts = Restarts(MAX_RESTARTS, spec.url, first_s=FIRST_BREAK_S, max_s=MAX_BREAK_S)
-        self._keeper: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Start it and wait until it answers. EngineError says why it does not come up."""
         self._say(f"{self.spec.name}: starting on {self.spec.url}, log in {self.log}")
         await self._start()
-        self._keeper = asyncio.create_task(self._keep())
+        self._tasks.append(asyncio.create_task(self._keep()))
+        if gpus := self.spec.env.get("CUDA_VISIBLE_DEVICES"):
+            watch = ProcessorWatch(self.spec.name, lambda: self.pid, gpus.split(","))
+            self._tasks.append(asyncio.create_task(watch.run()))
 
     @property
     def pid(self) -> int:
@@ -88,10 +92,10 @@ class ServerProcess:
 
     async def close(self) -> None:
         """Stop the server with all its processes. Idempotent."""
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._process.stop()
 
     async def _start(self) -> None:

@@ -32,6 +32,7 @@ from agentenv.pipelines.config.rl import (
     PythonTable,
     SearchTable,
 )
+from agentenv.pipelines.serving import encodes_on_gpu
 from agentenv.registry import decode_part, loaded
 from agentenv.renderer import PromptConfig, load_instruction
 from agentenv.supervisor import Supervisor
@@ -365,6 +366,7 @@ class EnvProcesses:
             asked.env.workers,
             START_TIMEOUT_S,
             MAX_RESTARTS,
+            sees_gpus=encodes_on_gpu(asked),
         )
         self._supervisor = Supervisor(spec, self._workers, setup, logs, report)
 

@@ -89,6 +89,7 @@ class FaultyServer:
         self.before_release: Callable[[], Awaitable[None]] | None = None
         self.on_named: Callable[[], None] = lambda: None
         self.policy_version = 0
+        self.pause_wait_s = 0.0
         self.weights, self.label = "initial", "default"
         self.num_slots = 10**6  # more requests wait, by its own account
         self.load_s = 0.05  # that a load takes

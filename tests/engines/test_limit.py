@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 
@@ -55,7 +56,7 @@ def test_a_cache_is_kept_half_free_where_that_gives_more_tokens() -> None:
     """Within ten trials, and from then on but for a trial of the full one now and then."""
     server = Looked(lambda requests: 3_500 if requests <= HELD * 0.7 else 3_000)
     server.look(10 * TRIAL)
-    assert server.values[:4] == [16, 32, 64, 128], "until it is full"
+    assert server.values[:4] == [16, 32, 64, 85], "until it is nearly full"
     server.look(50 * TRIAL)
     assert 0.85 < share_sparse(server.values[10 * TRIAL :]) < 1
 
@@ -66,6 +67,68 @@ def test_a_cache_is_filled_where_that_gives_more_tokens() -> None:
     server.look(50 * TRIAL)
     assert 0 < share_sparse(server.values[10 * TRIAL :]) < 0.15
     assert server.limit.has_been_full
+
+
+class Growing:
+    """A server with a cache of 626,768 tokens, whose requests have 512 tokens of prompt and sample
+    as many as `length` says, 14,000 a second in all. It admits what fits now, and preempts the
+    latest when what runs has grown too long."""
+
+    CACHE = 626_768
+
+    def __init__(self, length: Callable[[], int]) -> None:
+        self.limit = ConcurrencyLimit(64, 2048)
+        self.num_preempted = self.num_full_s = self.num_turns = 0
+        self.num_tokens = 0.0
+        self._length = length
+        self._running: list[list[float]] = []  # tokens now, and at the end
+        self._waiting: list[list[float]] = []
+
+    def serve(self, num_asked: int, seconds: int) -> None:
+        for now_s in range(seconds):
+            for _ in range(10):
+                while len(self._running) + len(self._waiting) < min(num_asked, self.limit.value):
+                    self._waiting.append([512, 512 + self._length()])
+                self._step(0.1)
+            usage = self._used / self.CACHE
+            self.num_full_s += usage > 0.97
+            running, waiting = len(self._running), len(self._waiting)
+            self.limit.observe(
+                ServerLoad(running, waiting, usage, self.num_preempted),
+                running + waiting,
+                num_turns=self.num_turns,
+                num_tokens=int(self.num_tokens),
+                now_s=float(now_s),
+            )
+
+    @property
+    def _used(self) -> float:
+        return sum(one[0] for one in self._running)
+
+    def _step(self, seconds: float) -> None:
+        while self._waiting and self._used + self._waiting[0][0] <= self.CACHE:
+            self._running.append(self._waiting.pop(0))
+        each = seconds * min(60.0, 14_000 / max(1, len(self._running)))
+        for one in self._running:
+            one[0] += each
+        self.num_tokens += each * len(self._running)
+        self.num_turns += sum(one[0] >= one[1] for one in self._running)
+        self._running = [one for one in self._running if one[0] < one[1]]
+        while self._used > self.CACHE:
+            self._waiting.insert(0, self._running.pop())
+            self.num_preempted += 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_what_grows_longer_is_not_preempted(is_ragged: bool) -> None:
+    """1,000 requests that begin together fit in as prompts, not when they have come to their ends;
+    and the server samples as fast as it can."""
+    rng = Random(0)
+    server = Growing(lambda: max(5, int(rng.expovariate(1 / 512))) if is_ragged else 512)
+    server.serve(1000, 120)
+    assert (server.num_preempted, server.num_full_s) == (0, 0)
+    assert server.num_tokens > 0.97 * 14_000 * 120
 
 
 def test_what_is_better_may_change() -> None:
@@ -99,7 +162,7 @@ def test_a_half_free_cache_asks_for_no_longer_queue_than_a_full_one() -> None:
 def test_nothing_is_tried_before_the_cache_was_full_or_while_few_ask() -> None:
     server = Looked(float)
     server.look(10 * TRIAL, asked=60)
-    assert (server.limit.value, server.limit.has_been_full) == (128, False)
+    assert (server.limit.value, server.limit.has_been_full) == (85, False)
     server.look(3)
     assert server.limit.has_been_full
     server.values.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,6 +42,25 @@ async def test_a_server_sleeps_after_what_was_broken_off_has_been_let_go() -> No
         "/resume",
         "/sleep",
     ]
+    await server.close()
+
+
+async def test_a_server_that_is_slow_to_pause_is_measured() -> None:
+    """What is sampled meanwhile is of the old weights."""
+    server = VLLMServer("http://nowhere:1")
+
+    async def post(path: str, body: Any = None, timeout_s: Any = None, **params: str) -> None:
+        await asyncio.sleep(0.2 if path == "/pause" else 0.0)
+
+    async def call(*_: Any, **__: Any) -> bytes:
+        return b'{"success": true}'
+
+    server._post = post  # type: ignore[method-assign]
+    server._http.call = call  # type: ignore[method-assign]
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    await server._replace(partial(asyncio.sleep, 0.3), 1)
+    assert 0.2 <= server.pause_wait_s <= loop.time() - began_s - 0.3
     await server.close()
 
 

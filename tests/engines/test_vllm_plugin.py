@@ -6,6 +6,7 @@ With a real server: test_vllm.py.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -87,3 +88,14 @@ def test_a_request_ends_at_the_token_that_completes_a_stop_string(
     assert ended(None, first) == (False, None)
     assert ended({"stop_strings": ["é"]}, len(ids) - 1) == (False, None)  # half of a character
     assert ended({"stop_strings": ["é"]}, len(ids)) == (True, "é")
+
+
+def test_the_first_server_info_runs_no_programs(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's router imports the function after the plugins are there."""
+    collect = ModuleType("vllm.collect_env")
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.collect_env", collect)
+    plugin.register()
+    assert collect.get_env_info()._asdict() == {}

@@ -5,7 +5,6 @@ and its figures say nothing."""
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
+from agentenv.pipelines.serving.watch import gpu_use
 from agentenv.types import SamplingParams
 from tests.engines.small_models import check, make, prompt
 from tests.engines.traffic import ragged_load
@@ -121,14 +121,6 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def gpu_use() -> float:
-    """Per cent of the last moments in which a kernel ran, as the driver counts."""
-    if not HAS_GPU:
-        return float("nan")
-    command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
-    return float(subprocess.check_output(command, text=True, timeout=30).split()[0])
-
-
 @pytest.mark.parametrize("number", [190, 512] if HAS_GPU else [16])
 @pytest.mark.parametrize("name", MODES)
 async def test_speed_of_ragged_turns(name: str, number: int, smollm2: Path) -> None:
@@ -146,7 +138,7 @@ async def test_speed_of_ragged_turns(name: str, number: int, smollm2: Path) -> N
             before, start = engine.stats(), time.perf_counter()
             while time.perf_counter() - start < MEASURED_S:
                 await asyncio.sleep(MEASURED_S / 10)
-                used.append(await asyncio.to_thread(gpu_use))
+                used.append(await asyncio.to_thread(gpu_use, ["0"]) or 0.0)
             after, wall_s = engine.stats(), time.perf_counter() - start
     finally:
         await engine.close()
@@ -157,6 +149,6 @@ async def test_speed_of_ragged_turns(name: str, number: int, smollm2: Path) -> N
         f"\nembedded, SmolLM2-135M's shape, {number} rollouts, {name}: "
         f"{1e3 * wall_s / steps:.1f} ms a step ({1e3 * found['busy_s'] / steps:.1f} of the "
         f"thread's CPU), {found['sampled_tokens'] / wall_s:,.0f} tokens/s; "
-        f"{found['requests'] / steps:.1f} requests a step, GPU {sum(used) / len(used):.0f} %"
+        f"{found['requests'] / steps:.1f} requests a step, GPU {sum(used) / len(used):.0%}"
     )
     assert found["sampled_tokens"] > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,7 +27,7 @@ from agentenv.pipelines.rl.report import step_line
 from agentenv.pipelines.rl.state import RunState
 from agentenv.pipelines.run.records import EvalRow
 from agentenv.tree import TrajectoryTree
-from agentenv.types import Limit
+from agentenv.types import Limit, Task
 from tests.learners.trees import credited, random_tree
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
@@ -79,6 +81,89 @@ def test_a_tool_that_always_fails_and_a_policy_that_jumps_are_said_once_and_show
     assert caplog.messages[0].endswith("the index is locked")
     assert "moved the policy by 7 nats" in caplog.messages[1]
     assert all(one.shown for one in caplog.records)  # type: ignore[attr-defined]
+
+
+def test_a_cache_without_hits_is_said_after_three_steps(caplog: pytest.LogCaptureFixture) -> None:
+    """In one, all turns may follow a wake-up."""
+    ours = Alarms(load_config(TrainConfig, CONFIG, ["engine.name=vllm"]))
+    for share in (0.0, 0.0, 0.78, 0.0, 0.0):
+        ours.look_at_hits({"prefix/turn_hits": share})
+    ours.look_at_hits({})
+    assert not caplog.messages
+    for _ in range(2):
+        ours.look_at_hits({"prefix/turn_hits": 0.0})
+    assert [text[:21] for text in caplog.messages] == ["prefix/turn_hits is 0"]
+
+
+def group(index: int, *rewards: float) -> TrajectoryTree:
+    """A tree of as many trajectories as rewards; one above 0 is a success."""
+    tree = TrajectoryTree(task=Task("t", "env", "?", ("a",)), index=index)
+    root = tree.add(None)
+    for reward in rewards:
+        info = {"success": reward > 0}
+        tree.add(root, reward=reward, end="terminated", info=info)
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ([(52, 12, 0)] * 3, "156 of 192 groups of the last 3 steps teach nothing"),
+        ([(52, 12, 0)] * 2, ""),
+        ([(37, 27, 0)] * 3, ""),
+        ([(2, 0, 1)] * 3, ""),  # too few to judge
+        ([(0, 4, 60)] * 3, "what helps is questions that are harder"),
+        ([(0, 60, 4)] * 8 + [(0, 4, 60)] * 3, ""),  # it has learned them
+    ],
+)
+def test_many_groups_that_teach_nothing_are_said_with_what_helps(
+    steps: list[tuple[int, int, int]], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of each step: groups all wrong, with a signal, all right."""
+    ours = Alarms(load_config(TrainConfig, CONFIG))
+    for wrong, mixed, right in steps:
+        rewards = [(0.0,) * 4] * wrong + [(1.0, 0.0, 0.0, 0.0)] * mixed + [(1.0,) * 4] * right
+        trees = [group(index, *one) for index, one in enumerate(rewards)]
+        ours.look_at_fates(trees, Counter({"with equal returns": wrong + right}))
+    assert len(caplog.messages) == bool(told)
+    assert told in caplog.text
+    if steps[0][0] == 52:
+        assert not told or "algorithm.group_size" in caplog.text
+
+
+def course(*means: float) -> list[float]:
+    """Losses of 240 steps whose means go through these, with the noise of small batches."""
+    rng, number = Random(0), 240
+    places = [i * (len(means) - 1) / (number - 1) for i in range(number)]
+    inner = [min(int(place), len(means) - 2) for place in places]
+    lines = [
+        means[i] + (means[i + 1] - means[i]) * (place - i)
+        for place, i in zip(places, inner, strict=True)
+    ]
+    return [line * rng.uniform(0.85, 1.15) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("losses", "exact", "told"),
+    [
+        (course(1.2, 0.49, 0.45, 0.44, 0.44, 0.44), 0.02, "stays at 0.4"),
+        (course(1.2, 0.60, 0.46, 0.38, 0.33, 0.3), 0.02, ""),
+        (course(1.2, 0.3, 0.29, 0.29, 0.29, 0.29), 0.8, ""),  # it has learned what it can
+        (course(1.2, 0.06, 0.05, 0.05, 0.05, 0.05), 0.4, ""),
+        (course(1.2, 0.5, 0.6, 0.8, 1.1, 1.4), 0.0, "too high"),
+        ([*course(1.2, 0.5), math.nan], 0.0, "no number any more"),
+        (course(1.2, 0.5, 0.44, 0.44, 0.44)[:30], 0.02, ""),  # too short
+    ],
+)
+def test_a_rate_of_the_cold_start_that_does_not_fit_is_seen_in_its_loss(
+    losses: list[float], exact: float, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = Alarms(load_config(TrainConfig, CONFIG))
+    ours.look_at_imitation(losses, {"sums": exact, "roots": 1.0}, is_last=True)
+    assert len(caplog.messages) == bool(told)
+    assert told in caplog.text
+    if told:
+        assert "sft.optimizer.learning_rate, 0.01" in caplog.text
 
 
 def test_credit_of_a_tree_is_computed_once_an_update() -> None:

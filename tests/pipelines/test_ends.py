@@ -118,7 +118,7 @@ def goes_on(warehouse: Path, name: str, unwritten: Set[int] = frozenset(), *over
 # else goes on; and the step that is saved then, which is the one before where a step is not done.
 POINTS = {
     "rollout": 1,
-    "ScoreSequences 2": 3,  # the parity of step 2, asked for in step 3
+    "ScoreSequences 3": 3,  # the parity of step 2, in step 3; the first: of the start
     "Update 3": 3,
     "Publish 2": 2,
     "evaluation": 2,  # that of step 2, and it is taken up
@@ -318,7 +318,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
         (dying, [], "out of memory", {2, 3}),
         (full, [], "step-000002.jsonl: no space is left on the device", {3}),
         (teaching_nothing, ["train.max_untrained_steps=3"], "train.max_untrained_steps", {2}),
-        (lambda _: None, ["train.max_logprob_gap=0.01"], "disagree by", {1}),
+        (lambda _: None, ["train.max_logprob_gap=0.01"], "disagree by", {0}),
         (refusing, [], "no", {1}),
     ],
     ids=["engine", "disk", "untrained", "parity", "publish"],
@@ -550,7 +550,8 @@ COLD_POINTS = {
     "Init 1": "",
     "before_sft": "",
     "Imitate 3": "sft-000003",
-    "ScoreSequences 1": "sft-000004",  # its gate
+    "ScoreSequences 1": "",  # the parity of the start
+    "ScoreSequences 2": "sft-000004",  # its gate
     "ResetOptimizer 2": "step-000000",  # its end
     "after_sft": "step-000000",
 }

@@ -148,11 +148,11 @@ def test_the_curve_shows_what_failed() -> None:
     evaluated = {"step": 2, "phase": "after_rl", **report_metrics(asked(2, 9, 89))}
     assert labels([*steps, evaluated]) == {
         *("success", "reward", "share that failed", "success if failed were wrong", "held"),
-        *("held: share that failed", "held: success if failed were wrong", "held/all"),
+        *("held: share that failed", "held: success if failed were wrong"),
     }
     fine = [row | {"failed/share": 0.0} for row in steps]
     found = labels([*fine, {"step": 2, **report_metrics(asked(9, 2, 0))}])
-    assert found == {"success", "reward", "held", "held/all"}
+    assert found == {"success", "reward", "held"}
 
 
 def test_where_there_is_no_terminal_lines_say_how_far_it_is(

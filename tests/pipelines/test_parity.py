@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from agentenv.config import load_config
 from agentenv.engines.remote import PartEnd, Request
+from agentenv.errors import LearnerError
 from agentenv.launchers import train
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.learner import Score
 from agentenv.offload import run_virtual
-from agentenv.pipelines.rl.publishing import PROBE_S, ParityProbe
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.rl.publishing import PROBE_S, Gap, ParityCheck, ParityGap, ParityProbe
 from agentenv.types import Chunk
 from tests.engines.faulty_server import FaultyServer
 from tests.engines.pool_bench import bench, write_folder
+from tests.support.warehouse import ROOT
 
 LOGPROB = -1.0  # what the learner finds for every token
 NUM_TOKENS = 4
@@ -69,7 +73,7 @@ def test_each_server_is_asked_and_the_worst_is_named(tmp_path: Path, num_lost: i
             assert gap is not None
             num_asked = len(prompts) * (3 - num_lost)
             assert (learner.num_scored, gap.num_tokens) == (num_asked, num_asked * NUM_TOKENS)
-            assert (gap.max, gap.worst) == (0.5, "server1")
+            assert (gap.max, gap.worst, gap.worst_mean) == (0.5, "server1", 0.5)
             assert gap.mean == pytest.approx(0.75 / (3 - num_lost))
 
     run_virtual(main())
@@ -94,6 +98,74 @@ def test_a_server_that_says_nothing_is_left_out_in_time(tmp_path: Path) -> None:
             b.servers[0].kill()
 
     run_virtual(main())
+
+
+class Found:
+    """A probe that finds these mean gaps one after the other, each with one token that is worse."""
+
+    def __init__(self, *means: float) -> None:
+        self.means = [*means]
+
+    async def finish(self) -> Gap:
+        mean = self.means.pop(0)
+        return Gap(128, mean / 2, 6 * mean, "server1", mean)
+
+
+class Versioned:
+    policy_version = 0
+
+
+def config_of(*keys: str) -> TrainConfig:
+    return load_config(TrainConfig, ROOT / "configs" / "quickstart.toml", [*keys])
+
+
+BFLOAT16 = ("engine.dtype=bfloat16",)
+
+
+@pytest.mark.parametrize(
+    ("keys", "gaps", "warned"),
+    [
+        (BFLOAT16, [0.035, 0.044, 0.05], []),  # what bfloat16 has on a GPU, up to 0.26 at the worst
+        (BFLOAT16, [0.035, 0.12], [1]),  # three times what it was when both held the same file
+        (BFLOAT16, [0.07, 0.15, 0.22], [2]),  # a deeper model is further apart from the start
+        (BFLOAT16, [0.12], [0]),
+        ((), [0.0001, 0.0004], []),  # float32: 0.0115 at the worst token of 40 updates
+        ((), [0.0001, 0.02], [1]),
+        ((*BFLOAT16, "train.max_logprob_gap=0.02"), [0.035, 0.01], [0]),
+    ],
+)
+async def test_the_mean_gap_is_judged_by_dtype_and_by_that_of_version_0(
+    keys: tuple[str, ...], gaps: list[float], warned: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    learner: Any = Versioned()
+    probe: Any = Found(*gaps)
+    check = ParityCheck(config_of(*keys), probe, learner, ParityGap())
+    for learner.policy_version in range(len(gaps)):
+        caplog.clear()
+        metrics = await check.check()
+        assert metrics["parity/logprob_gap_mean"] == gaps[learner.policy_version] / 2
+        told = "server1 and learner disagree by" in caplog.text
+        assert told == (learner.policy_version in warned)
+
+
+@pytest.mark.parametrize(
+    ("keys", "gaps"),
+    [
+        ((), [0.11]),
+        (BFLOAT16, [0.31]),
+        (BFLOAT16, [0.06, 0.29, 0.37]),
+        (("train.stop_logprob_gap=0.05",), [0.0, 0.06]),
+    ],
+)
+async def test_a_gap_of_two_models_ends_the_run(keys: tuple[str, ...], gaps: list[float]) -> None:
+    learner: Any = Versioned()
+    probe: Any = Found(*gaps)
+    check = ParityCheck(config_of(*keys), probe, learner, ParityGap())
+    for learner.policy_version in range(len(gaps) - 1):
+        await check.check()
+    learner.policy_version = len(gaps) - 1
+    with pytest.raises(LearnerError, match=r"server1 and the learner .* train\.stop_logprob_gap"):
+        await check.check()
 
 
 @pytest.mark.usefixtures("here")

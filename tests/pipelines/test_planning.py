@@ -28,7 +28,14 @@ from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
 from agentenv.learners.policy import CHUNK_BYTES, TILE_BYTES, Policy, tensors
 from agentenv.pipelines.config.rl import TrainConfig
-from agentenv.pipelines.diagnosis.plan import disk_line, files_of, microbatch_tokens, saving_line
+from agentenv.pipelines.config.supervised import ColdStartOptimizer
+from agentenv.pipelines.diagnosis.plan import (
+    disk_line,
+    files_of,
+    microbatch_tokens,
+    rate_advice,
+    saving_line,
+)
 from agentenv.pipelines.serving import GIB
 from agentenv.pipelines.setup.memory import (
     HEAD_CHUNK_BYTES,
@@ -314,3 +321,24 @@ def test_room_for_keys_and_values() -> None:
     two, more = server_memory(shape, LaunchConfig(tensor_parallel_size=2), 80e9)
     assert two.gpu["weights"] == shape.num_params, "half of them, two bytes each"
     assert more > 2 * tokens
+
+
+@pytest.mark.parametrize(
+    ("rate", "billions", "word"),
+    [
+        (7e-6, 0.135, "is low"),  # the default
+        (1e-4, 0.135, "is low"),
+        (6e-4, 0.135, ""),
+        (1e-5, 0.135, "about 6e-04"),
+        (7e-6, 7.6, ""),
+        (6e-4, 7.6, "is high"),
+        (2e-5, 3.1, ""),
+    ],
+)
+def test_a_rate_of_the_cold_start_far_from_the_usual_is_named(
+    rate: float, billions: float, word: str
+) -> None:
+    advice = rate_advice(ColdStartOptimizer(learning_rate=rate), int(billions * 1e9))
+    assert word in advice
+    assert bool(advice) == bool(word)
+    assert not rate_advice(ColdStartOptimizer(optimizer="muon_adamw"), 500_000)

@@ -12,6 +12,9 @@ STEP = 8  # requests that a look without congestion adds, once there has been an
 FACTOR = 0.7  # what one with congestion leaves at least
 IN_USE = 0.8  # share of the limit from which on more room is of use
 FULL = 0.95  # share of the cache above which a waiting request will not be admitted soon
+BRIM = 0.85  # up to which requests are added: what runs gets longer, and beyond 1 it is preempted
+BAND = 0.05  # below it, where the cache counts as full
+QUICK = 0.25  # up to which each look may add some; beyond it turns have to show how long they get
 QUEUE = 1.0  # that may wait for each one that runs; a queue that is longer is cut back to this
 PATIENCE = 2  # looks in a row that must see a long queue: one of them may just be a burst
 
@@ -33,6 +36,11 @@ class ConcurrencyLimit:
     many turns end in the same step: as many may wait as run. Until the first congestion the limit
     doubles, as in the slow start of TCP, so that a large server is not left idle for minutes.
 
+    What runs needs ever more of the cache until its turn ends. So beyond a quarter of the cache the
+    limit rises only after half as many turns as run have ended, and only as far as the cache, by
+    what they used, is filled to BRIM. Without that a first wave of requests that is admitted by
+    what its prompts need fills the cache later, and is preempted.
+
     What runs then fills the cache, and the prefix of each turn that comes back from a tool has to
     be computed again. Where that costs more than a large batch brings, which depends on the model,
     the lengths and the tools, a cache that is kept half free gives more tokens a second. Once the
@@ -47,6 +55,8 @@ class ConcurrencyLimit:
         self._wanted = 0.0  # the largest share of the requests that they would have left
         self._congested = False  # at any time so far
         self._trials = Trials()
+        self._num_turns = 0  # when the limit rose last
+        self._share = 0.0  # of the cache, by one that runs, on average: the most since then
         self._sparse: float | None = None  # limit of a cache half free, once it has been full
         self._dense = 0.0  # limit of a full cache, while it is kept half free
 
@@ -75,8 +85,8 @@ class ConcurrencyLimit:
                 wanted = load.num_running * min(SPARSE / load.kv_usage, 1 + QUEUE)
                 self._set(self._limit + (wanted - self._limit) * APPROACH)
         else:
-            self._fill(load, in_flight, is_full=preempted or full)
-        if full and in_use:
+            self._fill(load, in_flight, num_turns, is_full=preempted or full)
+        if load.kv_usage > BRIM - BAND and in_use:
             self._sparse = load.num_running * SPARSE / load.kv_usage
         if self._sparse is None:
             return
@@ -91,8 +101,9 @@ class ConcurrencyLimit:
             self._num_queued = 0
             self._set(max(self._limit, self._dense))
 
-    def _fill(self, load: ServerLoad, in_flight: int, *, is_full: bool) -> None:
+    def _fill(self, load: ServerLoad, in_flight: int, num_turns: int, *, is_full: bool) -> None:
         """As much as its cache and its batch hold."""
+        self._share = max(self._share, load.kv_usage / max(1, load.num_running))
         queued = load.num_waiting > max(1, load.num_running * QUEUE)
         self._num_queued = self._num_queued + 1 if queued else 0
         if queued:
@@ -103,8 +114,19 @@ class ConcurrencyLimit:
             if 0 < in_flight <= self._limit:  # otherwise the last decrease is still taking effect
                 held = self._limit if in_flight >= self._limit * IN_USE else in_flight
                 self._set(held * (FACTOR if is_full else max(FACTOR, self._wanted)))
+        elif load.kv_usage > FULL:
+            self._set(min(self._limit, in_flight * BRIM / load.kv_usage))
         elif not queued and in_flight >= self._limit * IN_USE:
-            self._set(self._limit + (STEP if self._congested else self._limit))
+            self._raise(load, in_flight, num_turns)
+
+    def _raise(self, load: ServerLoad, in_flight: int, num_turns: int) -> None:
+        wanted = self._limit + (STEP if self._congested else self._limit)
+        if load.kv_usage > QUICK:
+            if num_turns - self._num_turns < in_flight / 2:
+                return
+            wanted = min(wanted, BRIM / self._share)
+        self._num_turns, self._share = num_turns, 0.0
+        self._set(max(self._limit, wanted))
 
     def _set(self, limit: float) -> None:
         self._limit = min(float(self._maximum), max(1.0, limit))

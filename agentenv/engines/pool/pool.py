@@ -474,6 +474,7 @@ class EnginePool(TurnEngine[PooledServer]):
         )
         found: dict[str, float] = {name: self.counts[name] for name in names.split()}
         found["outage_s"] = self.outage_s
+        found["pause_wait_s"] = max((one.client.pause_wait_s for one in self.servers), default=0.0)
         found["running"] = sum(server.in_flight for server in self.servers)
         found["waiting"] = self.queue.num_waiting
         found["servers"] = len(self.servers)

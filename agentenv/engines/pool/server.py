@@ -454,6 +454,7 @@ class PooledServer(Slot):
             "sampled_tokens": self.num_tokens,
             "lost": self.counts["lost"],
             "refused": self.counts["refused"],
+            "pause_wait_s": self.client.pause_wait_s,
         }
 
     @property

@@ -75,6 +75,7 @@ class WeightSync(RemoteServer[F]):
     """A server whose weights can be replaced; by broadcast with the feature "broadcast" only."""
 
     transfer: ClassVar[TransferRoutes]
+    pause_wait_s = 0.0  # the last pause, from asking for it until all had answered
 
     @property
     def wire(self) -> Wire:
@@ -122,7 +123,10 @@ class WeightSync(RemoteServer[F]):
         self._open.clear()
         refused = False
         try:
+            loop = asyncio.get_running_loop()
+            asked_s = loop.time()
             await self._pause()
+            self.pause_wait_s = loop.time() - asked_s
             try:
                 await change()
             except RefusedError:

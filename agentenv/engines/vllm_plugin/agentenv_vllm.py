@@ -15,6 +15,7 @@ import importlib
 import logging
 from collections.abc import Callable
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ CHUNK = 1 << 24  # logits that are worked on at once, so that no copy of a whole
 def register() -> None:
     """Called by vLLM in each of its processes, once or more often. All or nothing: a version that
     lacks one of the functions serves as it is, and its clients see that by their first request."""
+    _skip_environment()
     try:
         scheduler = importlib.import_module("vllm.v1.core.sched.scheduler")
         sampler = importlib.import_module("vllm.v1.sample.sampler").Sampler
@@ -51,6 +53,14 @@ def register() -> None:
         setattr(scheduler, MARK, True)
         for owner, name, function in replaced:
             setattr(owner, name, function)
+
+
+def _skip_environment() -> None:
+    """Let the first `/server_info` answer at once, without "system_env", for which vLLM runs pip
+    and a dozen programs. Its router, which takes the function from here, is imported later."""
+    with contextlib.suppress(ImportError):
+        collect: Any = importlib.import_module("vllm.collect_env")
+        collect.get_env_info = lambda: SimpleNamespace(_asdict=dict)
 
 
 # entropies

@@ -1,0 +1,93 @@
+"""Whether a server that a run has started waits for its own processor while its GPU idles.
+
+One process of a server reads and writes all requests, on one core. Small models, short turns and
+log-probs of many rivals can keep it busy while the GPU has nothing to do, which no figure of the
+engine shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+import psutil
+
+from agentenv.errors import SHOWN
+from agentenv.offload import in_thread
+
+EVERY_S = 5.0
+NUM_LOOKS = 6  # in a row that must see it: 30 s
+BUSY = 0.85  # of a core; a process that waits for nothing else has about one
+IDLE = 0.5  # of the GPU's time, on average
+
+logger = logging.getLogger(__name__)
+
+
+def gpu_use(gpus: Sequence[str]) -> float | None:
+    """Share of the last moments in which GPUs computed, as the driver counts, on average; None
+    where it cannot be asked."""
+    query = ["--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "-i", ",".join(gpus), *query]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return fmean(float(line) / 100 for line in answer.stdout.split())
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+class ProcessorWatch:
+    """One server's process below its guard, whose pid `guard` gives, and its GPUs."""
+
+    def __init__(self, name: str, guard: Callable[[], int], gpus: Sequence[str]) -> None:
+        self._name, self._guard, self._gpus = name, guard, gpus
+        self._seen: tuple[int, float, float] | None = None  # pid, its CPU seconds, wall seconds
+        self._looks: deque[tuple[float, float]] = deque(maxlen=NUM_LOOKS)  # shares: core, GPU
+        self._was_reported = False
+
+    async def run(self) -> None:
+        """Until it is cancelled, or there is no driver to ask."""
+        while await in_thread(self.look):  # noqa: ASYNC110 - neither processes nor GPUs set events
+            await asyncio.sleep(EVERY_S)
+
+    def look(self) -> bool:
+        """Warn, once, when the process has been busy and the GPU idle. False: the driver does not
+        answer."""
+        used = gpu_use(self._gpus)
+        if used is None:
+            return False
+        try:
+            (process,) = psutil.Process(self._guard()).children()
+            times = process.cpu_times()
+        except (psutil.Error, ValueError):  # it is being started again
+            self._seen = None
+            self._looks.clear()
+            return True
+        before = self._seen
+        self._seen = process.pid, times.user + times.system, time.monotonic()
+        if before is not None and before[0] == process.pid:
+            share = (self._seen[1] - before[1]) / (self._seen[2] - before[2])
+            self._looks.append((share, used))
+            self._judge()
+        return True
+
+    def _judge(self) -> None:
+        core, gpu = (fmean(one[i] for one in self._looks) for i in (0, 1))
+        if len(self._looks) < NUM_LOOKS or self._was_reported or core < BUSY or gpu > IDLE:
+            return
+        self._was_reported = True
+        logger.warning(
+            "%s waits for its own processor: for %.0f s the process that answers requests has used "
+            "%.0f %% of a core, its GPU %.0f %% of the time. Less work for it: engine.entropies = "
+            '"window", a smaller engine.entropy_top_k, longer turns. More of it: more servers '
+            "with fewer GPUs each (engine.servers.num_servers, tensor_parallel_size), faster cores",
+            self._name,
+            NUM_LOOKS * EVERY_S,
+            100 * core,
+            100 * gpu,
+            extra=SHOWN,
+        )
