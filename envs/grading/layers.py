@@ -36,7 +36,7 @@ from agentenv.envs.grading.verdict import Verdict, final_answer, shown
 from agentenv.envs.grading.words import f1, glued, is_wordy, same_signs, tokens
 from agentenv.offload import in_thread
 
-QUICK_CHARS = 300
+QUICK_CHARS = 100
 ONE_ANSWER = "one answer"  # the layer of an answer that names several candidates
 MAX_CORRECTED = 6  # words of an answer after "wait", "no" and the like
 MAX_LINES = 4  # behind an answer in a line of its own

@@ -141,6 +141,7 @@ def _is_number_or_unit(word: str) -> bool:
     return leading_number(word.lower()) is not None or unit_of(word.lower()) is not None
 
 
+@lru_cache(maxsize=4096)
 def is_split(text: str, *cuts: Cut) -> bool:
     """Whether a text is more than one line or sentence, or is cut by others of `cuts`."""
     every = (marks, lines, sentences, *cuts)
@@ -293,6 +294,7 @@ _SUM_OF = re.compile(
     re.I,
 )
 MAX_COMPOUND = 60
+MAX_ALONE_CHARS = 200  # of the gold in other words, with nothing beside it
 MAX_PARTS = 120
 
 
@@ -354,6 +356,8 @@ class Whole:
         """Whether a part is the gold, alone."""
         if self.kind in ("choice", "truth"):
             return False  # read letter by letter, and word by word
+        if len(part) > MAX_ALONE_CHARS + 2 * len(self.text):
+            return False
         if self.kind in ("number", "date", "time", "span") and is_split(part):
             return False
         if self.kind == "number" and (

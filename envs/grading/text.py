@@ -11,6 +11,7 @@ import string
 import tomllib
 import unicodedata
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -126,6 +127,7 @@ def unify(text: str) -> str:
     return "".join(_SYMBOLS.get(sign, sign) for sign in text)
 
 
+@lru_cache(maxsize=4096)  # parts of an answer are looked at by many rules
 def clean(text: str) -> str:
     """An answer without its wrappers: LaTeX delimiters, boxes, bold, lead-ins, a full stop."""
     text = _BOLD.sub(r"\1", unify(text).strip())
