@@ -53,6 +53,10 @@ PARTS = {
         "Simulations of two runs, by the times of a third, against the runs themselves",
         ["-m", "tests.simulated"],
     ),
+    "pretrained": (
+        "SmolLM2-135M on GSM8K in small: a GGUF file, cold start and ARPO on vLLM on the CPU",
+        [*PYTEST, "-rP", "--show-capture", "stdout", "tests/pretrained.py"],
+    ),
     "experiments": (
         "Each command of benchmarks/experiments/, small, from a fresh clone",
         [*PYTEST, "tests/study.py"],

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -148,3 +149,27 @@ def test_the_variables_of_the_hub_count(warehouse: Path, tmp_path: Path) -> None
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100
     )
     assert f"snapshots/{COMMIT}" in done.stdout, done.stderr
+
+
+def test_a_gguf_file_needs_the_package_that_reads_it(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(b"GGUF, but for the rest")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(DataError, match=r"tiny\.gguf: a GGUF file is read with gguf; pip install"):
+        find_on_hub(str(file), "model")
+
+
+def test_a_damaged_gguf_file_is_named(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HOME", str(home))
+    monkeypatch.setitem(sys.modules, "gguf", ModuleType("gguf"))
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(b"GGUF, but for the rest")
+    with pytest.raises(DataError, match=r"tiny\.gguf: transformers cannot read this GGUF file"):
+        find_on_hub(str(file), "model")
+    assert not [*home.glob("gguf/*")]
