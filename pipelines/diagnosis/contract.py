@@ -19,7 +19,7 @@ from agentenv.errors import ConfigError, CrashError, EnvError, GraderError, Infr
 from agentenv.native import NativeRenderer
 from agentenv.offload import in_thread
 from agentenv.pipelines.rl.parts import TrainingAssembly
-from agentenv.pipelines.rl.publishing import ParityProbe, gap_limits
+from agentenv.pipelines.rl.publishing import ParityProbe, computes_in_float32, gap_limits
 from agentenv.pipelines.setup.assembly import TRAINED, Assembly
 from agentenv.pipelines.setup.checks import Skip
 from agentenv.pipelines.setup.environments import EnvMaker
@@ -144,7 +144,8 @@ async def parity(assembly: TrainingAssembly) -> str:
     if gap is None:
         raise Skip("the engine gave no answer in time")
     message = f"{gap.mean:.2g} nats on average, at most {gap.max:.2g}, over {gap.num_tokens} tokens"
-    allowed, stop = gap_limits(config)
+    in_float32 = await in_thread(computes_in_float32, config)
+    allowed, stop = gap_limits(config.train, in_float32)
     if gap.worst_mean > stop:
         raise ConfigError(
             f"{gap.worst or 'the engine'} and the learner disagree by {message}, more than "

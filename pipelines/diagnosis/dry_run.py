@@ -198,7 +198,7 @@ def show_plan(plan: Plan, view: View) -> None:
         alike.setdefault(needed, []).append(gpu)
     for needed, gpus in alike.items():
         view.say(f"GPU {span(gpus)}: {needed / GIB:.1f} of {plan.machine.gpu_bytes / GIB:.1f} GiB")
-    for line in plan.made:
+    for line in (*plan.made, *plan.advice):
         view.say(line)
     if plan.missing:
         view.say("\nmissing here:")

@@ -65,13 +65,14 @@ class Process(Struct, frozen=True):
 
 class Plan(Struct):
     """Processes, and why they cannot run; `missing` is what is not here yet, `made` what the run
-    makes itself."""
+    makes itself, `advice` what would be better."""
 
     machine: Machine
     processes: list[Process] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     made: list[str] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
     serving: dict[str, float] = field(default_factory=dict)  # bytes by GPU, while rollouts run
     training: dict[str, float] = field(default_factory=dict)  # and while the learner trains
 
@@ -282,7 +283,7 @@ class _Planner:
         sft = getattr(config, "sft", None)
         if self.shape is not None and isinstance(sft, SFTConfig) and learner.lora is None:
             advice = rate_advice(sft.optimizer, self.shape.num_params)
-            self.plan.made += [advice] if advice else []
+            self.plan.advice += [advice] if advice else []
         note = f"ZeRO {learner.zero_stage}, {learner.dtype}, {tokens} tokens at once"
         if learner.context_parallel > 1:
             note += f", paths over {learner.context_parallel} ranks"
@@ -342,7 +343,7 @@ class _Planner:
         process = Process("embedded engine", 1, place, self.path, memory, note=note)
         assert self.engine is not None
         if hint := vllm_hint(self.engine, self.machine.num_gpus):
-            self.plan.made.append(hint)
+            self.plan.advice.append(hint)
         cache = memory.gpu.get("engine cache", 0.0) if self.colocated else 0.0
         self.plan.add(process, serving=memory.gpu_bytes, training=memory.gpu_bytes - cache)
 

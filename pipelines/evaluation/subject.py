@@ -321,7 +321,7 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
             return endpoint
         model = await self.model()
         assert model is not None
-        if hint := vllm_hint(self.config.engine, len(self.servers.gpus.visible)):
+        if hint := await in_thread(vllm_hint, self.config.engine, len(self.servers.gpus.visible)):
             self.say(hint)
         limits = max(
             (one.limits for one in self.sets.values()),

@@ -327,7 +327,7 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         config, checkpoint, model = self.config, self.checkpoint, await self.model()
         rank = adapter_rank(config)
         await self.gpus()
-        if hint := vllm_hint(config.engine, len(self.servers.gpus.visible)):
+        if hint := await in_thread(vllm_hint, config.engine, len(self.servers.gpus.visible)):
             self.say(hint)
         return await config.engine.start(
             EngineStart(

@@ -24,7 +24,7 @@ from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
 from agentenv.learners.learner import Agreement, Learner, Metrics
 from agentenv.offload import in_thread
-from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.config.rl import TrainConfig, TrainingConfig
 from agentenv.pipelines.serving import trains_on_gpu
 from agentenv.types import Completion, SamplingParams
 
@@ -146,7 +146,8 @@ class ParityCheck:
     def __init__(
         self, config: TrainConfig, probe: ParityProbe, learner: Learner, total: ParityGap
     ) -> None:
-        self.config = config
+        self.train = config.train
+        self.in_float32 = computes_in_float32(config)
         self.probe = probe
         self.learner = learner
         self.total = total
@@ -162,7 +163,7 @@ class ParityCheck:
         self.total.add(gap)
         if not self.is_exact:
             self.agreement = "close" if gap.max <= CLOSE else "unknown"
-        allowed, stop = gap_limits(self.config, self.total.at_start)
+        allowed, stop = gap_limits(self.train, self.in_float32, self.total.at_start)
         version = self.learner.policy_version
         if gap.worst_mean > stop:
             raise LearnerError(
@@ -187,15 +188,16 @@ class ParityCheck:
         return {"parity/logprob_gap_mean": gap.mean, "parity/logprob_gap_max": gap.max}
 
 
-def gap_limits(config: TrainConfig, at_start: float | None = None) -> tuple[float, float]:
+def gap_limits(
+    train: TrainingConfig, in_float32: bool, at_start: float | None = None
+) -> tuple[float, float]:
     """Mean gaps between engine and learner, nats, above which a run warns and above which it ends.
 
     bfloat16 is apart from itself in float32 by 0.033 to 0.044 nats on average, and by up to 0.25,
     at 0.44 to 0.6 billion weights (tests/gpu/RESULTS.md); other models by more, so that the gap
     under version 0, `at_start`, counts where it is known.
     """
-    train, is_rounded = config.train, not computes_in_float32(config)
-    warn, stop = (0.1, 0.3) if is_rounded else (0.01, 0.1)
+    warn, stop = (0.01, 0.1) if in_float32 else (0.1, 0.3)
     if at_start is not None:
         warn, stop = max(0.01, 3 * at_start), max(stop, 6 * at_start)
     warn = train.max_logprob_gap or warn

@@ -44,7 +44,10 @@ COMMANDS = {
     **dict.fromkeys(("server_judge", "server_summarizer"), serve.main),
 }
 EVALUATIONS = ("eval_reasoning", "eval_deep_search")
-OTHERS = ("synthesize_tools", "eval_tool_star")  # other tests plan them for 8 GPUs
+OTHERS = (  # of other tests
+    *("synthesize_tools", "eval_tool_star"),  # for 8 GPUs
+    "gsm8k_135m",  # tests/pretrained.py
+)
 
 SMALL_RL = (
     "model.path={folder}/runs/cold-start",

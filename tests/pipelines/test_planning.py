@@ -65,7 +65,7 @@ def family(name: str) -> Callable[..., Any]:
         )
     if name.startswith("Qwen3"):
         return Qwen3Config
-    return LlamaConfig if name.startswith("Llama") else Qwen2Config
+    return LlamaConfig if name.startswith(("Llama", "Smol")) else Qwen2Config
 
 
 def config_of(name: str, shape: ModelShape) -> Any:
@@ -91,6 +91,10 @@ def test_known_shapes_have_the_parameters_that_transformers_makes(name: str) -> 
     assert shape.num_params == counted
     read = shape_of(config.to_dict(), Path())
     assert (read.num_params, read.layer) == (counted, shape.layer)
+
+
+def test_a_small_model_has_the_weights_that_its_file_has() -> None:
+    assert KNOWN["SmolLM2-135M"].num_params == 134_515_008
 
 
 A3B = {
