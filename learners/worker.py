@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import select
 import signal
@@ -325,6 +326,7 @@ def serve(
             if isinstance(command, wire.Init):
                 join(command.store, command.config.command_timeout_s)
                 rank = Rank(command, partial(interrupted, connection), host)
+                gc.freeze()  # 400,000 objects of modules, which each sleep would look through
                 reply = wire.Done()
             elif rank is None:
                 reply = wire.Failed("the first command must be Init", "")
