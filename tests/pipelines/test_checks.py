@@ -146,4 +146,5 @@ def test_a_template_that_ends_answers_where_no_engine_stops_is_refused(
     told = capsys.readouterr().err
     assert "the chat template ends an answer with '<|turn|>'" in told
     assert f"set eos_token_id in {model}/generation_config.json" in told
-    assert not (tmp_path / "runs").exists()
+    left = [str(p) for p in (tmp_path / "runs").rglob("*")]
+    assert not (tmp_path / "runs").exists(), left

@@ -144,6 +144,6 @@ async def test_what_each_configuration_pays(
 @pytest.mark.parametrize("path", GRADED, ids=lambda path: path.stem)
 def test_recipes_say_their_grader_in_full(path: Path) -> None:
     raw = tomllib.loads(path.read_text("utf-8"))
-    if path.stem.startswith("eval") or path.stem in (EXACT, "synthesize_tools"):
+    if path.stem.startswith("eval") or path.stem in (EXACT, "gsm8k_135m", "synthesize_tools"):
         return
     assert raw["grader"] == {"kind": "layered", "partial_credit": True, "reward": "tools"}
