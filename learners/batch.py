@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from msgspec import Struct
@@ -30,6 +30,7 @@ from agentenv.tree import Node, TrajectoryTree
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
+Layout = Literal["tree", "segments", "padded"]  # see `learners.layouts`
 
 LINKS = ("pred", "depth", "end")
 FLOATS: dict[str, type[np.floating[Any]]] = {"entropies": np.float32}  # the others are float64
@@ -313,7 +314,8 @@ class MicroBatch:
 
     token_ids, position_ids, end: int64 [length], end counted in this micro-batch.
     source: int64 [tokens], place of each trained token's predecessor; targets: int64 [tokens],
-    its id; index: int64 [tokens], its place in ActionTokens.
+    its id; index: int64 [tokens], its place in ActionTokens. A padded one is `rows` rows of equal
+    length, one after the other.
     """
 
     token_ids: Longs
@@ -322,6 +324,13 @@ class MicroBatch:
     source: Longs
     targets: Longs
     index: Longs
+    layout: Layout = "tree"
+    rows: int = 1
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a token and one that it sees."""
+        return int((self.end - np.arange(len(self.end))).sum())
 
 
 @dataclass(frozen=True)
@@ -351,8 +360,40 @@ def pack(trees: Sequence[EncodedTree], max_tokens: int) -> list[MicroBatch]:
             left.append(max_tokens)
         batches[place].append(piece)
         left[place] -= size
-    first_action = np.concatenate(([0], np.cumsum([tree.num_action_tokens for tree in trees])))
-    return [_assemble(trees, batch, first_action) for batch in batches]
+    return _assemble_all(trees, batches)
+
+
+def pack_rows(trees: Sequence[EncodedTree], max_tokens: int) -> list[MicroBatch]:
+    """Each trajectory in a row of its own, padded to the longest of its micro-batch, whose rows are
+    of similar length. A shared token is computed in every row and trained in one."""
+    pieces = [piece for i, tree in enumerate(trees) for piece in cut(tree, i, 0)]
+    pieces.sort(key=lambda piece: len(piece.tokens))
+    batches: list[list[Piece]] = []
+    for piece in pieces:
+        if not batches or (len(batches[-1]) + 1) * len(piece.tokens) > max_tokens:
+            batches.append([])
+        batches[-1].append(piece)
+    assembled = _assemble_all(trees, batches)
+    return [_pad(one, pieces) for one, pieces in zip(assembled, batches, strict=True)]
+
+
+def _pad(batch: MicroBatch, pieces: Sequence[Piece]) -> MicroBatch:
+    """The micro-batch of these pieces, in ascending order of their length, in rows."""
+    sizes = np.array([len(piece.tokens) for piece in pieces])
+    rows, length = len(sizes), int(sizes[-1])
+    row = np.arange(rows)
+    place = np.arange(sizes.sum()) + np.repeat(row * length - np.cumsum(sizes) + sizes, sizes)
+    token_ids = np.zeros(rows * length, np.int64)
+    token_ids[place] = batch.token_ids
+    return replace(
+        batch,
+        token_ids=token_ids,
+        position_ids=np.tile(np.arange(length), rows),
+        end=np.repeat((row + 1) * length, length),
+        source=place[batch.source],
+        layout="padded",
+        rows=rows,
+    )
 
 
 def cut(tree: EncodedTree, number: int, max_tokens: int) -> list[Piece]:
@@ -399,6 +440,11 @@ def cut(tree: EncodedTree, number: int, max_tokens: int) -> list[Piece]:
         if stop > first:
             emit(path, first, stop)
     return pieces
+
+
+def _assemble_all(trees: Sequence[EncodedTree], batches: Sequence[list[Piece]]) -> list[MicroBatch]:
+    first_action = np.concatenate(([0], np.cumsum([tree.num_action_tokens for tree in trees])))
+    return [_assemble(trees, batch, first_action) for batch in batches]
 
 
 def _assemble(
