@@ -332,6 +332,12 @@ class MicroBatch:
         """Pairs of a token and one that it sees."""
         return int((self.end - np.arange(len(self.end))).sum())
 
+    @property
+    def num_keys(self) -> int:
+        """Tokens of the paths to all segments, runs of tokens between forks."""
+        last = np.append(np.flatnonzero(np.diff(self.end)), len(self.end) - 1)
+        return int((self.position_ids[last] + 1).sum())
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -471,8 +477,10 @@ def _assemble(
             )
         )
         offset += len(tokens)
-    joined = (np.concatenate(column).astype(np.int64) for column in zip(*columns, strict=True))
-    return MicroBatch(*joined)
+    ids, positions, end, source, targets, index = (
+        np.concatenate(column).astype(np.int64) for column in zip(*columns, strict=True)
+    )
+    return MicroBatch(ids, positions, end, source, targets, index)
 
 
 def leaf_ranges(parent: Longs) -> tuple[NDArray[np.bool_], Longs, Longs]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol, Self
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr, replace
 
 from agentenv.config import ESSENTIAL, PATH
@@ -204,6 +204,15 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
             "liger-kernel, on GPUs; the head stays as it is, entropies and their gradient with it"
         ),
     ] = "none"
+    layout: Annotated[
+        Literal["auto", "measured", "tree", "segments", "padded"],
+        Meta(
+            description="of micro-batches, all with the same gradients: trees whose shared tokens "
+            "are computed once, the same with attention by segments, or rows padded to one length; "
+            "measured: the fastest by the times of the first 12 updates; auto: measured on a GPU, "
+            "else tree, so that a run on a CPU is the same to the bit"
+        ),
+    ] = "auto"
     allocator: Annotated[
         str,
         Meta(
@@ -446,9 +455,26 @@ class Learner(Protocol):
 SAVED_FILE = "learner.json"
 
 
+class Sample(NamedTuple):
+    """Seconds of one micro-batch, forward and backward."""
+
+    layout: Literal["tree", "segments", "padded"]
+    tokens: int
+    pairs: int
+    seconds: float
+
+
+class Trial(Struct):
+    """The updates of one kind so far, and the times of those that count."""
+
+    num_updates: int = 0
+    samples: list[Sample] = field(default_factory=list)
+
+
 class Saved(Struct, kw_only=True):
     """Metadata of a checkpoint. `base_model`: directory of the frozen weights, with `lora`.
-    `reference_updates`: see `agentenv.learners.trainer.Reference`."""
+    `reference_updates`: see `agentenv.learners.trainer.Reference`; `trials`: see
+    `agentenv.learners.layouts`."""
 
     num_ranks: int
     zero_stage: int
@@ -460,6 +486,7 @@ class Saved(Struct, kw_only=True):
     base_model: str
     reference_updates: int = 0
     lora: LoRAConfig | None = None
+    trials: dict[str, Trial] = field(default_factory=dict)
 
 
 def read_saved(directory: Path) -> Saved:

@@ -17,11 +17,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class SegmentKeys(NamedTuple):
-    """The keys of the paths of all segments, one path after the other: `index`, int64 [keys], are
-    their tokens; `num_queries` and `num_keys` of each segment; `ends`, int32 [segments + 1] each,
+    """The keys of the paths of all segments, one path after the other: `tokens`, int64 [keys], are
+    their places; `num_queries` and `num_keys` of each segment; `ends`, int32 [segments + 1] each,
     where its queries and its keys begin."""
 
-    index: Tensor
+    tokens: Tensor
     num_queries: list[int]
     num_keys: list[int]
     ends: tuple[Tensor, Tensor]
@@ -69,16 +69,16 @@ def segment_attention(
 ) -> Tensor:
     """softmax(scale q k^T) v over the visible pairs, each query through the last `window` tokens of
     its path; shapes as in `blocked_attention`. On a GPU in half precision only."""
-    keys, values = (one.index_select(2, segments.index) for one in (key, value))
+    keys, values = (one.index_select(2, segments.tokens) for one in (key, value))
     if query.is_cuda:
         return _at_once(query, keys, values, segments, scale, window)
     found = []
-    for own, path, content in zip(
-        query.split(segments.num_queries, 2),
-        keys.split(segments.num_keys, 2),
-        values.split(segments.num_keys, 2),
-        strict=True,
-    ):
+    parts = (
+        torch.split(query, segments.num_queries, 2),
+        torch.split(keys, segments.num_keys, 2),
+        torch.split(values, segments.num_keys, 2),
+    )
+    for own, path, content in zip(*parts, strict=True):
         num_before = path.shape[2] - own.shape[2]
         seen = torch.ones(own.shape[2], path.shape[2], dtype=torch.bool).tril(num_before)
         if window is not None:
