@@ -31,6 +31,7 @@ from agentenv.tree import Node, TrajectoryTree
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Layout = Literal["tree", "segments", "padded"]  # see `learners.layouts`
+LAYOUTS: tuple[Layout, ...] = ("tree", "segments", "padded")
 
 LINKS = ("pred", "depth", "end")
 FLOATS: dict[str, type[np.floating[Any]]] = {"entropies": np.float32}  # the others are float64
@@ -348,17 +349,31 @@ class Piece:
     trained: NDArray[np.bool_]
 
 
-def pack(trees: Sequence[EncodedTree], max_tokens: int) -> list[MicroBatch]:
-    """Pack trees into micro-batches of at most max_tokens tokens, without padding.
+def pack(
+    trees: Sequence[EncodedTree], max_tokens: int, layout: Layout = "tree"
+) -> list[MicroBatch]:
+    """Pack trees into micro-batches of at most max_tokens tokens.
 
     A tree stays whole unless it is larger; then it is cut (`cut`). A single path that is longer
-    is a micro-batch of its own. First fit by decreasing size.
+    is a micro-batch of its own. First fit by decreasing size, without padding. Padded: each
+    trajectory is a row, as long as the longest of its micro-batch; rows of similar length are
+    together. A shared token is computed in all of its rows and trained in one.
     """
-    pieces = [piece for i, tree in enumerate(trees) for piece in cut(tree, i, max_tokens)]
-    pieces.sort(key=lambda piece: -len(piece.tokens))
+    most = 0 if layout == "padded" else max_tokens
+    pieces = [piece for i, tree in enumerate(trees) for piece in cut(tree, i, most)]
+    group = _in_rows if layout == "padded" else _first_fit
+    batches = group(pieces, max_tokens)
+    first_action = np.concatenate(([0], np.cumsum([tree.num_action_tokens for tree in trees])))
+    found = [_assemble(trees, batch, first_action) for batch in batches]
+    if layout == "padded":
+        return [_pad(*pair) for pair in zip(found, batches, strict=True)]
+    return [replace(one, layout=layout) for one in found]
+
+
+def _first_fit(pieces: list[Piece], max_tokens: int) -> list[list[Piece]]:
     batches: list[list[Piece]] = []
     left: list[int] = []
-    for piece in pieces:
+    for piece in sorted(pieces, key=lambda piece: -len(piece.tokens)):
         size = len(piece.tokens)
         place = next((i for i, room in enumerate(left) if size <= room), len(batches))
         if place == len(batches):
@@ -366,21 +381,16 @@ def pack(trees: Sequence[EncodedTree], max_tokens: int) -> list[MicroBatch]:
             left.append(max_tokens)
         batches[place].append(piece)
         left[place] -= size
-    return _assemble_all(trees, batches)
+    return batches
 
 
-def pack_rows(trees: Sequence[EncodedTree], max_tokens: int) -> list[MicroBatch]:
-    """Each trajectory in a row of its own, padded to the longest of its micro-batch, whose rows are
-    of similar length. A shared token is computed in every row and trained in one."""
-    pieces = [piece for i, tree in enumerate(trees) for piece in cut(tree, i, 0)]
-    pieces.sort(key=lambda piece: len(piece.tokens))
+def _in_rows(pieces: list[Piece], max_tokens: int) -> list[list[Piece]]:
     batches: list[list[Piece]] = []
-    for piece in pieces:
+    for piece in sorted(pieces, key=lambda piece: len(piece.tokens)):
         if not batches or (len(batches[-1]) + 1) * len(piece.tokens) > max_tokens:
             batches.append([])
         batches[-1].append(piece)
-    assembled = _assemble_all(trees, batches)
-    return [_pad(one, pieces) for one, pieces in zip(assembled, batches, strict=True)]
+    return batches
 
 
 def _pad(batch: MicroBatch, pieces: Sequence[Piece]) -> MicroBatch:
@@ -446,11 +456,6 @@ def cut(tree: EncodedTree, number: int, max_tokens: int) -> list[Piece]:
         if stop > first:
             emit(path, first, stop)
     return pieces
-
-
-def _assemble_all(trees: Sequence[EncodedTree], batches: Sequence[list[Piece]]) -> list[MicroBatch]:
-    first_action = np.concatenate(([0], np.cumsum([tree.num_action_tokens for tree in trees])))
-    return [_assemble(trees, batch, first_action) for batch in batches]
 
 
 def _assemble(

@@ -2,7 +2,7 @@
 
     tree      every shared token once, attention in the form of the device (`learners.attention`)
     segments  the same tokens, attention by `learners.segments`
-    padded    every trajectory in a row of its own; see `learners.batch.pack_rows`
+    padded    every trajectory in a row of its own (`learners.batch.pack`)
 
 Loss and gradient are the same, up to rounding. The time of a micro-batch in layout L is fitted, by
 non-negative least squares of the relative error, as
@@ -22,13 +22,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import torch
 
 from agentenv.errors import ConfigError
-from agentenv.learners.batch import EncodedTree, Layout, MicroBatch, pack, pack_rows
+from agentenv.learners.batch import EncodedTree, Layout, MicroBatch, pack
 from agentenv.learners.learner import LearnerConfig, Sample, Trial
 from agentenv.learners.policy import Policy
 from agentenv.learners.segments import varlen_kernel
@@ -97,8 +96,7 @@ class Layouts:
         self, trees: Sequence[EncodedTree]
     ) -> Iterator[tuple[Layout, Sequence[MicroBatch]]]:
         """The micro-batches of the layouts that are within bounds."""
-        as_trees = pack(trees, self.max_tokens)
-        num_tokens = sum(len(one.end) for one in as_trees)
+        num_tokens = sum(len(one.end) for one in self.pack(trees, "tree"))
         for layout in self.offered:
             found = self.pack(trees, layout)
             size, bound = sum(len(one.end) for one in found), MOST_TOKENS * num_tokens
@@ -110,10 +108,7 @@ class Layouts:
     def pack(self, trees: Sequence[EncodedTree], layout: Layout | None = None) -> list[MicroBatch]:
         """Micro-batches of at most as many tokens as a replica computes at once; by default in the
         layout of now."""
-        layout = layout or self.now
-        if layout == "padded":
-            return pack_rows(trees, self.max_tokens)
-        return [replace(one, layout=layout) for one in pack(trees, self.max_tokens)]
+        return pack(trees, self.max_tokens, layout or self.now)
 
     def timed(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """The batches, each timed until the next one is asked for, if times count now."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentenv.errors import ConfigError
-from agentenv.learners.batch import EncodedTree, from_arrays, pack
+from agentenv.learners.batch import LAYOUTS, EncodedTree, from_arrays, pack
 from agentenv.learners.policy import Policy, recurrent_kinds, tensors
 
 TOLERANCE = 1e-3  # nats, in float32
@@ -109,11 +109,14 @@ def distance(config: Any, *, compiled: bool = False) -> float:
                 weight.normal_(std=SPREAD)
         trees = list(examples())
         expected = torch.cat([_alone(model, tree) for tree in trees])
-        (batch,) = pack(trees, 1 << 20)
         policy = Policy(model, compiled=compiled)
-        found, _, _ = policy(*tensors(batch, torch.device("cpu")))
-        order = torch.from_numpy(batch.index).argsort()
-        return float((found[order] - expected).abs().max())
+        layouts = LAYOUTS if policy.masks is None and not compiled else LAYOUTS[:1]
+        apart = []
+        for layout in layouts:
+            (batch,) = pack(trees, 1 << 20, layout)
+            found, _, _ = policy(*tensors(batch, torch.device("cpu")))
+            apart.append(found - expected[torch.from_numpy(batch.index)])
+        return float(torch.cat(apart).abs().max())
 
 
 def examples() -> Iterator[EncodedTree]:

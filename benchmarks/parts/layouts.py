@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
@@ -35,6 +35,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from agentenv.errors import ConfigError
 from agentenv.learners.attention import TreeLayout
 from agentenv.learners.batch import (
+    LAYOUTS,
     ActionTokens,
     EncodedTree,
     Layout,
@@ -42,7 +43,6 @@ from agentenv.learners.batch import (
     encode,
     encode_sequence,
     pack,
-    pack_rows,
 )
 from agentenv.learners.credit import tree_credit
 from agentenv.learners.layouts import Layouts
@@ -52,8 +52,7 @@ from agentenv.pipelines.run.terminal import bare_table
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task, VersionSpan
 
-OFFERED: tuple[Layout, ...] = ("tree", "segments", "padded")
-LAYOUTS = (*OFFERED, "varlen")
+ALL = (*LAYOUTS, "varlen")
 FLAT = ("padded", "varlen")
 SPEED = ("best flat", "FLOPs", "share", "chosen", "best / chosen")  # columns behind
 MEMORY = ("tokens", "pairs", "computed")
@@ -83,16 +82,14 @@ def make_model() -> Policy:
 def make_step(layout: str, trees: list[Nodes], policy: Policy) -> Callable[[], float]:
     """A function that runs forward and backward over all trees and returns the loss."""
     encoded = encode_all(layout, trees)
-    batches = pack_all(layout, encoded)
+    batches = pack_in(layout, encoded)
     return lambda: passes(batches, encoded, policy, is_dense=layout == "dense")
 
 
-def pack_all(layout: str, encoded: Sequence[EncodedTree]) -> list[MicroBatch]:
-    """Micro-batches in that layout."""
-    if layout == "padded":
-        return pack_rows(encoded, MAX_TOKENS)
-    batches = pack(encoded, MAX_TOKENS)
-    return [replace(one, layout="segments") for one in batches] if layout == "segments" else batches
+def pack_in(layout: str, encoded: Sequence[EncodedTree]) -> list[MicroBatch]:
+    """Micro-batches in one of the layouts; sequences and a dense mask need none of their own."""
+    known: dict[str, Layout] = {one: one for one in LAYOUTS}
+    return pack(encoded, MAX_TOKENS, known.get(layout, "tree"))
 
 
 def passes(
@@ -176,7 +173,7 @@ def count(layout: str, trees: list[Nodes], policy: Policy) -> tuple[float, float
     6 a weight and token (the head only for predicted tokens), and 14 a pair, head channel and
     layer: 2 products forward and 5 backward, where the scores are computed again.
     """
-    config, batches = policy.model.config, pack_all(layout, encode_all(layout, trees))
+    config, batches = policy.model.config, pack_in(layout, encode_all(layout, trees))
     num_tokens = sum(len(batch.token_ids) for batch in batches)
     pairs = sum(batch.pairs for batch in batches)
     predicted = sum(len(batch.targets) for batch in batches)
@@ -230,7 +227,7 @@ class Figures:
 
     @property
     def best_over_chosen(self) -> float:
-        return min(self.cpu_s[name] for name in OFFERED) / self.cpu_s[self.chosen]
+        return min(self.cpu_s[name] for name in LAYOUTS) / self.cpu_s[self.chosen]
 
 
 def run(
@@ -244,7 +241,7 @@ def run(
     found: dict[str, Figures] = {}
     for name in names or shapes:
         say(f"{name}: {shapes[name]['source']}")
-        layouts = [*LAYOUTS, *["dense"] * dense]
+        layouts = [*ALL, *["dense"] * dense]
         found[name] = measure(shapes[name]["trees"], layouts, repeats)
     return flattened(found), list(tables(found))
 
