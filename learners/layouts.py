@@ -151,7 +151,7 @@ class Costs:
         if not samples:
             return
         rows = np.array([self._row(*one[:3]) for one in samples])
-        rows /= np.array([one.seconds for one in samples])[:, None]
+        rows /= np.array([max(one.seconds, 1e-9) for one in samples])[:, None]
         scale = np.maximum(rows.max(0), np.finfo(float).tiny)
         self.coefficients = nnls(rows / scale, np.ones(len(rows)))[0] / scale
 
