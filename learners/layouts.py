@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from agentenv.learners.learner import LearnerConfig, Sample, Trial
 from agentenv.learners.policy import Policy
 from agentenv.learners.segments import varlen_kernel
 
-WARM_UP, TIMED = 2, 2  # updates in each layout; kernels are compiled in the first ones
+WARM_UP, TIMED = 2, 3  # updates in each layout; kernels are compiled in the first ones
 MOST_TOKENS = 3.0  # in rows, of those of trees: nothing makes up for more
 MOST_KEYS = 4.0  # gathered for segments, of the tokens: they take memory
 
@@ -96,14 +97,17 @@ class Layouts:
         self, trees: Sequence[EncodedTree]
     ) -> Iterator[tuple[Layout, Sequence[MicroBatch]]]:
         """The micro-batches of the layouts that are within bounds."""
-        num_tokens = sum(len(one.end) for one in self.pack(trees, "tree"))
-        for layout in self.offered:
-            found = self.pack(trees, layout)
-            size, bound = sum(len(one.end) for one in found), MOST_TOKENS * num_tokens
-            if layout == "segments":
-                size, bound = sum(one.num_keys for one in found), MOST_KEYS * num_tokens
-            if size <= bound:
-                yield layout, found
+        as_trees = self.pack(trees, "tree")
+        num_tokens = sum(len(one.end) for one in as_trees)
+        yield "tree", as_trees
+        if "segments" in self.offered:
+            found = [replace(one, layout="segments") for one in as_trees]
+            if sum(one.num_keys for one in found) <= MOST_KEYS * num_tokens:
+                yield "segments", found
+        if "padded" in self.offered:
+            found = self.pack(trees, "padded")
+            if sum(len(one.end) for one in found) <= MOST_TOKENS * num_tokens:
+                yield "padded", found
 
     def pack(self, trees: Sequence[EncodedTree], layout: Layout | None = None) -> list[MicroBatch]:
         """Micro-batches of at most as many tokens as a replica computes at once; by default in the
