@@ -43,7 +43,7 @@ Gather = Callable[[list[Sample]], list[list[Sample]]]
 class Layouts:
     """Packs trees into micro-batches. `trials`, by kind of update and device, are part of a
     checkpoint: a resumed run has the layout that it had. Raises ConfigError for a layout that the
-    model or the device cannot have."""
+    device does not know."""
 
     def __init__(self, config: LearnerConfig, policy: Policy, device: torch.device) -> None:
         """`config`: resolved for the device."""
@@ -58,9 +58,8 @@ class Layouts:
         self.now: Layout = "tree" if asked == "measured" else asked
         if self.now not in self.offered:
             raise ConfigError(
-                f"learner.layout = {asked}: here it can be {' or '.join(self.offered)}; models "
-                "with convolutions or recurrent layers and context_parallel need trees, "
-                "router_loss trees or segments, and segments on a GPU bfloat16 and torch 2.11"
+                f"learner.layout = {asked}: here it can be {' or '.join(self.offered)}; segments "
+                "on a GPU need learner.dtype = bfloat16 and torch 2.11 or newer"
             )
         self._samples: list[Sample] | None = None  # of an update whose times count
 

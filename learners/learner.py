@@ -286,6 +286,8 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
             (self.compile and self.zero_stage == 3, COMPILE_NEEDS_WEIGHTS),
             (self.compile and self.fused != "none", COMPILED_OR_FUSED),
             (self.launch == "external" and self.allocator, ALLOCATOR_IS_LOCAL),
+            (self.is_flat and self.context_parallel > 1, RANKS_NEED_TREES),
+            (self.layout == "padded" and self.router_loss, ROUTERS_NEED_NO_PADDING),
         ):
             if wrong:
                 raise ConfigError(text.format(self))
@@ -315,6 +317,11 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ConfigError(LORA_NEEDS_ADAMW.format(key=key))
             if self.zero_stage != 0:
                 raise ConfigError(MUON_NEEDS_0.format(key=key, stage=self.zero_stage))
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether another layout than trees is given."""
+        return self.layout in ("segments", "padded")
 
     @property
     def num_replicas(self) -> int:
@@ -367,6 +374,14 @@ COMPILE_NEEDS_WEIGHTS = (
 )
 COMPILED_OR_FUSED = (
     "learner.compile and learner.fused = {0.fused} replace the same layers; choose one of them"
+)
+RANKS_NEED_TREES = (
+    "learner.layout = {0.layout} with learner.context_parallel = {0.context_parallel}: ranks share "
+    'the tokens of trees; set learner.layout = "auto"'
+)
+ROUTERS_NEED_NO_PADDING = (
+    "learner.layout = padded with learner.router_loss = {0.router_loss}, an average over tokens, "
+    'which would count shared ones again; set learner.layout = "auto"'
 )
 ALLOCATOR_IS_LOCAL = (
     "learner.allocator is for ranks started here; with learner.launch = external set "

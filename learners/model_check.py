@@ -48,10 +48,13 @@ SIZES = {  # of a small model; a size that its configuration does not have is le
 SPREAD = 0.15  # of random weights: log-probs differ from token to token, and with the context
 
 
-def check_model(directory: Path, context_parallel: int = 1, *, compiled: bool = False) -> None:
+def check_model(
+    directory: Path, context_parallel: int = 1, *, compiled: bool = False, is_flat: bool = False
+) -> None:
     """Raises ConfigError, with the family and the likely reason, for a model that is computed
     wrongly here, or of which no small one can be made; for one that so many ranks cannot
-    compute together; and, with `compiled`, where torch.compile fails or changes it."""
+    compute together; with `compiled`, where torch.compile fails or changes it; and, with `is_flat`,
+    where it follows trees only."""
     config = AutoConfig.from_pretrained(directory)
     family = f"{directory}: the family {config.model_type}"
     recurrent = recurrent_kinds(config)
@@ -60,6 +63,11 @@ def check_model(directory: Path, context_parallel: int = 1, *, compiled: bool = 
             f"learner.context_parallel = {context_parallel}: {family} has layers of type "
             f"{', '.join(recurrent)}, which carry a state from token to token and cannot be "
             "computed in parts; set learner.context_parallel = 1"
+        )
+    if is_flat and recurrent:
+        raise ConfigError(
+            f"learner.layout: {family} has layers of type {', '.join(recurrent)}, which follow "
+            'trees only; set learner.layout = "auto"'
         )
     try:
         apart = distance(small(config))

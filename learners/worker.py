@@ -280,7 +280,12 @@ def make_backend(init: wire.Init) -> DeepSpeedBackend | TorchBackend:
     model that is not computed here as it should be."""
     config = init.config
     transformers_logging.disable_progress_bar()
-    check_model(Path(init.model_dir), config.context_parallel, compiled=config.compile)
+    check_model(
+        Path(init.model_dir),
+        config.context_parallel,
+        compiled=config.compile,
+        is_flat=config.is_flat,
+    )
     # In the dtype of the files, weights are mapped from them and shared by the ranks of a machine.
     model = AutoModelForCausalLM.from_pretrained(
         init.model_dir,

@@ -19,6 +19,7 @@ from agentenv.learners.batch import LAYOUTS, EncodedTree, MicroBatch, encode_seq
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.layouts import TIMED, WARM_UP, Costs, Layouts
 from agentenv.learners.learner import LearnerConfig, Sample, Saved
+from agentenv.learners.model_check import check_model
 from agentenv.learners.policy import Policy
 from agentenv.learners.worker import Rank
 from agentenv.tree import TrajectoryTree
@@ -150,7 +151,7 @@ def test_what_takes_too_much_is_not_tried(
     assert {one.layout for one in found.trials["test on cpu"].samples} == {"tree"}
 
 
-def test_a_layout_is_given_or_refused(trees: list[EncodedTree]) -> None:
+def test_a_layout_is_given_or_refused(trees: list[EncodedTree], tmp_path: Path) -> None:
     policy, hybrid = Policy(tiny_model()), Policy(tiny_model("lfm2"))
     for layout in LAYOUTS:
         found = Layouts(two_ranks(layout=layout), policy, CPU)
@@ -158,13 +159,17 @@ def test_a_layout_is_given_or_refused(trees: list[EncodedTree]) -> None:
             assert {one.layout for one in found.pack(trees)} == {layout}
     for layout in ("auto", "measured"):
         assert Layouts(two_ranks(layout=layout), hybrid, CPU).is_measured is False
-    for config, of in (
-        (two_ranks(layout="padded"), hybrid),
-        (two_ranks(layout="segments", context_parallel=2), policy),
-        (two_ranks(layout="padded", router_loss=0.1), policy),
-    ):
-        with pytest.raises(ConfigError, match=r"learner.layout = \w+: here it can be tree"):
-            Layouts(config, of, CPU)
+    with pytest.raises(ConfigError, match=r"learner.layout = padded: here it can be tree; "):
+        Layouts(two_ranks(layout="padded"), hybrid, CPU)
+    hybrid.model.config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"learner.layout: .* conv, which follow trees only"):
+        check_model(tmp_path, is_flat=True)
+    for keys in ({"layout": "segments", "context_parallel": 2}, {"router_loss": 0.1}):
+        with pytest.raises(ConfigError, match=r"learner.layout = .* set learner.layout = \"auto\""):
+            two_ranks(**{"layout": "padded", **keys})
+    assert (
+        Layouts(two_ranks(layout="measured", router_loss=0.1), policy, CPU).offered == LAYOUTS[:2]
+    )
 
 
 @pytest.mark.slow
