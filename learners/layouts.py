@@ -34,6 +34,7 @@ from agentenv.learners.policy import Policy
 from agentenv.learners.segments import varlen_kernel
 
 WARM_UP, TIMED = 2, 3  # updates in each layout; kernels are compiled in the first ones
+MOST_SAMPLES = 32  # of an update and rank, in a checkpoint
 MOST_TOKENS = 3.0  # in rows, of those of trees: nothing makes up for more
 MOST_KEYS = 4.0  # gathered for segments, of the tokens: they take memory
 
@@ -87,7 +88,8 @@ class Layouts:
         try:
             yield
             if self._samples is not None:
-                trial.samples += [one for part in gather(self._samples) for one in part]
+                own = self._samples[:: 1 + len(self._samples) // MOST_SAMPLES]
+                trial.samples += [one for part in gather(own) for one in part]
             trial.num_updates += 1
         finally:
             self.now, self._samples = "tree", None
