@@ -31,7 +31,7 @@ from agentenv.errors import ConfigError
 from agentenv.learners.batch import EncodedTree, Layout, MicroBatch, pack
 from agentenv.learners.learner import LearnerConfig, Sample, Trial
 from agentenv.learners.policy import Policy
-from agentenv.learners.segments import varlen_kernel
+from agentenv.learners.segments import is_right_on
 
 WARM_UP, TIMED = 2, 3  # updates in each layout; kernels are compiled in the first ones
 MOST_SAMPLES = 32  # of an update and rank, in a checkpoint
@@ -137,9 +137,8 @@ def offered(config: LearnerConfig, policy: Policy, device: torch.device) -> tupl
     """The layouts that the model can be computed in on the device."""
     if policy.masks is not None or config.context_parallel > 1:
         return ("tree",)
-    has_kernel = config.dtype == "bfloat16" and varlen_kernel() is not None
     found: list[Layout] = ["tree"]
-    if has_kernel or device.type != "cuda":
+    if device.type != "cuda" or (config.dtype == "bfloat16" and is_right_on(device)):
         found.append("segments")
     if not config.router_loss:  # which is an average over the tokens computed
         found.append("padded")

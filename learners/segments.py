@@ -8,12 +8,16 @@ computes all segments; on the CPU, which has none, each is a call.
 from __future__ import annotations
 
 import inspect
+import logging
+import math
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+logger = logging.getLogger(__name__)
 
 
 class SegmentKeys(NamedTuple):
@@ -100,7 +104,8 @@ def _at_once(
     window: int | None,
 ) -> Tensor:
     kernel = varlen_kernel()
-    assert kernel is not None, "learners.layouts offers segments only with it"
+    if kernel is None:
+        raise RuntimeError("torch.nn.attention.varlen is missing; it needs torch 2.11 or newer")
     attend, has_groups = kernel
     copies = 1 if has_groups else query.shape[1] // keys.shape[1]
     by_token = (
@@ -117,3 +122,30 @@ def _at_once(
         **({"enable_gqa": True} if has_groups else {}),
     )
     return attended[None]
+
+
+@cache
+def is_right_on(device: torch.device) -> bool:
+    """Whether attention and gradients of a small tree in bfloat16 on the device are those of the
+    CPU: a run shall not end because a kernel is missing, or wrong, on a device."""
+    starts, parents = torch.tensor([0, 40, 47, 50], dtype=torch.int32), torch.tensor([-1, 0, 0])
+    shapes = ((1, 4, 50, 64), (1, 2, 50, 64), (1, 2, 50, 64))
+    found = []
+    for place, dtype in ((device, torch.bfloat16), (torch.device("cpu"), torch.float32)):
+        inputs = [
+            torch.arange(math.prod(shape)).sin().view(shape).to(place, dtype).requires_grad_()
+            for shape in shapes
+        ]
+        query, key, value = inputs
+        try:
+            attended = segment_attention(
+                query, key, value, SegmentKeys.of(starts, parents, place), 0.125
+            )
+            grads = torch.autograd.grad(attended.float().square().sum(), inputs)
+        except Exception:  # whatever a kernel raises
+            logger.warning("segments are not computed on %s", device, exc_info=True)
+            return False
+        found.append([one.detach().float().cpu() for one in (attended, *grads)])
+    return all(
+        bool((one - other).norm() < 0.05 * other.norm()) for one, other in zip(*found, strict=True)
+    )

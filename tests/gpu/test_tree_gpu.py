@@ -24,6 +24,7 @@ from agentenv.learners.attention import TreeLayout
 from agentenv.learners.baselines import GRPO
 from agentenv.learners.batch import LAYOUTS, encode, pack
 from agentenv.learners.policy import LogprobHead, Policy, tensors, use_liger
+from agentenv.learners.segments import is_right_on
 from benchmarks.parts.layouts import (
     ALL,
     VOCABULARY,
@@ -200,6 +201,7 @@ def test_speed_on_random_weights(shape: str, size: str) -> None:
 def test_layouts_are_equal_on_random_weights_of_half_a_billion() -> None:
     """Sum of weighted log-probs and norm of its gradient, in the dtype of training: they differ by
     rounding only."""
+    assert is_right_on(torch.device(DEVICE))
     policy = random_policy("0.5B")
     trees = load_shapes()["prefix2048x16"]["trees"] if HAS_GPU else WARM_UP
     found = {}

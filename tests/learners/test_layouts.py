@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from agentenv.errors import ConfigError
-from agentenv.learners import layouts
+from agentenv.learners import layouts, segments
 from agentenv.learners import messages as wire
 from agentenv.learners.backend import TorchBackend
 from agentenv.learners.batch import LAYOUTS, EncodedTree, MicroBatch, encode_sequence, pack
@@ -149,6 +149,21 @@ def test_what_takes_too_much_is_not_tried(
             list(found.timed(found.pack(trees)))
     assert found.is_decided
     assert {one.layout for one in found.trials["test on cpu"].samples} == {"tree"}
+
+
+def test_a_kernel_that_fails_or_is_wrong_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert segments.is_right_on.__wrapped__(CPU)
+    assert segments.is_right_on.__wrapped__(torch.device("meta")) is False
+    assert "segments are not computed on meta" in caplog.text
+    right = segments.segment_attention
+
+    def wrong(query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return right(query, *rest) * (1.1 if query.dtype == torch.bfloat16 else 1.0)
+
+    monkeypatch.setattr(segments, "segment_attention", wrong)
+    assert segments.is_right_on.__wrapped__(CPU) is False
 
 
 def test_a_layout_is_given_or_refused(trees: list[EncodedTree], tmp_path: Path) -> None:
