@@ -334,10 +334,11 @@ class MicroBatch:
         return int((self.end - np.arange(len(self.end))).sum())
 
     @property
-    def num_keys(self) -> int:
-        """Tokens of the paths to all segments, runs of tokens between forks."""
+    def paths(self) -> Longs:
+        """Lengths of the paths that end with each segment, a run of tokens between forks."""
         last = np.append(np.flatnonzero(np.diff(self.end)), len(self.end) - 1)
-        return int((self.position_ids[last] + 1).sum())
+        lengths: Longs = self.position_ids[last] + 1
+        return lengths
 
 
 @dataclass(frozen=True)

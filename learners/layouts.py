@@ -10,7 +10,9 @@ non-negative least squares of the relative error, as
     seconds  =  a[L]  +  b tokens  +  c[L] pairs
 
 with a to start kernels, b of a token outside attention, which no layout changes, and c of a pair of
-a token and one that it sees. Each update is computed in the layout with the least sum.
+a token and one that it sees. Each update is computed in the layout with the least sum. On a CPU the
+length of the paths alone decides between trees and segments, so that equal runs are equal to the
+bit.
 
 All ranks fit the times of all ranks, so that they know the same coefficients. What they choose for
 their own trees may differ: only the number of passes has to be equal, and `RankBackend.passes` sees
@@ -34,6 +36,7 @@ from agentenv.learners.policy import Policy
 from agentenv.learners.segments import is_right_on
 
 WARM_UP, TIMED = 2, 3  # updates in each layout; kernels are compiled in the first ones
+SHORT_PATH = 256  # tokens; trees of longer ones are faster, and no time is measured for that
 MOST_SAMPLES = 32  # of an update and rank, in a checkpoint
 MOST_TOKENS = 3.0  # in rows, of those of trees: nothing makes up for more
 MOST_KEYS = 4.0  # gathered for segments, of the tokens: they take memory
@@ -52,6 +55,7 @@ class Layouts:
         self.offered = offered(config, policy, device)
         self.trials: dict[str, Trial] = {}
         asked = config.layout
+        self.is_counted = asked == "auto" and device.type != "cuda" and "segments" in self.offered
         if asked == "auto":
             asked = "measured" if device.type == "cuda" else "tree"
         self.is_measured = asked == "measured" and len(self.offered) > 1
@@ -72,7 +76,13 @@ class Layouts:
         so that log-probs before and in it differ by the weights only. Passes outside of updates
         are over trees, unless the layout is given. `gather`: see `RankBackend.gather`."""
         if not self.is_measured:
-            yield
+            before = self.now
+            if self.is_counted and has_short_paths(self.pack(trees)):
+                self.now = "segments"
+            try:
+                yield
+            finally:
+                self.now = before
             return
         on = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         trial = self.trials.setdefault(f"{kind} on {on}", Trial())
@@ -103,7 +113,7 @@ class Layouts:
         yield "tree", as_trees
         if "segments" in self.offered:
             found = [replace(one, layout="segments") for one in as_trees]
-            if sum(one.num_keys for one in found) <= MOST_KEYS * num_tokens:
+            if sum(one.paths.sum() for one in found) <= MOST_KEYS * num_tokens:
                 yield "segments", found
         if "padded" in self.offered:
             found = self.pack(trees, "padded")
@@ -143,6 +153,12 @@ def offered(config: LearnerConfig, policy: Policy, device: torch.device) -> tupl
     if not config.router_loss:  # which is an average over the tokens computed
         found.append("padded")
     return tuple(found)
+
+
+def has_short_paths(batches: Sequence[MicroBatch]) -> bool:
+    """Whether paths are so short, on average over segments, that a CPU is faster with segments."""
+    paths = [one.paths for one in batches]
+    return sum(map(np.sum, paths)) < SHORT_PATH * sum(map(len, paths))
 
 
 class Costs:

@@ -17,7 +17,7 @@ from agentenv.learners import messages as wire
 from agentenv.learners.backend import TorchBackend
 from agentenv.learners.batch import LAYOUTS, EncodedTree, MicroBatch, encode_sequence, pack
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
-from agentenv.learners.layouts import TIMED, WARM_UP, Costs, Layouts
+from agentenv.learners.layouts import SHORT_PATH, TIMED, WARM_UP, Costs, Layouts
 from agentenv.learners.learner import LearnerConfig, Sample, Saved
 from agentenv.learners.model_check import check_model
 from agentenv.learners.policy import Policy
@@ -164,6 +164,20 @@ def test_a_kernel_that_fails_or_is_wrong_is_not_used(
 
     monkeypatch.setattr(segments, "segment_attention", wrong)
     assert segments.is_right_on.__wrapped__(CPU) is False
+
+
+def test_on_a_cpu_the_length_of_paths_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no clock, so that equal runs stay equal to the bit."""
+    monkeypatch.setattr(Layouts, "_clock", lambda self: pytest.fail("a time is measured"))
+    found = Layouts(two_ranks(), Policy(tiny_model()), CPU)
+    for length, layout in ((SHORT_PATH - 1, "segments"), (SHORT_PATH, "tree")):
+        sequences = [encode_sequence([1] * length, [False] + [True] * (length - 1))] * 3
+        with found.update("test", sequences):
+            assert found.now == layout
+            list(found.timed(found.pack(sequences)))
+        assert found.now == "tree"
+    with found.update("test", []):
+        assert found.now == "tree"
 
 
 def test_a_layout_is_given_or_refused(trees: list[EncodedTree], tmp_path: Path) -> None:
