@@ -9,6 +9,8 @@ to compute that:
     blocked   on the CPU: blocks of visible pairs without a masked one, `BlockPlan`
     flex      on a GPU: FlexAttention, whose mask of blocks follows from `end`
     dense     elsewhere, and on the CPU through a window: a [tokens, tokens] mask
+    segments  each segment between forks against the keys of its path, which are gathered for it
+    padded    the tokens are rows of equal length, each a path: plain causal attention
 
 A layer that looks through a window of w tokens sees k only if depth[q] - depth[k] < w too. A window
 at least as long as the longest path is ignored.
@@ -33,6 +35,7 @@ from transformers.masking_utils import sdpa_mask
 from agentenv.errors import ConfigError
 from agentenv.learners.batch import path_sums
 from agentenv.learners.context import Share
+from agentenv.learners.segments import SegmentKeys, fits, segment_attention
 
 # Blocked. Runs of equal `end` are the segments between forks. A segment, its first child, that
 # one's first child and so on lie side by side and are one path, a chain. So all visible pairs are
@@ -314,7 +317,7 @@ NAME = "agentenv_tree"
 # Arguments for any attention that this one need not read: dropout is refused before.
 _HARMLESS = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions"}
 _HARMLESS |= {"output_router_logits", "tree_cu_seqlens_q", "tree_segment_parents"}
-Form = Literal["blocked", "flex", "dense"]
+Form = Literal["blocked", "flex", "dense", "segments", "padded"]
 
 # Transformers hands a four-dimensional mask on as it is. Without one it would take the positions
 # of a tree for those of packed sequences and build a wrong [tokens, tokens] mask from them.
@@ -325,7 +328,8 @@ class TreeLayout:
     """Which keys each token of a micro-batch sees: k <= q < end[k].
 
     end: int64 [tokens]. The data of a form are built once and shared by all layers. `share`: which
-    of the tokens are this rank's, where several compute the micro-batch together.
+    of the tokens are this rank's, where several compute the micro-batch together. `rows`: of equal
+    length, in the form "padded".
     """
 
     def __init__(
@@ -334,8 +338,9 @@ class TreeLayout:
         device: torch.device,
         form: Form | None = None,
         share: Share | None = None,
+        rows: int = 1,
     ) -> None:
-        self.end, self.device, self.share = end, device, share
+        self.end, self.device, self.share, self.rows = end, device, share, rows
         self.form = form or default_form(device)
         self._masks: dict[int | None, Tensor] = {}  # by window
         self._block_masks: dict[int | None, BlockMask] = {}
@@ -355,6 +360,20 @@ class TreeLayout:
         """bool [tokens, tokens], through a window of so many tokens."""
         if window not in self._masks:
             self._masks[window] = visible(*self._end_and_depth, window)
+        return self._masks[window]
+
+    @cached_property
+    def segment_keys(self) -> SegmentKeys:
+        return SegmentKeys.of(*self.segments, self.device)
+
+    def row_mask(self, window: int | None) -> Tensor | None:
+        """bool [length, length] of a row through a window; None without one."""
+        length = len(self.end) // self.rows
+        if window is None or window >= length:
+            return None
+        if window not in self._masks:
+            ones = torch.ones(length, length, dtype=torch.bool, device=self.device)
+            self._masks[window] = ones.tril().triu(1 - window)
         return self._masks[window]
 
     @property
@@ -439,7 +458,7 @@ def _attention(
         raise ValueError("a tree_layout needs attention_mask = NO_MASK")
     share = tree_layout.share
     num_tokens = len(tree_layout.end) if share is None else share.num_tokens
-    if query.shape[0] != 1 or query.shape[2] != num_tokens:
+    if query.shape[0] != tree_layout.rows or query.shape[0] * query.shape[2] != num_tokens:
         raise ValueError(f"a layout of {num_tokens} tokens for {tuple(query.shape)}")
     unknown = [name for name in others if name not in _HARMLESS and others[name] is not None]
     if unknown:
@@ -448,6 +467,10 @@ def _attention(
             "computed over trees"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if tree_layout.form == "padded":
+        mask = tree_layout.row_mask(sliding_window)
+        output = sdpa_attention_forward(module, query, key, value, mask, scaling=scale)
+        return output
     if share is not None:
         query, key, value = share.to_heads(query, key, value)
     attended = _attend(query, key, value, tree_layout, scale, sliding_window)
@@ -462,7 +485,9 @@ def _attend(
         window = None
     if layout.form == "blocked" and window is None:
         return blocked_attention(query, key, value, layout.blocks, scale)
-    if layout.form == "flex" and query.shape[-1] >= MIN_FLEX_WIDTH:
+    if layout.form == "segments" and fits(query, value):
+        return segment_attention(query, key, value, layout.segment_keys, scale, window)
+    if layout.form in ("flex", "segments") and query.shape[-1] >= MIN_FLEX_WIDTH:
         return flex_tree_attention(query, key, value, layout.block_mask(window), scale)
     attended = scaled_dot_product_attention(
         query, key, value, attn_mask=layout.mask(window), scale=scale, enable_gqa=True

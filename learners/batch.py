@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from msgspec import Struct
@@ -30,6 +30,8 @@ from agentenv.tree import Node, TrajectoryTree
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
+Layout = Literal["tree", "segments", "padded"]  # see `learners.layouts`
+LAYOUTS: tuple[Layout, ...] = ("tree", "segments", "padded")
 
 LINKS = ("pred", "depth", "end")
 FLOATS: dict[str, type[np.floating[Any]]] = {"entropies": np.float32}  # the others are float64
@@ -313,7 +315,8 @@ class MicroBatch:
 
     token_ids, position_ids, end: int64 [length], end counted in this micro-batch.
     source: int64 [tokens], place of each trained token's predecessor; targets: int64 [tokens],
-    its id; index: int64 [tokens], its place in ActionTokens.
+    its id; index: int64 [tokens], its place in ActionTokens. A padded one is `rows` rows of equal
+    length, one after the other.
     """
 
     token_ids: Longs
@@ -322,6 +325,20 @@ class MicroBatch:
     source: Longs
     targets: Longs
     index: Longs
+    layout: Layout = "tree"
+    rows: int = 1
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a token and one that it sees."""
+        return int((self.end - np.arange(len(self.end))).sum())
+
+    @property
+    def paths(self) -> Longs:
+        """Lengths of the paths that end with each segment, a run of tokens between forks."""
+        last = np.append(np.flatnonzero(np.diff(self.end)), len(self.end) - 1)
+        lengths: Longs = self.position_ids[last] + 1
+        return lengths
 
 
 @dataclass(frozen=True)
@@ -333,17 +350,31 @@ class Piece:
     trained: NDArray[np.bool_]
 
 
-def pack(trees: Sequence[EncodedTree], max_tokens: int) -> list[MicroBatch]:
-    """Pack trees into micro-batches of at most max_tokens tokens, without padding.
+def pack(
+    trees: Sequence[EncodedTree], max_tokens: int, layout: Layout = "tree"
+) -> list[MicroBatch]:
+    """Pack trees into micro-batches of at most max_tokens tokens.
 
     A tree stays whole unless it is larger; then it is cut (`cut`). A single path that is longer
-    is a micro-batch of its own. First fit by decreasing size.
+    is a micro-batch of its own. First fit by decreasing size, without padding. Padded: each
+    trajectory is a row, as long as the longest of its micro-batch; rows of similar length are
+    together. A shared token is computed in all of its rows and trained in one.
     """
-    pieces = [piece for i, tree in enumerate(trees) for piece in cut(tree, i, max_tokens)]
-    pieces.sort(key=lambda piece: -len(piece.tokens))
+    most = 0 if layout == "padded" else max_tokens
+    pieces = [piece for i, tree in enumerate(trees) for piece in cut(tree, i, most)]
+    group = _in_rows if layout == "padded" else _first_fit
+    batches = group(pieces, max_tokens)
+    first_action = np.concatenate(([0], np.cumsum([tree.num_action_tokens for tree in trees])))
+    found = [_assemble(trees, batch, first_action) for batch in batches]
+    if layout == "padded":
+        return [_pad(*pair) for pair in zip(found, batches, strict=True)]
+    return [replace(one, layout=layout) for one in found]
+
+
+def _first_fit(pieces: list[Piece], max_tokens: int) -> list[list[Piece]]:
     batches: list[list[Piece]] = []
     left: list[int] = []
-    for piece in pieces:
+    for piece in sorted(pieces, key=lambda piece: -len(piece.tokens)):
         size = len(piece.tokens)
         place = next((i for i, room in enumerate(left) if size <= room), len(batches))
         if place == len(batches):
@@ -351,8 +382,35 @@ def pack(trees: Sequence[EncodedTree], max_tokens: int) -> list[MicroBatch]:
             left.append(max_tokens)
         batches[place].append(piece)
         left[place] -= size
-    first_action = np.concatenate(([0], np.cumsum([tree.num_action_tokens for tree in trees])))
-    return [_assemble(trees, batch, first_action) for batch in batches]
+    return batches
+
+
+def _in_rows(pieces: list[Piece], max_tokens: int) -> list[list[Piece]]:
+    batches: list[list[Piece]] = []
+    for piece in sorted(pieces, key=lambda piece: len(piece.tokens)):
+        if not batches or (len(batches[-1]) + 1) * len(piece.tokens) > max_tokens:
+            batches.append([])
+        batches[-1].append(piece)
+    return batches
+
+
+def _pad(batch: MicroBatch, pieces: Sequence[Piece]) -> MicroBatch:
+    """The micro-batch of these pieces, in ascending order of their length, in rows."""
+    sizes = np.array([len(piece.tokens) for piece in pieces])
+    rows, length = len(sizes), int(sizes[-1])
+    row = np.arange(rows)
+    place = np.arange(sizes.sum()) + np.repeat(row * length - np.cumsum(sizes) + sizes, sizes)
+    token_ids = np.zeros(rows * length, np.int64)
+    token_ids[place] = batch.token_ids
+    return replace(
+        batch,
+        token_ids=token_ids,
+        position_ids=np.tile(np.arange(length), rows),
+        end=np.repeat((row + 1) * length, length),
+        source=place[batch.source],
+        layout="padded",
+        rows=rows,
+    )
 
 
 def cut(tree: EncodedTree, number: int, max_tokens: int) -> list[Piece]:
@@ -425,8 +483,10 @@ def _assemble(
             )
         )
         offset += len(tokens)
-    joined = (np.concatenate(column).astype(np.int64) for column in zip(*columns, strict=True))
-    return MicroBatch(*joined)
+    ids, positions, end, source, targets, index = (
+        np.concatenate(column).astype(np.int64) for column in zip(*columns, strict=True)
+    )
+    return MicroBatch(ids, positions, end, source, targets, index)
 
 
 def leaf_ranges(parent: Longs) -> tuple[NDArray[np.bool_], Longs, Longs]:

@@ -159,7 +159,7 @@ def prefer(trainer: Trainer, pairs: Sequence[EncodedTree], beta: float, lr_scale
 
     start = time.perf_counter(), time.process_time()
     backend, tokens = trainer.backend, PairTokens.of(pairs)
-    batches = trainer.pack(pairs)
+    batches = trainer.layouts.pack(pairs)
     total = float(sum(backend.gather_replicas(len(pairs))))
     slopes = None
     num_parts = sum(len(np.unique(tokens.pair[batch.index])) for batch in batches)

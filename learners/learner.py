@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol, Self
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 from msgspec.structs import force_setattr, replace
 
 from agentenv.config import ESSENTIAL, PATH
@@ -204,6 +204,15 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
             "liger-kernel, on GPUs; the head stays as it is, entropies and their gradient with it"
         ),
     ] = "none"
+    layout: Annotated[
+        Literal["auto", "measured", "tree", "segments", "padded"],
+        Meta(
+            description="of micro-batches, all with the same gradients: trees whose shared tokens "
+            "are computed once, the same with attention by segments, or rows padded to one length; "
+            "measured: the fastest by the times of the first 15 updates; auto: measured on a GPU, "
+            "on a CPU segments where paths are short, else tree, whatever the times"
+        ),
+    ] = "auto"
     allocator: Annotated[
         str,
         Meta(
@@ -277,6 +286,8 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
             (self.compile and self.zero_stage == 3, COMPILE_NEEDS_WEIGHTS),
             (self.compile and self.fused != "none", COMPILED_OR_FUSED),
             (self.launch == "external" and self.allocator, ALLOCATOR_IS_LOCAL),
+            (self.is_flat and self.context_parallel > 1, RANKS_NEED_TREES),
+            (self.layout == "padded" and self.router_loss, ROUTERS_NEED_NO_PADDING),
         ):
             if wrong:
                 raise ConfigError(text.format(self))
@@ -306,6 +317,11 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ConfigError(LORA_NEEDS_ADAMW.format(key=key))
             if self.zero_stage != 0:
                 raise ConfigError(MUON_NEEDS_0.format(key=key, stage=self.zero_stage))
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether another layout than trees is given."""
+        return self.layout in ("segments", "padded")
 
     @property
     def num_replicas(self) -> int:
@@ -358,6 +374,14 @@ COMPILE_NEEDS_WEIGHTS = (
 )
 COMPILED_OR_FUSED = (
     "learner.compile and learner.fused = {0.fused} replace the same layers; choose one of them"
+)
+RANKS_NEED_TREES = (
+    "learner.layout = {0.layout} with learner.context_parallel = {0.context_parallel}: ranks share "
+    'the tokens of trees; set learner.layout = "auto"'
+)
+ROUTERS_NEED_NO_PADDING = (
+    "learner.layout = padded with learner.router_loss = {0.router_loss}, an average over tokens, "
+    'which would count shared ones again; set learner.layout = "auto"'
 )
 ALLOCATOR_IS_LOCAL = (
     "learner.allocator is for ranks started here; with learner.launch = external set "
@@ -446,9 +470,26 @@ class Learner(Protocol):
 SAVED_FILE = "learner.json"
 
 
+class Sample(NamedTuple):
+    """Seconds of one micro-batch, forward and backward."""
+
+    layout: Literal["tree", "segments", "padded"]
+    tokens: int
+    pairs: int
+    seconds: float
+
+
+class Trial(Struct):
+    """The updates of one kind so far, and the times of those that count."""
+
+    num_updates: int = 0
+    samples: list[Sample] = field(default_factory=list)
+
+
 class Saved(Struct, kw_only=True):
     """Metadata of a checkpoint. `base_model`: directory of the frozen weights, with `lora`.
-    `reference_updates`: see `agentenv.learners.trainer.Reference`."""
+    `reference_updates`: see `agentenv.learners.trainer.Reference`; `trials`: see
+    `agentenv.learners.layouts`."""
 
     num_ranks: int
     zero_stage: int
@@ -460,6 +501,7 @@ class Saved(Struct, kw_only=True):
     base_model: str
     reference_updates: int = 0
     lora: LoRAConfig | None = None
+    trials: dict[str, Trial] = field(default_factory=dict)
 
 
 def read_saved(directory: Path) -> Saved:

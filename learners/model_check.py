@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentenv.errors import ConfigError
-from agentenv.learners.batch import EncodedTree, from_arrays, pack
+from agentenv.learners.batch import LAYOUTS, EncodedTree, from_arrays, pack
 from agentenv.learners.policy import Policy, recurrent_kinds, tensors
 
 TOLERANCE = 1e-3  # nats, in float32
@@ -48,10 +48,13 @@ SIZES = {  # of a small model; a size that its configuration does not have is le
 SPREAD = 0.15  # of random weights: log-probs differ from token to token, and with the context
 
 
-def check_model(directory: Path, context_parallel: int = 1, *, compiled: bool = False) -> None:
+def check_model(
+    directory: Path, context_parallel: int = 1, *, compiled: bool = False, is_flat: bool = False
+) -> None:
     """Raises ConfigError, with the family and the likely reason, for a model that is computed
     wrongly here, or of which no small one can be made; for one that so many ranks cannot
-    compute together; and, with `compiled`, where torch.compile fails or changes it."""
+    compute together; with `compiled`, where torch.compile fails or changes it; and, with `is_flat`,
+    where it follows trees only."""
     config = AutoConfig.from_pretrained(directory)
     family = f"{directory}: the family {config.model_type}"
     recurrent = recurrent_kinds(config)
@@ -60,6 +63,11 @@ def check_model(directory: Path, context_parallel: int = 1, *, compiled: bool = 
             f"learner.context_parallel = {context_parallel}: {family} has layers of type "
             f"{', '.join(recurrent)}, which carry a state from token to token and cannot be "
             "computed in parts; set learner.context_parallel = 1"
+        )
+    if is_flat and recurrent:
+        raise ConfigError(
+            f"learner.layout: {family} has layers of type {', '.join(recurrent)}, which follow "
+            'trees only; set learner.layout = "auto"'
         )
     try:
         apart = distance(small(config))
@@ -109,11 +117,14 @@ def distance(config: Any, *, compiled: bool = False) -> float:
                 weight.normal_(std=SPREAD)
         trees = list(examples())
         expected = torch.cat([_alone(model, tree) for tree in trees])
-        (batch,) = pack(trees, 1 << 20)
         policy = Policy(model, compiled=compiled)
-        found, _, _ = policy(*tensors(batch, torch.device("cpu")))
-        order = torch.from_numpy(batch.index).argsort()
-        return float((found[order] - expected).abs().max())
+        layouts = LAYOUTS if policy.masks is None and not compiled else LAYOUTS[:1]
+        apart = []
+        for layout in layouts:
+            (batch,) = pack(trees, 1 << 20, layout)
+            found, _, _ = policy(*tensors(batch, torch.device("cpu")))
+            apart.append(found - expected[torch.from_numpy(batch.index)])
+        return float(torch.cat(apart).abs().max())
 
 
 def examples() -> Iterator[EncodedTree]:

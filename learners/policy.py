@@ -295,8 +295,8 @@ class Policy(nn.Module):
         if balances:
             keys["output_router_logits"] = True
         found = causal.base_model(
-            input_ids=token_ids[None],
-            position_ids=position_ids[None],
+            input_ids=token_ids.view(layout.rows, -1),
+            position_ids=position_ids.view(layout.rows, -1),
             tree_layout=layout,
             use_cache=False,
             **keys,
@@ -307,7 +307,7 @@ class Policy(nn.Module):
             active = config.num_experts_per_tok
             self.router_loss = self._balance(logits, logits[0].shape[-1], active)
         logprobs, entropy, likeliest = causal.get_output_embeddings()(
-            hidden[0].index_select(0, source), targets
+            hidden.flatten(0, 1).index_select(0, source), targets
         )
         figures = logprobs, entropy, likeliest == targets
         return figures if layout.share is None else layout.share.joined(*figures)
@@ -422,5 +422,6 @@ def tensors(
         batch = share.of(batch)
     arrays = (batch.token_ids, batch.position_ids, batch.source, batch.targets)
     token_ids, position_ids, source, targets = (torch.from_numpy(a).to(device) for a in arrays)
-    layout = TreeLayout(batch.end, device, share=share)
+    form = None if batch.layout == "tree" else batch.layout
+    layout = TreeLayout(batch.end, device, form, share, batch.rows)
     return token_ids, position_ids, layout, source, targets

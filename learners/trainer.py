@@ -22,7 +22,7 @@ from torch import Tensor
 
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.backend import RankBackend
-from agentenv.learners.batch import ActionTokens, EncodedTree, MicroBatch, computed, pack
+from agentenv.learners.batch import ActionTokens, EncodedTree, MicroBatch, computed
 from agentenv.learners.checkpoint import (
     REFERENCE,
     Checkpoint,
@@ -31,6 +31,7 @@ from agentenv.learners.checkpoint import (
     local_weights,
 )
 from agentenv.learners.credit import Floats
+from agentenv.learners.layouts import Layouts
 from agentenv.learners.learner import Agreement, LearnerConfig, Metrics, Score
 from agentenv.learners.minibatch import MiniBatch, over_all, prepare, ratios
 from agentenv.learners.partition import split_by_tree
@@ -109,6 +110,7 @@ class Trainer:
         self.proximal: list[list[bytes]] = []
         self.logprobs: list[list[bytes]] = []
         self.reference = Reference(backend, algorithm.reference_every)
+        self.layouts = Layouts(backend.config, backend.policy, backend.device)
 
     def update(
         self,
@@ -121,12 +123,14 @@ class Trainer:
         learner's."""
         start_wall, start_cpu = time.perf_counter(), time.process_time()
         self.agreement = agreement
-        prepared = self._prepare_all(minibatches)
         steps = []
-        for epoch in range(self.config.num_epochs_per_batch):
-            for number, minibatch in enumerate(prepared):
-                place = {"minibatch": float(number), "epoch": float(epoch)}
-                steps.append((place, self._policy_step(minibatch, lr_scale)))
+        own = [tree for minibatch in minibatches for tree in computed(minibatch)]
+        with self.layouts.update("policy", own, self.backend.gather):
+            prepared = self._prepare_all(minibatches)
+            for epoch in range(self.config.num_epochs_per_batch):
+                for number, minibatch in enumerate(prepared):
+                    place = {"minibatch": float(number), "epoch": float(epoch)}
+                    steps.append((place, self._policy_step(minibatch, lr_scale)))
         self.skipped_steps = [place | step for place, step in steps if step["num_skipped"]]
         self.entropies = [split_by_tree(one.trees, one.computed) for one in prepared]
         self.proximal = [split_by_tree(one.trees, one.measured) for one in prepared]
@@ -148,13 +152,15 @@ class Trainer:
         weight = ActionTokens.of(sequences).weight
         total = float(over_all(weight.sum(), self.backend.gather_replicas))
         loss_sum = 0.0
-        batches = self.pack(sequences)
-        num_computed = self._num_computed(batches)
-        for batch in self.backend.passes(batches):
-            logprobs, _, _ = self.backend.forward(batch)
-            loss = -(torch.from_numpy(weight[batch.index]).to(logprobs) * logprobs).sum() / total
-            self.backend.backward(self._with_router(loss, batch, num_computed))
-            loss_sum += float(loss.detach())
+        with self.layouts.update("imitation", sequences, self.backend.gather):
+            batches = self.layouts.pack(sequences)
+            num_computed = self._num_computed(batches)
+            for batch in self.layouts.timed(self.backend.passes(batches)):
+                logprobs, _, _ = self.backend.forward(batch)
+                picked = torch.from_numpy(weight[batch.index]).to(logprobs)
+                loss = -(picked * logprobs).sum() / total
+                self.backend.backward(self._with_router(loss, batch, num_computed))
+                loss_sum += float(loss.detach())
         loss_sum = sum(self.backend.gather_replicas(loss_sum))
         metrics = {"loss": loss_sum, "num_tokens": total} | self.step(lr_scale, loss_sum)
         return metrics | gpu_peak(self.backend) | times(start_wall, start_cpu)
@@ -174,14 +180,10 @@ class Trainer:
         `ActionTokens`, under the weights that the backend has now."""
         count = sum(tree.num_action_tokens for tree in trees)
         found = np.zeros(count), np.zeros(count), np.zeros(count, np.bool_)
-        for batch in self.backend.passes(self.pack(trees)):
+        for batch in self.backend.passes(self.layouts.pack(trees)):
             for array, values in zip(found, self.backend.forward(batch), strict=True):
                 array[batch.index] = values.cpu().numpy()
         return found
-
-    def pack(self, trees: Sequence[EncodedTree]) -> list[MicroBatch]:
-        """Micro-batches of at most as many tokens as a replica computes at once."""
-        return pack(trees, self.config.replica_tokens)
 
     def _prepare_all(self, minibatches: Sequence[Sequence[EncodedTree]]) -> list[MiniBatch]:
         """Before the first step: log-probs of the current weights, and of the reference if the
@@ -228,15 +230,17 @@ class Trainer:
             terms = minibatch.terms(self.algorithm, current, self.backend.gather_replicas)
         sums: Counter[str] = Counter(loss=0, num_computed_tokens=0)
         maxima: dict[str, float] = {}
-        batches = self.pack(computed(minibatch.trees))
+        batches = self.layouts.pack(computed(minibatch.trees))
         num_computed = self._num_computed(batches)
-        for batch in self.backend.passes(batches):
+        for batch in self.layouts.timed(self.backend.passes(batches)):
             logprobs, entropies, _ = self.backend.forward(batch)
             minibatch.record(batch.index, logprobs, entropies)
             loss_batch = minibatch.loss_batch(batch.index, logprobs, terms)
             loss, metrics = self.algorithm.loss(loss_batch, logprobs, entropies)
             self.backend.backward(self._with_router(loss, batch, num_computed))
             sums["num_computed_tokens"] += len(batch.token_ids)
+            if batch.layout != "tree":
+                sums[f"num_{batch.layout}_tokens"] += len(batch.token_ids)
             for name, value in metrics.items():
                 if name.endswith("_max"):
                     maxima[name] = max(maxima.get(name, -math.inf), float(value))

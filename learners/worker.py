@@ -256,6 +256,7 @@ class Rank:
             base_model=str(self.source),
             reference_updates=reference.num_updates,
             lora=config.lora,
+            trials=self.trainer.layouts.trials,
         )
         checkpoint.save(self.backend, meta, directory, reference.weights)
 
@@ -269,6 +270,7 @@ class Rank:
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
         self.trainer.reference.load(saved)
+        self.trainer.layouts.trials = saved.meta.trials
         self.policy_version = saved.meta.policy_version
         self.trainer.optimizer_step = saved.meta.optimizer_step
         self.trainer.moved = saved.meta.moved
@@ -279,7 +281,12 @@ def make_backend(init: wire.Init) -> DeepSpeedBackend | TorchBackend:
     model that is not computed here as it should be."""
     config = init.config
     transformers_logging.disable_progress_bar()
-    check_model(Path(init.model_dir), config.context_parallel, compiled=config.compile)
+    check_model(
+        Path(init.model_dir),
+        config.context_parallel,
+        compiled=config.compile,
+        is_flat=config.is_flat,
+    )
     # In the dtype of the files, weights are mapped from them and shared by the ranks of a machine.
     model = AutoModelForCausalLM.from_pretrained(
         init.model_dir,

@@ -65,7 +65,7 @@ PROGRAMS = (
     "pipelines/workers/ray_driver.py",
     *("pipelines/setup/memory.py", "learners/worker.py", "learners/trainer.py"),
     "agentenv/guard.py",
-    *("learners/broadcast.py", "learners/dpo.py"),  # of a rank, as the two before
+    *("learners/broadcast.py", "learners/dpo.py", "learners/layouts.py"),  # of a rank, likewise
     *("envs/sandbox/zygote.py", "envs/sandbox/fork_broker.py", "envs/sandbox/confine.py"),
 )
 

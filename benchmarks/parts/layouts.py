@@ -1,22 +1,22 @@
 """What training trees as trees is worth: tree against flat layouts of the same trajectories.
 
-    tree     every shared token once, attention in blocks between forks
-    dense    the same tokens, attention under one dense mask (--dense)
-    varlen   every trajectory by itself, side by side without padding
-    padded   every trajectory by itself, in rows of equal length
+    tree, segments, padded   the layouts of `agentenv.learners.layouts`, one of which is chosen
+    varlen                   every trajectory by itself, side by side without padding
+    dense                    trees, attention under one dense mask (--dense)
 
 All compute the same loss and, with it, the same gradients. Printed are CPU seconds and peak memory
 of a step, beside what counting tokens, attention pairs and FLOPs lets one expect: `counted` is the
 ratio, varlen over tree, of floating point operations, what a machine would reach on which every
-operation costs the same. `computed` are the tokens of all micro-batches over those of the trees:
-trees that are cut repeat the paths to their pieces.
+operation costs the same. `best / chosen` is 1 where the layout that the learner chooses after its
+trials is the fastest of its three. `computed` are the tokens of all micro-batches over those of the
+trees: trees that are cut repeat the paths to their pieces.
 """
 
 from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,29 +30,32 @@ import msgspec
 import numpy as np
 import torch
 from rich.table import Table
-from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentenv.errors import ConfigError
 from agentenv.learners.attention import TreeLayout
 from agentenv.learners.batch import (
+    LAYOUTS,
     ActionTokens,
     EncodedTree,
-    Longs,
+    Layout,
     MicroBatch,
     encode,
     encode_sequence,
     pack,
 )
 from agentenv.learners.credit import tree_credit
+from agentenv.learners.layouts import Layouts
+from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.policy import Policy, tensors
 from agentenv.pipelines.run.terminal import bare_table
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task, VersionSpan
 
-LAYOUTS = ("tree", "varlen", "padded")
-FLAT = ("varlen", "padded")
-SPEED, MEMORY = ("best flat", "FLOPs", "share"), ("tokens", "pairs", "computed")  # columns behind
+ALL = (*LAYOUTS, "varlen")
+FLAT = ("padded", "varlen")
+SPEED = ("best flat", "FLOPs", "share", "chosen", "best / chosen")  # columns behind
+MEMORY = ("tokens", "pairs", "computed")
 MAX_TOKENS = 8192  # of a micro-batch, in every layout
 VOCABULARY = 4096
 Nodes = list[list[int]]  # of a tree: [parent, tokens of the policy, tokens of prompt or tool]
@@ -78,35 +81,59 @@ def make_model() -> Policy:
 
 def make_step(layout: str, trees: list[Nodes], policy: Policy) -> Callable[[], float]:
     """A function that runs forward and backward over all trees and returns the loss."""
-    device = next(policy.parameters()).device
     encoded = encode_all(layout, trees)
-    weight = ActionTokens.of(encoded).weight
-    batches: Sequence[MicroBatch | PaddedBatch]
-    batches = pad(encoded) if layout == "padded" else pack(encoded, MAX_TOKENS)
+    batches = pack_in(layout, encoded)
+    return lambda: passes(batches, encoded, policy, is_dense=layout == "dense")
 
-    def step() -> float:
-        policy.zero_grad()
-        total = 0.0
-        for batch in batches:
-            if isinstance(batch, MicroBatch):
-                token_ids, positions, plan, source, targets = tensors(batch, device)
-                if layout == "dense":
-                    plan = TreeLayout(batch.end, device, "dense")
-                logprobs = policy(token_ids, positions, plan, source, targets)[0]
-            else:
-                logprobs = padded_logprobs(policy, batch)
-            loss = -(torch.from_numpy(weight[batch.index]).to(logprobs) * logprobs).sum()
-            loss.backward()
-            total += float(loss.detach())
-        return total
 
-    return step
+def pack_in(layout: str, encoded: Sequence[EncodedTree]) -> list[MicroBatch]:
+    """Micro-batches in one of the layouts; sequences and a dense mask need none of their own."""
+    known: dict[str, Layout] = {one: one for one in LAYOUTS}
+    return pack(encoded, MAX_TOKENS, known.get(layout, "tree"))
+
+
+def passes(
+    batches: Iterable[MicroBatch],
+    encoded: Sequence[EncodedTree],
+    policy: Policy,
+    *,
+    is_dense: bool = False,
+) -> float:
+    """Forward and backward over all micro-batches of these trees; the loss."""
+    device, weight = next(policy.parameters()).device, ActionTokens.of(encoded).weight
+    policy.zero_grad()
+    total = 0.0
+    for batch in batches:
+        token_ids, positions, plan, source, targets = tensors(batch, device)
+        if is_dense:
+            plan = TreeLayout(batch.end, device, "dense")
+        logprobs = policy(token_ids, positions, plan, source, targets)[0]
+        loss = -(torch.from_numpy(weight[batch.index]).to(logprobs) * logprobs).sum()
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def choose(trees: list[Nodes], policy: Policy) -> Layout:
+    """The layout of these trees in a run that has tried all of them, on these trees too."""
+    weight = next(policy.parameters())
+    config = LearnerConfig(
+        layout="measured",
+        max_tokens_per_microbatch=MAX_TOKENS,
+        dtype="bfloat16" if weight.dtype == torch.bfloat16 else "float32",
+    )
+    layouts, encoded = Layouts(config, policy, weight.device), encode_all("tree", trees)
+    while True:
+        with layouts.update("bench", encoded):
+            if layouts.is_decided:
+                return layouts.now
+            passes(layouts.timed(layouts.pack(encoded)), encoded, policy)
 
 
 def encode_all(layout: str, trees: list[Nodes]) -> list[EncodedTree]:
     """Trees as trees, or every trajectory as a sequence."""
     grown = [grow(nodes, index) for index, nodes in enumerate(trees)]
-    if layout in FLAT:
+    if layout == "varlen":
         return [one for tree in grown for one in _sequences(tree)]
     return [
         encode(tree, credit, 0) for tree in grown if (credit := tree_credit(tree, group_size=1))
@@ -140,62 +167,15 @@ def grow(nodes: Nodes, index: int) -> TrajectoryTree:
     return tree
 
 
-@dataclass(frozen=True)
-class PaddedBatch:
-    """Rows of trajectories, token_ids int64 [rows, length]; the rest as in MicroBatch."""
-
-    token_ids: Longs
-    source: Longs
-    targets: Longs
-    index: Longs
-
-
-def pad(sequences: Sequence[EncodedTree]) -> list[PaddedBatch]:
-    """Rows of similar length, at most MAX_TOKENS padded tokens together."""
-    order = sorted(range(len(sequences)), key=lambda i: sequences[i].num_tokens)
-    first = np.cumsum([0, *(sequence.num_action_tokens for sequence in sequences)])
-    groups: list[list[int]] = [[]]
-    for i in order:
-        if groups[-1] and (len(groups[-1]) + 1) * sequences[i].num_tokens > MAX_TOKENS:
-            groups.append([])
-        groups[-1].append(i)
-    batches = []
-    for group in groups:
-        length = sequences[group[-1]].num_tokens
-        token_ids = np.zeros((len(group), length), np.int64)
-        source, targets, index = [], [], []
-        for row, i in enumerate(group):
-            ids, places = sequences[i].ints("token_ids"), np.flatnonzero(sequences[i].actions())
-            token_ids[row, : len(ids)] = ids
-            source.append(row * length + places - 1)
-            targets.append(ids[places].astype(np.int64))
-            index.append(np.arange(first[i], first[i + 1]))
-        batches.append(PaddedBatch(token_ids, *map(np.concatenate, (source, targets, index))))
-    return batches
-
-
-def padded_logprobs(policy: Policy, batch: PaddedBatch) -> Tensor:
-    """As a plain training loop computes them, causal attention over all rows at once."""
-    device = next(policy.parameters()).device
-    token_ids, source, targets = (
-        torch.from_numpy(array).to(device)
-        for array in (batch.token_ids, batch.source, batch.targets)
-    )
-    hidden = policy.model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
-    chosen = hidden.flatten(0, 1).index_select(0, source)
-    logprobs: Tensor = policy.model.lm_head(chosen, targets)[0]
-    return logprobs
-
-
 def count(layout: str, trees: list[Nodes], policy: Policy) -> tuple[float, float, float]:
     """Tokens, visible pairs, and floating point operations of forward and backward.
 
     6 a weight and token (the head only for predicted tokens), and 14 a pair, head channel and
     layer: 2 products forward and 5 backward, where the scores are computed again.
     """
-    config, batches = policy.model.config, pack(encode_all(layout, trees), MAX_TOKENS)
+    config, batches = policy.model.config, pack_in(layout, encode_all(layout, trees))
     num_tokens = sum(len(batch.token_ids) for batch in batches)
-    pairs = sum(int((batch.end - np.arange(len(batch.end))).sum()) for batch in batches)
+    pairs = sum(batch.pairs for batch in batches)
     predicted = sum(len(batch.targets) for batch in batches)
     head = policy.model.lm_head.weight.numel()
     ends = head if config.tie_word_embeddings else 2 * head  # to look up a row costs nothing
@@ -239,10 +219,15 @@ class Figures:
     pairs: float
     flops: float
     computed: float
+    chosen: Layout
 
     @property
     def flat_best_over_tree(self) -> float:
         return min(self.cpu_s[name] for name in FLAT) / self.cpu_s["tree"]
+
+    @property
+    def best_over_chosen(self) -> float:
+        return min(self.cpu_s[name] for name in LAYOUTS) / self.cpu_s[self.chosen]
 
 
 def run(
@@ -256,7 +241,7 @@ def run(
     found: dict[str, Figures] = {}
     for name in names or shapes:
         say(f"{name}: {shapes[name]['source']}")
-        layouts = [*LAYOUTS, *["dense"] * dense]
+        layouts = [*ALL, *["dense"] * dense]
         found[name] = measure(shapes[name]["trees"], layouts, repeats)
     return flattened(found), list(tables(found))
 
@@ -296,6 +281,7 @@ def measure(trees: list[Nodes], layouts: Sequence[str], repeats: int) -> Figures
         pairs,
         flops,
         computed,
+        choose(trees, model),
     )
 
 
@@ -319,7 +305,8 @@ def tables(found: dict[str, Figures]) -> tuple[Table, Table]:
     for name, one in found.items():
         ratio = one.flat_best_over_tree
         seconds = (*one.cpu_s.values(), ratio, one.flops, ratio / one.flops)
-        speed.add_row(name, *(f"{figure:.2f}" for figure in seconds))
+        cells = [f"{figure:.2f}" for figure in seconds]
+        speed.add_row(name, *cells, one.chosen, f"{one.best_over_chosen:.2f}")
         megabytes = (f"{figure:.0f}" for figure in one.peak_mb.values())
         counted = (f"{figure:.2f}" for figure in (one.tokens, one.pairs, one.computed))
         memory.add_row(name, *megabytes, *counted)
@@ -332,6 +319,7 @@ def flattened(found: dict[str, Figures]) -> dict[str, float]:
     for name, one in found.items():
         figures |= {
             f"{name}.flat_best_over_tree": one.flat_best_over_tree,
+            f"{name}.best_over_chosen": one.best_over_chosen,
             f"{name}.counted": one.flops,
             f"{name}.counted_tokens": one.tokens,
             f"{name}.counted_pairs": one.pairs,

@@ -115,8 +115,8 @@ async def packed_model(assembly: Assembly[Any]) -> str:
     """A small model of the family, computed as the learner does, equals transformers' own."""
     from agentenv.learners.model_check import TOLERANCE, check_model  # loads torch
 
-    team = assembly.config.learner.context_parallel
-    await in_thread(check_model, await assembly.model(), team)
+    learner, model = assembly.config.learner, await assembly.model()
+    await in_thread(check_model, model, learner.context_parallel, is_flat=learner.is_flat)
     return f"within {TOLERANCE:g} nats"
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
+from agentenv.learners.batch import LAYOUTS
 from benchmarks import bench
 from benchmarks.parts import layouts
-from benchmarks.parts.layouts import FLAT, count, make_model, make_step
+from benchmarks.parts.layouts import ALL, choose, count, load_shapes, make_model, make_step
 
 # A prompt of 5; two turns of 4, the first with a result of 6 and two turns of 3 and 2 below it.
 TREE = [[-1, 0, 5], [0, 4, 6], [1, 3, 0], [1, 2, 0], [0, 4, 0]]
@@ -24,7 +26,7 @@ def test_all_layouts_have_the_same_loss_and_gradient(
     monkeypatch.setattr(layouts, "MAX_TOKENS", max_tokens)
     model = make_model()
     found = {}
-    for layout in ("tree", "dense", *FLAT):
+    for layout in (*ALL, "dense"):
         loss = make_step(layout, [TREE, TREE], model)()
         found[layout] = loss, torch.cat([p.grad.flatten().clone() for p in model.parameters()])
     loss, gradient = found["varlen"]
@@ -41,6 +43,8 @@ def test_counts_by_hand() -> None:
     depths = [*range(1, 16), *range(16, 19), *range(16, 18), *range(6, 10)]
     assert pairs == sum(depths)
     flat_tokens, flat_pairs, flat_flops = count("varlen", [TREE], model)
+    rows = 3 * 18  # the longest of 18, 17 and 9
+    assert count("padded", [TREE], model)[:2] == (rows, 3 * 18 * 19 // 2)
     lengths = [18, 17, 9]
     assert flat_tokens == sum(lengths)
     assert flat_pairs == sum(n * (n + 1) // 2 for n in lengths)
@@ -51,8 +55,24 @@ def test_counts_by_hand() -> None:
     assert flat_flops == 6 * (weights * flat_tokens + head * 17) + channels * flat_pairs
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["quickstart_first", "quickstart_later"])
+def test_the_layout_chosen_is_the_fastest(shape: str) -> None:
+    """The other shapes take minutes: `benchmarks/bench.py learner`."""
+    torch.set_num_threads(1)
+    trees, model = load_shapes()[shape]["trees"], make_model()
+    steps = {layout: make_step(layout, trees, model) for layout in LAYOUTS}
+    seconds: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
+    for layout, step in (*steps.items(),) * 3:
+        start = time.process_time()
+        step()
+        seconds[layout].append(time.process_time() - start)
+    best = {layout: min(found) for layout, found in seconds.items()}
+    assert min(best.values()) >= 0.9 * best[choose(trees, model)], "0.98, and a busy machine"
+
+
 def test_shapes_are_those_of_rollouts() -> None:
-    shapes = layouts.load_shapes()
+    shapes = load_shapes()
     assert {"prefix2048x16", "arpo_defaults"} < set(shapes)
     assert len(shapes) >= 4
     for shape in shapes.values():
@@ -80,6 +100,7 @@ def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.Monk
     expected = flat / figures["small.tree_cpu_s"]
     assert figures["small.flat_best_over_tree"] == pytest.approx(expected, rel=0.05)
     assert figures["small.counted"] > 1
+    assert 0 < figures["small.best_over_chosen"] <= 1
     assert figures["small.computed_over_unique"] == 1
     assert bench.main(["learner", "--shapes", "unheard-of"]) == 2
     nowhere = str(tmp_path / "nowhere" / "figures.json")

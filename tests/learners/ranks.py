@@ -22,7 +22,12 @@ from agentenv.learners.trainer import Trainer
 from agentenv.tree import TrajectoryTree
 from tests.learners.trees import credited, random_tree, tiny_model
 
-OF_THE_RANKS = {"cpu_s", "wall_s", "num_computed_tokens"}  # metrics that depend on their number
+OF_THE_RANKS = {
+    "cpu_s",
+    "wall_s",
+    "num_computed_tokens",
+    "num_segments_tokens",
+}  # metrics that depend on their number
 ALGORITHM = ARPO(group_size=4, importance_cap=1e9)
 
 

@@ -133,7 +133,7 @@ def test_dropout_acts_in_training_passes_only(model_dir: Path) -> None:
     train(rank)
     first, second = (rank.trainer.score(encoded(uneven_trees(1))) for _ in range(2))
     assert first == second
-    (batch,) = rank.trainer.pack(encoded(uneven_trees(1)))[:1]
+    (batch,) = rank.trainer.layouts.pack(encoded(uneven_trees(1)))[:1]
     found = [rank.backend.forward(batch)[0].detach() for _ in range(2)]
     assert not torch.equal(*found)
 

@@ -8,6 +8,7 @@ the untouched model, with its own advantage.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from random import Random
 
 import pytest
@@ -21,7 +22,7 @@ from agentenv.learners import attention as attention_blocked
 from agentenv.learners.aepo import AEPO
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import ActionTokens, EncodedTree, encode, pack
+from agentenv.learners.batch import LAYOUTS, ActionTokens, EncodedTree, encode, pack
 from agentenv.learners.policy import Policy, tensors
 from agentenv.tree import TrajectoryTree
 from tests.learners.trees import MODELS, flat_loss, random_tree, tiny_model, tree_loss
@@ -76,8 +77,9 @@ def test_loss_and_gradient_equal_the_flat_ones_in_float64(name: str, algorithm: 
     trees, encoded = some_trees(7)
     flat = flat_loss(plain, trees, ALGORITHMS[algorithm])
     expected = gradients(plain, flat)
-    for max_tokens in (WHOLE, 60):
-        loss = tree_loss(model, encoded, ALGORITHMS[algorithm], max_tokens=max_tokens)
+    for max_tokens, layout in product((WHOLE, 60), LAYOUTS):
+        keys = {"max_tokens": max_tokens, "layout": layout}
+        loss = tree_loss(model, encoded, ALGORITHMS[algorithm], **keys)
         assert relative(loss, flat) < 1e-9
         assert relative(gradients(model, loss), expected) < 1e-9
 
@@ -89,9 +91,11 @@ def test_loss_and_gradient_equal_the_flat_ones_in_float32(name: str, algorithm: 
     plain, model = tiny_model(name), tiny_model(name)
     trees, encoded = some_trees(7)
     flat = flat_loss(plain, trees, ALGORITHMS[algorithm])
-    loss = tree_loss(model, encoded, ALGORITHMS[algorithm], max_tokens=WHOLE)
-    assert relative(loss, flat) < 1e-5
-    assert relative(gradients(model, loss), gradients(plain, flat)) < 1e-5
+    expected = gradients(plain, flat)
+    for layout in LAYOUTS:
+        loss = tree_loss(model, encoded, ALGORITHMS[algorithm], max_tokens=WHOLE, layout=layout)
+        assert relative(loss, flat) < 1e-5
+        assert relative(gradients(model, loss), expected) < 1e-5
 
 
 def test_the_trees_have_what_makes_them_hard() -> None:

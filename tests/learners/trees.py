@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.batch import ActionTokens, EncodedTree, pack
+from agentenv.learners.batch import ActionTokens, EncodedTree, Layout, pack
 from agentenv.learners.credit import CreditedTree, TreeCredit, group_advantages
 from agentenv.learners.losses import LossBatch, entropy_statistics
 from agentenv.learners.policy import Policy, tensors
@@ -188,6 +188,7 @@ def tree_loss(
     algorithm: Algorithm,
     *,
     max_tokens: int = 64,
+    layout: Layout = "tree",
 ) -> Tensor:
     """The mini-batch's loss on packed trees, behaviour log-probs serving as proximal ones."""
     policy, tokens = Policy(model), ActionTokens.of(encoded)
@@ -195,7 +196,7 @@ def tree_loss(
     mean, std = entropy_statistics(
         torch.from_numpy(tokens.entropies), torch.from_numpy(tokens.weight)
     )
-    for batch in pack(encoded, max_tokens):
+    for batch in pack(encoded, max_tokens, layout):
         logprobs, entropies, _ = policy(*tensors(batch, torch.device("cpu")))
         behaviour, old, pos, neg, weight = (
             torch.from_numpy(values[batch.index]).to(logprobs)

@@ -26,7 +26,9 @@ ENDS = {
 def shipped() -> dict[str, str]:
     """The templates by name; TRL itself is not imported."""
     spec = find_spec("trl")
-    assert spec is not None, "trl is missing; pip install --no-deps trl (.ci/environment does it)"
+    assert spec is not None, (
+        "trl is missing; pip install --no-deps 'trl<1.18' (.ci/environment does it)"
+    )
     assert spec.submodule_search_locations is not None
     folder = Path(spec.submodule_search_locations[0], "chat_templates")
     return {path.stem: path.read_text("utf-8") for path in sorted(folder.glob("*.jinja"))}
