@@ -14,7 +14,8 @@ from itertools import combinations
 from msgspec import Struct
 
 from agentenv.envs.grading import dates, forms
-from agentenv.envs.grading.forms import special, truth, without_name
+from agentenv.envs.grading.forms import several, special, truth, without_name
+from agentenv.envs.grading.frame import is_framed, rests
 from agentenv.envs.grading.names import (
     STATES,
     announcement,
@@ -106,6 +107,42 @@ class Gold(Whole):
             return False
         return any(part.meets for part in parts) and not any(map(self._changes, parts))
 
+    def is_framed_by(self, text: str) -> bool:
+        """Whether nothing but the words of answering stands round the gold."""
+        return is_framed(text, self.text, is_word=self.kind in ("truth", "choice"))
+
+    def _of_rests(self, text: str) -> Iterator[str]:
+        """What stands beside the gold, without the words of answering, and reads as a whole answer
+        of its kind."""
+        for rest in rests(text, self.text):
+            bare = clean(rest.text)
+            if self.meets(bare) or not self._is_alike(bare, is_joined=rest.is_joined):
+                continue
+            led = bool(rest.joint == "" and re.search(r"\w", rest.between))
+            attached = is_of_place(bare, self.rank, Part(bare, "comma"))
+            part = Part(bare, rest.joint, led=led, is_first=rest.is_before and rest.joint != "")
+            if not attached and self.is_rival(part):
+                yield bare
+
+    def _is_alike(self, bare: str, *, is_joined: bool) -> bool:
+        """Whether a text alone reads as an answer of the gold's kind."""
+        match self.kind:
+            case "number":
+                return amount_of(bare) is not None
+            case "date" | "time" | "span":
+                is_when = bool(dates.dates(bare)) or dates.minutes(bare) is not None
+                return is_when or is_range(bare) or amount_of(bare) is not None
+            case "truth":
+                return truth(bare) is not None
+            case "special":
+                return bool(special(bare)) or amount_of(bare) is not None
+            case "list":
+                return is_named(bare) or several(bare) is not None
+            case "words":
+                return is_named(bare) or (not self.is_named and is_joined and len(bare.split()) < 9)
+            case _:
+                return False
+
     def _is_said(self, part: Part) -> bool:
         """Whether a part is words, another form of the amount, or says where it comes from."""
         bare = clean(part.text)
@@ -154,7 +191,7 @@ class Gold(Whole):
             return self._other_expressions(text, parts)
         amounts = [amount_of(clean(part.text)) for part in parts if part.meets]
         beside = [amount for amount in amounts if amount is not None]
-        found = [*self._of_twins(text), *self._other_dates(text)]
+        found = [*self._of_twins(text), *self._other_dates(text), *self._of_rests(text)]
         ends_right = bool(parts) and parts[-1].meets
         skips = False
         for place, part in enumerate(parts):
