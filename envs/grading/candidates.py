@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from agentenv.envs.grading import dates, forms
 from agentenv.envs.grading.forms import several, special, truth, without_name
-from agentenv.envs.grading.frame import is_framed, rests
+from agentenv.envs.grading.frame import Rest, is_framed, rests
 from agentenv.envs.grading.names import (
     STATES,
     announcement,
@@ -45,6 +45,7 @@ from agentenv.envs.grading.parts import (
     is_of_place,
     is_range,
     is_role,
+    trimmed,
     value_of,
 )
 from agentenv.envs.grading.quantities import Quantity, quantity, same_quantity, unit_of
@@ -109,22 +110,22 @@ class Gold(Whole):
 
     def is_framed_by(self, text: str) -> bool:
         """Whether nothing but the words of answering stands round the gold."""
-        return is_framed(text, self.text, is_word=self.kind in ("truth", "choice"))
+        return is_framed(text, self.forms, is_word=self.kind in ("truth", "choice"))
 
     def _of_rests(self, text: str) -> Iterator[str]:
         """What stands beside the gold, without the words of answering, and reads as a whole answer
         of its kind."""
-        for rest in rests(text, self.text):
-            bare = clean(rest.text)
-            if self.meets(bare) or not self._is_alike(bare, is_joined=rest.is_joined):
+        for rest in rests(text, self.forms):
+            bare = clean(trimmed(rest.text))
+            if not bare or self.meets(bare) or not self._is_alike(bare, rest):
                 continue
-            led = bool(rest.joint == "" and re.search(r"\w", rest.between))
-            attached = is_of_place(bare, self.rank, Part(bare, "comma"))
-            part = Part(bare, rest.joint, led=led, is_first=rest.is_before and rest.joint != "")
-            if not attached and self.is_rival(part):
+            is_place = is_of_place(bare, self.rank, Part(bare, "comma"))
+            is_first = rest.is_before and rest.joint != ""
+            part = Part(bare, rest.joint, led=not rest.is_joined, is_first=is_first)
+            if self.kind in ("math", "choice") or (not is_place and self.is_rival(part)):
                 yield bare
 
-    def _is_alike(self, bare: str, *, is_joined: bool) -> bool:
+    def _is_alike(self, bare: str, rest: Rest) -> bool:
         """Whether a text alone reads as an answer of the gold's kind."""
         match self.kind:
             case "number":
@@ -139,9 +140,15 @@ class Gold(Whole):
             case "list":
                 return is_named(bare) or several(bare) is not None
             case "words":
-                return is_named(bare) or (not self.is_named and is_joined and len(bare.split()) < 9)
-            case _:
-                return False
+                is_phrase = len(bare.split()) < 9 and not is_statement(bare)
+                return is_named(bare) or (is_phrase and rest.is_joined and not self.is_named)
+            case "choice":
+                letters = forms.chosen(bare) if forms.is_choice(bare) else set()
+                label = forms.labelled(bare)
+                letters = {label[0]} if label is not None else letters
+                return bool(letters) and not letters & forms.chosen(self.text)
+            case "math":
+                return rest.joint != "equals" and is_expression(bare)
 
     def _is_said(self, part: Part) -> bool:
         """Whether a part is words, another form of the amount, or says where it comes from."""
@@ -178,6 +185,9 @@ class Gold(Whole):
         name = self._written_as_a_name(parts)
         if name:
             return self._other(name).rivals(text)
+        beside_it = tuple(self._of_rests(text))
+        if beside_it:
+            return Rivals((), beside_it) if self.kind == "math" else Rivals(beside_it)
         if self.kind == "choice":
             return self._other_letters(text, parts)
         if self.kind == "truth" and self._says_both(text):
@@ -191,7 +201,7 @@ class Gold(Whole):
             return self._other_expressions(text, parts)
         amounts = [amount_of(clean(part.text)) for part in parts if part.meets]
         beside = [amount for amount in amounts if amount is not None]
-        found = [*self._of_twins(text), *self._other_dates(text), *self._of_rests(text)]
+        found = [*self._of_twins(text), *self._other_dates(text)]
         ends_right = bool(parts) and parts[-1].meets
         skips = False
         for place, part in enumerate(parts):

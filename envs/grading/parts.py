@@ -323,6 +323,7 @@ class Whole:
 
     def __init__(self: Self, text: str, same: Same) -> None:
         self.text = clean(text)
+        self.forms = (text, self.text)
         self.kind: Kind = kind_of(self.text)
         self._same = same
         listed = several(without_name(self.text)) if self.kind == "list" else None
