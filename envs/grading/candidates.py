@@ -117,9 +117,9 @@ class Gold(Whole):
         of its kind."""
         for rest in rests(text, self.forms):
             bare = clean(trimmed(rest.text))
-            if not bare or self.meets(bare) or not self._is_alike(bare, rest):
+            if not bare or self.meets(bare) or is_role(bare) or not self._is_alike(bare, rest):
                 continue
-            is_place = is_of_place(bare, self.rank, Part(bare, "comma"))
+            is_place = is_of_place(bare.partition(",")[0], self.rank, Part(bare, "comma"))
             is_first = rest.is_before and rest.joint != ""
             part = Part(bare, rest.joint, led=not rest.is_joined, is_first=is_first)
             if self.kind in ("math", "choice") or (not is_place and self.is_rival(part)):

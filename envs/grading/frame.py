@@ -23,6 +23,7 @@ _SURE = _TABLES.pattern("sure", re.IGNORECASE)
 _NUMBERED = _TABLES.pattern("numbered", re.IGNORECASE)
 _TAG = _TABLES.pattern("tag", re.IGNORECASE)
 _OBJECT = _TABLES.pattern("object", re.IGNORECASE)
+_TAKEN_BACK = _TABLES.pattern("taken_back", re.IGNORECASE)
 _WORD = re.compile(r"[^\W\d_]+")
 _PUNCTUATION = re.compile(r"""(?:[^\W\d_]|[\s.,;:!'"()\[\]{}*#>`$-])*""")
 _BUT = re.compile(r"\b(?:but|however)\b", re.IGNORECASE)
@@ -102,23 +103,26 @@ def rests(text: str, golds: Sequence[str]) -> Iterator[Rest]:
     for place, part in enumerate(parts if len(parts) > 1 else ()):
         start, end = 0, len(part)
         while match := _FIRST.match(part, start, end):
-            if not _is_frame(match[1]):
+            if not _is_frame(part, match):
                 break
             start = match.end()
         while match := _LAST.search(part, start, end):
-            if not _is_frame(match[1]):
+            if not _is_frame(part, match):
                 break
             end = match.start()
         start = _EDGES[0].match(part, start, end).end()  # type: ignore[union-attr]
         end = _EDGES[1].search(part, start, end).start()  # type: ignore[union-attr]
         is_before = place == 0
         between = part[end:] if is_before else part[:start]
-        is_phrase = not between.strip() and len(between) < 2 or bool(_OBJECT.search(between))
-        if start < end and not is_phrase:
+        if start == end or (not between.strip() and len(between) < 2) or _OBJECT.search(between):
+            continue  # nothing, or a part of a longer phrase
+        if not (is_before and _TAKEN_BACK.search(f"{part[:start]}@{between}")):
             yield Rest(part[start:end], between, is_before)
 
 
-def _is_frame(word: str) -> bool:
-    if len(word) == 1 and word.isupper() and word != "I":
+def _is_frame(part: str, match: re.Match[str]) -> bool:
+    """Whether a word is one of the frame, and of no name: United States."""
+    word, before = match[1], part[: match.start(1)]
+    if word[0].isupper() and word != "I" and (len(word) == 1 or re.search(r"\w\s+$", before)):
         return False
     return word.casefold() in _JOINING or _SCRIPT.fullmatch(word) is not None
