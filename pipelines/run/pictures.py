@@ -146,7 +146,7 @@ def learning_curve(rows: Sequence[Row], name: str) -> Any:
         left.plot([r["step"] for r in steps], [r.get(key) for r in steps], style, label=label)
     left.set(title="training rollouts (sampled)", xlabel="update", ylim=(-1.05, 1.15))
     for key, style in _eval_keys(rows):
-        _evaluation(right, [row for row in rows if key in row], key, style)
+        _evaluation(right, rows, key, style)
     right.set(title="evaluation success (sampled)", xlabel="update", ylim=(-0.02, 1.02))
     for axes in (left, right):
         axes.locator_params(axis="x", integer=True)
@@ -158,7 +158,8 @@ def _evaluation(axes: Any, rows: Sequence[Row], key: str, style: str) -> None:
     failed, their share and the success if they were wrong."""
     place = key.removesuffix("/success")
     label = place.removeprefix("eval/")
-    steps, values = zip(*((row["step"], row[key]) for row in rows), strict=True)
+    measured = [row for row in rows if key in row]  # else all trajectories failed
+    steps, values = [row["step"] for row in measured], [row[key] for row in measured]
     latest = dict(zip(steps, values, strict=True))  # what came before a cold start stands by itself
     joined = len(latest) > 2  # which two points alone are not: nobody looked in between
     curve = style if joined else style[0]
@@ -183,7 +184,8 @@ def _evaluation(axes: Any, rows: Sequence[Row], key: str, style: str) -> None:
 def _eval_keys(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Success keys with marker and line: whole sets solid, kinds of questions dotted."""
     keys = sorted({k for row in rows for k in row if k.startswith("eval/")})
-    keys = [key for key in keys if key.endswith("/success")]
+    places = [key.rpartition("/")[0] for key in keys if key.endswith(("/success", "/failed_share"))]
+    keys = [f"{place}/success" for place in dict.fromkeys(places)]
     return [(key, "o-" if key.count("/") == 2 else ".:") for key in keys]
 
 
