@@ -117,7 +117,10 @@ class Gold(Whole):
         of its kind."""
         for rest in rests(text, self.forms):
             bare = clean(trimmed(rest.text))
-            if not bare or self.meets(bare) or is_role(bare) or not self._is_alike(bare, rest):
+            is_nation = is_nationality(bare) and not is_nationality(self.text)
+            if not bare or self.meets(bare) or is_role(bare) or is_nation:
+                continue
+            if not self._is_alike(bare, rest):
                 continue
             is_place = is_of_place(bare.partition(",")[0], self.rank, Part(bare, "comma"))
             is_first = rest.is_before and rest.joint != ""
@@ -132,13 +135,14 @@ class Gold(Whole):
                 return amount_of(bare) is not None
             case "date" | "time" | "span":
                 is_when = bool(dates.dates(bare)) or dates.minutes(bare) is not None
-                return is_when or is_range(bare) or amount_of(bare) is not None
+                return is_when or dates.is_span(bare) or amount_of(bare) is not None
             case "truth":
                 return truth(bare) is not None
             case "special":
                 return bool(special(bare)) or amount_of(bare) is not None
             case "list":
-                return is_named(bare) or several(bare) is not None
+                is_other = is_wordy(bare) != is_wordy(self.text) and rest.joint != "bracket"
+                return is_named(bare) or several(bare) is not None or is_other
             case "words":
                 is_phrase = len(bare.split()) < 9 and not is_statement(bare)
                 return is_named(bare) or (is_phrase and rest.is_joined and not self.is_named)

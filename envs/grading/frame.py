@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
+from agentenv.envs.grading.names import has_verb
+from agentenv.envs.grading.quantities import unit_of
 from agentenv.envs.grading.text import Joint, Tables, unify
 
 _TABLES = Tables("frame")
@@ -32,12 +34,13 @@ _CITED = re.compile(r"^\d[.)]\s+|\[\d{1,2}\]")
 _ALTERED = re.compile(r"\b(?:above|before|from|of|by|more)\W*$", re.IGNORECASE)  # above 13
 _LETTERS = re.compile(r"\b[A-HJ-Z]\b")
 _LETTER = re.compile(r"\b[A-HJ-Z]\b(?!\s+\w|')")  # of an option, no article
-_ALONE = r"(?<![A-Za-z\d$-])(?<!\d[.,/:])", r"(?![A-Za-z\d]|[.,/:]\d)"
+_ALONE = r"(?<![A-Za-z\d-])(?<!\d[.,/:])", r"(?![A-Za-z\d]|[.,/:]\d)"
 _SCRIPT = re.compile(r"[\u0370-\u06ff\u0900-\u0eff\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]+")
-_START, _END = r"(?:[^\w\\(\[{$+-]|[-+](?=\s)|[({\[](?=[A-Za-z])|_)*", r"(?:[^\w)\]}$%!]|_)*$"
-_FIRST = re.compile(rf"{_START}([A-Za-z]+(?![\w(^])|{_SCRIPT.pattern})")
-_LAST = re.compile(rf"((?<![\w\\])[A-Za-z]+|{_SCRIPT.pattern})[)\]]?{_END}")
-_EDGES = re.compile(_START), re.compile(_END)
+_TOKEN = re.compile(
+    rf"(?P<word>(?<![\\\w])[A-Za-z]+(?![\w(^])|{_SCRIPT.pattern})|(?P<sign>[^\w\s]|_)|\w+"
+)
+_OPENS = re.compile(r"\\|\$(?=\d)|[(\[{](?![A-Za-z'\"])|[-+](?=\S)")  # a formula
+_CLOSES = re.compile(r"[%!)\]}]")
 _JOINTS: dict[str, Joint] = {"(": "bracket", ",": "comma", ":": "colon", "-": "dash", "=": "equals"}
 
 
@@ -101,28 +104,45 @@ def rests(text: str, golds: Sequence[str]) -> Iterator[Rest]:
     ends; none that a preposition makes a part of a longer phrase."""
     parts = _parts(text, golds, _ALONE)
     for place, part in enumerate(parts if len(parts) > 1 else ()):
-        start, end = 0, len(part)
-        while match := _FIRST.match(part, start, end):
-            if not _is_frame(part, match):
-                break
-            start = match.end()
-        while match := _LAST.search(part, start, end):
-            if not _is_frame(part, match):
-                break
-            end = match.start()
-        start = _EDGES[0].match(part, start, end).end()  # type: ignore[union-attr]
-        end = _EDGES[1].search(part, start, end).start()  # type: ignore[union-attr]
-        is_before = place == 0
-        between = part[end:] if is_before else part[:start]
-        if start == end or (not between.strip() and len(between) < 2) or _OBJECT.search(between):
-            continue  # nothing, or a part of a longer phrase
-        if not (is_before and _TAKEN_BACK.search(f"{part[:start]}@{between}")):
-            yield Rest(part[start:end], between, is_before)
+        tokens = [*_TOKEN.finditer(part)]
+        first, last = 0, len(tokens)
+        while first < last and _is_frame(part, tokens[first], _OPENS):
+            first += 1
+        while first < last and _is_frame(part, tokens[last - 1], _CLOSES):
+            last -= 1
+        if last - first > 1 and not place and _joins(part[tokens[last - 1].start() :]):
+            last -= 1
+        elif last - first > 1 and place and _joins(part[: tokens[first].end()]):
+            first += 1
+        if first == last:
+            continue
+        start, end = tokens[first].start(), tokens[last - 1].end()
+        between = part[: start] if place else part[end:]
+        if (not between.strip() and len(between) < 2) or _OBJECT.search(between):
+            continue  # a part of a longer phrase
+        if place or not _TAKEN_BACK.search(f"{part[:start]}@{between}"):
+            yield Rest(part[start:end], between, not place)
 
 
-def _is_frame(part: str, match: re.Match[str]) -> bool:
-    """Whether a word is one of the frame, and of no name: United States."""
-    word, before = match[1], part[: match.start(1)]
-    if word[0].isupper() and word != "I" and (len(word) == 1 or re.search(r"\w\s+$", before)):
+def _is_frame(part: str, token: re.Match[str], edge: re.Pattern[str]) -> bool:
+    """Whether a token is a sign that begins or ends no formula, or a word of the frame, and of no
+    name: United States."""
+    word = token["word"]
+    if word is None:
+        return token["sign"] is not None and edge.match(part, token.start()) is None
+    is_name = len(word) == 1 or re.search(r"\w\s+$", part[: token.start()][-20:])
+    if word[0].isupper() and word != "I" and is_name:
         return False
     return word.casefold() in _JOINING or _SCRIPT.fullmatch(word) is not None
+
+
+def _joins(text: str) -> bool:
+    """Whether a text is one unknown word with nothing but spaces around it, as "eller" is."""
+    word = text.strip()
+    return (
+        text != word
+        and re.fullmatch("[a-z]{1,7}", word) is not None
+        and not word.endswith(("s", "ed", "ing", "ly"))
+        and not has_verb(word)
+        and unit_of(word) is None
+    )
