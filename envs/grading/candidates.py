@@ -125,12 +125,20 @@ class Gold(Whole):
             is_place = is_of_place(bare.partition(",")[0], self.rank, Part(bare, "comma"))
             is_first = rest.is_before and rest.joint != ""
             part = Part(bare, rest.joint, led=not rest.is_joined, is_first=is_first)
-            if self.kind in ("math", "choice") or (not is_place and self.is_rival(part)):
+            is_sure = self.kind in ("math", "choice") or self._is_other(bare, rest)
+            if is_sure or (not is_place and self.is_rival(part)):
                 yield bare
+
+    def _is_other(self, bare: str, rest: Rest) -> bool:
+        """Whether an expression stands beside a list of words, or words beside one of those."""
+        is_beside = self.kind == "list" and rest.joint != "bracket" and rest.is_joined
+        return is_beside and is_wordy(bare) != is_wordy(self.text)
 
     def _is_alike(self, bare: str, rest: Rest) -> bool:
         """Whether a text alone reads as an answer of the gold's kind."""
         match self.kind:
+            case _ if rest.is_one_clause:
+                return False
             case "number":
                 return amount_of(bare) is not None
             case "date" | "time" | "span":
@@ -141,11 +149,14 @@ class Gold(Whole):
             case "special":
                 return bool(special(bare)) or amount_of(bare) is not None
             case "list":
-                is_other = is_wordy(bare) != is_wordy(self.text) and rest.joint != "bracket"
-                return is_named(bare) or several(bare) is not None or is_other
+                return is_named(bare) or several(bare) is not None or self._is_other(bare, rest)
+            case "words" if is_statement(self.text):
+                return False
             case "words":
-                is_phrase = len(bare.split()) < 9 and not is_statement(bare)
-                return is_named(bare) or (is_phrase and rest.is_joined and not self.is_named)
+                if self.is_named:
+                    return is_named(bare)
+                is_phrase = is_named(bare) or (len(bare.split()) < 9 and not is_statement(bare))
+                return is_phrase and rest.is_joined and rest.is_known
             case "choice":
                 letters = forms.chosen(bare) if forms.is_choice(bare) else set()
                 label = forms.labelled(bare)

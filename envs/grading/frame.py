@@ -24,10 +24,12 @@ _JOINING = _SAID | _JOINS
 _SURE = _TABLES.pattern("sure", re.IGNORECASE)
 _NUMBERED = _TABLES.pattern("numbered", re.IGNORECASE)
 _TAG = _TABLES.pattern("tag", re.IGNORECASE)
+_NEXT = _TABLES.pattern("next", re.IGNORECASE)
 _OBJECT = _TABLES.pattern("object", re.IGNORECASE)
 _TAKEN_BACK = _TABLES.pattern("taken_back", re.IGNORECASE)
 _WORD = re.compile(r"[^\W\d_]+")
 _PUNCTUATION = re.compile(r"""(?:[^\W\d_]|[\s.,;:!'"()\[\]{}*#>`$-])*""")
+_APART = re.compile(r"[^\w\s]|\b(?:and|or|but|while|whereas|then)\b", re.IGNORECASE)
 _BUT = re.compile(r"\b(?:but|however)\b", re.IGNORECASE)
 _WHOLE = r"""(?:^|(?<=[\s"'(\[{*`$]))""", r"""(?=$|[\s"')\]}*`$]|[.,;:!]+(?:\W|$))"""
 _CITED = re.compile(r"^\d[.)]\s+|\[\d{1,2}\]")
@@ -47,7 +49,7 @@ _JOINTS: dict[str, Joint] = {"(": "bracket", ",": "comma", ":": "colon", "-": "d
 def _parts(text: str, golds: Sequence[str], ends: tuple[str, str]) -> list[str]:
     """The text around the mentions of the gold, in any of its forms."""
     forms = {unify(gold).strip().rstrip(".") for gold in golds} - {""}
-    text = _NUMBERED.sub(" ", _SURE.sub(" ", _TAG.sub(" ", unify(text)))).strip()
+    text = _NEXT.sub("or", _NUMBERED.sub(" ", _SURE.sub(" ", _TAG.sub(" ", unify(text))))).strip()
     if not any(re.search(r"\d", form) for form in forms):
         text = _CITED.sub(" ", text).strip()
     either = "|".join(map(re.escape, sorted(forms, key=len, reverse=True)))
@@ -94,9 +96,19 @@ class Rest(Struct, frozen=True):
         return "" if {*_words(signs)} - _ARTICLES else _JOINTS.get(signs[:1], "")
 
     @property
+    def is_one_clause(self) -> bool:
+        """Whether one of the two is said of the other: Spain has Madrid as its capital."""
+        return not self.is_joined and not _APART.search(self.between)
+
+    @property
     def is_joined(self) -> bool:
         """Whether nothing but signs and words that join two answers stand between the two."""
         return not {*_words(self.between)} & (_SAID - _JOINS)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether each word between is one of the frame."""
+        return {*_words(self.between)} <= _JOINING
 
 
 def rests(text: str, golds: Sequence[str]) -> Iterator[Rest]:
@@ -118,7 +130,8 @@ def rests(text: str, golds: Sequence[str]) -> Iterator[Rest]:
             continue
         start, end = tokens[first].start(), tokens[last - 1].end()
         between = part[: start] if place else part[end:]
-        if (not between.strip() and len(between) < 2) or _OBJECT.search(between):
+        is_phrase = not between.strip() and len(between) < 2
+        if is_phrase or any(map(_OBJECT.search, (between, "" if place else part[:start]))):
             continue  # a part of a longer phrase
         if place or not _TAKEN_BACK.search(f"{part[:start]}@{between}"):
             yield Rest(part[start:end], between, not place)
@@ -138,10 +151,11 @@ def _is_frame(part: str, token: re.Match[str], edge: re.Pattern[str]) -> bool:
 
 def _joins(text: str) -> bool:
     """Whether a text is one unknown word with nothing but spaces around it, as "eller" is."""
-    word = text.strip()
+    word = text.strip(" .")
     return (
         text != word
-        and re.fullmatch("[a-z]{1,7}", word) is not None
+        and re.fullmatch(r"[^\W\d_]{1,7}", word) is not None
+        and word.islower()
         and not word.endswith(("s", "ed", "ing", "ly"))
         and not has_verb(word)
         and unit_of(word) is None
