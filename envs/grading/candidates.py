@@ -118,7 +118,8 @@ class Gold(Whole):
         for rest in rests(text, self.forms):
             bare = clean(trimmed(rest.text))
             is_nation = is_nationality(bare) and not is_nationality(self.text)
-            if not bare or self.meets(bare) or is_role(bare) or is_nation:
+            is_reply = rest.is_before and self.kind != "truth" and truth(bare) is not None
+            if not bare or self.meets(bare) or is_role(bare) or is_nation or is_reply:
                 continue
             if not self._is_alike(bare, rest):
                 continue
@@ -140,7 +141,9 @@ class Gold(Whole):
             case _ if rest.is_one_clause:
                 return False
             case "number":
-                return amount_of(bare) is not None
+                amount = amount_of(bare)
+                is_measure = amount is not None and bool(amount.dimension)
+                return amount is not None and (self.amount.dimension or not is_measure)
             case "date" | "time" | "span":
                 is_when = bool(dates.dates(bare)) or dates.minutes(bare) is not None
                 return is_when or dates.is_span(bare) or amount_of(bare) is not None
@@ -458,7 +461,7 @@ class Gold(Whole):
             return part.starts
         if truth(bare) is not None:
             return part.starts
-        return any(map(str.isalpha, tokens(bare)))
+        return any(map(str.isalpha, bare))
 
     def _describes(self, part: Part, bare: str) -> bool:
         """Whether a part that is attached to a name says what it is; a phrase has no such parts."""

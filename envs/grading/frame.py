@@ -33,7 +33,7 @@ _APART = re.compile(r"[^\w\s]|\b(?:and|or|but|while|whereas|then)\b", re.IGNOREC
 _BUT = re.compile(r"\b(?:but|however)\b", re.IGNORECASE)
 _WHOLE = r"""(?:^|(?<=[\s"'(\[{*`$]))""", r"""(?=$|[\s"')\]}*`$]|[.,;:!]+(?:\W|$))"""
 _CITED = re.compile(r"^\d[.)]\s+|\[\d{1,2}\]")
-_ALTERED = re.compile(r"\b(?:above|before|from|of|by|more)\W*$", re.IGNORECASE)  # above 13
+_ALTERED = re.compile(r"\b(?:above|before|after|since|up to|from|of|by|more)\W*$", re.IGNORECASE)  # above 13
 _LETTERS = re.compile(r"\b[A-HJ-Z]\b")
 _LETTER = re.compile(r"\b[A-HJ-Z]\b(?!\s+\w|')")  # of an option, no article
 _ALONE = r"(?<![A-Za-z\d-])(?<!\d[.,/:])", r"(?![A-Za-z\d]|[.,/:]\d)"
@@ -42,7 +42,7 @@ _TOKEN = re.compile(
     rf"(?P<word>(?<![\\\w])[A-Za-z]+(?![\w(^])|{_SCRIPT.pattern})|(?P<sign>[^\w\s]|_)|\w+"
 )
 _OPENS = re.compile(r"\\|\$(?=\d)|[(\[{](?![A-Za-z'\"])|[-+](?=\S)")  # a formula
-_CLOSES = re.compile(r"[%!)\]}]")
+_CLOSES = re.compile(r"[%!]|(?<![A-Za-z'\"])[)\]}]")
 _JOINTS: dict[str, Joint] = {"(": "bracket", ",": "comma", ":": "colon", "-": "dash", "=": "equals"}
 
 
@@ -52,6 +52,8 @@ def _parts(text: str, golds: Sequence[str], ends: tuple[str, str]) -> list[str]:
     text = _NEXT.sub("or", _NUMBERED.sub(" ", _SURE.sub(" ", _TAG.sub(" ", unify(text))))).strip()
     if not any(re.search(r"\d", form) for form in forms):
         text = _CITED.sub(" ", text).strip()
+    if not any(map(_SCRIPT.search, forms)):
+        text = _SCRIPT.sub(r" \g<0> ", text)
     either = "|".join(map(re.escape, sorted(forms, key=len, reverse=True)))
     return re.split(f"{ends[0]}(?:{either}){ends[1]}", text) if forms else []
 
@@ -92,8 +94,9 @@ class Rest(Struct, frozen=True):
     @property
     def joint(self) -> Joint:
         """How it is attached to the gold."""
-        signs = self.between.strip()
-        return "" if {*_words(signs)} - _ARTICLES else _JOINTS.get(signs[:1], "")
+        signs = self.between.strip(" \"'*`")
+        signs = signs if self.is_before else f"{signs}{self.text}"
+        return "" if {*_words(self.between)} - _ARTICLES else _JOINTS.get(signs[:1], "")
 
     @property
     def is_one_clause(self) -> bool:
