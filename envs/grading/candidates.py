@@ -156,10 +156,12 @@ class Gold(Whole):
             case "words" if is_statement(self.text):
                 return False
             case "words":
-                if self.is_named:
-                    return is_named(bare)
-                is_phrase = is_named(bare) or (len(bare.split()) < 9 and not is_statement(bare))
-                return is_phrase and rest.is_joined and rest.is_known
+                is_phrase = len(bare.split()) < 9 and not is_statement(bare)
+                is_joined = rest.is_joined and rest.is_known
+                if self.is_named:  # Kansas City crime family
+                    is_other = bare[0].isupper() and rest.joint == "" and is_joined
+                    return is_named(bare) or (is_phrase and is_other)
+                return (is_named(bare) or is_phrase) and is_joined
             case "choice":
                 letters = forms.chosen(bare) if forms.is_choice(bare) else set()
                 label = forms.labelled(bare)
