@@ -37,6 +37,7 @@ from agentenv.envs.grading.parts import (
     Part,
     Whole,
     amount_of,
+    is_compound,
     is_conversion,
     is_expression,
     is_named,
@@ -141,9 +142,7 @@ class Gold(Whole):
             case _ if rest.is_one_clause:
                 return False
             case "number":
-                amount = amount_of(bare)
-                is_measure = amount is not None and bool(amount.dimension)
-                return amount is not None and (self.amount.dimension or not is_measure)
+                return amount_of(bare) is not None and not is_compound(bare)
             case "date" | "time" | "span":
                 is_when = bool(dates.dates(bare)) or dates.minutes(bare) is not None
                 return is_when or dates.is_span(bare) or amount_of(bare) is not None
@@ -156,12 +155,9 @@ class Gold(Whole):
             case "words" if is_statement(self.text):
                 return False
             case "words":
-                is_phrase = len(bare.split()) < 9 and not is_statement(bare)
+                is_phrase = is_named(bare) or (len(bare.split()) < 9 and not is_statement(bare))
                 is_joined = rest.is_joined and rest.is_known
-                if self.is_named:  # Kansas City crime family
-                    is_other = bare[0].isupper() and rest.joint == "" and is_joined
-                    return is_named(bare) or (is_phrase and is_other)
-                return (is_named(bare) or is_phrase) and is_joined
+                return is_named(bare) if self.is_named else is_phrase and is_joined
             case "choice":
                 letters = forms.chosen(bare) if forms.is_choice(bare) else set()
                 label = forms.labelled(bare)

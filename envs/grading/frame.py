@@ -33,7 +33,10 @@ _APART = re.compile(r"[^\w\s]|\b(?:and|or|but|while|whereas|then)\b", re.IGNOREC
 _BUT = re.compile(r"\b(?:but|however)\b", re.IGNORECASE)
 _WHOLE = r"""(?:^|(?<=[\s"'(\[{*`$]))""", r"""(?=$|[\s"')\]}*`$]|[.,;:!]+(?:\W|$))"""
 _CITED = re.compile(r"^\d[.)]\s+|\[\d{1,2}\]")
-_ALTERED = re.compile(r"\b(?:above|before|after|since|up to|from|of|by|more)\W*$", re.IGNORECASE)  # above 13
+_ALTERED = re.compile(  # above 13
+    r"\b(?:above|before|after|since|up to|from|of|by|more|(?:all|any\w*|every\w*) but(?: the)?)\W*$",
+    re.IGNORECASE,
+)
 _LETTERS = re.compile(r"\b[A-HJ-Z]\b")
 _LETTER = re.compile(r"\b[A-HJ-Z]\b(?!\s+\w|')")  # of an option, no article
 _ALONE = r"(?<![A-Za-z\d-])(?<!\d[.,/:])", r"(?![A-Za-z\d]|[.,/:]\d)"
@@ -132,7 +135,7 @@ def rests(text: str, golds: Sequence[str]) -> Iterator[Rest]:
         if first == last:
             continue
         start, end = tokens[first].start(), tokens[last - 1].end()
-        between = part[: start] if place else part[end:]
+        between = part[:start] if place else part[end:]
         is_phrase = not between.strip() and len(between) < 2
         if is_phrase or any(map(_OBJECT.search, (between, "" if place else part[:start]))):
             continue  # a part of a longer phrase

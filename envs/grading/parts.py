@@ -398,7 +398,7 @@ class Whole:
         if self.meets(text) or self._is_worked_out(text):
             found.append(Part(text, joint, meets=True, led=led, is_first=is_first))
             return
-        if self.kind == "number" and (_is_compound(text) or _SUM_OF.match(text)):
+        if self.kind == "number" and (is_compound(text) or _SUM_OF.match(text)):
             found.append(Part(text, joint, led=led, is_first=is_first))
             return
         if level > 3 and BETWEEN.match(text) and is_range(text):
@@ -517,7 +517,7 @@ class Whole:
         return True
 
 
-def _is_compound(text: str) -> bool:
+def is_compound(text: str) -> bool:
     """Whether a text is one amount in two units: 3 hours and 24 minutes."""
     pieces = re.split(r",?\s+and\s+|,\s+", text) if len(text) < MAX_COMPOUND else []
     amounts = [amount_of(clean(piece)) for piece in pieces]
