@@ -30,11 +30,13 @@ _TAKEN_BACK = _TABLES.pattern("taken_back", re.IGNORECASE)
 _WORD = re.compile(r"[^\W\d_]+")
 _PUNCTUATION = re.compile(r"""(?:[^\W\d_]|[\s.,;:!'"()\[\]{}*#>`$-])*""")
 _APART = re.compile(r"[^\w\s]|\b(?:and|or|but|while|whereas|then)\b", re.IGNORECASE)
+_ADJACENT = re.compile(r"\s?(?:(?:an?|the)\s)?", re.IGNORECASE)
 _BUT = re.compile(r"\b(?:but|however)\b", re.IGNORECASE)
 _WHOLE = r"""(?:^|(?<=[\s"'(\[{*`$]))""", r"""(?=$|[\s"')\]}*`$]|[.,;:!]+(?:\W|$))"""
 _CITED = re.compile(r"^\d[.)]\s+|\[\d{1,2}\]")
 _ALTERED = re.compile(  # above 13
-    r"\b(?:above|before|after|since|up to|from|of|by|more|(?:all|any\w*|every\w*) but(?: the)?)\W*$",
+    r"\b(?:above|before|after|since|up to|from|of|by|more|"
+    r"(?:all|any\w*|every\w*) but(?: the)?)\W*$",
     re.IGNORECASE,
 )
 _LETTERS = re.compile(r"\b[A-HJ-Z]\b")
@@ -136,7 +138,7 @@ def rests(text: str, golds: Sequence[str]) -> Iterator[Rest]:
             continue
         start, end = tokens[first].start(), tokens[last - 1].end()
         between = part[:start] if place else part[end:]
-        is_phrase = not between.strip() and len(between) < 2
+        is_phrase = _ADJACENT.fullmatch(between) is not None
         if is_phrase or any(map(_OBJECT.search, (between, "" if place else part[:start]))):
             continue  # a part of a longer phrase
         if place or not _TAKEN_BACK.search(f"{part[:start]}@{between}"):
