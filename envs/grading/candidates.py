@@ -77,7 +77,6 @@ _NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
 _TRUTHS = re.compile(r"\b(yes|no|true|false)\b(?=[^\w,]*(?:[.;!\])}]|, the|, it|,? but|$))", re.I)
-_DATES = re.compile(r"(?:\d{1,2} )?[A-Z][a-z]+ (?:\d{1,2}, )?\d{3,4}")
 _BE = re.compile(r"\s(?:is|are|was|were)\s")
 # two words at most say something: This gives 12, one approach yields 12
 _SAID = re.compile(
@@ -217,7 +216,7 @@ class Gold(Whole):
             return self._other_expressions(text, parts)
         amounts = [amount_of(clean(part.text)) for part in parts if part.meets]
         beside = [amount for amount in amounts if amount is not None]
-        found = [*self._of_twins(text), *self._other_dates(text)]
+        found = [*self._of_twins(text)]
         ends_right = bool(parts) and parts[-1].meets
         skips = False
         for place, part in enumerate(parts):
@@ -261,14 +260,6 @@ class Gold(Whole):
         """The words that announce a second answer, which the gold does not have itself."""
         is_own = self.kind == "truth" or announcement(self.text)
         return "" if is_own else announcement(text)
-
-    def _other_dates(self, text: str) -> Iterator[str]:
-        """Dates with nothing but spaces between them."""
-        mine = dates.dates(self.text) if self.kind == "date" else ()
-        for date in _DATES.findall(text) if mine and not has_verb(text) else ():
-            found = dates.dates(date)
-            if found and not any(_compatible(one, other) for one in found for other in mine):
-                yield date
 
     def _reads_whole(self, text: str) -> bool:
         bare = clean(text)
