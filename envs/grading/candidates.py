@@ -14,7 +14,8 @@ from itertools import combinations
 from msgspec import Struct
 
 from agentenv.envs.grading import dates, forms
-from agentenv.envs.grading.forms import special, truth, without_name
+from agentenv.envs.grading.forms import several, special, truth, without_name
+from agentenv.envs.grading.frame import Rest, is_framed, rests
 from agentenv.envs.grading.names import (
     STATES,
     announcement,
@@ -36,6 +37,7 @@ from agentenv.envs.grading.parts import (
     Part,
     Whole,
     amount_of,
+    is_compound,
     is_conversion,
     is_expression,
     is_named,
@@ -44,6 +46,7 @@ from agentenv.envs.grading.parts import (
     is_of_place,
     is_range,
     is_role,
+    trimmed,
     value_of,
 )
 from agentenv.envs.grading.quantities import Quantity, quantity, same_quantity, unit_of
@@ -74,7 +77,6 @@ _NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
 _TRUTHS = re.compile(r"\b(yes|no|true|false)\b(?=[^\w,]*(?:[.;!\])}]|, the|, it|,? but|$))", re.I)
-_DATES = re.compile(r"(?:\d{1,2} )?[A-Z][a-z]+ (?:\d{1,2}, )?\d{3,4}")
 _BE = re.compile(r"\s(?:is|are|was|were)\s")
 # two words at most say something: This gives 12, one approach yields 12
 _SAID = re.compile(
@@ -105,6 +107,63 @@ class Gold(Whole):
         if self.kind == "number" and any(_tells_a_number(part) for part in parts):
             return False
         return any(part.meets for part in parts) and not any(map(self._changes, parts))
+
+    def is_framed_by(self, text: str) -> bool:
+        """Whether nothing but the words of answering stands round the gold."""
+        return is_framed(text, self.forms, is_word=self.kind in ("truth", "choice"))
+
+    def _of_rests(self, text: str) -> Iterator[str]:
+        """What stands beside the gold, without the words of answering, and reads as a whole answer
+        of its kind."""
+        for rest in rests(text, self.forms):
+            bare = clean(trimmed(rest.text))
+            is_nation = is_nationality(bare) and not is_nationality(self.text)
+            is_reply = rest.is_before and self.kind != "truth" and truth(bare) is not None
+            if not bare or self.meets(bare) or is_role(bare) or is_nation or is_reply:
+                continue
+            if not self._is_alike(bare, rest):
+                continue
+            is_place = is_of_place(bare.partition(",")[0], self.rank, Part(bare, "comma"))
+            is_first = rest.is_before and rest.joint != ""
+            part = Part(bare, rest.joint, led=not rest.is_joined, is_first=is_first)
+            is_sure = self.kind in ("math", "choice") or self._is_other(bare, rest)
+            if is_sure or (not is_place and self.is_rival(part)):
+                yield bare
+
+    def _is_other(self, bare: str, rest: Rest) -> bool:
+        """Whether an expression stands beside a list of words, or words beside one of those."""
+        is_beside = self.kind == "list" and rest.joint != "bracket" and rest.is_joined
+        return is_beside and is_wordy(bare) != is_wordy(self.text)
+
+    def _is_alike(self, bare: str, rest: Rest) -> bool:
+        """Whether a text alone reads as an answer of the gold's kind."""
+        match self.kind:
+            case _ if rest.is_one_clause:
+                return False
+            case "number":
+                return amount_of(bare) is not None and not is_compound(bare)
+            case "date" | "time" | "span":
+                is_when = bool(dates.dates(bare)) or dates.minutes(bare) is not None
+                return is_when or dates.is_span(bare) or amount_of(bare) is not None
+            case "truth":
+                return truth(bare) is not None
+            case "special":
+                return bool(special(bare)) or amount_of(bare) is not None
+            case "list":
+                return is_named(bare) or several(bare) is not None or self._is_other(bare, rest)
+            case "words" if is_statement(self.text):
+                return False
+            case "words":
+                is_phrase = is_named(bare) or (len(bare.split()) < 9 and not is_statement(bare))
+                is_joined = rest.is_joined and rest.is_known
+                return is_named(bare) if self.is_named else is_phrase and is_joined
+            case "choice":
+                letters = forms.chosen(bare) if forms.is_choice(bare) else set()
+                label = forms.labelled(bare)
+                letters = {label[0]} if label is not None else letters
+                return bool(letters) and not letters & forms.chosen(self.text)
+            case "math":
+                return rest.joint != "equals" and is_expression(bare)
 
     def _is_said(self, part: Part) -> bool:
         """Whether a part is words, another form of the amount, or says where it comes from."""
@@ -141,6 +200,9 @@ class Gold(Whole):
         name = self._written_as_a_name(parts)
         if name:
             return self._other(name).rivals(text)
+        beside_it = tuple(self._of_rests(text))
+        if beside_it:
+            return Rivals((), beside_it) if self.kind == "math" else Rivals(beside_it)
         if self.kind == "choice":
             return self._other_letters(text, parts)
         if self.kind == "truth" and self._says_both(text):
@@ -154,7 +216,7 @@ class Gold(Whole):
             return self._other_expressions(text, parts)
         amounts = [amount_of(clean(part.text)) for part in parts if part.meets]
         beside = [amount for amount in amounts if amount is not None]
-        found = [*self._of_twins(text), *self._other_dates(text)]
+        found = [*self._of_twins(text)]
         ends_right = bool(parts) and parts[-1].meets
         skips = False
         for place, part in enumerate(parts):
@@ -198,14 +260,6 @@ class Gold(Whole):
         """The words that announce a second answer, which the gold does not have itself."""
         is_own = self.kind == "truth" or announcement(self.text)
         return "" if is_own else announcement(text)
-
-    def _other_dates(self, text: str) -> Iterator[str]:
-        """Dates with nothing but spaces between them."""
-        mine = dates.dates(self.text) if self.kind == "date" else ()
-        for date in _DATES.findall(text) if mine and not has_verb(text) else ():
-            found = dates.dates(date)
-            if found and not any(_compatible(one, other) for one in found for other in mine):
-                yield date
 
     def _reads_whole(self, text: str) -> bool:
         bare = clean(text)
@@ -396,7 +450,7 @@ class Gold(Whole):
             return part.starts
         if truth(bare) is not None:
             return part.starts
-        return any(map(str.isalpha, tokens(bare)))
+        return any(map(str.isalpha, bare))
 
     def _describes(self, part: Part, bare: str) -> bool:
         """Whether a part that is attached to a name says what it is; a phrase has no such parts."""

@@ -325,6 +325,7 @@ class Whole:
 
     def __init__(self: Self, text: str, same: Same) -> None:
         self.text = clean(text)
+        self.forms = (text, self.text)
         self.kind: Kind = kind_of(self.text)
         self._same = same
         listed = several(without_name(self.text)) if self.kind == "list" else None
@@ -401,7 +402,7 @@ class Whole:
         if self.meets(text) or self._is_worked_out(text):
             found.append(Part(text, joint, meets=True, led=led, is_first=is_first))
             return
-        if self.kind == "number" and (_is_compound(text) or _SUM_OF.match(text)):
+        if self.kind == "number" and (is_compound(text) or _SUM_OF.match(text)):
             found.append(Part(text, joint, led=led, is_first=is_first))
             return
         if level > 3 and BETWEEN.match(text) and is_range(text):
@@ -520,7 +521,7 @@ class Whole:
         return True
 
 
-def _is_compound(text: str) -> bool:
+def is_compound(text: str) -> bool:
     """Whether a text is one amount in two units: 3 hours and 24 minutes."""
     pieces = re.split(r",?\s+and\s+|,\s+", text) if len(text) < MAX_COMPOUND else []
     amounts = [amount_of(clean(piece)) for piece in pieces]

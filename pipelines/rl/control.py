@@ -20,7 +20,7 @@ from agentenv.errors import ConfigError
 from agentenv.metrics import failure_kind_of
 from agentenv.offload import in_thread
 from agentenv.pipelines.rl.feeder import Feeder, InflightRollout
-from agentenv.pipelines.rl.report import phase_title
+from agentenv.pipelines.rl.report import phase_title, report_line
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.control import (
     AskStatus,
@@ -380,11 +380,7 @@ class Control:
         lines, facts = [f"written to {training.run.path}/eval/{when}"], {}
         for name, result in found.items():
             overall = result.overall
-            low, high = overall.interval
-            lines.append(
-                f"{name}: success {overall.success:.3f} [{low:.3f}, {high:.3f}], reward "
-                f"{overall.reward:.3f}, {overall.num_trajectories} trajectories"
-            )
+            lines.append(report_line(result, when))
             facts[name] = {
                 "success": overall.success,
                 "interval": list(overall.interval),

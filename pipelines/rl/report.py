@@ -185,12 +185,12 @@ def report_line(report: BriefReport, when: str) -> str:
     """One line an evaluation."""
     low, high = report.overall.interval
     scores = [
-        f"{kind} {score.success:.2f}" if score.num_trajectories else f"{kind} -"
+        f"{kind} -" if score.success is None else f"{kind} {score.success:.2f}"
         for kind, score in report.by_kind.items()
     ]
     kinds = f"  ({'  '.join(scores)})" if len(scores) > 1 else ""
     figures, failed = report.overall, ""
-    success = f"{figures.success:.3f} [{low:.3f}, {high:.3f}]" if figures.num_trajectories else "-"
+    success = "-" if figures.success is None else f"{figures.success:.3f} [{low:.3f}, {high:.3f}]"
     if figures.num_failed:
         failed = (
             f", {figures.num_failed} failed ({_percent(figures.failed_share)}; success "
@@ -199,23 +199,31 @@ def report_line(report: BriefReport, when: str) -> str:
     return (
         f"evaluation {report.name} {when}: success {success} of "
         f"{report.overall.num_trajectories}{failed}, reward "
-        f"{report.overall.reward:.3f}, calls {report.overall.tool_calls:.2f}{kinds}"
+        f"{_mean(figures.reward, 3)}, calls {_mean(figures.tool_calls, 2)}{kinds}"
     )
 
 
+def _mean(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
 def report_metrics(report: BriefReport) -> dict[str, Any]:
-    """The metrics row of an evaluation: eval/SET/... and eval/SET/KIND/..."""
+    """The metrics row of an evaluation: eval/SET/... and eval/SET/KIND/... Where all trajectories
+    failed there are their counts alone: nothing was measured."""
     row: dict[str, Any] = {"policy_version": report.policy_versions[1]}
     places = {f"eval/{report.name}": report.overall}
     places |= {f"eval/{report.name}/{kind}": score for kind, score in report.by_kind.items()}
     for place, score in places.items():
+        if score.success is not None:
+            row |= {
+                f"{place}/success": score.success,
+                f"{place}/success_low": score.interval[0],
+                f"{place}/success_high": score.interval[1],
+                f"{place}/reward": score.reward,
+                f"{place}/tool_calls": score.tool_calls,
+                f"{place}/action_tokens": score.action_tokens,
+            }
         row |= {
-            f"{place}/success": score.success,
-            f"{place}/success_low": score.interval[0],
-            f"{place}/success_high": score.interval[1],
-            f"{place}/reward": score.reward,
-            f"{place}/tool_calls": score.tool_calls,
-            f"{place}/action_tokens": score.action_tokens,
             f"{place}/trajectories": score.num_trajectories,
             f"{place}/failed": score.num_failed,
             f"{place}/failed_share": score.failed_share,
@@ -243,8 +251,8 @@ def final_table(state: RunState, name: str, *, cold_start: bool) -> Table:
              *(f"{one.overall.success_if_failed_wrong:.2f}" for one in reports)],
         ]  # fmt: skip
     rows += [
-        ["reward", *(f"{report.overall.reward:.3f}" for report in reports)],
-        ["tool calls each", *(f"{report.overall.tool_calls:.2f}" for report in reports)],
+        ["reward", *(_mean(report.overall.reward, 3) for report in reports)],
+        ["tool calls each", *(_mean(report.overall.tool_calls, 2) for report in reports)],
     ]
     return Table(
         title=f"success on {name}, sampled, n = {count} (95 % interval)",
@@ -255,7 +263,7 @@ def final_table(state: RunState, name: str, *, cold_start: bool) -> Table:
 
 
 def _cell(score: BriefFigures) -> str:
-    if not score.num_trajectories:
+    if score.success is None:
         return f"-{_share(score.failed_share)}"
     low, high = score.interval
     return f"{score.success:.2f} [{low:.2f}, {high:.2f}]{_share(score.failed_share)}"

@@ -91,15 +91,15 @@ class Imitating(Struct):
 class BriefFigures(Struct, frozen=True):
     """Figures of one group of questions. `success` is the share of trajectories whose answer is
     right, with its 95 % interval over questions; failed trajectories are counted apart, never as
-    wrong."""
+    wrong. Where all of them failed nothing was measured: the means are None."""
 
     num_trajectories: int
     num_failed: int
-    success: float
+    success: float | None
     interval: tuple[float, float]
-    reward: float
-    tool_calls: float
-    action_tokens: float
+    reward: float | None
+    tool_calls: float | None
+    action_tokens: float | None
 
     @property
     def failed_share(self) -> float:
@@ -109,7 +109,7 @@ class BriefFigures(Struct, frozen=True):
     @property
     def success_if_failed_wrong(self) -> float:
         """The least success that the failed ones allow."""
-        return self.success * (1 - self.failed_share)
+        return (self.success or 0.0) * (1 - self.failed_share)
 
 
 class BriefReport(Struct, frozen=True):
@@ -150,11 +150,11 @@ def _figures(rows: Sequence[EvalRow]) -> BriefFigures:
     return BriefFigures(
         num_trajectories=len(done),
         num_failed=len(rows) - len(done),
-        success=num_right / len(done) if done else 0.0,
+        success=num_right / len(done) if done else None,
         interval=_interval(done),
-        reward=fmean(row.reward for row in done) if done else 0.0,
-        tool_calls=fmean(len(row.tool_calls) for row in done) if done else 0.0,
-        action_tokens=fmean(row.action_tokens for row in done) if done else 0.0,
+        reward=fmean(row.reward for row in done) if done else None,
+        tool_calls=fmean(len(row.tool_calls) for row in done) if done else None,
+        action_tokens=fmean(row.action_tokens for row in done) if done else None,
     )
 
 
@@ -269,8 +269,8 @@ class RunSaver(Saver):
         name, _, figure = self.best_metric.partition("/")
         if report.name != name:
             return
-        value: float = getattr(report.overall, figure)
-        if self.state.best is not None and value <= self.state.best:
+        value: float | None = getattr(report.overall, figure)
+        if value is None or (self.state.best is not None and value <= self.state.best):
             return
         cancelled = None
         if step == self.state.step and not await in_thread(self._has, step):

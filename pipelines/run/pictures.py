@@ -153,7 +153,7 @@ def learning_curve(rows: Sequence[Row], name: str) -> Any:
         left.plot([row["step"] for row in steps], values, style + marker, label=label)
     left.set(title="training rollouts (sampled)", xlabel="update")
     for key, style in _eval_keys(rows):
-        _evaluation(right, [row for row in rows if key in row], key, style)
+        _evaluation(right, rows, key, style)
     right.set(title="evaluation success (sampled)", xlabel="update")
     for axes in (left, right):
         axes.locator_params(axis="x", integer=True)
@@ -168,7 +168,8 @@ def _evaluation(axes: Any, rows: Sequence[Row], key: str, style: str) -> None:
     failed, their share and the success if they were wrong."""
     place = key.removesuffix("/success")
     label = place.removeprefix("eval/")
-    steps, values = zip(*((row["step"], row[key]) for row in rows), strict=True)
+    measured = [row for row in rows if key in row]  # else all trajectories failed
+    steps, values = [row["step"] for row in measured], [row[key] for row in measured]
     latest = dict(zip(steps, values, strict=True))  # what came before a cold start stands by itself
     joined = len(latest) > 2  # which two points alone are not: nobody looked in between
     curve = style if joined else style[0]
@@ -194,7 +195,8 @@ def _eval_keys(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Success keys with marker and line: whole sets solid; kinds of questions dotted, where a set
     has several."""
     keys = sorted({k for row in rows for k in row if k.startswith("eval/")})
-    keys = [key for key in keys if key.endswith("/success")]
+    places = [key.rpartition("/")[0] for key in keys if key.endswith(("/success", "/failed_share"))]
+    keys = [f"{place}/success" for place in dict.fromkeys(places)]
     kinds = Counter(key.split("/")[1] for key in keys if key.count("/") > 2)
     styles = {key: "o-" if key.count("/") == 2 else ".:" for key in keys}
     return [(key, style) for key, style in styles.items()

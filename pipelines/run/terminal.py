@@ -8,14 +8,17 @@ import asyncio
 import html
 import logging
 import os
+import queue
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
@@ -39,7 +42,7 @@ from rich.table import Table as RichTable
 
 from agentenv.disk import DIR_KEY, explain
 from agentenv.errors import TRAIN, AgentEnvError, ConfigError, DataError, needs_train
-from agentenv.offload import hanging, running
+from agentenv.offload import hanging, running, start_thread
 from agentenv.pipelines.run.arguments import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
@@ -140,15 +143,62 @@ def number(value: float | None) -> str:
 T = TypeVar("T")
 
 
-class _LogFile(logging.FileHandler):
-    """A log file that a full disk does not turn into tracebacks; the run says what is wrong."""
+class LogFile(logging.Handler):
+    """A log file that a thread writes, so that no disk holds up the caller. Lines that a full disk
+    refuses, or a disk that hangs does not take in time, are counted in `num_missing`."""
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        pass
+    MAX_LINES = 10_000  # that wait for the disk
+    CLOSE_S = 3.0
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self.path, self.num_missing = path, 0
+        self._lines: queue.Queue[bytes | threading.Event] = queue.Queue(self.MAX_LINES)
+        self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        start_thread(partial(self._write, self._file), name="run.log")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = f"{self.format(record)}\n".encode(errors="backslashreplace")
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self.num_missing += 1
+        except Exception:  # a message that its arguments do not fit
+            self.handleError(record)
+
+    def _write(self, file: int) -> None:
+        while True:
+            line = self._lines.get()
+            if isinstance(line, threading.Event):
+                line.set()
+                if self._file is None:
+                    return os.close(file)
+                continue
+            try:
+                while line:
+                    line = line[os.write(file, line) :]
+            except OSError:
+                self.num_missing += 1
+
+    def flush(self) -> None:
+        """Returns when all lines are written, or CLOSE_S later."""
+        if self._file is None:
+            return
+        written, by = threading.Event(), time.monotonic() + self.CLOSE_S
+        with suppress(queue.Full):
+            self._lines.put(written, timeout=self.CLOSE_S)
+            written.wait(by - time.monotonic())
 
     def close(self) -> None:
-        with suppress(OSError):
-            super().close()
+        """As flush; lines that are not written by then are missing."""
+        if self._file is not None:
+            self.flush()
+            self._file = None
+            self.num_missing += self._lines.qsize()
+            with suppress(queue.Full):
+                self._lines.put_nowait(threading.Event())
+        super().close()
 
 
 class _Errors(logging.Handler):
@@ -271,9 +321,7 @@ class View:
 
     def log_to(self, path: Path) -> None:
         """Write what is said, and the warnings of all parts, to `path` as well."""
-        file = _LogFile(path, encoding="utf-8")
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        self._handlers = [file, _Errors(self._errors)]
+        self._handlers = [LogFile(path), _Errors(self._errors)]
         self.folder = path.parent
         for stream in self._streams:
             stream.may_be_lost = True
@@ -290,6 +338,12 @@ class View:
         """Something is wrong, and the command goes on."""
         self._logger.warning(text)
         self._errors.print(f"[bold yellow]warning:[/] {escape(text)}", soft_wrap=True)
+
+    def warn_at_once(self, text: str) -> None:
+        """As `warn`, and the log file has it when this returns, if its disk answers."""
+        self.warn(text)
+        for handler in self._handlers:
+            handler.flush()
 
     def fail(self, text: str) -> None:
         self._logger.error(text)
@@ -360,6 +414,11 @@ class View:
         for handler in self._handlers:
             logging.getLogger().removeHandler(handler)
             handler.close()
+            if isinstance(handler, LogFile) and handler.num_missing:
+                self.warn(
+                    f"{handler.num_missing} lines are not in {handler.path}: the disk is full, or "
+                    "does not answer"
+                )
         self._handlers = []
 
 
@@ -429,7 +488,7 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
     loop."""
     runner = asyncio.Runner(loop_factory=CommandLoop)
     loop = runner.get_loop()
-    dog = Watchdog(loop, view.warn)
+    dog = Watchdog(loop, view.warn_at_once)
     num_signals = 0
 
     def stop(task: asyncio.Task[Any]) -> None:

@@ -173,6 +173,102 @@ def test_one_verb_one_label_or_another_script_joins_two(one: str, other: str, jo
         assert not any(compare(answer, gold)[0] for gold in (one, other)), answer
 
 
+# Joints and frames of which no rule has a word: other languages, symbols, layout, phrases.
+UNSEEN = [
+    "{} ili {}", "{} eller {}", "{} veya {}", "{} oppure {}", "{} bzw. {}", "{} respectively {}",
+    "{} ho\u1eb7c {}", "{} \u03ae {}", "{} \u0623\u0648 {}", "{} \ub610\ub294 {}",
+    "{}\u307e\u305f\u306f{}", "{} \u0e2b\u0e23\u0e37\u0e2d {}",
+    "{}.\uff5e{}", "{} \u2295 {}", "{} \u2016 {}", "{} \U0001f914 {}", "{} \u22bb {}", "{} ;; {}",
+    "{} .. {}", "{} && {}", "{} ?! {}", "{} ' {}", "{} \u2766 {}", "{} ~~ {}", "{} >< {}",
+    "print({})\nprint({})", "return {}\nreturn {}", "```\n{}\n```\n```\n{}\n```", "['{}', '{}']",
+    "<li>{}</li><li>{}</li>", "<td>{}</td><td>{}</td>", "{}  {}",
+    "\\begin{{itemize}}\\item {} \\item {}\\end{{itemize}}", "> {}\n> {}", "Q1: {} Q2: {}",
+    "{{'first': '{}', 'second': '{}'}}", "\u201e{}\u201c \u201e{}\u201c", "echo {}; echo {}",
+    "\\text{{{}}} \\text{{{}}}", "| {} |\n|---|\n| {} |", "$${}$$ $${}$$", "x: {}\ny: {}",
+    "{}, succeeded by {}", "{} is correct. {} is correct.", "{} works; {} works too.",
+    "{}, unless {}", "{} (60%), {} (40%)", "Torn between {} and {}.", "{}; {} is equally good.",
+    "{} was my first thought. {} was my second.", "{} cf. {}", "{} in one version; {} in the other",
+    "{} before {}", "Doc A: {}; Doc B: {}", "The text mentions {} and {}.", "{}, plus {}",
+    "Heads {}, tails {}", "A says {} while B says {}.", "I get {}. My colleague gets {}.",
+    "{} compared with {}", "{} fits; so does {}.", "The former is {}, the latter {}.",
+]  # fmt: skip
+FRAMES = [
+    "I first thought of something else, but it is {}.", "It is {}.", "So it must be {}.",
+    "After checking both passages, the answer is {}.", "{}, as stated in the text.",
+    "Given the above, I conclude that it is {}.",
+    "{} \u2014 that is the only one that fits the clues.", "Without a doubt, {}.",
+    "Thinking step by step, I arrive at {}.", "### Answer\n{}",
+    "Sure! The answer is {}.", "Okay, so it's {}.", "{}. I hope this helps!",
+    "{}, and nothing else.",
+    "{}, no doubt about it.", "This is {}.", "<b>{}</b>", "{} (see the second passage)",
+    "{}\n\nThis follows from the passages above.", "We find {}.", "All sources point to {}.",
+    "I had another idea at the beginning, but the answer is {}.", "The search confirms it: {}.",
+    "My first guess was wrong, but the answer is {}.", "Every clue leads to {}.", "{} for sure.",
+]  # fmt: skip
+
+
+def test_joints_that_no_rule_names() -> None:
+    drawn, accepted = random.Random(9), []
+    for number in range(900):
+        one, other = drawn.sample(golds()[PLAIN_KINDS[number % len(PLAIN_KINDS)]], 2)
+        joint = UNSEEN[drawn.randrange(len(UNSEEN))]
+        for answer in (joint.format(one, other), joint.format(other, one)):
+            if are_two(one, other):
+                accepted += [(gold, answer) for gold in (one, other) if compare(answer, gold)[0]]
+    assert len(accepted) < 12, accepted  # of 3,400
+
+
+def test_frames_that_no_rule_names() -> None:
+    drawn, refused = random.Random(9), []
+    for number in range(1800):
+        gold = drawn.choice(golds()[PLAIN_KINDS[number % len(PLAIN_KINDS)]])
+        answer = FRAMES[drawn.randrange(len(FRAMES))].format(gold)
+        refused += [] if compare(answer, gold)[0] else [(gold, answer)]
+    assert len(refused) < 12, refused
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "joint"),
+    [
+        ("yes", "no", "{} bzw. {}"), ("9,984", "three centuries", "{} respectively {}"),
+        ("30 years.", "2019", "{}\uff5e{}"), ("Paris", "London", "print({})\nprint({})"),
+        ("Claude Sr.", "Jefferson City", "{}  {}"),
+        ("Hyderabad, India", "Birmingham, Alabama", "Between {} and {}"),
+        ("1985 and 1987", "(15, -29)", "{} \u2016 {}"),
+    ],
+)  # fmt: skip
+def test_what_joins_two_answers_need_not_be_known(one: str, other: str, joint: str) -> None:
+    for answer in (joint.format(one, other), joint.format(other, one)):
+        assert not any(compare(answer, gold)[0] for gold in (one, other)), answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("I first thought of something else, but it is Evelyn.", "Evelyn"),
+        ("It is the public.", "the public"), ("It is only about half.", "only about half"),
+        ("The teacher is called a guru.", "guru"), ("Yes, it was Paris.", "Paris"),
+        ("Spain has Madrid as its capital.", "Madrid"),
+        ("It was Tiberius that succeeded Augustus.", "Tiberius"),
+        ("In 1990 they had 13 medals.", "13"), ("44 is wrong; the correct value is 42.", "42"),
+    ],
+)  # fmt: skip
+def test_one_answer_in_a_sentence(answer: str, gold: str) -> None:
+    assert compare(answer, gold)[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("I have no idea", "no"), ("It is anything but Paris", "Paris"), ("above 13", "13"),
+        ("It is not Paris", "Paris"), ("A. It is C", "C"), ("The answer is \u22125", "5"),
+        ("Paris, but I know that it is not", "Paris"), ("all but 13", "13"),
+    ],
+)  # fmt: skip
+def test_a_frame_that_denies_or_changes_the_gold_is_none(answer: str, gold: str) -> None:
+    assert not compare(answer, gold)[0]
+
+
 WHOLE = ("number", "date", "words")  # the kinds of which a name may be put into any sentence
 
 

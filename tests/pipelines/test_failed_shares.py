@@ -17,7 +17,7 @@ from agentenv.pipelines.rl.report import (
     step_line,
     summarize,
 )
-from agentenv.pipelines.rl.state import BriefReport, RunState, brief_report
+from agentenv.pipelines.rl.state import BriefReport, RunSaver, RunState, brief_report
 from agentenv.pipelines.run import terminal
 from agentenv.pipelines.run.pictures import learning_curve
 from agentenv.pipelines.run.records import EvalRow
@@ -134,7 +134,15 @@ def test_no_share_and_no_success_is_said_that_was_not_measured(
     assert cell in rows["all"][1]
     assert ("failed" in rows) is bool(counts[2])
     assert ("failed" in rows["all"][1]) is bool(counts[2])
-    assert labels([{"step": 2, **report_metrics(report)}]), "it can be drawn"
+    drawn, row = labels([{"step": 2, **report_metrics(report)}]), report_metrics(report)
+    assert ("held: share that failed" in drawn) is bool(counts[2])
+    was_measured = counts[0] + counts[1] > 0
+    for figure in ("success", "success_low", "success_high", "reward", "tool_calls"):
+        assert (f"eval/held/{figure}" in row) is was_measured
+        assert (f"eval/held/all/{figure}" in row) is was_measured
+    assert row["eval/held/trajectories"] == counts[0] + counts[1]
+    assert row["eval/held/failed"] == counts[2]
+    assert (report.overall.success is None) is not was_measured
 
 
 def labels(rows: list[dict[str, Any]]) -> set[str]:
@@ -176,3 +184,10 @@ def test_where_there_is_no_terminal_lines_say_how_far_it_is(
     now[0] += 60.0
     view.advance(320)
     assert written.getvalue().splitlines()[-1] == "another line", "it is over"
+
+
+async def test_an_evaluation_that_measured_nothing_is_never_the_best() -> None:
+    saver = object.__new__(RunSaver)
+    saver.best_metric, saver.state = "held/reward", RunState(best=-0.5)
+    await saver.consider_best(2, asked(0, 0, 5))  # neither saved nor kept
+    assert saver.state.best == -0.5

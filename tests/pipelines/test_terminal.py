@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from agentenv.pipelines.run.terminal import View
+from agentenv.pipelines.run.terminal import LogFile, View
 
 TELLING = """
 import sys
@@ -93,3 +95,64 @@ to_its_end(work, view, writing="it")
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr.splitlines() == ["warning: for people", "error: an error"]
     assert "for the log" in log.read_text()
+
+
+HANGING = """
+import sys, time
+from pathlib import Path
+from agentenv.pipelines.run.terminal import View, to_its_end
+
+view = View()
+
+def work():
+    view.log_to(Path(sys.argv[1]))
+    began = time.monotonic()
+    for number in range(int(sys.argv[2])):
+        view.say(f"line {number} " + 90 * ".")
+    sys.stderr.write(f"said in {time.monotonic() - began:.3f} s\\n")
+
+sys.exit(to_its_end(work, view, writing="it"))
+"""
+
+
+@pytest.mark.parametrize("num_lines", [2000, LogFile.MAX_LINES + 2000])
+def test_a_disk_that_hangs_holds_up_neither_what_is_said_nor_the_end(
+    tmp_path: Path, num_lines: int
+) -> None:
+    """A pipe that nobody reads takes no more than its buffer, as a disk that hangs."""
+    log = tmp_path / "run.log"
+    os.mkfifo(log)
+    reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    command = [sys.executable, "-c", HANGING, str(log), str(num_lines)]
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - began < 60
+    assert re.search(r"warning: \d+ lines are not in .*run\.log: the disk", done.stderr)
+    assert len(done.stdout.splitlines()) == num_lines
+    os.close(reader)
+
+
+def test_the_last_lines_are_in_the_log(tmp_path: Path) -> None:
+    view = View()
+    view.log_to(tmp_path / "run.log")
+    for number in range(2000):
+        view.say(f"line {number}")
+    view.warn_at_once("the end")
+    lines = (tmp_path / "run.log").read_text().splitlines()
+    assert len(lines) == 2001
+    assert lines[-1].endswith("WARNING the end")
+    view.close()
+    view.close()
+
+
+def test_lines_that_a_full_disk_does_not_take_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.log").symlink_to("/dev/full")
+    view = View()
+    view.log_to(tmp_path / "run.log")
+    view.say("one")
+    view.say("two")
+    view.close()
+    assert "2 lines are not in" in capsys.readouterr().err
