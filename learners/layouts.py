@@ -57,7 +57,7 @@ class Layouts:
         asked = config.layout
         self.is_counted = asked == "auto" and device.type != "cuda" and "segments" in self.offered
         if asked == "auto":
-            asked = "measured" if device.type == "cuda" else "tree"
+            asked = "tree"
         self.is_measured = asked == "measured" and len(self.offered) > 1
         self.is_decided = False  # the update that runs comes after the trials
         self.now: Layout = "tree" if asked == "measured" else asked

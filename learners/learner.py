@@ -209,8 +209,8 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(
             description="of micro-batches, all with the same gradients: trees whose shared tokens "
             "are computed once, the same with attention by segments, or rows padded to one length; "
-            "measured: the fastest by the times of the first 15 updates; auto: measured on a GPU, "
-            "on a CPU segments where paths are short, else tree, whatever the times"
+            "measured: the fastest by the times of the first 15 updates; auto: on a CPU segments "
+            "where paths are short, else tree, whatever the times"
         ),
     ] = "auto"
     allocator: Annotated[
