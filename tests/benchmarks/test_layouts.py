@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
-from agentenv.learners.batch import LAYOUTS
 from benchmarks import bench
 from benchmarks.parts import layouts
-from benchmarks.parts.layouts import ALL, choose, count, load_shapes, make_model, make_step
+from benchmarks.parts.layouts import ALL, count, load_shapes, make_model, make_step
 
 # A prompt of 5; two turns of 4, the first with a result of 6 and two turns of 3 and 2 below it.
 TREE = [[-1, 0, 5], [0, 4, 6], [1, 3, 0], [1, 2, 0], [0, 4, 0]]
@@ -53,22 +51,6 @@ def test_counts_by_hand() -> None:
     channels = 14 * 4 * 8 * 32
     assert flops == 6 * (weights * tokens + head * 13) + channels * pairs
     assert flat_flops == 6 * (weights * flat_tokens + head * 17) + channels * flat_pairs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", ["quickstart_first", "quickstart_later"])
-def test_the_layout_chosen_is_the_fastest(shape: str) -> None:
-    """The other shapes take minutes: `benchmarks/bench.py learner`."""
-    torch.set_num_threads(1)
-    trees, model = load_shapes()[shape]["trees"], make_model()
-    steps = {layout: make_step(layout, trees, model) for layout in LAYOUTS}
-    seconds: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
-    for layout, step in (*steps.items(),) * 3:
-        start = time.process_time()
-        step()
-        seconds[layout].append(time.process_time() - start)
-    best = {layout: min(found) for layout, found in seconds.items()}
-    assert min(best.values()) >= 0.9 * best[choose(trees, model)], "0.98, and a busy machine"
 
 
 def test_shapes_are_those_of_rollouts() -> None:
