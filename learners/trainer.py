@@ -93,6 +93,9 @@ class Reference:
             }
 
 
+NUM_TOKENS = {"segments": "num_segments_tokens", "padded": "num_padded_tokens"}  # by layout
+
+
 class Trainer:
     """Counts `optimizer_step` (all steps taken) and knows whether the weights have `moved`
     since they were published; if so, no token is of the current policy any more."""
@@ -240,7 +243,7 @@ class Trainer:
             self.backend.backward(self._with_router(loss, batch, num_computed))
             sums["num_computed_tokens"] += len(batch.token_ids)
             if batch.layout != "tree":
-                sums[f"num_{batch.layout}_tokens"] += len(batch.token_ids)
+                sums[NUM_TOKENS[batch.layout]] += len(batch.token_ids)
             for name, value in metrics.items():
                 if name.endswith("_max"):
                     maxima[name] = max(maxima.get(name, -math.inf), float(value))

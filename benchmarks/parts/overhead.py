@@ -302,6 +302,9 @@ class WaitingEngine:
 class WaitingServer:
     """The server that waits, behind no connection; its URL is the folder of the model."""
 
+    has_free_entropies = False
+    pause_wait_s = 0.0
+
     def __init__(self, url: str, **options: object) -> None:
         self.url = self.name = url
         self.policy_version = 0
