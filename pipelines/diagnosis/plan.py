@@ -174,6 +174,12 @@ def microbatch_tokens(learner: LearnerConfig, longest: int) -> int:
     return max(learner.max_tokens_per_microbatch, -(-longest // learner.context_parallel))
 
 
+AT_ONCE = (
+    "engine and learner would fit on a GPU together: with resources.colocated = 'at_once' no step "
+    "waits for one to sleep and the other to wake"
+)
+
+
 class _Planner:
     def __init__(self, config: Any, machine: Machine, resolve: Resolve, model: str) -> None:
         self.config, self.machine, self.resolve = config, machine, resolve
@@ -189,6 +195,7 @@ class _Planner:
         self.num_tokens, self.num_paths = rollouts_of(config)
         self.place: Path | None = None  # of the policy's model, where it is here
         self.shape = self._policy_shape() if self.path else None
+        self.learner_bytes = 0.0  # of a rank on its GPU
 
     def add_all(self) -> None:
         """In the order in which a run divides its GPUs."""
@@ -291,6 +298,7 @@ class _Planner:
         process = Process("learner rank", learner.num_ranks, ranks, self.path, memory, note=note)
         serving = min(RESERVE_BYTES, memory.gpu_bytes) if self.colocated else memory.gpu_bytes
         self.plan.add(process, serving=serving, training=memory.gpu_bytes)
+        self.learner_bytes = memory.gpu_bytes
 
     def _add_engine(self) -> None:
         """The processes of an engine, wherever it runs."""
@@ -387,6 +395,8 @@ class _Planner:
         weights = memory.gpu["weights"]
         if sleeps:
             memory = Memory(memory.gpu, {"what sleeps": weights * each})
+            if 0 < self.learner_bytes <= size - budget:
+                self.plan.advice.append(AT_ONCE)
         note = f"tensor parallel {config.tensor_parallel_size}, "
         if config.data_parallel_size > 1:
             note += f"data parallel {config.data_parallel_size}, "

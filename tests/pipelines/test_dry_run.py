@@ -104,6 +104,18 @@ def test_colocated_engine_and_learner_have_the_gpus_in_turn(
     assert "(learner rank and policy server); lower" in told
 
 
+def test_turns_are_advised_against_where_both_fit_at_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = [str(ROOT / "configs" / "gsm8k_135m.toml"), "--dry-run", "--gpus", "1"]
+    for how, is_advised in (("true", True), ("at_once", False)):
+        assert train.main([*recipe, f"resources.colocated={how}"]) == EXIT_MISSING
+        told = " ".join(capsys.readouterr().out.split())
+        assert ("would fit on a GPU together" in told) == is_advised
+    assert train.main([*recipe, "--gpu-memory", "24", "resources.colocated=true"]) == EXIT_MISSING
+    assert "would fit on a GPU together" not in capsys.readouterr().out
+
+
 def test_one_gpu_for_learner_and_embedded_engine(tmp_path: Path) -> None:
     build_model(tmp_path / "model", seed=0)
     path = ROOT / "configs" / "quickstart.toml"
