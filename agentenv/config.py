@@ -488,8 +488,10 @@ def _lookup(raw: Any, key: str) -> Any:
 def _choices(kind: mi.Type, key: str) -> list[str]:
     """The values of a key that takes some texts only; empty for others."""
     kind = unwrap(_type_at(kind, key))
-    kinds = map(unwrap, kind.types if isinstance(kind, mi.UnionType) else [kind])
-    return [str(value) for one in kinds if isinstance(one, mi.LiteralType) for value in one.values]
+    kinds = [*map(unwrap, kind.types if isinstance(kind, mi.UnionType) else [kind])]
+    texts = [str(value) for one in kinds if isinstance(one, mi.LiteralType) for value in one.values]
+    is_switch = texts and any(isinstance(one, mi.BoolType) for one in kinds)
+    return [*texts, "true", "false"] if is_switch else texts
 
 
 def _type_at(kind: mi.Type, key: str) -> mi.Type:

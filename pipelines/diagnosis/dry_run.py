@@ -26,7 +26,7 @@ from agentenv.config import paths_of, resolver
 from agentenv.engines.openai import OpenAIConfig
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.search.providers import PROVIDERS, WebConfig
-from agentenv.errors import PACKAGES, AgentEnvError, ConfigError
+from agentenv.errors import PACKAGES, AgentEnvError, ConfigError, DataError
 from agentenv.learners.messages import ADDRESS_VARIABLE as LEARNER_ADDRESS
 from agentenv.learners.messages import TOKEN_VARIABLE as LEARNER_TOKEN
 from agentenv.model_files import find_on_hub, hub_id
@@ -103,7 +103,11 @@ def _not_cached(config: AnyRun) -> Iterator[str]:
     """What is named by an id of the hub and not in its cache; what is there, is found from now
     on."""
     for key, text, kind in hub_keys(config):
-        if find_on_hub(text, kind) is None and hub_id(text) is not None:
+        try:
+            found = find_on_hub(text, kind)
+        except DataError as error:
+            raise DataError(f"{key}: {error}") from error
+        if found is None and hub_id(text) is not None:
             yield f"{key} = {text}: no such path; the run looks for this {kind} on the hub"
 
 
