@@ -8,6 +8,7 @@ stage may go on until teacher-forced exact match on clean demonstrations about u
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from agentenv.pipelines.rl.state import Imitating, RunState
 from agentenv.pipelines.run.checkpoints import COLD_START, Checkpoints, Saver
 from agentenv.pipelines.run.terminal import View
 
+SAY_EVERY_S = 30.0  # what the loss is, where no gate is measured meanwhile
 KIND_BOOST = 2.0  # a kind without any skill is drawn 1 + KIND_BOOST times as often
 
 logger = logging.getLogger(__name__)
@@ -124,6 +126,8 @@ class ColdStart:
     async def _run_all(self) -> None:
         config, learner = self.config, self.parts.learner
         self.view.begin("cold start", sum(stage.num_steps for stage in config.stages))
+        self._time = asyncio.get_running_loop().time
+        self._said_s = self._time()
         samplers = {
             stage.rows: Sampler(self.demonstrations[stage.rows], self.rng)
             for stage in config.stages
@@ -134,7 +138,8 @@ class ColdStart:
                 await learner.load(self._checkpoint / "trainer")  # with the optimizer's state
             passed = []
             for number, stage in enumerate(config.stages, 1):
-                self._place = f"stage {number} of {len(config.stages)} ({stage.rows})"
+                rows = f" ({stage.rows})" if stage.rows else ""
+                self._place = f"stage {number} of {len(config.stages)}{rows}"
                 passed.append(await self._stage(stage, samplers[stage.rows]))
             note = why_lower(config.stages)
             exact = await self._measure(note)
@@ -161,6 +166,8 @@ class ColdStart:
                     await uncancelled(self._imitate(sequences, scale))
                 if self._saver.is_due():
                     await self._saver.save()
+                if self._time() - self._said_s > SAY_EVERY_S:
+                    self._say(f"loss {self._course[-1]:.3f}")
             if stage.until_gate and self.step % self.config.gate_every == 0:
                 exact = await self._measure()
                 sampler.reweigh(exact, KIND_BOOST)
@@ -184,6 +191,10 @@ class ColdStart:
             await self.parts.learner.reset_optimizer(optimizer_of(self.learner_config))
             self.state.imitating = None
 
+    def _say(self, what: str) -> None:
+        self.view.say(f"cold start step {self.step}, {self._place}: {what}")
+        self._said_s = self._time()
+
     async def _measure(self, note: str = "") -> dict[str, float]:
         """By kind, the share of gate sequences of which every trained token is the likeliest. The
         line that says it ends with the `note`."""
@@ -197,10 +208,7 @@ class ColdStart:
         loss = sum(self._losses) / max(1, len(self._losses))
         self._losses = []
         kinds = "  ".join(f"{kind} {share:.2f}" for kind, share in exact.items())
-        self.view.say(
-            f"cold start step {self.step}, {self._place}: loss {loss:.3f}, exact match on the gate "
-            f"{kinds}{note}"
-        )
+        self._say(f"loss {loss:.3f}, exact match on the gate {kinds}{note}")
         self.view.advance(self.step)
         row = {f"sft/exact_match/{kind}": share for kind, share in exact.items()}
         await self.recorder.log({"step": 0, "sft/step": self.step, "sft/loss": loss, **row})
