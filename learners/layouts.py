@@ -14,9 +14,9 @@ a token and one that it sees. Each update is computed in the layout with the lea
 length of the paths alone decides between trees and segments, so that equal runs are equal to the
 bit.
 
-All ranks fit the times of all ranks, so that they know the same coefficients. What they choose for
-their own trees may differ: only the number of passes has to be equal, and `RankBackend.passes` sees
-to that.
+Each rank fits the times of all ranks, so that the coefficients are equal everywhere. The layouts
+that ranks choose for their own trees may differ: only the number of passes has to be equal, which
+`RankBackend.passes` ensures.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Layouts:
         return pack(trees, self.max_tokens, layout or self.now)
 
     def timed(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """The batches, each timed until the next one is asked for, if times count now."""
+        """Yields the batches; in a timed update, records the seconds of each one's passes."""
         if self._samples is None:
             yield from batches
             return
