@@ -169,7 +169,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return False
 
     @property
-    def new_weights(self) -> Literal["directory", "adapter", "broadcast"]:
+    def new_weights(self) -> Literal["directory", "adapter", "broadcast", "ipc"]:
         """How new weights reach this engine."""
         return "directory"
 

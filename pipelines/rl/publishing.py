@@ -1,4 +1,4 @@
-"""New weights from learner to engine: three ways to send them, whether both then agree, and who has
+"""New weights from learner to engine: four ways to send them, whether both then agree, and who has
 the GPUs meanwhile.
 """
 
@@ -21,7 +21,8 @@ from agentenv.engines.pool import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.errors import SHOWN, ConfigError, EngineDeadError, LearnerError
 from agentenv.learners.batch import encode_sequence
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
+from agentenv.engines.remote.weights import TransferError
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender, MemorySender
 from agentenv.learners.learner import Agreement, Learner, Metrics
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig, TrainingConfig
@@ -351,6 +352,34 @@ class BroadcastPublisher:
         await in_thread(shutil.rmtree, self.sender.folder / f"v{version - 1}", ignore_errors=True)
 
 
+class MemoryPublisher:
+    """Servers read the weights from memory that the learner shares. Where it has none for a copy,
+    they go through a directory."""
+
+    def __init__(
+        self, engine: EnginePool, sender: MemorySender, colocation: Colocation | None = None
+    ) -> None:
+        self.engine, self.sender, self.colocation = engine, sender, colocation
+
+    async def publish(self) -> None:
+        learner, folder = self.sender.learner, self.sender.folder
+        before = learner.policy_version
+        written: Path | None = None
+        async with learner.turn():
+            try:
+                await self.sender.publish(sleeps_next=self.colocation is not None)
+            except TransferError as error:
+                logger.warning("weights go through a directory this time: %s", error, extra=SHOWN)
+                written = await learner.publish(folder / f"v{before + 1}")
+            if self.colocation is not None:
+                await self.colocation.release()
+        if written is None:
+            await self.engine.take_weights(self.sender, before + 1)
+        else:
+            await self.engine.load_weights(written, before + 1)
+        await in_thread(shutil.rmtree, folder / f"v{before}", ignore_errors=True)
+
+
 def make_publisher(
     config: TrainConfig,
     engine: Engine,
@@ -365,6 +394,8 @@ def make_publisher(
         return DirectoryPublisher(engine, learner, folder, colocation)
     assert isinstance(config.engine, PooledEngineConfig)
     assert isinstance(engine, EnginePool)
+    if config.engine.new_weights == "ipc":
+        return MemoryPublisher(engine, MemorySender(learner, folder), colocation)
     pool = config.engine.pool
     sender = LearnerSender(
         learner,
