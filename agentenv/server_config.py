@@ -112,8 +112,10 @@ class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class Served(Struct, frozen=True):
     """What one server is to serve, under `name`. `trained`: its weights are replaced during the
-    run, by way of `weights`, or as LoRA adapters of rank `lora_rank` if that is not 0. `colocated`: the learner has its GPUs too, "at_once" or while the server sleeps. The
-    last three are where it runs, which its starter says."""
+    run, by way of `weights`, or as LoRA adapters of rank `lora_rank` if that is not 0. `colocated`:
+    the learner has its GPUs too, "at_once" or while the server sleeps; the server looks at their
+    memory once the file `gate` is there. The last three are where it runs, which its starter
+    says."""
 
     engine: str
     model: Path
@@ -123,6 +125,7 @@ class Served(Struct, frozen=True):
     weights: Literal["directory", "broadcast", "ipc"] = "directory"
     colocated: bool | str = False
     lora_rank: int = 0
+    gate: Path | None = None
     port: int = 0
     gpus: Sequence[str] = ()
     on_cpu: bool = False

@@ -234,6 +234,10 @@ class DeepSpeedLearner:
         """Take the memory again. A learner that sleeps refuses all other commands."""
         await self._exchange([wire.Sleep(False)] * self.config.num_ranks)
 
+    async def warm_up(self) -> None:
+        """On GPUs: compile what the first update would compile. Nothing is trained."""
+        await self.call_all(wire.WarmUp(), self.config.start_timeout_s)
+
     async def call_asleep(self, command: wire.Message) -> None:
         """A command that ranks carry out whether or not they have their GPUs, as `Release`."""
         await self._exchange([command] * self.config.num_ranks)

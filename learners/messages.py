@@ -122,6 +122,10 @@ class ScoreSequences(Command):
     sequences: list[EncodedTree]
 
 
+class WarmUp(Command):
+    """Compile for a GPU what the first update would; everything stays as it is."""
+
+
 class ResetOptimizer(Command):
     """Drop the optimizer's state; or set it aside, or take it back."""
 

@@ -207,6 +207,9 @@ class Rank:
                 done.metrics = prefer(self.trainer, command.pairs, command.beta, command.lr_scale)
             case wire.ScoreSequences():
                 done.scores = self.trainer.score(command.sequences)
+            case wire.WarmUp():
+                if self.backend.device.type == "cuda":
+                    self.trainer.warm_up()
             case wire.ResetOptimizer():
                 if command.state == "set_aside":
                     self.backend.set_state_aside()

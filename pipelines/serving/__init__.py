@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 VLLM_PLUGIN = Path(agentenv.__file__).parent / "engines" / "vllm_plugin"  # for PYTHONPATH
+VLLM_GATE = "AGENTENV_LEARNER_READY"  # variable that the plugin reads
 GIB = 2.0**30
 ASSUMED_GPU_GIB = 80.0
 
@@ -301,6 +302,8 @@ def environment(served: Served, config: LaunchConfig) -> dict[str, str]:
         if served.trained:
             env["PYTHONPATH"] = str(VLLM_PLUGIN)
             env["VLLM_SERVER_DEV_MODE"] = "1"  # routes for weights, pause, sleep and resume
+        if served.gate is not None:
+            env[VLLM_GATE] = str(served.gate)
         if served.lora_rank:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     if served.on_cpu:

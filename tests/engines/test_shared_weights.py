@@ -161,7 +161,9 @@ class Vanishing(MemorySender):
         version = await super().publish(sleeps_next=sleeps_next)
         if self.vanishes:
             self.vanishes = False
-            self.weights = replace(self.weights, memory={"cpu": [self.weights.memory["cpu"][0], 999]})
+            self.weights = replace(
+                self.weights, memory={"cpu": [self.weights.memory["cpu"][0], 999]}
+            )
         return version
 
 

@@ -96,7 +96,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     pool: PoolConfig = PoolConfig()
 
     can_sleep: ClassVar[bool] = True
-    can_map: ClassVar[bool] = False  # its servers read the learner's memory
+    can_map: ClassVar[bool] = False  # its servers read the learner's memory, and wait for it
     client: ClassVar[Callable[..., Server]]  # of one server; options are those of RemoteServer
 
     def __post_init__(self) -> None:
@@ -172,8 +172,8 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             )
         if self.weights == "ipc" and not self.starts_servers:
             raise ConfigError(
-                f'{key}: engine.weights = "ipc" needs servers that the run starts on the learner\'s '
-                'machine; remove engine.urls, or use "directory"'
+                f'{key}: engine.weights = "ipc" needs servers that the run starts beside the '
+                'learner; remove engine.urls, or use "directory"'
             )
         share = (self.servers or ServersConfig()).gpu_memory_share
         if share > MAX_SHARE:
@@ -210,6 +210,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
                 weights=self.weights,
                 colocated=given.colocated,
                 lora_rank=given.lora_rank,
+                gate=given.gate,
             )
             key = "engine.servers" if given.use == "policy" else f"{given.use} engine.servers"
             urls = await given.servers.start(served, launched, key)

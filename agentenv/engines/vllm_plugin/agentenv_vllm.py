@@ -100,7 +100,7 @@ def _wait_for_learner() -> None:
         began = time.monotonic()
         while not os.path.exists(gate):  # the run ends a server that waits for too long
             time.sleep(GATE_POLL_S)
-        print(f"waited {time.monotonic() - began:.1f} s for the learner", flush=True)
+        logger.warning("waited %.1f s for the learner", time.monotonic() - began)
         return init(self, *arguments, **keys)
 
     wrapper.init_device = init_device

@@ -67,9 +67,7 @@ class SharedMemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         began = time.perf_counter()
-        memory = self._memory = open_memory(
-            update_info.memory, update_info.num_bytes, self.device
-        )
+        memory = self._memory = open_memory(update_info.memory, update_info.num_bytes, self.device)
         opened = time.perf_counter()
         parts = zip(
             *(update_info.names, update_info.dtype_names, update_info.shapes, update_info.offsets),
