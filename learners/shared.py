@@ -56,6 +56,7 @@ class SharedCopy:
         self._slices: list[Slice] = []
         self._num_bytes = 0
         self.policy_version: int | None = None  # of the copy
+        self._gives_back = False  # the GPU's memory to engines, after the copy is read
         self._copy: Tensor | None = None  # uint8, mapped by servers
         self._host: Tensor | None = None  # the same in main memory, of rank 0
 
@@ -63,9 +64,9 @@ class SharedCopy:
         """Copy the weights of now; collective. What opens the copy on this rank, None where it has
         none, and the problem, which all ranks report. `sleeps_next`: the rank's unused memory is
         given back first, of which the copy would keep a part."""
-        problem, self.policy_version = "", None
+        problem, self.policy_version, self._gives_back = "", None, sleeps_next
         try:
-            self._make_room(sleeps_next=sleeps_next)
+            self._make_room()
         except (RuntimeError, OSError) as error:  # no memory
             rank = self._backend.rank
             problem = f"rank {rank} has no memory for a copy of the weights: {_line(error)}"
@@ -89,7 +90,9 @@ class SharedCopy:
         """Nothing reads the copy any more. Idempotent."""
         if self._on_gpu:
             self._copy = None
-            torch.cuda.ipc_collect()
+            torch.cuda.ipc_collect()  # what readers have closed
+            if self._gives_back:
+                torch.cuda.empty_cache()
 
     def write(self, source: Path, directory: Path) -> None:
         """The directory of the weights published last, of rank 0; other files are those of
@@ -109,7 +112,7 @@ class SharedCopy:
     def _on_gpu(self) -> bool:
         return self._backend.device.type == "cuda"
 
-    def _make_room(self, *, sleeps_next: bool) -> None:
+    def _make_room(self) -> None:
         if not self._slices:
             for entry in entries(self._backend.policy.model):
                 start = -(-self._num_bytes // ALIGNMENT) * ALIGNMENT
@@ -117,7 +120,7 @@ class SharedCopy:
                 self._num_bytes = start + self._slices[-1].num_bytes
         if self._on_gpu:
             self._copy = None
-            if sleeps_next:
+            if self._gives_back:
                 torch.cuda.empty_cache()
             self._copy = torch.empty(
                 self._num_bytes, dtype=torch.uint8, device=self._backend.device
