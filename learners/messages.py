@@ -123,7 +123,7 @@ class ScoreSequences(Command):
 
 
 class WarmUp(Command):
-    """Compile what the first update would, on ranks with such devices; everything stays as it is."""
+    """Compile what the first update would, on ranks with such a device; nothing else changes."""
 
     device: str = "cuda"
 
