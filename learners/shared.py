@@ -90,7 +90,7 @@ class SharedCopy:
         """Nothing reads the copy any more. Idempotent."""
         if self._on_gpu:
             self._copy = None
-            torch.cuda.ipc_collect()  # what readers have closed
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
             if self._gives_back:
                 torch.cuda.empty_cache()
 
@@ -129,7 +129,7 @@ class SharedCopy:
                 self._host = self._memory.take(self._num_bytes, self._backend.device)
         elif self._copy is None and self._backend.rank == 0:
             copy = torch.empty(self._num_bytes, dtype=torch.uint8)
-            number, _ = copy.untyped_storage()._share_fd_cpu_()  # type: ignore[no-untyped-call]
+            number, _ = copy.untyped_storage()._share_fd_cpu_()
             os.posix_fallocate(number, 0, self._num_bytes)  # else a write to a full /dev/shm kills
             self._copy = copy
 
@@ -151,9 +151,9 @@ class SharedCopy:
 def handle_of(memory: Tensor) -> dict[str, list[str | int]]:
     """What another process opens these bytes with, by the name of their device."""
     if memory.device.type != "cuda":
-        number, _ = memory.untyped_storage()._share_fd_cpu_()  # type: ignore[no-untyped-call]
+        number, _ = memory.untyped_storage()._share_fd_cpu_()
         return {"cpu": [os.getpid(), number]}
-    _, arguments = reduce_tensor(memory)
+    _, arguments = reduce_tensor(memory)  # type: ignore[no-untyped-call]
     storage, size, offset, _, counter, counter_offset, event, needs_event = arguments[7:]
     name = str(torch.cuda.get_device_properties(memory.device).uuid)
     handles = [base64.b64encode(one).decode() for one in (storage, counter, event)]
