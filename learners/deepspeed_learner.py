@@ -407,6 +407,7 @@ class MemorySender:
     def __init__(self, learner: DeepSpeedLearner, folder: Path) -> None:
         self.learner, self.folder = learner, folder.absolute()
         self.weights = SharedWeights([], [], [], [], 0, {})
+        self.num_failures = 0
         self._version = 0
         self._written: Path | None = None
         self._writing = asyncio.Lock()

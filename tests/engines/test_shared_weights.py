@@ -153,14 +153,14 @@ async def test_ranks_that_hold_a_part_each_share_merged_adapters(
 
 
 class Vanishing(MemorySender):
-    """Once, its memory cannot be opened by the time that servers try."""
+    """Its memory cannot be opened by the time that servers try: once, unless it vanishes always."""
 
-    vanishes = True
+    vanishes, always = True, False
 
     async def publish(self, *, sleeps_next: bool) -> int:
         version = await super().publish(sleeps_next=sleeps_next)
         if self.vanishes:
-            self.vanishes = False
+            self.vanishes = self.always
             self.weights = replace(
                 self.weights, memory={"cpu": [self.weights.memory["cpu"][0], 999]}
             )
@@ -224,6 +224,23 @@ async def test_without_memory_for_a_copy_the_weights_go_through_a_directory(
         assert s.written(await s.update()).is_file()
         assert "rank 0 has no memory" in caplog.text
         await s.b.check_greedy()
+
+
+class Closed(Vanishing):
+    always = True
+
+
+async def test_memory_that_is_never_read_is_given_up(
+    urls: list[str], tied: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with sharing(urls[:1], tied.paths[1], tmp_path, sender=Closed) as s:
+        for number in range(1, 4):
+            assert s.written(await s.update()).is_file()
+            assert s.sender.num_failures == min(number, 2)
+        await s.b.check_greedy()
+        assert s.b.pool.stats()["servers_up"] == 1
+    assert caplog.text.count("through directories from now on") == 1
+    assert caplog.text.count("No such file") >= 2
 
 
 async def test_a_server_that_comes_late_gets_a_directory_of_what_was_shared(
