@@ -230,25 +230,25 @@ class Handover:
     load     the engine puts them in place; one that slept wakes up
     """
 
-    PARTS = ("sleep", "wake", "publish", "load")
+    METRICS = ("handover/sleep_s", "handover/wake_s", "handover/publish_s", "handover/load_s")
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        clock = asyncio.get_running_loop().time
+    def part(self, name: Literal["sleep", "wake", "publish", "load"]) -> Iterator[None]:
+        clock, name_s = asyncio.get_running_loop().time, f"handover/{name}_s"
         began_s = clock()
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + clock() - began_s
+            self._seconds[name_s] = self._seconds.get(name_s, 0.0) + clock() - began_s
 
     def take(self) -> Metrics:
         """The parts since the last call, and their sum."""
         found, self._seconds = self._seconds, {}
-        parts = {f"handover/{name}_s": found.get(name, 0.0) for name in self.PARTS}
-        return parts | {"handover/total_s": sum(found.values())}
+        total = {"handover/total_s": sum(found.values())}
+        return dict.fromkeys(self.METRICS, 0.0) | found | total
 
 
 class Colocation:
