@@ -160,6 +160,7 @@ def test_the_core_takes_time_from_the_loop_and_randomness_from_keys() -> None:
     """So that the same scheduler can run under a virtual clock, bit for bit."""
     outside_the_loop = (  # threads and processes
         "agentenv/engines/embedded",
+        "agentenv/engines/vllm_plugin",
         "agentenv/guard.py",
         "agentenv/offload.py",
         "envs/sandbox/",
