@@ -382,20 +382,22 @@ class _Planner:
         taken = self.gpus.assign(
             f"{key}.gpus",
             config.gpus,
-            each * number,
+            config.num_gpus,
             borrows=policy and bool(self.resources.colocated),
         )
         budget = config.gpu_memory_share * size
-        awake = SERVER_BYTES if sleeps else budget  # in a phase in which it may sleep
+        on_each = min(number, config.per_gpu)  # servers, of which each has its budget
+        serving = on_each * budget
+        awake = on_each * (SERVER_BYTES if sleeps else budget)  # where it may sleep
         if shape is None:
             process = Process(name, number, taken, path)
-            self.plan.add(process, serving=budget, training=awake)
+            self.plan.add(process, serving=serving, training=awake)
             return
         memory, tokens = server_memory(shape, config, size)
         weights = memory.gpu["weights"]
         if sleeps:
             memory = Memory(memory.gpu, {"what sleeps": weights * each})
-            if 0 < self.learner_bytes <= size - budget:
+            if 0 < self.learner_bytes <= size - serving:
                 self.plan.advice.append(AT_ONCE)
         note = f"tensor parallel {config.tensor_parallel_size}, "
         if config.data_parallel_size > 1:
@@ -409,7 +411,7 @@ class _Planner:
                 "gpu_memory_share or tensor_parallel_size, or lower max_model_len"
             )
         process = Process(name, number, taken, path, memory, note)
-        self.plan.add(process, serving=budget, training=awake)
+        self.plan.add(process, serving=serving, training=awake)
         if policy:
             room = tokens * number * config.data_parallel_size
             self.plan.made.append(in_flight(self.num_paths, self.num_tokens, room))
