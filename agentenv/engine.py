@@ -111,7 +111,8 @@ class ServerStarter(Protocol):
 
 class EngineStart(Struct, frozen=True, kw_only=True):
     """What an engine is started with: the engine serves `model` as `policy_version`, `stack` closes
-    it. With an `adapter`, the policy is that LoRA adapter on top of `model`."""
+    it. With an `adapter`, the policy is that LoRA adapter on top of `model`. Servers that start
+    beside the learner, on its GPUs, look at their memory once the file `gate` is there."""
 
     model: Path
     tokenizer: Any
@@ -124,6 +125,7 @@ class EngineStart(Struct, frozen=True, kw_only=True):
     colocated: bool | str = False  # with the learner on the same GPUs: in turn, or "at_once"
     lora_rank: int = 0  # of the adapters that the engine gets as new weights; 0: whole models
     adapter: Path | None = None
+    gate: Path | None = None
 
 
 class LocalModel(Struct, frozen=True):
@@ -147,6 +149,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     has_weights: ClassVar[bool] = True  # False: it is only asked, whatever weights it has
     is_exact: ClassVar[bool] = False  # its log-probs and entropies are those of the learner's model
     can_sleep: ClassVar[bool] = False  # its memory can be given back while the learner works
+    can_map: ClassVar[bool] = False
     _reserved: ClassVar[int] = 0  # tokens of the context that are never filled
 
     @property
@@ -169,7 +172,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return False
 
     @property
-    def new_weights(self) -> Literal["directory", "adapter", "broadcast"]:
+    def new_weights(self) -> Literal["directory", "adapter", "broadcast", "ipc"]:
         """How new weights reach this engine."""
         return "directory"
 

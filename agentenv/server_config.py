@@ -14,6 +14,7 @@ from agentenv.errors import ConfigError
 
 # Settings of engine servers that a run starts by itself.
 
+VLLM_IPC = "agentenv_ipc"  # our backend of vLLM for weights in memory that the learner shares
 SGLANG_RESERVED = 2  # tokens of its context length that an SGLang server never fills
 ROLES = ("summarizer", "judge", "debugger", "refiner")  # besides the policy, which is [engine]
 
@@ -160,19 +161,21 @@ class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class Served(Struct, frozen=True):
     """What one server is to serve, under `name`. `trained`: its weights are replaced during the
-    run, through a directory or by `broadcast`, or as LoRA adapters of rank `lora_rank` if that is
-    not 0. `colocated`: the learner has its GPUs too, "at_once" or while the server sleeps. The
-    last four are where it runs, which its starter says; `cache_bytes`: of keys and values, 0 where
-    the server measures what is free, which it cannot beside others."""
+    run, by way of `weights`, or as LoRA adapters of rank `lora_rank` if that is not 0. `colocated`:
+    the learner has its GPUs too, "at_once" or while the server sleeps; the server looks at their
+    memory once the file `gate` is there. The last four are where it runs, which its starter says;
+    `cache_bytes`: of keys and values, 0 where the server measures what is free, which it cannot
+    beside others."""
 
     engine: str
     model: Path
     name: str
     max_model_len: int = 0
     trained: bool = False
-    broadcast: bool = False
+    weights: Literal["directory", "broadcast", "ipc"] = "directory"
     colocated: bool | str = False
     lora_rank: int = 0
+    gate: Path | None = None
     port: int = 0
     gpus: Sequence[str] = ()
     on_cpu: bool = False

@@ -13,7 +13,14 @@ import numpy as np
 from msgspec.structs import replace
 
 from agentenv.deadline import uncancelled
-from agentenv.engines.remote.weights import Address, Group, Manifest, TransferError, Wire
+from agentenv.engines.remote.weights import (
+    Address,
+    Group,
+    Manifest,
+    SharedWeights,
+    TransferError,
+    Wire,
+)
 from agentenv.errors import ConfigError, EngineError, LearnerError
 from agentenv.learners import messages as wire
 from agentenv.learners.algorithm import Algorithm
@@ -227,6 +234,14 @@ class DeepSpeedLearner:
         """Take the memory again. A learner that sleeps refuses all other commands."""
         await self._exchange([wire.Sleep(False)] * self.config.num_ranks)
 
+    async def warm_up(self) -> None:
+        """On GPUs: compile what the first update would compile. Nothing is trained."""
+        await self.call_all(wire.WarmUp(), self.config.start_timeout_s)
+
+    async def call_asleep(self, command: wire.Message) -> None:
+        """A command that ranks carry out whether or not they have their GPUs, as `Release`."""
+        await self._exchange([command] * self.config.num_ranks)
+
     async def export(self, directory: Path) -> Path:
         await self.call_all(wire.WriteModel(_absolute(directory), publish=False))
         return directory
@@ -381,6 +396,48 @@ class LearnerSender:
                     await self.learner.call_all(command)
                 except LearnerError as error:  # training itself reports a learner that is gone
                     raise EngineError(f"the learner wrote no directory: {error}") from error
+                self._written = path
+            return self._written
+
+
+class MemorySender:
+    """A SharedSender: weights go through memory that the ranks share with servers of their machine.
+    `publish` comes first, once an update; directories go below `folder`; `num_readers` servers have
+    each GPU."""
+
+    def __init__(self, learner: DeepSpeedLearner, folder: Path, num_readers: int = 1) -> None:
+        self.learner, self.folder = learner, folder.absolute()
+        self._num_readers = num_readers
+        self.weights = SharedWeights([], [], [], [], 0, {})
+        self._version = 0
+        self._written: Path | None = None
+        self._writing = asyncio.Lock()
+
+    async def publish(self, *, sleeps_next: bool) -> int:
+        """Make the learner's weights its next policy version; the number. TransferError if they
+        cannot be shared, which counts no version."""
+        replies = await self.learner.call_all(wire.Share(sleeps_next, self._num_readers))
+        _check_answers(replies[0])
+        found = [reply.shared for reply in replies if reply.shared is not None]
+        memory = {name: handle for one in reversed(found) for name, handle in one.memory.items()}
+        self.weights = replace(found[0], memory=memory)
+        self._version, self._written = replies[0].policy_version, None
+        return self._version
+
+    async def release(self) -> None:
+        await self.learner.call_asleep(wire.Release())
+
+    async def write(self) -> Path:
+        async with self._writing:
+            if self._written is None:
+                version = self._version
+                path = self.folder / f"v{version}"
+                try:
+                    await self.learner.call_asleep(wire.WriteShared(str(path), version))
+                except LearnerError as error:  # training itself reports a learner that is gone
+                    raise EngineError(f"the learner wrote no directory: {error}") from error
+                if version != self._version:
+                    raise EngineError("the learner has gone on to other weights")
                 self._written = path
             return self._written
 

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from agentenv.engines.remote.weights import Address, Bucket, Group, Wire
+from agentenv.engines.remote.weights import Address, Bucket, Group, SharedWeights, Wire
 from agentenv.errors import ConfigError
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.batch import EncodedTree
@@ -122,6 +122,10 @@ class ScoreSequences(Command):
     sequences: list[EncodedTree]
 
 
+class WarmUp(Command):
+    """Compile for a GPU what the first update would; everything stays as it is."""
+
+
 class ResetOptimizer(Command):
     """Drop the optimizer's state; or set it aside, or take it back."""
 
@@ -169,6 +173,28 @@ class LeaveGroup(Command):
     pass
 
 
+class Share(Command):
+    """Count the policy version up, and put a copy of its weights where servers of the machine read
+    it (agentenv/learners/shared.py). Answered with `shared`, or with `problem` by all ranks, which
+    count nothing up then. `sleeps_next`: the ranks fall asleep with the copy in place;
+    `num_readers`: servers that share a GPU."""
+
+    sleeps_next: bool
+    num_readers: int
+
+
+class Release(Command):
+    """Nothing reads the copy any more. This command and the next are for sleeping ranks too."""
+
+
+class WriteShared(Command):
+    """Write the directory of the weights that were shared last; refused unless they are those of
+    `policy_version`."""
+
+    directory: str
+    policy_version: int
+
+
 class Abort(Command):
     """Abort JoinGroup or SendWeights while it runs; not answered, and ignored when it is late."""
 
@@ -198,7 +224,7 @@ class Done(Message):
     steps: metrics of the optimizer steps that were skipped, with "minibatch" and "epoch".
     entropies, proximal, logprobs: of an update, by mini-batch and tree; see
     agentenv.learners.partition.
-    problem: of a broadcast, which is no failure of the rank.
+    problem: of a transfer of weights, which is no failure of the rank.
     """
 
     policy_version: int = 0
@@ -210,6 +236,7 @@ class Done(Message):
     logprobs: list[list[bytes]] = []
     buckets: list[Bucket] = []
     address: Address | None = None
+    shared: SharedWeights | None = None
     problem: str = ""
 
 

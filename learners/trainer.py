@@ -22,7 +22,13 @@ from torch import Tensor
 
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.backend import RankBackend
-from agentenv.learners.batch import ActionTokens, EncodedTree, MicroBatch, computed
+from agentenv.learners.batch import (
+    ActionTokens,
+    EncodedTree,
+    MicroBatch,
+    computed,
+    from_arrays,
+)
 from agentenv.learners.checkpoint import (
     REFERENCE,
     Checkpoint,
@@ -91,6 +97,16 @@ class Reference:
                 name: (start, saved.read(name, REFERENCE, start, elements.numel()).to(elements))
                 for name, start, elements in local_weights(self.backend)
             }
+
+
+WARM_UP_SIZES = 96, 160  # tokens of a node: the second size makes torch compile for all
+
+
+def forked_tree(size: int) -> EncodedTree:
+    """A prompt and two continuations of so many tokens each."""
+    token_ids = [index % 7 for index in range(3 * size)]
+    action = np.arange(3 * size) >= size
+    return from_arrays(token_ids, action, [0, size, 2 * size], [-1, 0, 0], weight=[1.0] * 3)
 
 
 NUM_TOKENS = {"segments": "num_segments_tokens", "padded": "num_padded_tokens"}  # by layout
@@ -167,6 +183,21 @@ class Trainer:
         loss_sum = sum(self.backend.gather_replicas(loss_sum))
         metrics = {"loss": loss_sum, "num_tokens": total} | self.step(lr_scale, loss_sum)
         return metrics | gpu_peak(self.backend) | times(start_wall, start_cpu)
+
+    def warm_up(self) -> None:
+        """Pass forked trees of two sizes through the model forwards and backwards, so that a GPU
+        compiles its kernels now; no step is taken, and generators of random numbers go on as if
+        nothing had been."""
+        device = self.backend.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for size in WARM_UP_SIZES:
+                trees = [forked_tree(size)]
+                for batch in self.backend.passes(self.layouts.pack(trees)):
+                    logprobs, entropies, _ = self.backend.forward(batch)
+                    self.backend.backward(0.0 * (logprobs.sum() + entropies.sum()))
+                self.figures(trees)
+            self.backend.skip()
+        gpu_peak(self.backend)  # counted anew from here
 
     def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
         """Figures of each sequence's predicted tokens, in their order."""

@@ -50,6 +50,7 @@ from agentenv.learners.learner import Saved
 from agentenv.learners.lora import add_adapters
 from agentenv.learners.model_check import check_model
 from agentenv.learners.policy import Policy, use_liger
+from agentenv.learners.shared import SharedCopy
 from agentenv.learners.trainer import HostMemory, OffloadedMemory, Trainer
 from agentenv.link import receive_frame
 
@@ -140,6 +141,9 @@ def own_address(connection: socket.socket, controller: str) -> str:
     return address if is_seen else socket.gethostname()
 
 
+WHILE_ASLEEP = (wire.Sleep, wire.Release, wire.WriteShared)
+
+
 class Rank:
     """Model, optimizer and counters of a rank, and the commands on them. `policy_version` counts
     published updates."""
@@ -165,6 +169,7 @@ class Rank:
         self.policy_version = 0
         self._offloaded: OffloadedMemory | None = None  # while the rank sleeps
         self._host = HostMemory()
+        self.shared = SharedCopy(self.backend, self._host)
 
     def run(self, command: wire.Command) -> wire.Done:
         """Carry out one command; `serve` reports its errors as Failed."""
@@ -179,7 +184,7 @@ class Rank:
 
     def _run(self, command: wire.Command) -> wire.Done:
         done = wire.Done()
-        if self._offloaded is not None and not isinstance(command, wire.Sleep):
+        if self._offloaded is not None and not isinstance(command, WHILE_ASLEEP):
             raise LearnerError(f"cannot run {type(command).__name__}: the learner is asleep")
         match command:
             case wire.Sleep():
@@ -202,6 +207,9 @@ class Rank:
                 done.metrics = prefer(self.trainer, command.pairs, command.beta, command.lr_scale)
             case wire.ScoreSequences():
                 done.scores = self.trainer.score(command.sequences)
+            case wire.WarmUp():
+                if self.backend.device.type == "cuda":
+                    self.trainer.warm_up()
             case wire.ResetOptimizer():
                 if command.state == "set_aside":
                     self.backend.set_state_aside()
@@ -231,6 +239,20 @@ class Rank:
                 done.problem = self.broadcaster.send()
             case wire.LeaveGroup():
                 self.broadcaster.leave()
+            case wire.Share():
+                found = self.shared.publish(
+                    sleeps_next=command.sleeps_next, num_readers=command.num_readers
+                )
+                done.shared, done.problem = found
+                if not done.problem:
+                    self.count_version()
+                    self.shared.policy_version = self.policy_version
+            case wire.Release():
+                self.shared.release()
+            case wire.WriteShared():
+                if self.shared.policy_version != command.policy_version:
+                    raise LearnerError("the learner has gone on to other weights")
+                self.shared.write(self.source, Path(command.directory))
             case wire.Save():
                 self.save(Path(command.directory))
             case wire.Load():

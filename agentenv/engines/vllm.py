@@ -47,7 +47,14 @@ from agentenv.engines.remote.probes import (
 )
 from agentenv.engines.remote.vllm_answer import NoPluginError, VLLMAnswer, request_body
 from agentenv.engines.remote.weight_sync import WeightSync
-from agentenv.engines.remote.weights import Bucket, Group, Wire, check_adapter, is_adapter
+from agentenv.engines.remote.weights import (
+    Bucket,
+    Group,
+    SharedWeights,
+    Wire,
+    check_adapter,
+    is_adapter,
+)
 from agentenv.errors import ConfigError, EngineError
 from agentenv.offload import in_thread
 from agentenv.types import Chunk
@@ -265,6 +272,8 @@ class VLLMServer(WeightSync[VLLMFacts]):
         except RefusedError:
             raise
         except BaseException as error:
+            if self._is_asleep:  # nothing runs, and what goes on without its memory dies
+                raise
             task = self._spawn(self._release())
             if not isinstance(error, asyncio.CancelledError):
                 await asyncio.wait({task})
@@ -317,8 +326,10 @@ class VLLMServer(WeightSync[VLLMFacts]):
         await self._post("/resume")
 
     async def _fall_asleep(self) -> None:
-        """Weights go to main memory, the cache is dropped; on the CPU they only pause."""
-        await self._post("/sleep", None, self._load_s, level="1", mode="abort")
+        """Weights and cache are dropped; the model below adapters, which is not loaded again, goes
+        to main memory. On the CPU they only pause."""
+        level = "1" if "adapters" in self._connected().info.features else "2"
+        await self._post("/sleep", None, self._load_s, level=level, mode="abort")
 
     async def _wake(self) -> None:
         """Resume those that were left paused, or asleep, which counts as paused."""
@@ -328,6 +339,29 @@ class VLLMServer(WeightSync[VLLMFacts]):
             for path in paths:
                 if await server.read(bool, "GET", "/is_paused", "is_paused"):
                     await server.call("POST", path, timeout_s=self._load_s)
+
+    async def _take(
+        self, weights: SharedWeights, number: int, release: Callable[[], Awaitable[None]]
+    ) -> None:
+        info = {
+            "names": weights.names,
+            "dtype_names": weights.dtypes,
+            "shapes": weights.shapes,
+            "offsets": weights.offsets,
+            "num_bytes": weights.num_bytes,
+            "memory": weights.exports_of(number),
+        }
+        try:
+            if self._is_asleep:
+                await self._post("/wake_up", None, self._load_s, tags="weights")
+            await self._post(self.transfer.start, self.transfer.empty)
+            await self._post(self.transfer.receive, {"update_info": info}, self._load_s)
+            await self._post(self.transfer.finish, self.transfer.empty, self._load_s)
+            await release()
+            if self._is_asleep:
+                await self._post("/wake_up", None, self._load_s, tags="kv_cache")
+        except EngineError as error:
+            raise ServerLostError(f"its weights are unknown: {error}") from error
 
     async def _num_workers(self, server: HttpClient) -> int:
         params = {"include_dp": "true"}
@@ -372,3 +406,4 @@ class VLLMConfig(
     """vLLM servers."""
 
     client: ClassVar[type[VLLMServer]] = VLLMServer
+    can_map: ClassVar[bool] = True

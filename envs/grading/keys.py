@@ -115,7 +115,7 @@ GRADERS = Registry(
     "grader",
     "agentenv.graders",
     GraderPart,
-    {"reasoning_gym": "agentenv.envs.reasoning_gym:ReasoningGymGrader"},
+    {"reasoning_gym": "agentenv.envs.reasoning:ReasoningGymGrader"},
     _keys_of,
 )
 

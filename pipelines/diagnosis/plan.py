@@ -20,6 +20,7 @@ from agentenv.pipelines.run.checkpoints import find_checkpoint
 from agentenv.pipelines.serving import (
     CPU_CACHE_GIB,
     GIB,
+    SERVER_BYTES,
     GpuPlan,
     Machine,
     learner_gpus,
@@ -28,7 +29,6 @@ from agentenv.pipelines.serving import (
 from agentenv.pipelines.setup.memory import (
     KNOWN,
     RESERVE_BYTES,
-    SERVER_BYTES,
     Memory,
     ModelShape,
     bytes_of,

@@ -40,6 +40,7 @@ from agentenv.pipelines.config.rl import DataConfig, EvalSet, Sampling, TrainCon
 from agentenv.pipelines.rl.placement import far_servers, open_ray, ray_ranks
 from agentenv.pipelines.rl.publishing import (
     Colocation,
+    Handover,
     ParityProbe,
     Publisher,
     make_publisher,
@@ -76,6 +77,7 @@ logger = logging.getLogger(__name__)
 NUM_PROBE_PROMPTS = 8
 MEMORY = SHARED_MEMORY
 LEARNER_LOG = "learner.log"
+LEARNER_READY = "learner-ready"
 
 
 @dataclass
@@ -101,6 +103,7 @@ class Parts:
     model: Path = Path()  # where weights, or the tokenizer of a rollout worker, are read from
     urls: dict[str, str] = field(default_factory=dict)  # of roles
     ray: RayPlacement | None = None
+    handover: Handover = field(default_factory=Handover)
 
     async def publish(self) -> None:
         """New weights into the engine while rollouts are running, and a probe of them begun."""
@@ -317,6 +320,8 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         self.stack.push_async_callback(learner.close)
         if self.checkpoint is not None:
             await learner.load(self.checkpoint / "trainer")
+        if config.engine.starts_servers:  # which come up meanwhile
+            await learner.warm_up()
         if config.resources.in_turn:
             await learner.sleep()
         return learner
@@ -343,14 +348,34 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
                 colocated=config.resources.colocated,
                 lora_rank=rank,
                 adapter=model / ADAPTER_FOLDER if rank and checkpoint else None,
+                gate=await self.gate(),
             )
         )
 
+    @once
+    async def gate(self) -> Path | None:
+        """The file by which the learner opens its GPUs to servers that start beside it; None: they
+        share none, or the servers cannot wait."""
+        config = self.config
+        waits = config.engine.starts_servers and config.engine.can_map
+        if config.resources.colocated and waits and self.engine_servers is self.servers:
+            return await self.weights() / LEARNER_READY
+        return None
+
+    async def _ready_learner(self) -> DeepSpeedLearner:
+        """The learner, which from now on holds the memory of its GPUs that it keeps."""
+        learner, gate = await self.learner(), await self.gate()
+        if gate is not None:
+            await in_thread(gate.touch)
+        return learner
+
     async def learner_and_engine(self) -> tuple[DeepSpeedLearner, Engine]:
-        """Started side by side, or one after the other where they share GPUs."""
-        if self.config.resources.colocated:
+        """Started side by side, or one after the other where an engine that cannot wait for the
+        learner is on its GPUs."""
+        if self.config.resources.colocated and await self.gate() is None:
             return await self.learner(), await self.engine()
-        first, second = asyncio.create_task(self.learner()), asyncio.create_task(self.engine())
+        first = asyncio.create_task(self._ready_learner())
+        second = asyncio.create_task(self.engine())
         try:
             return await asyncio.gather(first, second)
         finally:  # where one fails, the other ends too
@@ -367,9 +392,9 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
         learner, engine = await self.learner_and_engine()
         probe = ParityProbe(engine, learner, prompts)
         self.stack.push_async_callback(probe.close)
-        colocation = None
+        colocation, handover = None, Handover()
         if config.resources.in_turn:
-            colocation = Colocation(sleeping_engine(engine), learner, probe)
+            colocation = Colocation(sleeping_engine(engine), learner, probe, handover)
         trained = questions[TRAINED]
         encode_beside(trained.renderer, self.stack)
         make_env = await self.make_env(TRAINED)
@@ -386,7 +411,10 @@ class TrainingAssembly(AskingAssembly[TrainConfig]):
             actor=self._actor(trained, make_env, config.sampling.train, engine, TRAINING),
             eval_actor=eval_actor,
             probe=probe,
-            publisher=make_publisher(config, engine, learner, await self.weights(), colocation),
+            publisher=make_publisher(
+                config, engine, learner, await self.weights(), colocation, handover
+            ),
+            handover=handover,
             overlapping=await self._overlapping(eval_actor, learner),
             demonstrations=await self.demonstrations(),
             vocab_size=num_words,

@@ -1,4 +1,4 @@
-"""New weights from learner to engine: three ways to send them, whether both then agree, and who has
+"""New weights from learner to engine: four ways to send them, whether both then agree, and who has
 the GPUs meanwhile.
 """
 
@@ -7,8 +7,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Literal, Protocol
@@ -19,9 +19,10 @@ from agentenv.deadline import uncancelled
 from agentenv.engine import Engine, SleepingEngine
 from agentenv.engines.pool import PooledEngineConfig
 from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.remote.weights import TransferError
 from agentenv.errors import SHOWN, ConfigError, EngineDeadError, LearnerError
 from agentenv.learners.batch import encode_sequence
-from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner, LearnerSender, MemorySender
 from agentenv.learners.learner import Agreement, Learner, Metrics
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig, TrainingConfig
@@ -220,6 +221,36 @@ def is_exact(config: TrainConfig) -> bool:
     return config.engine.is_exact and computes_in_float32(config)
 
 
+class Handover:
+    """Seconds in which engine and learner pass weights and GPUs to each other, by part:
+
+    sleep    engine or learner gives its memory back
+    wake     the learner takes its memory, or the engine with the weights it had
+    publish  the learner writes, shares or sends its weights
+    load     the engine puts them in place; one that slept wakes up
+    """
+
+    PARTS = ("sleep", "wake", "publish", "load")
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + clock() - began_s
+
+    def take(self) -> Metrics:
+        """The parts since the last call, and their sum."""
+        found, self._seconds = self._seconds, {}
+        parts = {f"handover/{name}_s": found.get(name, 0.0) for name in self.PARTS}
+        return parts | {"handover/total_s": sum(found.values())}
+
+
 class Colocation:
     """Who has the GPUs, where engine and learner share them. Every command to the learner takes
     the GPUs for itself; `learner.turn`, which is `turn` here, keeps them for several commands.
@@ -237,7 +268,9 @@ class Colocation:
         engine: SleepingEngine,
         learner: DeepSpeedLearner,
         probe: ParityProbe,
+        handover: Handover | None = None,
     ) -> None:
+        self._handover = handover or Handover()
         self.owner: Literal["engine", "learner"] = "engine"
         self._engine, self._learner, self._probe = engine, learner, probe
         self._depth = 0
@@ -264,24 +297,27 @@ class Colocation:
         """Within a turn: the learner sleeps from now on, the engine is about to be woken up by
         `load_weights`."""
         async with self._moving:
-            await self._learner.sleep()
+            with self._handover.part("sleep"):
+                await self._learner.sleep()
             self.owner = "engine"
 
     async def _to_learner(self) -> None:
         async with self._moving:
             if self.owner == "engine":
                 await self._probe.sampled()
-                with suppress(EngineDeadError):  # which has no GPU any more: the learner is saved
-                    await self._engine.sleep()
-                await self._learner.wake()
+                with suppress(EngineDeadError), self._handover.part("sleep"):
+                    await self._engine.sleep()  # without a GPU any more: the learner is saved
+                with self._handover.part("wake"):
+                    await self._learner.wake()
                 self.owner = "learner"
 
     async def _to_engine(self) -> None:
         async with self._moving:
             if self.owner == "learner":
-                await self._learner.sleep()
-                with suppress(EngineDeadError):  # the next request reports it
-                    await self._engine.wake()
+                with self._handover.part("sleep"):
+                    await self._learner.sleep()
+                with suppress(EngineDeadError), self._handover.part("wake"):
+                    await self._engine.wake()  # dead: the next request reports it
                 self.owner = "engine"
 
 
@@ -314,17 +350,21 @@ class DirectoryPublisher:
         learner: DeepSpeedLearner,
         folder: Path,
         colocation: Colocation | None = None,
+        handover: Handover | None = None,
     ) -> None:
         self.engine, self.learner = engine, learner
         self.folder, self.colocation = folder, colocation
+        self.handover = handover or Handover()
 
     async def publish(self) -> None:
         version = self.learner.policy_version + 1
         async with self.learner.turn():
-            path = await self._write(self.folder / f"v{version}")
+            with self.handover.part("publish"):
+                path = await self._write(self.folder / f"v{version}")
             if self.colocation is not None:
                 await self.colocation.release()
-        await self.engine.load_weights(path, version)
+        with self.handover.part("load"):
+            await self.engine.load_weights(path, version)
         await in_thread(shutil.rmtree, self.folder / f"v{version - 1}", ignore_errors=True)
 
     async def _write(self, path: Path) -> Path:
@@ -342,13 +382,53 @@ class BroadcastPublisher:
     """The ranks of the learner send the weights to the servers of a pool, past the disk; servers
     that cannot receive read a folder that the sender writes for them."""
 
-    def __init__(self, engine: EnginePool, sender: LearnerSender) -> None:
+    def __init__(
+        self, engine: EnginePool, sender: LearnerSender, handover: Handover | None = None
+    ) -> None:
         self.engine, self.sender = engine, sender
+        self.handover = handover or Handover()
 
     async def publish(self) -> None:
-        version = await self.sender.publish()
-        await self.engine.receive_weights(self.sender, version)
+        with self.handover.part("publish"):
+            version = await self.sender.publish()
+        with self.handover.part("load"):
+            await self.engine.receive_weights(self.sender, version)
         await in_thread(shutil.rmtree, self.sender.folder / f"v{version - 1}", ignore_errors=True)
+
+
+class MemoryPublisher:
+    """Servers read the weights from memory that the learner shares. Where it has none for a copy,
+    they go through a directory."""
+
+    def __init__(
+        self,
+        engine: EnginePool,
+        sender: MemorySender,
+        colocation: Colocation | None = None,
+        handover: Handover | None = None,
+    ) -> None:
+        self.engine, self.sender, self.colocation = engine, sender, colocation
+        self.handover = handover or Handover()
+
+    async def publish(self) -> None:
+        learner, folder = self.sender.learner, self.sender.folder
+        before = learner.policy_version
+        written: Path | None = None
+        async with learner.turn():
+            with self.handover.part("publish"):
+                try:
+                    await self.sender.publish(sleeps_next=self.colocation is not None)
+                except TransferError as error:
+                    logger.warning("weights go by a directory this time: %s", error, extra=SHOWN)
+                    written = await learner.publish(folder / f"v{before + 1}")
+            if self.colocation is not None:
+                await self.colocation.release()
+        with self.handover.part("load"):
+            if written is None:
+                await self.engine.take_weights(self.sender, before + 1)
+            else:
+                await self.engine.load_weights(written, before + 1)
+        await in_thread(shutil.rmtree, folder / f"v{before}", ignore_errors=True)
 
 
 def make_publisher(
@@ -357,20 +437,25 @@ def make_publisher(
     learner: DeepSpeedLearner,
     folder: Path,
     colocation: Colocation | None,
+    handover: Handover,
 ) -> Publisher:
     """How new weights reach the engine, by its configuration."""
     if config.engine.new_weights == "adapter":
-        return AdapterPublisher(engine, learner, folder, colocation)
+        return AdapterPublisher(engine, learner, folder, colocation, handover)
     if config.engine.new_weights == "directory":
-        return DirectoryPublisher(engine, learner, folder, colocation)
+        return DirectoryPublisher(engine, learner, folder, colocation, handover)
     assert isinstance(config.engine, PooledEngineConfig)
     assert isinstance(engine, EnginePool)
+    if config.engine.new_weights == "ipc":
+        launched = config.engine.launched
+        sender = MemorySender(learner, folder, 1 if launched is None else launched.per_gpu)
+        return MemoryPublisher(engine, sender, colocation, handover)
     pool = config.engine.pool
-    sender = LearnerSender(
+    broadcaster = LearnerSender(
         learner,
         folder,
         pool.broadcast_timeout_s,
         pool.broadcast_port,
         pool.broadcast_interface,
     )
-    return BroadcastPublisher(engine, sender)
+    return BroadcastPublisher(engine, broadcaster, handover)

@@ -453,6 +453,7 @@ class StepReport:
                 state, asyncio.get_running_loop().time() - self._began_s
             ),
             **self.watch.take(),
+            **self.parts.handover.take(),
             **{f"event_loop/{name}": value for name, value in self.lag.figures().items()},
         }
 

@@ -21,7 +21,13 @@ from agentenv.errors import ConfigError
 from agentenv.learners.learner import LearnerConfig
 from agentenv.model_files import num_experts, read_model_config
 from agentenv.pipelines.config.cluster import RayCluster
-from agentenv.server_config import SGLANG_RESERVED, LaunchConfig, Served, ServersConfig
+from agentenv.server_config import (
+    SGLANG_RESERVED,
+    VLLM_IPC,
+    LaunchConfig,
+    Served,
+    ServersConfig,
+)
 from agentenv.supervisor import GPUS
 
 if TYPE_CHECKING:
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
 
 
 VLLM_PLUGIN = Path(agentenv.__file__).parent / "engines" / "vllm_plugin"  # for PYTHONPATH
+VLLM_GATE = "AGENTENV_LEARNER_READY"  # variable that the plugin reads
 GIB = 2.0**30
 SERVER_BYTES = 2 * GIB  # activations and graphs of a server, outside weights and cache
 ASSUMED_GPU_GIB = 80.0
@@ -210,6 +217,11 @@ def learner_gpus(
     named = [] if engine.launched is None else engine.launched.gpus
     if resources.colocated:
         engine.check_colocated(COLOCATED, resources.colocated)
+    if engine.new_weights == "ipc" and not (resources.colocated and local):
+        raise ConfigError(
+            'engine.weights = "ipc": servers read the memory of ranks on their own GPUs; set '
+            f"{COLOCATED}, with ranks that the run starts, or use another way"
+        )
     if asked and not local:
         raise ConfigError(f"{LEARNER}: the ranks are started elsewhere; remove it")
     if asked and not plan.visible:
@@ -300,6 +312,8 @@ def environment(served: Served, config: LaunchConfig) -> dict[str, str]:
         if served.trained:
             env["PYTHONPATH"] = str(VLLM_PLUGIN)
             env["VLLM_SERVER_DEV_MODE"] = "1"  # routes for weights, pause, sleep and resume
+        if served.gate is not None:
+            env[VLLM_GATE] = str(served.gate)
         if served.lora_rank:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     if served.on_cpu:
@@ -336,8 +350,9 @@ def _vllm_arguments(served: Served, config: LaunchConfig, model: dict[str, Any])
     if served.trained:
         found += ["--enable-scale-out", "--max-logprobs", "-1", "--enable-prompt-tokens-details"]
         found += ["--logprobs-mode", "processed_logprobs"]
-    if served.broadcast:
+    if served.weights != "directory":
         backend = "agentenv_gloo" if served.on_cpu else "nccl"
+        backend = VLLM_IPC if served.weights == "ipc" else backend
         found += ["--weight-transfer-config", f'{{"backend": "{backend}"}}']
     if served.lora_rank:
         # A second place, so that the next adapter is there before the last one is gone.

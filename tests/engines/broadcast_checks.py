@@ -41,12 +41,13 @@ class Bench:
     def sender(self, kind: type[LearnerSender] = LearnerSender) -> LearnerSender:
         return kind(self.learner, self.root / "published", TIMEOUT_S)
 
-    async def remember(self) -> None:
-        """What transformers makes of the learner's weights."""
-        path = self.root / f"reference-{self.learner.policy_version}"
+    async def remember(self, ahead: int = 0) -> None:
+        """What transformers makes of the learner's weights, of its version or one `ahead`."""
+        version = self.learner.policy_version + ahead
+        path = self.root / f"reference-{version}"
         await self.learner.export(path)
         model = await asyncio.to_thread(AutoModelForCausalLM.from_pretrained, path)
-        self.models[self.learner.policy_version] = model.eval()
+        self.models[version] = model.eval()
 
     async def train(self, sender: LearnerSender) -> int:
         """One step, published under the next version."""

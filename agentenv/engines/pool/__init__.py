@@ -60,10 +60,11 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         ),
     ] = 10
     weights: Annotated[
-        Literal["directory", "broadcast"],
+        Literal["directory", "broadcast", "ipc"],
         Meta(
-            description="how new weights reach the servers: through files that they can see, or "
-            "from the learner's rank 0 over NCCL (GPUs) or gloo (CPU)",
+            description="how new weights reach the servers: through files that they can see, from "
+            "the learner's rank 0 over NCCL (GPUs) or gloo (CPU), or from its memory on the same "
+            "GPUs (CUDA IPC; vLLM with resources.colocated)",
             extra=ESSENTIAL,
         ),
     ] = "directory"
@@ -94,6 +95,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     pool: PoolConfig = PoolConfig()
 
     can_sleep: ClassVar[bool] = True
+    can_map: ClassVar[bool] = False  # its servers read the learner's memory, and wait for it
     client: ClassVar[Callable[..., Server]]  # of one server; options are those of RemoteServer
 
     def __post_init__(self) -> None:
@@ -101,7 +103,12 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         if len(given) > 1:
             raise ConfigError(f"engine: give only one of urls, urls_file and servers, not {given}")
         self.check_urls()
-        if self.lora == "adapter" and self.weights == "broadcast":
+        if self.weights == "ipc" and not self.can_map:
+            raise ConfigError(
+                f'engine.weights = "ipc": {self.kind} servers read no memory of the learner, which '
+                'vLLM does; use "directory"'
+            )
+        if self.lora == "adapter" and self.weights != "directory":
             raise ConfigError(
                 'engine.lora = "adapter" goes through a directory; remove engine.weights'
             )
@@ -141,7 +148,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         return bool(self.urls or self.urls_file)
 
     @property
-    def new_weights(self) -> Literal["directory", "adapter", "broadcast"]:
+    def new_weights(self) -> Literal["directory", "adapter", "broadcast", "ipc"]:
         return "adapter" if self.lora == "adapter" else self.weights
 
     @property
@@ -160,7 +167,12 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         if self.weights == "broadcast":
             raise ConfigError(
                 f'{key}: engine.weights = "broadcast" needs servers that are awake while the '
-                'learner sends, on GPUs of their own; use "directory"'
+                'learner sends, on GPUs of their own; use "ipc" (vLLM) or "directory"'
+            )
+        if self.weights == "ipc" and not self.starts_servers:
+            raise ConfigError(
+                f'{key}: engine.weights = "ipc" needs servers that the run starts beside the '
+                'learner; remove engine.urls, or use "directory"'
             )
         servers = self.servers or ServersConfig()
         if servers.per_gpu * servers.gpu_memory_share > MAX_SHARE:
@@ -195,9 +207,10 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
                 given.use,
                 self.max_model_len,
                 trained=True,
-                broadcast=self.weights == "broadcast",
+                weights=self.weights,
                 colocated=given.colocated,
                 lora_rank=given.lora_rank,
+                gate=given.gate,
             )
             key = "engine.servers" if given.use == "policy" else f"{given.use} engine.servers"
             urls = await given.servers.start(served, launched, key)
@@ -219,8 +232,8 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         await pool.start(fresh=launched is not None and given.adapter is None)
         if given.lora_rank:
             pool.require("adapters")
-        if self.weights == "broadcast":
-            pool.require("broadcast")
+        if self.weights != "directory":
+            pool.require(self.weights)
         if pool.max_model_len:
             check_context(given.limits, pool.max_model_len)
         if launched is not None:

@@ -4,6 +4,7 @@ Target        the weights that every server should have
 WeightProbe   whether a server has the same weights as the others
 Keeper        one server's way into the pool, and back into it
 Broadcast     weights that all servers of the pool receive at once
+hand_over     weights that they read from the learner's memory
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ from agentenv.engines.remote import (
 )
 from agentenv.engines.remote.base import sampled
 from agentenv.engines.remote.weight_sync import Server
-from agentenv.engines.remote.weights import Group, Manifest, Sender, TransferError
+from agentenv.engines.remote.weights import (
+    Group,
+    Manifest,
+    Sender,
+    SharedSender,
+    TransferError,
+)
 from agentenv.errors import ConfigError, EngineError
 from agentenv.types import SamplingParams
 
@@ -38,19 +45,21 @@ if TYPE_CHECKING:
 
 
 class Target(Struct, frozen=True):
-    """The weights that every server of the pool should have: in a directory, or with a sender
-    that can also write one."""
+    """The weights that every server of the pool should have: in a directory, or with a sender, or
+    in memory that the learner shares, which both can also write one."""
 
     source: Path | None
     policy_version: int
     sender: Sender | None = None
+    shared: SharedSender | None = None
 
     async def directory(self) -> Path:
         """Raises EngineError if the sender has gone on to other weights."""
         if self.source is not None:
             return self.source
-        assert self.sender is not None
-        return await self.sender.write()
+        sender = self.sender or self.shared
+        assert sender is not None
+        return await sender.write()
 
 
 PROBE_IDS = tuple(range(1, 17))
@@ -349,6 +358,22 @@ class Keeper:
             lambda: self.client.receive(group, manifest, policy_version), policy_version
         )
 
+    async def take(
+        self, shared: SharedSender, policy_version: int, release: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Read weights from the learner's memory, and probe them; a server that sleeps wakes up
+        with them. Errors as of `_load`; `release`: see WeightSync.take."""
+        server = self.server
+        sleeps = server.is_asleep
+        if sleeps:
+            server.leave("it wakes up")
+        await self._replace(
+            lambda: self.client.take(shared.weights, server.number, policy_version, release),
+            policy_version,
+        )
+        if sleeps:
+            server.serve()
+
     async def _replace(self, load: Callable[[], Awaitable[None]], policy_version: int) -> None:
         """Load these weights and serve them. Raises ServerLostError where that fails."""
         server = self.server
@@ -491,6 +516,61 @@ class Broadcast:
             await asyncio.gather(
                 *(k.client.leave(group) for k, epoch in joined if k.server.epoch == epoch)
             )
+
+
+class _Readers:
+    """Servers that read the learner's memory; it is released when the last of them has."""
+
+    def __init__(self, shared: SharedSender, number: int) -> None:
+        self._shared, self._left = shared, number
+        self._released = asyncio.Event()
+
+    async def leave(self) -> None:
+        """One has read all, or never will; returns once the memory is released."""
+        self._left -= 1
+        if not self._left:
+            try:
+                await self._shared.release()
+            finally:
+                self._released.set()
+        await self._released.wait()
+
+
+async def hand_over(shared: SharedSender, version: int, keepers: Sequence[Keeper]) -> None:
+    """Let the servers that can read these weights where the learner has put them. Afterwards a
+    server has the weights and serves, or is out since its weights are unknown, or has what it had
+    before. The memory is released in any case."""
+    able = [
+        keeper
+        for keeper in keepers
+        if "ipc" in keeper.server.features and (keeper.server.serving or keeper.server.is_asleep)
+    ]
+    if not able:
+        await shared.release()
+        return
+    readers = _Readers(shared, len(able))
+
+    async def take(keeper: Keeper) -> None:
+        reads = True
+
+        async def leave() -> None:
+            nonlocal reads
+            if reads:
+                reads = False
+                await readers.leave()
+
+        try:
+            await keeper.take(shared, version, leave)
+        except EngineError as error:
+            logger.warning(
+                "%s did not take policy version %d from the learner's memory: %s; it gets a "
+                "directory",
+                *(keeper.server.name, version, error),
+            )
+        finally:
+            await leave()
+
+    await asyncio.gather(*(take(keeper) for keeper in able))
 
 
 async def _together(

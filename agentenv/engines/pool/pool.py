@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentenv.deadline import uncancelled
-from agentenv.engines.pool.keeper import Broadcast, Keeper, Target, WeightProbe
+from agentenv.engines.pool.keeper import Broadcast, Keeper, Target, WeightProbe, hand_over
 from agentenv.engines.pool.limit import FULL
 from agentenv.engines.pool.server import Lost, Outcome, PooledServer, State, problems
 from agentenv.engines.pool.turn import TurnEngine
 from agentenv.engines.remote import BusyError, Request, ServerLostError
 from agentenv.engines.remote.base import sampled
 from agentenv.engines.remote.weight_sync import Server
-from agentenv.engines.remote.weights import Sender
+from agentenv.engines.remote.weights import Sender, SharedSender
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.server_config import PoolConfig
 from agentenv.types import Completion, SamplingParams
@@ -52,6 +52,10 @@ LACKS = {
         'engine.weights = "broadcast"',
         'takes none: vLLM needs --weight-transfer-config \'{"backend": "nccl"}\', SGLang needs '
         "0.5.23 or newer",
+    ),
+    "ipc": (
+        'engine.weights = "ipc"',
+        "reads no memory of the learner: the run starts vLLM 0.32 or newer for that",
     ),
     "sleep": (
         "resources.colocated",
@@ -218,7 +222,7 @@ class EnginePool(TurnEngine[PooledServer]):
         """Tokens of prompt and turn that every server can hold."""
         return min((s.max_model_len for s in self.servers if s.max_model_len), default=0)
 
-    def require(self, feature: Literal["adapters", "broadcast", "sleep"]) -> None:
+    def require(self, feature: Literal["adapters", "broadcast", "ipc", "sleep"]) -> None:
         """Raises ConfigError for a server without a feature that the configuration asks for; of
         one that was never there nothing is known."""
         for server in self.servers:
@@ -340,6 +344,11 @@ class EnginePool(TurnEngine[PooledServer]):
         that failed, gets a directory that `sender` writes."""
         await self._change(Target(None, policy_version, sender))
 
+    async def take_weights(self, shared: SharedSender, policy_version: int) -> None:
+        """Update every server from memory that the learner shares, which is released as soon as all
+        have read it; otherwise like receive_weights. Those that sleep wake up."""
+        await self._change(Target(None, policy_version, shared=shared))
+
     async def _change(self, target: Target) -> None:
         async with self._updating:
             self.check_alive()
@@ -347,6 +356,8 @@ class EnginePool(TurnEngine[PooledServer]):
             keepers = [self._keepers[server] for server in self.servers]
             if target.sender is not None:
                 await self._broadcast.update(target.sender, target.policy_version, keepers)
+            if target.shared is not None:
+                await hand_over(target.shared, target.policy_version, keepers)
             refused = await self._update_all(keepers)
             if refused and not any(keeper.server.serves(version) for keeper in keepers):
                 self.target = before

@@ -210,6 +210,7 @@ class RemoteServer(ABC, Generic[F]):
         self._nonce = secrets.token_hex(8)  # in all labels of this client
         self._num_labels = 0
         self._doubt = "connect was not called"  # why its weights are unknown; empty: known
+        self._is_asleep = False
         self._half_loaded = False  # since a load that was not completed: not to be sampled from
         self._changing = asyncio.Lock()  # held while the weights are changed
         self._open = asyncio.Event()  # cleared while they are being replaced
@@ -236,6 +237,7 @@ class RemoteServer(ABC, Generic[F]):
             self._run_salt = secrets.token_hex(8)
             self._warn_untried(facts.info.version)
             await self._unpause()
+            self._is_asleep = False
             await self._name(policy_version)
             await self._check_alone()
             if not self._half_loaded:

@@ -23,6 +23,7 @@ from agentenv.engines.remote.weight_sync import TransferRoutes
 from agentenv.engines.remote.weights import Layout, Wire, find_layout
 from agentenv.errors import ConfigError, EngineError
 from agentenv.offload import in_thread
+from agentenv.server_config import VLLM_IPC
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 
 TRIAL = Request("", [0], SamplingParams(max_tokens=1, top_k=1))
@@ -67,6 +68,7 @@ VLLM_TRANSFER = TransferRoutes(
 )
 VLLM_ROUTES = {
     "broadcast": VLLM_TRANSFER.posts - {f"POST {VLLM_TRANSFER.leave}"},
+    "ipc": {f"POST {path}" for path in ("/start_weight_update", "/finish_weight_update")},
     "adapters": {"POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter"},
     "sleep": {"POST /sleep", "POST /wake_up"},
 }
@@ -146,6 +148,7 @@ async def probe_vllm(http: HttpClient, vocab_size: int | None, entropy_top_k: in
     transfer = str((info.weight_transfer_config or {}).get("backend"))
     able = {
         "broadcast": transfer in WIRES,
+        "ipc": transfer == VLLM_IPC,
         "adapters": True,
         # On the CPU no memory is given back, but a server takes part in every other way.
         "sleep": cpu or info.model_config.enable_sleep_mode,

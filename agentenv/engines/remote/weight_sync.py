@@ -42,6 +42,7 @@ from agentenv.engines.remote.weights import (
     Bucket,
     Group,
     Manifest,
+    SharedWeights,
     Wire,
     check_layout,
     check_manifest,
@@ -99,13 +100,14 @@ class WeightSync(RemoteServer[F]):
             self._layout = self._layout or layout
 
     async def sleep(self) -> None:
-        """Give its memory back: no cache, weights in main memory. Nothing may be running on it,
-        and nothing may be asked of it but `wake`, `healthy` and `close`. Feature "sleep" only.
+        """Give its memory back: no cache, and no weights, since each way to wake it up brings
+        some. Nothing may be running on it, and nothing may be asked of it but `wake`, `take`,
+        `healthy` and `close`. Feature "sleep" only.
         """
         async with self._changing:
             if self._tasks:  # of a load that was aborted: they resume it
                 await asyncio.wait(self._tasks)
-            self._doubt = "it sleeps"
+            self._doubt, self._is_asleep = "it sleeps", True
             await self._fall_asleep()
 
     async def wake(self) -> None:
@@ -114,6 +116,23 @@ class WeightSync(RemoteServer[F]):
         """
         async with self._changing:
             await self._wake()
+            self._is_asleep = False
+
+    async def take(
+        self,
+        weights: SharedWeights,
+        number: int,
+        policy_version: int,
+        release: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Read new weights from memory that the learner shares with the server of this number (see
+        SharedWeights.exports_of), and call `release` as soon as
+        nothing reads it any more; see `load_weights` for errors. A server that sleeps wakes up with
+        them, and takes the memory of its cache after the release. Feature "ipc" only."""
+        async with self._changing:
+            check_manifest(weights.manifest, self._layout)
+            await self._replace(partial(self._take, weights, number, release), policy_version)
+            self._is_asleep = False
 
     async def _replace(self, change: Callable[[], Awaitable[None]], policy_version: int) -> None:
         """Pause, let `change` put other weights in place, drop old prefixes, name the weights,
@@ -125,7 +144,8 @@ class WeightSync(RemoteServer[F]):
         try:
             loop = asyncio.get_running_loop()
             asked_s = loop.time()
-            await self._pause()
+            if not self._is_asleep:  # which is paused
+                await self._pause()
             self.pause_wait_s = loop.time() - asked_s
             try:
                 await change()
@@ -220,6 +240,11 @@ class WeightSync(RemoteServer[F]):
 
     @abstractmethod
     async def _wake(self) -> None: ...
+
+    async def _take(
+        self, weights: SharedWeights, number: int, release: Callable[[], Awaitable[None]]
+    ) -> None:
+        raise NotImplementedError
 
     @abstractmethod
     async def _num_workers(self, server: HttpClient) -> int:

@@ -1,12 +1,15 @@
-"""Weights for engines: what a broadcast says, and whether weights fit the model that is served.
+"""Weights for engines: what a transfer says, and whether weights fit the model that is served.
 
     learner's rank 0 --join, send--+                        rank 0 sends, all others receive; a
                                    |  group of world_size   bucket is one tensor of bytes, in which
     server 1  --join, receive------+  ranks                 weights stand one after the other
     server 2  --join, receive------+
 
-The controller (pool/broadcast.py) only announces the manifest to both sides; no weight passes
-through it.
+The controller (pool/keeper.py) only announces the manifest to both sides; no weight passes
+through it. On the learner's own GPUs servers read the weights where a rank has put a copy:
+
+    ranks --publish--> SharedWeights --> controller --> servers map the memory, and load
+    ranks <------------------------ release ------------+
 """
 
 from __future__ import annotations
@@ -65,6 +68,43 @@ class Manifest(Struct, frozen=True):
     """All that one update sends, in this order."""
 
     buckets: list[Bucket]
+
+
+class SharedWeights(Struct, frozen=True):
+    """A copy of the weights in memory that ranks share with the servers of their machine. Tensors
+    begin at `offsets`, in bytes; names, dtypes and shapes as in a Bucket. `memory` says how the
+    copy on a device is opened, by the device's name (vllm_plugin/agentenv_weights.py): once for
+    each server that shares the device, since an export may be opened once."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    offsets: list[int]
+    num_bytes: int
+    memory: dict[str, list[list[str | int]]]
+
+    def exports_of(self, number: int) -> dict[str, list[str | int]]:
+        """For the server of this number, which has the place number % exports on its devices."""
+        return {name: found[number % len(found)] for name, found in self.memory.items()}
+
+    @property
+    def manifest(self) -> Manifest:
+        return Manifest([Bucket(self.names, self.dtypes, self.shapes)])
+
+
+class SharedSender(Protocol):
+    """The trainer's side of weights in shared memory; both methods work while it sleeps."""
+
+    weights: SharedWeights
+
+    async def release(self) -> None:
+        """Nothing reads the memory any more. Idempotent; LearnerError if the learner is gone."""
+        ...
+
+    async def write(self) -> Path:
+        """The same weights as a Hugging Face directory, written once. EngineError if they cannot
+        be."""
+        ...
 
 
 class Sender(Protocol):

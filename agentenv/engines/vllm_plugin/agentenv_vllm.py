@@ -5,6 +5,9 @@ Then the rank of a sampled token holds the entropy of the distribution that it w
 (`rank_of`), which costs no byte more, and a request ends at the stop strings that its sampling
 parameters name in `extra_args["stop_strings"]`, without `stop` and with `detokenize: false`.
 
+It also names the backend by which weights come from the learner's memory (agentenv_weights.py),
+and lets a worker wait for the learner before it looks at the memory of a GPU that both share.
+
 Needs vLLM alone: agentenv is not installed beside it.
 """
 
@@ -13,6 +16,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
+import time
 from collections.abc import Callable
 from functools import wraps
 from types import SimpleNamespace
@@ -34,6 +39,8 @@ def register() -> None:
     """Called by vLLM in each of its processes, once or more often. All or nothing: a version that
     lacks one of the functions serves as it is, and its clients see that by their first request."""
     _skip_environment()
+    _take_shared_weights()
+    _wait_for_learner()
     try:
         scheduler = importlib.import_module("vllm.v1.core.sched.scheduler")
         sampler = importlib.import_module("vllm.v1.sample.sampler").Sampler
@@ -61,6 +68,42 @@ def _skip_environment() -> None:
     with contextlib.suppress(ImportError):
         collect: Any = importlib.import_module("vllm.collect_env")
         collect.get_env_info = lambda: SimpleNamespace(_asdict=dict)
+
+
+IPC = "agentenv_ipc"  # of --weight-transfer-config
+GATE = "AGENTENV_LEARNER_READY"  # variable: a file that is there once the learner is
+GATE_POLL_S = 0.02
+
+
+def _take_shared_weights() -> None:
+    """Name the backend; its module is imported when a server is started with it."""
+    with contextlib.suppress(ImportError, AttributeError):
+        factory = importlib.import_module("vllm.distributed.weight_transfer.factory")
+        engines = factory.WeightTransferEngineFactory
+        if IPC not in engines._registry:
+            engines.register_engine(IPC, "agentenv_weights", "SharedMemoryEngine")
+
+
+def _wait_for_learner() -> None:
+    """Let workers come up while the learner does, as far as their imports. vLLM measures the free
+    memory of its GPU from then on, and fails if another process gives some back."""
+    gate = os.environ.get(GATE)
+    if not gate:
+        return
+    wrapper = importlib.import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
+    init = wrapper.init_device
+    if hasattr(init, "__wrapped__"):
+        return
+
+    @wraps(init)
+    def init_device(self: Any, *arguments: Any, **keys: Any) -> Any:
+        began = time.monotonic()
+        while not os.path.exists(gate):  # the run ends a server that waits for too long
+            time.sleep(GATE_POLL_S)
+        logger.warning("waited %.1f s for the learner", time.monotonic() - began)
+        return init(self, *arguments, **keys)
+
+    wrapper.init_device = init_device
 
 
 # entropies

@@ -1,0 +1,281 @@
+"""What passing weights and one GPU between learner and vLLM costs:
+
+    AGENTENV_VLLM_PYTHON=PYTHON python -m pytest tests/gpu/test_handover_gpu.py -s
+
+Prints the start side by side, a publish through files and through CUDA IPC, sleep at both levels,
+and the whole hand-over in turn and at once, medians of three. Random weights in the shape of
+SmolLM2-135M in bfloat16; AGENTENV_SHAPE=0.4B in that of 28 layers of Qwen3-0.6B. Without a GPU, one
+small layer in float32 on vLLM's CPU build, where main memory takes the place of CUDA's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentenv.engines.pool.pool import EnginePool
+from agentenv.engines.vllm import VLLMServer
+from agentenv.errors import AgentEnvError
+from agentenv.learners.batch import EncodedTree, encode_sequence
+from agentenv.learners.deepspeed_learner import DeepSpeedLearner, MemorySender
+from agentenv.learners.learner import LearnerConfig
+from agentenv.pipelines.rl.publishing import (
+    Colocation,
+    DirectoryPublisher,
+    Handover,
+    MemoryPublisher,
+    ParityProbe,
+    Publisher,
+)
+from agentenv.pipelines.serving.servers import ServerFactory
+from agentenv.server_config import LaunchConfig, PoolConfig, Served
+from benchmarks.parts.server_cost import VOCABULARY, make_model
+from tests.gpu.place import HAS_GPU
+from tests.gpu.test_vllm_gpu import PYTHON, SHAPE, prompts
+from tests.learners.ranks import ALGORITHM
+
+SHAPES: dict[str, dict[str, int]] = {
+    "135M": SHAPE,
+    "0.4B": {
+        "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "num_hidden_layers": 28,
+    },
+}  # fmt: skip
+NAME = os.environ.get("AGENTENV_SHAPE", "135M")
+ROUNDS = 3
+MEMORY = Path("/dev/shm")
+VLLM_LINES = ("memory opened", "weights in place", "to fall asleep", "to wake up", "sleep freed")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.engine_vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("default"),
+]
+
+
+class FirstLevel(VLLMServer):
+    """Sleeps as it did before: weights go to main memory."""
+
+    async def _fall_asleep(self) -> None:
+        await self._post("/sleep", None, self._load_s, level="1", mode="abort")
+
+
+WAYS: list[tuple[bool, str, type[VLLMServer], bool]] = [  # in turn, name, client, by memory
+    (False, "at once, files", VLLMServer, False),
+    (False, "at once, IPC", VLLMServer, True),
+    (True, "in turn, files, level 1", FirstLevel, False),
+    (True, "in turn, IPC, level 2", VLLMServer, True),
+]
+
+
+class Bench:
+    """Learner, server and what happened so far."""
+
+    def __init__(self, learner: DeepSpeedLearner, url: str, model: Path, folder: Path) -> None:
+        self.learner, self.url, self.model, self.folder = learner, url, model, folder
+
+    async def pool(self, kind: type[VLLMServer]) -> EnginePool:
+        pool = EnginePool(
+            [kind(self.url, entropy_top_k=10, vocab_size=VOCABULARY)],
+            self.model,
+            0,
+            vocab_size=VOCABULARY,
+            eos_ids=(),
+            config=PoolConfig(load_timeout_s=60),
+            name=f"handover-{time.time_ns()}",
+        )
+        await pool.start(fresh=False)  # it loads the model's file
+        return pool
+
+    async def measure(
+        self, name: str, kind: type[VLLMServer], *, in_turn: bool, by_memory: bool
+    ) -> None:
+        learner, pool, handover = self.learner, await self.pool(kind), Handover()
+        try:
+            colocation = None
+            if in_turn:
+                print(f"    {name}: {await sleeps(pool)}")
+                await learner.sleep()
+                probe = ParityProbe(pool, learner, [])
+                colocation = Colocation(pool, learner, probe, handover)
+            publisher: Publisher = DirectoryPublisher(
+                pool, learner, self.folder, colocation, handover
+            )
+            if by_memory:
+                sender = MemorySender(learner, self.folder)
+                publisher = MemoryPublisher(pool, sender, colocation, handover)
+            parts, gap = await self.updates(pool, publisher, handover, by_memory=by_memory)
+            cells = " | ".join(f"{parts[one]:.3f}" for one in (*Handover.PARTS, "total"))
+            print(f"| {name} | {cells} | {gap:.4f} |", flush=True)
+        finally:
+            await pool.close()
+            learner.turn = nullcontext
+            await learner.wake()
+
+    async def check(self, probe: ParityProbe) -> float:
+        """Mean difference of log-probs between engine and learner, nats."""
+        probe.start()
+        await probe.sampled()
+        gap = await probe.finish()
+        assert gap is not None
+        assert gap.mean < (0.1 if HAS_GPU else 1e-3)
+        return gap.mean
+
+    async def updates(
+        self, pool: EnginePool, publisher: Publisher, handover: Handover, *, by_memory: bool
+    ) -> tuple[dict[str, float], float]:
+        """Train and publish a few times; medians of the parts, and the last gap."""
+        probe = ParityProbe(pool, self.learner, list(prompts("probe", 4)))
+        found: list[dict[str, float]] = []
+        for _ in range(ROUNDS + 1):  # the first gets memory for what it copies
+            handover.take()
+            async with self.learner.turn():
+                await self.learner.imitate(some_sequences())
+                await publisher.publish()
+            found.append(handover.take())
+            version = self.learner.policy_version
+            assert pool.policy_version == version
+            if by_memory:
+                written = self.folder / f"v{version}"
+                assert not written.exists(), "it went by a directory: see the warnings"
+        medians = {
+            name.removeprefix("handover/").removesuffix("_s"): statistics.median(
+                one[name] for one in found[1:]
+            )
+            for name in found[0]
+        }
+        return medians, await self.check(probe)
+
+
+def some_sequences() -> list[EncodedTree]:
+    number = 8 if HAS_GPU else 1
+    return [encode_sequence(ids, [False] + [True] * 199) for ids in prompts("a", number)]
+
+
+async def timed(doing: Awaitable[Any]) -> tuple[float, Any]:
+    began = time.perf_counter()
+    result = await doing
+    return time.perf_counter() - began, result
+
+
+def used_gib() -> str:
+    """GiB of the GPU that processes have taken, as the driver counts them."""
+    if not HAS_GPU:
+        return "-"
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return f"{float(subprocess.check_output(command, text=True).split()[0]) / 1024:.1f}"
+
+
+async def test_what_a_handover_costs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shape = SHAPES[NAME] if HAS_GPU else {}
+    make_model(tmp_path / "model", **shape, dtype=torch.bfloat16 if HAS_GPU else torch.float32)
+    folder = MEMORY / f"agentenv-handover-{os.getpid()}"
+    folder.mkdir()
+    failures: list[BaseException] = []
+    async with AsyncExitStack() as stack:
+        stack.callback(subprocess.run, ["rm", "-rf", str(folder)], check=True)
+        factory = ServerFactory(tmp_path, stack, print)
+        learner, url = await start_side_by_side(tmp_path, folder, factory, stack)
+        bench = Bench(learner, url, tmp_path / "model", folder)
+        print(f"\n{NAME if HAS_GPU else 'one small layer'}, seconds an update, medians of {ROUNDS}")
+        print("| way | sleep | wake | publish | load | whole | nats apart |\n" + 7 * "|---" + "|")
+        for in_turn, name, kind, by_memory in WAYS:
+            try:
+                await bench.measure(name, kind, in_turn=in_turn, by_memory=by_memory)
+            except (AssertionError, AgentEnvError) as error:  # the others are measured all the same
+                print(f"| {name} | failed: {error} |")
+                failures.append(error)
+        print("of vLLM's log, the last of each:")
+        lines = factory.processes[0].tail(10_000)
+        for mark in VLLM_LINES:
+            print("   ", *[line.partition("] ")[2] for line in lines if mark in line][-1:])
+    for record in caplog.records:
+        if record.levelname in ("WARNING", "ERROR"):
+            print("   ", record.getMessage())
+    assert not failures
+
+
+async def start_side_by_side(
+    tmp_path: Path, folder: Path, factory: ServerFactory, stack: AsyncExitStack
+) -> tuple[DeepSpeedLearner, str]:
+    """As a run does: the server waits for the learner before it looks at the GPU's memory."""
+    model, gate = tmp_path / "model", folder / "learner-ready"
+    served = Served(
+        "vllm",
+        model,
+        "policy",
+        max_model_len=1024,
+        trained=True,
+        weights="ipc",
+        colocated=True,
+        gate=gate,
+    )
+    config = LaunchConfig(
+        python=PYTHON,
+        max_num_seqs=64 if HAS_GPU else 8,
+        gpu_memory_share=0.3,
+        args=["--enforce-eager"],
+        env={"VLLM_USE_FLASHINFER_SAMPLER": "0"},
+    )
+    settings: dict[str, Any] = {"dtype": "bfloat16", "zero_stage": 1} if HAS_GPU else {}
+    took: dict[str, float] = {}
+
+    async def learner() -> DeepSpeedLearner:
+        took["learner"], found = await timed(
+            DeepSpeedLearner.start(
+                LearnerConfig(optimizer="adamw", learning_rate=1e-4, **settings),
+                ALGORITHM,
+                model,
+                tmp_path / "learner.log",
+            )
+        )
+        stack.push_async_callback(found.close)
+        took["warm-up"], _ = await timed(found.warm_up())
+        await found.sleep()
+        gate.touch()
+        return found
+
+    async def server() -> str:
+        took["server"], (url,) = await timed(factory.start(served, config, "AGENTENV_VLLM_PYTHON"))
+        return str(url)
+
+    whole, (started, url) = await timed(asyncio.gather(learner(), server()))
+    waited = sum(
+        float(line.split("waited ")[1].split()[0])
+        for line in factory.processes[0].tail(10_000)
+        if "for the learner" in line
+    )
+    before = took["learner"] + took["warm-up"] + took["server"] - waited
+    print(
+        f"\nstart side by side {whole:.1f} s (learner {took['learner']:.1f}, its kernels "
+        f"{took['warm-up']:.1f}, server {took['server']:.1f}, of which it waited {waited:.1f}); "
+        f"one after the other {before:.1f} s"
+    )
+    await started.wake()
+    first_s, _ = await timed(started.imitate(some_sequences()))
+    second_s, _ = await timed(started.imitate(some_sequences()))
+    print(f"first step after the warm-up {first_s:.2f} s, second {second_s:.2f} s")
+    return started, url
+
+
+async def sleeps(pool: EnginePool) -> str:
+    """Seconds of two sleeps without new weights, of waking up again, and what is held meanwhile."""
+    naps = []
+    for _ in range(2):
+        down, _ = await timed(pool.sleep())
+        held = used_gib()
+        up, _ = await timed(pool.wake())
+        naps.append(f"{down:.3f} and {up:.3f} s")
+    return f"to sleep and back, weights from files: {', '.join(naps)}; {held} GiB in use asleep"
