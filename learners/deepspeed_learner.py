@@ -409,6 +409,7 @@ class MemorySender:
         self.learner, self.folder = learner, folder.absolute()
         self._num_readers = num_readers
         self.weights = SharedWeights([], [], [], [], 0, {})
+        self.num_failures = 0
         self._version = 0
         self._written: Path | None = None
         self._writing = asyncio.Lock()

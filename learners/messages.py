@@ -123,7 +123,9 @@ class ScoreSequences(Command):
 
 
 class WarmUp(Command):
-    """Compile for a GPU what the first update would; everything stays as it is."""
+    """Compile what the first update would, on ranks with such a device; nothing else changes."""
+
+    device: str = "cuda"
 
 
 class ResetOptimizer(Command):

@@ -93,7 +93,7 @@ class SharedCopy:
         """Nothing reads the copy any more. Idempotent."""
         if self._on_gpu:
             self._copy = None
-            torch.cuda.ipc_collect()  # what readers have closed
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
             if self._gives_back:
                 torch.cuda.empty_cache()
 
@@ -132,7 +132,7 @@ class SharedCopy:
                 self._host = self._memory.take(self._num_bytes, self._backend.device)
         elif self._copy is None and self._backend.rank == 0:
             copy = torch.empty(self._num_bytes, dtype=torch.uint8)
-            number, _ = copy.untyped_storage()._share_fd_cpu_()  # type: ignore[no-untyped-call]
+            number, _ = copy.untyped_storage()._share_fd_cpu_()
             os.posix_fallocate(number, 0, self._num_bytes)  # else a write to a full /dev/shm kills
             self._copy = copy
 
@@ -161,9 +161,9 @@ def device_of(memory: Tensor) -> str:
 def handle_of(memory: Tensor) -> list[str | int]:
     """What one other process opens these bytes with."""
     if memory.device.type != "cuda":
-        number, _ = memory.untyped_storage()._share_fd_cpu_()  # type: ignore[no-untyped-call]
+        number, _ = memory.untyped_storage()._share_fd_cpu_()
         return [os.getpid(), number]
-    _, arguments = reduce_tensor(memory)
+    _, arguments = reduce_tensor(memory)  # type: ignore[no-untyped-call]
     storage, size, offset, _, counter, counter_offset, event, needs_event = arguments[7:]
     handles = [base64.b64encode(one).decode() for one in (storage, counter, event)]
     return [

@@ -208,7 +208,7 @@ class Rank:
             case wire.ScoreSequences():
                 done.scores = self.trainer.score(command.sequences)
             case wire.WarmUp():
-                if self.backend.device.type == "cuda":
+                if self.backend.device.type == command.device:
                     self.trainer.warm_up()
             case wire.ResetOptimizer():
                 if command.state == "set_aside":

@@ -328,7 +328,8 @@ class VLLMServer(WeightSync[VLLMFacts]):
     async def _fall_asleep(self) -> None:
         """Weights and cache are dropped; the model below adapters, which is not loaded again, goes
         to main memory. On the CPU they only pause."""
-        level = "1" if "adapters" in self._connected().info.features else "2"
+        has_adapters = self._facts is not None and "adapters" in self._facts.info.features
+        level = "1" if has_adapters else "2"
         await self._post("/sleep", None, self._load_s, level=level, mode="abort")
 
     async def _wake(self) -> None:

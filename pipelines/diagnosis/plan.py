@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from agentenv.config import RUN
 from agentenv.engine import EngineConfig, LocalModel
@@ -40,7 +41,7 @@ from agentenv.pipelines.setup.memory import (
     passing_bytes,
     server_memory,
 )
-from agentenv.server_config import LaunchConfig, RoleConfig
+from agentenv.server_config import MAX_SHARE, LaunchConfig, RoleConfig
 from agentenv.types import Limits
 
 # What a plan is made of: a machine, processes on it, and what does not fit.
@@ -174,10 +175,18 @@ def microbatch_tokens(learner: LearnerConfig, longest: int) -> int:
     return max(learner.max_tokens_per_microbatch, -(-longest // learner.context_parallel))
 
 
-AT_ONCE = (
-    "engine and learner would fit on a GPU together: with resources.colocated = 'at_once' no step "
-    "waits for one to sleep and the other to wake"
-)
+# Of an H200 (tests/gpu/RESULTS.md): 0.44 billion weights in turn, by files 1.8 s beside what was
+# mended since.
+HANDOVER_S = 0.3  # for vLLM and a rank to sleep and to wake up, without what they move
+MOVED_PER_S = 4e10  # bytes of the learner to page-locked memory or back
+FILES_PER_S = 6.5e8  # bytes of weights, written and loaded
+
+
+def handover_s(states: float, weights: float, *, by_files: bool) -> float:
+    """Seconds of an update in turn in which neither side works, about: for the states that the
+    learner moves to main memory and back, and the weights that the engine gets, in bytes."""
+    moved_s = 2 * states / MOVED_PER_S
+    return HANDOVER_S + moved_s + (weights / FILES_PER_S if by_files else 0.0)
 
 
 class _Planner:
@@ -396,9 +405,9 @@ class _Planner:
         memory, tokens = server_memory(shape, config, size)
         weights = memory.gpu["weights"]
         if sleeps:
-            memory = Memory(memory.gpu, {"what sleeps": weights * each})
-            if 0 < self.learner_bytes <= size - serving:
-                self.plan.advice.append(AT_ONCE)
+            assert self.engine is not None
+            drops = self.engine.kind == "vllm" and self.engine.new_weights != "adapter"
+            memory = Memory(memory.gpu, {} if drops else {"what sleeps": weights * each})
         note = f"tensor parallel {config.tensor_parallel_size}, "
         if config.data_parallel_size > 1:
             note += f"data parallel {config.data_parallel_size}, "
@@ -413,8 +422,46 @@ class _Planner:
         process = Process(name, number, taken, path, memory, note)
         self.plan.add(process, serving=serving, training=awake)
         if policy:
-            room = tokens * number * config.data_parallel_size
+            servers = number * config.data_parallel_size
+            room = tokens * servers
             self.plan.made.append(in_flight(self.num_paths, self.num_tokens, room))
+            if self.resources.colocated and self.learner_bytes:
+                whole = replace(config, gpu_memory_share=MAX_SHARE / config.per_gpu)
+                most = server_memory(shape, whole, size)[1] * servers
+                fits = self.learner_bytes <= size - serving
+                self.plan.advice += self._colocation(weights, room, most, fits=fits)
+
+    def _colocation(self, weights: float, room: int, most: int, *, fits: bool) -> list[str]:
+        """Which way to share GPUs is faster: at once wherever both fit, unless the rollouts would
+        wait for a cache that is larger in turn. `room` and `most`: tokens of all caches, as they
+        are and in turn."""
+        assert self.engine is not None
+        assert self.learner is not None
+        assert self.shape is not None
+        by_files = self.engine.new_weights != "ipc"
+        states = model_states(self.shape, self.learner).gpu_bytes
+        took = handover_s(states, weights, by_files=by_files)
+        wanted = self.num_paths * self.num_tokens
+        lines = []
+        if self.colocated and fits:
+            lines.append(
+                "engine and learner would fit on a GPU together: with resources.colocated = "
+                f"'at_once' no step waits about {took:.1f} s for one to sleep and the other to wake"
+            )
+        elif self.colocated:
+            lines.append(f"in turn, each update waits about {took:.1f} s for the hand-over")
+        elif room < wanted / 2 and most >= 2 * room:
+            lines.append(
+                f"at once, the caches hold {room / wanted:.0%} of what may be under way; in turn "
+                f"(resources.colocated = true, gpu_memory_share up to {MAX_SHARE:g}) "
+                f"{min(1.0, most / wanted):.0%}, for about {took:.1f} s of hand-over an update: "
+                "faster where rollouts wait longer than that for room (queue/held_back_s)"
+            )
+        if by_files and self.engine.can_map and self.engine.new_weights == "directory":
+            lines.append(
+                'new weights pass through files; engine.weights = "ipc" leaves them on the GPU'
+            )
+        return lines
 
 
 SAVED_PER_S = 1e9  # bytes a second: a plain NVMe disk, or a network file system of a cluster

@@ -230,25 +230,25 @@ class Handover:
     load     the engine puts them in place; one that slept wakes up
     """
 
-    PARTS = ("sleep", "wake", "publish", "load")
+    METRICS = ("handover/sleep_s", "handover/wake_s", "handover/publish_s", "handover/load_s")
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        clock = asyncio.get_running_loop().time
+    def part(self, name: Literal["sleep", "wake", "publish", "load"]) -> Iterator[None]:
+        clock, name_s = asyncio.get_running_loop().time, f"handover/{name}_s"
         began_s = clock()
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + clock() - began_s
+            self._seconds[name_s] = self._seconds.get(name_s, 0.0) + clock() - began_s
 
     def take(self) -> Metrics:
         """The parts since the last call, and their sum."""
         found, self._seconds = self._seconds, {}
-        parts = {f"handover/{name}_s": found.get(name, 0.0) for name in self.PARTS}
-        return parts | {"handover/total_s": sum(found.values())}
+        total = {"handover/total_s": sum(found.values())}
+        return dict.fromkeys(self.METRICS, 0.0) | found | total
 
 
 class Colocation:
@@ -396,9 +396,12 @@ class BroadcastPublisher:
         await in_thread(shutil.rmtree, self.sender.folder / f"v{version - 1}", ignore_errors=True)
 
 
+MAX_FAILURES = 2  # updates in a row; each costs the requests that run
+
+
 class MemoryPublisher:
     """Servers read the weights from memory that the learner shares. Where it has none for a copy,
-    they go through a directory."""
+    they go through a directory; from then on where servers cannot read it again and again."""
 
     def __init__(
         self,
@@ -417,7 +420,10 @@ class MemoryPublisher:
         async with learner.turn():
             with self.handover.part("publish"):
                 try:
-                    await self.sender.publish(sleeps_next=self.colocation is not None)
+                    if self.sender.num_failures < MAX_FAILURES:
+                        await self.sender.publish(sleeps_next=self.colocation is not None)
+                    else:
+                        written = await learner.publish(folder / f"v{before + 1}")
                 except TransferError as error:
                     logger.warning("weights go by a directory this time: %s", error, extra=SHOWN)
                     written = await learner.publish(folder / f"v{before + 1}")
@@ -426,6 +432,12 @@ class MemoryPublisher:
         with self.handover.part("load"):
             if written is None:
                 await self.engine.take_weights(self.sender, before + 1)
+                if self.sender.num_failures == MAX_FAILURES:
+                    logger.warning(
+                        "servers cannot read the learner's memory: weights go through directories "
+                        "from now on",
+                        extra=SHOWN,
+                    )
             else:
                 await self.engine.load_weights(written, before + 1)
         await in_thread(shutil.rmtree, folder / f"v{before}", ignore_errors=True)

@@ -372,11 +372,12 @@ class Passage(NamedTuple):
 def passing_bytes(
     shape: ModelShape | None, learner: LearnerConfig, engine: EngineConfig | None
 ) -> float:
-    """Bytes that pass through files at a time, at most; 0: none do, or nobody knows. The dtype of
-    `learner` is resolved."""
+    """Bytes that pass through files at a time, at most; 0: none do, or nobody knows. By "ipc", what
+    the learner keeps for servers that come late, and their directory. The dtype of `learner` is
+    resolved."""
     if shape is None or engine is None:
         return 0.0
-    if engine.new_weights == "directory":
+    if engine.new_weights in ("directory", "ipc"):
         return float(COPIES * bytes_of(learner.dtype) * shape.num_params)
     if engine.new_weights == "adapter" and learner.lora is not None:
         return float(COPIES * bytes_of("float32") * shape.adapter_params(learner.lora.r))
@@ -390,7 +391,7 @@ def stored_bytes(model: Path, learner: LearnerConfig, engine: EngineConfig) -> f
         shape = find_shape(model)
     except DataError:
         shape = None
-    if shape is None and engine.new_weights == "directory":
+    if shape is None and engine.new_weights in ("directory", "ipc"):
         return float(COPIES * sum(one.stat().st_size for one in model.glob("*.safetensors")))
     return passing_bytes(shape, learner, engine)
 

@@ -10,7 +10,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from agentenv.engines.remote import ServerInfo
 from agentenv.engines.remote.client import SESSION_HEADER, HttpClient, routing
+from agentenv.engines.remote.probes import VLLMFacts
+from agentenv.engines.remote.weights import SharedWeights
 from agentenv.engines.vllm import VLLMServer
 
 
@@ -42,6 +45,38 @@ async def test_a_server_sleeps_after_what_was_broken_off_has_been_let_go() -> No
         "/resume",
         "/sleep",
     ]
+    await server.close()
+
+
+async def test_a_server_that_wakes_up_takes_the_memory_of_its_cache_last() -> None:
+    """After the learner has taken back the memory of the copy that the server has read. A server
+    with adapters keeps its weights, which nothing loads again."""
+    server, asked = VLLMServer("http://nowhere:1"), []
+
+    async def post(path: str, body: Any = None, timeout_s: Any = None, **params: str) -> None:
+        asked.append(path.strip("/") + "".join(f" {params[k]}" for k in params if k != "mode"))
+
+    async def call(*_: Any, **__: Any) -> bytes:
+        return b'{"success": true}'
+
+    async def release() -> None:
+        asked.append("release")
+
+    server._post = post  # type: ignore[method-assign]
+    server._http.call = call  # type: ignore[method-assign]
+    await server.sleep()
+    await server.take(SharedWeights([], [], [], [], 0, {}), 3, release)
+    assert asked == [
+        *("sleep 2", "wake_up weights", "start_weight_update", "update_weights"),
+        *("finish_weight_update", "release", "wake_up kv_cache", "update_weight_version", "resume"),
+    ]
+    await server.take(SharedWeights([], [], [], [], 0, {}), 4, release)  # awake
+    assert [one for one in asked[9:] if "wake_up" in one or "pause" in one] == ["pause true"]
+    assert server.policy_version == 4
+    info = ServerInfo("vllm", "0.32.0", "m", 0, frozenset({"adapters"}))
+    server._facts = VLLMFacts(info, 8, None, 1, "", "", frozenset())
+    await server.sleep()
+    assert asked[-1] == "sleep 1"
     await server.close()
 
 

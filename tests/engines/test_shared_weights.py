@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,12 +14,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from agentenv.engines.remote.weights import TransferError
 from agentenv.engines.vllm import VLLMServer
+from agentenv.errors import EngineError
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import MemorySender
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
 from agentenv.pipelines.rl.publishing import MemoryPublisher
+from agentenv.pipelines.serving import VLLM_GATE
 from agentenv.server_config import VLLM_IPC
 from tests.engines.broadcast_checks import Bench, begin_many, bench, cut, until
 from tests.engines.reference import MAX_LENGTH, VOCAB, check_sampled
@@ -44,14 +48,24 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="module")
 def urls(tied: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """Two servers."""
+    """Two servers. The second one waits for a learner until the first one serves."""
     require_vllm()
     logs = tmp_path_factory.mktemp("vllm")
     arguments = (*SCALE_OUT, *LOGPROBS, *EXTENSION, *BACKEND)
-    found = [VLLMProcess(tied.paths[0], logs / f"{n}.log", arguments) for n in range(2)]
+    gate = logs / "learner-ready"
+    environments: list[dict[str, str]] = [{}, {VLLM_GATE: str(gate)}]
+    found = [
+        VLLMProcess(tied.paths[0], logs / f"{n}.log", arguments, each)
+        for n, each in enumerate(environments)
+    ]
     try:
-        for process in found:
-            process.wait_ready()
+        found[0].wait_ready()
+        time.sleep(2)
+        assert "for the learner" not in (logs / "1.log").read_text()
+        gate.touch()
+        found[1].wait_ready()
+        waited = (logs / "1.log").read_text().partition("waited ")[2]
+        assert "for the learner" in waited
         yield [process.url for process in found]
     finally:
         for process in found:
@@ -153,14 +167,14 @@ async def test_ranks_that_hold_a_part_each_share_merged_adapters(
 
 
 class Vanishing(MemorySender):
-    """Once, its memory cannot be opened by the time that servers try."""
+    """Its memory cannot be opened by the time that servers try: once, unless it vanishes always."""
 
-    vanishes = True
+    vanishes, always = True, False
 
     async def publish(self, *, sleeps_next: bool) -> int:
         version = await super().publish(sleeps_next=sleeps_next)
         if self.vanishes:
-            self.vanishes = False
+            self.vanishes = self.always
             self.weights = replace(
                 self.weights, memory={"cpu": [[self.weights.memory["cpu"][0][0], 999]]}
             )
@@ -216,14 +230,29 @@ async def test_without_memory_for_a_copy_the_weights_go_through_a_directory(
 ) -> None:
     class Full(MemorySender):
         async def publish(self, *, sleeps_next: bool) -> int:
-            from agentenv.engines.remote.weights import TransferError
-
             raise TransferError("rank 0 has no memory for a copy of the weights")
 
     async with sharing(urls[:1], tied.paths[1], tmp_path, sender=Full) as s:
         assert s.written(await s.update()).is_file()
         assert "rank 0 has no memory" in caplog.text
         await s.b.check_greedy()
+
+
+class Closed(Vanishing):
+    always = True
+
+
+async def test_memory_that_is_never_read_is_given_up(
+    urls: list[str], tied: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with sharing(urls[:1], tied.paths[1], tmp_path, sender=Closed) as s:
+        for number in range(1, 4):
+            assert s.written(await s.update()).is_file()
+            assert s.sender.num_failures == min(number, 2)
+        await s.b.check_greedy()
+        assert s.b.pool.stats()["servers_up"] == 1
+    assert caplog.text.count("through directories from now on") == 1
+    assert caplog.text.count("No such file") >= 2
 
 
 async def test_a_server_that_comes_late_gets_a_directory_of_what_was_shared(
@@ -249,8 +278,6 @@ async def test_a_server_that_comes_late_gets_a_directory_of_what_was_shared(
 async def test_an_older_version_is_not_written_in_the_name_of_a_newer_one(
     urls: list[str], tied: World, tmp_path: Path
 ) -> None:
-    from agentenv.errors import EngineError
-
     async with sharing(urls[:1], tied.paths[1], tmp_path) as s:
         await s.update()
         stale: Any = MemorySender(s.b.learner, tmp_path / "stale")

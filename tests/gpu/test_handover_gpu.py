@@ -117,7 +117,8 @@ class Bench:
                 sender = MemorySender(learner, self.folder)
                 publisher = MemoryPublisher(pool, sender, colocation, handover)
             parts, gap = await self.updates(pool, publisher, handover, by_memory=by_memory)
-            cells = " | ".join(f"{parts[one]:.3f}" for one in (*Handover.PARTS, "total"))
+            names = (*Handover.METRICS, "handover/total_s")
+            cells = " | ".join(f"{parts[one]:.3f}" for one in names)
             print(f"| {name} | {cells} | {gap:.4f} |", flush=True)
         finally:
             await pool.close()
@@ -150,12 +151,7 @@ class Bench:
             if by_memory:
                 written = self.folder / f"v{version}"
                 assert not written.exists(), "it went by a directory: see the warnings"
-        medians = {
-            name.removeprefix("handover/").removesuffix("_s"): statistics.median(
-                one[name] for one in found[1:]
-            )
-            for name in found[0]
-        }
+        medians = {name: statistics.median(one[name] for one in found[1:]) for name in found[0]}
         return medians, await self.check(probe)
 
 

@@ -104,11 +104,28 @@ async def test_servers_that_share_a_gpu_get_a_cache_of_their_own(
         (ScriptedConfig(), "has no memory to give back"),
         (VLLMConfig(weights="broadcast"), 'weights = "broadcast" needs servers that are awake'),
         (VLLMConfig(servers=ServersConfig(gpu_memory_share=0.95)), "at most 0.9 is left"),
+        (VLLMConfig(urls=["http://127.0.0.1:1"], weights="ipc"), "servers that the run starts"),
     ],
 )
 def test_what_cannot_be_colocated(engine: VLLMConfig | ScriptedConfig, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         learner_gpus(COLOCATED, engine, TWO, GpuPlan(["a", "b"]))
+
+
+def test_weights_through_the_learners_memory_need_its_gpus() -> None:
+    engine = VLLMConfig(servers=ServersConfig(num_servers=2), weights="ipc")
+    for how in (True, "at_once"):
+        resources = ResourcesConfig(colocated=how)
+        assert learner_gpus(resources, engine, TWO, GpuPlan(["a", "b"])) == ["a", "b"]
+    with pytest.raises(ConfigError, match=r'engine.weights = "ipc": .*; set resources.colocated'):
+        learner_gpus(ResourcesConfig(), engine, TWO, GpuPlan(["a", "b", "c", "d"]))
+    elsewhere = LearnerConfig(num_ranks=2, launch="external", address="127.0.0.1:1")
+    with pytest.raises(ConfigError, match="with ranks that the run starts"):
+        learner_gpus(COLOCATED, engine, elsewhere, GpuPlan(["a", "b"]))
+    with pytest.raises(ConfigError, match="sglang servers read no memory of the learner"):
+        SGLangConfig(weights="ipc")
+    with pytest.raises(ConfigError, match="goes through a directory"):
+        VLLMConfig(weights="ipc", lora="adapter")
 
 
 def test_the_split_layout_says_what_would_allow_it() -> None:
@@ -138,11 +155,15 @@ def test_flags_of_servers_that_sleep_or_take_adapters(model: Path) -> None:
     assert "--enable-sleep-mode" not in flags("vllm", cpu, colocated=True)
     with pytest.raises(ConfigError, match="--enable-memory-saver, which it has on GPUs only"):
         flags("sglang", cpu, colocated=True)
+    for place in (gpu, cpu):
+        assert '{"backend": "agentenv_ipc"}' in flags("vllm", place, weights="ipc")
     for rank, known in ((1, "1"), (4, "8"), (16, "16"), (100, "128")):
         found = flags("vllm", gpu, lora_rank=rank)
         assert found[found.index("--max-lora-rank") + 1] == known
     with pytest.raises(ConfigError, match="rank 512 at most"):
         flags("vllm", gpu, lora_rank=513)
+    served = Served("vllm", model, "policy", 512, True, gate=Path("/ready"))
+    assert environment(served, ServersConfig())["AGENTENV_LEARNER_READY"] == "/ready"
     served = Served("vllm", model, "policy", 512, True, lora_rank=4)
     assert environment(served, ServersConfig())["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
 

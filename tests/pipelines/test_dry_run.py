@@ -112,8 +112,17 @@ def test_turns_are_advised_against_where_both_fit_at_once(
         assert train.main([*recipe, f"resources.colocated={how}"]) == EXIT_MISSING
         told = " ".join(capsys.readouterr().out.split())
         assert ("would fit on a GPU together" in told) == is_advised
+        assert 'engine.weights = "ipc" leaves them on the GPU' in told
     assert train.main([*recipe, "--gpu-memory", "24", "resources.colocated=true"]) == EXIT_MISSING
-    assert "would fit on a GPU together" not in capsys.readouterr().out
+    told = " ".join(capsys.readouterr().out.split())
+    assert "would fit on a GPU together" not in told
+    assert "in turn, each update waits about 0.9 s for the hand-over" in told
+    keys = ("engine.servers.gpu_memory_share=0.04", "resources.colocated=at_once")
+    assert train.main([*recipe, *keys, "engine.weights=ipc"]) == EXIT_MISSING
+    told = " ".join(capsys.readouterr().out.split())
+    assert "at once, the caches hold" in told
+    assert "for about 0.5 s of hand-over an update" in told
+    assert "leaves them on the GPU" not in told
 
 
 def test_one_gpu_for_learner_and_embedded_engine(tmp_path: Path) -> None:

@@ -33,6 +33,11 @@ VLLM = [
     'sft.stages=[{rows="copy",num_steps=2}]',
     "sft.gate_every=2",
 ]
+# Every group is trained, so that each step hands weights over.
+SHARED = [
+    *("engine.name=vllm", "engine.weights=ipc", "algorithm.group_size=4"),
+    *('sft.stages=[{rows="mixed",num_steps=60}]', "sft.gate_every=60"),
+]
 # As much cold start as gives outcomes that differ within a group, so that updates train.
 SGLANG = [
     "engine.name=sglang",
@@ -89,6 +94,44 @@ def on_vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
         finally:
             training.kill()
     return folder / "run"
+
+
+@pytest.mark.engine_vllm
+@pytest.mark.parametrize(("how", "num_steps"), [("true", 5), ("at_once", 2)])
+def test_weights_stay_in_memory_between_a_learner_and_vllm_that_share_a_device(
+    tmp_path: Path, how: str, num_steps: int
+) -> None:
+    """Server and learner start side by side. In turn the server is killed after its first step: the
+    one that takes its place gets a directory, while the learner sleeps or not."""
+    require_vllm()
+    run, out = tmp_path / "run", tmp_path / "out"
+    keys = [*SHARED, f"resources.colocated={how}", f"train.num_steps={num_steps}"]
+    with start(tmp_path, *keys) as training:
+        try:
+            while how == "true" and training.poll() is None and not rows_of(run):
+                time.sleep(0.05)
+            for server in servers_below(training) if how == "true" else ():
+                server.kill()
+            assert training.wait(800) == 0, out.read_text()
+        finally:
+            training.kill()
+    rows = rows_of(run)
+    assert [row["step"] for row in rows] == [*range(1, num_steps + 1)]
+    assert rows[-1]["trees/failed"] == 0
+    for row in rows:
+        parts = [row[f"handover/{name}_s"] for name in ("sleep", "wake", "publish", "load")]
+        assert row["handover/total_s"] == pytest.approx(sum(parts))
+        assert (parts[0] > 0) == (how == "true")
+        assert row.get("parity/logprob_gap_max", 0.0) < 1e-3
+    trained = [row for row in rows if row["trees/trained"]]
+    assert trained
+    server = (run / "servers" / "policy.log").read_text()
+    assert "for the learner" in server
+    assert server.count("memory opened in") >= (2 if how == "true" else num_steps)
+    if how == "true":
+        assert rows[-1]["engine/outage_s"] > 0
+    else:
+        assert "directory" not in (run / "run.log").read_text()
 
 
 @pytest.fixture(scope="module")

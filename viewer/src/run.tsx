@@ -190,6 +190,11 @@ function Tiles(props: { run: Run; rows: Row[]; steps: Row[] }) {
       <Tile name="engine to learner" note="nats apart, mean" title="log-probs of the same tokens under the same weights">
         {num(last(steps, "parity/logprob_gap_mean"))}
       </Tile>
+      {last(steps, "handover/total_s") !== undefined && (
+        <Tile name="hand-over, last step" note="seconds an update" title="engine and learner pass weights and GPUs to each other: sleep, wake, publish, load">
+          {num(last(steps, "handover/total_s"))}
+        </Tile>
+      )}
       <Tile name="tokens a second" note="over the run" title="sampled tokens of all steps for each second of the RL phase">
         {num(last(steps, "time/run_tokens_per_s") ?? rateOf(steps))}
       </Tile>

@@ -23,6 +23,7 @@ const PARTS: [string, string, string, number][] = [
   ["time/publish_s", "publishes", "--series-2", 0],
   ["time/evaluate_and_save_s", "evaluates, saves", "--series-6", 0],
 ];
+const HANDOVER = ["sleep", "wake", "publish", "load"]; // handover/..._s
 const LANE = 30;
 const LEFT = 64;
 const BELOW = 22;
@@ -43,7 +44,9 @@ export function partsOf(steps: Row[]): { parts: Part[]; end: number } {
       parts.push({ lane: 0, from: at, to: at + took, colour: fill, height: 1, text: `${step}: the learner ${what}, ${seconds(took)}` });
       if (key === "time/publish_s") {
         const version = num(row["policy_version"]);
-        parts.push({ lane: 1, from: at, to: at + took, colour: "--series-2", height: 1, text: `version ${version} is published in ${seconds(took)}: the learner waits; engines load it between tokens and keep their requests` });
+        const handover = HANDOVER.map((part) => `${part} ${seconds(of(row, `handover/${part}_s`))}`).join(", ");
+        const whole = of(row, "handover/total_s");
+        parts.push({ lane: 1, from: at, to: at + took, colour: "--series-2", height: 1, text: `version ${version} is published in ${seconds(took)}: the learner waits; engines load it between tokens and keep their requests${whole > 0 ? `. Hand-over ${seconds(whole)}: ${handover}` : ""}` });
       }
       at += took;
     }

@@ -37,7 +37,7 @@ from agentenv.engines.remote.weights import (
     SharedSender,
     TransferError,
 )
-from agentenv.errors import ConfigError, EngineError
+from agentenv.errors import SHOWN, ConfigError, EngineError
 from agentenv.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -550,7 +550,7 @@ async def hand_over(shared: SharedSender, version: int, keepers: Sequence[Keeper
         return
     readers = _Readers(shared, len(able))
 
-    async def take(keeper: Keeper) -> None:
+    async def take(keeper: Keeper) -> bool:
         reads = True
 
         async def leave() -> None:
@@ -566,11 +566,16 @@ async def hand_over(shared: SharedSender, version: int, keepers: Sequence[Keeper
                 "%s did not take policy version %d from the learner's memory: %s; it gets a "
                 "directory",
                 *(keeper.server.name, version, error),
+                extra=SHOWN,
             )
+            return False
+        else:
+            return True
         finally:
             await leave()
 
-    await asyncio.gather(*(take(keeper) for keeper in able))
+    succeeded = await asyncio.gather(*(take(keeper) for keeper in able))
+    shared.num_failures = 0 if all(succeeded) else shared.num_failures + 1
 
 
 async def _together(

@@ -93,9 +93,11 @@ class SharedWeights(Struct, frozen=True):
 
 
 class SharedSender(Protocol):
-    """The trainer's side of weights in shared memory; both methods work while it sleeps."""
+    """The trainer's side of weights in shared memory; both methods work while it sleeps.
+    `num_failures` counts updates in a row that a server did not get from there."""
 
     weights: SharedWeights
+    num_failures: int
 
     async def release(self) -> None:
         """Nothing reads the memory any more. Idempotent; LearnerError if the learner is gone."""

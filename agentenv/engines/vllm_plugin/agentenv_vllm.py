@@ -90,8 +90,12 @@ def _wait_for_learner() -> None:
     gate = os.environ.get(GATE)
     if not gate:
         return
-    wrapper = importlib.import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
-    init = wrapper.init_device
+    try:
+        wrapper = importlib.import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
+        init = wrapper.init_device
+    except (ImportError, AttributeError):
+        logger.exception("this version of vLLM does not wait for the learner")
+        return
     if hasattr(init, "__wrapped__"):
         return
 

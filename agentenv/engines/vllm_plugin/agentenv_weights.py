@@ -1,3 +1,5 @@
+# mypy: ignore-errors
+# vLLM, whose types it builds on, is in another environment.
 """vLLM's end of weights in memory that the learner shares (agentenv/learners/shared.py).
 
 The backend "agentenv_ipc" of --weight-transfer-config, which `agentenv_vllm.register` names. The
