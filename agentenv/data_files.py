@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from agentenv.disk import undecodable
 from agentenv.errors import ConfigError, DataError, ForeignError, install_hint
+from agentenv.registry import loaded
 from agentenv.untrusted import decode_loose
 
 Row = dict[str, Any]
@@ -28,6 +29,8 @@ TABLES = (".csv", ".tsv")  # whose fields are texts
 SUFFIXES = (".jsonl", ".json", *TABLES, *ARROW)
 SPLIT = re.compile(r"(train|test|validation|valid|val|dev)(?=[-_.0-9])")
 ROWS_PER_BATCH = 1024
+# rows that are made, not read, by what comes before the colon in place of a path
+GENERATORS = {"reasoning_gym": "agentenv.envs.reasoning:rows"}
 
 
 class RawRow(NamedTuple):
@@ -62,6 +65,23 @@ def find_files(paths: Iterable[str | Path]) -> list[Path]:
     if not found:
         raise DataError("no dataset file is named; expected a file, a folder or a pattern")
     return list(found)
+
+
+def is_generated(path: str | Path) -> bool:
+    """Whether a path stands for rows that are made: NAME:WHICH."""
+    name, colon, _ = str(path).partition(":")
+    return bool(colon) and name in GENERATORS
+
+
+def generated_rows(
+    path: Path, options: Mapping[str, Any], *, held_out: bool, most: int = 0
+) -> Iterator[RawRow]:
+    """The rows that such a path stands for, or the first `most`; not of training if `held_out`.
+    Raises DataError for what the generator does not know."""
+    name, _, which = str(path).partition(":")
+    rows = loaded(GENERATORS[name])(which, options, held_out=held_out)
+    for number, row in enumerate(islice(rows, most or None), 1):
+        yield RawRow(path, number, row)
 
 
 def read_rows(path: Path, ends: int = 0) -> Iterator[RawRow]:

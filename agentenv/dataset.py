@@ -17,7 +17,15 @@ from typing import NamedTuple, overload
 
 from msgspec.structs import replace
 
-from agentenv.data_files import RawRow, Row, find_files, read_rows
+from agentenv.data_files import (
+    GENERATORS,
+    RawRow,
+    Row,
+    find_files,
+    generated_rows,
+    is_generated,
+    read_rows,
+)
 from agentenv.env import Env
 from agentenv.errors import (
     AgentEnvError,
@@ -50,17 +58,19 @@ def load_tasks(
     ends: int = 0,
     say: Callable[[str], None] = logger.warning,
     adapt: Adapt | None = None,
+    held_out: bool = False,
 ) -> list[Task]:
     """Tasks of the rows of a file, a folder, a pattern, or a list of them, in order.
 
     `env_id` is the environment of rows that choose none, `max_samples` takes the first n (0:
     all), `ends` reads only so many rows of each end of a file (0: all). `say` reports rows that
     `config.skip_bad_rows` leaves out. `adapt` makes of a row one of a known schema, or None to
-    leave it out. Raises DataError with file, row, key and what was expected, or for no rows at
-    all, and ConfigError for an environment of `config.env_by` that no row chooses.
+    leave it out. Rows that are made are those of training unless `held_out`. Raises DataError
+    with file, row, key and what was expected, or for no rows at all, and ConfigError for an
+    environment of `config.env_by` that no row chooses.
     """
     reader = RowReader(config or RowsConfig(), env_id, keep_golds=adapt is None)
-    tasks = _read(reader, _listed(paths), max_samples, say, adapt, ends)
+    tasks = _read(reader, _listed(paths), max_samples, say, adapt, ends, held_out=held_out)
     if not (max_samples or ends):
         _check_env_by([reader])
     return tasks
@@ -83,6 +93,7 @@ def load_mix(
             env_by=config.env_by,
             skip_bad_rows=config.skip_bad_rows,
             compat=config.compat,
+            source=part.source or config.source,
         )
         reader = RowReader(own, part.env_id or env_id)
         paths = [resolve(str(path)) for path in _listed(part.path)]
@@ -177,11 +188,24 @@ def _read(
     say: Callable[[str], None],
     adapt: Adapt | None = None,
     ends: int = 0,
+    *,
+    held_out: bool = False,
 ) -> list[Task]:
-    files = find_files(paths)
+    files, source = find_files(paths), reader.config.source
+    if source and not any(map(is_generated, files)):
+        raise ConfigError(
+            f"source = {source} is for rows that are made ({', '.join(GENERATORS)}:NAME), and "
+            f"{files[0]} is a file; remove it"
+        )
     tasks: list[Task] = []
     bad: list[str] = []
-    for read in (raw for path in files for raw in read_rows(path, ends)):
+    rows = (
+        generated_rows(path, source, held_out=held_out, most=ends or max_samples)
+        if is_generated(path)
+        else read_rows(path, ends)
+        for path in files
+    )
+    for read in (raw for some in rows for raw in some):
         raw = read if adapt is None else _adapted(read, adapt)
         if raw is None:
             continue

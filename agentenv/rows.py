@@ -89,6 +89,13 @@ class RowsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Literal["", "reference"],
         Meta(description="'reference' keeps the backspace byte in the \\boxed of ARPO's files"),
     ] = ""
+    source: Annotated[
+        dict[str, Any],
+        Meta(
+            description="of rows that are made (reasoning_gym:NAME): size, seed, difficulties by "
+            "their own names"
+        ),
+    ] = field(default_factory=dict)
 
 
 class MixPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,6 +115,9 @@ class MixPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ColumnsConfig | None, Meta(description="columns of this part, instead of data.columns")
     ] = None
     max_samples: Annotated[int, Meta(ge=0, description="first n rows; 0: all")] = 0
+    source: Annotated[
+        dict[str, Any], Meta(description="of rows that are made, instead of data.source")
+    ] = field(default_factory=dict)
 
 
 QUESTIONS = ("question", "Question", "problem", "prompt", "input", "extra_info.question")

@@ -19,6 +19,9 @@ SGLANG_RESERVED = 2  # tokens of its context length that an SGLang server never 
 ROLES = ("summarizer", "judge", "debugger", "refiner")  # besides the policy, which is [engine]
 
 
+MAX_SHARE = 0.9  # of a GPU's memory, for servers beside the CUDA contexts of others
+
+
 class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one server is started."""
 
@@ -76,15 +79,61 @@ class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Servers to start."""
         return 1
 
+    @property
+    def per_gpu(self) -> int:
+        """Servers that share a GPU."""
+        return 1
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all servers together."""
+        if self.per_gpu > 1:
+            return -(-self.count // self.per_gpu)
+        return self.count * self.tensor_parallel_size * self.data_parallel_size
+
+    def gpus_of(self, index: int, gpus: Sequence[str]) -> Sequence[str]:
+        """Those of one server among the `num_gpus` of all."""
+        if self.per_gpu > 1:
+            return gpus[index // self.per_gpu :][:1]
+        each = self.tensor_parallel_size * self.data_parallel_size
+        return gpus[index * each :][:each]
+
 
 class ServersConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The servers of the policy."""
 
     num_servers: Annotated[int, Meta(ge=1, description="servers to start", extra=ESSENTIAL)] = 1
+    servers_per_gpu: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="vLLM servers that share a GPU, each with its gpu_memory_share; a small "
+            "model keeps the one thread of its server busy and not the GPU",
+        ),
+    ] = 1
+
+    def __post_init__(self) -> None:
+        if self.servers_per_gpu == 1:
+            return
+        if self.tensor_parallel_size * self.data_parallel_size > 1:
+            raise ConfigError(
+                "engine.servers.servers_per_gpu: servers that share a GPU have one each; remove "
+                "tensor_parallel_size and data_parallel_size, or servers_per_gpu"
+            )
+        if self.servers_per_gpu * self.gpu_memory_share > 1:
+            raise ConfigError(
+                f"engine.servers: {self.servers_per_gpu} servers on a GPU (servers_per_gpu) with "
+                f"gpu_memory_share = {self.gpu_memory_share:g} each need more than all of it; "
+                f"lower it to {MAX_SHARE / self.servers_per_gpu:.2g} or less"
+            )
 
     @property
     def count(self) -> int:
         return self.num_servers
+
+    @property
+    def per_gpu(self) -> int:
+        return self.servers_per_gpu
 
 
 class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,8 +163,9 @@ class Served(Struct, frozen=True):
     """What one server is to serve, under `name`. `trained`: its weights are replaced during the
     run, by way of `weights`, or as LoRA adapters of rank `lora_rank` if that is not 0. `colocated`:
     the learner has its GPUs too, "at_once" or while the server sleeps; the server looks at their
-    memory once the file `gate` is there. The last three are where it runs, which its starter
-    says."""
+    memory once the file `gate` is there. The last four are where it runs, which its starter says;
+    `cache_bytes`: of keys and values, 0 where the server measures what is free, which it cannot
+    beside others."""
 
     engine: str
     model: Path
@@ -129,6 +179,7 @@ class Served(Struct, frozen=True):
     port: int = 0
     gpus: Sequence[str] = ()
     on_cpu: bool = False
+    cache_bytes: int = 0
 
     @property
     def sleeps(self) -> bool:

@@ -402,10 +402,12 @@ class LearnerSender:
 
 class MemorySender:
     """A SharedSender: weights go through memory that the ranks share with servers of their machine.
-    `publish` comes first, once an update; directories go below `folder`."""
+    `publish` comes first, once an update; directories go below `folder`; `num_readers` servers have
+    each GPU."""
 
-    def __init__(self, learner: DeepSpeedLearner, folder: Path) -> None:
+    def __init__(self, learner: DeepSpeedLearner, folder: Path, num_readers: int = 1) -> None:
         self.learner, self.folder = learner, folder.absolute()
+        self._num_readers = num_readers
         self.weights = SharedWeights([], [], [], [], 0, {})
         self.num_failures = 0
         self._version = 0
@@ -415,7 +417,7 @@ class MemorySender:
     async def publish(self, *, sleeps_next: bool) -> int:
         """Make the learner's weights its next policy version; the number. TransferError if they
         cannot be shared, which counts no version."""
-        replies = await self.learner.call_all(wire.Share(sleeps_next))
+        replies = await self.learner.call_all(wire.Share(sleeps_next, self._num_readers))
         _check_answers(replies[0])
         found = [reply.shared for reply in replies if reply.shared is not None]
         memory = {name: handle for one in reversed(found) for name, handle in one.memory.items()}

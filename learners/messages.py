@@ -178,9 +178,11 @@ class LeaveGroup(Command):
 class Share(Command):
     """Count the policy version up, and put a copy of its weights where servers of the machine read
     it (agentenv/learners/shared.py). Answered with `shared`, or with `problem` by all ranks, which
-    count nothing up then. `sleeps_next`: the ranks fall asleep with the copy in place."""
+    count nothing up then. `sleeps_next`: the ranks fall asleep with the copy in place;
+    `num_readers`: servers that share a GPU."""
 
     sleeps_next: bool
+    num_readers: int
 
 
 class Release(Command):

@@ -60,9 +60,12 @@ class SharedCopy:
         self._copy: Tensor | None = None  # uint8, mapped by servers
         self._host: Tensor | None = None  # the same in main memory, of rank 0
 
-    def publish(self, *, sleeps_next: bool) -> tuple[SharedWeights | None, str]:
+    def publish(
+        self, *, sleeps_next: bool, num_readers: int = 1
+    ) -> tuple[SharedWeights | None, str]:
         """Copy the weights of now; collective. What opens the copy on this rank, None where it has
-        none, and the problem, which all ranks report. `sleeps_next`: the rank's unused memory is
+        none, and the problem, which all ranks report. `num_readers`: servers of a device.
+        `sleeps_next`: the rank's unused memory is
         given back first, of which the copy would keep a part."""
         problem, self.policy_version, self._gives_back = "", None, sleeps_next
         try:
@@ -78,7 +81,7 @@ class SharedCopy:
         found = None
         if self._copy is not None and not problem:
             try:
-                found = self._shared(self._copy)
+                found = self._shared(self._copy, num_readers)
             except RuntimeError as error:
                 problem = f"rank {self._backend.rank} cannot share memory: {_line(error)}"
         problem = next(filter(None, self._backend.gather(problem)), "")
@@ -133,7 +136,7 @@ class SharedCopy:
             os.posix_fallocate(number, 0, self._num_bytes)  # else a write to a full /dev/shm kills
             self._copy = copy
 
-    def _shared(self, copy: Tensor) -> SharedWeights:
+    def _shared(self, copy: Tensor, num_readers: int) -> SharedWeights:
         if self._host is not None:
             self._host.copy_(copy, non_blocking=True)
         if self._on_gpu:
@@ -144,25 +147,29 @@ class SharedCopy:
             [list(one.shape) for one in self._slices],
             [one.offset for one in self._slices],
             self._num_bytes,
-            handle_of(copy),
+            {device_of(copy): [handle_of(copy) for _ in range(num_readers)]},
         )
 
 
-def handle_of(memory: Tensor) -> dict[str, list[str | int]]:
-    """What another process opens these bytes with, by the name of their device."""
+def device_of(memory: Tensor) -> str:
+    """The name by which other processes know the device."""
+    if memory.device.type != "cuda":
+        return "cpu"
+    return str(torch.cuda.get_device_properties(memory.device).uuid)
+
+
+def handle_of(memory: Tensor) -> list[str | int]:
+    """What one other process opens these bytes with."""
     if memory.device.type != "cuda":
         number, _ = memory.untyped_storage()._share_fd_cpu_()
-        return {"cpu": [os.getpid(), number]}
+        return [os.getpid(), number]
     _, arguments = reduce_tensor(memory)  # type: ignore[no-untyped-call]
     storage, size, offset, _, counter, counter_offset, event, needs_event = arguments[7:]
-    name = str(torch.cuda.get_device_properties(memory.device).uuid)
     handles = [base64.b64encode(one).decode() for one in (storage, counter, event)]
-    return {
-        name: [
-            *(handles[0], size, offset),
-            *(handles[1], counter_offset, handles[2], int(needs_event)),
-        ]
-    }
+    return [
+        *(handles[0], size, offset),
+        *(handles[1], counter_offset, handles[2], int(needs_event)),
+    ]
 
 
 def _line(error: Exception) -> str:

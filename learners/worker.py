@@ -240,7 +240,9 @@ class Rank:
             case wire.LeaveGroup():
                 self.broadcaster.leave()
             case wire.Share():
-                found = self.shared.publish(sleeps_next=command.sleeps_next)
+                found = self.shared.publish(
+                    sleeps_next=command.sleeps_next, num_readers=command.num_readers
+                )
                 done.shared, done.problem = found
                 if not done.problem:
                     self.count_version()

@@ -21,6 +21,7 @@ SMALL = (
     *("learner.groups_per_minibatch=2", "learner.max_tokens_per_microbatch=2048"),
     *("train.num_steps=2", "train.max_untrained_steps=0", "limits.max_seconds=900"),
     *("eval.sets.test.max_tasks=16", "eval.sets.dev.max_tasks=4", "engine.servers.max_num_seqs=16"),
+    *("engine.servers.num_servers=1", 'cluster={kind="local"}'),
 )  # fmt: skip
 
 

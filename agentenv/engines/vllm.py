@@ -341,14 +341,16 @@ class VLLMServer(WeightSync[VLLMFacts]):
                 if await server.read(bool, "GET", "/is_paused", "is_paused"):
                     await server.call("POST", path, timeout_s=self._load_s)
 
-    async def _take(self, weights: SharedWeights, release: Callable[[], Awaitable[None]]) -> None:
+    async def _take(
+        self, weights: SharedWeights, number: int, release: Callable[[], Awaitable[None]]
+    ) -> None:
         info = {
             "names": weights.names,
             "dtype_names": weights.dtypes,
             "shapes": weights.shapes,
             "offsets": weights.offsets,
             "num_bytes": weights.num_bytes,
-            "memory": weights.memory,
+            "memory": weights.exports_of(number),
         }
         try:
             if self._is_asleep:

@@ -111,7 +111,13 @@ def _keys_of(found: Any) -> type[GraderPart] | None:
     return cast(type[GraderPart], part)
 
 
-GRADERS = Registry("grader", "agentenv.graders", GraderPart, {}, _keys_of)
+GRADERS = Registry(
+    "grader",
+    "agentenv.graders",
+    GraderPart,
+    {"reasoning_gym": "agentenv.envs.reasoning:ReasoningGymGrader"},
+    _keys_of,
+)
 
 if TYPE_CHECKING:
     AnyGrader = GraderPart

@@ -177,7 +177,7 @@ class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
         """An engine server."""
         each = launched.tensor_parallel_size * launched.data_parallel_size
         gpus = 0 if launched.device == "cpu" else each
-        return {"CPU": 1.0, "GPU": float(gpus)}
+        return {"CPU": 1.0, "GPU": gpus / launched.per_gpu}
 
     def of_rank(self) -> dict[str, float]:
         """A rank of the learner."""

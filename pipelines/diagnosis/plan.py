@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from agentenv.config import RUN
 from agentenv.engine import EngineConfig, LocalModel
-from agentenv.engines.pool import MAX_SHARE
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.learners.learner import LearnerConfig, OptimizerConfig, check_heads
 from agentenv.pipelines.config.cluster import ResourcesConfig, ServeConfig, WideCluster
@@ -22,6 +21,7 @@ from agentenv.pipelines.run.checkpoints import find_checkpoint
 from agentenv.pipelines.serving import (
     CPU_CACHE_GIB,
     GIB,
+    SERVER_BYTES,
     GpuPlan,
     Machine,
     learner_gpus,
@@ -30,7 +30,6 @@ from agentenv.pipelines.serving import (
 from agentenv.pipelines.setup.memory import (
     KNOWN,
     RESERVE_BYTES,
-    SERVER_BYTES,
     Memory,
     ModelShape,
     bytes_of,
@@ -42,7 +41,7 @@ from agentenv.pipelines.setup.memory import (
     passing_bytes,
     server_memory,
 )
-from agentenv.server_config import LaunchConfig, RoleConfig
+from agentenv.server_config import MAX_SHARE, LaunchConfig, RoleConfig
 from agentenv.types import Limits
 
 # What a plan is made of: a machine, processes on it, and what does not fit.
@@ -392,14 +391,16 @@ class _Planner:
         taken = self.gpus.assign(
             f"{key}.gpus",
             config.gpus,
-            each * number,
+            config.num_gpus,
             borrows=policy and bool(self.resources.colocated),
         )
         budget = config.gpu_memory_share * size
-        awake = SERVER_BYTES if sleeps else budget  # in a phase in which it may sleep
+        on_each = min(number, config.per_gpu)  # servers, of which each has its budget
+        serving = on_each * budget
+        awake = on_each * (SERVER_BYTES if sleeps else budget)  # where it may sleep
         if shape is None:
             process = Process(name, number, taken, path)
-            self.plan.add(process, serving=budget, training=awake)
+            self.plan.add(process, serving=serving, training=awake)
             return
         memory, tokens = server_memory(shape, config, size)
         weights = memory.gpu["weights"]
@@ -419,15 +420,15 @@ class _Planner:
                 "gpu_memory_share or tensor_parallel_size, or lower max_model_len"
             )
         process = Process(name, number, taken, path, memory, note)
-        self.plan.add(process, serving=budget, training=awake)
+        self.plan.add(process, serving=serving, training=awake)
         if policy:
             servers = number * config.data_parallel_size
             room = tokens * servers
             self.plan.made.append(in_flight(self.num_paths, self.num_tokens, room))
             if self.resources.colocated and self.learner_bytes:
-                whole = replace(config, gpu_memory_share=MAX_SHARE)
+                whole = replace(config, gpu_memory_share=MAX_SHARE / config.per_gpu)
                 most = server_memory(shape, whole, size)[1] * servers
-                fits = self.learner_bytes <= size - budget
+                fits = self.learner_bytes <= size - serving
                 self.plan.advice += self._colocation(weights, room, most, fits=fits)
 
     def _colocation(self, weights: float, room: int, most: int, *, fits: bool) -> list[str]:

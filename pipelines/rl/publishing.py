@@ -459,13 +459,15 @@ def make_publisher(
     assert isinstance(config.engine, PooledEngineConfig)
     assert isinstance(engine, EnginePool)
     if config.engine.new_weights == "ipc":
-        return MemoryPublisher(engine, MemorySender(learner, folder), colocation, handover)
+        launched = config.engine.launched
+        sender = MemorySender(learner, folder, 1 if launched is None else launched.per_gpu)
+        return MemoryPublisher(engine, sender, colocation, handover)
     pool = config.engine.pool
-    sender = LearnerSender(
+    broadcaster = LearnerSender(
         learner,
         folder,
         pool.broadcast_timeout_s,
         pool.broadcast_port,
         pool.broadcast_interface,
     )
-    return BroadcastPublisher(engine, sender, handover)
+    return BroadcastPublisher(engine, broadcaster, handover)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 VLLM_PLUGIN = Path(agentenv.__file__).parent / "engines" / "vllm_plugin"  # for PYTHONPATH
 VLLM_GATE = "AGENTENV_LEARNER_READY"  # variable that the plugin reads
 GIB = 2.0**30
+SERVER_BYTES = 2 * GIB  # activations and graphs of a server, outside weights and cache
 ASSUMED_GPU_GIB = 80.0
 
 
@@ -172,14 +173,14 @@ def find_machine(num_gpus: int | None, gpu_memory_gib: float | None) -> Machine:
     if gpu_memory_gib is not None:
         name += f" with {gpu_memory_gib:g} GiB each"
         return Machine(number, gpu_memory_gib * GIB, main, name)
-    found = _memory_of(here[0]) if here and num_gpus is None else 0.0
+    found = memory_of(here[0]) if here and num_gpus is None else 0.0
     if found:
         return Machine(number, found, main, f"{name} with {found / GIB:.0f} GiB each")
     name += f" with {ASSUMED_GPU_GIB:g} GiB each (assumed, see --gpu-memory)"
     return Machine(number, ASSUMED_GPU_GIB * GIB, main, name)
 
 
-def _memory_of(gpu: str) -> float:
+def memory_of(gpu: str) -> float:
     """Bytes of a GPU as its driver says; 0 where it cannot be asked."""
     command = ["nvidia-smi", "-i", gpu, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
@@ -187,6 +188,15 @@ def _memory_of(gpu: str) -> float:
         return float(answer.stdout.strip()) * 2**20
     except (OSError, subprocess.SubprocessError, ValueError):
         return 0.0
+
+
+def shared_cache(model: Path, config: LaunchConfig, gpu: str) -> int:
+    """Bytes of keys and values of a server on a GPU that others use while it starts; 0 where the
+    size of the GPU is not known. What the server would find free changes under its measurement,
+    which vLLM refuses."""
+    parts = config.tensor_parallel_size
+    weights = sum(path.stat().st_size for path in model.glob("*.safetensors")) / parts
+    return int(max(0.0, config.gpu_memory_share * memory_of(gpu) - weights - SERVER_BYTES))
 
 
 def _main_memory() -> float:
@@ -335,6 +345,8 @@ def _vllm_arguments(served: Served, config: LaunchConfig, model: dict[str, Any])
         found += ["--max-model-len", str(served.max_model_len)]
     if config.max_num_seqs:
         found += ["--max-num-seqs", str(config.max_num_seqs)]
+    if served.cache_bytes:
+        found += ["--kv-cache-memory-bytes", str(served.cache_bytes)]
     if served.trained:
         found += ["--enable-scale-out", "--max-logprobs", "-1", "--enable-prompt-tokens-details"]
         found += ["--logprobs-mode", "processed_logprobs"]

@@ -29,6 +29,7 @@ from agentenv.pipelines.serving import (
     command,
     environment,
     find_python,
+    shared_cache,
 )
 from agentenv.pipelines.serving.watch import ProcessorWatch
 from agentenv.registry import decode_part
@@ -223,7 +224,7 @@ class ServerFactory:
         `key` is the setting that errors name. Raises ConfigError for what cannot work and
         EngineError for a server that does not come up.
         """
-        specs = self._specs(served, config, key)
+        specs = await in_thread(self._specs, served, config, key)
         started = [ServerProcess(spec, self._folder, self._say) for spec in specs]
         for process in started:
             self._stack.push_async_callback(process.close)
@@ -244,24 +245,29 @@ class ServerFactory:
     ) -> list[ServerSpec]:
         """One of each server; `wanted` lacks what differs between them."""
         number = config.count
+        if config.per_gpu > 1 and wanted.engine != "vllm":
+            raise ConfigError(f"{key}.servers_per_gpu: only vLLM's servers can share a GPU")
         if not wanted.model.is_dir():
             raise ConfigError(f"{key}: {wanted.model} is no model directory")
         python = find_python(wanted.engine, config, key)
         on_cpu = self._on_cpu(config, key)
-        each = config.tensor_parallel_size * config.data_parallel_size
-        gpus = []
+        gpus: list[str] = []
+        cache_bytes = 0
         if not on_cpu:
             gpus = self.gpus.assign(
-                f"{key}.gpus", config.gpus, each * number, borrows=bool(wanted.colocated)
+                f"{key}.gpus", config.gpus, config.num_gpus, borrows=bool(wanted.colocated)
             )
+            if config.per_gpu > 1 or wanted.colocated == "at_once":
+                cache_bytes = shared_cache(wanted.model, config, gpus[0])
         specs = []
         for index in range(number):
             served = replace(
                 wanted,
                 model=wanted.model.absolute(),
                 port=self._port(config, index, key),
-                gpus=gpus[index * each : (index + 1) * each],
+                gpus=config.gpus_of(index, gpus),
                 on_cpu=on_cpu,
+                cache_bytes=cache_bytes,
             )
             specs.append(
                 ServerSpec(

@@ -1,8 +1,8 @@
-"""Whether a server that a run has started waits for its own processor while its GPU idles.
+"""Whether a server that a run has started waits for its own processors while its GPU idles.
 
-One process of a server reads and writes all requests, on one core. Small models, short turns and
-log-probs of many rivals can keep it busy while the GPU has nothing to do, which no figure of the
-engine shows.
+One process of a server reads and writes all requests, and one schedules all steps of its engine,
+each on one core. Small models, short turns and log-probs of many rivals can keep either busy while
+the GPU has nothing to do, which no figure of the engine shows.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def gpu_use(gpus: Sequence[str]) -> float | None:
 
 
 class ProcessorWatch:
-    """One server's process below its guard, whose pid `guard` gives, and its GPUs."""
+    """One server's processes below its guard, whose pid `guard` gives, and its GPUs."""
 
     def __init__(self, name: str, guard: Callable[[], int], gpus: Sequence[str]) -> None:
         self._name, self._guard, self._gpus = name, guard, gpus
-        self._seen: tuple[int, float, float] | None = None  # pid, its CPU seconds, wall seconds
+        self._seen: tuple[dict[int, float], float] | None = None  # CPU seconds by pid, wall seconds
         self._looks: deque[tuple[float, float]] = deque(maxlen=NUM_LOOKS)  # shares: core, GPU
         self._was_reported = False
 
@@ -55,24 +55,23 @@ class ProcessorWatch:
             await asyncio.sleep(EVERY_S)
 
     def look(self) -> bool:
-        """Warn, once, when the process has been busy and the GPU idle. False: the driver does not
+        """Warn, once, when a process has been busy and the GPU idle. False: the driver does not
         answer."""
         used = gpu_use(self._gpus)
         if used is None:
             return False
         try:
-            (process,) = psutil.Process(self._guard()).children()
-            times = process.cpu_times()
-        except (psutil.Error, ValueError):  # it is being started again
-            self._seen = None
+            seen_s = _cpu_seconds(psutil.Process(self._guard()).children(recursive=True))
+        except psutil.Error:  # it is being started again
+            seen_s = {}
+        before, self._seen = self._seen, (seen_s, time.monotonic())
+        if before is None or not seen_s or before[0].keys() != seen_s.keys():
             self._looks.clear()
             return True
-        before = self._seen
-        self._seen = process.pid, times.user + times.system, time.monotonic()
-        if before is not None and before[0] == process.pid:
-            share = (self._seen[1] - before[1]) / (self._seen[2] - before[2])
-            self._looks.append((share, used))
-            self._judge()
+        wall_s = self._seen[1] - before[1]
+        share = max((seen_s[pid] - before[0][pid]) / wall_s for pid in seen_s)
+        self._looks.append((share, used))
+        self._judge()
         return True
 
     def _judge(self) -> None:
@@ -81,13 +80,20 @@ class ProcessorWatch:
             return
         self._was_reported = True
         logger.warning(
-            "%s waits for its own processor: for %.0f s the process that answers requests has used "
-            "%.0f %% of a core, its GPU %.0f %% of the time. Less work for it: engine.entropies = "
-            '"window", a smaller engine.entropy_top_k, longer turns. More of it: more servers '
-            "with fewer GPUs each (engine.servers.num_servers, tensor_parallel_size), faster cores",
+            "%s waits for its own processor: for %.0f s its busiest process has used %.0f %% of a "
+            "core, its GPU %.0f %% of the time. More servers help: several on each GPU where the "
+            "model is small (engine.servers.num_servers, servers_per_gpu), fewer GPUs each where "
+            "it is not (tensor_parallel_size); so does less work: engine.entropies = "
+            '"window", a smaller engine.entropy_top_k, longer turns',
             self._name,
             NUM_LOOKS * EVERY_S,
             100 * core,
             100 * gpu,
             extra=SHOWN,
         )
+
+
+def _cpu_seconds(processes: Sequence[psutil.Process]) -> dict[int, float]:
+    """By pid."""
+    times = {one.pid: one.cpu_times() for one in processes}
+    return {pid: one.user + one.system for pid, one in times.items()}

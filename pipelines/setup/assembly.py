@@ -403,7 +403,14 @@ async def load_set(
     each end."""
     found = [resolve(path) for path in ([paths] if isinstance(paths, str) else paths)]
     return await in_thread(
-        load_tasks, found, env_id, rows, max_samples=max_samples, ends=ends, say=said(say, key)
+        load_tasks,
+        found,
+        env_id,
+        rows,
+        max_samples=max_samples,
+        ends=ends,
+        say=said(say, key),
+        held_out=key != "data",
     )
 
 

@@ -31,7 +31,7 @@ from agentenv.engine import EngineConfig
 from agentenv.errors import ConfigError, DataError
 from agentenv.learners.learner import LearnerConfig
 from agentenv.model_files import num_experts, num_stretched_positions, read_model_config
-from agentenv.pipelines.serving import GIB
+from agentenv.pipelines.serving import GIB, SERVER_BYTES
 from agentenv.server_config import LaunchConfig
 
 # Sizes of a model's layers, from its config.json or, where it is not here, by a public name.
@@ -212,7 +212,6 @@ HEAD_CHUNK_BYTES = 256 * 2**20  # of logits on a GPU, as agentenv.learners.polic
 HEAD_TILE_BYTES = 2**30  # and of a gradient of its weight
 LARGEST_FACTOR = 4  # bytes of a gathered parameter and its gradient, as DeepSpeed counts them
 BACKWARD_FACTOR = 1.5  # a layer's gradients of activations beside its activations
-SERVER_BYTES = 2 * GIB  # activations and graphs of a server, outside weights and cache
 
 
 def checkpoint_bytes(shape: ModelShape, learner: LearnerConfig, *, has_reference: bool) -> float:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 
 from agentenv.config import paths_of
+from agentenv.data_files import is_generated
 from agentenv.engine import EngineConfig, check_context
 from agentenv.env import CallProtocol
 from agentenv.envs.grading.keys import grader_config
@@ -225,8 +226,8 @@ def absent_paths(assembly: Assembly[Any]) -> Iterator[Absent]:
 
 
 def is_here(path: Path) -> bool:
-    """Whether there is such a file or folder, or one of the pattern."""
-    return path.exists() or bool(glob(str(path), recursive=True))
+    """Whether there is such a file or folder, one of the pattern, or rows are made."""
+    return path.exists() or is_generated(path) or bool(glob(str(path), recursive=True))
 
 
 async def files(assembly: Assembly[Any]) -> None:

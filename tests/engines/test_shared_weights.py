@@ -176,7 +176,7 @@ class Vanishing(MemorySender):
         if self.vanishes:
             self.vanishes = self.always
             self.weights = replace(
-                self.weights, memory={"cpu": [self.weights.memory["cpu"][0], 999]}
+                self.weights, memory={"cpu": [[self.weights.memory["cpu"][0][0], 999]]}
             )
         return version
 

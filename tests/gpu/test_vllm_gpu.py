@@ -1,5 +1,6 @@
 """vLLM with agentenv's plugin: `python -m pytest tests/gpu/test_vllm_gpu.py -s`, where
-AGENTENV_VLLM_PYTHON names an interpreter with vLLM.
+AGENTENV_VLLM_PYTHON names an interpreter with vLLM, and AGENTENV_SERVERS the number of servers that
+share the GPU (1).
 
 Random weights in the shape of SmolLM2-135M in bfloat16. Without a GPU, one small layer in float32
 on vLLM's CPU build. Throughput is of requests as ARPO sends them (entropies, tags to stop at,
@@ -32,12 +33,13 @@ from agentenv.engines.remote.vllm_answer import NoPluginError
 from agentenv.engines.vllm import VLLMServer
 from agentenv.model_files import load_tokenizer
 from agentenv.pipelines.serving.servers import ServerFactory
-from agentenv.server_config import LaunchConfig, Served
+from agentenv.server_config import Served, ServersConfig
 from agentenv.types import Completion, SamplingParams
 from benchmarks.parts.server_cost import GENERATE, STOPS, VOCABULARY, make_model
 from tests.gpu.place import DEVICE, HAS_GPU
 
 PYTHON = os.environ.get("AGENTENV_VLLM_PYTHON", ".venv-vllm/bin/python")
+SERVERS = int(os.environ.get("AGENTENV_SERVERS", "1"))
 SHAPE: dict[str, int] = {
     "hidden_size": 576, "intermediate_size": 1536, "head_dim": 64, "num_attention_heads": 9,
     "num_key_value_heads": 3, "num_hidden_layers": 30,
@@ -65,17 +67,17 @@ class Unaware(VLLMServer):
 
 
 class World(Struct):
-    """A server that runs, its model, and the processes that its tokens cost."""
+    """Servers that run, their model, and the processes that its tokens cost."""
 
-    url: str
+    urls: list[str]
     model: Path
-    processes: dict[str, psutil.Process]
+    processes: dict[str, list[psutil.Process]]
 
     def pool(self, kind: type[VLLMServer] = VLLMServer, **options: Any) -> EnginePool:
         keys: dict[str, Any] = {"vocab_size": VOCABULARY}
-        server = kind(self.url, entropy_top_k=10, **keys)
+        servers = [kind(url, entropy_top_k=10, **keys) for url in self.urls]
         name = f"bench-{time.time_ns()}"
-        return EnginePool([server], self.model, 0, eos_ids=(), name=name, **keys, **options)
+        return EnginePool(servers, self.model, 0, eos_ids=(), name=name, **keys, **options)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -83,21 +85,23 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
     folder = tmp_path_factory.mktemp("vllm")
     make_model(folder / "model", **(SHAPE if HAS_GPU else {}), dtype=_dtype())
     served = Served("vllm", folder / "model", "policy", max_model_len=1024, trained=True)
-    config = LaunchConfig(
+    config = ServersConfig(
+        num_servers=SERVERS,
+        servers_per_gpu=SERVERS,
         python=PYTHON,
         max_num_seqs=1024 if HAS_GPU else 16,
-        gpu_memory_share=0.4,
+        gpu_memory_share=0.4 if SERVERS == 1 else 0.6 / SERVERS,
         env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"},
     )
     async with AsyncExitStack() as stack:
         factory = ServerFactory(folder, stack, print)
         began = time.perf_counter()
-        (url,) = await factory.start(served, config, "AGENTENV_VLLM_PYTHON")
-        print(f"\nserver up after {time.perf_counter() - began:.0f} s")
-        (api,) = psutil.Process(factory.processes[0].pid).children()
-        engine = max(api.children(), key=lambda one: one.memory_info().rss)
-        processes = {"client": psutil.Process(), "api": api, "engine": engine}
-        yield World(url, folder / "model", processes)
+        urls = await factory.start(served, config, "AGENTENV_VLLM_PYTHON")
+        print(f"\n{SERVERS} up after {time.perf_counter() - began:.0f} s")
+        apis = [psutil.Process(one.pid).children()[0] for one in factory.processes]
+        engines = [max(one.children(), key=lambda one: one.memory_info().rss) for one in apis]
+        processes = {"client": [psutil.Process()], "api": apis, "engine": engines}
+        yield World(urls, folder / "model", processes)
 
 
 def _dtype() -> torch.dtype:
@@ -169,7 +173,7 @@ async def test_throughput_beside_a_bare_client(world: World) -> None:
     for streams, length in LOADS if HAS_GPU else [(4, 16), (8, 16)]:
         await bare(world, streams, length)
         await pooled(world, streams, length, "all")
-        if length < 512:
+        if length < 512 and SERVERS == 1:
             await pooled(world, streams, length, "window")
             await pooled(world, streams, length, "window", Unaware)
 
@@ -182,14 +186,14 @@ async def bare(world: World, streams: int, length: int) -> None:
         "stream": False,
     }
     timeout, connector = aiohttp.ClientTimeout(None), aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(world.url, connector=connector, timeout=timeout) as http:
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
 
         async def one(number: int) -> int:
-            count = 0
+            count, url = 0, world.urls[number % SERVERS] + GENERATE
             for ids in asked:
                 count += length
                 whole = {**body, "request_id": f"bare-{time.time_ns()}-{number}", "token_ids": ids}
-                async with http.post(GENERATE, json=whole) as answer:
+                async with http.post(url, json=whole) as answer:
                     assert answer.status == 200, await answer.text()
                     await answer.read()
             return count
@@ -224,20 +228,20 @@ def rounds(length: int) -> int:
 
 
 async def measured(world: World, load: str, client: str, streams: list[Any]) -> None:
-    before = {name: _cpu_s(one) for name, one in world.processes.items()}
+    before = {name: _cpu_s(some) for name, some in world.processes.items()}
     began = time.perf_counter()
     with utilisation() as shares:
         tokens = sum(await asyncio.gather(*streams))
     took = time.perf_counter() - began
-    cores = [(_cpu_s(one) - before[name]) / took for name, one in world.processes.items()]
+    cores = [(_cpu_s(some) - before[name]) / took for name, some in world.processes.items()]
     busy = f"{statistics.mean(shares):.0f}" if shares else "-"
     shown = ", ".join(f"{one:.2f}" for one in cores)
     print(f"| {load} | {client} | {tokens / took:,.0f} | {busy} | {shown} |", flush=True)
 
 
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
+def _cpu_s(processes: list[psutil.Process]) -> float:
+    times = [one.cpu_times() for one in processes]
+    return sum(one.user + one.system for one in times)
 
 
 @contextmanager

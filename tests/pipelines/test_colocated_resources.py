@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -16,10 +18,12 @@ from agentenv.engines.vllm import VLLMConfig
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.errors import ConfigError
 from agentenv.learners.learner import LearnerConfig
+from agentenv.pipelines import serving
 from agentenv.pipelines.config.cluster import ResourcesConfig
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.parts import adapter_rank
-from agentenv.pipelines.serving import GpuPlan, command, environment, learner_gpus
+from agentenv.pipelines.serving import GIB, GpuPlan, command, environment, learner_gpus
+from agentenv.pipelines.serving.servers import ServerFactory, ServerProcess, ServerSpec
 from agentenv.pipelines.setup.assembly import Assembly
 from agentenv.pipelines.setup.checks import refuse
 from agentenv.server_config import ServersConfig
@@ -66,6 +70,32 @@ def test_at_once_they_share_the_gpus_too() -> None:
     for engine in (EmbeddedConfig(), VLLMConfig(urls=["http://127.0.0.1:1"])):
         with pytest.raises(ConfigError, match="'at_once' divides GPUs between the learner and"):
             learner_gpus(resources, engine, TWO, GpuPlan(["a", "b"]))
+
+
+async def test_servers_that_share_a_gpu_get_a_cache_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its size is computed, since no server can measure what is free while others start."""
+    build_model(tmp_path, seed=0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,8")
+    monkeypatch.setattr(serving, "memory_of", lambda gpu: {"7": 100 * GIB}[gpu])
+    started: list[ServerSpec] = []
+    monkeypatch.setattr(
+        ServerProcess, "start", lambda process: asyncio.sleep(0, started.append(process.spec))
+    )
+    config = ServersConfig(
+        num_servers=3, servers_per_gpu=2, gpu_memory_share=0.25, python=sys.executable
+    )
+    async with AsyncExitStack() as stack:
+        factory = ServerFactory(tmp_path, stack, lambda text: None)
+        served = Served("vllm", tmp_path, "policy", trained=True)
+        await factory.start(served, config, "engine.servers")
+    assert [one.env["CUDA_VISIBLE_DEVICES"] for one in started] == ["7", "7", "8"]
+    for one in started:
+        size = int(one.command[one.command.index("--kv-cache-memory-bytes") + 1])
+        assert 22.9 * GIB < size < 23 * GIB  # a quarter, less weights, activations and graphs
+    with pytest.raises(ConfigError, match="only vLLM's servers can share a GPU"):
+        await factory.start(Served("sglang", tmp_path, "policy"), config, "engine.servers")
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,14 @@ def test_sglang_never_fills_its_whole_context(tmp_path: Path) -> None:
         ({"urls": ["http://a:1"], "servers": {}}, "give only one of urls, urls_file and servers"),
         ({"urls": ["http://a", "http://b"], "control_urls": ["http://c"]}, "control_urls are the"),
         ({"servers": {"num_server": 2}}, "did you mean engine.servers.num_servers"),
+        (
+            {"servers": {"servers_per_gpu": 3, "gpu_memory_share": 0.4}},
+            r"3 servers on a GPU .* more than all of it; lower it to 0.3 or less",
+        ),
+        (
+            {"servers": {"servers_per_gpu": 2, "tensor_parallel_size": 2}},
+            "servers that share a GPU have one each; remove tensor_parallel_size",
+        ),
         ({"pool": {"max_retries": -1}}, "engine.pool.max_retries"),
         ({"entropy_top_k": 1, "max_num_seqs": 4}, "unknown key for engine.name = 'vllm'"),
     ],

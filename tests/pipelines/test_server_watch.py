@@ -17,7 +17,8 @@ from tests.support.sandboxes import until
 
 SPIN = "while True: pass"
 REST = "import time\ntime.sleep(1000)"
-GUARD = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+RUN = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+ENGINE = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SPIN!r}])"
 
 
 @pytest.fixture
@@ -34,11 +35,11 @@ def _driver(
 @pytest.fixture
 def guard(request: pytest.FixtureRequest) -> Iterator[int]:
     """The pid of a process with one child, which runs the code."""
-    process = subprocess.Popen([sys.executable, "-c", GUARD, request.param])
+    process = subprocess.Popen([sys.executable, "-c", RUN, request.param])
     try:
         yield process.pid
     finally:
-        for child in psutil.Process(process.pid).children():
+        for child in psutil.Process(process.pid).children(recursive=True):
             child.kill()
         process.kill()
         process.wait(10)
@@ -46,17 +47,25 @@ def guard(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.mark.parametrize(
     ("guard", "_driver", "is_told"),
-    [(SPIN, r"6\n10\n", True), (SPIN, r"80\n", False), (REST, r"6\n", False)],
+    [
+        (SPIN, r"6\n10\n", True),
+        (ENGINE, r"6\n10\n", True),
+        (SPIN, r"80\n", False),
+        (REST, r"6\n", False),
+    ],
     indirect=["guard", "_driver"],
 )
 @pytest.mark.usefixtures("_driver")
 async def test_a_busy_process_beside_an_idle_gpu_is_said_once(
     guard: int,
     is_told: bool,
+    request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    await until(lambda: bool(psutil.Process(guard).children()))
+    num_processes = 1 + (request.node.callspec.params["guard"] == ENGINE)
+    children = psutil.Process(guard).children
+    await until(lambda: len(children(recursive=True)) == num_processes)
     monkeypatch.setattr(watch, "BUSY", 0.2)  # of a machine that others use too
     looks = ProcessorWatch("vllm-0", lambda: guard, ["0", "1"])
     for _ in range(2 * watch.NUM_LOOKS):
@@ -66,7 +75,7 @@ async def test_a_busy_process_beside_an_idle_gpu_is_said_once(
     if is_told:
         assert "vllm-0 waits for its own processor" in caplog.text
         assert "its GPU 8 %" in caplog.text
-        assert "engine.entropies" in caplog.text
+        assert "servers_per_gpu" in caplog.text
 
 
 async def test_without_a_driver_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,9 @@ from agentenv.engines.remote.weight_sync import Server
 from agentenv.errors import ConfigError
 from agentenv.model_files import num_stretched_positions, read_eos_ids, vocab_size
 from agentenv.offload import in_thread
-from agentenv.server_config import PoolConfig, Served, ServersConfig
+from agentenv.server_config import MAX_SHARE, PoolConfig, Served, ServersConfig
 
 WATCH_INTERVAL_S = 5.0
-MAX_SHARE = 0.9  # of a GPU's memory, for servers beside the CUDA context of a learner
 
 logger = logging.getLogger(__name__)
 
@@ -175,11 +174,12 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
                 f'{key}: engine.weights = "ipc" needs servers that the run starts beside the '
                 'learner; remove engine.urls, or use "directory"'
             )
-        share = (self.servers or ServersConfig()).gpu_memory_share
-        if share > MAX_SHARE:
+        servers = self.servers or ServersConfig()
+        if servers.per_gpu * servers.gpu_memory_share > MAX_SHARE:
             raise ConfigError(
-                f"engine.servers.gpu_memory_share = {share:g}: beside a learner that sleeps on the "
-                f"same GPU at most {MAX_SHARE:g} is left, since its CUDA context stays there"
+                f"engine.servers.gpu_memory_share = {servers.gpu_memory_share:g}: beside a learner "
+                f"that sleeps on the same GPU at most {MAX_SHARE / servers.per_gpu:.2g} is left, "
+                "since its CUDA context stays there"
             )
 
     async def check_reachable(self, key: str = "engine") -> None:

@@ -363,14 +363,16 @@ class Keeper:
     ) -> None:
         """Read weights from the learner's memory, and probe them; a server that sleeps wakes up
         with them. Errors as of `_load`; `release`: see WeightSync.take."""
-        sleeps = self.server.is_asleep
+        server = self.server
+        sleeps = server.is_asleep
         if sleeps:
-            self.server.leave("it wakes up")
+            server.leave("it wakes up")
         await self._replace(
-            lambda: self.client.take(shared.weights, policy_version, release), policy_version
+            lambda: self.client.take(shared.weights, server.number, policy_version, release),
+            policy_version,
         )
         if sleeps:
-            self.server.serve()
+            server.serve()
 
     async def _replace(self, load: Callable[[], Awaitable[None]], policy_version: int) -> None:
         """Load these weights and serve them. Raises ServerLostError where that fails."""

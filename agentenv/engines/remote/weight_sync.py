@@ -121,15 +121,17 @@ class WeightSync(RemoteServer[F]):
     async def take(
         self,
         weights: SharedWeights,
+        number: int,
         policy_version: int,
         release: Callable[[], Awaitable[None]],
     ) -> None:
-        """Read new weights from memory that the learner shares, and call `release` as soon as
+        """Read new weights from memory that the learner shares with the server of this number (see
+        SharedWeights.exports_of), and call `release` as soon as
         nothing reads it any more; see `load_weights` for errors. A server that sleeps wakes up with
         them, and takes the memory of its cache after the release. Feature "ipc" only."""
         async with self._changing:
             check_manifest(weights.manifest, self._layout)
-            await self._replace(partial(self._take, weights, release), policy_version)
+            await self._replace(partial(self._take, weights, number, release), policy_version)
             self._is_asleep = False
 
     async def _replace(self, change: Callable[[], Awaitable[None]], policy_version: int) -> None:
@@ -239,7 +241,9 @@ class WeightSync(RemoteServer[F]):
     @abstractmethod
     async def _wake(self) -> None: ...
 
-    async def _take(self, weights: SharedWeights, release: Callable[[], Awaitable[None]]) -> None:
+    async def _take(
+        self, weights: SharedWeights, number: int, release: Callable[[], Awaitable[None]]
+    ) -> None:
         raise NotImplementedError
 
     @abstractmethod

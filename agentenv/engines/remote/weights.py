@@ -73,14 +73,19 @@ class Manifest(Struct, frozen=True):
 class SharedWeights(Struct, frozen=True):
     """A copy of the weights in memory that ranks share with the servers of their machine. Tensors
     begin at `offsets`, in bytes; names, dtypes and shapes as in a Bucket. `memory` says how the
-    copy on a device is opened, by the device's name (vllm_plugin/agentenv_weights.py)."""
+    copy on a device is opened, by the device's name (vllm_plugin/agentenv_weights.py): once for
+    each server that shares the device, since an export may be opened once."""
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
     offsets: list[int]
     num_bytes: int
-    memory: dict[str, list[str | int]]
+    memory: dict[str, list[list[str | int]]]
+
+    def exports_of(self, number: int) -> dict[str, list[str | int]]:
+        """For the server of this number, which has the place number % exports on its devices."""
+        return {name: found[number % len(found)] for name, found in self.memory.items()}
 
     @property
     def manifest(self) -> Manifest:

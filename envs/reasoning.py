@@ -1,0 +1,118 @@
+"""Questions and scorers of reasoning-gym (extra `reasoning-gym`), its tasks by name:
+
+    [data]
+    train = "reasoning_gym:chain_sum"
+    source = { size = 2000, max_terms = 4 }     # size, seed, and the task's own difficulties
+
+    [eval.sets.heldout]
+    path = "reasoning_gym:chain_sum"
+    source = { size = 200, max_terms = 4 }
+
+    [grader.own]
+    name = "reasoning_gym"
+
+Held-out questions begin at a seed of their own. Of list_functions, and between processes also of
+polynomial_multiplication, isomorphic_strings and ransom_note, equal seeds give other questions, so
+that each row holds its entry, as a literal of Python since scorers tell tuples from lists.
+"""
+
+from __future__ import annotations
+
+import json
+from ast import literal_eval
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+from agentenv.data_files import Row
+from agentenv.envs.grading.custom import CustomGrader
+from agentenv.envs.grading.verdict import final_answer
+from agentenv.errors import DataError, install_hint
+from agentenv.types import Message, Task
+
+KEY = "reasoning_gym"  # of Task.metadata: what the scorer needs
+SIZE = 10_000  # questions, unless `size` says another number
+HELD_OUT_SEED = 1_000_000_000  # unless `seed` says another one
+
+
+def rows(name: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Row]:
+    """The rows of a task. `options`: size, seed, and what the task's configuration takes; question
+    i of a seed is question 0 of seed + i. Raises DataError for an unknown task, and for an option
+    that the task does not take or that is wrong."""
+    keys = {"size": SIZE, "seed": HELD_OUT_SEED if held_out else 0, **options}
+    for key in ("size", "seed"):
+        if not isinstance(keys[key], int) or keys[key] < (key == "size"):
+            raise DataError(f"reasoning_gym:{name}: {key} = {keys[key]!r}; expected a number >= 0")
+    dataset, first = _dataset(name, keys), keys["seed"]
+    own = {key: value for key, value in options.items() if key not in ("size", "seed")}
+    for number in range(keys["size"]):
+        entry = dataset[number]
+        yield {
+            "id": f"{name}-{first + number}",
+            "question": entry["question"],
+            "answer": entry["answer"] or "one that the scorer accepts",
+            "kind": name,
+            KEY: {"name": name, "options": own, "entry": repr(_plain(entry))},
+        }
+
+
+def score(task: Task, written: Sequence[Message], calls: Mapping[str, int]) -> dict[str, Any]:
+    """The scorer's figure for the answer, from 0 to 1, which is right when it is 1. Raises
+    DataError for a task of another source."""
+    made = task.metadata.get(KEY)
+    if not isinstance(made, dict):
+        raise DataError(
+            f"task {task.id} is no question of reasoning-gym, whose scorer grader.own names; "
+            'expected data.train = "reasoning_gym:NAME"'
+        )
+    answer = final_answer(written[-1].content) if written else ""
+    scorer = _scorer(made["name"], json.dumps(made["options"], sort_keys=True))
+    found = float(scorer(answer, literal_eval(made["entry"])))
+    return {"score": found, "correct": found >= 1.0}
+
+
+class ReasoningGymGrader(CustomGrader):
+    """The scorers, in processes that can be killed."""
+
+    def __init__(self, timeout_s: float = 10.0, num_workers: int = 2) -> None:
+        super().__init__(__file__, "score", timeout_s=timeout_s, num_workers=num_workers)
+
+
+@cache
+def _scorer(name: str, options: str) -> Callable[[str, dict[str, Any]], float]:
+    found = _dataset(name, {"size": 1, "seed": 0, **json.loads(options)})
+    return found.score_answer  # type: ignore[no-any-return]
+
+
+def _dataset(name: str, keys: Mapping[str, Any]) -> Any:
+    try:
+        from reasoning_gym import create_dataset
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        hint = install_hint("reasoning-gym")
+        raise DataError(f"reasoning_gym:{name}: reasoning-gym is missing: {hint}") from error
+    if name not in DATASETS:
+        close = get_close_matches(name, DATASETS, 1)
+        listed = f"did you mean {close[0]}?" if close else f"there are {', '.join(DATASETS)}"
+        raise DataError(f"reasoning_gym:{name}: there is no such task; {listed}")
+    try:
+        return create_dataset(name, **keys)
+    except (TypeError, AssertionError, ValueError) as error:
+        known = ", ".join(DATASETS[name][1].__dataclass_fields__)
+        raise DataError(
+            f"reasoning_gym:{name}: source = {dict(keys)}: {error}; it takes {known}"
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """The value with Python's own types for those of numpy and for what derives from them."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        made = map(_plain, value)
+        return tuple(made) if isinstance(value, tuple) else [*made]
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return _plain(value.tolist()) if hasattr(value, "tolist") else value

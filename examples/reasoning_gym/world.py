@@ -1,0 +1,46 @@
+"""Demonstrations and a model for sums of reasoning-gym; its questions need no file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentenv import Task, demonstrate, texts_of, tiny_model, write_rows
+from agentenv.envs.code_interpreter import CodeInterpreterEnv
+from agentenv.envs.reasoning import rows
+
+TASK, DIFFICULTY = "chain_sum", {"max_terms": 3, "min_digits": 2, "max_digits": 2}
+DEMONSTRATED_SEED = 500_000_000  # neither of training nor held out
+
+
+def questions(seed: int, size: int) -> list[dict[str, Any]]:
+    """Rows that no phase of reinforcement learning and no evaluation uses."""
+    options = {"size": size, "seed": DEMONSTRATED_SEED + seed, **DIFFICULTY}
+    return [*rows(TASK, options, held_out=False)]
+
+
+def solve(task: Task, results: Sequence[str]) -> str:
+    """The next turn of one who lets Python add."""
+    if not results:
+        sum_ = task.question.rpartition(": ")[2].removesuffix(" =")
+        return f"<think>I add.</think><python>print({sum_})</python>"
+    return f"<think>I know it.</think><answer>\\boxed{{{results[-1]}}}</answer>"
+
+
+def give_up(task: Task, results: Sequence[str]) -> str:
+    """The next turn of one who does not try."""
+    return "<think>I do not know.</think><answer>\\boxed{unknown}</answer>"
+
+
+def prepare(run: Path, seed: int) -> str:
+    """Demonstrations and model, below the folder of the run."""
+    found = questions(10_000 * seed, 1000)
+    clean = demonstrate(CodeInterpreterEnv, found[:600], solve, stage="clean")
+    lazy = demonstrate(CodeInterpreterEnv, found[600:850], give_up, stage="mixed")
+    skilled = demonstrate(CodeInterpreterEnv, found[850:950], solve, stage="mixed")
+    write_rows(run / "data" / "sft.jsonl", [*clean, *lazy, *skilled])
+    gate = demonstrate(CodeInterpreterEnv, found[950:982], solve)
+    write_rows(run / "data" / "gate.jsonl", gate)
+    tiny_model(run / "model", texts_of([*clean, *lazy]), seed, tools=("python",))
+    return "Demonstrations of one who calculates and one who gives up, a model."
