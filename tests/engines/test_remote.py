@@ -65,12 +65,12 @@ async def test_a_server_that_wakes_up_takes_the_memory_of_its_cache_last() -> No
     server._post = post  # type: ignore[method-assign]
     server._http.call = call  # type: ignore[method-assign]
     await server.sleep()
-    await server.take(SharedWeights([], [], [], [], 0, {}), 3, release)
+    await server.take(SharedWeights([], [], [], [], 0, {}), 0, 3, release)
     assert asked == [
         *("sleep 2", "wake_up weights", "start_weight_update", "update_weights"),
         *("finish_weight_update", "release", "wake_up kv_cache", "update_weight_version", "resume"),
     ]
-    await server.take(SharedWeights([], [], [], [], 0, {}), 4, release)  # awake
+    await server.take(SharedWeights([], [], [], [], 0, {}), 0, 4, release)  # awake
     assert [one for one in asked[9:] if "wake_up" in one or "pause" in one] == ["pause true"]
     assert server.policy_version == 4
     info = ServerInfo("vllm", "0.32.0", "m", 0, frozenset({"adapters"}))

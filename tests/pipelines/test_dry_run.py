@@ -108,6 +108,8 @@ def test_turns_are_advised_against_where_both_fit_at_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe = [str(ROOT / "configs" / "gsm8k_135m.toml"), "--dry-run", "--gpus", "1"]
+    recipe += ["engine.servers.num_servers=1", "engine.servers.servers_per_gpu=1"]
+    recipe += ["engine.servers.gpu_memory_share=0.3", "engine.weights=directory"]
     for how, is_advised in (("true", True), ("at_once", False)):
         assert train.main([*recipe, f"resources.colocated={how}"]) == EXIT_MISSING
         told = " ".join(capsys.readouterr().out.split())
