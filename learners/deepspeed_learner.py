@@ -410,6 +410,7 @@ class MemorySender:
         self._num_readers = num_readers
         self.weights = SharedWeights([], [], [], [], 0, {})
         self.num_failures = 0
+        self.falling_asleep: asyncio.Future[None] | None = None  # the learner; released after it
         self._version = 0
         self._written: Path | None = None
         self._writing = asyncio.Lock()
@@ -421,11 +422,14 @@ class MemorySender:
         _check_answers(replies[0])
         found = [reply.shared for reply in replies if reply.shared is not None]
         memory = {name: handle for one in reversed(found) for name, handle in one.memory.items()}
-        self.weights = replace(found[0], memory=memory)
+        has_room = all(one.has_room for one in found)
+        self.weights = replace(found[0], memory=memory, has_room=has_room)
         self._version, self._written = replies[0].policy_version, None
         return self._version
 
     async def release(self) -> None:
+        if self.falling_asleep is not None:
+            await asyncio.shield(self.falling_asleep)
         await self.learner.call_asleep(wire.Release())
 
     async def write(self) -> Path:

@@ -34,6 +34,7 @@ from agentenv.learners.export import (
 )
 from agentenv.learners.trainer import HostMemory
 
+WAKE_BYTES = 4 << 30  # of a server that wakes up without its cache, beside its weights
 ALIGNMENT = 16  # bytes; where a tensor of any dtype may begin
 
 
@@ -148,7 +149,14 @@ class SharedCopy:
             [one.offset for one in self._slices],
             self._num_bytes,
             {device_of(copy): [handle_of(copy) for _ in range(num_readers)]},
+            self._has_room(num_readers),
         )
+
+    def _has_room(self, num_readers: int) -> bool:
+        if not self._on_gpu:
+            return True
+        free, _ = torch.cuda.mem_get_info(self._backend.device)
+        return bool(free >= num_readers * (2 * self._num_bytes + WAKE_BYTES))
 
 
 def device_of(memory: Tensor) -> str:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Literal, Protocol
@@ -227,7 +227,8 @@ class Handover:
     sleep    engine or learner gives its memory back
     wake     the learner takes its memory, or the engine with the weights it had
     publish  the learner writes, shares or sends its weights
-    load     the engine puts them in place; one that slept wakes up
+    load     the engine puts them in place; one that slept wakes up, and the learner may fall asleep
+             meanwhile
     """
 
     METRICS = ("handover/sleep_s", "handover/wake_s", "handover/publish_s", "handover/load_s")
@@ -293,11 +294,11 @@ class Colocation:
             if not (self._depth or gone):
                 await uncancelled(self._to_engine())  # half of it would leave both asleep
 
-    async def release(self) -> None:
+    async def release(self, *, is_counted: bool = True) -> None:
         """Within a turn: the learner sleeps from now on, the engine is about to be woken up by
-        `load_weights`."""
+        `load_weights`, or wakes up meanwhile, which counts then."""
         async with self._moving:
-            with self._handover.part("sleep"):
+            with self._handover.part("sleep") if is_counted else nullcontext():
                 await self._learner.sleep()
             self.owner = "engine"
 
@@ -427,20 +428,34 @@ class MemoryPublisher:
                 except TransferError as error:
                     logger.warning("weights go by a directory this time: %s", error, extra=SHOWN)
                     written = await learner.publish(folder / f"v{before + 1}")
-            if self.colocation is not None:
+            beside = written is None and self.sender.weights.has_room
+            if self.colocation is not None and not beside:
                 await self.colocation.release()
-        with self.handover.part("load"):
-            if written is None:
-                await self.engine.take_weights(self.sender, before + 1)
-                if self.sender.num_failures == MAX_FAILURES:
-                    logger.warning(
-                        "servers cannot read the learner's memory: weights go through directories "
-                        "from now on",
-                        extra=SHOWN,
-                    )
-            else:
-                await self.engine.load_weights(written, before + 1)
+            with self.handover.part("load"):
+                if written is not None:
+                    await self.engine.load_weights(written, before + 1)
+                elif self.colocation is not None and beside:
+                    await self._take_beside(before + 1, self.colocation)
+                else:
+                    await self.engine.take_weights(self.sender, before + 1)
+        if written is None and self.sender.num_failures == MAX_FAILURES:
+            logger.warning(
+                "servers cannot read the learner's memory: weights go through directories from "
+                "now on",
+                extra=SHOWN,
+            )
         await in_thread(shutil.rmtree, folder / f"v{before}", ignore_errors=True)
+
+    async def _take_beside(self, version: int, colocation: Colocation) -> None:
+        """Let servers wake up and read the weights while the learner falls asleep; the memory of
+        their caches they take afterwards."""
+        asleep = asyncio.create_task(colocation.release(is_counted=False))
+        self.sender.falling_asleep = asleep
+        try:
+            await self.engine.take_weights(self.sender, version)
+        finally:
+            self.sender.falling_asleep = None
+            await uncancelled(asleep)
 
 
 def make_publisher(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -9,10 +10,17 @@ from typing import Any
 
 import pytest
 
+from agentenv.engines.remote.weights import SharedWeights
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.errors import ConfigError
 from agentenv.launchers import train
-from agentenv.pipelines.rl.publishing import Colocation, sleeping_engine
+from agentenv.learners.deepspeed_learner import MemorySender
+from agentenv.pipelines.rl.publishing import (
+    Colocation,
+    Handover,
+    MemoryPublisher,
+    sleeping_engine,
+)
 from tests.support.warehouse import make_workspace
 
 ENV = """
@@ -129,6 +137,62 @@ async def test_one_owner_at_a_time_and_no_turn_without_need() -> None:
         async with shared.turn():
             raise RuntimeError("mine")
     assert log.awake == {"engine": True, "learner": False}
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+async def test_an_engine_reads_weights_while_the_learner_falls_asleep_if_both_have_room(
+    has_room: bool,
+) -> None:
+    """The copy is released once the learner sleeps, so that a cache never takes its memory."""
+    log: list[str] = []
+
+    class Learner:
+        turn: Any = None
+        policy_version = 0
+
+        async def sleep(self) -> None:
+            log.append("falls asleep")
+            await asyncio.sleep(0.05)
+            log.append("sleeps")
+
+        async def wake(self) -> None:
+            log.append("wakes")
+
+        async def call_asleep(self, command: object) -> None:
+            log.append("release")
+
+    class Engine:
+        async def sleep(self) -> None:
+            pass
+
+        async def wake(self) -> None:
+            raise AssertionError("it has woken up with the new weights")
+
+        async def take_weights(self, shared: Sender, version: int) -> None:
+            assert version == 1
+            await asyncio.sleep(0.01)
+            log.append("reads")
+            await shared.release()
+            log.append("takes its cache")
+
+    class Sender(MemorySender):
+        async def publish(self, *, sleeps_next: bool) -> int:
+            assert sleeps_next
+            self.weights = SharedWeights([], [], [], [], 0, {}, has_room)
+            return 1
+
+    learner: Any = Learner()
+    engine: Any = Engine()
+    handover = Handover()
+    colocation = Colocation(engine, learner, Idle(), handover)  # type: ignore[arg-type]
+    sender = Sender(learner, Path("none"))
+    await MemoryPublisher(engine, sender, colocation, handover).publish()
+    first = ["falls asleep", "reads", "sleeps"] if has_room else ["falls asleep", "sleeps", "reads"]
+    assert log == ["wakes", *first, "release", "takes its cache"]
+    assert colocation.owner == "engine"
+    found = handover.take()
+    assert (found["handover/sleep_s"] < 0.04) == has_room
+    assert found["handover/load_s"] >= (0.05 if has_room else 0.01)
 
 
 def test_an_engine_that_cannot_sleep_is_refused() -> None:

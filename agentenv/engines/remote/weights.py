@@ -74,7 +74,8 @@ class SharedWeights(Struct, frozen=True):
     """A copy of the weights in memory that ranks share with the servers of their machine. Tensors
     begin at `offsets`, in bytes; names, dtypes and shapes as in a Bucket. `memory` says how the
     copy on a device is opened, by the device's name (vllm_plugin/agentenv_weights.py): once for
-    each server that shares the device, since an export may be opened once."""
+    each server that shares the device, since an export may be opened once. `has_room`: the device
+    has memory for servers that wake up with the weights while the learner is still awake."""
 
     names: list[str]
     dtypes: list[str]
@@ -82,6 +83,7 @@ class SharedWeights(Struct, frozen=True):
     offsets: list[int]
     num_bytes: int
     memory: dict[str, list[list[str | int]]]
+    has_room: bool = True
 
     def exports_of(self, number: int) -> dict[str, list[str | int]]:
         """For the server of this number, which has the place number % exports on its devices."""
