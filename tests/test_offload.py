@@ -65,6 +65,7 @@ PROGRAMS = (
     "pipelines/workers/ray_driver.py",
     *("pipelines/setup/memory.py", "learners/worker.py", "learners/trainer.py"),
     "agentenv/guard.py",
+    "agentenv/engines/vllm_plugin/",
     *("learners/broadcast.py", "learners/dpo.py", "learners/layouts.py"),  # of a rank, likewise
     *("envs/sandbox/zygote.py", "envs/sandbox/fork_broker.py", "envs/sandbox/confine.py"),
 )
