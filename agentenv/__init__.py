@@ -15,7 +15,6 @@ What an environment of your own needs can be imported from here; the rest lives 
                journal    the log that a killed run resumes from
                frames     its frames; trees made of them again
                archive    every tree that was taken for a step
-               replay     one of them grown again, to compare
                metrics    figures of rollouts
                failures   of rollouts: logged once without secrets, counted, bounded
     tokens     renderer   messages to token ids and back: the system prompt, the tag protocol

@@ -23,7 +23,6 @@ COMMANDS = {
     "serve": "start models beside the policy, such as a judge",
     "retriever": "serve a corpus over HTTP",
     "snapshot": "say what a frozen web holds",
-    "replay": "compute again what a run computed",
     "doctor": "check a machine, a configuration, the rewards of a run",
 }
 

@@ -54,7 +54,6 @@ OURS = {
     "pipelines/setup/environments.py": "configuration, of a process of ours",
     "pipelines/evaluation/store.py": "a result directory of ours",
     "pipelines/evaluation/subject.py": "a run directory",
-    "launchers/replay.py": "a run directory",
     "pipelines/rl/evaluations.py": "what was encoded before",
     "pipelines/rl/recorder.py": "a process of ours",
     "pipelines/run/pictures.py": "a run directory",
