@@ -29,6 +29,7 @@ def _always(value: Any, remedy: str = "") -> Deleted:
     return Deleted(value, f"the key was deleted, its value is always {value!r}{remedy}")
 
 
+_OF_PRESET = Deleted(None, "it is that of search.preset, whose sizes were published")
 _LAUNCH = {
     "kv_cache_gb": _always(1, "; of vLLM set env.VLLM_CPU_KVCACHE_SPACE of the same table"),
     "max_restarts": _always(10),
@@ -77,12 +78,23 @@ DELETED: dict[str, dict[str, Deleted]] = {
         "cpus_per_rank": _always(1),
         "object_store_mb": _always(80),
     },
+    "PythonConfig": {
+        "remote_url": Deleted(None, "model-written code runs in the sandbox of this machine only"),
+    },
     "SandboxLimits": {
+        "max_total_bytes": Deleted(None, "the bound of all sessions is half of the memory"),
         "tmp_bytes": _always(16 << 20),
         "max_output_chars": _always(8000, "; limits.max_tool_result_tokens cuts further"),
     },
     "SearchConfig": {
-        "max_page_chars": Deleted(None, "it is that of search.preset, whose sizes were published"),
+        "max_page_chars": _OF_PRESET,
+        "window_chars": _OF_PRESET,
+        "repeated": _OF_PRESET,
+        "show_links": Deleted(None, "results have links where pages can be opened"),
+        "snapshot": Deleted("", "the frozen web is gone; search.cache keeps results and pages"),
+        "snapshot_mode": _always("replay"),
+        "snapshot_sha256": _always(""),
+        "on_miss": _always("fail"),
     },
 }
 

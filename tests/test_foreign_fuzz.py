@@ -36,7 +36,6 @@ from agentenv.envs.grading.judge import Judge
 from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.mcp_tools import MCPTools
 from agentenv.envs.sandbox.process import Channel
-from agentenv.envs.sandbox.remote import MARK, RemoteSandbox
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.envs.search.cache import ResultCache
 from agentenv.envs.search.corpus import Hit, Query
@@ -56,7 +55,6 @@ from agentenv.envs.search.upstream import Reply
 from agentenv.errors import (
     ConfigError,
     EngineError,
-    EnvError,
     ForeignError,
     GraderError,
     InfraError,
@@ -366,25 +364,6 @@ async def test_frames_of_a_session(body: bytes, raw: bytes | None) -> None:
     theirs.close()
 
 
-RUN = {"status": "Success", "execution_time": 0.1, "stdout": "x", "stderr": ""}
-SERVICE = {"status": "Success", "message": "", "run_result": RUN}
-DONE = {"output": "42", "problem": "", "digest": "d", "differs": -1}
-
-
-@pytest.mark.slow
-@fuzzed(0.8)
-@given(damaged_json(SERVICE), damaged_json(DONE))
-async def test_replies_of_a_remote_sandbox(reply: bytes, answer: bytes) -> None:
-    said = {**RUN, "stdout": MARK + answer.decode(errors="replace")}
-    for body in (reply, json.dumps({**SERVICE, "run_result": said}).encode()):
-        sandbox = RemoteSandbox("http://x")
-        sandbox._request = answering(body)  # type: ignore[method-assign]
-        session = sandbox.session(1)
-        for _ in range(2):
-            call = session.run("6 * 7", 5.0)
-            written(await ended_async("remote", call, InfraError, EnvError))
-
-
 @tool
 def look_up(
     query: str, count: int = 1, ratio: float = 1.0, names: list[str] = (), more: Any = None  # type: ignore[assignment]
@@ -487,10 +466,6 @@ async def test_services(reply: bytes, server: RawServer) -> None:
     written(await ended_async("engines", http.call_json("GET", "/x"), EngineError))
     await ended_async("engines", events_of(http), EngineError)
     await http.close()
-    sandbox = RemoteSandbox(server.url)
-    ran = sandbox.session(1).run("1", 5.0)
-    written(await ended_async("remote", ran, InfraError, EnvError))
-    await sandbox.close()
 
 
 async def events_of(http: HttpClient) -> None:

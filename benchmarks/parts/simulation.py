@@ -848,8 +848,7 @@ def tool_bounds(config: TrainConfig) -> dict[str, tuple[int, float]]:
     if (traffic := getattr(search.backend, "traffic", None)) is not None:
         found["search"] = traffic.max_concurrency, traffic.rate_per_s
     python = config.python or python_config(kwargs.get("python"))
-    if not python.remote_url:
-        found["python"] = python.limits.max_sessions, 0.0
+    found["python"] = python.limits.max_sessions, 0.0
     for tool in config.env.tools:
         name = tool.name.rpartition(":")[2]
         if tool.max_concurrency is not None:
