@@ -419,7 +419,7 @@ async def test_arguments_of_a_call(data: bytes, form: str) -> None:
 PAGE_BODIES = (PAGE, b"", b"\x1f\x8b\x08", b"x" * 50, b"\xff\xfe" + PAGE, b'{"a": 1}')
 
 
-SERVED = (*PAGE_BODIES, *map(msgspec.json.encode, (PROVIDER, CHAT, SERVICE)),
+SERVED = (*PAGE_BODIES, *map(msgspec.json.encode, (PROVIDER, CHAT)),
           b"data: " + msgspec.json.encode(VLLM[0]) + b"\n\ndata: [DONE]\n\n")  # fmt: skip
 
 
