@@ -386,10 +386,9 @@ async def observations(assembly: AskingAssembly[Any]) -> None:
 
 async def graders(assembly: AskingAssembly[Any]) -> None:
     """Each grader grades the right answers of three rows of each set."""
-    if assembly.try_graders:
-        for maker, sets in await assembly.shared():
-            for tasks in sets.values():
-                await check_graders(maker, tasks)
+    for maker, sets in await assembly.shared():
+        for tasks in sets.values():
+            await check_graders(maker, tasks)
 
 
 async def sequence_lengths(assembly: Any) -> None:
