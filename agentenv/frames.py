@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from mmap import mmap
 from pathlib import Path
-from typing import Annotated, BinaryIO, NamedTuple, Protocol
+from typing import Annotated, BinaryIO, ClassVar, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Meta, Struct
@@ -53,14 +53,7 @@ class JournalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "with the trees it had finished and begun"
         ),
     ] = True
-    sync_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="seconds after which what is written survives a power failure too; a "
-            "killed process loses nothing that is written",
-        ),
-    ] = 1.0
+    sync_s: ClassVar[float] = 1.0  # after which frames survive a power failure too
 
 
 class ArchiveConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -37,6 +37,9 @@ _LAUNCH = {
 
 # By the name of the struct that had the key.
 DELETED: dict[str, dict[str, Deleted]] = {
+    "EnvConfig": {
+        "held_s": Deleted(300.0, "it is 300 s, and limits.env_timeout_s where that is more"),
+    },
     "FetchConfig": {
         "ports": Deleted(
             [80, 443],
@@ -46,6 +49,7 @@ DELETED: dict[str, dict[str, Deleted]] = {
         "user_agent": _always("Mozilla/5.0 (compatible; agentenv)"),
     },
     "GraderKeys": {"num_workers": _always(2)},
+    "JournalConfig": {"sync_s": _always(1.0)},
     "JudgeConfig": {"max_answer_chars": _always(2000)},
     "KubernetesCluster": {
         "namespace": Deleted("default", "choose it with `kubectl apply --namespace=NAME`"),
@@ -56,6 +60,7 @@ DELETED: dict[str, dict[str, Deleted]] = {
         "allow_idle": Deleted(
             False, "idle ranks are measured (learner/idle_share), not predicted; remove the key"
         ),
+        "start_timeout_s": _always(300.0),
     },
     "LogConfig": {
         "max_trajectory_mb": _always(500.0, "; log.trajectories = false writes none"),
@@ -78,6 +83,7 @@ DELETED: dict[str, dict[str, Deleted]] = {
         "cpus_per_rank": _always(1),
         "object_store_mb": _always(80),
     },
+    "PoolConfig": {"load_timeout_s": _always(600.0)},
     "PythonConfig": {
         "remote_url": Deleted(None, "model-written code runs in the sandbox of this machine only"),
     },
@@ -95,6 +101,11 @@ DELETED: dict[str, dict[str, Deleted]] = {
         "snapshot_mode": _always("replay"),
         "snapshot_sha256": _always(""),
         "on_miss": _always("fail"),
+    },
+    "SpreadCluster": {
+        "silence_s": _always(60.0),
+        "start_timeout_s": _always(300.0),
+        "max_restarts": _always(5),
     },
 }
 

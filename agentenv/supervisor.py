@@ -338,7 +338,7 @@ class Supervisor:
         except TimeoutError as error:
             raise WorkerError(
                 f"{num_there} of at least {spec.least} came within "
-                f"{spec.start_timeout_s:g} s{spec.key('start_timeout_s')}, each a {spec.one} that "
+                f"{spec.start_timeout_s:g} s, each a {spec.one} that "
                 f"connects to {self.address}; start more{spec.key('min_workers')}"
             ) from error
 
@@ -363,7 +363,6 @@ class Supervisor:
         except TimeoutError as error:
             await placement.stop(name)
             late = f"did not come up within {spec.start_timeout_s:g} s"
-            late += spec.key("start_timeout_s")
             raise await in_thread(self._failure, number, late) from error
         except EOFError as error:
             raise await in_thread(self._failure, number, f"has gone: {error}") from error
@@ -446,12 +445,12 @@ class Supervisor:
                 break
             await asyncio.sleep(pause_s)
             starting, is_late = asyncio.create_task(self._start(number)), True
-        self._report(f"{name} is not started again{spec.key('max_restarts')}")
+        self._report(f"{name} is not started again")
         self._kept.discard(number)
         if not self._kept:
             self._group.end(
                 f"no {spec.one} is left: each of them died more than {spec.max_restarts} times in "
-                f"a row{spec.key('max_restarts')}; the last of them: {why}"
+                f"a row; the last of them: {why}"
             )
 
     async def _watch_outage(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -268,9 +268,7 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = 0.0
     num_threads: Annotated[int, Meta(ge=1, description="torch threads of a rank")] = 1
-    start_timeout_s: Annotated[
-        float, Meta(gt=0, description="seconds a rank may take to load its model")
-    ] = 300.0
+    start_timeout_s: ClassVar[float] = 300.0  # for a rank to load its model
     command_timeout_s: Annotated[
         float, Meta(gt=0, description="seconds a rank may take for one command")
     ] = 3600.0

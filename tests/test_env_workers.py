@@ -213,7 +213,7 @@ def test_a_step_that_holds_up_its_process_has_crashed_if_it_was_alone() -> None:
         await asyncio.sleep(1.0)
         host.ends["a"].send = lambda frame: None  # type: ignore[method-assign]  # as if it computed
         left = await host.joined["a"]
-        assert left.why == f"it has said nothing for {HELD_S:g} s (env.held_s)"
+        assert left.why == f"it has said nothing for {HELD_S:g} s"
         failures = await asyncio.gather(*steps, return_exceptions=True)
         for env in envs:
             await env.close()

@@ -153,7 +153,6 @@ class EnvWorkers(WorkerGroup[_Process]):
     `held_s` is given up."""
 
     read = staticmethod(read_answer)
-    silence_key = "env.held_s"
     make_worker = _Process
 
     def __init__(self, *, held_s: float, report: Callable[[str], None]) -> None:

@@ -234,6 +234,7 @@ async def try_env(make_env: Callable[[Task], Env], task: Task) -> tuple[list[Mes
     return await at_start(begun(), f"the environment {task.env_id}, begun for task {task.id},")
 
 
+HELD_S = 300.0  # after which a process that an environment holds up is killed, at least
 PROBE_S = 10.0  # in which an environment answers the probe, or is not tried
 PROBE = Message("assistant", "Which one?")
 
@@ -357,7 +358,7 @@ class EnvProcesses:
     resource (agentenv/env.py): their counters are reported with those of this process."""
 
     def __init__(self, asked: Asked, folder: Path, logs: Path, report: Say) -> None:
-        self._workers = EnvWorkers(held_s=asked.env.held_s, report=report)
+        self._workers = EnvWorkers(held_s=max(HELD_S, asked.limits.env_timeout_s), report=report)
         setup = EnvSetup(to_plain(asked), str(folder.absolute()))
         spec = WorkerSpec(
             "agentenv.pipelines.workers.env_worker",

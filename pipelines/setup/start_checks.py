@@ -99,11 +99,6 @@ def contradictions(config: TrainConfig) -> Iterator[str]:
             yield f"{key} = {seconds:g} lets one call take longer than {whole}"
     if config.eval.sets and config.eval.timeout_s < limits.max_seconds:
         yield f"eval.timeout_s = {config.eval.timeout_s:g} ends evaluations before {whole}"
-    if config.env.workers and config.env.held_s < limits.env_timeout_s:
-        yield (
-            f"env.held_s = {config.env.held_s:g} kills a process before limits.env_timeout_s = "
-            f"{limits.env_timeout_s:g} ends the call"
-        )
 
 
 _OF_TOOLS = ("python", "search", "grader", "env")

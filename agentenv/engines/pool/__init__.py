@@ -113,14 +113,14 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             )
         if self.pool.max_outage_s < self.pool.load_timeout_s:
             raise ConfigError(
-                f"engine.pool.max_outage_s = {self.pool.max_outage_s:g} is below load_timeout_s = "
-                f"{self.pool.load_timeout_s:g}: the run would end while its only server loads; "
-                "raise the one or lower the other"
+                f"engine.pool.max_outage_s = {self.pool.max_outage_s:g} is below "
+                f"{self.pool.load_timeout_s:g}: the run would end while its "
+                "only server loads weights"
             )
         if self.pool.broadcast_timeout_s > self.pool.load_timeout_s:
             raise ConfigError(
                 f"engine.pool.broadcast_timeout_s = {self.pool.broadcast_timeout_s:g} exceeds "
-                f"load_timeout_s = {self.pool.load_timeout_s:g}, by which a server is given up"
+                f"{self.pool.load_timeout_s:g}, by which a server is given up"
             )
         if self.control_urls and len(self.urls) != 1:
             raise ConfigError(
