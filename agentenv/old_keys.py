@@ -83,6 +83,9 @@ DELETED: dict[str, dict[str, Deleted]] = {
         "cpus_per_rank": _always(1),
         "object_store_mb": _always(80),
     },
+    "PooledEngineConfig": {
+        "control_urls": Deleted([], "name the servers behind the router in engine.urls"),
+    },
     "PoolConfig": {"load_timeout_s": _always(600.0)},
     "PythonConfig": {
         "remote_url": Deleted(None, "model-written code runs in the sandbox of this machine only"),

@@ -46,7 +46,6 @@ def test_sglang_never_fills_its_whole_context(tmp_path: Path) -> None:
     ("engine", "says"),
     [
         ({"urls": ["http://a:1"], "servers": {}}, "give only one of urls, urls_file and servers"),
-        ({"urls": ["http://a", "http://b"], "control_urls": ["http://c"]}, "control_urls are the"),
         ({"servers": {"num_server": 2}}, "did you mean engine.servers.num_servers"),
         ({"pool": {"max_retries": -1}}, "engine.pool.max_retries"),
         ({"entropy_top_k": 1, "max_num_seqs": 4}, "unknown key for engine.name = 'vllm'"),

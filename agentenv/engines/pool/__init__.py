@@ -42,10 +42,6 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             extra=PATH,
         ),
     ] = ""
-    control_urls: Annotated[
-        list[str],
-        Meta(description="worker servers of the router at the URL; they get weights and aborts"),
-    ] = field(default_factory=list)
     servers: Annotated[ServersConfig | None, Meta(description="servers to start for the run")] = (
         None
     )
@@ -121,11 +117,6 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             raise ConfigError(
                 f"engine.pool.broadcast_timeout_s = {self.pool.broadcast_timeout_s:g} exceeds "
                 f"{self.pool.load_timeout_s:g}, by which a server is given up"
-            )
-        if self.control_urls and len(self.urls) != 1:
-            raise ConfigError(
-                f"engine.control_urls are the workers behind one URL; engine.urls has "
-                f"{len(self.urls)}"
             )
 
     def check_urls(self, key: str = "engine") -> None:
@@ -243,7 +234,6 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
                 load_s=self.pool.load_timeout_s,
                 vocab_size=vocabulary,
                 api_key=api_key,
-                control_urls=self.control_urls,
                 update_kv=self.update_kv,
             )
 
