@@ -24,7 +24,6 @@ from agentenv.frames import (
     JournalConfig,
     Leased,
     TreeFrames,
-    finished_trees,
     frames_of,
     pack_recorded,
     read_frames,
@@ -203,8 +202,9 @@ def test_journals_of_earlier_versions_are_read_and_gone_on_with(tmp_path: Path, 
             ends = [leaf.end for leaf in whole.leaves()]
             assert [leaf.end for leaf in recorded.tree.leaves()] == ends
     earlier(tmp_path / "whole")
-    (tree,) = finished_trees(tmp_path / "whole", "s")
-    assert content(tree)["nodes"] == content(whole)["nodes"]
+    recorded = read(tmp_path / "whole")
+    assert recorded is not None
+    assert content(recorded.tree)["nodes"] == content(whole)["nodes"]
 
 
 def test_a_doubled_place_is_refused_where_nothing_says_that_a_frame_is_missing(
