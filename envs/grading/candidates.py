@@ -16,14 +16,7 @@ from msgspec import Struct
 from agentenv.envs.grading import dates, forms
 from agentenv.envs.grading.forms import several, special, truth, without_name
 from agentenv.envs.grading.frame import Rest, is_framed, rests
-from agentenv.envs.grading.names import (
-    STATES,
-    announcement,
-    has_verb,
-    is_hedged,
-    is_statement,
-    without_class,
-)
+from agentenv.envs.grading.names import STATES, without_class
 from agentenv.envs.grading.parts import (
     ARTICLE,
     ASIDES,
@@ -50,6 +43,7 @@ from agentenv.envs.grading.parts import (
     value_of,
 )
 from agentenv.envs.grading.quantities import Quantity, quantity, same_quantity, unit_of
+from agentenv.envs.grading.sentences import announcement, has_verb, is_hedged, is_statement
 from agentenv.envs.grading.text import Joint, Tables, clauses, clean, lines, sentences
 from agentenv.envs.grading.words import has_cjk, is_wordy, tokens
 

@@ -17,16 +17,10 @@ from msgspec import Struct
 
 from agentenv.envs.grading import dates, forms
 from agentenv.envs.grading.forms import several, special, truth, without_name
-from agentenv.envs.grading.names import (
-    STATES,
-    country_of,
-    has_verb,
-    is_hedged,
-    is_statement,
-    is_titled,
-)
+from agentenv.envs.grading.names import STATES, country_of, is_titled
 from agentenv.envs.grading.numbers import leading_number, words_as_digits
 from agentenv.envs.grading.quantities import Quantity, quantity, unit_of
+from agentenv.envs.grading.sentences import has_verb, is_hedged, is_statement
 from agentenv.envs.grading.text import (
     EQUALS,
     LEVELS,
