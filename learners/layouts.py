@@ -30,8 +30,9 @@ import numpy as np
 import torch
 
 from agentenv.errors import ConfigError
-from agentenv.learners.batch import EncodedTree, Layout, MicroBatch, pack
+from agentenv.learners.batch import EncodedTree, Layout
 from agentenv.learners.learner import LearnerConfig, Sample, Trial
+from agentenv.learners.packing import MicroBatch, pack
 from agentenv.learners.policy import Policy
 from agentenv.learners.segments import is_right_on
 

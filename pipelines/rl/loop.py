@@ -21,7 +21,8 @@ from typing import Any
 from agentenv.archive import StepHeader
 from agentenv.deadline import uncancelled
 from agentenv.errors import AgentEnvError, LearnerError
-from agentenv.learners.learner import Metrics, lr_factor
+from agentenv.learners.learner import Metrics
+from agentenv.learners.optimizer import lr_factor
 from agentenv.learners.partition import forget_entropies
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.batching import Batch, BatchBuilder
