@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import inspect as mi
@@ -28,7 +28,6 @@ from agentenv.registry import (
     TAG,
     Registry,
     decode_part,
-    marks_of,
     not_one_of,
     registry_of,
     struct_type,
@@ -214,36 +213,6 @@ def substituted(value: Any, resolve: Resolve) -> Any:
     if isinstance(value, list):
         return [substituted(one, resolve) for one in value]
     return value
-
-
-class PathKey(NamedTuple):
-    """A key whose text names a file, a folder or a pattern; `rows`: of rows of data."""
-
-    key: str
-    text: str
-    rows: bool
-
-
-def paths_of(config: Any, path: str = "") -> Iterator[PathKey]:
-    """Every path in a configuration, in the order of the keys; a list of paths one by one."""
-    if isinstance(config, list):
-        for number, value in enumerate(config):
-            yield from paths_of(value, f"{path}[{number}]")
-    elif isinstance(config, dict):
-        for name, value in config.items():
-            yield from paths_of(value, _join(path, str(name)))
-    elif isinstance(config, msgspec.Struct):
-        info = type_info(type(config))
-        assert isinstance(info, mi.StructType)
-        for field in info.fields:
-            key, value = _join(path, field.encode_name), getattr(config, field.name)
-            marks = marks_of(field.type)
-            if not marks.get("path"):
-                yield from paths_of(value, key)
-                continue
-            for text in [value] if isinstance(value, str) else value or ():
-                if text:
-                    yield PathKey(key, text, bool(marks.get("rows")))
 
 
 def to_plain(config: msgspec.Struct) -> Tree:

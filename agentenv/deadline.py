@@ -463,3 +463,23 @@ def backoff_s(
     """
     delay = min(max_s, max(first_s * 2.0 ** min(attempt, 64), at_least_s))
     return delay * Random(f"{key}/{attempt}").uniform(1.0, 1.5)
+
+
+class Restarts:
+    """The restarts of one process: how long to wait before the next, and when to stop trying."""
+
+    def __init__(self, limit: int, key: str, *, first_s: float, max_s: float) -> None:
+        self.num = 0  # losses in a row
+        self._limit, self._key = limit, key
+        self._first_s, self._max_s = first_s, max_s
+
+    def progressed(self) -> None:
+        """The process worked before it was lost."""
+        self.num = 0
+
+    def lost(self) -> float | None:
+        """Count a loss. Seconds to wait before the next start; None: there is no next one."""
+        self.num += 1
+        if self.num > self._limit:
+            return None
+        return backoff_s(self.num - 1, self._key, first_s=self._first_s, max_s=self._max_s)

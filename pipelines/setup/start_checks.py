@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from msgspec import Struct
+from msgspec import inspect as mi
 
-from agentenv.config import paths_of
 from agentenv.engine import EngineConfig, check_context
 from agentenv.env import CallProtocol
 from agentenv.envs.grading.keys import grader_config
@@ -40,6 +40,7 @@ from agentenv.pipelines.setup.environments import (
     try_env,
     try_turn,
 )
+from agentenv.registry import marks_of, type_info
 from agentenv.renderer import TagRenderer
 from agentenv.server_config import LaunchConfig
 
@@ -396,3 +397,34 @@ async def sequence_lengths(assembly: Any) -> None:
             f"tokens, and {model_dir} was made for {context}; set data.max_length={context} to "
             "cut it"
         )
+
+
+class PathKey(NamedTuple):
+    """A key whose text names a file, a folder or a pattern; `rows`: of rows of data."""
+
+    key: str
+    text: str
+    rows: bool
+
+
+def paths_of(config: Any, path: str = "") -> Iterator[PathKey]:
+    """Every path in a configuration, in the order of the keys; a list of paths one by one."""
+    if isinstance(config, list):
+        for number, value in enumerate(config):
+            yield from paths_of(value, f"{path}[{number}]")
+    elif isinstance(config, dict):
+        for name, value in config.items():
+            yield from paths_of(value, f"{path}.{name}" if path else str(name))
+    elif isinstance(config, Struct):
+        info = type_info(type(config))
+        assert isinstance(info, mi.StructType)
+        for field in info.fields:
+            name = field.encode_name
+            key, value = f"{path}.{name}" if path else name, getattr(config, field.name)
+            marks = marks_of(field.type)
+            if not marks.get("path"):
+                yield from paths_of(value, key)
+                continue
+            for text in [value] if isinstance(value, str) else value or ():
+                if text:
+                    yield PathKey(key, text, bool(marks.get("rows")))
