@@ -19,9 +19,9 @@ from agentenv.errors import ConfigError, DataError
 from agentenv.frames import ArchiveConfig
 from agentenv.learners.arpo import ARPO
 from agentenv.learners.credit import TreeCredit
-from agentenv.offload import run_virtual
 from agentenv.tree import Scored, TrajectoryTree, to_frame
 from agentenv.types import VersionSpan
+from tests.support.virtual_clock import run_virtual
 from tests.test_actor import AlwaysFork
 from tests.test_journal import TASK, make_actor
 

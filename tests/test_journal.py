@@ -28,12 +28,12 @@ from agentenv.frames import (
 )
 from agentenv.journal import COMMIT_S, GATHER_S, Journal
 from agentenv.learners.aepo import AEPO
-from agentenv.offload import run_virtual
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.renderer import TagRenderer
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, SamplingParams, Task
 from tests.support.toy import CharTokenizer, CountingEnv
+from tests.support.virtual_clock import run_virtual
 from tests.test_actor import AlwaysFork
 
 TASK = Task("t", "toy", "how many?", ("2",))

@@ -29,9 +29,10 @@ from agentenv.frames import (
     read_frames,
 )
 from agentenv.journal import Journal
-from agentenv.offload import in_thread, run_virtual
+from agentenv.offload import in_thread
 from agentenv.plan import RolloutPlan
 from tests import test_actor
+from tests.support.virtual_clock import run_virtual
 from tests.test_actor import AlwaysFork
 from tests.test_cluster import Cluster
 from tests.test_journal import PLANS, TASK, Failing, content, grown, journal, make_actor, read

@@ -15,7 +15,6 @@ from agentenv.deadline import Deadline, WorkClock, working
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.remote import PartEnd, Request, ServerLoad
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.offload import run_virtual
 from agentenv.plan import Independent
 from agentenv.renderer import TagRenderer
 from agentenv.server_config import PoolConfig
@@ -24,6 +23,7 @@ from agentenv.types import Chunk, Limits, SamplingParams
 from tests.engines.faulty_server import EOS, VOCAB_SIZE, ByteTokenizer, FaultyServer, recite
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
 from tests.support.toy import CountingEnv
+from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK
 
 TURN_S = 30.0

@@ -11,12 +11,12 @@ import pytest
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.remote import Request, ServerLostError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
-from agentenv.offload import run_virtual
 from agentenv.pipelines.run.terminal import is_shown
 from agentenv.server_config import PoolConfig
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
 from tests.engines.faulty_server import EOS, FaultyServer, reciter
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
+from tests.support.virtual_clock import run_virtual
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ import pytest
 
 from agentenv.config import load_config
 from agentenv.frames import Began, Finished, Frame, Started, Trained, framed, read_frames
-from agentenv.offload import run_virtual
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
@@ -26,6 +25,7 @@ from agentenv.tools import FunctionTool
 from agentenv.types import ToolResult
 from tests.support.runs import rows_of
 from tests.support.toy_rank import ToyRank, toy_ranks
+from tests.support.virtual_clock import run_virtual
 
 pytestmark = pytest.mark.slow
 
