@@ -135,13 +135,13 @@ def blaming(source: str, overrides: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        told = str(error).removeprefix(f"{source}: ")
-        key = re.sub(r"^sets\.[^.]+\.", "", re.split(r": | = ", told, maxsplit=1)[0])
-        for override in overrides if told != str(error) else ():
+        text = str(error).removeprefix(f"{source}: ")
+        key = re.sub(r"^sets\.[^.]+\.", "", re.split(r": | = ", text, maxsplit=1)[0])
+        for override in overrides if text != str(error) else ():
             name = override.partition("=")[0].strip()
-            is_below = name.startswith(f"{key}.") and f"{key}: unknown key" in told
+            is_below = name.startswith(f"{key}.") and f"{key}: unknown key" in text
             if key == name or is_below or key.startswith((f"{name}.", f"{name}[")):
-                raise ConfigError(f"{override!r} on the command line: {told}") from error
+                raise ConfigError(f"{override!r} on the command line: {text}") from error
         raise
 
 
@@ -252,9 +252,9 @@ def _leave_out_old_kinds(
             gone = [name for name in new if name in old and name in of_others - known]
             gone = [name for name in gone if _join(key, name) not in named]
             values = {name: new.pop(name) for name in gone}
-            told = [f"{n} = {v!r}" for n, v in values.items() if v != defaults.get(n)]
-            if told:
-                yield f"{key}.{tag} = {chosen.tag} has no such keys, left out: {', '.join(told)}"
+            lost = [f"{n} = {v!r}" for n, v in values.items() if v != defaults.get(n)]
+            if lost:
+                yield f"{key}.{tag} = {chosen.tag} has no such keys, left out: {', '.join(lost)}"
 
 
 def _struct_named(name: Any, kind: mi.Type) -> mi.StructType | None:

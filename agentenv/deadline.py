@@ -107,19 +107,19 @@ class WorkClock:
             self._outer._elapsed_s -= max(0.0, self._outer() - marks[1])
 
 
-class ToldClock(WorkClock):
-    """The clock of what is done for a rollout of another process, which is told when its own is to
-    stand, and how many seconds of what was worked are lost."""
+class ReportingClock(WorkClock):
+    """The clock of what is done for a rollout of another process, to which it reports when its own has to
+    stand, and how many seconds of work are lost."""
 
-    def __init__(self, tell: Callable[[bool, float], None]) -> None:
+    def __init__(self, report: Callable[[bool, float], None]) -> None:
         super().__init__()
-        self.tell: Callable[[bool, float], None] | None = tell
+        self.report: Callable[[bool, float], None] | None = report
         self._stood = False
 
     def _look(self, lost_s: float = 0.0) -> None:
         stands = self._count <= 0
-        if self.tell is not None and (stands is not self._stood or lost_s):
-            self.tell(stands, lost_s)
+        if self.report is not None and (stands is not self._stood or lost_s):
+            self.report(stands, lost_s)
             self._stood = stands
 
     def go(self) -> None:

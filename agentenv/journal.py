@@ -101,7 +101,7 @@ class Journal:
         self._working: asyncio.Task[None] | None = None
         self._is_closed = False
         self._problem: OSError | None = None
-        self._is_told = False  # somebody was
+        self._is_reported = False  # somebody was
         self._thread = OwnThread("journal")
         self._offload = offload or self._thread
         self._num_records = 0
@@ -253,7 +253,7 @@ class Journal:
                 await uncancelled(self._working)
         finally:
             await uncancelled(self._close_file())
-        if self._problem is not None and not self._is_told:
+        if self._problem is not None and not self._is_reported:
             raise self._failure(self._problem)
 
     async def _close_file(self) -> None:
@@ -274,7 +274,7 @@ class Journal:
             raise OSError(errno.ETIMEDOUT, str(error)) from error
 
     async def _work(self) -> None:
-        """Write what comes, until the journal closes; whoever waits is told of its end."""
+        """Write what comes, until the journal closes; its waiters learn of its end."""
         try:
             await self._write_batches()
         finally:
@@ -371,7 +371,7 @@ class Journal:
         return RuntimeError(f"the journal in {self.folder} is closed, and takes no more frames")
 
     def _failure(self, error: OSError) -> ConfigError:
-        self._is_told = True
+        self._is_reported = True
         return self._error(error)
 
     def _error(self, error: OSError) -> ConfigError:

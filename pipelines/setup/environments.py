@@ -76,12 +76,12 @@ class EnvMaker:
         self.config = config
         self._tables = tables
         self._resolve = resolve
-        self._told = limits.on_limit == "result"  # the env answers calls beyond the limit
-        self._asked = bool(self._told or prompt.template)
+        self._answers_excess = limits.on_limit == "result"  # the env answers calls beyond the limit
+        self._asked = bool(self._answers_excess or prompt.template)
         self._settings: dict[str, Any] = {
             "on_limit": limits.on_limit,
             "outage_s": limits.outage_s,
-            "max_tool_calls": limits.max_tool_calls if self._told else None,
+            "max_tool_calls": limits.max_tool_calls if self._answers_excess else None,
             "instruction": load_instruction(prompt, resolve),
         }
         own = {config.id: EnvVariant(id=config.id, kwargs=config.kwargs, tools=config.tools)}
