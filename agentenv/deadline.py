@@ -108,8 +108,8 @@ class WorkClock:
 
 
 class ReportingClock(WorkClock):
-    """The clock of what is done for a rollout of another process, to which it reports when its own has to
-    stand, and how many seconds of work are lost."""
+    """The clock of what is done for a rollout of another process, to which it reports when that
+    one's clock has to stand, and how many seconds of work are lost."""
 
     def __init__(self, report: Callable[[bool, float], None]) -> None:
         super().__init__()
