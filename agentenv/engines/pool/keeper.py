@@ -11,19 +11,26 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from agentenv.deadline import uncancelled
-from agentenv.engines.pool.server import PooledServer, State
+from agentenv.deadline import backoff_s, uncancelled
+from agentenv.engines.pool.server import FIRST_CLOSED_S, PooledServer, State
 from agentenv.engines.remote import (
     BusyError,
+    ForeignWeightsError,
+    NoDescriptorError,
+    Request,
     ServerLostError,
 )
+from agentenv.engines.remote.base import sampled
+from agentenv.engines.remote.weight_sync import Server
 from agentenv.engines.remote.weights import Group, Manifest, Sender, TransferError
 from agentenv.errors import ConfigError, EngineError
+from agentenv.types import SamplingParams
 
 if TYPE_CHECKING:
     from agentenv.engines.pool.pool import EnginePool
@@ -45,6 +52,41 @@ class Target(Struct, frozen=True):
         return await self.sender.write()
 
 
+PROBE_IDS = (1,)
+MAX_PROBE_PAUSE_S = 5.0  # before a full server is asked again
+
+
+async def try_out(server: Server, within_s: float) -> None:
+    """Raises ServerLostError if the server gives no token in time. One that is full is asked again
+    until then: it refuses a request, not the weights."""
+    try:
+        async with asyncio.timeout(within_s):
+            for attempt in count():
+                request = Request(
+                    f"weights-{secrets.token_hex(4)}",
+                    PROBE_IDS,
+                    SamplingParams(max_tokens=1, temperature=0.0),
+                )
+                wanted_s = 0.0
+                try:
+                    await sampled(server, request)
+                    return
+                except BusyError as error:
+                    wanted_s = error.retry_after_s
+                except NoDescriptorError:
+                    pass
+                pause_s = backoff_s(
+                    attempt, server.name, first_s=FIRST_CLOSED_S, max_s=MAX_PROBE_PAUSE_S
+                )
+                await asyncio.sleep(max(pause_s, wanted_s))
+    except TimeoutError as error:
+        raise ServerLostError(
+            f"{server.name} gave no token within {within_s:g} s when asked for one"
+        ) from error
+    except ForeignWeightsError as error:  # another process has taken its place meanwhile
+        raise ServerLostError(str(error)) from error
+
+
 UNKNOWN_VERSION = -1  # of a server that came back, until it has loaded the current weights
 SETTLE_S = 0.2  # after a loss: by then the other connections to a dead process are down too
 NUM_LOADS = 2  # times that an update is offered to a server that refuses it
@@ -54,7 +96,7 @@ FOREIGN = "it does not have the weights that this run gave it"
 
 class Keeper:
     """Of one server of the pool. Whether a server still has its weights is known by their label,
-    which the server gives back (keeps_label)."""
+    which the server gives back (keeps_label); whether it samples, by a token."""
 
     def __init__(self, pool: EnginePool, server: PooledServer) -> None:
         self.server, self.client = server, server.client
@@ -147,7 +189,9 @@ class Keeper:
     async def connect(self, target: Target, *, fresh: bool) -> None:
         """At the start. `fresh`: it has just been started from the target's directory."""
         await self._connect(target.policy_version)
-        if not fresh:
+        if fresh:
+            await try_out(self.client, self._config.first_token_s)
+        else:
             await self._load(lambda: target)
 
     async def _bring_back(self) -> bool:
@@ -203,11 +247,14 @@ class Keeper:
             return False
         await asyncio.sleep(SETTLE_S)
         try:
-            return await self.client.healthy() and await self.client.keeps_label()
+            if not await self.client.healthy() or not await self.client.keeps_label():
+                return False
+            await try_out(self.client, self._config.first_token_s)
         except BusyError:
             raise
         except EngineError:
             return False
+        return True
 
     async def _connect(self, policy_version: int) -> None:
         info = await self.client.connect(policy_version)
@@ -240,9 +287,8 @@ class Keeper:
         return refusal
 
     async def _load(self, wanted: Callable[[], Target]) -> None:
-        """Load the weights that are wanted when the load begins from a directory.
-        An update that begins meanwhile waits for its end before the weights of before may be
-        removed.
+        """Load the weights that are wanted when the load begins from a directory. An update that
+        begins meanwhile waits for its end before the weights of before may be removed.
 
         ServerLostError: the weights of the server are unknown now, and it is out. EngineError: it
         refused, and has what it had.
@@ -276,6 +322,7 @@ class Keeper:
             try:
                 async with asyncio.timeout(self._config.load_timeout_s):
                     await load()
+                    await try_out(self.client, self._config.first_token_s)
             except TimeoutError as error:
                 lost = ServerLostError(
                     f"{server.name} did not load policy version {policy_version} within "
