@@ -30,7 +30,7 @@ from agentenv.pipelines.rl.evaluations import Evaluator, first_of
 from agentenv.pipelines.rl.feeder import Feeder, Listener
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.publishing import ParityCheck
-from agentenv.pipelines.rl.recorder import PhaseClock, Recorder, Stopwatch, first_entropies
+from agentenv.pipelines.rl.recorder import PhaseClock, Recorder, Stopwatch
 from agentenv.pipelines.rl.report import StepReport
 from agentenv.pipelines.rl.self_critic import SelfCritic
 from agentenv.pipelines.rl.state import RunSaver, RunState
@@ -166,8 +166,6 @@ class Loop:
         batch.policy_version = self.parts.learner.policy_version
         self.batches.settle(batch)
         if not self.config.engine.tells_entropies:
-            window = self.parts.plan.fork_window
-            batch.first_entropies = first_entropies(batch.delivered, window)
             forget_entropies(batch.delivered)
 
     async def update(self, batch: Batch) -> None:
