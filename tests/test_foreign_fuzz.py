@@ -13,7 +13,6 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,11 +184,6 @@ CHAT = {
     "choices": [{"message": SAID, "finish_reason": "tool_calls", "stop_reason": None}],
     "usage": {"prompt_tokens": 7, "completion_tokens": 3},
 }
-EVENTS = (
-    {"choices": [{"delta": SAID}]},
-    {"choices": [{"delta": {"tool_calls": [CALL]}, "finish_reason": "stop"}]},
-    {"choices": [], "usage": {"completion_tokens": 3}},
-)
 SAMPLING = SamplingParams(max_tokens=8)
 
 
@@ -199,12 +193,11 @@ def chat_engine() -> tuple[ChatEngine, ChatRenderer]:
     return ChatEngine(config, pieces, native=True), ChatRenderer(pieces, native=True)
 
 
-async def one_turn(engine: ChatEngine, renderer: ChatRenderer, streamed: bool) -> None:
+async def one_turn(engine: ChatEngine, renderer: ChatRenderer) -> None:
     """A turn, its action, and the request of the next one."""
     ids = renderer.prompt([Message("user", "?")], [])
-    on_tokens = (lambda chunk: None) if streamed else None
-    call = engine.generate(ids, SAMPLING, session="s", on_tokens=on_tokens)
-    done = await ended_async("stream" if streamed else "chat", call, EngineError)
+    call = engine.generate(ids, SAMPLING, session="s")
+    done = await ended_async("chat", call, EngineError)
     if done is not None:
         action = renderer.parse(done, [])
         written(action)
@@ -219,25 +212,7 @@ async def one_turn(engine: ChatEngine, renderer: ChatRenderer, streamed: bool) -
 async def test_chat_replies(body: bytes) -> None:
     engine, renderer = chat_engine()
     engine.endpoint.api.call = answering(body)  # type: ignore[method-assign]
-    await one_turn(engine, renderer, streamed=False)
-
-
-@pytest.mark.slow
-@fuzzed(0.8)
-@given(damaged_stream(EVENTS))
-async def test_chat_streams(events: list[bytes]) -> None:
-    engine, renderer = chat_engine()
-
-    @asynccontextmanager
-    async def stream(path: str, body: Any) -> Any:
-        yield each(events)
-
-    async def each(parts: list[bytes]) -> Any:
-        for part in parts:
-            yield part
-
-    engine.endpoint.api.stream = stream  # type: ignore[method-assign, assignment]
-    await one_turn(engine, renderer, streamed=True)
+    await one_turn(engine, renderer)
 
 
 def answering(body: bytes) -> Any:
