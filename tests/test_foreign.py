@@ -49,7 +49,7 @@ OURS = {
     "envs/sandbox/zygote.py": "in the zygote, a request of the host",
     "agentenv/worker_pool.py": "in a worker, a job of the host",
     "pipelines/viewing/transcripts.py": "a run directory",
-    "pipelines/run/records.py": "rows and questions of ours",
+    "pipelines/run/transcript.py": "rows and questions of ours",
     "pipelines/config/cluster.py": "a process of ours",
     "pipelines/setup/environments.py": "configuration, of a process of ours",
     "pipelines/evaluation/store.py": "a result directory of ours",
