@@ -26,7 +26,7 @@ from agentenv.learners.context import join_context_group
 from agentenv.learners.deepspeed_settings import deepspeed_settings
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.optimizer import OptimizerConfig
-from agentenv.learners.packing import MicroBatch, pack
+from agentenv.learners.partition import MicroBatch, pack
 from agentenv.learners.policy import Policy, tensors
 
 REDUCE_ELEMENTS = 500_000_000  # of one bucket, as in DeepSpeed's default

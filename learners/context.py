@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from agentenv.learners.learner import check_heads
-from agentenv.learners.packing import MicroBatch
+from agentenv.learners.partition import MicroBatch
 
 
 class ContextGroup(NamedTuple):

@@ -34,8 +34,7 @@ from agentenv.learners.credit import Floats
 from agentenv.learners.layouts import Layouts
 from agentenv.learners.learner import Agreement, LearnerConfig, Metrics, Score
 from agentenv.learners.minibatch import MiniBatch, over_all, prepare, ratios
-from agentenv.learners.packing import MicroBatch
-from agentenv.learners.partition import split_by_tree
+from agentenv.learners.partition import MicroBatch, split_by_tree
 
 GIB = 2**30
 

@@ -45,7 +45,7 @@ from agentenv.learners.batch import (
 from agentenv.learners.credit import tree_credit
 from agentenv.learners.layouts import Layouts
 from agentenv.learners.learner import LearnerConfig
-from agentenv.learners.packing import MicroBatch, pack
+from agentenv.learners.partition import MicroBatch, pack
 from agentenv.learners.policy import Policy, tensors
 from agentenv.pipelines.run.tables import bare_table
 from agentenv.tree import TrajectoryTree

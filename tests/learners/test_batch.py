@@ -17,7 +17,7 @@ from agentenv.learners.aepo import AEPO
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.baselines import GRPO
 from agentenv.learners.batch import EncodedTree, encode, encode_sequence
-from agentenv.learners.packing import pack
+from agentenv.learners.partition import pack
 from agentenv.types import VersionSpan
 from tests.learners.trees import flat_loss, random_tree, tiny_model, tree_loss
 

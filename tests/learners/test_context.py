@@ -29,8 +29,7 @@ from agentenv.learners.dpo import prefer, with_reference
 from agentenv.learners.learner import LearnerConfig, Metrics, check_heads
 from agentenv.learners.lora import LoRAConfig, add_adapters
 from agentenv.learners.model_check import check_model
-from agentenv.learners.packing import pack
-from agentenv.learners.partition import assign, partition
+from agentenv.learners.partition import assign, pack, partition
 from agentenv.learners.trainer import Trainer
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task, VersionSpan

@@ -22,7 +22,7 @@ from agentenv.learners.dpo import (
 )
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.lora import LoRAConfig, add_adapters
-from agentenv.learners.packing import pack
+from agentenv.learners.partition import pack
 from agentenv.learners.policy import Policy
 from agentenv.learners.trainer import Trainer
 from tests.learners.trees import VOCABULARY, tiny_model

@@ -24,7 +24,7 @@ from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.export import Weights, buckets, entries
 from agentenv.learners.export import export as export_offline
 from agentenv.learners.lora import LoRAConfig
-from agentenv.learners.packing import pack
+from agentenv.learners.partition import pack
 from agentenv.learners.policy import Policy, tensors
 from agentenv.learners.worker import Rank
 from tests.learners.ranks import (

@@ -20,7 +20,7 @@ from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.layouts import SHORT_PATH, TIMED, WARM_UP, Costs, Layouts
 from agentenv.learners.learner import LearnerConfig, Sample, Saved
 from agentenv.learners.model_check import check_model
-from agentenv.learners.packing import MicroBatch, pack
+from agentenv.learners.partition import MicroBatch, pack
 from agentenv.learners.policy import Policy
 from agentenv.learners.worker import Rank
 from agentenv.tree import TrajectoryTree

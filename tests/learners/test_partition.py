@@ -20,7 +20,6 @@ from agentenv.learners.batch import ActionTokens, EncodedTree, encode, from_arra
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.minibatch import LeafMap, prepare
-from agentenv.learners.packing import pack
 from agentenv.learners.partition import (
     Paths,
     assign,
@@ -28,6 +27,7 @@ from agentenv.learners.partition import (
     cost,
     idle_share,
     load,
+    pack,
     part,
     partition,
 )

@@ -26,7 +26,7 @@ from agentenv.frames import ArchiveConfig
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
-from agentenv.learners.packing import pack
+from agentenv.learners.partition import pack
 from agentenv.learners.policy import CHUNK_BYTES, TILE_BYTES, Policy, tensors
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import ColdStartOptimizer
