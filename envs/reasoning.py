@@ -79,9 +79,7 @@ class ReasoningGymGrader(CustomGrader):
 
 
 @cache
-def _scorer(
-    name: str, options: tuple[tuple[str, Any], ...]
-) -> Callable[[str, dict[str, Any]], float]:
+def _scorer(name: str, options: str) -> Callable[[str, dict[str, Any]], float]:
     found = _dataset(name, {"size": 1, "seed": 0, **decode_python(options)})
     return found.score_answer  # type: ignore[no-any-return]
 

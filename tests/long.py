@@ -59,7 +59,7 @@ PARTS = {
     ),
     "reasoning-gym": (
         "A tiny model learns sums of reasoning-gym, with a Python tool",
-        [*PYTEST, "-rP", "--show-capture", "stdout", "tests/reasoning_run.py"],
+        [*PYTEST, "tests/reasoning_run.py"],
     ),
     "experiments": (
         "Each command of benchmarks/experiments/, small, from a fresh clone",

@@ -17,5 +17,4 @@ def test_the_example_learns_sums(tmp_path: Path) -> None:
     command = [sys.executable, "launchers/train.py", "examples/reasoning_gym/train.toml"]
     subprocess.run([*command, f"run.dir={tmp_path}"], cwd=ROOT, check=True, capture_output=True)
     success = json.loads((tmp_path / "reasoning_gym" / "summary.json").read_text())["success"]
-    print(f"success on held-out sums: {success}")
     assert success["after_rl"] > max(success["after_sft"], 0.8)

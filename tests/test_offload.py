@@ -11,17 +11,9 @@ from pathlib import Path
 import pytest
 
 from agentenv.metrics import LoopLag
-from agentenv.offload import (
-    DeadlockError,
-    Inline,
-    check_outside,
-    in_thread,
-    replaced,
-    run_virtual,
-    start_process,
-    start_thread,
-)
+from agentenv.offload import check_outside, in_thread, replaced, start_process, start_thread
 from tests.support.sources import sources
+from tests.support.virtual_clock import DeadlockError, Inline, run_virtual
 
 ROOT = Path(__file__).parent.parent
 SEAM = "agentenv/offload.py"

@@ -78,6 +78,18 @@ def set_at(raw: dict[str, Any], key: str, value: Any) -> None:
         ("search.pages.jina_traffic.num_retries", 0, "constants; remove the table"),
         ("search.pages.fetch.ports", [8080], "allow_networks"),
         ("python.limits.tmp_bytes", 4096, "its value is always 16777216"),
+        ("python.remote_url", "http://x", "the sandbox of this machine only"),
+        ("search.snapshot", "web.jsonl", r"search\.cache keeps results and pages"),
+        ("search.window_chars", 500, r"search\.preset"),
+        ("env.held_s", 5.0, r"limits\.env_timeout_s where that is more"),
+        (
+            "engine.control_urls",
+            ["http://a"],
+            r"name the servers behind the router in engine\.urls",
+        ),
+        ("engine.pool.load_timeout_s", 1.0, r"its value is always 600\.0"),
+        ("learner.start_timeout_s", 1.0, r"its value is always 300\.0"),
+        ("journal.sync_s", 5.0, r"its value is always 1\.0"),
     ],
 )
 def test_a_deleted_key_that_was_set_is_refused_with_the_reason(
