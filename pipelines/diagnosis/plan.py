@@ -176,6 +176,12 @@ def microbatch_tokens(learner: LearnerConfig, longest: int) -> int:
     return max(learner.max_tokens_per_microbatch, -(-longest // learner.context_parallel))
 
 
+SMALL = 5e8  # weights; 2.7 times the tokens a second at 135 million and 1,000 streams on an H200
+SHARE_GPUS = (
+    "one vLLM server leaves most of a GPU idle behind a model of this size: let three share each "
+    "GPU (engine.servers.num_servers, servers_per_gpu, a lower gpu_memory_share)"
+)
+
 # Of an H200 (tests/gpu/RESULTS.md): 0.44 billion weights in turn, by files 1.8 s beside what was
 # mended since.
 HANDOVER_S = 0.3  # for vLLM and a rank to sleep and to wake up, without what they move
@@ -426,6 +432,9 @@ class _Planner:
             servers = number * config.data_parallel_size
             room = tokens * servers
             self.plan.made.append(in_flight(self.num_paths, self.num_tokens, room))
+            is_vllm = self.engine is not None and self.engine.kind == "vllm"
+            if is_vllm and config.per_gpu == 1 and shape.num_params < SMALL:
+                self.plan.advice.append(SHARE_GPUS)
             if self.resources.colocated and self.learner_bytes:
                 whole = replace(config, gpu_memory_share=MAX_SHARE / config.per_gpu)
                 most = server_memory(shape, whole, size)[1] * servers

@@ -127,6 +127,22 @@ def test_turns_are_advised_against_where_both_fit_at_once(
     assert "leaves them on the GPU" not in told
 
 
+@pytest.mark.parametrize(
+    ("keys", "is_advised"),
+    [
+        ((), False),
+        (("engine.servers.num_servers=1", "engine.servers.servers_per_gpu=1"), True),
+    ],
+)
+def test_servers_of_a_small_model_are_advised_to_share_a_gpu(
+    keys: tuple[str, ...], is_advised: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = [str(ROOT / "configs" / "gsm8k_135m.toml"), "--dry-run", "--gpus", "1"]
+    assert train.main([*recipe, *keys]) == EXIT_MISSING
+    told = " ".join(capsys.readouterr().out.split())
+    assert ("let three share each GPU" in told) == is_advised
+
+
 def test_one_gpu_for_learner_and_embedded_engine(tmp_path: Path) -> None:
     build_model(tmp_path / "model", seed=0)
     path = ROOT / "configs" / "quickstart.toml"
