@@ -15,7 +15,6 @@ What an environment of your own needs can be imported from here; the rest lives 
                journal    the log that a killed run resumes from
                frames     its frames; trees made of them again
                archive    every tree that was taken for a step
-               replay     one of them grown again, to compare
                metrics    figures of rollouts
                failures   of rollouts: logged once without secrets, counted, bounded
     tokens     renderer   messages to token ids and back: the system prompt, the tag protocol
@@ -39,7 +38,7 @@ What an environment of your own needs can be imported from here; the rest lives 
                registry   parts chosen by name, also from a package of the user's own
                old_keys   keys of earlier configurations: why they went, what replaces them
     processes  cluster/   rollouts and environments in processes of their own
-               offload    threads and processes beside the event loop; the virtual clock
+               offload    threads and processes beside the event loop
                guard      none outlives its starter
                supervisor  one process, where it runs, restarts; and workers of one kind
                worker_group, link   handshake, liveness, messages; ports held for servers

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from agentenv.deadline import uncancelled
@@ -129,15 +129,12 @@ class Columns(NamedTuple):
 
 
 class KeptTree(Struct):
-    """A tree as a step had it. `credit` is None where too few leaves counted for a group. `told`
-    has the first entropies of each node that the plan saw, where those of the node are not the
-    engine's any more."""
+    """A tree as a step had it. `credit` is None where too few leaves counted for a group."""
 
     tree: TrajectoryTree
     fate: Fate
     why: str = ""
     credit: Credit | None = None
-    told: list[list[float]] = field(default_factory=list)
 
     def columns(self, leaf: Node) -> Columns:
         """The tokens of the trajectory that ends with `leaf`."""

@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import inspect as mi
@@ -28,7 +28,6 @@ from agentenv.registry import (
     TAG,
     Registry,
     decode_part,
-    marks_of,
     not_one_of,
     registry_of,
     struct_type,
@@ -136,13 +135,13 @@ def blaming(source: str, overrides: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        told = str(error).removeprefix(f"{source}: ")
-        key = re.sub(r"^sets\.[^.]+\.", "", re.split(r": | = ", told, maxsplit=1)[0])
-        for override in overrides if told != str(error) else ():
+        text = str(error).removeprefix(f"{source}: ")
+        key = re.sub(r"^sets\.[^.]+\.", "", re.split(r": | = ", text, maxsplit=1)[0])
+        for override in overrides if text != str(error) else ():
             name = override.partition("=")[0].strip()
-            is_below = name.startswith(f"{key}.") and f"{key}: unknown key" in told
+            is_below = name.startswith(f"{key}.") and f"{key}: unknown key" in text
             if key == name or is_below or key.startswith((f"{name}.", f"{name}[")):
-                raise ConfigError(f"{override!r} on the command line: {told}") from error
+                raise ConfigError(f"{override!r} on the command line: {text}") from error
         raise
 
 
@@ -216,36 +215,6 @@ def substituted(value: Any, resolve: Resolve) -> Any:
     return value
 
 
-class PathKey(NamedTuple):
-    """A key whose text names a file, a folder or a pattern; `rows`: of rows of data."""
-
-    key: str
-    text: str
-    rows: bool
-
-
-def paths_of(config: Any, path: str = "") -> Iterator[PathKey]:
-    """Every path in a configuration, in the order of the keys; a list of paths one by one."""
-    if isinstance(config, list):
-        for number, value in enumerate(config):
-            yield from paths_of(value, f"{path}[{number}]")
-    elif isinstance(config, dict):
-        for name, value in config.items():
-            yield from paths_of(value, _join(path, str(name)))
-    elif isinstance(config, msgspec.Struct):
-        info = type_info(type(config))
-        assert isinstance(info, mi.StructType)
-        for field in info.fields:
-            key, value = _join(path, field.encode_name), getattr(config, field.name)
-            marks = marks_of(field.type)
-            if not marks.get("path"):
-                yield from paths_of(value, key)
-                continue
-            for text in [value] if isinstance(value, str) else value or ():
-                if text:
-                    yield PathKey(key, text, bool(marks.get("rows")))
-
-
 def to_plain(config: msgspec.Struct) -> Tree:
     """The resolved configuration as plain values, for saving with the run."""
     return cast(Tree, msgspec.to_builtins(config))
@@ -283,9 +252,9 @@ def _leave_out_old_kinds(
             gone = [name for name in new if name in old and name in of_others - known]
             gone = [name for name in gone if _join(key, name) not in named]
             values = {name: new.pop(name) for name in gone}
-            told = [f"{n} = {v!r}" for n, v in values.items() if v != defaults.get(n)]
-            if told:
-                yield f"{key}.{tag} = {chosen.tag} has no such keys, left out: {', '.join(told)}"
+            lost = [f"{n} = {v!r}" for n, v in values.items() if v != defaults.get(n)]
+            if lost:
+                yield f"{key}.{tag} = {chosen.tag} has no such keys, left out: {', '.join(lost)}"
 
 
 def _struct_named(name: Any, kind: mi.Type) -> mi.StructType | None:

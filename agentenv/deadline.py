@@ -107,19 +107,19 @@ class WorkClock:
             self._outer._elapsed_s -= max(0.0, self._outer() - marks[1])
 
 
-class ToldClock(WorkClock):
-    """The clock of what is done for a rollout of another process, which is told when its own is to
-    stand, and how many seconds of what was worked are lost."""
+class ReportingClock(WorkClock):
+    """The clock of what is done for a rollout of another process, to which it reports when that
+    one's clock has to stand, and how many seconds of work are lost."""
 
-    def __init__(self, tell: Callable[[bool, float], None]) -> None:
+    def __init__(self, report: Callable[[bool, float], None]) -> None:
         super().__init__()
-        self.tell: Callable[[bool, float], None] | None = tell
+        self.report: Callable[[bool, float], None] | None = report
         self._stood = False
 
     def _look(self, lost_s: float = 0.0) -> None:
         stands = self._count <= 0
-        if self.tell is not None and (stands is not self._stood or lost_s):
-            self.tell(stands, lost_s)
+        if self.report is not None and (stands is not self._stood or lost_s):
+            self.report(stands, lost_s)
             self._stood = stands
 
     def go(self) -> None:
@@ -463,3 +463,23 @@ def backoff_s(
     """
     delay = min(max_s, max(first_s * 2.0 ** min(attempt, 64), at_least_s))
     return delay * Random(f"{key}/{attempt}").uniform(1.0, 1.5)
+
+
+class Restarts:
+    """The restarts of one process: how long to wait before the next, and when to stop trying."""
+
+    def __init__(self, limit: int, key: str, *, first_s: float, max_s: float) -> None:
+        self.num = 0  # losses in a row
+        self._limit, self._key = limit, key
+        self._first_s, self._max_s = first_s, max_s
+
+    def progressed(self) -> None:
+        """The process worked before it was lost."""
+        self.num = 0
+
+    def lost(self) -> float | None:
+        """Count a loss. Seconds to wait before the next start; None: there is no next one."""
+        self.num += 1
+        if self.num > self._limit:
+            return None
+        return backoff_s(self.num - 1, self._key, first_s=self._first_s, max_s=self._max_s)

@@ -22,9 +22,9 @@ from contextvars import Context
 from math import inf
 from typing import Any
 
+from agentenv.deadline import Restarts
 from agentenv.errors import SHOWN, AgentEnvError, EnvError
 from agentenv.offload import check_outside
-from agentenv.supervisor import Restarts
 from agentenv.worker_pool import JobError, WorkerPool
 
 COLLECT_S = 0.01  # texts of so long travel together

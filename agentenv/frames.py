@@ -29,12 +29,11 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from mmap import mmap
 from pathlib import Path
-from typing import Annotated, BinaryIO, NamedTuple, Protocol
+from typing import Annotated, BinaryIO, ClassVar, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Meta, Struct
 
-from agentenv.errors import DataError
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Task
 from agentenv.untrusted import packed
@@ -54,14 +53,7 @@ class JournalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "with the trees it had finished and begun"
         ),
     ] = True
-    sync_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="seconds after which what is written survives a power failure too; a "
-            "killed process loses nothing that is written",
-        ),
-    ] = 1.0
+    sync_s: ClassVar[float] = 1.0  # after which frames survive a power failure too
 
 
 class ArchiveConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -185,23 +177,21 @@ class Began(Struct, array_like=True, frozen=True, tag=1):
 
 
 class Asked(Struct, array_like=True, frozen=True):
-    """A node at which the plan was asked, the forks it wanted there, and how many turns of the
-    frame were complete before."""
+    """A node at which the plan was asked, and the forks it wanted there."""
 
     node: int
     num_forks: int
-    num_before: int = 1 << 30
 
 
 class Grown(Struct, array_like=True, frozen=True, tag=2):
-    """What happened in one go; `lost` are nodes as those of a tree."""
+    """What happened in one go."""
 
     tree: int
     opened: list[OpenBranch]
     turns: list[Turned]
     asked: list[Asked]
     counts: Counts
-    lost: list[int] = []
+    unused: list[int] = []  # earlier versions wrote it
     mark: Mark | None = None
 
 
@@ -377,13 +367,9 @@ def assembled(began: Began, rest: Sequence[Frame], task: Task) -> Recorded | Non
         return None
     turns: dict[int, Turned] = {}
     live: dict[str, OpenBranch] = {}
-    lost: list[int] = []
-    events: list[int] = []
     for frame in frames:
         if isinstance(frame, Grown):
-            events += _order(frame)
             live |= {branch.name: branch for branch in frame.opened}
-            lost += frame.lost
         for turn in frame.turns:
             node = turn.node
             turns[node.index] = turn
@@ -414,8 +400,6 @@ def assembled(began: Began, rest: Sequence[Frame], task: Task) -> Recorded | Non
         node.parent = None if node.parent is None else new[node.parent]
         node.continues = None if node.continues is None else new[node.continues]
         tree.nodes.append(node)
-    tree.events = [new[one] if one >= 0 else ~new[~one] for one in events]
-    tree.lost = [new[one] for one in lost]
     if _has_doubles(tree):
         return None
     for name in Counts.__struct_fields__:
@@ -441,35 +425,6 @@ def _has_doubles(tree: TrajectoryTree) -> bool:
         depths.append(0 if before is None else depths[before] + 1)
         places.add((node.branch, depths[-1], node.parent is None))
     return len(places) < len(depths)
-
-
-def _order(frame: Grown) -> list[int]:
-    """The events of a frame, as a tree has them."""
-    turned = [(place, 1, turn.node.index) for place, turn in enumerate(frame.turns)]
-    asked = [(asked.num_before, 0, ~asked.node) for asked in frame.asked]
-    return [event for *_, event in sorted(turned + asked, key=lambda one: one[:2])]
-
-
-def finished_trees(folder: Path, settings: str) -> Iterator[TrajectoryTree]:
-    """Of a journal that is only read, the finished trees that were begun under these settings, in
-    start order; of a task its id alone is known. Raises DataError."""
-    places: dict[int, list[Place]] = {}
-    try:
-        for path in sorted(folder.glob(f"*{SUFFIX}")):
-            data = path.read_bytes()
-            for offset, size, is_whole in frames_of(data):
-                head = HEADS.decode(data[offset : offset + size]) if is_whole else None
-                if head is not None and head.tag in OF_TREES:
-                    known = [] if head.tag == BEGAN else places.get(head.number, [])
-                    places[head.number] = [*known, Place(path, offset, size)]
-        for _, parts in sorted(places.items()):
-            began, *rest = (DECODER.decode(payload) for payload in read_payloads(parts))
-            if isinstance(began, Began) and began.settings == settings:
-                recorded = assembled(began, rest, Task(began.task_id, "", "", ()))
-                if recorded is not None and recorded.is_finished:
-                    yield recorded.tree
-    except (OSError, msgspec.DecodeError) as error:
-        raise DataError(f"{folder}: cannot be read: {error}") from error
 
 
 def read_payloads(places: Sequence[Place]) -> Iterator[bytes]:

@@ -55,12 +55,12 @@ def main(argv: list[str]) -> int:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     is_asked = False
 
-    def tell(*_: object) -> None:
+    def ask(*_: object) -> None:
         nonlocal is_asked
         is_asked = True
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, tell)
+        signal.signal(number, ask)
     if os.getppid() != parent and not is_alone:  # gone before the first prctl
         return 1
     # what torch compiles is kept from start to start, as it would be without a folder of its own

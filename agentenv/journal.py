@@ -101,7 +101,7 @@ class Journal:
         self._working: asyncio.Task[None] | None = None
         self._is_closed = False
         self._problem: OSError | None = None
-        self._is_told = False  # somebody was
+        self._is_reported = False  # somebody was
         self._thread = OwnThread("journal")
         self._offload = offload or self._thread
         self._num_records = 0
@@ -253,7 +253,7 @@ class Journal:
                 await uncancelled(self._working)
         finally:
             await uncancelled(self._close_file())
-        if self._problem is not None and not self._is_told:
+        if self._problem is not None and not self._is_reported:
             raise self._failure(self._problem)
 
     async def _close_file(self) -> None:
@@ -274,7 +274,7 @@ class Journal:
             raise OSError(errno.ETIMEDOUT, str(error)) from error
 
     async def _work(self) -> None:
-        """Write what comes, until the journal closes; whoever waits is told of its end."""
+        """Write what comes, until the journal closes; its waiters learn of its end."""
         try:
             await self._write_batches()
         finally:
@@ -371,7 +371,7 @@ class Journal:
         return RuntimeError(f"the journal in {self.folder} is closed, and takes no more frames")
 
     def _failure(self, error: OSError) -> ConfigError:
-        self._is_told = True
+        self._is_reported = True
         return self._error(error)
 
     def _error(self, error: OSError) -> ConfigError:
@@ -405,7 +405,6 @@ class TreeRecord:
         self._opened: list[OpenBranch] = []
         self._turns: list[Turned] = []
         self._asked: list[Asked] = []
-        self._lost: list[int] = []
         self._known: set[int] = set()
         self._flushing: asyncio.Handle | None = None
 
@@ -414,7 +413,7 @@ class TreeRecord:
         journal = self._journal
         self._loop = asyncio.get_running_loop()
         self._tree = tree
-        self._opened, self._turns, self._asked, self._lost = [], [], [], []
+        self._opened, self._turns, self._asked = [], [], []
         self._known = set()
         journal.append(
             Began(
@@ -435,17 +434,12 @@ class TreeRecord:
     def goes_on(self, recorded: Recorded) -> None:
         """The tree goes on, its nodes under new numbers."""
         tree = recorded.tree
-        goes_on = {(branch.name, branch.cursor) for branch in recorded.branches}
-        tree.lost += [node.index for node in tree.nodes if (node.branch, node.index) in goes_on]
         self.began(tree)
-        self._lost += tree.lost
         self._opened += recorded.branches
         seconds = {branch.cursor: branch.seconds for branch in recorded.branches}
-        for event in tree.events:
-            node = tree.nodes[max(event, ~event)]
-            if event >= 0:
-                self.turned(node, seconds.get(node.index, 0.0), recorded.stops.get(node.index))
-            else:
+        for node in tree.nodes:
+            self.turned(node, seconds.get(node.index, 0.0), recorded.stops.get(node.index))
+            if node.num_forks is not None:
                 self.asked(node)
 
     def opened(self, name: str, cursor: Node, seconds: float) -> None:
@@ -463,7 +457,7 @@ class TreeRecord:
     def asked(self, node: Node) -> None:
         """The plan was asked for forks at a node that is complete."""
         assert node.num_forks is not None
-        self._asked.append(Asked(node.index, node.num_forks, len(self._turns)))
+        self._asked.append(Asked(node.index, node.num_forks))
         self._soon()
 
     async def finished(self) -> None:
@@ -484,11 +478,17 @@ class TreeRecord:
             return
         self._flushing.cancel()
         self._flushing = None
-        counts, lost = self._counts(), self._lost
         self._journal.append(
-            Grown(self._index, self._opened, self._turns, self._asked, counts, lost, self._mark())
+            Grown(
+                tree=self._index,
+                opened=self._opened,
+                turns=self._turns,
+                asked=self._asked,
+                counts=self._counts(),
+                mark=self._mark(),
+            )
         )
-        self._opened, self._turns, self._asked, self._lost = [], [], [], []
+        self._opened, self._turns, self._asked = [], [], []
 
     def _counts(self) -> Counts:
         tree = self._tree

@@ -313,10 +313,7 @@ class ProbeWaits:
         seconds = self.drain()
         if not seconds:
             return {}
-        return {
-            "rollout/probe_wait_s": sum(seconds) / len(seconds),
-            "rollout/probe_wait_s_max": max(seconds),
-        }
+        return {"rollout/probe_wait_s": fmean(seconds), "rollout/probe_wait_s_max": max(seconds)}
 
     def drain(self) -> list[float]:
         """The seconds themselves, which `merge` adds to those of another actor."""

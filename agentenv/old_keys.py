@@ -29,6 +29,7 @@ def _always(value: Any, remedy: str = "") -> Deleted:
     return Deleted(value, f"the key was deleted, its value is always {value!r}{remedy}")
 
 
+_OF_PRESET = Deleted(None, "it is that of search.preset, whose sizes were published")
 _LAUNCH = {
     "kv_cache_gb": _always(1, "; of vLLM set env.VLLM_CPU_KVCACHE_SPACE of the same table"),
     "max_restarts": _always(10),
@@ -36,6 +37,9 @@ _LAUNCH = {
 
 # By the name of the struct that had the key.
 DELETED: dict[str, dict[str, Deleted]] = {
+    "EnvConfig": {
+        "held_s": Deleted(300.0, "it is 300 s, and limits.env_timeout_s where that is more"),
+    },
     "FetchConfig": {
         "ports": Deleted(
             [80, 443],
@@ -45,6 +49,7 @@ DELETED: dict[str, dict[str, Deleted]] = {
         "user_agent": _always("Mozilla/5.0 (compatible; agentenv)"),
     },
     "GraderKeys": {"num_workers": _always(2)},
+    "JournalConfig": {"sync_s": _always(1.0)},
     "JudgeConfig": {"max_answer_chars": _always(2000)},
     "KubernetesCluster": {
         "namespace": Deleted("default", "choose it with `kubectl apply --namespace=NAME`"),
@@ -55,6 +60,7 @@ DELETED: dict[str, dict[str, Deleted]] = {
         "allow_idle": Deleted(
             False, "idle ranks are measured (learner/idle_share), not predicted; remove the key"
         ),
+        "start_timeout_s": _always(300.0),
     },
     "LogConfig": {
         "max_trajectory_mb": _always(500.0, "; log.trajectories = false writes none"),
@@ -77,12 +83,32 @@ DELETED: dict[str, dict[str, Deleted]] = {
         "cpus_per_rank": _always(1),
         "object_store_mb": _always(80),
     },
+    "PooledEngineConfig": {
+        "control_urls": Deleted([], "name the servers behind the router in engine.urls"),
+    },
+    "PoolConfig": {"load_timeout_s": _always(600.0)},
+    "PythonConfig": {
+        "remote_url": Deleted(None, "model-written code runs in the sandbox of this machine only"),
+    },
     "SandboxLimits": {
+        "max_total_bytes": Deleted(None, "the bound of all sessions is half of the memory"),
         "tmp_bytes": _always(16 << 20),
         "max_output_chars": _always(8000, "; limits.max_tool_result_tokens cuts further"),
     },
     "SearchConfig": {
-        "max_page_chars": Deleted(None, "it is that of search.preset, whose sizes were published"),
+        "max_page_chars": _OF_PRESET,
+        "window_chars": _OF_PRESET,
+        "repeated": _OF_PRESET,
+        "show_links": Deleted(None, "results have links where pages can be opened"),
+        "snapshot": Deleted("", "the frozen web is gone; search.cache keeps results and pages"),
+        "snapshot_mode": _always("replay"),
+        "snapshot_sha256": _always(""),
+        "on_miss": _always("fail"),
+    },
+    "SpreadCluster": {
+        "silence_s": _always(60.0),
+        "start_timeout_s": _always(300.0),
+        "max_restarts": _always(5),
     },
 }
 

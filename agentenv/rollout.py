@@ -237,7 +237,6 @@ class Rollout:
 
     def _complete(self, node: Node, branch: Branch, stop: str | None = None) -> None:
         """The node will not change any more, but for the forks taken there."""
-        self.tree.events.append(node.index)
         if self._record is not None:
             self._record.turned(node, branch.clock(), stop)
 
@@ -260,7 +259,6 @@ class Rollout:
             first = array("f", entropies)  # as nodes hold them, so that equal ones stay equal
             wanted = self.plan.on_fork_point(self.tree, origin.cursor, first, rng)
             origin.cursor.num_forks = num_forks = 0 if self._is_over else wanted
-            self.tree.events.append(~origin.cursor.index)
             if self._record is not None:
                 self._record.asked(origin.cursor)
             for number in range(1, num_forks + 1):

@@ -195,6 +195,7 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     # Not keys: nobody had a reason to set them.
     poll_interval_s: ClassVar[float] = 1.0  # between two looks at a server's health and load
+    load_timeout_s: ClassVar[float] = 600.0  # of one server for one update of its weights
     poll_timeout_s: ClassVar[float] = 60.0  # a server that does not say its load so long is lost
     initial_concurrency: ClassVar[int] = 64  # of a server whose load is not known; it doubles
 
@@ -221,14 +222,6 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "requests wait in the server and it speaks to others",
         ),
     ] = 30.0
-    load_timeout_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="deadline of one server for one update of its weights, and of a request "
-            "that gives no token meanwhile",
-        ),
-    ] = 600.0
     broadcast_timeout_s: Annotated[
         float,
         Meta(gt=0, description="deadline of a broadcast for its group, and for each 512 MiB"),

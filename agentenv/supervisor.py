@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 from msgspec import Struct
 
-from agentenv.deadline import backoff_s
+from agentenv.deadline import Restarts
 from agentenv.errors import PACKAGES, ConfigError, WorkerError
 from agentenv.guard import guarded
 from agentenv.link import Link
@@ -151,26 +151,6 @@ def log_tail(path: Path, max_bytes: int = TAIL_BYTES) -> str:
         log.seek(max(0, log.seek(0, os.SEEK_END) - max_bytes))
         return log.read().decode(errors="replace").strip()
     return ""
-
-
-class Restarts:
-    """The restarts of one process: how long to wait before the next, and when to stop trying."""
-
-    def __init__(self, limit: int, key: str, *, first_s: float, max_s: float) -> None:
-        self.num = 0  # losses in a row
-        self._limit, self._key = limit, key
-        self._first_s, self._max_s = first_s, max_s
-
-    def progressed(self) -> None:
-        """The process worked before it was lost."""
-        self.num = 0
-
-    def lost(self) -> float | None:
-        """Count a loss. Seconds to wait before the next start; None: there is no next one."""
-        self.num += 1
-        if self.num > self._limit:
-            return None
-        return backoff_s(self.num - 1, self._key, first_s=self._first_s, max_s=self._max_s)
 
 
 class Placement(Protocol):
@@ -338,7 +318,7 @@ class Supervisor:
         except TimeoutError as error:
             raise WorkerError(
                 f"{num_there} of at least {spec.least} came within "
-                f"{spec.start_timeout_s:g} s{spec.key('start_timeout_s')}, each a {spec.one} that "
+                f"{spec.start_timeout_s:g} s, each a {spec.one} that "
                 f"connects to {self.address}; start more{spec.key('min_workers')}"
             ) from error
 
@@ -363,7 +343,6 @@ class Supervisor:
         except TimeoutError as error:
             await placement.stop(name)
             late = f"did not come up within {spec.start_timeout_s:g} s"
-            late += spec.key("start_timeout_s")
             raise await in_thread(self._failure, number, late) from error
         except EOFError as error:
             raise await in_thread(self._failure, number, f"has gone: {error}") from error
@@ -446,12 +425,12 @@ class Supervisor:
                 break
             await asyncio.sleep(pause_s)
             starting, is_late = asyncio.create_task(self._start(number)), True
-        self._report(f"{name} is not started again{spec.key('max_restarts')}")
+        self._report(f"{name} is not started again")
         self._kept.discard(number)
         if not self._kept:
             self._group.end(
                 f"no {spec.one} is left: each of them died more than {spec.max_restarts} times in "
-                f"a row{spec.key('max_restarts')}; the last of them: {why}"
+                f"a row; the last of them: {why}"
             )
 
     async def _watch_outage(self) -> None:

@@ -81,8 +81,8 @@ MAX_DELAY_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
 PIECE_CHARS = 1 << 16  # of a result, which are looked at without a break: half a millisecond
 MAX_ERROR_CHARS = 4000  # of each text that the record of a failed call keeps
-TOLD_AGAIN_S = 60.0  # between two warnings of one tool or grader that is waited for
-LEAST_WAIT_S = 1e-3  # less than that is not told
+REPORTED_AGAIN_S = 60.0  # between two warnings of one tool or grader that is waited for
+LEAST_WAIT_S = 1e-3  # shorter waits are not reported
 LOOK_AGAIN_S = 1.0  # whether a call or a grade is there, for a deadline that waits for that
 NO_LIMITS = ToolLimits()
 
@@ -436,9 +436,9 @@ async def _timed(timeout_s: float, tool: Tool, arguments: dict[str, Any], state:
 
 def _tell_outage(who: str, problem: str, patience_s: float, now_s: float) -> None:
     """Say who is waited for, once a minute for all that wait."""
-    told: dict[str, float] = shared("outages told", dict)
-    if now_s - told.get(who, -TOLD_AGAIN_S) >= TOLD_AGAIN_S:
-        told[who] = now_s
+    reported: dict[str, float] = shared("outages reported", dict)
+    if now_s - reported.get(who, -REPORTED_AGAIN_S) >= REPORTED_AGAIN_S:
+        reported[who] = now_s
         logger.warning(
             "%s fails, and is tried again for up to %g s: %s",
             *(who, patience_s, problem),

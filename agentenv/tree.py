@@ -209,10 +209,8 @@ class TrajectoryTree(Struct):
     `num_started` counts the trajectories of the budget that are taken: begun and not given back
     by a failure; `num_roots` those of them that began from scratch; `num_live` those still
     growing; `num_retries` failures replaced by a fresh root, `num_retaken` turns and steps that
-    were taken again on their branch. `events` says in which order it grew: i when node i was
-    complete, ~i when the plan was asked for forks there; `lost` are the nodes behind which a turn
-    was lost with its process. The actor that grows the tree keeps them.
-    `scored` has an entry per node once the tree is trained.
+    were taken again on their branch. The actor keeps these counts. `scored` has an entry per node
+    once the tree is trained.
     """
 
     task: Task
@@ -224,9 +222,7 @@ class TrajectoryTree(Struct):
     num_live: int = 0
     num_retries: int = 0
     num_retaken: int = 0
-    events: list[int] = []
     scored: list[Scored] = []
-    lost: list[int] = []
 
     @property
     def root(self) -> Node:

@@ -225,12 +225,11 @@ W = TypeVar("W", bound=Worker)
 
 class WorkerGroup(Generic[W]):
     """A group of workers of one kind; each is served by a `join` of its own. A worker that
-    sends nothing for `silence_s` (of the configuration key `silence_key`) hangs and is given up;
+    sends nothing for `silence_s` hangs and is given up;
     None: a worker may be silent. `read` decodes a frame, `report` takes sentences for people."""
 
     read: Callable[[bytes], Any]
     silence_s: float | None = None
-    silence_key = ""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self.num_lost = 0
@@ -285,7 +284,7 @@ class WorkerGroup(Generic[W]):
             if isinstance(error, msgspec.DecodeError):
                 why = f"it sent a message that cannot be read ({error})"
             elif worker.is_hanging:
-                why = f"it has said nothing for {self.silence_s:g} s ({self.silence_key})"
+                why = f"it has said nothing for {self.silence_s:g} s"
             return self.left(worker, why)
         finally:
             listening.cancel()

@@ -37,7 +37,8 @@ from rich.table import Table
 
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.pipelines.run.arguments import Parser
-from agentenv.pipelines.run.terminal import View, bare_table
+from agentenv.pipelines.run.tables import bare_table
+from agentenv.pipelines.run.terminal import View
 
 Say = Callable[[str], None]
 

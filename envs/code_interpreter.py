@@ -10,7 +10,7 @@ limits = { memory_bytes = 536870912, max_threads = 1 }
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 
@@ -18,14 +18,11 @@ from agentenv.env import ForkMode, shared
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.sandbox.keys import PythonConfig, python_config
-from agentenv.envs.sandbox.sandbox import InterpreterSession, Sandbox
+from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from agentenv.errors import ToolError
 from agentenv.tool_env import Prompt, ToolEnv
 from agentenv.tools import argument_schema, read_arguments
 from agentenv.types import Task, ToolResult
-
-if TYPE_CHECKING:
-    from agentenv.envs.sandbox.remote import RemoteSandbox
 
 NO_OUTPUT = "(no output)"
 REPLAY_ALLOWANCE = 4.0  # the call that follows a fork runs the earlier cells again first
@@ -36,14 +33,9 @@ class _Arguments(Struct, forbid_unknown_fields=True):
     code: str
 
 
-def shared_sandbox(config: PythonConfig) -> Sandbox | RemoteSandbox:
+def shared_sandbox(config: PythonConfig) -> Sandbox:
     """The sandbox that all episodes of this process with these settings share."""
     limits = config.limits
-    if config.remote_url:
-        from agentenv.envs.sandbox.remote import RemoteSandbox  # brings an HTTP client
-
-        url = config.remote_url
-        return shared(("sandbox", url, limits), lambda: RemoteSandbox(url, limits=limits))
     keys = {name: getattr(config, name) for name in ("interpreter", "preload", "allow_unsafe")}
     return shared(("sandbox", *keys.values(), limits), lambda: Sandbox(limits=limits, **keys))
 
@@ -62,7 +54,7 @@ class PythonTool:
     schema = argument_schema(_Arguments)
     fork_mode: ForkMode = "replay"
 
-    def __init__(self, sandbox: Sandbox | RemoteSandbox, *, timeout_s: float = 10.0) -> None:
+    def __init__(self, sandbox: Sandbox, *, timeout_s: float = 10.0) -> None:
         self.sandbox = sandbox
         self.timeout_s = timeout_s
 
@@ -70,11 +62,11 @@ class PythonTool:
         """Start the sandbox, once. Raises ConfigError for one that cannot work."""
         await self.sandbox.start()
 
-    def start(self, seed: int | None) -> InterpreterSession:
+    def start(self, seed: int | None) -> SandboxSession:
         """A session whose interpreter starts with the first call."""
         return self.sandbox.session(seed)
 
-    async def call(self, arguments: dict[str, Any], state: InterpreterSession) -> ToolResult:
+    async def call(self, arguments: dict[str, Any], state: SandboxSession) -> ToolResult:
         """Run one cell."""
         code = read_arguments(self.name, arguments, _Arguments).code
         result = await state.run(code, self.timeout_s)
@@ -82,12 +74,12 @@ class PythonTool:
             raise ToolError(result.output)
         return ToolResult(result.output or NO_OUTPUT)
 
-    async def fork(self, state: InterpreterSession) -> InterpreterSession:
+    async def fork(self, state: SandboxSession) -> SandboxSession:
         """A session that holds the variables of `state`. Refused with an EnvError where it would
         hold others; the sandbox counts these."""
         return await state.fork()
 
-    async def close(self, state: InterpreterSession) -> None:
+    async def close(self, state: SandboxSession) -> None:
         """Kill the session's interpreter."""
         state.close()
 

@@ -18,8 +18,6 @@ that each row holds its entry, as a literal of Python since scorers tell tuples 
 
 from __future__ import annotations
 
-import json
-from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
@@ -30,6 +28,7 @@ from agentenv.envs.grading.custom import CustomGrader
 from agentenv.envs.grading.verdict import final_answer
 from agentenv.errors import DataError, install_hint
 from agentenv.types import Message, Task
+from agentenv.untrusted import decode_python
 
 KEY = "reasoning_gym"  # of Task.metadata: what the scorer needs
 SIZE = 10_000  # questions, unless `size` says another number
@@ -67,21 +66,21 @@ def score(task: Task, written: Sequence[Message], calls: Mapping[str, int]) -> d
             'expected data.train = "reasoning_gym:NAME"'
         )
     answer = final_answer(written[-1].content) if written else ""
-    scorer = _scorer(made["name"], json.dumps(made["options"], sort_keys=True))
-    found = float(scorer(answer, literal_eval(made["entry"])))
+    scorer = _scorer(made["name"], repr(made["options"]))
+    found = float(scorer(answer, decode_python(made["entry"])))
     return {"score": found, "correct": found >= 1.0}
 
 
 class ReasoningGymGrader(CustomGrader):
     """The scorers, in processes that can be killed."""
 
-    def __init__(self, timeout_s: float = 10.0, num_workers: int = 2) -> None:
-        super().__init__(__file__, "score", timeout_s=timeout_s, num_workers=num_workers)
+    def __init__(self) -> None:
+        super().__init__(__file__, "score")
 
 
 @cache
 def _scorer(name: str, options: str) -> Callable[[str, dict[str, Any]], float]:
-    found = _dataset(name, {"size": 1, "seed": 0, **json.loads(options)})
+    found = _dataset(name, {"size": 1, "seed": 0, **decode_python(options)})
     return found.score_answer  # type: ignore[no-any-return]
 
 

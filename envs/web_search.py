@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
 
 from agentenv.config import build_config
 from agentenv.env import shared
@@ -82,9 +81,9 @@ class WebSearchEnv(ToolEnv):
         tool_timeout_s: float = 0.0,
         num_retries: int = 2,
     ) -> None:
-        config = search_config(search, show_links=open_page)
+        config = search_config(search)
         service = shared_service(config)
-        tools: list[SearchPagesTool | OpenPageTool] = [SearchPagesTool(service)]
+        tools: list[SearchPagesTool | OpenPageTool] = [SearchPagesTool(service, links=open_page)]
         if open_page:
             tools.append(OpenPageTool(service))
         super().__init__(
@@ -102,10 +101,8 @@ class WebSearchEnv(ToolEnv):
         return await super().step(action)
 
 
-def search_config(
-    search: Mapping[str, Any] | SearchConfig | None, *, show_links: bool = False
-) -> SearchConfig:
-    """The configuration, checked once a process; `show_links` holds where it does not say."""
+def search_config(search: Mapping[str, Any] | SearchConfig | None) -> SearchConfig:
+    """The configuration, checked once a process."""
 
     def build() -> SearchConfig:
         if isinstance(search, SearchConfig):
@@ -113,6 +110,6 @@ def search_config(
         else:
             config = build_config(SearchConfig, dict(search or {}), "search")
         config.check()
-        return config if config.show_links is not None else replace(config, show_links=show_links)
+        return config
 
-    return shared(("search keys", msgspec.json.encode(search), show_links), build)
+    return shared(("search keys", msgspec.json.encode(search)), build)

@@ -22,8 +22,6 @@ COMMANDS = {
     "export": "write a checkpoint as a Hugging Face directory, or transcripts for other viewers",
     "serve": "start models beside the policy, such as a judge",
     "retriever": "serve a corpus over HTTP",
-    "snapshot": "say what a frozen web holds",
-    "replay": "compute again what a run computed",
     "doctor": "check a machine, a configuration, the rewards of a run",
 }
 

@@ -20,7 +20,8 @@ from agentenv.pipelines.run import control as ask
 from agentenv.pipelines.run.arguments import EXIT_FAILED, Parser
 from agentenv.pipelines.run.control import Reply, Request, UnreachableError
 from agentenv.pipelines.run.rundir import Holder
-from agentenv.pipelines.run.terminal import Table, View, to_its_end
+from agentenv.pipelines.run.tables import Table
+from agentenv.pipelines.run.terminal import View, to_its_end
 from agentenv.untrusted import decode
 
 MakeRequest = Callable[[argparse.Namespace], Request]

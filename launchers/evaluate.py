@@ -20,14 +20,14 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from agentenv.config import Tree, to_plain
+from agentenv.config import to_plain
 from agentenv.errors import ConfigError, require_train
 from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
 from agentenv.model_files import fetch_from_hub, find_on_hub
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
 from agentenv.pipelines.config.help import Parser
 from agentenv.pipelines.evaluation.report import write_report
-from agentenv.pipelines.evaluation.run import SET, Asked, ask_one, run_evaluation
+from agentenv.pipelines.evaluation.run import run_evaluation
 from agentenv.pipelines.evaluation.store import Saved, identity
 from agentenv.pipelines.evaluation.subject import (
     LAST,
@@ -83,9 +83,6 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
         from agentenv.pipelines.diagnosis.dry_run import dry_run  # slow to load
 
         return dry_run(config, arguments, view, subject.run, str(subject.model or ""))
-    if arguments.question:
-        asked = Asked(arguments.question, tuple(arguments.answer))
-        return run_until_done(ask_one(config, subject, asked, view), view)
     if subject.model is not None:
         require_train("torch", "transformers")
     out = arguments.out or Path(FOLDER) / _name(config, subject)
@@ -110,12 +107,7 @@ def _find_on_hub(arguments: argparse.Namespace, view: View) -> None:
 
 
 def _configuration(arguments: argparse.Namespace, subject: Subject, view: View) -> EvaluateConfig:
-    def build(raw: Tree, source: str) -> EvaluateConfig:
-        if arguments.question and not (raw.get("data") or raw.get("sets")):
-            raw = {**raw, "sets": {SET: {"path": "-"}}}  # no row of it is asked
-        return resolve_sets(raw, source)
-
-    return configured(arguments, subject, EvaluateConfig, build, view.say)
+    return configured(arguments, subject, EvaluateConfig, resolve_sets, view.say)
 
 
 def _chosen(config: EvaluateConfig, names: Sequence[str], num_tasks: int) -> EvaluateConfig:
@@ -158,16 +150,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--checkpoint", choices=(LAST, BEST, START), default=LAST,
         help="which one of a run; start: the model that it began with"
     )  # fmt: skip
-    parser.add_argument(
-        "--question", default="", metavar="TEXT", help="stream one rollout of this question; '#17' "
-        "or the id of a row: that of the set; {...}: a row as JSON"
-    )  # fmt: skip
-    parser.add_argument(
-        "--answer",
-        action="append",
-        default=[],
-        help="its right answer, so that it is graded; of a row: its own",
-    )
     arguments = parser.parse_intermixed_args(argv)
     check_arguments(parser, arguments)
     return arguments

@@ -178,8 +178,8 @@ async def serve(config: RetrieverConfig, stop: asyncio.Event) -> None:
         except OSError as error:
             raise AgentEnvError(f"cannot listen on {config.host}:{config.port}: {error}") from error
         port = runner.addresses[0][1]
-        told = "serving on http://%s:%d (POST /retrieve, /search and /batch_search)"
-        logger.info(told, config.host, port)
+        text = "serving on http://%s:%d (POST /retrieve, /search and /batch_search)"
+        logger.info(text, config.host, port)
         await stop.wait()
     finally:
         try:

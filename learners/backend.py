@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from agentenv.errors import ConfigError, LearnerError
-from agentenv.learners.batch import MicroBatch, encode_sequence, pack
+from agentenv.learners.batch import encode_sequence
 from agentenv.learners.context import join_context_group
 from agentenv.learners.deepspeed_settings import deepspeed_settings
-from agentenv.learners.learner import LearnerConfig, OptimizerConfig
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.optimizer import OptimizerConfig
+from agentenv.learners.partition import MicroBatch, pack
 from agentenv.learners.policy import Policy, tensors
 
 REDUCE_ELEMENTS = 500_000_000  # of one bucket, as in DeepSpeed's default

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from agentenv.learners.batch import MicroBatch
 from agentenv.learners.learner import check_heads
+from agentenv.learners.partition import MicroBatch
 
 
 class ContextGroup(NamedTuple):

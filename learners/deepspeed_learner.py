@@ -27,16 +27,9 @@ from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.batch import EncodedTree, computed, encode
 from agentenv.learners.credit import CreditedTree
 from agentenv.learners.deepspeed_settings import deepspeed_settings
-from agentenv.learners.learner import (
-    Agreement,
-    LearnerConfig,
-    Metrics,
-    OptimizerConfig,
-    Score,
-    check_heads,
-    optimizer_of,
-)
+from agentenv.learners.learner import Agreement, LearnerConfig, Metrics, Score, check_heads
 from agentenv.learners.lora import check_installed
+from agentenv.learners.optimizer import OptimizerConfig, optimizer_of
 from agentenv.learners.partition import Share, assign, give_back, idle_share, minibatches, partition
 from agentenv.learners.ranks import RankGroup, RemoteRanks
 from agentenv.model_files import read_model_config

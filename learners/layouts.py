@@ -2,7 +2,7 @@
 
     tree      every shared token once, attention in the form of the device (`learners.attention`)
     segments  the same tokens, attention by `learners.segments`
-    padded    every trajectory in a row of its own (`learners.batch.pack`)
+    padded    every trajectory in a row of its own (`learners.partition.pack`)
 
 Loss and gradient are the same, up to rounding. The time of a micro-batch in layout L is fitted, by
 non-negative least squares of the relative error, as
@@ -30,8 +30,9 @@ import numpy as np
 import torch
 
 from agentenv.errors import ConfigError
-from agentenv.learners.batch import EncodedTree, Layout, MicroBatch, pack
+from agentenv.learners.batch import EncodedTree, Layout
 from agentenv.learners.learner import LearnerConfig, Sample, Trial
+from agentenv.learners.partition import MicroBatch, pack
 from agentenv.learners.policy import Policy
 from agentenv.learners.segments import is_right_on
 

@@ -24,7 +24,8 @@ from agentenv.engines.remote.weights import Address, Bucket, Group, SharedWeight
 from agentenv.errors import ConfigError
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.batch import EncodedTree
-from agentenv.learners.learner import Agreement, LearnerConfig, OptimizerConfig, Score
+from agentenv.learners.learner import Agreement, LearnerConfig, Score
+from agentenv.learners.optimizer import OptimizerConfig
 from agentenv.link import frame_of
 
 ADDRESS_VARIABLE = "AGENTENV_LEARNER_ADDRESS"  # host:port of the controller

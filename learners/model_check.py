@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentenv.errors import ConfigError
-from agentenv.learners.batch import LAYOUTS, EncodedTree, from_arrays, pack
+from agentenv.learners.batch import LAYOUTS, EncodedTree, from_arrays
+from agentenv.learners.partition import pack
 from agentenv.learners.policy import Policy, recurrent_kinds, tensors
 
 TOLERANCE = 1e-3  # nats, in float32

@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from agentenv.errors import ConfigError, install_hint
 from agentenv.learners.attention import NO_MASK, TreeLayout, use_tree_attention
-from agentenv.learners.batch import MicroBatch
 from agentenv.learners.context import ContextGroup, Share, padded
+from agentenv.learners.partition import MicroBatch
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of one [tokens, vocabulary] tensor
 # Of a float32 copy of some of the weight's rows; on a GPU, which needs none, of their gradient.

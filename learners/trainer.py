@@ -22,13 +22,7 @@ from torch import Tensor
 
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.backend import RankBackend
-from agentenv.learners.batch import (
-    ActionTokens,
-    EncodedTree,
-    MicroBatch,
-    computed,
-    from_arrays,
-)
+from agentenv.learners.batch import ActionTokens, EncodedTree, computed, from_arrays
 from agentenv.learners.checkpoint import (
     REFERENCE,
     Checkpoint,
@@ -40,7 +34,7 @@ from agentenv.learners.credit import Floats
 from agentenv.learners.layouts import Layouts
 from agentenv.learners.learner import Agreement, LearnerConfig, Metrics, Score
 from agentenv.learners.minibatch import MiniBatch, over_all, prepare, ratios
-from agentenv.learners.partition import split_by_tree
+from agentenv.learners.partition import MicroBatch, split_by_tree
 
 GIB = 2**30
 

@@ -57,6 +57,10 @@ PARTS = {
         "SmolLM2-135M on GSM8K in small: a GGUF file, cold start and ARPO on vLLM on the CPU",
         [*PYTEST, "-rP", "--show-capture", "stdout", "tests/pretrained.py"],
     ),
+    "reasoning-gym": (
+        "A tiny model learns sums of reasoning-gym, with a Python tool",
+        [*PYTEST, "tests/reasoning_run.py"],
+    ),
     "experiments": (
         "Each command of benchmarks/experiments/, small, from a fresh clone",
         [*PYTEST, "tests/study.py"],

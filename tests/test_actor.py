@@ -20,13 +20,13 @@ from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.errors import DataError, EngineDeadError, EngineError
 from agentenv.learners.aepo import AEPO
 from agentenv.learners.arpo import ARPO
-from agentenv.offload import run_virtual
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.reference.algorithms import ReleasedAEPO, ReleasedARPO
 from agentenv.renderer import TagRenderer
 from agentenv.tree import Trajectory, TrajectoryTree
 from agentenv.types import Chunk, Completion, Limit, Limits, SamplingParams, Task
 from tests.support.toy import CharTokenizer, CountingEnv
+from tests.support.virtual_clock import run_virtual
 
 TASK = Task("t", "toy", "how many?", ("2",))
 

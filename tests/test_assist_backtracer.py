@@ -12,12 +12,12 @@ import pytest
 from agentenv.env import Env, close_shared
 from agentenv.envs.code_interpreter import CodeInterpreterEnv
 from agentenv.errors import EngineError, EnvError
-from agentenv.offload import run_virtual
 from agentenv.tool_env import ToolEnv
 from agentenv.types import Limit, Limits, Task
 from tests.support.assisted import ANSWER, Rollout, Turns, look, search_env
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 from tests.support.toy import CountingEnv
+from tests.support.virtual_clock import run_virtual
 
 
 @pytest.fixture(autouse=True)

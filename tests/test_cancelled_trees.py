@@ -10,10 +10,10 @@ import pytest
 from agentenv.actor import Actor
 from agentenv.cluster.engines import LinkedEngine, Turns
 from agentenv.cluster.messages import Quit, read_answer, read_asked
-from agentenv.offload import run_virtual
 from agentenv.plan import Independent, RolloutPlan
 from tests.support.links import linked
 from tests.support.toy import CountingEnv
+from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, AlwaysFork, make_actor
 
 

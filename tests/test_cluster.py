@@ -24,13 +24,13 @@ from agentenv.errors import DataError, EngineDeadError, TooManyFailuresError, Wo
 from agentenv.frames import JournalConfig
 from agentenv.journal import Journal
 from agentenv.link import PREFIX_BYTES, READ_BYTES, Link
-from agentenv.offload import run_virtual
 from agentenv.pipelines.workers.rollout_worker import RolloutWorker
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, Task
 from agentenv.worker_group import BEAT_S, NUM_LOSSES, NUM_TRIALS, Left
 from tests.support.links import linked
 from tests.support.toy import CountingEnv
+from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, AlwaysFork, make_actor
 
 T = TypeVar("T")

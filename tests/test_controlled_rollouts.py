@@ -10,12 +10,12 @@ from random import Random
 from agentenv.actor import PAUSED, Actor
 from agentenv.learners.credit import tree_credit
 from agentenv.metrics import failure_kind
-from agentenv.offload import run_virtual
 from agentenv.plan import Independent
 from agentenv.recovery import TURN
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, Task
 from tests.support.toy import CountingEnv
+from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, make_actor
 
 

@@ -24,9 +24,9 @@ from agentenv.deadline import (
 )
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.errors import EnvError, StallError
-from agentenv.offload import run_virtual
 from agentenv.types import Completion, Limits
 from tests.support.toy import CharTokenizer
+from tests.support.virtual_clock import run_virtual
 from tests.test_actor import AlwaysFork, make_actor, rollout, two_searches
 
 

@@ -178,7 +178,7 @@ def lines() -> Iterator[Line]:
 
 
 def test_there_are_blocks_and_commands() -> None:
-    assert len(list(blocks("toml"))) >= 18
+    assert len(list(blocks("toml"))) >= 16
     assert len(list(blocks("python"))) >= 6
     assert len(list(lines())) >= 60
 

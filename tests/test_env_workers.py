@@ -19,7 +19,6 @@ from agentenv.deadline import WorkClock, doing, waiting, working
 from agentenv.env import Env, EnvWrapper, StepResult, forget_shared, shared
 from agentenv.errors import CrashError, EnvError, WorkerError
 from agentenv.link import Link
-from agentenv.offload import run_virtual
 from agentenv.pipelines.config.rl import EnvConfig
 from agentenv.pipelines.setup.environments import Asked, EnvSetup
 from agentenv.pipelines.workers import env_worker
@@ -31,6 +30,7 @@ from tests.support.counting_tools import ANSWER, call
 from tests.support.counting_tools import TASK as COUNTED
 from tests.support.links import linked
 from tests.support.toy import CountingEnv
+from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, AlwaysFork, make_actor
 from tests.test_cluster import grown
 from tests.test_testing import ShoutingEnv
@@ -213,7 +213,7 @@ def test_a_step_that_holds_up_its_process_has_crashed_if_it_was_alone() -> None:
         await asyncio.sleep(1.0)
         host.ends["a"].send = lambda frame: None  # type: ignore[method-assign]  # as if it computed
         left = await host.joined["a"]
-        assert left.why == f"it has said nothing for {HELD_S:g} s (env.held_s)"
+        assert left.why == f"it has said nothing for {HELD_S:g} s"
         failures = await asyncio.gather(*steps, return_exceptions=True)
         for env in envs:
             await env.close()

@@ -7,10 +7,10 @@ from random import Random
 from typing import Any
 
 from agentenv.actor import Answer, Question, ask, evaluate
-from agentenv.offload import run_virtual
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, Task
 from tests.support.toy import CountingEnv
+from tests.support.virtual_clock import run_virtual
 from tests.test_actor import make_actor
 
 TASKS = [Task(f"t{n}", "toy", f"question {n}", ("1",)) for n in range(6)]

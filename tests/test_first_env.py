@@ -77,12 +77,17 @@ def test_it_trains_and_is_asked(folder: Path, capsys: pytest.CaptureFixture[str]
         assert train.main(["prices.toml", *SMALL]) == 0
     assert (folder / "runs" / "prices" / "checkpoints" / "step-000001").is_dir()
     capsys.readouterr()
-    commands = [line for block in blocks("") for line in block.splitlines() if "--question" in line]
-    assert len(commands) == 2
+    commands = [
+        line
+        for block in blocks("")
+        for line in block.splitlines()
+        if line.startswith("agentenv evaluate")
+    ]
+    assert len(commands) == 1
     for command in commands:
         words = shlex.split(command.partition("  #")[0])
         assert evaluate.main(words[2:]) == 0
-        assert "reward" in capsys.readouterr().out
+        assert "success" in capsys.readouterr().out
 
 
 def test_the_commands_exist() -> None:

@@ -13,7 +13,6 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +35,6 @@ from agentenv.envs.grading.judge import Judge
 from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.mcp_tools import MCPTools
 from agentenv.envs.sandbox.process import Channel
-from agentenv.envs.sandbox.remote import MARK, RemoteSandbox
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.envs.search.cache import ResultCache
 from agentenv.envs.search.corpus import Hit, Query
@@ -56,7 +54,6 @@ from agentenv.envs.search.upstream import Reply
 from agentenv.errors import (
     ConfigError,
     EngineError,
-    EnvError,
     ForeignError,
     GraderError,
     InfraError,
@@ -187,11 +184,6 @@ CHAT = {
     "choices": [{"message": SAID, "finish_reason": "tool_calls", "stop_reason": None}],
     "usage": {"prompt_tokens": 7, "completion_tokens": 3},
 }
-EVENTS = (
-    {"choices": [{"delta": SAID}]},
-    {"choices": [{"delta": {"tool_calls": [CALL]}, "finish_reason": "stop"}]},
-    {"choices": [], "usage": {"completion_tokens": 3}},
-)
 SAMPLING = SamplingParams(max_tokens=8)
 
 
@@ -201,12 +193,11 @@ def chat_engine() -> tuple[ChatEngine, ChatRenderer]:
     return ChatEngine(config, pieces, native=True), ChatRenderer(pieces, native=True)
 
 
-async def one_turn(engine: ChatEngine, renderer: ChatRenderer, streamed: bool) -> None:
+async def one_turn(engine: ChatEngine, renderer: ChatRenderer) -> None:
     """A turn, its action, and the request of the next one."""
     ids = renderer.prompt([Message("user", "?")], [])
-    on_tokens = (lambda chunk: None) if streamed else None
-    call = engine.generate(ids, SAMPLING, session="s", on_tokens=on_tokens)
-    done = await ended_async("stream" if streamed else "chat", call, EngineError)
+    call = engine.generate(ids, SAMPLING, session="s")
+    done = await ended_async("chat", call, EngineError)
     if done is not None:
         action = renderer.parse(done, [])
         written(action)
@@ -221,25 +212,7 @@ async def one_turn(engine: ChatEngine, renderer: ChatRenderer, streamed: bool) -
 async def test_chat_replies(body: bytes) -> None:
     engine, renderer = chat_engine()
     engine.endpoint.api.call = answering(body)  # type: ignore[method-assign]
-    await one_turn(engine, renderer, streamed=False)
-
-
-@pytest.mark.slow
-@fuzzed(0.8)
-@given(damaged_stream(EVENTS))
-async def test_chat_streams(events: list[bytes]) -> None:
-    engine, renderer = chat_engine()
-
-    @asynccontextmanager
-    async def stream(path: str, body: Any) -> Any:
-        yield each(events)
-
-    async def each(parts: list[bytes]) -> Any:
-        for part in parts:
-            yield part
-
-    engine.endpoint.api.stream = stream  # type: ignore[method-assign, assignment]
-    await one_turn(engine, renderer, streamed=True)
+    await one_turn(engine, renderer)
 
 
 def answering(body: bytes) -> Any:
@@ -366,25 +339,6 @@ async def test_frames_of_a_session(body: bytes, raw: bytes | None) -> None:
     theirs.close()
 
 
-RUN = {"status": "Success", "execution_time": 0.1, "stdout": "x", "stderr": ""}
-SERVICE = {"status": "Success", "message": "", "run_result": RUN}
-DONE = {"output": "42", "problem": "", "digest": "d", "differs": -1}
-
-
-@pytest.mark.slow
-@fuzzed(0.8)
-@given(damaged_json(SERVICE), damaged_json(DONE))
-async def test_replies_of_a_remote_sandbox(reply: bytes, answer: bytes) -> None:
-    said = {**RUN, "stdout": MARK + answer.decode(errors="replace")}
-    for body in (reply, json.dumps({**SERVICE, "run_result": said}).encode()):
-        sandbox = RemoteSandbox("http://x")
-        sandbox._request = answering(body)  # type: ignore[method-assign]
-        session = sandbox.session(1)
-        for _ in range(2):
-            call = session.run("6 * 7", 5.0)
-            written(await ended_async("remote", call, InfraError, EnvError))
-
-
 @tool
 def look_up(
     query: str, count: int = 1, ratio: float = 1.0, names: list[str] = (), more: Any = None  # type: ignore[assignment]
@@ -440,7 +394,7 @@ async def test_arguments_of_a_call(data: bytes, form: str) -> None:
 PAGE_BODIES = (PAGE, b"", b"\x1f\x8b\x08", b"x" * 50, b"\xff\xfe" + PAGE, b'{"a": 1}')
 
 
-SERVED = (*PAGE_BODIES, *map(msgspec.json.encode, (PROVIDER, CHAT, SERVICE)),
+SERVED = (*PAGE_BODIES, *map(msgspec.json.encode, (PROVIDER, CHAT)),
           b"data: " + msgspec.json.encode(VLLM[0]) + b"\n\ndata: [DONE]\n\n")  # fmt: skip
 
 
@@ -487,10 +441,6 @@ async def test_services(reply: bytes, server: RawServer) -> None:
     written(await ended_async("engines", http.call_json("GET", "/x"), EngineError))
     await ended_async("engines", events_of(http), EngineError)
     await http.close()
-    sandbox = RemoteSandbox(server.url)
-    ran = sandbox.session(1).run("1", 5.0)
-    written(await ended_async("remote", ran, InfraError, EnvError))
-    await sandbox.close()
 
 
 async def events_of(http: HttpClient) -> None:

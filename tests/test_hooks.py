@@ -12,12 +12,12 @@ from agentenv.actor import RolloutHooks
 from agentenv.branch import Branch
 from agentenv.env import StepResult
 from agentenv.errors import ConfigError
-from agentenv.offload import run_virtual
 from agentenv.plan import Independent
 from agentenv.rollout import Rollout
 from agentenv.tree import Trajectory
 from agentenv.types import Info, Limit, Limits, Message, SamplingParams
 from tests.support.toy import CharTokenizer, CountingEnv
+from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, make_actor, rollout
 
 

@@ -24,8 +24,8 @@ ALGORITHMS = ", ".join(
 COMMANDS = ", ".join(  # whose --help comes at once, and which report mistakes before they load more
     f"agentenv.launchers.{name}"
     for name in (
-        *("dpo", "evaluate", "export", "replay", "retriever", "serve", "sft"),
-        *("snapshot", "synthesize", "train"),
+        *("dpo", "evaluate", "export", "retriever", "serve", "sft"),
+        *("synthesize", "train"),
     )
 )
 HEAVY = {"torch", "deepspeed", "vllm", "sglang", "transformers", "safetensors"}
@@ -78,7 +78,7 @@ def test_importing_loads_nothing_heavy(modules: str) -> None:
     assert result.stdout.strip() == ""
 
 
-@pytest.mark.parametrize("command", ["export", "retriever", "snapshot"])
+@pytest.mark.parametrize("command", ["export", "retriever"])
 def test_the_help_of_a_command_without_keys_does_not_wait_for_them(command: str) -> None:
     code = (
         f"import agentenv.launchers.{command}, sys; print(*("

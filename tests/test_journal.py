@@ -28,12 +28,12 @@ from agentenv.frames import (
 )
 from agentenv.journal import COMMIT_S, GATHER_S, Journal
 from agentenv.learners.aepo import AEPO
-from agentenv.offload import run_virtual
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.renderer import TagRenderer
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, SamplingParams, Task
 from tests.support.toy import CharTokenizer, CountingEnv
+from tests.support.virtual_clock import run_virtual
 from tests.test_actor import AlwaysFork
 
 TASK = Task("t", "toy", "how many?", ("2",))
@@ -491,7 +491,8 @@ async def test_what_is_written_is_synced_within_the_time(
     synced = asyncio.Event()
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(os, "fdatasync", lambda _: loop.call_soon_threadsafe(synced.set))
-    written = Journal(tmp_path, JournalConfig(sync_s=0.05), settings="s", incarnation=1)
+    monkeypatch.setattr(JournalConfig, "sync_s", 0.05)
+    written = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
     written.append(Leased(0, [0]))
     await written.commit()
     assert not synced.is_set()
@@ -516,9 +517,7 @@ def test_frames_go_together_until_somebody_waits_for_them(tmp_path: Path) -> Non
         return function(*arguments)
 
     async def scenario() -> None:
-        written = Journal(
-            tmp_path, JournalConfig(sync_s=60.0), settings="s", incarnation=1, offload=offload
-        )
+        written = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1, offload=offload)
         loop = asyncio.get_running_loop()
         for step in range(10):
             written.append(Leased(step, [step]))

@@ -24,15 +24,15 @@ from agentenv.frames import (
     JournalConfig,
     Leased,
     TreeFrames,
-    finished_trees,
     frames_of,
     pack_recorded,
     read_frames,
 )
 from agentenv.journal import Journal
-from agentenv.offload import in_thread, run_virtual
+from agentenv.offload import in_thread
 from agentenv.plan import RolloutPlan
 from tests import test_actor
+from tests.support.virtual_clock import run_virtual
 from tests.test_actor import AlwaysFork
 from tests.test_cluster import Cluster
 from tests.test_journal import PLANS, TASK, Failing, content, grown, journal, make_actor, read
@@ -203,8 +203,9 @@ def test_journals_of_earlier_versions_are_read_and_gone_on_with(tmp_path: Path, 
             ends = [leaf.end for leaf in whole.leaves()]
             assert [leaf.end for leaf in recorded.tree.leaves()] == ends
     earlier(tmp_path / "whole")
-    (tree,) = finished_trees(tmp_path / "whole", "s")
-    assert content(tree)["nodes"] == content(whole)["nodes"]
+    recorded = read(tmp_path / "whole")
+    assert recorded is not None
+    assert content(recorded.tree)["nodes"] == content(whole)["nodes"]
 
 
 def test_a_doubled_place_is_refused_where_nothing_says_that_a_frame_is_missing(

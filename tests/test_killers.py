@@ -15,11 +15,11 @@ import pytest
 from agentenv.env import Env
 from agentenv.frames import JournalConfig
 from agentenv.journal import Journal
-from agentenv.offload import run_virtual
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 from agentenv.worker_group import NUM_LOSSES, NUM_TRIALS
 from tests.support.toy import CountingEnv
+from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, make_actor
 from tests.test_cluster import Cluster, alone, grown
 

@@ -71,7 +71,6 @@ ALLOWED = {
     "pipelines/rl/training.py run_rounds: self.run.forget_metrics_after": BEFORE,
     "pipelines/rl/training.py run_rounds: self.run.go_on": BEFORE,
     "pipelines/rl/training.py _announce: self.run.go_on": BEFORE,
-    "pipelines/serving/servers.py start: self._specs": BEFORE,
     "pipelines/supervised/run.py encoder: load_instruction": BEFORE,
     "pipelines/supervised/run.py train_supervised: run.checkpoints.to_resume": BEFORE,
     "pipelines/workers/rollout_worker.py make_engine: read_eos_ids": BEFORE,

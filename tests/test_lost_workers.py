@@ -18,12 +18,12 @@ from agentenv.cluster.workers import RolloutWorkers
 from agentenv.errors import TooManyFailuresError
 from agentenv.failures import Failure
 from agentenv.link import Link
-from agentenv.offload import run_virtual
 from agentenv.supervisor import LocalPlacement, Supervisor
 from agentenv.types import Limits
 from agentenv.worker_group import Left, WorkerGroup, WorkerSpec
 from tests.support.links import linked
 from tests.support.toy import CountingEnv
+from tests.support.virtual_clock import run_virtual
 from tests.test_actor import make_actor
 from tests.test_cluster import Cluster
 

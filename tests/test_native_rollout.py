@@ -11,7 +11,6 @@ from agentenv.actor import Actor
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from agentenv.env import Grade
 from agentenv.native import NativeRenderer
-from agentenv.offload import run_virtual
 from agentenv.plan import Independent
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import tool
@@ -19,6 +18,7 @@ from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, Message, SamplingParams, Task, ToolCall
 from tests.support import chat_models
 from tests.support.trl_templates import ends_of, tokenizer_of
+from tests.support.virtual_clock import run_virtual
 
 TASK = Task("t", "test", "Capital of Peru?", ("Lima",))
 CALL = (

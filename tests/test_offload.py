@@ -11,17 +11,9 @@ from pathlib import Path
 import pytest
 
 from agentenv.metrics import LoopLag
-from agentenv.offload import (
-    DeadlockError,
-    Inline,
-    check_outside,
-    in_thread,
-    replaced,
-    run_virtual,
-    start_process,
-    start_thread,
-)
+from agentenv.offload import check_outside, in_thread, replaced, start_process, start_thread
 from tests.support.sources import sources
+from tests.support.virtual_clock import DeadlockError, Inline, run_virtual
 
 ROOT = Path(__file__).parent.parent
 SEAM = "agentenv/offload.py"
@@ -65,6 +57,7 @@ PROGRAMS = (
     "pipelines/workers/ray_driver.py",
     *("pipelines/setup/memory.py", "learners/worker.py", "learners/trainer.py"),
     "agentenv/guard.py",
+    "agentenv/engines/vllm_plugin/",
     *("learners/broadcast.py", "learners/dpo.py", "learners/layouts.py"),  # of a rank, likewise
     *("envs/sandbox/zygote.py", "envs/sandbox/fork_broker.py", "envs/sandbox/confine.py"),
 )

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import pytest
 
-from agentenv.offload import run_virtual
 from agentenv.queue import Grown, Pace, ReplayQueue
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
+from tests.support.virtual_clock import run_virtual
 
 TASK = Task("t", "toy", "q", ("a",))
 GROUPS, BOUND, NUM_STEPS = 4, 3, 30

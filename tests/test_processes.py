@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from agentenv import supervisor
+from agentenv.deadline import Restarts
 from agentenv.supervisor import (
     LocalPlacement,
     LocalProcess,
     ProcessSpec,
-    Restarts,
     how_it_ended,
     log_tail,
     open_log,

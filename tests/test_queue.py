@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentenv.errors import EnvError
-from agentenv.offload import run_virtual
 from agentenv.queue import ReplayQueue
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
+from tests.support.virtual_clock import run_virtual
 
 TASK = Task("t", "toy", "q", ("a",))
 

@@ -17,13 +17,13 @@ from agentenv.env import Grade
 from agentenv.errors import ConfigError, EngineError, EnvError, InfraError, ToolError
 from agentenv.learners.aepo import AEPO, AEPOPlan, is_probe
 from agentenv.learners.arpo import ARPO, ARPOPlan
-from agentenv.offload import run_virtual
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool, Tool, tool
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Completion, Limit, Limits, Message, Task, ToolResult
 from tests.support.toy import CharTokenizer, CountingEnv
+from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, AlwaysFork, make_actor, rollout
 from tests.test_tool_limits import Anything
 

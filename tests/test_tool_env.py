@@ -16,10 +16,10 @@ from agentenv.errors import (
     OutageError,
     ToolError,
 )
-from agentenv.offload import run_virtual
 from agentenv.tool_env import PIECE_CHARS
 from agentenv.types import MALFORMED_CALL, UNKNOWN_TOOL, Limit, Message, ToolCall
 from tests.support.counting_tools import ANSWER, Counter, LastMessage, call, make
+from tests.support.virtual_clock import run_virtual
 
 
 async def test_an_episode() -> None:

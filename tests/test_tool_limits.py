@@ -14,13 +14,13 @@ from agentenv.config import build_config
 from agentenv.deadline import WorkClock, working
 from agentenv.env import Grade, close_shared, register
 from agentenv.errors import ConfigError, EnvError, InfraError
-from agentenv.offload import run_virtual
 from agentenv.pipelines.config.rl import EnvConfig, TrainConfig
 from agentenv.pipelines.setup.environments import EnvMaker
 from agentenv.renderer import PromptConfig
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool, ToolConfig, ToolLimits, load_tools, tool
 from agentenv.types import Limits, Message, Task, ToolCall, ToolResult
+from tests.support.virtual_clock import run_virtual
 
 TASK = Task("t", "test/Tools-v0", "how many?", ("2",))
 

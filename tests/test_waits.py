@@ -87,7 +87,6 @@ ALLOWED = {
     "envs/sandbox/zygote.py _serve: select.select": CHILD,
     "envs/search/corpus.py LocalBackend._in_thread: loop.run_in_executor": INDEX,
     "envs/search/corpus.py LocalBackend._index: loop.run_in_executor": INDEX,
-    "envs/search/snapshot.py Snapshot.load: fcntl.flock": CALLER + "in_thread",
     "agentenv/worker_pool.py _ForkServer.load: loop.sock_recv": CALLER + "_over_a_bound",
     "agentenv/worker_pool.py main: socket.recv_fds": CHILD,
     "pipelines/run/watchdog.py Watchdog._run: self._signals.recv": "settimeout(BEAT_S)",

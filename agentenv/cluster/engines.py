@@ -46,7 +46,7 @@ from agentenv.cluster.messages import (
     Turn,
     pack,
 )
-from agentenv.deadline import ToldClock, Wait, work_clock, working
+from agentenv.deadline import ReportingClock, Wait, work_clock, working
 from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.pool.server import Aborted, Busy, Lost, Outcome, PooledServer, Reset, Slot
@@ -163,7 +163,7 @@ class Turns:
 
     async def _sample(self, asked: Sample) -> None:
         said: Turn | Refused
-        clock = ToldClock(partial(self._stand, asked.number))
+        clock = ReportingClock(partial(self._stand, asked.number))
         try:
             with working(clock):
                 completion = await self._engine.generate(
@@ -174,12 +174,12 @@ class Turns:
                     stream_interval=asked.stream_interval,
                     order=asked.order,
                 )
-                clock.tell = None
+                clock.report = None
             said = Turn(asked.number, completion)
         except Exception as error:  # the rollout raises it
             said = Refused(asked.number, *named(error), is_final=getattr(error, "is_final", False))
         finally:
-            clock.tell = None
+            clock.report = None
             del self._running[asked.number]
         self._link.send(pack(said))
 

@@ -35,7 +35,16 @@ import msgspec
 from msgspec import Struct
 
 from agentenv.cluster.messages import Alive, Figures, Say, pack
-from agentenv.deadline import Deadline, ToldClock, Wait, doing, heed, waiting, work_clock, working
+from agentenv.deadline import (
+    Deadline,
+    ReportingClock,
+    Wait,
+    doing,
+    heed,
+    waiting,
+    work_clock,
+    working,
+)
 from agentenv.env import (
     Env,
     ForkMode,
@@ -153,7 +162,6 @@ class EnvWorkers(WorkerGroup[_Process]):
     `held_s` is given up."""
 
     read = staticmethod(read_answer)
-    silence_key = "env.held_s"
     make_worker = _Process
 
     def __init__(self, *, held_s: float, report: Callable[[str], None]) -> None:
@@ -404,13 +412,13 @@ class EnvServer:
         self._link.send(pack(Begun(asked.call)))
         self._link.flush()  # user code may now block the loop
         said: Gave | Failed
-        clock = _TellingClock(partial(self._awaits, asked.call))
+        clock = _LabelledClock(partial(self._awaits, asked.call))
         try:
             with working(clock):
                 try:
                     said = await self._call(asked, before)
                 finally:
-                    clock.tell = None
+                    clock.report = None
         except Exception as error:  # the host raises it
             trace = ""
             if isinstance(error, CrashError):
@@ -472,14 +480,14 @@ class EnvServer:
         return pack(Alive(Figures(num_open_envs=len(self._envs), env=shared_stats())))
 
 
-class _TellingClock(ToldClock):
+class _LabelledClock(ReportingClock):
     """Reports also what is awaited."""
 
-    def __init__(self, tell: Callable[[str, bool, float], None]) -> None:
-        super().__init__(lambda stands, lost_s: tell(self.doing, stands, lost_s))
+    def __init__(self, report: Callable[[str, bool, float], None]) -> None:
+        super().__init__(lambda stands, lost_s: report(self.doing, stands, lost_s))
 
     def now(self, what: str) -> None:
         changed = what != self.doing
         super().now(what)
-        if changed and self.tell is not None:
-            self.tell(self._count <= 0, 0.0)
+        if changed and self.report is not None:
+            self.report(self._count <= 0, 0.0)

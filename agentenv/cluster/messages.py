@@ -41,7 +41,7 @@ from agentenv.untrusted import packed
 
 
 class Grow(Struct, array_like=True, frozen=True, tag=1):
-    """Start a rollout, or go on with one that is `recorded` (agentenv.journal.pack_recorded).
+    """Start a rollout, or go on with one that is `recorded` (agentenv.frames.pack_recorded).
     `policy_version` is that of the engine; the others are arguments of `Actor.rollout`."""
 
     number: int

@@ -113,7 +113,6 @@ class RolloutWorkers(WorkerGroup[_Worker]):
     """
 
     read = staticmethod(messages.read_answer)
-    silence_key = "cluster.silence_s"
 
     def __init__(
         self,

@@ -8,7 +8,6 @@ for sampled tokens where the endpoint reports its usage, else estimated at four 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import nan
 from typing import Any
 
 import msgspec
@@ -18,11 +17,7 @@ from agentenv.engines.openai import EndpointEngine, OpenAIConfig, unmeasured
 from agentenv.engines.remote.client import MalformedReplyError
 from agentenv.engines.remote.endpoint import (
     CHAT_PATH,
-    ChatCall,
     ChatChoice,
-    ChatEvent,
-    ChatFunction,
-    ChatMessage,
     ChatReply,
     ChatUsage,
     Json,
@@ -215,16 +210,14 @@ class ChatEngine(EndpointEngine):
         stream_interval: int = 1,
         order: tuple[int, int] = (0, 0),
     ) -> Completion:
-        """See Engine.generate; with `on_tokens` the request is streamed and not sent again."""
+        """See Engine.generate; `on_tokens` gets the whole turn at its end."""
         body = self._body(self.pieces.read(prompt_ids), sampling)
-        with self._alive(retried=on_tokens is None):
-            if on_tokens is None:
-                reply = await self.endpoint.send(
-                    CHAT_PATH, body, _ended, f"{sampling.seed}/{session}"
-                )
-            else:
-                reply = await self._stream(body, on_tokens)
-        return self._completion(reply, sampling)
+        with self._alive():
+            reply = await self.endpoint.send(CHAT_PATH, body, _ended, f"{sampling.seed}/{session}")
+        done = self._completion(reply, sampling)
+        if on_tokens is not None:
+            on_tokens(Chunk(done.token_ids, done.logprobs, done.entropies))
+        return done
 
     # requests
 
@@ -284,23 +277,6 @@ class ChatEngine(EndpointEngine):
             chat.append({"role": "assistant", "content": text, **more})
         return chat
 
-    async def _stream(self, body: Json, on_tokens: Callable[[Chunk], None]) -> ChatReply:
-        """The events of a stream, put together as the reply without one."""
-        choice = ChatChoice(ChatMessage())
-        reply = ChatReply([choice])
-        options = {"stream_options": {"include_usage": True}}
-        async for event in self.endpoint.events(CHAT_PATH, body | options, ChatEvent):
-            reply.usage = event.usage or reply.usage
-            for one in event.choices or ():
-                text = _extend(choice.message, one.delta or ChatMessage())
-                choice.finish_reason = one.finish_reason or choice.finish_reason
-                choice.stop_reason = one.stop_reason or choice.stop_reason
-                choice.matched_stop = one.matched_stop or choice.matched_stop
-                if text:
-                    ids = self.pieces.add(Piece(text=text), 1)
-                    on_tokens(Chunk(ids, [nan], [nan]))
-        return _ended(reply)
-
     # replies
 
     def _completion(self, reply: ChatReply, sampling: SamplingParams) -> Completion:
@@ -353,35 +329,10 @@ class ChatEngine(EndpointEngine):
 
 def _ended(reply: Any) -> ChatReply:
     """The reply, if it says why it ended. Raises MalformedReplyError."""
-    found = reply if isinstance(reply, ChatReply) else read_chat(reply)
+    found = read_chat(reply)
     if found.choices[0].finish_reason is None:
         raise MalformedReplyError("no chat completion: it has no finish_reason")
     return found
-
-
-def _extend(message: ChatMessage, delta: ChatMessage) -> str:
-    """Take a part of a message; the text that it adds."""
-    thought, content = delta.reasoning_content or delta.reasoning or "", delta.content or ""
-    refusal = delta.refusal or ""
-    message.reasoning_content = (message.reasoning_content or "") + thought
-    message.content = (message.content or "") + content
-    message.refusal = (message.refusal or "") + refusal
-    calls = message.tool_calls = message.tool_calls or []
-    for part in delta.tool_calls or ():
-        while len(calls) <= (part.index or 0):
-            calls.append(ChatCall("", ChatFunction("", "")))
-        call, new = calls[part.index or 0], part.function or ChatFunction()
-        call.id = part.id or call.id
-        assert call.function is not None
-        call.function.name += _text(new.name)
-        call.function.arguments += _text(new.arguments)
-    return thought + content + refusal
-
-
-def _text(part: Any) -> str:
-    if part is not None and not isinstance(part, str):
-        raise MalformedReplyError(f"a part of a tool call is no text: {part!r:.200}")
-    return part or ""
 
 
 def _shown(call: Json) -> str:

@@ -112,9 +112,8 @@ class EndpointEngine:
         await self.endpoint.close()
 
     @contextmanager
-    def _alive(self, *, retried: bool) -> Iterator[None]:
-        """Around each request: what ends the run is raised as EngineDeadError, as a lost connection
-        is if it was `retried`."""
+    def _alive(self) -> Iterator[None]:
+        """Around each request: what ends the run is raised as EngineDeadError."""
         if self._dead:
             raise EngineDeadError(self._dead)
         try:
@@ -126,7 +125,7 @@ class EndpointEngine:
             raise EngineDeadError(self._dead) from error
         except ServerLostError as error:
             # A server that nothing reaches ends the run, one that is slow or busy does not.
-            if not retried or "connection lost" not in str(error):
+            if "connection lost" not in str(error):
                 raise
             self._dead = f"{error}; after {self.config.num_retries} retries"
             raise EngineDeadError(self._dead) from error
@@ -161,19 +160,16 @@ class TokensEngine(EndpointEngine):
         stream_interval: int = 1,
         order: tuple[int, int] = (0, 0),
     ) -> Completion:
-        """See Engine.generate; with `on_tokens` the request is streamed and not sent again."""
+        """See Engine.generate; `on_tokens` gets the whole turn at its end."""
         sglang = self.endpoint.owner == "sglang"
         body = self._body(prompt_ids, sampling)
         if sglang:
             body = _sglang_body(prompt_ids, sampling, self._ends)
         path, read = ("/generate", _read_sglang) if sglang else ("/completions", _read)
-        with self._alive(retried=on_tokens is None or sglang):
-            if on_tokens is not None and not sglang:
-                done = await self._stream(body, on_tokens)
-            else:
-                done = await self.endpoint.send(path, body, read, f"{sampling.seed}/{session}")
-                if on_tokens is not None:
-                    on_tokens(_chunk(done.token_ids))
+        with self._alive():
+            done = await self.endpoint.send(path, body, read, f"{sampling.seed}/{session}")
+        if on_tokens is not None:
+            on_tokens(Chunk(done.token_ids, done.logprobs, done.entropies))
         self.endpoint.counts["sampled_tokens"] += len(done.token_ids)
         self.endpoint.counts["prompt_tokens"] += len(prompt_ids)
         return done
@@ -189,18 +185,6 @@ class TokensEngine(EndpointEngine):
             **({} if sampling.seed is None else {"seed": sampling.seed % 2**63}),
             **self.config.extra_body,
         }
-
-    async def _stream(self, body: dict[str, Any], on_tokens: Callable[[Chunk], None]) -> Completion:
-        ids: list[int] = []
-        last = _Choice()
-        async for event in self.endpoint.events("/completions", body, _Event):
-            for choice in event.choices or ():
-                new = choice.token_ids or []
-                ids += new
-                last = choice if choice.finish_reason else last
-                if new:
-                    on_tokens(_chunk(new))
-        return _completion(ids, last.finish_reason, last.stop_reason)
 
 
 def _sampling(sampling: SamplingParams, ends: Mapping[str, list[int]]) -> dict[str, Any]:
@@ -229,15 +213,11 @@ def _sglang_body(
 
 
 class _Choice(Struct):
-    """Of /completions; in a stream what is new, and the reason with the last."""
+    """Of /completions."""
 
     token_ids: list[TokenId] | None = None
     finish_reason: str | None = None
     stop_reason: Any = None
-
-
-class _Event(Struct):
-    choices: Annotated[list[_Choice], Meta(max_length=1)] | None = None
 
 
 class _Reply(Struct):
@@ -296,7 +276,3 @@ def unmeasured(ids: list[int], reason: Literal["stop", "length"], stop: str | No
     """A turn whose log-probs and entropies nobody asked for."""
     spans = [VersionSpan(0, 0, len(ids))]
     return Completion(ids, [nan] * len(ids), [nan] * len(ids), reason, spans, stop)
-
-
-def _chunk(ids: list[int]) -> Chunk:
-    return Chunk(ids, [nan] * len(ids), [nan] * len(ids))

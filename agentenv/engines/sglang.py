@@ -9,7 +9,7 @@ SGLangServer                 POST /generate (stream, our own rid) --> chunks -->
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -267,19 +267,14 @@ class Loads(Struct, frozen=True):
     loads: list[RankLoad]
 
 
-async def read_load(workers: Iterable[HttpClient]) -> ServerLoad:
-    """Sums over ranks and workers; the fullest cache. Raises EngineError for an unknown answer."""
-    ranks: list[RankLoad] = []
-    num_preemptions = 0
-    for worker in workers:
-        params = {"include": "core"}
-        ranks += (await worker.call_as(Loads, "GET", "/v1/loads", params=params)).loads
-        num_preemptions += await _count_preemptions(worker)
+async def read_load(server: HttpClient) -> ServerLoad:
+    """Sums over ranks; the fullest cache. Raises EngineError for an unknown answer."""
+    ranks = (await server.call_as(Loads, "GET", "/v1/loads", params={"include": "core"})).loads
     return ServerLoad(
         num_running=sum(rank.num_running_reqs for rank in ranks),
         num_waiting=sum(rank.num_waiting_reqs for rank in ranks),
         kv_usage=min(max((rank.token_usage for rank in ranks), default=0.0), 1.0),
-        num_preemptions=num_preemptions,
+        num_preemptions=await _count_preemptions(server),
     )
 
 
@@ -292,7 +287,7 @@ async def _count_preemptions(worker: HttpClient) -> int:
 
 
 class SGLangServer(WeightSync[SGLangFacts]):
-    """Server over one SGLang server, or several workers behind one URL (see RemoteServer).
+    """Server over one SGLang server (see RemoteServer).
 
     Entropies come from the `entropy_top_k` largest log-probs (-1: all, exact but slow); with top_p,
     top_k or min_p, log-probs and entropies are those after truncation, and exact. Truncation is in
@@ -304,7 +299,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
     facts = SGLangFacts
 
     async def _probe(self) -> SGLangFacts:
-        return await probe_sglang(self._controls[0], self._given_vocab_size, self._layout)
+        return await probe_sglang(self._http, self._given_vocab_size, self._layout)
 
     async def _unpause(self) -> None:
         await self._resume()
@@ -330,14 +325,13 @@ class SGLangServer(WeightSync[SGLangFacts]):
 
     async def _check_health(self) -> None:
         """Its scheduler answers; unlike /health this neither generates nor takes 1 s."""
-        for server in self._controls:
-            await server.call("GET", "/server_info", timeout_s=HEALTH_S)
+        await self._http.call("GET", "/server_info", timeout_s=HEALTH_S)
 
     async def load(self) -> ServerLoad:
         """Sums over data-parallel ranks and workers; the fullest cache. Preemptions count with
         --enable-metrics, else 0. The figures are up to 15 steps old, or as many as
         --load-snapshot-publish-interval says."""
-        return await read_load(self._controls)
+        return await read_load(self._http)
 
     # weights
 
@@ -362,8 +356,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
     async def _drop_prefixes(self) -> None:
         try:
             # Its own parameter to wait would wait for retracted requests to end.
-            for server in self._controls:
-                await server.call("POST", "/flush_cache")
+            await self._http.call("POST", "/flush_cache")
         except RefusedError as error:  # a request that waited may have an old cache salt
             raise ServerLostError(f"prefixes of old weights remain: {error}") from error
 
@@ -371,8 +364,8 @@ class SGLangServer(WeightSync[SGLangFacts]):
         body = {"new_version": label, "abort_all_requests": False}
         await self._post("/update_weight_version", body)
 
-    async def _read_label(self, server: HttpClient, *, fresh: bool = False) -> str:
-        return await server.read(str, "GET", "/model_info", "weight_version", "", fresh=fresh)
+    async def _read_label(self, *, fresh: bool = False) -> str:
+        return await self._http.read(str, "GET", "/model_info", "weight_version", "", fresh=fresh)
 
     async def _resume(self) -> None:
         await self._post("/continue_generation", {})
@@ -388,13 +381,13 @@ class SGLangServer(WeightSync[SGLangFacts]):
 
     # weights by broadcast; NCCL and gloo are both SGLang's own
 
-    async def _num_workers(self, server: HttpClient) -> int:
+    async def num_ranks(self) -> int:
         """Raises EngineError where SGLang's own workers would take the same rank."""
-        info = await server.call_as(ServerArgs, "GET", "/server_info")
+        info = await self._http.call_as(ServerArgs, "GET", "/server_info")
         for name, size in (("dp_size", info.dp_size), ("pp_size", info.pp_size)):
             if size > 1:
                 raise EngineError(
-                    f"{server.name}: SGLang takes no broadcast with {name} = {size}; use "
+                    f"{self.name}: SGLang takes no broadcast with {name} = {size}; use "
                     'engine.weights = "directory"'
                 )
         return info.tp_size

@@ -27,9 +27,7 @@ from agentenv.engines.remote import (
     ServerLostError,
 )
 from agentenv.engines.remote.client import (
-    HttpClient,
     RefusedError,
-    all_of,
 )
 from agentenv.engines.remote.probes import (
     ABORT,
@@ -116,7 +114,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
         return self._facts is not None and self._facts.plugin
 
     async def _probe(self) -> VLLMFacts:
-        facts = await probe_vllm(self._controls[0], self._given_vocab_size, self._top_k)
+        facts = await probe_vllm(self._http, self._given_vocab_size, self._top_k)
         self._adapter = ""
         return facts
 
@@ -209,15 +207,12 @@ class VLLMServer(WeightSync[VLLMFacts]):
         yield ABORT, {"request_ids": [ID_PREFIX + each for each in request_ids]}
 
     async def load(self) -> ServerLoad:
-        """Summed over API servers and data-parallel engines."""
-        found: dict[str, list[float]] = {name: [] for name in METRICS}
-        for server in self._controls:
-            for name, values in read_metrics(await server.call("GET", "/metrics"), METRICS).items():
-                found[name] += values
+        """Summed over data-parallel engines."""
+        found = read_metrics(await self._http.call("GET", "/metrics"), METRICS)
         for name, values in found.items():
             if not values:
                 raise ConfigError(
-                    f"{server.name}/metrics has no {name}: start it without --disable-log-stats"
+                    f"{self.name}/metrics has no {name}: start it without --disable-log-stats"
                 )
         running, waiting, usage, preemptions = (f(found[name]) for name, f in METRICS.items())
         return ServerLoad(int(running), int(waiting), usage, int(preemptions))
@@ -250,11 +245,10 @@ class VLLMServer(WeightSync[VLLMFacts]):
         async def change() -> None:
             if new:
                 body = {"lora_name": new, "lora_path": str(directory)}
-                await all_of(s.call("POST", "/v1/load_lora_adapter", body) for s in self._controls)
-                for server in self._controls:
-                    models = (await server.call_as(Models, "GET", "/v1/models")).data
-                    if not any(m.id == new and m.root == str(directory) for m in models):
-                        raise ServerLostError(f"{server.name} does not list the adapter {new}")
+                await self._http.call("POST", "/v1/load_lora_adapter", body)
+                models = (await self._http.call_as(Models, "GET", "/v1/models")).data
+                if not any(m.id == new and m.root == str(directory) for m in models):
+                    raise ServerLostError(f"{self.name} does not list the adapter {new}")
             await self._break_off_all(on_purpose=True)
             self._adapter = new
 
@@ -262,9 +256,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
         if old:
             body = {"lora_name": old}
             with suppress(EngineError):  # nothing asks for it any more
-                await all_of(
-                    s.call("POST", "/v1/unload_lora_adapter", body) for s in self._controls
-                )
+                await self._http.call("POST", "/v1/unload_lora_adapter", body)
 
     async def _replace(self, change: Callable[[], Awaitable[None]], policy_version: int) -> None:
         try:
@@ -284,9 +276,8 @@ class VLLMServer(WeightSync[VLLMFacts]):
         goes on with its requests."""
         await self.before_release()
         await self._break_off_all()
-        for server in self._controls:
-            with suppress(EngineError):
-                await server.call("POST", "/resume")
+        with suppress(EngineError):
+            await self._http.call("POST", "/resume")
 
     async def _pause(self) -> None:
         """Requests stay where they are; new ones queue. With the cache kept, those without a token
@@ -308,19 +299,18 @@ class VLLMServer(WeightSync[VLLMFacts]):
         """What running requests hold is kept from later ones by the salt. Where nothing may be
         held, a server that says otherwise has ignored `clear_cache`, as newer ones may."""
         strict = self._update_kv == "recompute" and not self._open.is_set()
-        for server in self._controls:
-            dropped = await server.read(bool, "POST", "/reset_prefix_cache", "success", True)
-            if strict and not dropped:
-                raise ServerLostError(
-                    f"{server.name} kept keys and values of the old weights in a pause; set "
-                    'engine.update_kv = "keep"'
-                )
+        dropped = await self._http.read(bool, "POST", "/reset_prefix_cache", "success", True)
+        if strict and not dropped:
+            raise ServerLostError(
+                f"{self.name} kept keys and values of the old weights in a pause; set "
+                'engine.update_kv = "keep"'
+            )
 
     async def _write_label(self, label: str) -> None:
         await self._post("/update_weight_version", {"new_version": label})
 
-    async def _read_label(self, server: HttpClient, *, fresh: bool = False) -> str:
-        return await server.read(str, "GET", "/weight_info", "weight_version", "", fresh=fresh)
+    async def _read_label(self, *, fresh: bool = False) -> str:
+        return await self._http.read(str, "GET", "/weight_info", "weight_version", "", fresh=fresh)
 
     async def _resume(self) -> None:
         await self._post("/resume")
@@ -336,10 +326,9 @@ class VLLMServer(WeightSync[VLLMFacts]):
         """Resume those that were left paused, or asleep, which counts as paused."""
         routes = self._connected().routes
         paths = [path for path in ("/wake_up", "/resume") if f"POST {path}" in routes]
-        for server in self._controls:
-            for path in paths:
-                if await server.read(bool, "GET", "/is_paused", "is_paused"):
-                    await server.call("POST", path, timeout_s=self._load_s)
+        for path in paths:
+            if await self._http.read(bool, "GET", "/is_paused", "is_paused"):
+                await self._http.call("POST", path, timeout_s=self._load_s)
 
     async def _take(
         self, weights: SharedWeights, number: int, release: Callable[[], Awaitable[None]]
@@ -364,9 +353,9 @@ class VLLMServer(WeightSync[VLLMFacts]):
         except EngineError as error:
             raise ServerLostError(f"its weights are unknown: {error}") from error
 
-    async def _num_workers(self, server: HttpClient) -> int:
+    async def num_ranks(self) -> int:
         params = {"include_dp": "true"}
-        return await server.read(int, "GET", "/get_world_size", "world_size", params=params)
+        return await self._http.read(int, "GET", "/get_world_size", "world_size", params=params)
 
     @property
     def wire(self) -> Wire:

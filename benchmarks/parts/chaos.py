@@ -628,7 +628,6 @@ def write_workspace(folder: Path, size: Size, ports: Sequence[int]) -> None:
 [engine.servers]
 num_servers = {size.num_servers}
 max_num_seqs = 16
-max_restarts = 1000
 device = "cpu"
 [sft]
 data = "{folder}/sft.jsonl"

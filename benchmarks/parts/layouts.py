@@ -39,16 +39,15 @@ from agentenv.learners.batch import (
     ActionTokens,
     EncodedTree,
     Layout,
-    MicroBatch,
     encode,
     encode_sequence,
-    pack,
 )
 from agentenv.learners.credit import tree_credit
 from agentenv.learners.layouts import Layouts
 from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.partition import MicroBatch, pack
 from agentenv.learners.policy import Policy, tensors
-from agentenv.pipelines.run.terminal import bare_table
+from agentenv.pipelines.run.tables import bare_table
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task, VersionSpan
 

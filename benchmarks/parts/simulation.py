@@ -65,7 +65,6 @@ from agentenv.learners.batch import EncodedTree, encoded_nodes
 from agentenv.learners.credit import CreditedTree
 from agentenv.learners.learner import LearnerConfig, Score
 from agentenv.metrics import Metrics
-from agentenv.offload import run_virtual
 from agentenv.pipelines.config.cluster import SpreadCluster
 from agentenv.pipelines.config.rl import EvalConfig, LogConfig, TrainConfig
 from agentenv.pipelines.rl.batching import Batch
@@ -91,6 +90,7 @@ from agentenv.types import (
 )
 from benchmarks.parts.timings import FILE as TIMINGS
 from benchmarks.parts.timings import Shape, StepTimes, Timings, Trace, begin
+from tests.support.virtual_clock import run_virtual
 
 MIN_TAIL = 40  # calls of a tool from which a tail is estimated
 TAIL = 0.05  # the share of the longest ones that it is estimated from
@@ -848,8 +848,7 @@ def tool_bounds(config: TrainConfig) -> dict[str, tuple[int, float]]:
     if (traffic := getattr(search.backend, "traffic", None)) is not None:
         found["search"] = traffic.max_concurrency, traffic.rate_per_s
     python = config.python or python_config(kwargs.get("python"))
-    if not python.remote_url:
-        found["python"] = python.limits.max_sessions, 0.0
+    found["python"] = python.limits.max_sessions, 0.0
     for tool in config.env.tools:
         name = tool.name.rpartition(":")[2]
         if tool.max_concurrency is not None:

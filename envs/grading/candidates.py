@@ -16,47 +16,29 @@ from msgspec import Struct
 from agentenv.envs.grading import dates, forms
 from agentenv.envs.grading.forms import several, special, truth, without_name
 from agentenv.envs.grading.frame import Rest, is_framed, rests
-from agentenv.envs.grading.names import (
-    STATES,
-    announcement,
-    has_verb,
-    is_hedged,
-    is_statement,
-    without_class,
-)
+from agentenv.envs.grading.names import STATES
 from agentenv.envs.grading.parts import (
-    ARTICLE,
     ASIDES,
     BETWEEN,
     EDGE,
-    FORMULA,
-    FUNCTION_WORDS,
-    HEADS,
-    LABELS,
-    OPENING,
     Part,
-    Whole,
     amount_of,
     is_compound,
-    is_conversion,
     is_expression,
     is_named,
     is_nationality,
-    is_note,
     is_of_place,
-    is_range,
     is_role,
     trimmed,
     value_of,
 )
-from agentenv.envs.grading.quantities import Quantity, quantity, same_quantity, unit_of
-from agentenv.envs.grading.text import Joint, Tables, clauses, clean, lines, sentences
-from agentenv.envs.grading.words import has_cjk, is_wordy, tokens
+from agentenv.envs.grading.quantities import Quantity, quantity, unit_of
+from agentenv.envs.grading.rivals import NUMBERS, Rivalry
+from agentenv.envs.grading.sentences import announcement, has_verb, is_hedged, is_statement
+from agentenv.envs.grading.text import Tables, clauses, clean, lines, sentences
+from agentenv.envs.grading.words import is_wordy, tokens
 
 _TABLES = Tables("candidates")
-
-MAX_PHRASE_WORDS = 4
-MAX_HAN = 20  # characters of a name
 
 
 class Rivals(Struct, frozen=True):
@@ -67,17 +49,12 @@ class Rivals(Struct, frozen=True):
     unsure: tuple[str, ...] = ()
 
 
-_HAN_CLAUSE = re.compile("[\u7684\u662f\u5728\u4e86\u4e3a\u4e8e\u6709\u88ab\u56e0\u6240]")
-_DENIED = _TABLES.pattern("denied", re.IGNORECASE)
 _HAN_HEDGE = _TABLES.pattern("han_hedge")
 _ONE_OF_TWO = _TABLES.pattern("one_of_two", re.I)
-_BOUND = re.compile(r"(?:between|from)\b.*\d", re.IGNORECASE)
 _NUMBERS_BETWEEN = re.compile(r"\b(?:between|both)\s+\S*\w(?:\s\w+)?\s+and\s+\S*\w", re.IGNORECASE)
-_NUMBERS = re.compile(r"[-+$\u20ac\u00a3]?\d[\d.,/]*%?(?:\s+[-+$\u20ac\u00a3]?\d[\d.,/]*%?)+")
 _APPROXIMATE = re.compile(r"\\approx|\u2248|\bapprox|\babout\b|\broughly\b")
 _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
 _TRUTHS = re.compile(r"\b(yes|no|true|false)\b(?=[^\w,]*(?:[.;!\])}]|, the|, it|,? but|$))", re.I)
-_BE = re.compile(r"\s(?:is|are|was|were)\s")
 # two words at most say something: This gives 12, one approach yields 12
 _SAID = re.compile(
     r"(?:[^\W\d]+\s){1,2}(gives?|yields?|makes?|equals?|finds?|gets?|says?|is|was)\s+(.+)", re.I
@@ -86,7 +63,7 @@ _DOUBT = _TABLES.pattern("doubt", re.I)
 _MATH_ONLY = _TABLES.pattern("math_only")
 
 
-class Gold(Whole):
+class Gold(Rivalry):
     """A gold, and the candidates beside it that an answer names."""
 
     def is_named_by(self, text: str) -> bool:
@@ -263,222 +240,12 @@ class Gold(Whole):
 
     def _reads_whole(self, text: str) -> bool:
         bare = clean(text)
-        return self.kind == "number" and bool(_NUMBERS.fullmatch(bare)) and quantity(bare) is None
-
-    def is_rival(
-        self, part: Part, after: Part | None = None, beside: Sequence[Quantity] = ()
-    ) -> bool:
-        """Whether a part names another candidate than the gold, or than the amounts `beside` it
-        that are the gold."""
-        bare = clean(part.text)
-        if not bare or _DENIED.match(bare) or self._restates(bare, part.joint):
-            return False
-        if self.kind == "truth" and self._other_truth(part):
-            return True
-        if self._is_label(part, bare, after) or self._is_statement(part, bare):
-            return False
-        if part.joint in ("or", "alias", "list") and self._is_alternative(part, bare):
-            return True
-        match self.kind:
-            case "number":
-                return self._other_amount(part, bare, beside) or self._of_another_kind(part, bare)
-            case "date" | "time" | "span":
-                return self._other_time(part, bare) or self._of_another_kind(part, bare)
-            case "special":
-                return bool(special(bare)) or self._of_another_kind(part, bare)
-            case "truth" | "math":
-                return self._of_another_kind(part, bare)
-            case "list":
-                if any(one.meets(part.text) for one in self.elements):
-                    return False
-                if any(one.is_rival(part, after) for one in self.elements[:3]):
-                    return True
-                return is_wordy(self.text) and self._other_words(part, bare)
-            case _:
-                return self._other_words(part, bare)
-
-    def _is_statement(self, part: Part, bare: str) -> bool:
-        """Whether a part is a sentence, which says something about the answer; a gold that is a
-        sentence has sentences for rivals."""
-        if is_named(bare) or (
-            self.kind == "words" and not self.is_named and is_statement(self.text)
-        ):
-            return False
-        is_attached = part.joint in ("comma", "dash", "bracket", "colon")
-        if not (self.is_named and part.joint in ("", "comma", "dash")) and is_named(
-            _BE.sub(" of ", bare)
-        ):
-            return False  # a title: The King is the Best Mayor
-        if self.kind in ("words", "list") and not self.is_named:
-            return is_statement(bare)
-        return is_statement(bare) or (has_verb(bare) and (is_attached or self.kind == "truth"))
-
-    def _is_label(self, part: Part, bare: str, after: Part | None) -> bool:
-        """Whether a part says of what the answer is: Answer:, the capital -."""
-        words = tokens(bare)
-        if not words or (len(words) == 1 and len(bare) < 2 and not bare.isdigit()):
-            return True
-        if words[-1] in ("is", "are", "was", "were"):
-            return True  # the technique is
-        label = re.sub(r"\s+(?:\d+|[a-z])$", "", bare.lower())
-        leads = after is not None and after.joint in ("colon", "dash", "equals")
-        return (leads or part.is_first) and (
-            label in LABELS or (words[-1] in LABELS and not is_named(bare))
-        )
-
-    def _is_alternative(self, part: Part, bare: str) -> bool:
-        """Whether an alternative, or another name, is a phrase: it describes nothing beside it."""
-        if part.joint == "alias" and part.is_first and ARTICLE.match(bare):
-            return False  # the river, called the Seine
-        if _BOUND.match(bare):
-            return False  # a range, or an end of one: between 1970 and 1972
-        is_amount = amount_of(bare) is not None or value_of(bare) is not None
-        if self.kind in ("choice", "truth", "math") or (self.kind == "number" and is_amount):
-            return False
-        words = tokens(bare)
-        is_label = part.text.endswith(":") or (
-            self.is_named and len(words) == 1 and words[0] in LABELS | ASIDES
-        )
-        if not words or len(bare) < 2 or is_label:
-            return False
-        if not is_wordy(bare) and not is_wordy(self.text):
-            return False
-        return not (self.kind in ("date", "time", "span") and self._is_same_time(bare))
-
-    def _is_same_time(self, bare: str) -> bool:
-        mine = dates.dates(self.text)
-        return any(_compatible(one, other) for one in dates.dates(bare) for other in mine)
-
-    def _restates(self, bare: str, joint: Joint) -> bool:
-        """Whether a part is a part of the gold, or Chinese for it, or its short form."""
-        if any(one.text == bare or one.meets(bare) for one in self.own):
-            return True
-        if has_cjk(self.text) != has_cjk(bare):
-            return (
-                joint == "bracket"
-                and self.kind == "words"
-                and any(map(str.isalpha, bare))
-                and quantity(bare) is None
-            )
-        if not has_cjk(bare) or len(bare) < 2:
-            return False
-        rest = iter(self.text)
-        return all(sign in rest for sign in bare)
+        return self.kind == "number" and bool(NUMBERS.fullmatch(bare)) and quantity(bare) is None
 
     def _says_both(self, text: str) -> bool:
         """Whether clauses end in yes and in no, or in true and in false."""
         said = {truth(word) for word in _TRUTHS.findall(text)}
         return len(said) > 1
-
-    def _other_truth(self, part: Part) -> bool:
-        text = clean(part.text).lower()
-        said = truth(text) if len(text) > 1 else None
-        if said is None:
-            match = re.match(
-                r"(yes|no)\b,?\s+(?:it|they|he|she|that|this|both|we|i|there|the answer)\b", text
-            )
-            said = match[1] == "yes" if match is not None else None
-        return said is not None and said is not truth(self.text)
-
-    def _of_another_kind(self, part: Part, bare: str) -> bool:
-        """A bare name or number that stands alone as if it were the answer."""
-        kept = ("bracket",) if self.kind == "number" else ("bracket", "dash", "colon", "comma")
-        if (
-            part.joint in kept
-            or part.led
-            or (not part.starts and (part.is_first or not is_named(bare)))
-        ):
-            return False
-        if self.kind in ("truth", "special") and quantity(bare) is not None:
-            return True
-        if truth(bare) is not None:
-            return self.kind != "truth"
-        if self._describes(part, bare):
-            return False
-        return is_named(bare) or (
-            self.kind != "truth"
-            and is_wordy(bare)
-            and 1 < len(bare.split()) <= 2 * MAX_PHRASE_WORDS
-        )
-
-    def _other_amount(self, part: Part, bare: str, beside: Sequence[Quantity]) -> bool:
-        assert self.amount is not None
-        if _NUMBERS.fullmatch(bare) and quantity(bare) is None:
-            return True
-        amount = amount_of(without_class(without_name(bare)))
-        if amount is None:
-            years = {date[0] for date in dates.dates(bare) if date[0]}
-            return bool(years) and part.starts and self.amount.value not in years
-        if amount.dimension == (("ordinal", 1),) and not re.search(r"\d|\s", bare):
-            is_ordinal = self.amount.dimension == amount.dimension
-            return (is_ordinal or part.joint not in ("comma", "colon")) and not same_quantity(
-                amount, self.amount
-            )
-        known = [self.amount, *beside]
-        if any(same_quantity(amount, one) or is_conversion(amount, one, bare) for one in known):
-            return False
-        alike = amount.dimension == self.amount.dimension or not amount.has_unit
-        if part.led:
-            return alike or not amount.words
-        return not (part.joint == "bracket" and _is_money(amount) and _is_money(self.amount))
-
-    def _other_time(self, part: Part, bare: str) -> bool:
-        if self.kind == "time":
-            other = dates.minutes(bare)
-            return other is not None and other != dates.minutes(self.text)
-        mine, found = dates.dates(self.text), dates.dates(bare)
-        if found and mine:
-            return not any(_compatible(one, other) for one in found for other in mine)
-        amount = quantity(bare)
-        if self.kind == "span":
-            return bool(found) or is_range(bare) or (amount is not None and part.starts)
-        if amount is None or amount.has_unit:
-            return is_range(bare) and part.starts
-        return not any(date[0] == amount.value for date in mine) and not part.led
-
-    def _other_words(self, part: Part, bare: str) -> bool:
-        """Another name or phrase, unless it describes the gold."""
-        if is_of_place(bare, self.rank, part):
-            return False
-        if has_cjk(bare):
-            return len(bare) <= MAX_HAN and _HAN_CLAUSE.search(bare) is None
-        if self._describes(part, bare):
-            return False
-        if amount_of(bare) is not None or dates.dates(bare) or is_range(bare):
-            if part.joint == "comma" and re.fullmatch(r"\d{1,3}|[A-Za-z]+", bare):
-                return True
-            return part.starts
-        if truth(bare) is not None:
-            return part.starts
-        return any(map(str.isalpha, bare))
-
-    def _describes(self, part: Part, bare: str) -> bool:
-        """Whether a part that is attached to a name says what it is; a phrase has no such parts."""
-        words = tokens(bare)
-        rest = ARTICLE.sub("", bare, count=1)
-        is_short = len(words) < 3 and bare[:1].islower() and OPENING.match(bare)  # in plants
-        if part.joint == "bracket" and (
-            is_short or (not self.is_named and FORMULA.fullmatch(bare[:8]))
-        ):
-            return True  # water (H2O)
-        is_attached = part.joint in ("bracket", "dash", "colon", "comma")
-        if not self.is_named or not (is_attached or part.led):
-            return False
-        if part.is_first:
-            return rest != bare and rest[:1].islower()  # the chairman of the board, Frank Lowy
-        is_abbreviation = bare[:2].isupper() and bare[:2].isalpha()  # IT products
-        if OPENING.match(bare) and not (is_named(bare) and bare[:1].isupper()) | is_abbreviation:
-            return True
-        if words[0] in HEADS and len(words) > 1 and re.match(r"\w+ (?:of|for|to|in)\b", bare):
-            return True
-        if is_role(bare) and not is_role(self.text):
-            return True
-        if is_named(rest):
-            return not is_nationality(self.text) and is_note(rest, part)
-        if part.led:
-            return True  # it is well known
-        has_function = bool(set(bare.lower().split()) & FUNCTION_WORDS)
-        return rest != bare or has_function or len(words) > MAX_PHRASE_WORDS or is_note(rest, part)
 
     def _of_twins(self, text: str) -> Iterator[str]:
         """Where two sentences are alike but for one piece: The capital is A. The capital is B; or
@@ -557,11 +324,6 @@ def _num_shared(one: Sequence[str], other: Sequence[str]) -> int:
     return next((place for place, (a, b) in pairs if a.lower() != b.lower()), shorter)
 
 
-def _compatible(one: dates.Date, other: dates.Date) -> bool:
-    """Whether one may be the other, more or less complete."""
-    return all(a == b or not a or not b for a, b in zip(one, other, strict=True))
-
-
 def _text_of(part: Part) -> str:
     return part.text
 
@@ -591,11 +353,6 @@ def _differs(part: Part, after: Part | None) -> bool:
 def _tells_a_number(part: Part) -> bool:
     """Whether a clause beside the answer has a number in it: 12, although 13 was said."""
     return not part.meets and has_verb(part.text) and re.search(r"\d", part.text) is not None
-
-
-def _is_money(amount: Quantity) -> bool:
-    """Whether an amount is in a currency, whose rate nobody here knows."""
-    return any(name.startswith("money") for name, _ in amount.dimension)
 
 
 def _adds_up(found: Sequence[str], amount: Quantity) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
-from agentenv.envs.grading.names import has_verb
 from agentenv.envs.grading.quantities import unit_of
+from agentenv.envs.grading.sentences import has_verb
 from agentenv.envs.grading.text import Joint, Tables, unify
 
 _TABLES = Tables("frame")

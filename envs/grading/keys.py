@@ -292,8 +292,8 @@ def _with_parts(
                 GraderConfig(**plain), kind=kind, reward=reward, partial_credit=partial_credit
             )
         except ConfigError as error:
-            told = str(error).replace("grader.", f"grader.combined.{name}.")
-            raise ConfigError(told) from None
+            text = str(error).replace("grader.", f"grader.combined.{name}.")
+            raise ConfigError(text) from None
         taken = {key: getattr(found, key) for key in GraderKeys.__struct_fields__}
         filled[name] = replace(one, **taken)
     return replace(keys, combined=filled)

@@ -19,18 +19,11 @@ from agentenv.envs.grading.candidates import Gold
 from agentenv.envs.grading.equality import LIMIT_S, shared_math
 from agentenv.envs.grading.forms import same_answers, special, truth, truth_of, without_name
 from agentenv.envs.grading.formulas import formulas
-from agentenv.envs.grading.names import (
-    has_verb,
-    is_denied,
-    is_hedged,
-    same_statement,
-    same_words,
-    says,
-    without_class,
-)
+from agentenv.envs.grading.names import same_words, without_class
 from agentenv.envs.grading.numbers import is_rounded, same_plain
 from agentenv.envs.grading.parts import OPENING, Same, amount_of
 from agentenv.envs.grading.quantities import same_quantity
+from agentenv.envs.grading.sentences import has_verb, is_denied, is_hedged, same_statement, says
 from agentenv.envs.grading.text import MAX_ANSWER_CHARS, clean, last_correction, squashed
 from agentenv.envs.grading.verdict import Verdict, final_answer, shown
 from agentenv.envs.grading.words import f1, glued, is_wordy, same_signs, tokens

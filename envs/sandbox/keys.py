@@ -10,7 +10,6 @@ from msgspec import Meta, Struct, field
 
 from agentenv.config import ESSENTIAL, PATH, build_config
 from agentenv.env import shared
-from agentenv.errors import ConfigError
 
 
 class SandboxLimits(Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,10 +28,6 @@ class SandboxLimits(Struct, frozen=True, forbid_unknown_fields=True):
     max_sessions: Annotated[
         int, Meta(ge=1, description="live at once; beyond, the longest idle one is replayed later")
     ] = 2000
-    max_total_bytes: Annotated[
-        Annotated[int, Meta(ge=1 << 20)] | None,
-        Meta(description="of all sessions; beyond, the largest dies; none: half of RAM"),
-    ] = None
 
 
 class PythonConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,9 +51,6 @@ class PythonConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     limits: Annotated[SandboxLimits, Meta(description="bounds of one session")] = field(
         default_factory=SandboxLimits
     )
-    remote_url: Annotated[
-        str | None, Meta(description="a SandboxFusion service that runs the code instead")
-    ] = None
     allow_unsafe: Annotated[
         bool, Meta(description="run without any sandbox where none can be had")
     ] = False
@@ -69,14 +61,7 @@ def python_config(values: Mapping[str, Any] | PythonConfig | None) -> PythonConf
 
     def build() -> PythonConfig:
         if isinstance(values, PythonConfig):
-            config = values
-        else:
-            config = build_config(PythonConfig, dict(values or {}), "python")
-        if config.remote_url and (config.interpreter or config.preload or config.allow_unsafe):
-            raise ConfigError(
-                "python.remote_url: the service has its own interpreter, so interpreter, preload "
-                "and allow_unsafe cannot be given beside it"
-            )
-        return config
+            return values
+        return build_config(PythonConfig, dict(values or {}), "python")
 
     return shared(("python keys", msgspec.json.encode(values)), build)

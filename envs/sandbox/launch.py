@@ -237,7 +237,7 @@ def settings_of(
         "below_tmp": [path for path in python.folders if path.startswith("/tmp/")],
         "tmp_bytes": limits.tmp_bytes,
         "max_output_chars": limits.max_output_chars,
-        "max_total_bytes": limits.max_total_bytes or _machine_bytes() // 2,
+        "max_total_bytes": _machine_bytes() // 2,
         "rlimits": {
             "AS": limits.memory_bytes,
             "CPU": limits.cpu_s,

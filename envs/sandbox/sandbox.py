@@ -10,7 +10,7 @@ import tempfile
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import asdict
@@ -60,22 +60,6 @@ class Cell(Struct, frozen=True):
     timeout_s: float
     output: str
     ok: bool
-
-
-class InterpreterSession(Protocol):
-    """What the Python tool needs of a session, here or on another machine."""
-
-    async def run(self, code: str, timeout_s: float) -> RunResult:
-        """Run one cell. Raises InfraError when the machinery failed; then call again."""
-        ...
-
-    async def fork(self) -> Self:
-        """A session that holds the same variables. Raises EnvError where that cannot be done."""
-        ...
-
-    def close(self) -> None:
-        """Free what it holds; idempotent."""
-        ...
 
 
 class SandboxSession:

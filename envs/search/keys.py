@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from agentenv.config import ESSENTIAL, PATH
 from agentenv.envs.search.bm25 import BM25Config
@@ -21,9 +22,6 @@ Mode = Literal["snippets", "pages", "summaries"]
 Repeated = Literal["search", "tell"]
 Form = Literal["pages", "passages"]
 PresetName = Literal["arpo", "arpo_eval", "tool_star", "tool_star_wiki"]
-SnapshotMode = Literal["record", "replay"]
-OnMiss = Literal["fail", "tell"]
-
 
 BACKENDS = Registry(
     "search backend",
@@ -120,16 +118,8 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     mode: Annotated[
         Mode | None, Meta(description="what one search gives; default: the preset's")
     ] = None
-    window_chars: Annotated[
-        Annotated[int, Meta(ge=100)] | None,
-        Meta(description="round the snippet; default: the preset's"),
-    ] = None
     max_results: Annotated[int, Meta(ge=1, le=100, description="results of one search")] = 10
     max_chars_per_result: Annotated[int, Meta(ge=1, description="of a snippet")] = 1000
-    show_links: Annotated[
-        bool | None,
-        Meta(description="title and address with each result; none: where pages can be opened"),
-    ] = None
     market: Annotated[
         str, Meta(description='language and country, as "zh-CN"; "auto": by the script of a query')
     ] = "auto"
@@ -143,33 +133,9 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     cache_max_age_s: Annotated[
         float, Meta(ge=0, description="older entries are fetched again; 0: never")
     ] = 0.0
-    repeated: Annotated[
-        Repeated | None,
-        Meta(
-            description="a query that the episode has made before: searched again, or the policy "
-            "reads that it has its results; default: the preset's"
-        ),
-    ] = None
     arpo_cache: Annotated[
         str, Meta(description="ARPO's search_cache.json to take in", extra=PATH)
     ] = ""
-    snapshot: Annotated[
-        str, Meta(description="file of results and pages, the frozen web of this run")
-    ] = ""
-    snapshot_mode: Annotated[
-        SnapshotMode,
-        Meta(description="record: ask and keep what is not there yet; replay: ask nobody"),
-    ] = "replay"
-    snapshot_sha256: Annotated[
-        str, Meta(description="the hash that the snapshot must have; empty: any")
-    ] = ""
-    on_miss: Annotated[
-        OnMiss,
-        Meta(
-            description="what the snapshot does not hold: fail: the rollout fails and is replaced; "
-            "tell: the policy reads that it cannot be reached"
-        ),
-    ] = "fail"
     pages: Annotated[PagesConfig, Meta(description="how pages are read")] = PagesConfig()
     summarizer: Annotated[
         SummarizerConfig | None, Meta(description="the model that summarises")
@@ -177,15 +143,9 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def sizes(self) -> Preset:
-        """The preset with what the other keys change."""
+        """The preset, in the mode of `mode`."""
         preset = PRESETS[self.preset]
-        return Preset(
-            self.mode or preset.mode,
-            preset.max_page_chars,
-            self.window_chars or preset.window_chars,
-            self.repeated or preset.repeated,
-            preset.form,
-        )
+        return replace(preset, mode=self.mode or preset.mode)
 
     def check(self) -> None:
         """Raises ConfigError for keys that do not fit together."""
@@ -194,14 +154,3 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
                 'search.summarizer: not set, but search.mode = "summaries" or '
                 "search.pages.summarize asks for it; expected its url and model"
             )
-        replays = bool(self.snapshot) and self.snapshot_mode == "replay"
-        for key, is_set, is_read in (
-            ("snapshot_mode", self.snapshot_mode == "record", bool(self.snapshot)),
-            ("snapshot_sha256", bool(self.snapshot_sha256), replays),
-            ("on_miss", self.on_miss == "tell", replays),
-        ):
-            if is_set and not is_read:
-                raise ConfigError(
-                    f"search.{key}: is not read; expected search.snapshot = FILE with it"
-                    + ("" if key == "snapshot_mode" else ', and search.snapshot_mode = "replay"')
-                )

@@ -32,7 +32,6 @@ from agentenv.envs.search.keys import (
     SummarizerConfig,
 )
 from agentenv.envs.search.pages import PageReader
-from agentenv.envs.search.snapshot import Snapshot
 from agentenv.envs.search.upstream import HttpRequest
 from agentenv.errors import ConfigError, EngineError, InfraError, ToolError
 from agentenv.offload import in_thread
@@ -76,43 +75,38 @@ class SearchService:
     def __init__(self, config: SearchConfig) -> None:
         config.check()
         self.config = config
-        self.snapshot = _snapshot(config) if config.snapshot else None
         self.cache = ResultCache(
             Path(config.cache) if config.cache else None, max_age_s=config.cache_max_age_s
         )
-        replayed = self.snapshot is not None and self.snapshot.mode == "replay"
-        self.backend = None if replayed else build_backend(config, self.cache)
+        self.backend = build_backend(config, self.cache)
         self.reader = PageReader(config.pages, self.cache)
         self.summarizer = (
             Summarizer(config.summarizer, self.cache) if config.summarizer is not None else None
         )
 
     async def start(self) -> None:
-        """Build or load the backend and the snapshot; raises ConfigError or DataError."""
-        if self.snapshot is not None:
-            await self.snapshot.start()
-        if self.backend is not None:
-            await self.backend.start()
+        """Build or load the backend; raises ConfigError or DataError."""
+        await self.backend.start()
 
-    async def search(self, text: str, episode: Episode) -> ToolResult:
-        """What the policy reads: "Page i: ..." for each result, or one summary of them."""
+    async def search(self, text: str, episode: Episode, *, links: bool = False) -> ToolResult:
+        """What the policy reads: "Page i: ..." for each result, with title and address if `links`;
+        or one summary of them."""
         text = text.strip()[:MAX_QUERY_CHARS]
         if not text:
             return ToolResult(NO_RESULTS, {"ids": []})
         if text in episode.queries and self.config.sizes.repeated == "tell":
             return ToolResult(REPEATED, {"ids": [], "repeated": True})
-        result = await self._search(text, episode)
+        result = await self._search(text, episode, links)
         episode.queries.add(text)
         return result
 
-    async def _search(self, text: str, episode: Episode) -> ToolResult:
+    async def _search(self, text: str, episode: Episode, links: bool) -> ToolResult:
         config, sizes = self.config, self.config.sizes
         market = market_of(text, config.market)
         query, info = Query(text, config.max_results, market), Info()
-        for keeper in (self.snapshot, self.backend):
-            if isinstance(keeper, Snapshot | CachedBackend):
-                info["cached"] = info.get("cached", False) or keeper.knows(query)
-        hits = _distinct(await self._hits(query))
+        if isinstance(self.backend, CachedBackend):
+            info["cached"] = self.backend.knows(query)
+        hits = _distinct(await self.backend.search(query))
         info["ids"] = [hit.id or hit.url for hit in hits]
         if not hits:
             return ToolResult(NO_RESULTS, info)
@@ -121,9 +115,9 @@ class SearchService:
             return ToolResult("\n\n".join(text.strip() for text in found), info)
         if sizes.mode == "snippets":
             parts = [hit.text[: config.max_chars_per_result] for hit in hits]
-            return ToolResult(self._pages(hits, parts), info)
+            return ToolResult(_pages(hits, parts, links), info)
         windows = await asyncio.gather(*(self._window(hit, info) for hit in hits))
-        pages = self._pages(hits, windows)
+        pages = _pages(hits, windows, links)
         if sizes.mode == "summaries":
             pages = await self._summary(text, pages, episode, info)
         return ToolResult(pages, info)
@@ -141,41 +135,21 @@ class SearchService:
         return ToolResult(chosen, info)
 
     def stats(self) -> dict[str, float]:
-        """What snapshot, cache, backend, reader and summariser count."""
-        parts = (self.snapshot, self.cache, self.backend, self.reader, self.summarizer)
-        return summed_stats(parts)
+        """What cache, backend, reader and summariser count."""
+        return summed_stats((self.cache, self.backend, self.reader, self.summarizer))
 
     async def close(self) -> None:
         """Stop what is in the air and close everything; idempotent."""
         await self.cache.close()
         await self.reader.close()
-        if self.backend is not None:
-            await self.backend.close()
+        await self.backend.close()
         if self.summarizer is not None:
             await self.summarizer.close()
-        if self.snapshot is not None:
-            self.snapshot.close()
-
-    async def _hits(self, query: Query) -> list[Hit]:
-        """The results, by way of the snapshot if there is one."""
-        if self.snapshot is None:
-            return await self._ask(query)
-        return await self.snapshot.hits(query, lambda: self._ask(query))
-
-    async def _ask(self, query: Query) -> list[Hit]:
-        assert self.backend is not None, "the snapshot of a replay asks nobody"
-        return await self.backend.search(query)
 
     async def _page(self, url: str) -> str:
-        """The text of a page or document, by way of the snapshot if there is one."""
-        if self.snapshot is None:
-            return await self._read(url)
-        return await self.snapshot.page(url, lambda: self._read(url))
-
-    async def _read(self, url: str) -> str:
+        """The text of a page or document."""
         if not url.startswith(CORPUS_SCHEME):
             return await self.reader.text(url)
-        assert self.backend is not None, "as above"
         document = await self.backend.document(url)
         if document is None:
             raise ToolError(f"There is no document {url}.")
@@ -207,24 +181,13 @@ class SearchService:
         info["browser"] = {"found": bool(summary.text), "num_tokens": summary.num_tokens}
         return summary.text or pages[: config.max_chars]
 
-    def _pages(self, hits: list[Hit], parts: list[str]) -> str:
-        lines = []
-        for number, (hit, part) in enumerate(zip(hits, parts, strict=True), start=1):
-            link = f"[{hit.title}]({hit.url}) " if self.config.show_links and hit.url else ""
-            lines.append(f"Page {number}: {link}{part}")
-        return "\n".join(lines)
 
-
-def _snapshot(config: SearchConfig) -> Snapshot:
-    kind = config.backend
-    return Snapshot(
-        Path(config.snapshot),
-        config.snapshot_mode,
-        backend=kind.cache_name or str(kind.__struct_config__.tag),
-        reader=config.pages.reader,
-        sha256=config.snapshot_sha256,
-        on_miss=config.on_miss,
-    )
+def _pages(hits: list[Hit], parts: list[str], links: bool) -> str:
+    lines = []
+    for number, (hit, part) in enumerate(zip(hits, parts, strict=True), start=1):
+        link = f"[{hit.title}]({hit.url}) " if links and hit.url else ""
+        lines.append(f"Page {number}: {link}{part}")
+    return "\n".join(lines)
 
 
 def shared_service(config: SearchConfig) -> SearchService:
@@ -285,16 +248,21 @@ class _EpisodeTool:
 
 
 class SearchPagesTool(_EpisodeTool):
-    """Search by the configured backend, in the configured mode."""
+    """Search by the configured backend, in the configured mode; `links`: with the addresses that
+    `open_page` takes."""
 
     name = "search"
     description = "Search for information; returns the best matching passages or pages."
     schema = argument_schema(_SearchArguments)
 
+    def __init__(self, service: SearchService, *, links: bool = False) -> None:
+        super().__init__(service)
+        self.links = links
+
     async def call(self, arguments: dict[str, Any], state: Episode) -> ToolResult:
         """Search; "no results" is a result, a failure of the machinery an InfraError."""
         query = read_arguments(self.name, arguments, _SearchArguments).query
-        return await self.service.search(query, state)
+        return await self.service.search(query, state, links=self.links)
 
 
 class OpenPageTool(_EpisodeTool):

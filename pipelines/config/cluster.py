@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -21,7 +21,7 @@ from agentenv.server_config import ROLES, LaunchConfig, RoleConfig
 if TYPE_CHECKING:
     from agentenv.worker_group import WorkerSpec
 
-WHERE = ("workers", "held_s")  # keys of [env] that say where environments are, not what they are
+WHERE = ("workers",)  # keys of [env] that say where environments are, not what they are
 FOLDER = "workers"  # of their logs, in the run's directory
 
 
@@ -38,25 +38,9 @@ class SpreadCluster(
     controller's process. Limits on how much a tool does at a time hold for each worker."""
 
     workers: Annotated[int, Meta(ge=1, description="rollout workers")] = 2
-    silence_s: Annotated[
-        float,
-        Meta(
-            ge=5,
-            description="a worker that says nothing for so long hangs: it is killed and started "
-            "again, and its trees go on elsewhere",
-        ),
-    ] = 60.0
-    start_timeout_s: Annotated[
-        float, Meta(gt=0, description="deadline for a worker to come up")
-    ] = 300.0
-    max_restarts: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="times in a row that a worker which died is started again though no tree "
-            "ended or came further there",
-        ),
-    ] = 5
+    silence_s: ClassVar[float] = 60.0  # a worker that says nothing for so long hangs
+    start_timeout_s: ClassVar[float] = 300.0  # for a worker to come up
+    max_restarts: ClassVar[int] = 5  # in a row, though no tree came further there
 
     def processes(self) -> WorkerSpec:
         """The workers as processes."""

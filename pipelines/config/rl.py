@@ -158,14 +158,6 @@ class EnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "in the process whose rollouts meet them",
         ),
     ] = 0
-    held_s: Annotated[
-        float,
-        Meta(
-            ge=5,
-            description="such a process, held up by an environment for so long, is killed and "
-            "started again",
-        ),
-    ] = 300.0
 
 
 # How the policy is sampled, and what lies between actors and learner.

@@ -11,8 +11,9 @@ from msgspec.structs import force_setattr, replace
 
 from agentenv.config import ESSENTIAL, PATH, ROWS
 from agentenv.errors import ConfigError
-from agentenv.learners.learner import (
-    LearnerConfig,
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.lora import LoRAConfig
+from agentenv.learners.optimizer import (
     LearningRate,
     Optimizer,
     OptimizerConfig,
@@ -20,7 +21,6 @@ from agentenv.learners.learner import (
     WarmupRatio,
     WeightDecay,
 )
-from agentenv.learners.lora import LoRAConfig
 from agentenv.native import NativeConfig
 from agentenv.pipelines.run.arguments import ModelConfig, RunConfig
 from agentenv.pipelines.run.checkpoints import SavingConfig

@@ -22,7 +22,7 @@ import jinja2
 from rich.box import SIMPLE
 from rich.table import Table
 
-from agentenv.config import paths_of, resolver
+from agentenv.config import resolver
 from agentenv.engines.openai import OpenAIConfig
 from agentenv.envs.search.keys import SearchConfig
 from agentenv.envs.search.providers import PROVIDERS, WebConfig
@@ -56,6 +56,7 @@ from agentenv.pipelines.setup.start_checks import (
     hub_keys,
     is_here,
     launched_servers,
+    paths_of,
 )
 from agentenv.pipelines.supervised.dialogues import registered_files
 from agentenv.pipelines.workers import DRAIN_VARIABLE, WAIT_VARIABLE

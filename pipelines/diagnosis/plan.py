@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from agentenv.config import RUN
 from agentenv.engine import EngineConfig, LocalModel
 from agentenv.errors import AgentEnvError, ConfigError
-from agentenv.learners.learner import LearnerConfig, OptimizerConfig, check_heads
+from agentenv.learners.learner import LearnerConfig, check_heads
+from agentenv.learners.optimizer import OptimizerConfig
 from agentenv.pipelines.config.cluster import ResourcesConfig, ServeConfig, WideCluster
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.config.rl import MAX_TRAJECTORY_BYTES, TrainConfig

@@ -134,10 +134,6 @@ def _local(one: SetConfig) -> SetConfig:
             backend=BM25Config(),
             cache="",
             arpo_cache="",
-            snapshot="",
-            snapshot_mode="replay",
-            snapshot_sha256="",
-            on_miss="fail",
         )
     if isinstance(grader, GraderConfig):
         parts = {name: _by_rules(part) for name, part in grader.combined.items()}

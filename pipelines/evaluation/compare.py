@@ -24,7 +24,8 @@ from agentenv.pipelines.evaluation.figures import (
     ratios,
 )
 from agentenv.pipelines.evaluation.scores import make_scorer, score_rows, stored_rows
-from agentenv.pipelines.run.terminal import Table, View, lines_of, markdown, number, short
+from agentenv.pipelines.run.tables import Table, lines_of, markdown, number, short
+from agentenv.pipelines.run.terminal import View
 
 
 class QuestionPair(Struct, frozen=True):

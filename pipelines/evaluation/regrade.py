@@ -36,7 +36,8 @@ from agentenv.pipelines.evaluation.store import (
     save,
 )
 from agentenv.pipelines.run.records import FAILED, EvalRow, calls_that_ran, prediction, written
-from agentenv.pipelines.run.terminal import Table, View, as_markdown, short
+from agentenv.pipelines.run.tables import Table, as_markdown, short
+from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.setup.environments import EnvMaker, Resolve
 from agentenv.types import Task
 

@@ -22,7 +22,8 @@ from agentenv.pipelines.evaluation.figures import (
 from agentenv.pipelines.evaluation.scores import Compat, Scorer, make_scorer, stored_rows
 from agentenv.pipelines.evaluation.store import load_saved
 from agentenv.pipelines.run.records import EvalRow
-from agentenv.pipelines.run.terminal import Table, View, lines_of, markdown, number
+from agentenv.pipelines.run.tables import Table, lines_of, markdown, number
+from agentenv.pipelines.run.terminal import View
 from agentenv.reference.helpers import HELPERS
 
 SUMMARY_FILE, MARKDOWN_FILE = "summary.json", "report.md"

@@ -9,7 +9,7 @@ import hashlib
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from functools import cached_property, partial
 from pathlib import Path
@@ -173,8 +173,8 @@ def weights_digest(model: Path) -> str:
 
 
 class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
-    """Builds the parts of one evaluation of `subject`. The tasks are `given`, or read from the
-    files of the sets. Where the subject is an endpoint of chat messages there is no model."""
+    """Builds the parts of one evaluation of `subject`. Where the subject is an endpoint of chat
+    messages there is no model."""
 
     def __init__(
         self,
@@ -182,14 +182,12 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
         subject: Subject,
         stack: AsyncExitStack,
         say: Say,
-        given: Mapping[str, Sequence[Task]] | None = None,
     ) -> None:
         sets = {name: as_asked(name, one) for name, one in config.sets.items()}
         super().__init__(config, subject.run, stack, say, sets=sets)
         self.servers = ServerFactory(lambda: self._log_folder, stack, say)
         self.subject = subject
         self.has_weights = config.engine.has_weights
-        self._given = given or {}
 
     @cached_property
     def _log_folder(self) -> Path:
@@ -263,9 +261,7 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
         return ChatRenderer(self.pieces, native=False, tools_in_prompt=shown)
 
     async def read_rows(self, one: SetConfig) -> Sequence[Task]:
-        name, rows = one.key.removeprefix("sets."), cast(QuestionSet, one.rows)
-        if name in self._given:
-            return self._given[name]
+        rows = cast(QuestionSet, one.rows)
         env_id, say = one.env.id, said(self.say, one.key)
         if rows.benchmark:
             paths = [

@@ -203,9 +203,6 @@ class Alarms:
         (self._active.add if holds else self._active.discard)(condition)
 
 
-FirstEntropies = dict[int, list[list[float]]]  # of each node, by the index of the tree
-
-
 class Settled(NamedTuple):
     """The fate of a tree that a step took, and the reason if it was not trained."""
 
@@ -225,7 +222,6 @@ class Batch:
     policy_version: int = 0  # of the learner before the update
     settled: list[Settled] = field(default_factory=list)
     trained: list[CreditedTree] = field(default_factory=list)
-    first_entropies: FirstEntropies = field(default_factory=dict)  # as plans saw them
     answers: list[TrajectoryTree] | None = None  # of the self-critic, if a round is due
     metrics: Metrics = field(default_factory=dict)
     problem: Exception | None = None  # met while measuring, raised once the trees are archived

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from agentenv.deadline import uncancelled
 from agentenv.learners.batch import EncodedTree
-from agentenv.learners.learner import optimizer_of
+from agentenv.learners.optimizer import optimizer_of
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import SFTStage
 from agentenv.pipelines.rl.batching import Alarms

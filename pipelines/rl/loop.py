@@ -21,7 +21,8 @@ from typing import Any
 from agentenv.archive import StepHeader
 from agentenv.deadline import uncancelled
 from agentenv.errors import AgentEnvError, LearnerError
-from agentenv.learners.learner import Metrics, lr_factor
+from agentenv.learners.learner import Metrics
+from agentenv.learners.optimizer import lr_factor
 from agentenv.learners.partition import forget_entropies
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.batching import Batch, BatchBuilder
@@ -29,7 +30,7 @@ from agentenv.pipelines.rl.evaluations import Evaluator, first_of
 from agentenv.pipelines.rl.feeder import Feeder, Listener
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.publishing import ParityCheck
-from agentenv.pipelines.rl.recorder import PhaseClock, Recorder, Stopwatch, first_entropies
+from agentenv.pipelines.rl.recorder import PhaseClock, Recorder, Stopwatch
 from agentenv.pipelines.rl.report import StepReport
 from agentenv.pipelines.rl.self_critic import SelfCritic
 from agentenv.pipelines.rl.state import RunSaver, RunState
@@ -165,8 +166,6 @@ class Loop:
         batch.policy_version = self.parts.learner.policy_version
         self.batches.settle(batch)
         if not self.config.engine.tells_entropies:
-            window = self.parts.plan.fork_window
-            batch.first_entropies = first_entropies(batch.delivered, window)
             forget_entropies(batch.delivered)
 
     async def update(self, batch: Batch) -> None:

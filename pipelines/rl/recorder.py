@@ -22,7 +22,7 @@ from agentenv.errors import ConfigError, InfraError
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import MAX_TRAJECTORY_BYTES, TrainConfig
 from agentenv.pipelines.rl import report
-from agentenv.pipelines.rl.batching import Batch, FirstEntropies, Settled
+from agentenv.pipelines.rl.batching import Batch, Settled
 from agentenv.pipelines.rl.report import entropy_line
 from agentenv.pipelines.rl.state import BriefReport, RunState
 from agentenv.pipelines.run.pictures import write_entropy, write_plots
@@ -33,22 +33,13 @@ from agentenv.tree import TrajectoryTree, to_frame
 from agentenv.worker_pool import JobError, WorkerPool
 
 
-def first_entropies(trees: Sequence[TrajectoryTree], num_tokens: int) -> FirstEntropies:
-    """The engine's entropies, as far as plans saw them."""
-    if not num_tokens:
-        return {}
-    return {
-        tree.index: [node.entropies[:num_tokens].tolist() for node in tree.nodes] for tree in trees
-    }
-
-
-def kept_tree(settled: Settled, entropies: FirstEntropies) -> KeptTree:
+def kept_tree(settled: Settled) -> KeptTree:
     """A tree for the archive."""
     tree, credit, fate, why = settled
     figures = None
     if credit is not None:
         figures = Credit(*(getattr(credit, name).tolist() for name in Credit.__struct_fields__))
-    return KeptTree(tree, fate, why, figures, entropies.get(tree.index, []))
+    return KeptTree(tree, fate, why, figures)
 
 
 def cpu_seconds() -> float:
@@ -262,7 +253,7 @@ class Recorder:
 
     async def keep_trees(self, header: StepHeader, batch: Batch) -> None:
         """The trees of a step, for the archive, while other work goes on."""
-        trees = (kept_tree(one, batch.first_entropies) for one in batch.settled)
+        trees = map(kept_tree, batch.settled)
         await self.archive.write_behind(header, trees)
 
     async def close(self) -> None:

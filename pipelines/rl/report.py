@@ -31,7 +31,8 @@ from agentenv.offload import in_thread, look_again
 from agentenv.pipelines.rl.batching import Alarms, Batch
 from agentenv.pipelines.rl.state import BriefFigures, BriefReport, RunState
 from agentenv.pipelines.run.records import EvalRow, readable
-from agentenv.pipelines.run.terminal import Table, View
+from agentenv.pipelines.run.tables import Table
+from agentenv.pipelines.run.terminal import View
 from agentenv.queue import ReplayQueue
 
 if TYPE_CHECKING:

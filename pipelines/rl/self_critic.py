@@ -21,7 +21,8 @@ import msgspec
 from agentenv.actor import Actor, evaluate
 from agentenv.disk import write_whole
 from agentenv.learners.dpo import encode_pair
-from agentenv.learners.learner import Learner, Metrics, OptimizerConfig
+from agentenv.learners.learner import Learner, Metrics
+from agentenv.learners.optimizer import OptimizerConfig
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.supervised import SelfCriticConfig
 from agentenv.pipelines.run.rundir import RunDirectory

@@ -31,7 +31,7 @@ from agentenv.engine import Engine
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.failures import Redactor
 from agentenv.journal import Journal
-from agentenv.learners.learner import optimizer_of
+from agentenv.learners.optimizer import optimizer_of
 from agentenv.metrics import LoopLag
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.cluster import WHERE

@@ -250,12 +250,12 @@ class RunDirectory:
         config: Struct,
         step: int,
         say: Callable[[str], None],
-        is_told: Callable[[str], bool] = bool,
+        is_reported: Callable[[str], bool] = bool,
         sft_step: int | None = None,
     ) -> bool:
         """Put aside what the run did after the checkpoint of `step`, and say what has changed since
         it began. Whether there were newer checkpoints. The last two: see forget_metrics_after."""
-        self.forget_metrics_after(step, is_told, sft_step)
+        self.forget_metrics_after(step, is_reported, sft_step)
         place, after = f"step {step}", self.checkpoints.path(step)
         if sft_step is not None:
             place = f"step {sft_step} of the cold start"
@@ -277,7 +277,7 @@ class RunDirectory:
         says_more = found & {*LOGS} or any(name.startswith("learner-") for name in found)
         if self.has_begun or says_more:
             return
-        shutil.rmtree(self.path, ignore_errors=True)  # the error that is told is another
+        shutil.rmtree(self.path, ignore_errors=True)  # the reported error is another
         for folder in self._made:
             if folder == self.path:
                 continue
@@ -299,11 +299,11 @@ class RunDirectory:
         append_whole(self.path / "metrics.jsonl", json.dumps(row) + "\n")
 
     def forget_metrics_after(
-        self, step: int, is_told: Callable[[str], bool] = bool, sft_step: int | None = None
+        self, step: int, is_reported: Callable[[str], bool] = bool, sft_step: int | None = None
     ) -> None:
         """Drop the rows that a run which goes on will write again: of later steps, of later ones
-        than `sft_step` of the cold start, and of evaluations that are not told to the end:
-        `is_told` says so by their phase."""
+        than `sft_step` of the cold start, and of evaluations that are not reported to the end:
+        `is_reported` says so by their phase."""
         path = self.path / "metrics.jsonl"
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -312,7 +312,7 @@ class RunDirectory:
                 line
                 for line, row in rows
                 if row.get("step", 0) <= step
-                and ("phase" not in row or is_told(row["phase"]))
+                and ("phase" not in row or is_reported(row["phase"]))
                 and not (sft_step is not None and row.get("sft/step", 0) > sft_step)
             ]
             write_whole(path, "".join(kept))

@@ -39,7 +39,8 @@ from agentenv.config import ESSENTIAL
 from agentenv.data_files import Row
 from agentenv.disk import write_whole
 from agentenv.errors import ConfigError, ForeignError
-from agentenv.pipelines.run.records import FAILED, Turn, readable, turns_of
+from agentenv.pipelines.run.records import FAILED, readable
+from agentenv.pipelines.run.transcript import Turn, turns_of
 from agentenv.untrusted import decode
 
 API_KEY, MODE = "WANDB_API_KEY", "WANDB_MODE"

@@ -47,7 +47,7 @@ else:
     except ImportError:
         from asyncio import SelectorEventLoop as Loop
 
-HELD_S = (1.0, 10.0, 100.0)  # a loop that did not run for so long is told of
+HELD_S = (1.0, 10.0, 100.0)  # a loop that did not run for so long is reported
 BEAT_S = 0.2
 GRACE_S = 5.0
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -177,16 +177,16 @@ class CommandLoop(Loop):
 class Watchdog:
     """A thread that looks whether `loop`, which runs in the main thread, still goes round.
 
-    `tell` is called from that thread with who holds the loop while rollouts grow, and with its
+    `report` is called from that thread with who holds the loop while rollouts grow, and with its
     stack. Signals are counted within `watch`.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[str], None]) -> None:
-        self._loop, self._tell = loop, tell
+    def __init__(self, loop: asyncio.AbstractEventLoop, report: Callable[[str], None]) -> None:
+        self._loop, self._report = loop, report
         self._beat = time.monotonic()
         self._queued = 0.0  # `queued_s` of then
         self._pending = False  # a beat is asked for
-        self._told = 0  # of HELD_S, in this stall
+        self._reported = 0  # of HELD_S, in this stall
         self._num_signals = 0
         self._last_signal = 0.0
         self._ending = 0.0  # when the process is ended, after the second signal
@@ -215,14 +215,14 @@ class Watchdog:
                 os.close(self._others.pop())
 
     def hear(self) -> None:
-        """Let the system tell this thread of signals, which tells whoever was told before: uvloop
+        """Have the system notify this thread of signals, which notifies the one before it: uvloop
         takes that place each time that it begins to run.
 
         Whatever runs first on the loop calls this, too, since the loop may be held from then on.
         """
-        told = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-        if told not in (-1, self._wakeup.fileno()):
-            self._others.append(os.dup(told))  # its owner closes its own
+        before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        if before not in (-1, self._wakeup.fileno()):
+            self._others.append(os.dup(before))  # its owner closes its own
 
     def _pass_on(self, numbers: bytes) -> None:
         for other in self._others[-1:]:
@@ -259,13 +259,13 @@ class Watchdog:
 
     def _end(self, how: str) -> None:
         try:
-            self._tell(f"ended {how}\n{self._stack()}")
+            self._report(f"ended {how}\n{self._stack()}")
         finally:  # also where nobody can be told
             os._exit(EXIT_INTERRUPTED)
 
     def _look(self) -> None:
         if not self._pending:
-            self._pending, self._told, self._beat = True, 0, time.monotonic()
+            self._pending, self._reported, self._beat = True, 0, time.monotonic()
             self._queued = queued_s()
             try:
                 self._loop.call_soon_threadsafe(self._go_on)
@@ -274,8 +274,8 @@ class Watchdog:
         held_s = time.monotonic() - self._beat
         if _most_held_s is not None and held_s > _most_held_s:
             self._end(f"because {self._holder()} held up the event loop for {held_s:.0f} s")
-        if _num_rolling and self._told < len(HELD_S) and held_s > HELD_S[self._told]:
-            self._told += 1
+        if _num_rolling and self._reported < len(HELD_S) and held_s > HELD_S[self._reported]:
+            self._reported += 1
             queued = queued_s() - self._queued
             if queued > held_s / 2:  # where it stands says nothing
                 return self._say(
@@ -290,7 +290,7 @@ class Watchdog:
 
     def _say(self, text: str) -> None:
         with suppress(OSError):  # a terminal that is gone; signals are still to be counted
-            self._tell(text)
+            self._report(text)
 
     def _go_on(self) -> None:
         self._pending = False
@@ -387,9 +387,13 @@ class Waits:
     """Looks at the rollouts of `actors`, and tells who waits longer than expected; each wait once,
     and again when it has become AGAIN times as long."""
 
-    def __init__(self, actors: Callable[[], Iterable[Actor]], tell: Callable[[str], None]) -> None:
-        self._actors, self._tell = actors, tell
-        self._told: dict[str, tuple[float, float]] = {}  # by what: since when, and the next length
+    def __init__(
+        self, actors: Callable[[], Iterable[Actor]], report: Callable[[str], None]
+    ) -> None:
+        self._actors, self._report = actors, report
+        self._reported: dict[
+            str, tuple[float, float]
+        ] = {}  # by what: since when, and the next length
 
     async def run(self) -> None:
         """Look until cancelled."""
@@ -404,17 +408,17 @@ class Waits:
         for actor in self._actors():
             for what, since in actor.longest().items():
                 longest[what] = min(since, longest.get(what, since))
-        self._told = {what: told for what, told in self._told.items() if what in longest}
+        self._reported = {what: one for what, one in self._reported.items() if what in longest}
         for what, since in longest.items():
-            before, due_s = self._told.get(what, (since, expected_s(what)))
+            before, due_s = self._reported.get(what, (since, expected_s(what)))
             if since > before:  # that wait is over, and this one is another
                 due_s = expected_s(what)
             if now - since >= due_s:
                 group = [one for one in self._awaited() if one.what == what]
                 late = [one for one in group if now - one.since >= expected_s(what)]
-                self._tell(line_of(what, late, now))
+                self._report(line_of(what, late, now))
                 due_s = AGAIN * (now - since)
-            self._told[what] = since, due_s
+            self._reported[what] = since, due_s
 
     def longest(self) -> str:
         """Who has waited longest, for whoever waits for them to end; empty: there are none."""

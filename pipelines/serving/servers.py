@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from agentenv.deadline import Restarts
 from agentenv.errors import ConfigError, EngineError
 from agentenv.link import hold_port, port_of
 from agentenv.offload import in_thread
@@ -34,7 +35,7 @@ from agentenv.pipelines.serving import (
 from agentenv.pipelines.serving.watch import ProcessorWatch
 from agentenv.registry import decode_part
 from agentenv.server_config import ROLES, LaunchConfig, RoleConfig, Served
-from agentenv.supervisor import LocalProcess, ProcessSpec, Restarts, log_tail, open_log
+from agentenv.supervisor import LocalProcess, ProcessSpec, log_tail, open_log
 
 POLL_S = 0.5
 MAX_RESTARTS = 10  # of one server in a run

@@ -231,9 +231,7 @@ class Questions(NamedTuple):
 
 class AskingAssembly(Assembly[Asking]):
     """The parts of a command that asks `sets` of questions, with models beside the policy.
-
-    Servers of roles have their logs in `folder`. `try_graders`: the rows have answers.
-    """
+    Servers of roles have their logs in `folder`."""
 
     is_whole = False  # all rows of a run are there: an environment that no row meets is a mistake
 
@@ -250,7 +248,6 @@ class AskingAssembly(Assembly[Asking]):
         super().__init__(config, folder, stack, say, checkpoint)
         self.sets = sets
         self.read: dict[str, Sequence[Task]] = {}  # by the name of the set
-        self.try_graders = True
         self.servers = ServerFactory(folder, stack, say)
         self.processes: list[tuple[EnvMaker, EnvProcesses]] = []
 

@@ -76,12 +76,12 @@ class EnvMaker:
         self.config = config
         self._tables = tables
         self._resolve = resolve
-        self._told = limits.on_limit == "result"  # the env answers calls beyond the limit
-        self._asked = bool(self._told or prompt.template)
+        self._answers_excess = limits.on_limit == "result"  # the env answers calls beyond the limit
+        self._asked = bool(self._answers_excess or prompt.template)
         self._settings: dict[str, Any] = {
             "on_limit": limits.on_limit,
             "outage_s": limits.outage_s,
-            "max_tool_calls": limits.max_tool_calls if self._told else None,
+            "max_tool_calls": limits.max_tool_calls if self._answers_excess else None,
             "instruction": load_instruction(prompt, resolve),
         }
         own = {config.id: EnvVariant(id=config.id, kwargs=config.kwargs, tools=config.tools)}
@@ -234,6 +234,7 @@ async def try_env(make_env: Callable[[Task], Env], task: Task) -> tuple[list[Mes
     return await at_start(begun(), f"the environment {task.env_id}, begun for task {task.id},")
 
 
+HELD_S = 300.0  # after which a process that an environment holds up is killed, at least
 PROBE_S = 10.0  # in which an environment answers the probe, or is not tried
 PROBE = Message("assistant", "Which one?")
 
@@ -357,7 +358,7 @@ class EnvProcesses:
     resource (agentenv/env.py): their counters are reported with those of this process."""
 
     def __init__(self, asked: Asked, folder: Path, logs: Path, report: Say) -> None:
-        self._workers = EnvWorkers(held_s=asked.env.held_s, report=report)
+        self._workers = EnvWorkers(held_s=max(HELD_S, asked.limits.env_timeout_s), report=report)
         setup = EnvSetup(to_plain(asked), str(folder.absolute()))
         spec = WorkerSpec(
             "agentenv.pipelines.workers.env_worker",

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from msgspec import Struct
+from msgspec import inspect as mi
 
-from agentenv.config import paths_of
 from agentenv.data_files import is_generated
 from agentenv.engine import EngineConfig, check_context
 from agentenv.env import CallProtocol
@@ -41,6 +41,7 @@ from agentenv.pipelines.setup.environments import (
     try_env,
     try_turn,
 )
+from agentenv.registry import marks_of, type_info
 from agentenv.renderer import TagRenderer
 from agentenv.server_config import LaunchConfig
 
@@ -100,11 +101,6 @@ def contradictions(config: TrainConfig) -> Iterator[str]:
             yield f"{key} = {seconds:g} lets one call take longer than {whole}"
     if config.eval.sets and config.eval.timeout_s < limits.max_seconds:
         yield f"eval.timeout_s = {config.eval.timeout_s:g} ends evaluations before {whole}"
-    if config.env.workers and config.env.held_s < limits.env_timeout_s:
-        yield (
-            f"env.held_s = {config.env.held_s:g} kills a process before limits.env_timeout_s = "
-            f"{limits.env_timeout_s:g} ends the call"
-        )
 
 
 _OF_TOOLS = ("python", "search", "grader", "env")
@@ -387,10 +383,9 @@ async def observations(assembly: AskingAssembly[Any]) -> None:
 
 async def graders(assembly: AskingAssembly[Any]) -> None:
     """Each grader grades the right answers of three rows of each set."""
-    if assembly.try_graders:
-        for maker, sets in await assembly.shared():
-            for tasks in sets.values():
-                await check_graders(maker, tasks)
+    for maker, sets in await assembly.shared():
+        for tasks in sets.values():
+            await check_graders(maker, tasks)
 
 
 async def sequence_lengths(assembly: Any) -> None:
@@ -403,3 +398,34 @@ async def sequence_lengths(assembly: Any) -> None:
             f"tokens, and {model_dir} was made for {context}; set data.max_length={context} to "
             "cut it"
         )
+
+
+class PathKey(NamedTuple):
+    """A key whose text names a file, a folder or a pattern; `rows`: of rows of data."""
+
+    key: str
+    text: str
+    rows: bool
+
+
+def paths_of(config: Any, path: str = "") -> Iterator[PathKey]:
+    """Every path in a configuration, in the order of the keys; a list of paths one by one."""
+    if isinstance(config, list):
+        for number, value in enumerate(config):
+            yield from paths_of(value, f"{path}[{number}]")
+    elif isinstance(config, dict):
+        for name, value in config.items():
+            yield from paths_of(value, f"{path}.{name}" if path else str(name))
+    elif isinstance(config, Struct):
+        info = type_info(type(config))
+        assert isinstance(info, mi.StructType)
+        for field in info.fields:
+            name = field.encode_name
+            key, value = f"{path}.{name}" if path else name, getattr(config, field.name)
+            marks = marks_of(field.type)
+            if not marks.get("path"):
+                yield from paths_of(value, key)
+                continue
+            for text in [value] if isinstance(value, str) else value or ():
+                if text:
+                    yield PathKey(key, text, bool(marks.get("rows")))

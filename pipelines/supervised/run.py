@@ -25,7 +25,8 @@ from agentenv.learners.baselines import GRPO
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.dpo import PairTokens, preference_metrics, preference_sums, with_reference
-from agentenv.learners.learner import Learner, Metrics, Score, lr_factor
+from agentenv.learners.learner import Learner, Metrics, Score
+from agentenv.learners.optimizer import lr_factor
 from agentenv.offload import in_thread
 from agentenv.pipelines.config.supervised import SFTRunConfig, SupervisedRunConfig
 from agentenv.pipelines.run.checkpoints import Saver, load_state

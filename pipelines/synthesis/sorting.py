@@ -30,7 +30,7 @@ from agentenv.envs.grading.verdict import last_boxed
 from agentenv.errors import ConfigError
 from agentenv.pipelines.config.evaluation import FilterConfig, SynthesisPlan, Way
 from agentenv.pipelines.run.records import FAILED, EvalRow
-from agentenv.pipelines.run.terminal import Table
+from agentenv.pipelines.run.tables import Table
 from agentenv.renderer import THOUGHT_OPEN
 from agentenv.types import Message, Task
 

@@ -18,7 +18,6 @@ Answers take as long as their files are large, and are computed in threads.
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from agentenv.pipelines.run.checkpoints import Checkpoints
 from agentenv.pipelines.run.rundir import CONFIG_FILE, LOG_FILE, Holder
 from agentenv.pipelines.viewing.evaluations import Evaluation, JsonLines, compare, size_of
 from agentenv.pipelines.viewing.trees import Trees
+from agentenv.supervisor import log_tail
 from agentenv.untrusted import decode_loose
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
@@ -244,15 +244,7 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def tail(path: Path, num_bytes: int = TAIL_BYTES) -> str:
+def tail(path: Path) -> str:
     """The end of a text file, from the beginning of a line."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - num_bytes))
-            data = file.read(num_bytes)
-    except OSError:
-        return ""
-    if size > num_bytes:
-        data = data.partition(b"\n")[2]
-    return data.decode("utf-8", "replace")
+    text = log_tail(path, TAIL_BYTES)
+    return text.partition("\n")[2] if size_of(path) > TAIL_BYTES else text

@@ -60,7 +60,7 @@ from inspect_ai.scorer import Score
 from inspect_ai.tool import ToolCall, ToolCallError
 from msgspec.structs import replace
 
-from agentenv.pipelines.run.records import Branch, Question, Turn
+from agentenv.pipelines.run.transcript import Branch, Question, Turn
 
 PROMPT = "prompt"  # the anchor from which other trajectories begin from scratch
 

@@ -24,9 +24,10 @@ from agentenv.failures import Redactor
 from agentenv.pipelines.evaluation.store import CONFIG_FILE as EVALUATION_FILE
 from agentenv.pipelines.evaluation.store import ROWS_FILE, load_rows, load_saved
 from agentenv.pipelines.run.checkpoints import find_checkpoint
-from agentenv.pipelines.run.records import Branch, Decode, Question, Turn, of_row, of_tree, redacted
+from agentenv.pipelines.run.records import Decode
 from agentenv.pipelines.run.rundir import CONFIG_FILE
 from agentenv.pipelines.run.terminal import View
+from agentenv.pipelines.run.transcript import Branch, Question, Turn, of_row, of_tree, redacted
 
 logger = logging.getLogger(__name__)
 

@@ -230,7 +230,7 @@ def _all_texts(tree: TrajectoryTree, texts: Texts | None) -> Iterator[str]:
             yield "".join(texts([*node.action_ids, *node.observation_ids]))
 
 
-_TREE = ("num_roots", "num_forks", "num_retries", "num_retaken", "policy_version", "events", "lost")
+_TREE = ("num_roots", "num_forks", "num_retries", "num_retaken", "policy_version")
 _NODE = ("index", "parent", "continues", "branch", "end", "limit", "error", "num_forks", "reward")
 _CREDIT = {"adv_pos": "adv_pos", "adv_neg": "adv_neg", "weight": "weight"}
 _CREDIT |= {"return": "returns", "advantage": "advantages"}  # by their name on the page
@@ -272,7 +272,6 @@ def _node(kept: KeptTree, node: Node, texts: Texts | None) -> Figures:
         "versions": [[span.version, span.start, span.end] for span in node.version_spans],
         "observation": "".join(_texts(node.observation_ids, texts)),
         "num_observed": len(node.observation_ids),
-        "told": kept.told[at] if at < len(kept.told) else [],
     }
     if credit is not None:
         found |= {key: getattr(credit, name)[at] for key, name in _CREDIT.items()}

@@ -25,10 +25,7 @@ from agentenv.offload import in_thread
 from agentenv.pipelines.serving.servers import ServerFactory
 from agentenv.pipelines.workers import main
 from agentenv.server_config import LaunchConfig, Served, ServersConfig
-from agentenv.supervisor import (
-    Placement,
-    Supervisor,
-)
+from agentenv.supervisor import Placement, Supervisor
 from agentenv.worker_group import Left, Worker, WorkerGroup, WorkerSpec, serve
 
 URL = "serves at "  # begins the first sentence of a process

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from agentenv.errors import DataError
 from agentenv.learners.learner import LearnerConfig
-from agentenv.offload import run_virtual
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
@@ -38,6 +37,7 @@ from benchmarks.parts.timings import (
     read_trace,
 )
 from tests.support.toy_run import ToyWorld, toy_config
+from tests.support.virtual_clock import run_virtual
 
 pytestmark = pytest.mark.slow
 

@@ -86,7 +86,7 @@ async def bench(
         0,
         vocab_size=VOCAB,
         eos_ids={EOS},
-        config=PoolConfig(broadcast_timeout_s=TIMEOUT_S, load_timeout_s=120),
+        config=PoolConfig(broadcast_timeout_s=TIMEOUT_S),
         name=f"{root.name}-{next(IDS)}",
     )
     try:

@@ -23,7 +23,6 @@ from agentenv.cluster.messages import (
 )
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.link import Link
-from agentenv.offload import run_virtual
 from agentenv.server_config import PoolConfig
 from agentenv.types import Completion, SamplingParams
 from tests.engines.faulty_server import (
@@ -36,6 +35,7 @@ from tests.engines.faulty_server import (
     write_tokenizer,
 )
 from tests.support.links import linked
+from tests.support.virtual_clock import run_virtual
 
 TEXT = "the quick brown fox</a>"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentenv.engines.embedded.model import Sampler
+from agentenv.engines.embedded.sampler import Sampler
 from agentenv.errors import EngineError
 from agentenv.types import SamplingParams
 from tests.engines.small_models import VOCAB, prompt, serving

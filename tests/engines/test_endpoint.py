@@ -39,7 +39,6 @@ def model_at(url: str, **keys: Any) -> ChatModel:
         b'{"choices": [{"message": {"content": "x"}}], "usage": 7}',
         b'{"choices": [{"message": {}}], "usage": {"prompt_tokens": %s}}' % (b"9" * 400),
         b'{"choices": [{"message": {}}], "usage": {"completion_tokens": 99999999999}}',
-        b'{"choices": [{"message": {"tool_calls": [{"index": 999999999}]}}]}',
         b'{"choices": [{"message": {"tool_calls": [{"function": "search"}]}}]}',
     ],
 )

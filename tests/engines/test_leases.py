@@ -22,10 +22,10 @@ from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.pool.server import Aborted, Busy, Done, Lost, Outcome, Reset, Starved
 from agentenv.engines.remote import ForeignWeightsError, PartEnd, Request, ServerLostError
 from agentenv.errors import EngineDeadError, EngineError
-from agentenv.offload import run_virtual
 from agentenv.types import Chunk, SamplingParams, VersionSpan
 from tests.engines.faulty_server import FaultyServer, Guest
 from tests.engines.pool_bench import TEXT, Bench, bench, hear_all, leased, write_folder
+from tests.support.virtual_clock import run_virtual
 
 
 @pytest.fixture(scope="module")

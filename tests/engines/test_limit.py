@@ -1,4 +1,4 @@
-"""How many requests a server gets: from its own figures, and from trials once its cache is full."""
+"""How many requests a server gets, from its own figures."""
 
 from __future__ import annotations
 
@@ -7,66 +7,8 @@ from random import Random
 
 import pytest
 
-from agentenv.engines.pool.limit import MAX_PAUSE, ROUNDS, SPARSE, ConcurrencyLimit
+from agentenv.engines.pool.limit import ConcurrencyLimit
 from agentenv.engines.remote import ServerLoad
-
-HELD = 100  # requests that the cache of a server below holds
-TURN_S = 2.0
-
-
-class Looked:
-    """What a server of HELD requests, which samples `rate(limit)` tokens a second, is given in so
-    many looks, each a second after the other."""
-
-    def __init__(self, rate: Callable[[int], float]) -> None:
-        self.limit = ConcurrencyLimit(16, 512)
-        self.values: list[int] = []
-        self._rate = rate
-        self._turns = self._tokens = self._now_s = 0.0
-
-    def look(self, num_looks: int, *, asked: int = 10**6) -> None:
-        for _ in range(num_looks):
-            in_flight = min(self.limit.value, asked)
-            running = min(in_flight, HELD)
-            self.values.append(self.limit.value)
-            self._now_s += 1.0
-            self._turns += running / TURN_S
-            self._tokens += self._rate(in_flight)
-            self.limit.observe(
-                ServerLoad(running, in_flight - running, running / HELD, 0),
-                in_flight,
-                num_turns=int(self._turns),
-                num_tokens=int(self._tokens),
-                now_s=self._now_s,
-            )
-
-    def pass_by(self, seconds: float) -> None:
-        """Nothing is sampled meanwhile."""
-        self._now_s += seconds
-
-
-TRIAL = int(ROUNDS * TURN_S) + 2  # looks that one takes at most
-
-
-def share_sparse(values: list[int]) -> float:
-    return sum(value <= HELD * SPARSE + 1 for value in values) / len(values)
-
-
-def test_a_cache_is_kept_half_free_where_that_gives_more_tokens() -> None:
-    """Within ten trials, and from then on but for a trial of the full one now and then."""
-    server = Looked(lambda requests: 3_500 if requests <= HELD * 0.7 else 3_000)
-    server.look(10 * TRIAL)
-    assert server.values[:4] == [16, 32, 64, 85], "until it is nearly full"
-    server.look(50 * TRIAL)
-    assert 0.85 < share_sparse(server.values[10 * TRIAL :]) < 1
-
-
-def test_a_cache_is_filled_where_that_gives_more_tokens() -> None:
-    server = Looked(lambda requests: 30.0 * min(requests, HELD))
-    server.look(10 * TRIAL)
-    server.look(50 * TRIAL)
-    assert 0 < share_sparse(server.values[10 * TRIAL :]) < 0.15
-    assert server.limit.has_been_full
 
 
 class Growing:
@@ -85,8 +27,8 @@ class Growing:
         self._waiting: list[list[float]] = []
 
     def serve(self, num_asked: int, seconds: int) -> None:
-        for now_s in range(seconds):
-            for _ in range(10):
+        for _ in range(seconds):
+            for _step in range(10):
                 while len(self._running) + len(self._waiting) < min(num_asked, self.limit.value):
                     self._waiting.append([512, 512 + self._length()])
                 self._step(0.1)
@@ -97,8 +39,6 @@ class Growing:
                 ServerLoad(running, waiting, usage, self.num_preempted),
                 running + waiting,
                 num_turns=self.num_turns,
-                num_tokens=int(self.num_tokens),
-                now_s=float(now_s),
             )
 
     @property
@@ -129,57 +69,6 @@ def test_what_grows_longer_is_not_preempted(is_ragged: bool) -> None:
     server.serve(1000, 120)
     assert (server.num_preempted, server.num_full_s) == (0, 0)
     assert server.num_tokens > 0.97 * 14_000 * 120
-
-
-def test_what_is_better_may_change() -> None:
-    """The longest that it takes to be seen is the longest pause between two trials."""
-    is_early = True
-
-    def rate(requests: int) -> float:
-        return 3_500 if (requests <= HELD * 0.7) == is_early else 3_000
-
-    server = Looked(rate)
-    server.look(60 * TRIAL)
-    assert share_sparse(server.values[-5 * TRIAL :]) > 0.7
-    is_early = False
-    server.look((MAX_PAUSE + 4) * TRIAL)
-    server.look(20 * TRIAL)
-    assert share_sparse(server.values[-20 * TRIAL :]) < 0.3
-
-
-def test_a_half_free_cache_asks_for_no_longer_queue_than_a_full_one() -> None:
-    """Turns have become so short that the batch is what is full."""
-    server = Looked(lambda requests: 3_500 if requests <= HELD * 0.7 else 3_000)
-    server.look(20 * TRIAL)
-    while server.values[-1] > HELD * 0.7:
-        server.look(1)
-    for _ in range(TRIAL):
-        in_flight = server.limit.value
-        server.limit.observe(ServerLoad(50, in_flight - 50, 0.05, 0), in_flight)
-    assert server.limit.value <= 100, "as many may wait as run"
-
-
-def test_nothing_is_tried_before_the_cache_was_full_or_while_few_ask() -> None:
-    server = Looked(float)
-    server.look(10 * TRIAL, asked=60)
-    assert (server.limit.value, server.limit.has_been_full) == (85, False)
-    server.look(3)
-    assert server.limit.has_been_full
-    server.values.clear()
-    server.look(10 * TRIAL, asked=40)
-    assert len(set(server.values)) == 1, server.values
-
-
-@pytest.mark.parametrize("sparse", [3_500, 2_500])
-def test_what_passes_while_weights_are_replaced_counts_for_no_way(sparse: int) -> None:
-    """Updates come more often than trials end, and take as long again."""
-    server = Looked(lambda requests: sparse if requests <= HELD * 0.7 else 3_000)
-    for _ in range(100):
-        server.look(TRIAL // 2)
-        server.pass_by(TRIAL / 2)
-        server.limit.restart()
-    best = share_sparse(server.values[-10 * TRIAL :])
-    assert best > 0.85 if sparse > 3_000 else best < 0.15
 
 
 def test_the_limit_follows_the_engines_own_figures() -> None:

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from agentenv.engines.pool.server import Heartbeat
 from agentenv.engines.scripted import ScriptedEngine
 from agentenv.errors import EngineDeadError, EngineError
-from agentenv.offload import run_virtual
 from agentenv.types import Chunk, VersionSpan
 from tests.engines.faulty_server import EOS
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
+from tests.support.virtual_clock import run_virtual
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from agentenv.cluster.engines import LeasedEngine
 from agentenv.deadline import Deadline, WorkClock, working
 from agentenv.engines.pool.server import PooledServer
 from agentenv.errors import EngineError
-from agentenv.offload import run_virtual
 from tests.engines.pool_bench import Bench, bench, write_folder
+from tests.support.virtual_clock import run_virtual
 
 ABORT_S = 1.0  # that a server takes to end a request
 

@@ -13,11 +13,11 @@ import pytest
 from agentenv.deadline import Deadline, WorkClock, working
 from agentenv.engines.remote import BusyError, PartEnd, Request, ServerLostError
 from agentenv.errors import EngineDeadError, EngineError
-from agentenv.offload import run_virtual
 from agentenv.pipelines.run.terminal import is_shown
 from agentenv.types import Chunk, Completion, VersionSpan
 from tests.engines.faulty_server import FaultyServer
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
+from tests.support.virtual_clock import run_virtual
 
 
 @pytest.fixture(scope="module")

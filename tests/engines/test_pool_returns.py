@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from agentenv.errors import EngineError
-from agentenv.offload import run_virtual
 from tests.engines.pool_bench import bench, write_folder
+from tests.support.virtual_clock import run_virtual
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 from agentenv.deadline import Deadline, WorkClock, working
 from agentenv.engines.remote import ServerLostError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
-from agentenv.offload import run_virtual
 from agentenv.types import Chunk, Completion, VersionSpan
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
+from tests.support.virtual_clock import run_virtual
 
 
 @pytest.fixture(scope="module")

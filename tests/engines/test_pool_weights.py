@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from agentenv.engines.pool.pool import EnginePool
-from agentenv.engines.remote import Request, ServerLostError
+from agentenv.engines.remote import ServerLostError
 from agentenv.errors import ConfigError, EngineDeadError, EngineError
-from agentenv.offload import run_virtual
 from agentenv.pipelines.run.terminal import is_shown
 from agentenv.server_config import PoolConfig
-from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan
+from agentenv.types import Chunk, SamplingParams, VersionSpan
 from tests.engines.faulty_server import EOS, FaultyServer, reciter
 from tests.engines.pool_bench import TEXT, Bench, bench, virtual, write_folder
+from tests.support.virtual_clock import run_virtual
 
 
 @pytest.fixture(scope="module")
@@ -213,25 +212,6 @@ async def test_a_server_may_be_added_and_removed_during_the_run(b: Bench) -> Non
     assert b.servers[0].num_closed == 1
 
 
-@virtual(2)
-async def test_other_weights_under_the_right_version_are_found(b: Bench) -> None:
-    """A server that says it has loaded, but holds something else, stays out."""
-    liar = b.servers[1]
-    load = liar.load_weights
-
-    async def pretend(source: Path, policy_version: int) -> None:
-        await load(source, policy_version)
-        liar.weights = "something else"
-
-    liar.load_weights = pretend  # type: ignore[method-assign]
-    await b.load(1)
-    assert b.pool.stats()["servers_up"] == 1
-    await asyncio.sleep(10)
-    await b.ask()
-    assert b.pool.stats()["servers_up"] == 1
-    assert liar.requests == []
-
-
 @virtual(1)
 async def test_a_restart_behind_the_url_is_found_before_a_request_shows_it(b: Bench) -> None:
     """The label that the pool gave its weights is gone; the new process gets the weights first."""
@@ -270,28 +250,6 @@ def test_tokens_of_foreign_weights_are_not_used(
             assert (server.weights, len(server.loaded)) == ("v1", 2)
 
     run_virtual(main())
-
-
-@virtual(2)
-async def test_weights_that_someone_changed_without_a_word_are_found_at_the_next_loss(
-    b: Bench,
-) -> None:
-    """The label is right, the log-prob of a token is not."""
-    await b.load(1)
-    changed = b.servers[0]
-    changed.change_weights("others")
-    generate = changed.generate
-
-    async def fail_once(request: Request, on_chunk: Callable[[Chunk], None]) -> Completion:
-        if not request.id.startswith("weights-"):
-            changed.generate = generate  # type: ignore[method-assign]
-            raise ServerLostError("500")
-        return await generate(request, on_chunk)
-
-    changed.generate = fail_once  # type: ignore[method-assign]
-    assert b.text(await b.ask()) == TEXT
-    await b.until_up(2)
-    assert (changed.weights, changed.loaded) == ("v1", [("v1", 1), ("v1", 1)])
 
 
 async def test_a_server_that_is_not_there_is_refused_at_the_start(folder: Path) -> None:

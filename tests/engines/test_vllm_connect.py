@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.remote.probes import GENERATE
 from agentenv.engines.vllm import VLLMServer
 from agentenv.errors import ConfigError
-from agentenv.types import SamplingParams
-from tests.engines import contract
 from tests.engines.proxy import Change, Proxy, changed, proxy, without
-from tests.engines.reference import EOS, VOCAB
 from tests.engines.vllm_server import LOGPROBS, SCALE_OUT, VLLMProcess, require_vllm
-from tests.engines.world import EngineSubject, ServerSubject, World
+from tests.engines.world import World
 
 pytestmark = [pytest.mark.engine_vllm, pytest.mark.timeout(400)]
 
@@ -104,75 +99,3 @@ async def refused(server: Proxy, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         await client.connect(0)
     await client.close()
-
-
-# several behind one URL
-
-
-@pytest.fixture
-async def router(urls: list[str]) -> AsyncIterator[Proxy]:
-    async with proxy(urls) as found:
-        yield found
-
-
-@pytest.fixture
-async def behind(router: Proxy, urls: list[str], world: World) -> AsyncIterator[VLLMServer]:
-    """A client of the one URL, at version 0."""
-    client = VLLMServer(router.url, control_urls=urls)
-    await client.connect(0)
-    await client.load_weights(world.paths[0], 0)
-    yield client
-    await client.close()
-
-
-async def test_requests_pass_through_one_url_and_weights_reach_each_worker(
-    router: Proxy, urls: list[str], world: World
-) -> None:
-    """Through a pool, as in a run: both workers sample, and both have each update."""
-    client = VLLMServer(router.url, control_urls=urls)
-    pool = EnginePool([client], world.paths[0], 0, vocab_size=VOCAB, eos_ids={EOS})
-    await pool.start(fresh=False)
-    await contract.check_updates(EngineSubject(pool), world)
-    await pool.close()  # which would take its servers back from those who name their weights anew
-    for url in urls:
-        assert router.counts[url, GENERATE] > 4
-        alone = VLLMServer(url)
-        assert (await alone.load()).num_running == 0
-        await alone.connect(3)
-        await contract.check_greedy(ServerSubject(alone), world, 3)
-        await alone.close()
-    paths = {path for _, path in router.counts}
-    assert paths <= {GENERATE, "/health"}  # all else goes to the workers themselves
-
-
-async def test_an_update_within_requests_on_both_workers(behind: VLLMServer, world: World) -> None:
-    await contract.check_update_within_a_request(ServerSubject(behind), world, recomputed=True)
-
-
-async def test_streams_pass_through(behind: VLLMServer) -> None:
-    await contract.check_streaming(ServerSubject(behind))
-    await contract.check_stream_interval(behind)
-
-
-async def test_aborts_find_the_worker(behind: VLLMServer) -> None:
-    """The router hides from it that the client has gone."""
-    await contract.check_abort(ServerSubject(behind), num_requests=128)
-
-
-async def test_load_is_that_of_both(behind: VLLMServer, urls: list[str]) -> None:
-    """Figures may come late from a server that is busy, so the requests never end."""
-
-    async def again_and_again() -> None:
-        while True:
-            await ServerSubject(behind).generate([20, 21, 22], SamplingParams(max_tokens=200))
-
-    running = [asyncio.create_task(again_and_again()) for _ in range(48)]  # 24 on each
-    seen = 0
-    while seen <= 24:
-        load = await behind.load()
-        seen = load.num_running + load.num_waiting
-        assert not any(task.done() for task in running)
-        await asyncio.sleep(0.1)
-    for task in running:
-        task.cancel()
-    await asyncio.wait(running)

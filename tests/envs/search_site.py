@@ -46,9 +46,11 @@ class Web:
         return search_config({"backend": backend, "pages": pages, **keys})
 
 
-async def search(config: SearchConfig, query: str, episode: Episode | None = None) -> Any:
+async def search(
+    config: SearchConfig, query: str, episode: Episode | None = None, **keys: Any
+) -> Any:
     service = SearchService(config)
     try:
-        return await service.search(query, episode or Episode())
+        return await service.search(query, episode or Episode(), **keys)
     finally:
         await service.close()

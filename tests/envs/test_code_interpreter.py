@@ -12,7 +12,6 @@ import agentenv.envs
 from agentenv.env import close_shared, shared_stats
 from agentenv.envs.code_interpreter import python_tool, shared_sandbox
 from agentenv.envs.sandbox.keys import PythonConfig
-from agentenv.envs.sandbox.remote import RemoteSandbox
 from agentenv.envs.sandbox.sandbox import Sandbox
 from agentenv.errors import ConfigError, EnvError
 from agentenv.types import Message, Task, ToolCall
@@ -70,8 +69,6 @@ async def test_a_missing_package_is_reported_before_the_first_question() -> None
         ({"python": {"interpretor": "x"}}, "unknown key; did you mean interpreter"),
         ({"python": {"timeout_s": 0}}, r"python: timeout_s: Expected `float` > 0"),
         ({"python": {"limits": {"memory": 1}}}, r"limits.memory: unknown key"),
-        ({"python": {"remote_url": "ftp://x"}}, "python.remote_url: expected http://"),
-        ({"python": {"remote_url": "http://x", "preload": ["json"]}}, "its own interpreter"),
         ({"grader": {"kind": "best"}}, "grader: kind: expected one of"),
     ],
 )
@@ -87,11 +84,6 @@ async def test_one_sandbox_for_all_episodes_with_the_same_settings() -> None:
     assert shared_sandbox(PythonConfig(allow_unsafe=True)) is not one
     tool = python_tool(timeout_s=3.0)
     assert (tool.sandbox, tool.timeout_s) == (one, 3.0)
-    env = agentenv.env.make(ENV_ID, TASK, python={"remote_url": "http://127.0.0.1:9"})
-    with pytest.raises(ConfigError, match=r"python\.remote_url: .* does not work"):
-        await env.reset(seed=1)
-    await env.close()
-    assert RemoteSandbox("http://127.0.0.1:9/").url == "http://127.0.0.1:9"
 
 
 def python(code: str) -> Message:

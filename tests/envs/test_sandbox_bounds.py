@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from agentenv.envs.sandbox import launch
 from agentenv.envs.sandbox.keys import SandboxLimits
 from agentenv.envs.sandbox.sandbox import VARIABLES_LOST, Sandbox, SandboxSession
 from agentenv.errors import InfraError
@@ -142,8 +143,11 @@ async def test_the_trainer_comes_first(sandbox: Sandbox, session: SandboxSession
             assert file.read() == "1000\n"
 
 
-async def test_together_they_are_bounded_and_the_largest_dies() -> None:
-    sandbox = Sandbox(limits=SandboxLimits(max_total_bytes=150 << 20), preload=())
+async def test_together_they_are_bounded_and_the_largest_dies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "_machine_bytes", lambda: 300 << 20)
+    sandbox = Sandbox(preload=())
     small, large = sandbox.session(1), sandbox.session(2)
     assert await said(small, "x = bytearray(b'1') * (60 << 20); len(x) >> 20") == "60"
     result = await large.run("x = bytearray(b'1') * (120 << 20)\nwhile True: pass", 20)

@@ -24,22 +24,22 @@ async def test_snippets_as_arpo_shows_them(site: Web) -> None:
 
 
 async def test_links_are_shown_for_opening(site: Web) -> None:
-    result = await search(site.config(show_links=True, max_results=1), "lima")
+    result = await search(site.config(max_results=1), "lima", links=True)
     assert result.text == f"Page 1: [Lima]({site.url}/article) {SNIPPET}"
 
 
 @pytest.mark.slow
 async def test_pages_show_the_surroundings_of_the_snippet(site: Web) -> None:
-    result = await search(site.config(mode="pages", window_chars=2000), "lima")
+    result = await search(site.config(mode="pages"), "lima")
     first, second = result.text.split("\nPage 2: ")
     assert f"{SNIPPET}, it says." in first
-    assert len(first) == len("Page 1: ") + 2000
+    assert len(first) == len("Page 1: ") + 3_000
     assert second == "A page that is gone."  # its snippet, since it cannot be had
     assert len(result.info["pages_failed"]) == 1
 
 
 async def test_a_repeated_query_is_told_as_in_arpos_evaluation(site: Web) -> None:
-    service = SearchService(site.config(repeated="tell"))
+    service = SearchService(site.config(preset="arpo_eval", mode="snippets"))
     episode = Episode()
     await service.search("lima", episode)
     child = episode.copy()
@@ -51,7 +51,6 @@ async def test_a_repeated_query_is_told_as_in_arpos_evaluation(site: Web) -> Non
     await service.close()
     assert SearchConfig(preset="arpo_eval").sizes.repeated == "tell"
     assert SearchConfig().sizes.repeated == "search"
-    assert SearchConfig(preset="arpo_eval", repeated="search").sizes.repeated == "search"
 
 
 @pytest.mark.slow
@@ -76,7 +75,7 @@ async def test_summaries_know_question_and_reasoning(site: Web) -> None:
     summarizer = {"url": f"{site.url}/v1", "model": "small"}
     config = site.config(preset="arpo_eval", summarizer=summarizer)
     episode = Episode("When was Lima founded?", ["<think>I should search.</think>"])
-    result = await search(config, "founding of lima", episode)
+    result = await search(config, "founding of lima", episode=episode)
     assert result.text == "Founded in 1535."
     (sent,) = site.summarised
     assert (sent["model"], sent["temperature"], sent["max_tokens"]) == ("small", 0.6, 4096)
@@ -118,8 +117,8 @@ def test_the_presets_have_the_published_sizes() -> None:
     }
     config = SearchConfig()
     assert (config.max_results, config.max_chars_per_result) == (10, 1000)
-    changed = search_config({"preset": "tool_star", "window_chars": 500, "mode": "snippets"})
-    assert (changed.sizes.window_chars, changed.sizes.mode) == (500, "snippets")
+    changed = search_config({"preset": "tool_star", "mode": "snippets"})
+    assert (changed.sizes.window_chars, changed.sizes.mode) == (6_000, "snippets")
 
 
 def _sizes(name: Any) -> list[Any]:
@@ -135,12 +134,6 @@ def _sizes(name: Any) -> list[Any]:
         ({"max_result": 3}, r"max_result.*max_results"),
         ({"backend": {"name": "bm25", "url": "x"}}, r"backend\.url"),
         ({"backend": {"name": "google"}}, r"backend"),
-        ({"snapshot_mode": "record"}, r"snapshot_mode: is not read; expected search\.snapshot"),
-        ({"on_miss": "tell"}, r"on_miss: is not read"),
-        (
-            {"snapshot": "a", "snapshot_mode": "record", "snapshot_sha256": "0"},
-            r'snapshot_sha256: is not read.*snapshot_mode = "replay"',
-        ),
         ({"max_results": 0}, r"max_results"),
     ],
 )

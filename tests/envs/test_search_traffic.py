@@ -14,8 +14,8 @@ from agentenv.envs.search.providers import WebBackend, WebConfig
 from agentenv.envs.search.upstream import HttpRequest, Reply, TokenBucket, Upstream
 from agentenv.errors import ConfigError, InfraError
 from agentenv.http import retry_after_s
-from agentenv.offload import run_virtual
 from tests.envs.search_server import QUICK, Scripted, send, serving
+from tests.support.virtual_clock import run_virtual
 
 # retries
 

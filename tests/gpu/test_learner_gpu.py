@@ -85,7 +85,6 @@ async def test_an_update_fits_into_what_the_dry_run_counts(
         max_tokens_per_microbatch=TOKENS,
         groups_per_minibatch=64,
         command_timeout_s=600,
-        start_timeout_s=600,
         **CASES[name],
     )
     shape = find_shape(model)

@@ -16,8 +16,9 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from agentenv.errors import ConfigError
 from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import EncodedTree, encode, pack
+from agentenv.learners.batch import EncodedTree, encode
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.partition import pack
 from agentenv.learners.policy import Policy, tensors, use_liger
 from tests.gpu.place import DEVICE, HAS_GPU, restored
 from tests.learners.ranks import (

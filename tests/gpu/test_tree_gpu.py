@@ -22,7 +22,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentenv.learners.attention import TreeLayout
 from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import LAYOUTS, encode, pack
+from agentenv.learners.batch import LAYOUTS, encode
+from agentenv.learners.partition import pack
 from agentenv.learners.policy import LogprobHead, Policy, tensors, use_liger
 from agentenv.learners.segments import is_right_on
 from benchmarks.parts.layouts import (

@@ -42,7 +42,6 @@ def two_ranks(**keys: Any) -> LearnerConfig:
         "weight_decay": 0.1,
         "grad_clip": 0.5,
         "command_timeout_s": 600,
-        "start_timeout_s": 600,
     }
     return LearnerConfig(**{**known, **keys})
 

@@ -16,7 +16,8 @@ from agentenv.errors import DataError
 from agentenv.learners.aepo import AEPO
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import EncodedTree, encode, encode_sequence, pack
+from agentenv.learners.batch import EncodedTree, encode, encode_sequence
+from agentenv.learners.partition import pack
 from agentenv.types import VersionSpan
 from tests.learners.trees import flat_loss, random_tree, tiny_model, tree_loss
 

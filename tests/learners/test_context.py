@@ -21,7 +21,7 @@ from transformers import Lfm2Config
 from agentenv.errors import ConfigError
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.arpo import ARPO
-from agentenv.learners.batch import EncodedTree, encode, encode_sequence, pack
+from agentenv.learners.batch import EncodedTree, encode, encode_sequence
 from agentenv.learners.checkpoint import Checkpoint, restore
 from agentenv.learners.context import ContextGroup, Share, padded
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
@@ -29,7 +29,7 @@ from agentenv.learners.dpo import prefer, with_reference
 from agentenv.learners.learner import LearnerConfig, Metrics, check_heads
 from agentenv.learners.lora import LoRAConfig, add_adapters
 from agentenv.learners.model_check import check_model
-from agentenv.learners.partition import assign, partition
+from agentenv.learners.partition import assign, pack, partition
 from agentenv.learners.trainer import Trainer
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task, VersionSpan

@@ -23,7 +23,8 @@ from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.arpo import ARPO
 from agentenv.learners.batch import EncodedTree, encode, encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
-from agentenv.learners.learner import LearnerConfig, OptimizerConfig
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.optimizer import OptimizerConfig
 from agentenv.learners.partition import forget_entropies
 from agentenv.tree import TrajectoryTree
 from tests.learners.ranks import (

@@ -18,6 +18,7 @@ from agentenv.learners import messages as wire
 from agentenv.learners import ranks
 from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
+from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.ranks import RankLink
 from agentenv.learners.worker import Position, failure, find_position
 from agentenv.link import PREFIX_BYTES, Link, held_ports
@@ -178,7 +179,8 @@ async def test_external_ranks_need_a_secret(
     with pytest.raises(ConfigError, match="AGENTENV_LEARNER_TOKEN"):
         await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "log")
     monkeypatch.setenv(wire.TOKEN_VARIABLE, "a secret")
-    config = two_ranks(launch="external", address="127.0.0.1:0", start_timeout_s=0.2)
+    config = two_ranks(launch="external", address="127.0.0.1:0")
+    monkeypatch.setattr(LearnerConfig, "start_timeout_s", 0.2)
     with pytest.raises(LearnerError, match="rank 0 did not connect in 0 s"):
         await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "log")
 

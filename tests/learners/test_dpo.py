@@ -11,7 +11,7 @@ import torch
 from agentenv.errors import DataError
 from agentenv.learners.backend import TorchBackend
 from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import EncodedTree, encode_sequence, pack
+from agentenv.learners.batch import EncodedTree, encode_sequence
 from agentenv.learners.dpo import (
     PairTokens,
     encode_pair,
@@ -22,6 +22,7 @@ from agentenv.learners.dpo import (
 )
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.lora import LoRAConfig, add_adapters
+from agentenv.learners.partition import pack
 from agentenv.learners.policy import Policy
 from agentenv.learners.trainer import Trainer
 from tests.learners.trees import VOCABULARY, tiny_model

@@ -19,11 +19,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 from agentenv.errors import ConfigError
 from agentenv.learners import messages as wire
 from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import encode_sequence, pack
+from agentenv.learners.batch import encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.export import Weights, buckets, entries
 from agentenv.learners.export import export as export_offline
 from agentenv.learners.lora import LoRAConfig
+from agentenv.learners.partition import pack
 from agentenv.learners.policy import Policy, tensors
 from agentenv.learners.worker import Rank
 from tests.learners.ranks import (

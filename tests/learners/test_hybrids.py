@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from agentenv.learners.attention import TreeLayout
-from agentenv.learners.batch import pack
+from agentenv.learners.partition import pack
 from agentenv.learners.policy import Policy, tensors
 from tests.learners.test_tree_equality import ALGORITHMS, WHOLE, gradients, relative, some_trees
 from tests.learners.trees import HYBRIDS, flat_loss, tiny_model, tree_loss

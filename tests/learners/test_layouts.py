@@ -15,11 +15,12 @@ from agentenv.errors import ConfigError
 from agentenv.learners import layouts, segments
 from agentenv.learners import messages as wire
 from agentenv.learners.backend import TorchBackend
-from agentenv.learners.batch import LAYOUTS, EncodedTree, MicroBatch, encode_sequence, pack
+from agentenv.learners.batch import LAYOUTS, EncodedTree, encode_sequence
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.layouts import SHORT_PATH, TIMED, WARM_UP, Costs, Layouts
 from agentenv.learners.learner import LearnerConfig, Sample, Saved
 from agentenv.learners.model_check import check_model
+from agentenv.learners.partition import MicroBatch, pack
 from agentenv.learners.policy import Policy
 from agentenv.learners.worker import Rank
 from agentenv.tree import TrajectoryTree

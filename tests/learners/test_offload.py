@@ -48,7 +48,7 @@ async def test_sleeping_between_updates_changes_nothing(
     tmp_path: Path, keys: dict[str, Any]
 ) -> None:
     model = save_tiny_model(tmp_path / "model")
-    config = two_ranks(**keys, start_timeout_s=600, command_timeout_s=600)
+    config = two_ranks(**keys, command_timeout_s=600)
     found = []
     learner = await DeepSpeedLearner.start(config, ALGORITHM, model, tmp_path / "learner.log")
     try:

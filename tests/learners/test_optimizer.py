@@ -15,7 +15,7 @@ from agentenv.learners.backend import (
     scale_learning_rates,
     set_hyperparameters,
 )
-from agentenv.learners.learner import OptimizerConfig, ScheduleConfig, lr_factor
+from agentenv.learners.optimizer import OptimizerConfig, ScheduleConfig, lr_factor
 from tests.learners.trees import VOCABULARY, tiny_model
 
 CONFIG = OptimizerConfig(

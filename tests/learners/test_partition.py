@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from agentenv.learners.algorithm import Algorithm, Band
 from agentenv.learners.arpo import ARPO
 from agentenv.learners.baselines import GRPO, GSPO, DrGRPO
-from agentenv.learners.batch import ActionTokens, EncodedTree, encode, from_arrays, pack
+from agentenv.learners.batch import ActionTokens, EncodedTree, encode, from_arrays
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.minibatch import LeafMap, prepare
@@ -27,6 +27,7 @@ from agentenv.learners.partition import (
     cost,
     idle_share,
     load,
+    pack,
     part,
     partition,
 )

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from agentenv.errors import ConfigError
-from agentenv.learners.batch import encode_sequence, pack
+from agentenv.learners.batch import encode_sequence
+from agentenv.learners.partition import pack
 from agentenv.learners.policy import LogprobHead, Policy, tensors
 from tests.learners.trees import tiny_model
 

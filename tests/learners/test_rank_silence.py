@@ -12,7 +12,7 @@ import pytest
 from agentenv.learners import messages as wire
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.ranks import RankGroup
-from agentenv.offload import run_virtual
+from tests.support.virtual_clock import run_virtual
 
 COMMAND = wire.Abort
 

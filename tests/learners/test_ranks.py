@@ -18,7 +18,8 @@ from agentenv.errors import ConfigError, LearnerError
 from agentenv.learners.batch import EncodedTree, encode_sequence
 from agentenv.learners.checkpoint import Checkpoint, restore, save
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
-from agentenv.learners.learner import LearnerConfig, OptimizerConfig
+from agentenv.learners.learner import LearnerConfig
+from agentenv.learners.optimizer import OptimizerConfig
 from agentenv.learners.partition import partition
 from agentenv.learners.trainer import Trainer
 from tests.learners.ranks import (

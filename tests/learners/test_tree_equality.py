@@ -22,7 +22,8 @@ from agentenv.learners import attention as attention_blocked
 from agentenv.learners.aepo import AEPO
 from agentenv.learners.algorithm import Algorithm
 from agentenv.learners.baselines import GRPO
-from agentenv.learners.batch import LAYOUTS, ActionTokens, EncodedTree, encode, pack
+from agentenv.learners.batch import LAYOUTS, ActionTokens, EncodedTree, encode
+from agentenv.learners.partition import pack
 from agentenv.learners.policy import Policy, tensors
 from agentenv.tree import TrajectoryTree
 from tests.learners.trees import MODELS, flat_loss, random_tree, tiny_model, tree_loss

@@ -31,9 +31,10 @@ from transformers import (
 )
 
 from agentenv.learners.algorithm import Algorithm
-from agentenv.learners.batch import ActionTokens, EncodedTree, Layout, pack
+from agentenv.learners.batch import ActionTokens, EncodedTree, Layout
 from agentenv.learners.credit import CreditedTree, TreeCredit, group_advantages
 from agentenv.learners.losses import LossBatch, entropy_statistics
+from agentenv.learners.partition import pack
 from agentenv.learners.policy import Policy, tensors
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Limit, Task, VersionSpan

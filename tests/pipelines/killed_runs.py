@@ -43,7 +43,7 @@ class KilledRun:
 
     def arguments(self) -> list[str]:
         given = [str(self.workspace), f"run.name={self.name}", f"train.num_steps={NUM_STEPS}"]
-        given += ["checkpoint.every=2", "checkpoint.keep_last=1000", "journal.sync_s=0.05"]
+        given += ["checkpoint.every=2", "checkpoint.keep_last=1000"]
         given += [*self.keys(), *self._overrides]
         return [*given, *(["--resume"] if (self.path / "config.json").is_file() else [])]
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from agentenv.archive import read_step, steps_of
+from agentenv.launchers import train
 from tests.support.runs import rows_of, trees_of
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
@@ -56,3 +58,39 @@ def test_the_learners_logprobs_are_of_the_same_tokens(finished: Path) -> None:
             total = sum(kept.credit.advantages[path.leaf.index : path.leaf.index + 1])
             alone = counted & (columns.weight == 1)
             assert all(math.isclose(one, total) for one in credit[alone])
+
+
+@pytest.mark.parametrize("algorithm", ["arpo", "aepo", "reinforce_pp", "gspo"])
+@pytest.mark.parametrize("equal", ["count", "drop"])
+def test_optimizer_steps_are_as_many_as_were_said(
+    warehouse: Path,
+    here: None,
+    capsys: pytest.CaptureFixture[str],
+    algorithm: str,
+    equal: str,
+) -> None:
+    """Groups of two, of which some have equal returns; of a step perhaps all."""
+    keys = ["algorithm.group_size=2", "learner.groups_per_minibatch=1", "train.num_steps=6"]
+    name = f"steps-{algorithm}-{equal}"
+    keys += [f"algorithm.name={algorithm}", f"queue.equal_groups={equal}", f"run.name={name}"]
+    assert train.main([str(warehouse), *keys]) == 0
+    run = warehouse.parent / "runs" / name
+    captured = capsys.readouterr()
+    said = " ".join((captured.out + captured.err).split())
+    said_at_start = re.search(r"trajectories in (up to )?(\d+) optimizer steps", said)
+    assert said_at_start is not None
+    rows = [row for row in rows_of(run) if "trees/offered" in row]
+    taken = [row.get("learner/num_steps", 0) for row in rows]
+    fates = [
+        entry.fate for path in steps_of(run / "trees").values() for entry in read_step(path).entries
+    ]
+    if equal == "count":
+        assert said_at_start.groups() == (None, "2")
+        assert taken == [2.0] * 6
+        assert fates == ["trained"] * 12
+        assert rows[-1]["trees/equal"] == sum(row["learner/num_equal_groups"] for row in rows)
+        assert rows[-1]["trees/equal"] > 0
+    else:
+        assert said_at_start.groups() == ("up to ", "2")
+        assert taken == [row.get("learner/num_trained", 0) for row in rows]
+        assert set(fates) == {"trained", "filtered"}

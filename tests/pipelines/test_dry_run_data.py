@@ -47,8 +47,6 @@ max_prompt_tokens = 200
 max_response_tokens = 200
 [search]
 backend = { name = "bm25", corpus = "never-searched.jsonl" }
-snapshot = "never-read.jsonl"
-on_miss = "tell"
 """
 )
 

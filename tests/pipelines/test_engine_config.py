@@ -46,7 +46,6 @@ def test_sglang_never_fills_its_whole_context(tmp_path: Path) -> None:
     ("engine", "says"),
     [
         ({"urls": ["http://a:1"], "servers": {}}, "give only one of urls, urls_file and servers"),
-        ({"urls": ["http://a", "http://b"], "control_urls": ["http://c"]}, "control_urls are the"),
         ({"servers": {"num_server": 2}}, "did you mean engine.servers.num_servers"),
         (
             {"servers": {"servers_per_gpu": 3, "gpu_memory_share": 0.4}},

@@ -15,6 +15,7 @@ from agentenv.pipelines.evaluation.store import read_rows
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.terminal import first_reason
+from agentenv.pipelines.setup import environments
 from tests.pipelines.evaluating import runner
 from tests.pipelines.test_rollout_workers import log_of, run, start_worker, taken, trees, until
 from tests.pipelines.test_rollout_workers import workers as processes
@@ -133,7 +134,9 @@ def test_what_they_find_wrong_is_told_before_the_run(
     assert "computing_env" in str(reason)
 
 
-def test_one_that_computes_for_ever_is_killed_and_its_rollout_has_crashed(warehouse: Path) -> None:
+def test_one_that_computes_for_ever_is_killed_and_its_rollout_has_crashed(
+    warehouse: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where it is the only one of its process; the run goes on."""
     flag = warehouse.parent / "endless"
     endless = f"if not os.path.exists({str(flag)!r}):\n            open({str(flag)!r}, 'x')"
@@ -141,9 +144,10 @@ def test_one_that_computes_for_ever_is_killed_and_its_rollout_has_crashed(wareho
     module = MODULE.format(here="None").replace("end = ", endless, 1)
     module = module.replace("me/Computing", "me/Endless").replace("computing_env", "endless_env")
     (warehouse.parent / "endless_env.py").write_text(module)
-    keys = ["env.id=me/Endless-v0", "env.module=endless_env", "env.workers=1", "env.held_s=5"]
+    keys = ["env.id=me/Endless-v0", "env.module=endless_env", "env.workers=1"]
     keys += ["limits.env_timeout_s=5"]
     limits = ["limits.max_failed_share=1", "algorithm.group_size=2"]
+    monkeypatch.setattr(environments, "HELD_S", 5.0)
     found = run(warehouse, "envs-endless", *PLAIN, *keys, *limits)
-    assert "(env.held_s)" in log_of(found)
+    assert "it has said nothing for 5 s" in log_of(found)
     assert len(rows_of(found)) >= 4

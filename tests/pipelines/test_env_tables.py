@@ -27,7 +27,7 @@ from agentenv.renderer import PromptConfig
 from agentenv.types import Limits, Message, Task, ToolCall
 
 INTERPRETER = {"timeout_s": 3.0, "preload": []}
-SEARCH = {"mode": "pages", "max_results": 2, "show_links": False}
+SEARCH = {"mode": "pages", "max_results": 2}
 READS = {
     "agentenv/CodeInterpreter-v0": ("python", "grader"),
     "agentenv/DeepSearch-v0": ("python", "search", "grader"),

@@ -170,20 +170,6 @@ def test_without_out_each_configuration_has_its_own_directory(
     assert counts == [2, 4], "more samples of one, another seed in another"
 
 
-def test_one_question_is_shown_as_it_goes(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    question = ("--question", "How many bolts are there?", "--answer", "1240")
-    assert run("out", *question) == 0
-    out = capsys.readouterr().out
-    for part in ("[user]\nHow many bolts are there?", "[policy]\n<think>look</think><stock>",
-                 "[stock, ", "[end]\nterminated; 1 tool calls"):  # fmt: skip
-        assert part in out
-    assert ("right, reward 1" in out) != ("wrong, reward 0" in out)
-    assert "\x1b" not in out
-    assert not (tmp_path / "out").exists()
-
-
 def test_rows_are_one_line_each_whatever_they_hold(tmp_path: Path) -> None:
     import msgspec
 

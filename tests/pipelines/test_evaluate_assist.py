@@ -70,7 +70,7 @@ def run(warehouse: Path, tmp_path: Path, helper: ScriptedEndpoint) -> Run:
         arguments += ["assist.backtracer.max_uses=1", f"assist.refiner.url={helper.url}"]
         arguments += ["assist.refiner.min_response_tokens=100", "limits.max_response_tokens=600"]
         arguments += ["limits.max_tool_calls=20", "limits.max_prompt_tokens=300"]
-        arguments += [] if "--question" in more else [f"data={folder}/a.jsonl"]
+        arguments += [f"data={folder}/a.jsonl"]
         return evaluate.main([*arguments, *more])
 
     return evaluated
@@ -209,15 +209,6 @@ def test_an_endpoint_of_chat_messages_has_helpers_too(
     assert row.success
     assert row.assist["backtracer_ok"] == row.assist["refiner_ok"] == 1
     assert "nails" in row.abandoned[0]
-
-
-def test_one_question_is_shown_with_them(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("out", "--question", "How many bolts are there?", "--answer", "1240") == 0
-    text = capsys.readouterr().out
-    assert "<stock>bolt</stock>" in text
-    assert "[debugger]\nbolts\n[stock" in text
-    assert "[taken again, or from a shorter context]" in text
-    assert "debugger_ok 1" in text
 
 
 def test_training_has_no_such_key(warehouse: Path, capsys: pytest.CaptureFixture[str]) -> None:

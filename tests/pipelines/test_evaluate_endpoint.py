@@ -27,7 +27,7 @@ def run(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Eva
     def evaluated(endpoint: ScriptedEndpoint, *more: str, n: int = 2) -> int:
         arguments = [endpoint.url, "--env", "me/Warehouse-v0", "env.module=my_env"]
         arguments += ["--out", str(tmp_path / "out"), "--n", str(n)]
-        data = [] if "--question" in more else [f"data={warehouse.parent}/a.jsonl"]
+        data = [f"data={warehouse.parent}/a.jsonl"]
         return evaluate.main([*arguments, *data, *more])
 
     return evaluated
@@ -224,20 +224,6 @@ def test_the_same_server_at_another_port_goes_on(run: Evaluate, rows: Any) -> No
         assert run(other, n=3) == 0
     assert len(other.requests) == 2
     assert len(rows()) == 3
-
-
-@pytest.mark.parametrize(("script", "renderer"), [(tags, "tags"), (native, "native")])
-def test_one_question_streams(
-    run: Evaluate, script: Any, renderer: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with ScriptedEndpoint(script) as endpoint:
-        question = ("--question", "How many bolts?", "--answer", "1240")
-        assert run(endpoint, *question, f"renderer.name={renderer}") == 0
-    assert all(body["stream"] for body in endpoint.requests)
-    out = capsys.readouterr().out
-    assert "[policy]\n<answer>1240</answer>\n[end]" in out
-    assert "[stock, " in out
-    assert "right, reward 1" in out
 
 
 def test_a_tokenizer_needs_a_server_that_speaks_in_ids(

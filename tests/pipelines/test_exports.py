@@ -16,15 +16,8 @@ from agentenv.errors import install_hint
 from agentenv.failures import REDACTED, Redactor
 from agentenv.frames import ArchiveConfig
 from agentenv.launchers import export
-from agentenv.pipelines.run.records import (
-    EvalRow,
-    Question,
-    of_row,
-    of_tree,
-    redacted,
-    trajectory_rows,
-    turns_of,
-)
+from agentenv.pipelines.run.records import EvalRow, trajectory_rows
+from agentenv.pipelines.run.transcript import Question, of_row, of_tree, redacted, turns_of
 from agentenv.pipelines.viewing.transcripts import atif_document
 from tests.support.stored_evaluation import failed, row, write_evaluation
 from tests.support.told_tree import SECRET, told_tree

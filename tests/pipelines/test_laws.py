@@ -34,7 +34,7 @@ from hypothesis.stateful import (
 
 from agentenv.errors import AgentEnvError
 from agentenv.frames import frames_of
-from agentenv.offload import DeadlockError, Inline, VirtualClockLoop, replaced, waiting_tasks
+from agentenv.offload import replaced
 from agentenv.pipelines.rl.batching import Batch
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
@@ -42,6 +42,7 @@ from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
 from agentenv.tree import TrajectoryTree
 from tests.support.toy_run import ToyWorld, toy_config
+from tests.support.virtual_clock import DeadlockError, Inline, VirtualClockLoop, waiting_tasks
 
 pytestmark = pytest.mark.slow
 

@@ -16,12 +16,12 @@ from agentenv.errors import LearnerError
 from agentenv.launchers import train
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.learner import Score
-from agentenv.offload import run_virtual
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.publishing import PROBE_S, Gap, ParityCheck, ParityGap, ParityProbe
 from agentenv.types import Chunk
 from tests.engines.faulty_server import FaultyServer
 from tests.engines.pool_bench import bench, write_folder
+from tests.support.virtual_clock import run_virtual
 from tests.support.warehouse import ROOT
 
 LOGPROB = -1.0  # what the learner finds for every token

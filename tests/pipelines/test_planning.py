@@ -23,9 +23,10 @@ from transformers import (
 from agentenv.config import load_config
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.frames import ArchiveConfig
-from agentenv.learners.batch import encode_sequence, pack
+from agentenv.learners.batch import encode_sequence
 from agentenv.learners.learner import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
+from agentenv.learners.partition import pack
 from agentenv.learners.policy import CHUNK_BYTES, TILE_BYTES, Policy, tensors
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import ColdStartOptimizer

@@ -11,11 +11,11 @@ import pytest
 from agentenv.actor import Actor
 from agentenv.deadline import doing
 from agentenv.env import StepResult
-from agentenv.offload import run_virtual
 from agentenv.pipelines.run.watchdog import LOOK_S, Waits
 from agentenv.plan import Independent
 from agentenv.types import Message
 from tests.support.toy import CountingEnv
+from tests.support.virtual_clock import run_virtual
 from tests.test_actor import TASK, make_actor
 
 

@@ -19,8 +19,6 @@ QUICKSTART = ROOT / "configs" / "quickstart.toml"
     [
         (("limits.max_tree_seconds=1",), ["limits.max_tree_seconds = 1 ends trees before"]),
         (("eval.timeout_s=1",), ["eval.timeout_s = 1 ends evaluations before"]),
-        (("env.workers=2", "env.held_s=5"), ["env.held_s = 5 kills a process before"]),
-        (("env.held_s=5",), []),
         (
             ("python={timeout_s=9999}", "limits.max_seconds=600"),
             ["python.timeout_s = 9999 lets one call take longer than limits.max_seconds = 600"],

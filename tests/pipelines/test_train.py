@@ -24,7 +24,8 @@ from agentenv.pipelines.rl.report import phase_title
 from agentenv.pipelines.rl.state import RunState
 from agentenv.pipelines.run.pictures import learning_curve, panels, png, training_figures
 from agentenv.pipelines.run.rundir import RunDirectory
-from agentenv.pipelines.run.terminal import Table, View
+from agentenv.pipelines.run.tables import Table
+from agentenv.pipelines.run.terminal import View
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 from tests.support.runs import first_turns, rows_of

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from agentenv.actor import Actor
-from agentenv.offload import run_virtual
 from agentenv.pipelines.evaluation.store import identity, load_saved, read_rows
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.recorder import Recorder
@@ -23,6 +22,7 @@ from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
 from agentenv.types import SamplingParams
 from tests.support.toy_run import WEIGHTS, ToyEngine, ToyEnv, ToyWorld, toy_config
+from tests.support.virtual_clock import run_virtual
 
 pytestmark = pytest.mark.slow
 

@@ -33,8 +33,6 @@ COMMANDS = {
     "evaluate report": ["report", BAD],
     "ctl": [BAD, "status"],
     "view": [BAD],
-    "replay": [BAD],
-    "snapshot": [BAD],
     "new": ["mine", "--folder", BAD],
     "doctor": ["--config", f"{BAD}.toml"],
     "doctor audit": ["audit", BAD],

@@ -16,7 +16,6 @@ import pytest
 
 from agentenv.config import load_config
 from agentenv.frames import Began, Finished, Frame, Started, Trained, framed, read_frames
-from agentenv.offload import run_virtual
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training
@@ -26,6 +25,7 @@ from agentenv.tools import FunctionTool
 from agentenv.types import ToolResult
 from tests.support.runs import rows_of
 from tests.support.toy_rank import ToyRank, toy_ranks
+from tests.support.virtual_clock import run_virtual
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ Kind = TypeVar("Kind")
 KEYS = [
     *("engine.latency_s=1.5", "engine.tokens_per_s=20", "queue.max_staleness=2"),
     *("eval.sets.a.path={here}/a.jsonl", "eval.sets.a.every=2", "eval.sets.a.max_tasks=3"),
-    *("checkpoint.every=1", "checkpoint.minutes=30", "journal.sync_s=5"),
+    *("checkpoint.every=1", "checkpoint.minutes=30"),
     'eval.engine={name="scripted",script="tests.support.warehouse:warehouse_turn",latency_s=40}',
 ]
 KEPT = ("train.num_steps=8", "checkpoint.keep_last=1000")  # and so all of the journal

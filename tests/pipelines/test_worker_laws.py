@@ -19,7 +19,6 @@ from agentenv.actor import Actor
 from agentenv.cluster.engines import LinkedEngine
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.link import Link
-from agentenv.offload import run_virtual
 from agentenv.pipelines.rl.recorder import Recorder
 from agentenv.pipelines.rl.training import Training, rollout_settings
 from agentenv.pipelines.run.rundir import RunDirectory
@@ -27,6 +26,7 @@ from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.workers.rollout_worker import RolloutWorker
 from tests.support.links import linked
 from tests.support.toy_run import ToyWorld, toy_config
+from tests.support.virtual_clock import run_virtual
 
 pytestmark = pytest.mark.slow
 

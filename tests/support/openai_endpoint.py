@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Callable
 from typing import Any, Self
@@ -69,30 +68,7 @@ class ScriptedEndpoint:
             return web.json_response({"error": {"message": f"no ({answer})"}}, status=answer)
         if isinstance(answer, bytes):
             return web.Response(body=answer)
-        if body.get("stream"):
-            return await self._streamed(request, answer)
         return web.json_response(answer)
-
-    async def _streamed(self, request: web.Request, answer: Json) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        (choice,) = answer["choices"]
-        message = choice["message"]
-        text = message.get("content") or ""
-        deltas: list[Json] = [{"content": text[i : i + 3]} for i in range(0, len(text), 3)]
-        for index, call in enumerate(message.get("tool_calls") or ()):
-            function, whole = call["function"], call["function"]["arguments"]
-            first = {"name": function["name"], "arguments": whole[:2]}
-            deltas.append({"tool_calls": [{"index": index, "id": call["id"], "function": first}]})
-            rest = {"arguments": whole[2:]}
-            deltas.append({"tool_calls": [{"index": index, "function": rest}]})
-        events: list[Json] = [{"choices": [{"delta": delta}]} for delta in deltas]
-        events.append({"choices": [{"delta": {}, "finish_reason": choice["finish_reason"]}]})
-        events.append({"choices": [], "usage": answer.get("usage")})
-        for event in events:
-            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
-        return response
 
 
 def reply(

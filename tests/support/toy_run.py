@@ -61,8 +61,6 @@ max_logprob_gap = 1e9
 trajectories = false
 [checkpoint]
 minutes = 60
-[journal]
-sync_s = 5
 [eval]
 timeout_s = 500
 [eval.sets.a]

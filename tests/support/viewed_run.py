@@ -95,7 +95,7 @@ class ViewedRun:
             *([1.0, 1.0, 1.0, 0.0, 0.0], [-1.0, -1.0, 0.0, -1.0, 0.0], [3.0, 2.0, 1.0, 1.0, 1.0]),
             *([nan, nan, 1.0, -1.0, 0.0], [nan, nan, 1.0, -1.0, 0.0]),
         )
-        return KeptTree(tree, "trained", credit=credit, told=[[], [0.5, 1.5], [], [], []])
+        return KeptTree(tree, "trained", credit=credit)
 
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text).ids)

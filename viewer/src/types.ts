@@ -113,7 +113,6 @@ export interface Node {
   versions: [number, number, number][];
   observation: string;
   num_observed: number;
-  told: number[];
   adv_pos?: number;
   adv_neg?: number;
   weight?: number;
@@ -138,8 +137,6 @@ export interface Tree {
   num_retries: number;
   num_retaken: number;
   policy_version: number;
-  events: number[];
-  lost: number[];
   task: { id: string; env: string; kind: string; question: string; answers: string[]; metadata: Row };
   nodes: Node[];
 }

@@ -26,9 +26,9 @@ from agentenv.engines.embedded.model import (
     DecoderModel,
     IntArray,
     Prefill,
-    Sampler,
     SlotCache,
 )
+from agentenv.engines.embedded.sampler import Sampler
 from agentenv.engines.embedded.weights import Architecture, Weights
 from agentenv.errors import EngineError
 from agentenv.types import Chunk, Completion, SamplingParams, VersionSpan

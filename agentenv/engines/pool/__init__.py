@@ -41,10 +41,6 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             extra=PATH,
         ),
     ] = ""
-    control_urls: Annotated[
-        list[str],
-        Meta(description="worker servers of the router at the URL; they get weights and aborts"),
-    ] = field(default_factory=list)
     servers: Annotated[ServersConfig | None, Meta(description="servers to start for the run")] = (
         None
     )
@@ -119,19 +115,14 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
             )
         if self.pool.max_outage_s < self.pool.load_timeout_s:
             raise ConfigError(
-                f"engine.pool.max_outage_s = {self.pool.max_outage_s:g} is below load_timeout_s = "
-                f"{self.pool.load_timeout_s:g}: the run would end while its only server loads; "
-                "raise the one or lower the other"
+                f"engine.pool.max_outage_s = {self.pool.max_outage_s:g} is below "
+                f"{self.pool.load_timeout_s:g}: the run would end while its "
+                "only server loads weights"
             )
         if self.pool.broadcast_timeout_s > self.pool.load_timeout_s:
             raise ConfigError(
                 f"engine.pool.broadcast_timeout_s = {self.pool.broadcast_timeout_s:g} exceeds "
-                f"load_timeout_s = {self.pool.load_timeout_s:g}, by which a server is given up"
-            )
-        if self.control_urls and len(self.urls) != 1:
-            raise ConfigError(
-                f"engine.control_urls are the workers behind one URL; engine.urls has "
-                f"{len(self.urls)}"
+                f"{self.pool.load_timeout_s:g}, by which a server is given up"
             )
 
     def check_urls(self, key: str = "engine") -> None:
@@ -256,7 +247,6 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
                 load_s=self.pool.load_timeout_s,
                 vocab_size=vocabulary,
                 api_key=api_key,
-                control_urls=self.control_urls,
                 update_kv=self.update_kv,
             )
 

@@ -1,7 +1,6 @@
 """Keeps one server of a pool: polls its load, brings it back, replaces its weights.
 
 Target        the weights that every server should have
-WeightProbe   whether a server has the same weights as the others
 Keeper        one server's way into the pool, and back into it
 Broadcast     weights that all servers of the pool receive at once
 hand_over     weights that they read from the learner's memory
@@ -62,70 +61,39 @@ class Target(Struct, frozen=True):
         return await sender.write()
 
 
-PROBE_IDS = tuple(range(1, 17))
+PROBE_IDS = (1,)
 MAX_PROBE_PAUSE_S = 5.0  # before a full server is asked again
-MAX_PROBE_GAP = 0.05  # nats; kernels of one engine differ by less, other weights by more
 
 
-class WeightProbe:
-    """The log-prob of the likeliest token after a fixed prompt.
-
-    The first server that took a policy version says what the log-prob is; a server that differs
-    from it has other weights, whatever their label says.
-    """
-
-    def __init__(self, vocab_size: int) -> None:
-        self._prompt_ids = [token % vocab_size for token in PROBE_IDS]
-        self._num_asked = 0
-        self._version: int | None = None
-        self._first = ""  # name of the first server
-        self._logprob = 0.0  # nats
-
-    async def check(self, server: Server, within_s: float) -> None:
-        """Raises ServerLostError if the server has not the weights of the first server that took
-        its policy version, or gives no token in time. One that is full is asked again until then:
-        it refuses a request, not the weights."""
-        version = server.policy_version
-        try:
-            async with asyncio.timeout(within_s):
-                logprob = await self._ask(server)
-        except TimeoutError as error:
-            raise ServerLostError(
-                f"{server.name} gave no token within {within_s:g} s when asked for one"
-            ) from error
-        except ForeignWeightsError as error:  # another process has taken its place meanwhile
-            raise ServerLostError(str(error)) from error
-        if self._version is not None and version < self._version:
-            return  # an update has come meanwhile
-        if version != self._version:
-            self._version, self._first, self._logprob = version, server.name, logprob
-        elif abs(logprob - self._logprob) > MAX_PROBE_GAP:
-            raise ServerLostError(
-                f"{server.name} does not hold the weights of policy version {version} that "
-                f"{self._first} has: log-probs differ by {abs(logprob - self._logprob):.3f} nats"
-            )
-
-    async def _ask(self, server: Server) -> float:
-        """The log-prob on this server, nats, as soon as it has room for the request."""
-        for attempt in count():
-            self._num_asked += 1
-            request = Request(
-                f"weights-{id(self):x}-{self._num_asked}",
-                self._prompt_ids,
-                SamplingParams(max_tokens=1, temperature=0.0),
-            )
-            wanted_s = 0.0
-            try:
-                return (await sampled(server, request)).logprobs[0]
-            except BusyError as error:
-                wanted_s = error.retry_after_s
-            except NoDescriptorError:
-                pass
-            pause_s = backoff_s(
-                attempt, server.name, first_s=FIRST_CLOSED_S, max_s=MAX_PROBE_PAUSE_S
-            )
-            await asyncio.sleep(max(pause_s, wanted_s))
-        raise AssertionError
+async def try_out(server: Server, within_s: float) -> None:
+    """Raises ServerLostError if the server gives no token in time. One that is full is asked again
+    until then: it refuses a request, not the weights."""
+    try:
+        async with asyncio.timeout(within_s):
+            for attempt in count():
+                request = Request(
+                    f"weights-{secrets.token_hex(4)}",
+                    PROBE_IDS,
+                    SamplingParams(max_tokens=1, temperature=0.0),
+                )
+                wanted_s = 0.0
+                try:
+                    await sampled(server, request)
+                    return
+                except BusyError as error:
+                    wanted_s = error.retry_after_s
+                except NoDescriptorError:
+                    pass
+                pause_s = backoff_s(
+                    attempt, server.name, first_s=FIRST_CLOSED_S, max_s=MAX_PROBE_PAUSE_S
+                )
+                await asyncio.sleep(max(pause_s, wanted_s))
+    except TimeoutError as error:
+        raise ServerLostError(
+            f"{server.name} gave no token within {within_s:g} s when asked for one"
+        ) from error
+    except ForeignWeightsError as error:  # another process has taken its place meanwhile
+        raise ServerLostError(str(error)) from error
 
 
 UNKNOWN_VERSION = -1  # of a server that came back, until it has loaded the current weights
@@ -137,12 +105,12 @@ FOREIGN = "it does not have the weights that this run gave it"
 
 class Keeper:
     """Of one server of the pool. Whether a server still has its weights is known by their label,
-    which the server gives back (keeps_label), and by a token of the probe."""
+    which the server gives back (keeps_label); whether it samples, by a token."""
 
-    def __init__(self, pool: EnginePool, server: PooledServer, probe: WeightProbe) -> None:
+    def __init__(self, pool: EnginePool, server: PooledServer) -> None:
         self.server, self.client = server, server.client
         self.task: asyncio.Task[None] | None = None
-        self._pool, self._config, self._probe = pool, pool.config, probe
+        self._pool, self._config = pool, pool.config
         self._returning = asyncio.Lock()  # held while the server may come back into the pool
         self._return: asyncio.Timeout | None = None  # while it is being brought back
         self._replacing = asyncio.Lock()  # held while its weights are being replaced
@@ -207,13 +175,7 @@ class Keeper:
         if not server.serving:
             return
         server.load = load
-        server.limit.observe(
-            load,
-            server.in_flight,
-            num_turns=server.counts["turns"],
-            num_tokens=server.num_tokens,
-            now_s=asyncio.get_running_loop().time(),
-        )
+        server.limit.observe(load, server.in_flight, num_turns=server.counts["turns"])
         if not keeps_label:
             server.drop(FOREIGN)
 
@@ -237,7 +199,7 @@ class Keeper:
         """At the start. `fresh`: it has just been started from the target's directory."""
         await self._connect(target.policy_version)
         if fresh:
-            await self._probe.check(self.client, self._config.first_token_s)
+            await try_out(self.client, self._config.first_token_s)
         else:
             await self._load(lambda: target)
 
@@ -296,7 +258,7 @@ class Keeper:
         try:
             if not await self.client.healthy() or not await self.client.keeps_label():
                 return False
-            await self._probe.check(self.client, self._config.first_token_s)
+            await try_out(self.client, self._config.first_token_s)
         except BusyError:
             raise
         except EngineError:
@@ -334,9 +296,8 @@ class Keeper:
         return refusal
 
     async def _load(self, wanted: Callable[[], Target]) -> None:
-        """Load the weights that are wanted when the load begins from a directory, and probe them.
-        An update that begins meanwhile waits for its end before the weights of before may be
-        removed.
+        """Load the weights that are wanted when the load begins from a directory. An update that
+        begins meanwhile waits for its end before the weights of before may be removed.
 
         ServerLostError: the weights of the server are unknown now, and it is out. EngineError: it
         refused, and has what it had.
@@ -353,7 +314,7 @@ class Keeper:
         await self._replace(load, target.policy_version)
 
     async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
-        """Take weights that are broadcast meanwhile, and probe them; errors as of `_load`."""
+        """Take weights that are broadcast meanwhile; errors as of `_load`."""
         await self._replace(
             lambda: self.client.receive(group, manifest, policy_version), policy_version
         )
@@ -386,7 +347,7 @@ class Keeper:
             try:
                 async with asyncio.timeout(self._config.load_timeout_s):
                     await load()
-                    await self._probe.check(self.client, self._config.first_token_s)
+                    await try_out(self.client, self._config.first_token_s)
             except TimeoutError as error:
                 lost = ServerLostError(
                     f"{server.name} did not load policy version {policy_version} within "

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentenv.deadline import uncancelled
-from agentenv.engines.pool.keeper import Broadcast, Keeper, Target, WeightProbe, hand_over
+from agentenv.engines.pool.keeper import Broadcast, Keeper, Target, hand_over
 from agentenv.engines.pool.limit import FULL
 from agentenv.engines.pool.server import Lost, Outcome, PooledServer, State, problems
 from agentenv.engines.pool.turn import TurnEngine
@@ -180,7 +180,6 @@ class EnginePool(TurnEngine[PooledServer]):
         self.is_asleep = False
         self.reason: str | None = None
         self._keepers: dict[PooledServer, Keeper] = {}
-        self._probe = WeightProbe(vocab_size)
         self._broadcast = Broadcast(self.config.broadcast_timeout_s)
         self._num_servers = 0  # so far, those that have left included
         self._updating = asyncio.Lock()
@@ -247,7 +246,7 @@ class EnginePool(TurnEngine[PooledServer]):
         server = PooledServer(client, self._num_servers, self.config, self.dispatch)
         self._num_servers += 1
         self.servers.append(server)
-        self._keepers[server] = Keeper(self, server, self._probe)
+        self._keepers[server] = Keeper(self, server)
         return server
 
     def serve(self, server: PooledServer) -> None:
@@ -297,14 +296,11 @@ class EnginePool(TurnEngine[PooledServer]):
     def has_room(self, num_live: int) -> bool:
         """Whether another tree should begin beside so many trajectories that are under way: turns
         hardly wait for slots, and the caches would hold all trajectories if each were as large as
-        those that are on a server now. Once each cache has been full, the limits of the servers
-        find by trials how much of it is best used, and waiting alone decides."""
+        those that are on a server now."""
         serving = [server for server in self.servers if server.serving]
         room = sum(server.limit.value for server in serving)
         if not serving or self.queue.num_waiting > MAX_WAITING * room:
             return False
-        if all(server.limit.has_been_full for server in serving):
-            return True
         running = sum(server.load.num_running for server in serving)
         usage = sum(server.load.kv_usage for server in serving)
         return running < MIN_RUNNING or usage / running * num_live <= FULL * len(serving)

@@ -33,7 +33,6 @@ from agentenv.engines.remote.client import (
     HttpClient,
     Ranks,
     RefusedError,
-    all_of,
     routing,
 )
 from agentenv.engines.remote.weights import (
@@ -169,11 +168,9 @@ class RemoteServer(ABC, Generic[F]):
     weights are half loaded: requests that other processes have on it would kill it. `on_named` is
     called when its weights have got another version, before it goes on.
 
-    `url` samples; `control_urls` are the API servers or workers behind it, which hold the same
-    weights, if it is a router. Entropies come from the `entropy_top_k` largest log-probs (-1: all).
-    Without `vocab_size` it is read from the directory that the server was started from. `load_s`
-    is the deadline in seconds of a load, and of a request that waits for one. `update_kv`: see
-    weight_sync.py.
+    Entropies come from the `entropy_top_k` largest log-probs (-1: all). Without `vocab_size` it is
+    read from the directory that the server was started from. `load_s` is the deadline in seconds of
+    a load, and of a request that waits for one. `update_kv`: see weight_sync.py.
     """
 
     tried: ClassVar[str]  # what a version begins with that the contract tests ran with
@@ -187,18 +184,13 @@ class RemoteServer(ABC, Generic[F]):
         load_s: float = 600.0,
         vocab_size: int | None = None,
         api_key: str = "",
-        control_urls: Sequence[str] = (),
         update_kv: UpdateKV = "recompute",
     ) -> None:
         if entropy_top_k != -1 and entropy_top_k < 1:
             raise ConfigError(f"entropy_top_k must be -1 (all) or at least 1, not {entropy_top_k}")
         self.url = url
-        self._http, *controls = (
-            HttpClient(each, api_key=api_key, wait_s=load_s, fresh_posts=True)
-            for each in (url, *control_urls)
-        )
+        self._http = HttpClient(url, api_key=api_key, wait_s=load_s, fresh_posts=True)
         self.name = self._http.name
-        self._controls = controls or [self._http]
         self._load_s = load_s
         self._top_k, self._given_vocab_size = entropy_top_k, vocab_size
         self._facts: F | None = None
@@ -280,14 +272,12 @@ class RemoteServer(ABC, Generic[F]):
     async def keeps_label(self) -> bool:
         """Whether the server gives back the label under which this client put its weights in
         place. False: another process answers at the URL, or another client labelled other weights.
-
-        All servers behind the URL must give it back.
         """
         if self._doubt:
             return False
         label = self._label
-        found = await all_of(self._read_label(each) for each in self._controls)
-        return label != self._label or all(each == label for each in found)
+        found = await self._read_label()
+        return label != self._label or found == label
 
     async def close(self) -> None:
         """Drop the connections, after background calls. Idempotent."""
@@ -295,8 +285,7 @@ class RemoteServer(ABC, Generic[F]):
             await asyncio.wait(self._tasks, timeout=LAST_S)
         for task in self._tasks:
             task.cancel()
-        for http in {self._http, *self._controls}:
-            await http.close()
+        await self._http.close()
 
     # requests
 
@@ -376,15 +365,13 @@ class RemoteServer(ABC, Generic[F]):
     async def _check_alone(self) -> None:
         """Raises ConfigError if several servers answer behind one URL, of which each update would
         reach one. Each question has a connection of its own, so that it may go elsewhere."""
-        for server in self._controls:
-            found = [await self._read_label(server, fresh=True) for _ in range(NUM_LOOKS)]
-            if any(label != self._label for label in found):
-                raise ConfigError(
-                    f"{server.name} does not give back the label of its weights. Are several "
-                    "servers behind this URL, or several API servers of one (--api-server-count)? "
-                    "Give each a URL of its own in engine.urls, or name those behind a router in "
-                    "engine.control_urls. Or does another run load weights into it?"
-                )
+        found = [await self._read_label(fresh=True) for _ in range(NUM_LOOKS)]
+        if any(label != self._label for label in found):
+            raise ConfigError(
+                f"{self.name} does not give back the label of its weights. Are several servers "
+                "behind this URL, or several API servers of one (--api-server-count)? Give each a "
+                "URL of its own in engine.urls. Or does another run load weights into it?"
+            )
 
     def _warn_untried(self, version: str) -> None:
         """Its routes are there, what they mean may differ."""
@@ -400,18 +387,10 @@ class RemoteServer(ABC, Generic[F]):
     async def _post(
         self, path: str, body: Any = None, timeout_s: float | None = None, **params: str
     ) -> None:
-        """To all API servers at once, until each has answered. RefusedError if all refused, else
-        any failure is a ServerLostError: they may differ now."""
-        calls = (post(each, path, body, timeout_s, **params) for each in self._controls)
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        for error in errors:
-            if not isinstance(error, RefusedError):
-                raise error
-        if errors and len(errors) < len(outcomes):
-            raise ServerLostError(f"not all servers did it: {errors[0]}") from errors[0]
-        if errors:
-            raise errors[0]
+        """RefusedError also for an answer with success: false."""
+        answer = await self._http.call_json("POST", path, body, params=params, timeout_s=timeout_s)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise RefusedError(f"{self.name}{path} failed: {answer}", 200, str(answer))
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
         """Errors do not matter: the request is gone with its server, or it has just ended."""
@@ -462,17 +441,8 @@ class RemoteServer(ABC, Generic[F]):
         """Tokens from now on are labelled so."""
 
     @abstractmethod
-    async def _read_label(self, server: HttpClient, *, fresh: bool = False) -> str:
+    async def _read_label(self, *, fresh: bool = False) -> str:
         """The label of the weights on one server; `fresh`: asked on a connection of its own."""
-
-
-async def post(
-    server: HttpClient, path: str, body: Any = None, timeout_s: float | None = None, **params: str
-) -> None:
-    """To one server; RefusedError also for an answer with success: false."""
-    answer = await server.call_json("POST", path, body, params=params, timeout_s=timeout_s)
-    if isinstance(answer, dict) and answer.get("success") is False:
-        raise RefusedError(f"{server.name}{path} failed: {answer}", 200, str(answer))
 
 
 async def sampled(

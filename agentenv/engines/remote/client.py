@@ -21,7 +21,7 @@ import re
 import resource
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from hashlib import blake2b
 from typing import Annotated, Any, TypeVar
@@ -387,16 +387,6 @@ def _lacks_descriptors() -> bool:
     except OSError as error:
         return error.errno in NO_DESCRIPTOR
     return False
-
-
-async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """Wait until all have answered, whether they failed or not; then raise the first error."""
-    outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    answers = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return answers
 
 
 def _reason(body: bytes) -> str:

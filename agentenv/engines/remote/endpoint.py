@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
@@ -151,20 +151,6 @@ class Endpoint:
         problem.is_final = True
         raise problem
 
-    async def events(self, path: str, body: Json, kind: type[T]) -> AsyncIterator[T]:
-        """The same as a stream of events, asked once."""
-        self._check_open()
-        async with admitted(self._slots, self._slot):
-            self.counts["requests"] += 1
-            async with self._client(path).stream(path, {**body, "stream": True}) as events:
-                async for event in events:
-                    try:
-                        yield decode(event, kind)
-                    except ForeignError as error:
-                        raise MalformedReplyError(
-                            f"a malformed event ({error}): {event[:200]!r}"
-                        ) from error
-
     async def close(self) -> None:
         """Idempotent; what comes later raises EngineDeadError."""
         self._closed = True
@@ -182,7 +168,6 @@ class Endpoint:
 # Replies, as far as we read them.
 
 MAX_TOKENS = 1 << 20  # of a turn, by its server's own count
-MAX_CALLS = 1000  # of a turn
 
 
 class _Model(Struct):
@@ -205,11 +190,10 @@ class ChatFunction(Struct):
 
 
 class ChatCall(Struct):
-    """A tool call; in a stream the part of one, whose position is `index`."""
+    """A tool call."""
 
     id: str | None = None
     function: ChatFunction | None = None
-    index: Annotated[int, Meta(ge=0, lt=MAX_CALLS)] | None = None
 
 
 class ChatMessage(Struct):
@@ -242,22 +226,6 @@ class ChatReply(Struct):
     """A reply to /chat/completions."""
 
     choices: Annotated[list[ChatChoice], Meta(min_length=1)]
-    usage: ChatUsage | None = None
-
-
-class ChatDelta(Struct):
-    """A choice of an event of such a reply as a stream: what is new."""
-
-    delta: ChatMessage | None = None
-    finish_reason: str | None = None
-    stop_reason: Any = None
-    matched_stop: Any = None
-
-
-class ChatEvent(Struct):
-    """An event."""
-
-    choices: list[ChatDelta] | None = None
     usage: ChatUsage | None = None
 
 

@@ -31,12 +31,10 @@ from typing import Any, ClassVar
 from msgspec import Struct
 
 from agentenv.engines.remote import ServerLostError
-from agentenv.engines.remote.base import F, RemoteServer, post
+from agentenv.engines.remote.base import F, RemoteServer
 from agentenv.engines.remote.client import (
     FailedError,
-    HttpClient,
     RefusedError,
-    all_of,
 )
 from agentenv.engines.remote.weights import (
     Bucket,
@@ -171,20 +169,12 @@ class WeightSync(RemoteServer[F]):
 
     # broadcasts
 
-    async def num_ranks(self) -> int:
-        """How many ranks it takes in a group: its workers."""
-        return sum([await self._num_workers(each) for each in self._controls])
-
     async def join(self, group: Group, first_rank: int) -> None:
         """Returns when all ranks of the group have joined. Its workers serve nothing until
         then.
         """
-        calls = []
-        for each in self._controls:
-            body = self._join_body(group, first_rank)
-            first_rank += await self._num_workers(each)
-            calls.append(post(each, self.transfer.join, body, group.timeout_s + SLACK_S))
-        await all_of(calls)
+        body = self._join_body(group, first_rank)
+        await self._post(self.transfer.join, body, group.timeout_s + SLACK_S)
 
     async def receive(self, group: Group, manifest: Manifest, policy_version: int) -> None:
         """Take new weights while the sender sends; see `load_weights`.
@@ -247,8 +237,8 @@ class WeightSync(RemoteServer[F]):
         raise NotImplementedError
 
     @abstractmethod
-    async def _num_workers(self, server: HttpClient) -> int:
-        """Ranks that one server takes in a broadcast; EngineError if it cannot take part."""
+    async def num_ranks(self) -> int:
+        """Ranks that the server takes in a broadcast; EngineError if it cannot take part."""
 
     @abstractmethod
     def _join_body(self, group: Group, first_rank: int) -> dict[str, Any]: ...

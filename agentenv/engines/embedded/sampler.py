@@ -1,0 +1,103 @@
+"""Sampling: one token of each row of logits, with its log-prob and entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from agentenv.types import SamplingParams
+
+
+class Sampler:
+    """The sampling parameters of a batch of rows as tensors.
+
+    `seen` gives a row's tokens so far, of prompt and output; read only where there is a penalty.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[SamplingParams],
+        device: torch.device,
+        vocab_size: int = 0,
+        seen: Callable[[int], Sequence[int]] = lambda row: (),
+    ) -> None:
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, device=device).unsqueeze(1)
+
+        self._greedy: Tensor | None = None
+        self._temperature: Tensor | None = None
+        self._top_k: Tensor | None = None
+        self._top_p: Tensor | None = None
+        self._min_p: Tensor | None = None
+        self._penalty: Tensor | None = None
+        self._seen: Tensor | None = None  # bool [S, vocab_size], with a penalty only
+        if any(p.temperature == 0 for p in params):
+            self._greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
+        if any(p.temperature not in (0, 1) for p in params):
+            self._temperature = column([p.temperature or 1.0 for p in params])
+        if any(p.temperature and (p.top_k > 0 or p.top_p < 1) for p in params):
+            # Greedy rows report the whole distribution at temperature 1.
+            self._top_k = column(
+                [p.top_k if p.temperature and p.top_k > 0 else 2**31 for p in params]
+            )
+            self._top_p = column([p.top_p if p.temperature else 1.0 for p in params])
+        if any(p.temperature and p.min_p > 0 for p in params):
+            self._min_p = column([p.min_p if p.temperature else 0.0 for p in params])
+        if any(p.repetition_penalty != 1 for p in params):
+            self._penalty = column([p.repetition_penalty for p in params])
+            self._seen = torch.zeros(len(params), vocab_size, dtype=torch.bool, device=device)
+            for row, p in enumerate(params):
+                if p.repetition_penalty != 1:
+                    self._seen[row, torch.tensor(seen(row), dtype=torch.long)] = True
+
+    def sample(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids int64, log-probabilities and entropies (nats), each [S].
+
+        logits: float32 [S, vocab_size]; uniforms: float64 [S] in [0, 1), one for each row. The
+        token is the inverse of the cumulative distribution at its row's uniform. A greedy row
+        takes the most likely token and reports the distribution at temperature 1. Steps follow
+        one another: a row's token counts as seen in the next call.
+        """
+        if self._seen is not None and self._penalty is not None:
+            logits = penalise(logits, self._seen, self._penalty)
+        scores = logits if self._temperature is None else logits / self._temperature
+        if self._min_p is not None:
+            floor = scores.amax(-1, keepdim=True) + self._min_p.log()
+            scores = scores.masked_fill(scores < floor, -torch.inf)
+        if self._top_k is not None and self._top_p is not None:
+            scores = truncate(scores, self._top_k, self._top_p)
+        probs = scores.softmax(-1)
+        cumulative = probs.cumsum(-1, dtype=torch.float64)
+        # The target is in (0, total], so the first sum that reaches it has a positive term.
+        target = (1.0 - uniforms).unsqueeze(1) * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, target).clamp_(max=logits.shape[1] - 1)
+        if self._greedy is not None:
+            tokens = torch.where(self._greedy.unsqueeze(1), logits.argmax(-1, True), tokens)
+        logprobs = probs.gather(1, tokens).log_()
+        # H = log Z - E[score], and log Z = score of the token - its log-probability.
+        log_total = scores.gather(1, tokens) - logprobs
+        if self._top_k is not None or self._min_p is not None:
+            scores = scores.masked_fill(probs == 0, 0.0)
+        if self._seen is not None:
+            self._seen.scatter_(1, tokens, True)
+        entropies = log_total.squeeze(1) - (probs * scores).sum(-1)
+        return tokens.squeeze(1), logprobs.squeeze(1), entropies.clamp_(min=0.0)
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Divide the positive logits of seen tokens by the penalty and multiply the negative ones
+    (CTRL, Keskar et al. 2019)."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def truncate(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Scores with -inf outside the top_k most likely and, of those, the top_p nucleus."""
+    ordered, order = scores.sort(stable=True, dim=-1, descending=True)
+    ranks = torch.arange(scores.shape[1], device=scores.device)
+    ordered = ordered.masked_fill(ranks >= top_k, -torch.inf)
+    probs = ordered.softmax(-1)
+    before = probs.cumsum(-1) - probs
+    ordered = ordered.masked_fill((before >= top_p) & (ranks > 0), -torch.inf)
+    return torch.empty_like(scores).scatter_(1, order, ordered)

@@ -1,0 +1,108 @@
+"""The optimizer and the schedule of its rates, as keys."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from agentenv.config import ESSENTIAL
+from agentenv.errors import ConfigError
+
+# Keys that another configuration has with another default.
+Optimizer = Annotated[
+    Literal["muon_adamw", "adamw"],
+    Meta(
+        description="Muon on hidden matrices and AdamW on the rest, or AdamW on all",
+        extra=ESSENTIAL,
+    ),
+]
+LearningRate = Annotated[float, Meta(ge=0, description="rate of AdamW", extra=ESSENTIAL)]
+WeightDecay = Annotated[
+    float,
+    Meta(
+        ge=0,
+        description="decoupled decay of AdamW's matrices; norms, biases and embeddings have none",
+    ),
+]
+Schedule = Annotated[
+    Literal["constant", "linear", "cosine"],
+    Meta(description="how the learning rates go on after the warm-up"),
+]
+WarmupRatio = Annotated[
+    float,
+    Meta(ge=0, le=1, description="part of all updates over which the rates rise, if not steps"),
+]
+
+
+class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The optimizer, by default as published runs fine-tune pretrained models; schedules are the
+    controller's, as a factor on both rates (`lr_factor`).
+
+    Weight decay acts on matrices: norms, biases and embeddings have none.
+    """
+
+    optimizer: Optimizer = "adamw"
+    learning_rate: LearningRate = 1e-6
+    muon_learning_rate: Annotated[
+        float, Meta(ge=0, description="rate of Muon; the default suits small models from scratch")
+    ] = 4e-3
+    weight_decay: WeightDecay = 0.01
+    muon_weight_decay: Annotated[
+        float, Meta(ge=0, description="decoupled decay of Muon's matrices")
+    ] = 0.01
+    betas: Annotated[
+        tuple[float, float], Meta(description="AdamW's decay rates of both moments")
+    ] = (0.9, 0.999)
+    grad_clip: Annotated[
+        float, Meta(ge=0, description="bound on the gradient's global norm; 0 switches it off")
+    ] = 1.0
+
+
+def optimizer_of(config: OptimizerConfig) -> OptimizerConfig:
+    """The optimizer's part of a configuration that has more, as the learner's."""
+    return OptimizerConfig(
+        **{name: getattr(config, name) for name in OptimizerConfig.__struct_fields__}
+    )
+
+
+class ScheduleConfig(OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An optimizer whose rates rise from zero, then follow the schedule to the last update."""
+
+    schedule: Schedule = "constant"
+    warmup_steps: Annotated[
+        int, Meta(ge=0, description="updates over which the rates rise linearly")
+    ] = 0
+    warmup_ratio: WarmupRatio = 0.0
+    min_lr_ratio: Annotated[
+        float, Meta(ge=0, le=1, description="factor on the rates at the end of the schedule")
+    ] = 0.0
+
+    def check_schedule(self, key: str) -> None:
+        """Raises ConfigError for settings that contradict each other."""
+        if self.warmup_steps and self.warmup_ratio:
+            raise ConfigError(f"{key}: give one of warmup_steps and warmup_ratio")
+        if self.schedule == "constant" and self.min_lr_ratio:
+            raise ConfigError(
+                f"{key}.min_lr_ratio: belongs to schedule = linear or cosine, not to constant"
+            )
+
+
+def lr_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
+    """Factor for update `step`, counted from 0, of `num_steps`; beyond them the last value.
+
+    Warm-up over w updates: (step + 1) / w. Then with t from 0 at update w to 1 at num_steps and
+    m = min_lr_ratio: linear 1 - (1 - m) t, cosine m + (1 - m) (1 + cos(pi t)) / 2 (Loshchilov and
+    Hutter 2017, eq. 5, without restarts).
+    """
+    warmup = config.warmup_steps or math.ceil(config.warmup_ratio * num_steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    if config.schedule == "constant":
+        return 1.0
+    passed = min(1.0, (step - warmup) / max(1, num_steps - warmup))
+    left = 1.0 - passed
+    if config.schedule == "cosine":
+        left = 0.5 * (1.0 + math.cos(math.pi * passed))
+    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left

@@ -1,0 +1,261 @@
+"""A question with its branches and turns, as people and other programs read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct, field
+
+from agentenv.archive import KeptTree
+from agentenv.failures import Redactor
+from agentenv.pipelines.run.records import FAILED, Decode, EvalRow
+from agentenv.tree import Node
+
+
+class Turn(Struct, kw_only=True):
+    """One turn. `key` names it within its question. `calls` are the records of tools: name,
+    arguments, ok, error, duration_s; `answer` is all that was read after them. `prompt_ids` are the
+    tokens before it, `token_ids` and `logprobs` (nats) those that were sampled; empty where only
+    text is known."""
+
+    key: str
+    text: str
+    answer: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    num_context: int | None = None  # tokens before it
+    num_tokens: int | None = None  # that were sampled
+    facts: dict[str, Any] = field(default_factory=dict)
+    prompt_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class Branch(Struct, kw_only=True):
+    """A trajectory without the turns that it shares with an earlier branch, `parent`, up to
+    `forked_at`. Both are None of one that began from scratch. `facts` has how it ended."""
+
+    name: str
+    parent: str | None = None
+    forked_at: str | None = None
+    turns: list[Turn] = field(default_factory=list)
+    reward: float | None = None
+    success: bool = False
+    end: str = ""
+    limit: str | None = None
+    error: str | None = None
+    reason: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Question(Struct, kw_only=True):
+    """A task and its trajectories. `sample` counts repetitions of the same task, from 1."""
+
+    id: str
+    task: str
+    sample: int = 1
+    question: str
+    answers: list[str]
+    kind: str = ""
+    prompt: str = ""
+    prediction: str = ""
+    seconds: float | None = None
+    scores: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    branches: list[Branch] = field(default_factory=list)
+
+    def path(self, branch: Branch) -> list[tuple[Branch, Turn]]:
+        """All turns of a trajectory, each with the branch that has it."""
+        before: list[tuple[Branch, Turn]] = []
+        if branch.parent is not None:
+            parent = next(one for one in self.branches if one.name == branch.parent)
+            for owner, turn in self.path(parent):
+                before.append((owner, turn))
+                if turn.key == branch.forked_at:
+                    break
+        return before + [(branch, turn) for turn in branch.turns]
+
+
+def of_tree(kept: KeptTree, decode: Decode, *, with_tokens: bool = False) -> Question:
+    """A tree of the archive. Each turn stands once, in the branch that grew it."""
+    return _Reader(kept, decode, with_tokens).question()
+
+
+class _Reader:
+    def __init__(self, kept: KeptTree, decode: Decode, with_tokens: bool) -> None:
+        self._kept, self._tree, self._decode = kept, kept.tree, decode
+        self._with_tokens = with_tokens
+        self._owner: dict[int, str] = {}  # branch of a node that was read
+        self._names: set[str] = set()
+
+    def question(self) -> Question:
+        """The tree as a question with a branch for each leaf."""
+        tree, task, kept = self._tree, self._tree.task, self._kept
+        branches = [self._branch(leaf) for leaf in sorted(tree.leaves(), key=_depth)]
+        done = [(one.reward, one.success) for one in branches if one.reward is not None]
+        means = [fmean(values) for values in zip(*done, strict=True)]
+        versions = {"policy_version": tree.policy_version, "oldest_version": tree.oldest_version()}
+        return Question(
+            id=f"tree-{tree.index:06d}",
+            task=task.id,
+            question=task.question,
+            answers=list(task.answers),
+            kind=task.kind,
+            prompt=self._decode(tree.root.observation_ids),
+            scores=dict(zip(("reward", "success"), means, strict=False)),
+            branches=branches,
+            facts={
+                "tree": tree.index,
+                "fate": kept.fate,
+                "why": kept.why,
+                "env_id": task.env_id,
+                **versions,
+                "num_roots": tree.num_roots,
+                "num_forks": tree.num_forks,
+                "metadata": msgspec.to_builtins(task.metadata, enc_hook=str),
+            },
+        )
+
+    def _branch(self, leaf: Node) -> Branch:
+        """The turns of a leaf: own ones, and those that it shares with a branch before."""
+        tree, credit = self._tree, self._kept.credit
+        path = [node for node in tree.history(leaf) if len(node.action_ids)]
+        own = [node for node in path if node.index not in self._owner]
+        shared = [node for node in path if node.index in self._owner]
+        name = leaf.branch
+        while name in self._names:  # of a trajectory that failed and was begun anew
+            name += "'"
+        self._names.add(name)
+        parent = self._owner[shared[-1].index] if shared else None
+        self._owner |= dict.fromkeys((node.index for node in own), name)
+        facts: dict[str, Any] = {"parts": leaf.info.get("parts", {})}
+        if credit is not None and not math.isnan(credit.advantages[leaf.index]):
+            facts["advantage"] = credit.advantages[leaf.index]
+        return Branch(
+            name=name,
+            parent=parent,
+            forked_at=f"node-{shared[-1].index}" if shared else None,
+            turns=[self._turn(node) for node in own],
+            reward=None if leaf.end == FAILED else sum(node.reward for node in tree.path(leaf)),
+            success=bool(leaf.info.get("success", False)),
+            end=leaf.end or "",
+            limit=leaf.limit,
+            error=leaf.error,
+            reason=str(leaf.info.get("reason", "")),
+            facts=facts,
+        )
+
+    def _turn(self, node: Node) -> Turn:
+        before = [one for one in self._tree.path(node) if one is not node]
+        ids = [token for one in before for token in one.action_ids + one.observation_ids]
+        turn = Turn(
+            key=f"node-{node.index}",
+            text=self._decode(node.action_ids),
+            answer=self._decode(node.observation_ids),
+            calls=msgspec.to_builtins(node.info.get("tool_calls", []), enc_hook=str),
+            num_context=len(ids),
+            num_tokens=len(node.action_ids),
+            facts=self._facts(node),
+        )
+        if self._with_tokens:
+            turn.prompt_ids, turn.token_ids = ids, list(node.action_ids)
+            turn.logprobs = list(node.logprobs)
+        return turn
+
+    def _facts(self, node: Node) -> dict[str, Any]:
+        credit, scored = self._kept.credit, self._tree.scored
+        versions = sorted({span.version for span in node.version_spans})
+        facts: dict[str, Any] = {"node": node.index, "policy_versions": versions}
+        if node.num_forks is not None:
+            facts["num_forks"] = node.num_forks
+        if credit is not None:
+            facts["adv_pos"] = credit.adv_pos[node.index]
+            facts["adv_neg"] = credit.adv_neg[node.index]
+            facts["shared_by"] = credit.weight[node.index]
+        entropies = (scored[node.index].entropies if scored else None) or node.entropies
+        facts |= _mean("entropy", np.asarray(entropies))
+        if scored and len(scored[node.index].logprobs) == len(node.logprobs):
+            gap = np.abs(np.asarray(scored[node.index].logprobs) - np.asarray(node.logprobs))
+            facts |= _mean("engine_learner_gap", gap)
+        return facts
+
+
+def _mean(name: str, values: Any) -> dict[str, float]:
+    known = values[~np.isnan(values)]
+    return {name: round(float(known.mean()), 6)} if len(known) else {}
+
+
+def _depth(leaf: Node) -> tuple[int, int]:
+    """From-scratch ones first, each fork after its parent."""
+    return leaf.branch.count("+"), leaf.index
+
+
+_ENDED = ("success", "end", "limit", "error", "reason")
+_FACTS = ("env_id", "seed", "metadata", "prompt_tokens", "action_tokens", "tool_tokens")
+
+
+def of_row(row: EvalRow) -> Question:
+    """A trajectory of an evaluation, of which only text is known."""
+    prompt, turns = turns_of(row.segments, row.tool_calls)
+    reward = None if row.end == FAILED else row.reward
+    ended = {name: getattr(row, name) for name in _ENDED}
+    branch = Branch(name="0", turns=turns, reward=reward, facts={"parts": row.parts}, **ended)
+    facts = {name: getattr(row, name) for name in _FACTS}
+    if row.policy_versions:
+        facts["policy_versions"] = row.policy_versions
+    scores = {} if reward is None else {"reward": reward, "success": float(row.success)}
+    return Question(
+        id=f"{row.task}-{row.sample}",
+        task=row.task,
+        sample=row.sample + 1,
+        question=row.question,
+        answers=list(row.answers),
+        kind=row.kind,
+        prompt=prompt,
+        prediction=row.prediction,
+        seconds=row.seconds,
+        scores=scores and {**scores, **row.scores},
+        branches=[branch],
+        facts=facts,
+    )
+
+
+def turns_of(
+    segments: Iterable[dict[str, str]], calls: Sequence[dict[str, Any]]
+) -> tuple[str, list[Turn]]:
+    """Prompt and turns of the segments of a row. Which turn made which call is not written down:
+    each turn that was answered has made one, and the last such turn the ones that are left."""
+    prompt, turns, answered = "", list[Turn](), list[Turn]()
+    for segment in segments:
+        if "policy" in segment:
+            text = segment["policy"] + segment.get("eos", "")
+            turns.append(Turn(key=f"turn-{len(turns) + 1}", text=text))
+        elif not turns:
+            prompt += segment.get("env", "")
+        else:
+            turns[-1].answer += segment.get("env", "")
+            if turns[-1] not in answered:
+                answered.append(turns[-1])
+    left = list(calls)
+    for turn in answered:
+        turn.calls = left[:1] if turn is not answered[-1] else left
+        left = left[1:]
+    if left and not answered and turns:  # a call whose result no turn read
+        turns[-1].calls = left
+    return prompt, turns
+
+
+def redacted(question: Question, redactor: Redactor) -> Question:
+    """The same without secrets, and without the tokens of a text that held one."""
+    clean = msgspec.convert(redactor.tree(msgspec.to_builtins(question, enc_hook=str)), Question)
+    turns = [turn for branch in clean.branches for turn in branch.turns]
+    before = [turn for branch in question.branches for turn in branch.turns]
+    texts, old = ([(turn.text, turn.answer) for turn in both] for both in (turns, before))
+    if clean.prompt != question.prompt or texts != old:
+        for turn in turns:
+            turn.prompt_ids, turn.token_ids, turn.logprobs = [], [], []
+    return clean
