@@ -66,8 +66,8 @@ class SharedCopy:
     ) -> tuple[SharedWeights | None, str]:
         """Copy the weights of now; collective. What opens the copy on this rank, None where it has
         none, and the problem, which all ranks report. `num_readers`: servers of a device.
-        `sleeps_next`: the rank's unused memory is
-        given back first, of which the copy would keep a part."""
+        `sleeps_next`: the rank's unused memory is given back first, of which the copy would keep a
+        part."""
         problem, self.policy_version, self._gives_back = "", None, sleeps_next
         try:
             self._make_room()

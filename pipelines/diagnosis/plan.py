@@ -182,8 +182,8 @@ SHARE_GPUS = (
     "GPU (engine.servers.num_servers, servers_per_gpu, a lower gpu_memory_share)"
 )
 
-# Of an H200 (tests/gpu/RESULTS.md): 0.44 billion weights in turn, by files 1.8 s beside what was
-# mended since.
+# Fitted by hand to an H200 (tests/gpu/RESULTS.md): an update in turn by files took 1.8 s at 0.44
+# billion weights (without 0.4 s that are mended since) and 0.68 s at 0.135, by IPC 0.44 s there.
 HANDOVER_S = 0.3  # for vLLM and a rank to sleep and to wake up, without what they move
 MOVED_PER_S = 4e10  # bytes of the learner to page-locked memory or back
 FILES_PER_S = 6.5e8  # bytes of weights, written and loaded
