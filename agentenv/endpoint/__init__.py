@@ -28,10 +28,10 @@ token ids, entropies, forks, limits and journal are those of any rollout.
                 answered yet came in, equal too, or raises DivergedError, which names the cause
     finish, close ->  session.close()           calls that wait get an error of their API
 
-`call.messages` are what is new since the turn that the call goes on from. `call.turn` (`NextTurn` in
-agentenv/types.py) tells the rollout where it goes on, and what the program asks of the turn: stop
-strings, most tokens. A call that goes on from an older turn, or from none, needs nothing of the
-environment: the rollout reads `turn`. What a session has counted is in `session.counts`
+`call.messages` are what is new since the turn that the call goes on from. `call.turn` (`NextTurn`
+in agentenv/types.py) tells the rollout where it goes on, and what the program asks of the turn:
+stop strings, most tokens. A call that goes on from an older turn, or from none, needs nothing of
+the environment: the rollout reads `turn`. What a session has counted is in `session.counts`
 (`calls`, `context/retry`, `context/sub_agent`, `altered/trimmed`, `replayed`, ...): add it to the
 info of the last step as {"endpoint": session.counts}.
 """
