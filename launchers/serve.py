@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentenv.config import Tree, build_config
+from agentenv.config import Say, Tree, build_config
 from agentenv.errors import ConfigError, require_train
 from agentenv.launchers.command import make_parser, parse, run_command
 from agentenv.model_files import fetch_from_hub
@@ -114,24 +114,31 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
 
     config = configured(arguments, subject._replace(raw=known), PolicyConfig, build, view.say)
     with gpus_for_others(config):
-        run_until_done(serve_policy(config, subject, view), view)
+        run_until_done(_until_stopped(config, subject, view), view)
     return 0
+
+
+async def _until_stopped(config: PolicyConfig, subject: Subject, view: View) -> None:
+    stop = _stopped()
+    await serve_policy(config, subject, view.say, stop)
+    view.say("stopping")
 
 
 _OF_RUN = ("prompt", "renderer", "sampling", "engine")
 
 
-async def serve_policy(config: PolicyConfig, subject: Subject, view: View) -> None:
-    """Start the engine, listen, say how the model is reached, and wait for a signal."""
+async def serve_policy(
+    config: PolicyConfig, subject: Subject, say: Say, stop: asyncio.Event
+) -> None:
+    """Start the engine, listen, say how the model is reached, and go on until `stop`."""
     from agentenv.endpoint.server import ApiServer, only
 
-    stop = _stopped()
     key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
     if config.api_key_env and not key:
         raise ConfigError(f"api_key_env: {config.api_key_env} is not set")
     key = key or secrets.token_urlsafe(NUM_KEY_BYTES)
     async with AsyncExitStack() as stack:
-        handler = await PolicyAssembly(config, subject, stack, view).handler()
+        handler = await PolicyAssembly(config, subject, stack, say).handler()
         name, created = handler.names[0], int(time.time())
         model = {
             "id": name, "object": "model", "type": "model", "display_name": name,
@@ -144,20 +151,19 @@ async def serve_policy(config: PolicyConfig, subject: Subject, view: View) -> No
         await server.start(config.host, config.port)
         url = f"http://{config.host}:{server.port}"
         shown = f"${config.api_key_env}" if config.api_key_env else key
-        view.say(f"{name} is at {url}")
-        view.say(f"OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={shown}")
-        view.say(f"ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={shown}")
+        say(f"{name} is at {url}")
+        say(f"OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={shown}")
+        say(f"ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={shown}")
         await stop.wait()
-        view.say("stopping")
 
 
 class PolicyAssembly(Assembly[PolicyConfig]):
     """Builds the parts of one served policy."""
 
     def __init__(
-        self, config: PolicyConfig, subject: Subject, stack: AsyncExitStack, view: View
+        self, config: PolicyConfig, subject: Subject, stack: AsyncExitStack, say: Say
     ) -> None:
-        super().__init__(config, subject.run, stack, view.say)
+        super().__init__(config, subject.run, stack, say)
         self.subject = subject
 
     async def model(self) -> Path:
