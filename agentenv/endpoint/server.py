@@ -181,9 +181,7 @@ def only(key: str, handler: Handler) -> Callable[[str], Handler]:
 
     def find(given: str) -> Handler:
         if not compare_digest(given.encode(), key.encode()):
-            raise ApiError(
-                "no_key", "give the key as Authorization: Bearer KEY or x-api-key: KEY"
-            )
+            raise ApiError("no_key", "give the key as Authorization: Bearer KEY or x-api-key: KEY")
         return handler
 
     return find

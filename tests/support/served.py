@@ -19,7 +19,9 @@ class ServedPolicy:
     """`keys` are those of PolicyConfig; KEY_ENV must be set."""
 
     def __init__(self, model: Path, **keys: Any) -> None:
-        self.config = build_config(PolicyConfig, {"port": 0, "api_key_env": KEY_ENV, **keys}, "test")
+        self.config = build_config(
+            PolicyConfig, {"port": 0, "api_key_env": KEY_ENV, **keys}, "test"
+        )
         self.subject = Subject(model.name, {}, model, model)
         self.url = ""
         self.said: list[str] = []
