@@ -44,7 +44,7 @@ from agentenv.endpoint.messages import (
 )
 from agentenv.endpoint.server import ApiServer, Delta
 from agentenv.env import shared
-from agentenv.errors import AgentEnvError, EnvError
+from agentenv.errors import AgentEnvError, EnvError, OutageError
 from agentenv.types import Kind, Message, NextTurn
 
 ENDED = "the branch of this key has ended"
@@ -54,7 +54,7 @@ MIN_QUOTED = 8  # characters of a text that is looked for in another one
 Same = Callable[[Json, Json], bool]
 
 
-class DivergedError(EnvError):
+class DivergedError(OutageError):
     """A replayed program asked otherwise than the recorded one; `cause` names the difference."""
 
     def __init__(self, text: str, cause: str) -> None:

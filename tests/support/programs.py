@@ -75,7 +75,11 @@ class ProgramEnv:
         other = ProgramEnv(self.task, self.program)
         other.endpoint = self.endpoint
         other._begin(self.endpoint.open(after=self.session))
-        await other.session.ready()
+        try:
+            await other.session.ready()
+        except EnvError:
+            await other.close()
+            raise
         return other
 
     async def close(self) -> None:
