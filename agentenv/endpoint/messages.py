@@ -185,8 +185,11 @@ def number(
 
 def objects(value: Any, where: str, most: int) -> list[Json]:
     """A list of objects."""
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+    if not isinstance(value, list):
         raise ApiError("invalid", f"expected a list of objects, got {_kind(value)}", where)
+    for place, one in enumerate(value):
+        if not isinstance(one, dict):
+            raise ApiError("invalid", f"expected an object, got {_kind(one)}", f"{where}[{place}]")
     if len(value) > most:
         raise ApiError("invalid", f"{len(value)} are more than {most}", where)
     return value
