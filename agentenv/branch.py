@@ -134,7 +134,7 @@ class Branch:
         node = self.turns[turn]
         return node.action_ids + packed_ids([end_id] if node.index in self.cut else [])
 
-    def go_on(self, tree: TrajectoryTree, renderer: ContextRenderer, most: int) -> Node | None:
+    def proceed(self, tree: TrajectoryTree, renderer: ContextRenderer, most: int) -> Node | None:
         """Go on where `next_turn` says: from a turn that its tokens extend, else from a context of
         its own. Texts of tools have at most `most` tokens. Returns the turn that is left without
         an answer, if it is another one. Raises what `context_ids` does."""
