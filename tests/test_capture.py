@@ -24,6 +24,7 @@ from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.env import Env, StepResult, close_shared
 from agentenv.envs.quickstart_setup import build_model
+from agentenv.errors import EnvError
 from agentenv.frames import JournalConfig, finished_trees
 from agentenv.journal import Journal
 from agentenv.learners.arpo import ARPO
@@ -161,6 +162,25 @@ def test_the_tree_is_that_of_the_embedded_engine_too(tmp_path: Path) -> None:
     assert len(own.nodes) == 5
     assert own.leaves()[0].end == "terminated"
     assert places(other) == places(own)
+
+
+def test_a_step_that_fails_is_taken_again_by_a_program_led_to_the_same_place() -> None:
+    """The calls before are answered with the same actions."""
+    failed: list[ProgramEnv] = []
+
+    class Flaky(ProgramEnv):
+        async def step(self, action: Message) -> StepResult:
+            result = await super().step(action)
+            if self.session.counts["calls"] == 3 and not failed:
+                failed.append(self)
+                raise EnvError("on purpose")
+            return result
+
+    tree = grown(lambda task: Flaky(task, loop))
+    assert failed
+    assert not tree.failures()
+    assert tree.num_retaken == 1
+    assert places(tree) == places(grown(CountingEnv))
 
 
 def test_a_captured_tree_comes_back_from_its_journal(tmp_path: Path) -> None:
