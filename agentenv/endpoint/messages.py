@@ -277,10 +277,13 @@ def as_message(given: Given, before: Sequence[Given] = ()) -> Message:
     if given.role == "tool":
         names = {call.id: call.name for one in before for call in one.calls}
         return Message("tool", given.text, name=given.name or names.get(given.answers))
-    text = given.text
-    if given.thoughts:
-        text = f"{THOUGHT_OPEN}\n{given.thoughts}\n{THOUGHT_CLOSE}\n\n{text}"
+    text = with_thoughts(given.thoughts, given.text) if given.thoughts else given.text
     return Message(given.role, text, tuple(map(_as_call, given.calls)))
+
+
+def with_thoughts(thoughts: str, text: str) -> str:
+    """A text that begins with its thoughts."""
+    return f"{THOUGHT_OPEN}\n{thoughts}\n{THOUGHT_CLOSE}\n\n{text}"
 
 
 def _as_call(call: Call) -> ToolCall:
