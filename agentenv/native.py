@@ -197,6 +197,10 @@ class NativeRenderer(TextCodec):
         names = (m.name if m.name in known else UNKNOWN_TOOL for m in messages)
         return self._frames_of(tuple((m.role, n) for m, n in zip(messages, names, strict=True)))
 
+    def turn(self, message: Message, tools: ToolSchemas) -> list[int]:
+        """Ids of a turn that was not sampled here. Raises ConfigError."""
+        return [*self.encode(self.calling(message.content, message.tool_calls)), self.end_id]
+
     def calling(self, text: str, calls: Sequence[ToolCall]) -> str:
         """A turn that says `text`, thoughts included, and makes these calls, up to its end token,
         as the template writes it. Raises ConfigError where the template refuses them."""

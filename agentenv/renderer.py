@@ -27,11 +27,12 @@ from msgspec import Meta, Struct, field
 
 from agentenv.config import ESSENTIAL
 from agentenv.data_files import SUFFIXES
-from agentenv.encoder import Encoder, EncoderLostError, decoder
+from agentenv.encoder import Encoder, EncoderLostError, decoder, fast_tokenizer
 from agentenv.env import check_observation
 from agentenv.errors import ConfigError, DataError
+from agentenv.model_files import template_end
 from agentenv.rows import shared_system_prompt
-from agentenv.tags import TAGS, Shown, check_tags, tagged_call, with_tools
+from agentenv.tags import TAGS, Shown, check_tags, tagged_call, with_tools, written_arguments
 from agentenv.types import SYSTEM_KEY, Completion, Message, Task, ToolCall
 
 QUESTION = "{question}"
@@ -207,11 +208,25 @@ class Renderer(Protocol):
         ...
 
 
+class ContextRenderer(Renderer, Protocol):
+    """A renderer that can write whole contexts: turns that were not sampled here, too. `style` is
+    the form of its calls, by agentenv/call_syntax.py, `end_id` the token that ends a turn."""
+
+    @property
+    def style(self) -> str: ...
+    @property
+    def end_id(self) -> int: ...
+    def turn(self, message: Message, tools: ToolSchemas) -> Sequence[int]:
+        """Ids of a turn of the policy. Raises ConfigError."""
+        ...
+
+
 class TextCodec:
     """Text to ids and back, the base of the renderers; text that is not ours loses what could
     forge: special tokens, and the tags of tools, of this protocol, and of `own_tags`."""
 
     own_tags: tuple[str, ...] = ()
+    prompt_config = PromptConfig()
 
     def __init__(self, tokenizer: Any, eos_ids: Collection[int] = ()) -> None:
         self.tokenizer = tokenizer
@@ -220,6 +235,9 @@ class TextCodec:
         markers = sorted(_markers(tokenizer), key=len, reverse=True)
         self._marker = re.compile("|".join(map(re.escape, markers))) if markers else None
         self._openings = "".join({one[0] for one in markers})  # with which they begin
+        fast = fast_tokenizer(tokenizer)  # without what transformers does around it
+        is_bare = fast is not None and fast.truncation is None and fast.padding is None
+        self._fast = fast if is_bare else None
         self.encoder: Encoder | None = None  # encodes long texts beside the event loop
         self.num_cut = 0  # texts that did not fit, equal ones once as long as they are known
         self._known: OrderedDict[Known, array[int]] = OrderedDict()  # used last comes last
@@ -228,6 +246,10 @@ class TextCodec:
 
     def encode(self, text: str) -> list[int]:
         """Ids of text of ours, special tokens included."""
+        if self._fast is not None:
+            # `encode` finds the place of each token in the text besides, which takes as long again
+            ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            return ids
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def encode_foreign(self, text: str, tools: ToolSchemas, max_tokens: int) -> array[int]:
@@ -301,6 +323,21 @@ class TextCodec:
         opened = bool(prefix_ids) and self._opens(tuple(prefix_ids[-NUM_TAIL_IDS:]))
         return (THOUGHT_OPEN + "\n" if opened else "") + self.decode(ids)
 
+    @property
+    def style(self) -> str:
+        """The form of calls."""
+        return "tags"
+
+    @cached_property
+    def end_id(self) -> int:
+        """The token that ends a turn of the policy: the chat template's, else the tokenizer's."""
+        found: int | None = None
+        if self.prompt_config.apply_chat_template:
+            kwargs = self.prompt_config.chat_template_kwargs
+            found = template_end(self.tokenizer, self.eos_ids, kwargs)
+        own: int | None = self.tokenizer.eos_token_id if found is None else found
+        return own if own in self.eos_ids else min(self.eos_ids)
+
     def _opens_thought(self, tail_ids: tuple[int, ...]) -> bool:
         return self.decode(tail_ids).rstrip().endswith(THOUGHT_OPEN)
 
@@ -345,14 +382,26 @@ class TagRenderer(TextCodec):
             text = "\n\n".join(message.content for message in messages) + "\n"
             return list(self.tokenizer.encode(text, add_special_tokens=True))
         chat = [{"role": message.role, "content": message.content} for message in messages]
-        encoded = self.tokenizer.apply_chat_template(
-            chat,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            **self.prompt_config.chat_template_kwargs,
-        )
+        render = self.tokenizer.apply_chat_template
+        keys = {"add_generation_prompt": True, **self.prompt_config.chat_template_kwargs}
+        if self._fast is not None:
+            return self.single_bos(self.encode(str(render(chat, tokenize=False, **keys))))
+        encoded = render(chat, tokenize=True, return_dict=True, **keys)
         return self.single_bos(list(encoded["input_ids"]))
+
+    def calling(self, text: str, calls: Sequence[ToolCall], tools: ToolSchemas = ()) -> str:
+        """A turn that says `text` and makes the call. Raises ConfigError for several."""
+        if len(calls) > 1:
+            raise ConfigError("the tag protocol has one call a turn, a message has several")
+        for call in calls:
+            tool = next((one for one in tools if one.get("name") == call.name), None)
+            text += f"<{call.name}>{written_arguments(call.arguments, tool)}</{call.name}>"
+        return text
+
+    def turn(self, message: Message, tools: ToolSchemas) -> list[int]:
+        """Ids of a turn that was not sampled here. Raises ConfigError."""
+        ids = self.encode(self.calling(message.content, message.tool_calls, tools))
+        return ids if message.tool_calls else [*ids, self.end_id]
 
     def check_tools(self, tools: ToolSchemas) -> None:
         """Raises ConfigError for a tool whose name is no tag of its own."""
@@ -388,6 +437,41 @@ class TagRenderer(TextCodec):
             ids += self.encode_foreign(message.content, tools, max_tokens)
             ids += self._frame[1]
         return ids
+
+
+def context_ids(
+    renderer: ContextRenderer,
+    context: Sequence[Message | Sequence[int]],
+    tools: ToolSchemas,
+    max_tokens: int,
+    before: Sequence[int] = (),
+) -> array[int]:
+    """Ids of a whole context, up to where the next turn begins: its prompt, then turns of the
+    policy and what answers them. Ids in place of a message are a turn as it was sampled. `before`
+    are ids that the context goes on from, up to the end of a turn.
+
+    Raises ConfigError, CrashError or DataError for what cannot be rendered.
+    """
+    ids, rest = array("i", before), list(context)
+    if not before:
+        number = next((n for n, one in enumerate(rest) if _is_turn(one)), len(rest))
+        prompt = [one for one in rest[:number] if isinstance(one, Message)]
+        ids, rest = array("i", renderer.prompt(prompt, tools)), rest[number:]
+    results: list[Message] = []
+    for one in (*rest, None):
+        if isinstance(one, Message) and one.role != "assistant":
+            results.append(one)
+            continue
+        if results:
+            ids += array("i", renderer.observation(results, tools, max_tokens))
+            results = []
+        if one is not None:
+            ids.extend(renderer.turn(one, tools) if isinstance(one, Message) else one)
+    return ids
+
+
+def _is_turn(one: Message | Sequence[int]) -> bool:
+    return not isinstance(one, Message) or one.role == "assistant"
 
 
 @lru_cache

@@ -31,6 +31,7 @@ from agentenv.types import MALFORMED_CALL, Chunk, Completion, Message, SamplingP
 from agentenv.untrusted import decode
 
 FILL = 0
+OURS = "agentenv"  # owner of the models of `agentenv serve`
 BYTES_PER_TOKEN = 4
 CUT_MARKER = " ... "
 # structure to most models, since that of this one is unknown
@@ -42,14 +43,16 @@ class Piece(Struct, frozen=True, kw_only=True):
     """A text of the conversation: the prompt, a turn of the policy, or results.
 
     `messages` are those of the prompt or the results, `calls` the native tool calls of a turn as
-    the endpoint sent them, `content` its text without thoughts and calls. `num_prompt_tokens` is
-    what the endpoint counted before the turn, 0 if it did not say.
+    the endpoint sent them, `content` its text without thoughts and calls, `thoughts` those that are
+    sent back. `num_prompt_tokens` is what the endpoint counted before the turn, 0 if it did not
+    say.
     """
 
     text: str
     messages: tuple[Message, ...] = ()
     calls: tuple[dict[str, Any], ...] = ()
     content: str = ""
+    thoughts: str = ""
     is_turn: bool = False
     tools: tuple[dict[str, Any], ...] = ()
     num_prompt_tokens: int = 0
@@ -200,6 +203,17 @@ class ChatEngine(EndpointEngine):
         self.pieces = pieces
         self.native = native
 
+    async def start(self) -> None:
+        """Raises ConfigError. An endpoint of `agentenv serve` reads and writes calls itself."""
+        await super().start()
+        self.native = self.native or self.is_ours
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether `agentenv serve` is asked, which takes a whole seed and gives turns as they were
+        sampled, and to which they go back as they came."""
+        return self.endpoint.owner == OURS
+
     async def generate(
         self,
         prompt_ids: Sequence[int],
@@ -212,6 +226,8 @@ class ChatEngine(EndpointEngine):
     ) -> Completion:
         """See Engine.generate; `on_tokens` gets the whole turn at its end."""
         body = self._body(self.pieces.read(prompt_ids), sampling)
+        if self.is_ours:
+            body |= {"raw": True, "seed": sampling.seed, "prompt_cache_key": session}
         with self._alive():
             reply = await self.endpoint.send(CHAT_PATH, body, _ended, f"{sampling.seed}/{session}")
         done = self._completion(reply, sampling)
@@ -260,8 +276,9 @@ class ChatEngine(EndpointEngine):
             for piece in rest:
                 if piece.is_turn:
                     calls = piece.calls
+                    thoughts = {"reasoning_content": piece.thoughts} if piece.thoughts else {}
                     chat.append({"role": "assistant", "content": piece.content or None,
-                                 "tool_calls": list(calls)})  # fmt: skip
+                                 "tool_calls": list(calls), **thoughts})  # fmt: skip
                     continue
                 for call, result in zip(calls, piece.messages, strict=True):
                     chat.append(
@@ -299,12 +316,18 @@ class ChatEngine(EndpointEngine):
         thoughts = message.reasoning_content or message.reasoning or ""
         text = f"<think>\n{thoughts}\n</think>\n{content}" if thoughts else content
         text += "".join(_shown(call) for call in calls)
+        text = text if message.raw is None else message.raw
         num_tokens = usage.completion_tokens or estimated_tokens(text)
         num_prompt = usage.prompt_tokens or 0
         self.endpoint.counts["sampled_tokens"] += num_tokens
         self.endpoint.counts["prompt_tokens"] += num_prompt
         piece = Piece(
-            text=text, content=content, calls=calls, is_turn=True, num_prompt_tokens=num_prompt
+            text=text,
+            content=content,
+            thoughts=thoughts if self.is_ours else "",
+            calls=calls,
+            is_turn=True,
+            num_prompt_tokens=num_prompt,
         )
         ids = self.pieces.add(piece, max(1, num_tokens))
         return unmeasured(ids, "length" if reason == "length" else "stop", stop)
