@@ -347,8 +347,8 @@ class VLLMServer(WeightSync[VLLMFacts]):
             await self._post(self.transfer.start, self.transfer.empty)
             await self._post(self.transfer.receive, {"update_info": info}, self._load_s)
             await self._post(self.transfer.finish, self.transfer.empty, self._load_s)
-            await release()
             if self._is_asleep:
+                await release()
                 await self._post("/wake_up", None, self._load_s, tags="kv_cache")
         except EngineError as error:
             raise ServerLostError(f"its weights are unknown: {error}") from error

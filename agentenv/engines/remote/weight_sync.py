@@ -124,9 +124,9 @@ class WeightSync(RemoteServer[F]):
         release: Callable[[], Awaitable[None]],
     ) -> None:
         """Read new weights from memory that the learner shares with the server of this number (see
-        SharedWeights.exports_of), and call `release` as soon as nothing reads it any more; see
-        `load_weights` for errors. A server that sleeps wakes up with them, and takes the memory of
-        its cache after the release. Feature "ipc" only."""
+        SharedWeights.exports_of); see `load_weights` for errors. A server that sleeps wakes up with
+        them, and takes the memory of its cache after `release`, which it calls when it has read
+        all; one that is awake goes on at once. Feature "ipc" only."""
         async with self._changing:
             check_manifest(weights.manifest, self._layout)
             await self._replace(partial(self._take, weights, number, release), policy_version)
