@@ -113,7 +113,7 @@ class Recovery:
             result = await self.through_outage(branch, "step", step)
             messages, _, terminated, truncated, _ = result
             await self._actor.renderer.prepare(messages, branch.tools, size)
-            ids = self._actor.renderer.observation(messages, branch.tools, size)
+            ids = self._actor.renderer.observation(messages, branch.tools, size, node.action_ids)
             same = packed_ids(ids) == node.observation_ids
             there = there and not terminated and not truncated and same
         if not there:

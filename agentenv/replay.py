@@ -313,7 +313,11 @@ class _Renderer(Renderer):
         pass
 
     def observation(
-        self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
+        self,
+        messages: Sequence[Message],
+        tools: ToolSchemas,
+        max_tokens: int,
+        turn_ids: Sequence[int] = (),
     ) -> list[int]:
         (message,) = messages
         if message.content in (LONG, SHORT):

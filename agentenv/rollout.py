@@ -348,9 +348,11 @@ class Rollout:
                 node.end = "terminated" if terminated else "truncated"
                 node.limit = None if terminated else Limit.ENV
                 return None
+            if num_said := sum(message.role == "user" for message in messages):
+                node.info["user_messages"] = num_said
             room = limits.max_tool_result_tokens
             await renderer.prepare(messages, branch.tools, room)
-            observation_ids = renderer.observation(messages, branch.tools, room)
+            observation_ids = renderer.observation(messages, branch.tools, room, node.action_ids)
             if await self.hooks.redirect(branch, observation_ids):
                 continue
             limit = branch.limit_of_observation(observation_ids, limits)

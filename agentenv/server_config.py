@@ -15,7 +15,13 @@ from agentenv.errors import ConfigError
 # Settings of engine servers that a run starts by itself.
 
 SGLANG_RESERVED = 2  # tokens of its context length that an SGLang server never fills
-ROLES = ("summarizer", "judge", "debugger", "refiner")  # besides the policy, which is [engine]
+ROLES = (
+    "summarizer",
+    "judge",
+    "debugger",
+    "refiner",
+    "user",
+)  # besides the policy, which is [engine]
 
 
 class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,8 +100,9 @@ class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         str,
         Meta(
             description="http://HOST:PORT of a server that runs already; empty: start one. NAME is "
-            "summarizer, judge, debugger or refiner; {role:NAME} in texts of [env], [grader], "
-            "[search] and [python] stands for the URL, e.g. grader.judge.url = '{role:judge}/v1'"
+            "summarizer, judge, debugger, refiner or user; {role:NAME} in texts of [env], "
+            "[grader], [search] and [python] stands for the URL, e.g. grader.judge.url = "
+            "'{role:judge}/v1'"
         ),
     ] = ""
     model: Annotated[str, Meta(description="Hugging Face directory; needed to start one")] = ""

@@ -126,7 +126,7 @@ function Turn(props: TurnProps) {
       {node.calls.length > 0 && <Calls calls={node.calls} />}
       {node.observation !== "" && (
         <div class={cx("observed", scale.mode === "mask" && "m-observed")}>
-          <div class="who">{isRoot ? "prompt" : node.calls.length ? "result, as the policy read it" : "environment"}</div>
+          <div class="who">{isRoot ? "prompt" : node.calls.length ? "result, as the policy read it" : node.info["user_messages"] ? "user" : "environment"}</div>
           <pre>
             <Text text={node.observation} />
           </pre>
