@@ -25,7 +25,6 @@ What an environment of your own needs can be imported from here; the rest lives 
                encoder    a process that tokenizes long texts
     tools      tools      what the policy can call, and its bounds
                tool_env   the environment that runs tool calls and grades
-               dialogue   the same with a user, scripted or simulated, to whom the policy talks
                http       APIs over HTTP as tools: clients, logins, what a status means
                env        the environment contract, the registry, shared resources
                gym        the environments as Gymnasium's, one or many at once
@@ -50,7 +49,6 @@ What an environment of your own needs can be imported from here; the rest lives 
 """
 
 from agentenv.cold_start import demonstrate, texts_of, tiny_model, write_rows
-from agentenv.dialogue import DialogueEnv
 from agentenv.env import Env, EnvWrapper, Grade, Grader, StepResult, env_ids, make, register, shared
 from agentenv.errors import (
     AgentEnvError,
@@ -72,7 +70,6 @@ __all__ = [
     "AgentEnvError",
     "ConfigError",
     "DataError",
-    "DialogueEnv",
     "EngineError",
     "Env",
     "EnvError",

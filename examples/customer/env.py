@@ -16,7 +16,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from agentenv import DialogueEnv, Message, StatelessTool, Task, ToolError, ToolResult, register
+from agentenv import Message, StatelessTool, Task, ToolError, ToolResult, register
+from agentenv.envs.dialogue import DialogueEnv
 from agentenv.envs.qa_grader import ExactMatch
 from agentenv.tools import argument_schema, read_arguments
 

@@ -10,12 +10,18 @@ from typing import Any
 
 import pytest
 
-from agentenv import DialogueEnv, Message, Task, demonstrate, tool
+from agentenv import Message, Task, demonstrate, tool
 from agentenv.actor import Actor
-from agentenv.dialogue import ModelUser, ModelUserConfig, ScriptedUser, make_user
 from agentenv.engines.chat import ChatRenderer, Piece, Pieces
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.env import close_shared
+from agentenv.envs.dialogue import (
+    DialogueEnv,
+    ModelUser,
+    ModelUserConfig,
+    ScriptedUser,
+    make_user,
+)
 from agentenv.envs.grading.reward import ExactMatch
 from agentenv.envs.quickstart_setup import build_tokenizer
 from agentenv.errors import ConfigError, CrashError, EnvError, InfraError
