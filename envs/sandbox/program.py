@@ -1,0 +1,407 @@
+"""A program in a sandbox of its own, as the host sees it: start, limits, end, output, files.
+
+The sandbox is bubblewrap's: namespaces of users, processes, files and the network. The program sees
+a read-only system (/usr, the interpreter of this process, `read_only`), its own folder /home/agent, an
+empty /tmp, and a loopback on which one port leads to one address of the host: it is forwarded to a
+socket in a file (program_init.py), where the host passes it on. A filter of system calls keeps it
+from namespaces of its own, from tracing and from the kernel's keys. Beside `allow_unsafe`, what is
+missing for that is a ConfigError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from itertools import count
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+from agentenv.disk import own_folder
+from agentenv.envs.sandbox.launch import (
+    HERE,
+    NAMESPACES_ADVICE,
+    UNUSED_ID,
+    Interpreter,
+    find_interpreter,
+    namespaces,
+)
+from agentenv.errors import ConfigError, EnvError, ForeignError, InfraError
+from agentenv.offload import check_outside, in_thread, look_again
+from agentenv.untrusted import decode
+
+logger = logging.getLogger(__name__)
+
+START_S = 60.0  # of a sandbox, on a busy machine
+STOP_S = 10.0
+MAX_REPORT_BYTES = 1 << 18
+MAX_OPEN_FILES = 4096
+TMP_BYTES = 256 << 20  # of /tmp and of /dev/shm each
+THREADS_A_PROCESS = 16  # counted against the processes of a user by the kernel
+PREFIX, ENDPOINT_PREFIX = "agentenv-program-", "agentenv-forward-"
+FOLDER, INSIDE = "/home/agent", "/sandbox"
+INIT_FILES = ("program_init.py", "confine.py")
+SYSTEM_FILES = ("/etc/ssl", "/etc/ca-certificates", "/etc/pki", "/etc/ld.so.cache",
+                "/etc/alternatives", "/etc/mime.types")  # fmt: skip
+ETC = {
+    "passwd": "root:x:0:0::/root:/bin/sh\nagent:x:1000:1000::/home/agent:/bin/sh\n",
+    "group": "root:x:0:\nagent:x:1000:\n",
+    "hosts": "127.0.0.1 localhost\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+}
+
+_uids = count()  # of programs where the host is root: each has a user of its own
+
+
+class ProgramLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds of one program and all that it starts, together. Each that is reached ends the
+    episode and has a name: wall, idle, calls, cpu, memory, processes, disk."""
+
+    wall_s: Annotated[
+        float, Meta(gt=0, description="time in which the program works, its calls not counted")
+    ] = 600.0
+    idle_s: Annotated[
+        float, Meta(gt=0, description="without a call and without an end: it hangs")
+    ] = 120.0
+    max_calls: Annotated[int, Meta(ge=1, description="calls of the policy")] = 100
+    cpu_s: Annotated[int, Meta(ge=1, description="CPU seconds")] = 300
+    memory_bytes: Annotated[int, Meta(ge=1 << 20, description="of all processes")] = 2 << 30
+    max_processes: Annotated[int, Meta(ge=1, description="at a time")] = 128
+    disk_bytes: Annotated[int, Meta(ge=1 << 12, description="of all files")] = 512 << 20
+    max_output_chars: Annotated[
+        int, Meta(ge=2, description="of its output; head and tail are kept")
+    ] = 8000
+
+
+class ProgramSpec(Struct, frozen=True, kw_only=True):
+    """What to start: a command, the folder whose content is copied into its own, more files by
+    name, and what it may read beside the system."""
+
+    command: tuple[str, ...]
+    folder: str = ""
+    files: dict[str, str] = {}
+    read_only: tuple[str, ...] = ()
+    limits: ProgramLimits = ProgramLimits()
+    allow_unsafe: bool = False
+
+
+class Ended(Struct, frozen=True):
+    """How a program ended: by itself, with an exit code or by a signal, or by the name of a limit.
+    `num_left` of its processes were still there, and are gone."""
+
+    exit: int | None = None
+    signal: int | None = None
+    limit: str = ""
+    cpu_s: float = 0.0
+    output: str = ""
+    num_left: int = 0
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        if self.limit:
+            return f"reached its limit of {self.limit}"
+        if self.signal is not None:
+            return f"was ended by signal {self.signal}"
+        return f"ended with exit code {self.exit}"
+
+
+class Program:
+    """A program that runs, in a folder of its own. `stop` ends it and all that it started, and
+    `close` removes the folder too; after either no process is left."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], control: socket.socket, folder: Path, kept: ExitStack
+    ) -> None:
+        self.folder = folder
+        self._process = process
+        self._control = control
+        self._kept = kept
+        self._waiting: asyncio.Task[Ended] | None = None
+        self._stopping: asyncio.Future[None] | None = None
+
+    @classmethod
+    async def start(
+        cls, spec: ProgramSpec, variables: Mapping[str, str], port: int = 0
+    ) -> Program:
+        """Start it. It reaches 127.0.0.1:`port` of the host, and nothing else unless it is unsafe.
+        Raises ConfigError for what this machine or the specification lacks."""
+        check_outside("a program")
+        confined = not spec.allow_unsafe
+        kept = ExitStack()
+        started = False
+        try:
+            uid = UNUSED_ID + 1 + next(_uids) % 60_000 if confined and os.geteuid() == 0 else None
+            folder = await in_thread(_make_folder, spec, uid, kept)
+            forward = await forwarder(port) if confined and port else None
+            python = await find_interpreter(None)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            kept.callback(ours.close)
+            ours.setblocking(False)
+            with theirs, (folder.parent / "errors").open("wb") as errors:
+                work = FOLDER if confined else str(folder)
+                settings = _settings(spec, variables, theirs.fileno(), uid, work)
+                settings |= {"port": port, "socket": f"{INSIDE}/endpoint" if forward else ""}
+                script = f"{INSIDE}/program_init.py" if confined else str(HERE / "program_init.py")
+                prefix = bubblewrap(python, spec, folder, forward) if confined else []
+                inner = [python.program, "-s", "-S", "-E", "-B", script]
+                process = subprocess.Popen(  # noqa: ASYNC220 - it dies with the loop's own thread
+                    [*prefix, *inner, msgspec.json.encode(settings).decode()],
+                    env={},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
+            started = True
+        except OSError as error:
+            raise ConfigError(f"the program cannot be started: {error}") from error
+        finally:
+            if not started:
+                await in_thread(kept.close)
+        return cls(process, ours, folder, kept)
+
+    async def wait(self) -> Ended:
+        """How it ended, once it has; may be asked again, and be cancelled. Raises InfraError where
+        its sandbox died, and ConfigError where that cannot be had."""
+        if self._waiting is None:
+            self._waiting = asyncio.ensure_future(self._ended())
+        return await asyncio.shield(self._waiting)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._waiting is not None and self._waiting.done()
+
+    async def stop(self) -> None:
+        """End it, and wait until all its processes are gone; idempotent, also when cancelled."""
+        if self._stopping is None:
+            self._stopping = asyncio.ensure_future(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def close(self) -> None:
+        """`stop`, and remove its folder."""
+        try:
+            await self.stop()
+        finally:
+            await in_thread(self._kept.close)
+
+    def read(self, name: str, max_bytes: int) -> str:
+        """The text of a file that it left in its folder. Raises OSError for one that is none, or
+        leads out of the folder; only to be called once it has ended."""
+        path = self.folder / name
+        if not path.resolve().is_relative_to(self.folder.resolve()):
+            raise OSError(f"{name} leads out of the program's folder")
+        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(opened, "rb") as file:
+            if not stat.S_ISREG(os.fstat(opened).st_mode):
+                raise OSError(f"{name} is no file")
+            return file.read(max_bytes).decode(errors="replace")
+
+    # inner workings
+
+    async def _ended(self) -> Ended:
+        try:
+            data = await asyncio.get_running_loop().sock_recv(self._control, MAX_REPORT_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            raise await in_thread(self._problem)
+        try:
+            return decode(data, Ended)
+        except ForeignError as error:
+            raise InfraError(f"the sandbox of a program said something else: {error}") from error
+
+    def _problem(self) -> Exception:
+        """Why the sandbox ended without a report; blocks."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        text = (self.folder.parent / "errors").read_text(errors="replace").strip()[-500:]
+        if text.startswith("bwrap:"):
+            advice = f". {NAMESPACES_ADVICE}" if "ermi" in text or "namespace" in text else ""
+            return ConfigError(
+                f"the sandbox of a program cannot be had: {text}{advice}. To let it run without "
+                "protection, with your rights and at your own risk, set allow_unsafe = true"
+            )
+        code = self._process.poll()
+        return InfraError(f"the sandbox of a program died ({code}): {text or 'no reason given'}")
+
+    async def _stop(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.cancel()
+        with suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)  # process 1 reads that, and ends all
+        try:
+            await in_thread(self._reap)
+        except InfraError:
+            logger.warning("process %d of a program cannot be ended", self._process.pid)
+
+    def _reap(self) -> None:
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, 9)
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired as error:
+                raise InfraError(str(error)) from error
+
+
+def bubblewrap(
+    python: Interpreter, spec: ProgramSpec, folder: Path, forward: Path | None
+) -> list[str]:
+    """The command line that puts process 1 into the sandbox. Raises ConfigError."""
+    command = [*namespaces(python), "--as-pid-1", "--new-session"]
+    for path in (*SYSTEM_FILES, *spec.read_only):
+        if path in spec.read_only and not os.path.exists(path):
+            raise ConfigError(f"read_only: there is no {path}")
+        command += ["--ro-bind-try", path, path]
+    for name in ETC:
+        command += ["--ro-bind", str(folder.parent / name), f"/etc/{name}"]
+    command += ["--dir", INSIDE]
+    for name in INIT_FILES:
+        command += ["--ro-bind", str(HERE / name), f"{INSIDE}/{name}"]
+    if forward is not None:
+        command += ["--ro-bind", str(forward), f"{INSIDE}/endpoint"]
+    command += ["--dev", "/dev", "--size", str(TMP_BYTES), "--tmpfs", "/dev/shm"]
+    command += ["--proc", "/proc", "--size", str(TMP_BYTES), "--perms", "1777", "--tmpfs", "/tmp"]
+    command += ["--bind", str(folder), FOLDER, "--remount-ro", "/", "--chdir", "/"]
+    return [*command, "--"]
+
+
+def _settings(
+    spec: ProgramSpec, variables: Mapping[str, str], control_fd: int, uid: int | None, work: str
+) -> dict[str, object]:
+    """What process 1 reads from its command line, see program_init.py."""
+    limits, confined = spec.limits, not spec.allow_unsafe
+    own = {"PATH": os.environ.get("PATH", os.defpath), "HOME": work, "LANG": "C.UTF-8", "TZ": "UTC"}
+    own |= {"TMPDIR": "/tmp"} if confined else {}
+    bin = str(Path(sys.executable).parent)
+    if bin not in own["PATH"].split(os.pathsep):
+        own["PATH"] = f"{bin}{os.pathsep}{own['PATH']}"
+    rlimits = {"CORE": 0, "FSIZE": limits.disk_bytes, "CPU": limits.cpu_s + 1}
+    rlimits |= {"NOFILE": MAX_OPEN_FILES} if confined else {}
+    rlimits |= {"NPROC": limits.max_processes * THREADS_A_PROCESS} if confined else {}
+    return {
+        "command": spec.command,
+        "control_fd": control_fd,
+        "confined": confined,
+        "folder": work,
+        "variables": {**own, **variables},
+        "uid": uid,
+        "rlimits": rlimits,
+        "limits": {
+            "cpu": limits.cpu_s,
+            "memory": limits.memory_bytes,
+            "processes": limits.max_processes,
+            "disk": limits.disk_bytes,
+        },
+        "watched": [work, "/tmp", "/dev/shm"] if confined else [work],
+        "max_output_chars": limits.max_output_chars,
+    }
+
+
+def _make_folder(spec: ProgramSpec, uid: int | None, kept: ExitStack) -> Path:
+    """The folder of a program with its initial files. Raises ConfigError."""
+    outer = kept.enter_context(own_folder(None, PREFIX))
+    for name, text in ETC.items():
+        (outer / name).write_text(text)
+    folder = outer / "work"
+    if spec.folder:
+        try:
+            shutil.copytree(spec.folder, folder, symlinks=True)
+        except (OSError, shutil.Error) as error:
+            raise ConfigError(f"folder: {spec.folder} cannot be copied: {error}") from error
+    folder.mkdir(exist_ok=True)
+    for name, text in spec.files.items():
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(f"files: {name!r} leads out of the program's folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    if uid is not None:
+        for place, _, names in os.walk(folder):
+            for path in (place, *(os.path.join(place, name) for name in names)):
+                os.chown(path, uid, uid, follow_symlinks=False)
+    return folder
+
+
+# The way from sandboxes to one port of the host: a socket in a file, which is bound into each.
+
+
+class _Forwarder:
+    """Passes connections to a socket in a file on to a port of the loopback."""
+
+    def __init__(self, port: int, path: Path, server: asyncio.Server, kept: ExitStack) -> None:
+        self.port, self.path, self._server, self._kept = port, path, server, kept
+
+    async def close(self) -> None:
+        """Idempotent."""
+        self._server.close()
+        await in_thread(self._kept.close)
+
+
+async def forwarder(port: int) -> Path:
+    """The socket that leads to 127.0.0.1:`port`, one for all programs of this process."""
+    from agentenv.env import shared
+
+    starting: asyncio.Lock = shared("a forwarder starts", asyncio.Lock)
+    async with starting:
+        known: dict[int, _Forwarder] = shared("forwarders", _Forwarders)
+        if port not in known:
+            known[port] = await _forwarder(port)
+    return known[port].path
+
+
+class _Forwarders(dict[int, _Forwarder]):
+    async def close(self) -> None:
+        """All of them."""
+        while self:
+            await self.popitem()[1].close()
+
+
+async def _forwarder(port: int) -> _Forwarder:
+    kept = ExitStack()
+    folder = await in_thread(kept.enter_context, own_folder(None, ENDPOINT_PREFIX))
+    path = folder / "endpoint"
+
+    async def passed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(START_S):
+                other = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            writer.close()
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_pump(reader, other[1]))
+                group.create_task(_pump(other[0], writer))
+        finally:
+            for one in (writer, other[1]):
+                one.close()
+
+    server = await asyncio.start_unix_server(passed, str(path))
+    path.chmod(0o666)
+    folder.chmod(0o711)
+    return _Forwarder(port, path, server, kept)
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Until the end of one direction."""
+    with suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+        if writer.can_write_eof():
+            writer.write_eof()
