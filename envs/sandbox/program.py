@@ -1,11 +1,11 @@
 """A program in a sandbox of its own, as the host sees it: start, limits, end, output, files.
 
-The sandbox is bubblewrap's: namespaces of users, processes, files and the network. The program sees
-a read-only system (/usr, the interpreter of this process, `read_only`), its own folder /home/agent, an
-empty /tmp, and a loopback on which one port leads to one address of the host: it is forwarded to a
-socket in a file (program_init.py), where the host passes it on. A filter of system calls keeps it
-from namespaces of its own, from tracing and from the kernel's keys. Beside `allow_unsafe`, what is
-missing for that is a ConfigError.
+The sandbox is bubblewrap's: namespaces of processes, files and the network. The program sees a
+read-only system (/usr, the interpreter of this process, `read_only`), its own folder /home/agent,
+an empty /tmp, and a loopback on which one port leads to one address of the host: it is forwarded to
+a socket in a file (program_init.py), where the host passes it on. A filter of system calls keeps it
+from namespaces of its own, from tracing and from the kernel's keys. A machine that cannot do that
+is a ConfigError; with `allow_unsafe` a program runs as it is, with the limits alone.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import shutil
+import signal
 import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from agentenv.disk import own_folder
 from agentenv.envs.sandbox.launch import (
@@ -36,8 +38,8 @@ from agentenv.envs.sandbox.launch import (
     find_interpreter,
     namespaces,
 )
-from agentenv.errors import ConfigError, EnvError, ForeignError, InfraError
-from agentenv.offload import check_outside, in_thread, look_again
+from agentenv.errors import ConfigError, ForeignError, InfraError
+from agentenv.offload import check_outside, in_thread
 from agentenv.untrusted import decode
 
 logger = logging.getLogger(__name__)
@@ -121,19 +123,22 @@ class Program:
     `close` removes the folder too; after either no process is left."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], control: socket.socket, folder: Path, kept: ExitStack
+        self,
+        process: subprocess.Popen[bytes],
+        control: socket.socket,
+        folder: Path,
+        kept: ExitStack,
     ) -> None:
         self.folder = folder
         self._process = process
         self._control = control
         self._kept = kept
+        self._pidfd = -1  # of process 1, whose end is the end of all
         self._waiting: asyncio.Task[Ended] | None = None
         self._stopping: asyncio.Future[None] | None = None
 
     @classmethod
-    async def start(
-        cls, spec: ProgramSpec, variables: Mapping[str, str], port: int = 0
-    ) -> Program:
+    async def start(cls, spec: ProgramSpec, variables: Mapping[str, str], port: int = 0) -> Program:
         """Start it. It reaches 127.0.0.1:`port` of the host, and nothing else unless it is unsafe.
         Raises ConfigError for what this machine or the specification lacks."""
         check_outside("a program")
@@ -170,11 +175,19 @@ class Program:
         finally:
             if not started:
                 await in_thread(kept.close)
-        return cls(process, ours, folder, kept)
+        program = cls(process, ours, folder, kept)
+        started = False
+        try:
+            await program._started()
+            started = True
+        finally:
+            if not started:
+                await program.close()
+        return program
 
     async def wait(self) -> Ended:
         """How it ended, once it has; may be asked again, and be cancelled. Raises InfraError where
-        its sandbox died, and ConfigError where that cannot be had."""
+        its sandbox died."""
         if self._waiting is None:
             self._waiting = asyncio.ensure_future(self._ended())
         return await asyncio.shield(self._waiting)
@@ -209,6 +222,30 @@ class Program:
             return file.read(max_bytes).decode(errors="replace")
 
     # inner workings
+
+    async def _started(self) -> None:
+        """Process 1 is there. Raises ConfigError where no sandbox can be had."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(START_S):
+                while True:
+                    readable: asyncio.Future[None] = loop.create_future()
+                    loop.add_reader(self._control, _set, readable)
+                    try:
+                        await readable
+                    finally:
+                        loop.remove_reader(self._control)
+                    with suppress(BlockingIOError):
+                        data, fds, *_ = socket.recv_fds(self._control, 64, 1)
+                        break
+        except TimeoutError as error:
+            raise InfraError(f"no sandbox for a program within {START_S:g} s") from error
+        except OSError:
+            data, fds = b"", []
+        if not data or not fds:
+            raise await in_thread(self._problem)
+        (self._pidfd,) = fds
+        self._kept.callback(os.close, self._pidfd)
 
     async def _ended(self) -> Ended:
         try:
@@ -251,11 +288,21 @@ class Program:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, 9)
+                os.killpg(self._process.pid, signal.SIGKILL)
+            if self._pidfd >= 0:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             try:
                 self._process.wait(STOP_S)
             except subprocess.TimeoutExpired as error:
                 raise InfraError(str(error)) from error
+        if self._pidfd >= 0:  # it is there longer than bubblewrap where that was killed
+            select.select([self._pidfd], [], [], STOP_S)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def bubblewrap(
@@ -276,7 +323,17 @@ def bubblewrap(
         command += ["--ro-bind", str(forward), f"{INSIDE}/endpoint"]
     command += ["--dev", "/dev", "--size", str(TMP_BYTES), "--tmpfs", "/dev/shm"]
     command += ["--proc", "/proc", "--size", str(TMP_BYTES), "--perms", "1777", "--tmpfs", "/tmp"]
-    command += ["--bind", str(folder), FOLDER, "--remount-ro", "/", "--chdir", "/"]
+    command += [
+        "--dir",
+        "/home",
+        "--bind",
+        str(folder),
+        FOLDER,
+        "--remount-ro",
+        "/",
+        "--chdir",
+        "/",
+    ]
     return [*command, "--"]
 
 

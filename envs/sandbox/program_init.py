@@ -1,12 +1,12 @@
 """Runs inside the sandbox of a program, as its process 1; needs nothing but the standard library.
 
-    program_init.py SETTINGS      an object of JSON, see `Settings` in program.py
+    program_init.py SETTINGS      an object of JSON, see `_settings` in program.py
 
-It starts the program, forwards one port of its loopback to one socket of the host, keeps head and
-tail of its output, watches CPU time, memory, processes and disk of all that the program starts,
-and reports on its control socket once the program has ended or reached a limit. Its own end is the
-end of all: of the namespace, where there is one, else of each descendant. It ends too when the
-host closes the control socket.
+It sends a descriptor of itself on its control socket, starts the program, forwards one port of its
+loopback to one socket of the host, keeps head and tail of its output, watches CPU time, memory,
+processes and disk of all that the program starts, and reports once the program has ended or reached
+a limit. Its own end is the end of all: of the namespace, where there is one, else of each
+descendant. It ends too when the host closes the control socket.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     control = socket.socket(fileno=settings["control_fd"])
     control.set_inheritable(False)
+    own = os.pidfd_open(os.getpid())
+    socket.send_fds(control, [b"started"], [own])
+    os.close(own)
     is_alone = os.getpid() == 1
     if not is_alone:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -92,13 +95,13 @@ def _become(settings: dict[str, Any], output: int) -> None:
         null = os.open(os.devnull, os.O_RDONLY)
         for fd, place in ((null, 0), (output, 1), (output, 2)):
             os.dup2(fd, place)
-        os.chdir(settings["folder"])
         for name, value in settings["rlimits"].items():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
         if settings["uid"] is not None:
             os.setgroups([])
             os.setresgid(settings["uid"], settings["uid"], settings["uid"])
             os.setresuid(settings["uid"], settings["uid"], settings["uid"])
+        os.chdir(settings["folder"])
         if settings["confined"]:
             confine.drop_privileges(True)
             machine = platform.machine()
