@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import Literal
 
+from msgspec.structs import replace
+
+from agentenv.call_syntax import call_marks, said
 from agentenv.deadline import Deadline, WorkClock, uncancelled
 from agentenv.env import Env, StepResult, check_finish, check_reset, check_step
 from agentenv.errors import AgentEnvError, EnvError, InfraError, guarded
-from agentenv.renderer import ToolSchemas
-from agentenv.tree import End, Node, Prefix, TrajectoryTree, packed_ids
-from agentenv.types import Completion, Info, Limit, Limits, Message
+from agentenv.renderer import ContextRenderer, ToolSchemas, context_ids
+from agentenv.tree import End, Ids, Node, Prefix, TrajectoryTree, packed_ids
+from agentenv.types import Completion, Info, Limit, Limits, Message, NextTurn, Turn
+from agentenv.untrusted import convert
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +28,9 @@ class Branch:
     is not there yet, in the end the leaf. `clock` counts the seconds of work that the trajectory
     has cost. `actions` are those that the env has seen, in order; None: its env was led elsewhere,
     so that they do not tell its state.
+
+    Of a program (agentenv/endpoint): `next_turn` is how the next turn begins, `turns` are those
+    taken so far, and `tips` the ones that nothing has answered yet, with the tokens up to them.
     """
 
     def __init__(self, name: str, cursor: Node, clock: WorkClock) -> None:
@@ -41,6 +49,10 @@ class Branch:
         self.num_tool_calls = 0
         self.may_fork = False  # the next turn follows a tool result and no fork begins with it
         self.was_asked = False  # the plan, whether to fork in this turn
+        self.next_turn: NextTurn | None = None
+        self.turns: list[Node] = []
+        self.tips: dict[int, Prefix] = {}
+        self.cut: set[int] = set()  # turns without the token that ends them
         self.holding: list[asyncio.Event] = []  # by the siblings of this turn: set with their env
 
     def sibling(self, name: str, outer: WorkClock) -> Branch:
@@ -54,6 +66,8 @@ class Branch:
         other.num_prompt_tokens = self.num_prompt_tokens
         other.num_turns = self.num_turns
         other.num_tool_calls = self.num_tool_calls
+        other.next_turn = self.next_turn
+        other.turns, other.tips, other.cut = [*self.turns], dict(self.tips), set(self.cut)
         return other
 
     async def held(self) -> None:
@@ -83,7 +97,79 @@ class Branch:
         )
         self.prefix_ids = self.prefix_ids.plus(self.pending.action_ids)
         self.num_turns += 1
+        if self.next_turn is not None:
+            self.turns.append(self.pending)
+            if completion.finish_reason == "length" or completion.stop in self.next_turn.stop:
+                self.cut.add(self.pending.index)
         return self.pending
+
+    def expect(self, info: Info) -> None:
+        """Take what an environment says of the next turn out of the facts of a step or reset."""
+        given = info.pop("turn", None)
+        if given is not None:
+            self.next_turn = convert(given, NextTurn)
+            if self.next_turn.tools is not None:
+                self.tools = self.next_turn.tools
+
+    def as_program_reads(
+        self, action: Message, completion: Completion, renderer: ContextRenderer, size: int
+    ) -> Message:
+        """The action with how it was sampled, behind `size` tokens, for an environment that hands
+        it on to a program."""
+        assert self.next_turn is not None
+        stop = completion.stop if completion.stop in self.next_turn.stop else None
+        text = action.content.removesuffix(stop or "")
+        readable = any("problem" not in call.arguments for call in action.tool_calls)
+        marks = call_marks(renderer.style, self.tools) if readable else ()
+        thoughts, text = said(text, renderer.style, marks)
+        reason: Literal["stop", "length"] = "stop"
+        if completion.finish_reason == "length":
+            reason = "length"
+        number = len(completion.token_ids)
+        turn = Turn(thoughts.strip(), text.strip(), reason, size, number, stop)
+        return replace(action, turn=turn)
+
+    def ids_of(self, turn: int, end_id: int) -> Ids:
+        """The tokens of one of the turns, with the one that ends it."""
+        node = self.turns[turn]
+        return node.action_ids + packed_ids([end_id] if node.index in self.cut else [])
+
+    def go_on(self, tree: TrajectoryTree, renderer: ContextRenderer, most: int) -> Node | None:
+        """Go on where `next_turn` says: from a turn that its tokens extend, else from a context of
+        its own. Texts of tools have at most `most` tokens. Returns the turn that is left without
+        an answer, if it is another one. Raises what `context_ids` does."""
+        then, left = self.next_turn, self.pending
+        assert then is not None
+        assert left is not None
+        self.tips[left.index] = self.prefix_ids
+        sampled = [self.ids_of(one, renderer.end_id) if isinstance(one, int) else one
+                   for one in then.prompt]  # fmt: skip
+        ids = context_ids(renderer, sampled, self.tools, most)
+        used = self.num_response_tokens
+        discards = [self.turns[turn].index for turn in then.discards]
+        info: Info = {"context": then.kind or "resumed"}
+        info |= {"cause": then.cause} if then.cause else {}
+        info |= {"discards": discards} if discards else {}
+        for index in sorted(self.tips, reverse=True):
+            prefix = self.tips[index]
+            if len(prefix) < len(ids) and prefix.joined() == ids[: len(prefix)]:
+                del self.tips[index]
+                rest = ids[len(prefix) :]
+                if tree.nodes[index] is left:
+                    self.add_observation(rest)
+                    return None
+                node = tree.add(tree.nodes[index], branch=self.name, observation_ids=rest)
+                node.info |= info
+                self.prefix_ids = prefix.plus(node.observation_ids)
+                break
+        else:
+            node = tree.add(
+                None, branch=self.name, observation_ids=ids, continues=left.index, info=info
+            )
+            self.prefix_ids = Prefix((node.observation_ids,))
+        self.cursor, self.pending, self.actions = node, None, None
+        self.num_prompt_tokens = len(self.prefix_ids) - used
+        return left
 
     def add_observation(self, observation_ids: Sequence[int]) -> None:
         """The pending action is answered; the next turn starts behind the observation."""
@@ -128,7 +214,9 @@ class Branch:
         self, completion: Completion, action: Message, limits: Limits
     ) -> Limit | None:
         """The limit that the pending action reached, or None; counts the action's tool calls."""
-        if completion.finish_reason == "length":
+        own = 0 if self.next_turn is None else self.next_turn.max_tokens
+        is_own = own and len(completion.token_ids) >= own < limits.max_turn_tokens
+        if completion.finish_reason == "length" and not is_own:
             full = self.num_response_tokens >= limits.max_response_tokens
             return Limit.RESPONSE_TOKENS if full else Limit.TURN_TOKENS
         self.num_tool_calls += len(action.tool_calls)

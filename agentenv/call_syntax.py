@@ -36,7 +36,7 @@ from agentenv.errors import ForeignError
 from agentenv.types import MALFORMED_CALL, ToolCall
 from agentenv.untrusted import decode, decode_first, typed
 
-THOUGHT_OPEN, THOUGHT_CLOSE = "<think>", "</think>"
+_THOUGHT = THOUGHT_OPEN, THOUGHT_CLOSE = "<think>", "</think>"
 MAX_QUOTED = 100  # markers in a thought that open nothing; beyond, none is tried any more
 
 ValueEnd = Callable[[str, int], int]  # where the value that begins there ends; -1 if none does
@@ -98,6 +98,41 @@ def thought_end(text: str, place: int, markers: Markers) -> int:
         num_quoted += end < 0
         place = max(place, end)
     return -1
+
+
+CALL_MARKS = {  # with which the first call of a turn begins; of the tag protocol its tag
+    "llama": "<|python_tag|>", "atem": "<atem:invoke", "lfm": "<|tool_call_start|>",
+    "harmony": "<|channel|>commentary", "gemma": "<|tool_call>",
+}  # fmt: skip
+
+
+def call_marks(style: str, tools: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """The texts one of which begins a call; `style` is that of a renderer."""
+    if style == "tags":
+        return tuple(f"<{tool['name']}>" for tool in tools)
+    return (CALL_MARKS.get(style, CALL_OPEN),)
+
+
+def said(text: str, style: str, marks: Sequence[str]) -> tuple[str, str]:
+    """The thoughts that a turn begins with, and what it says before its first call, which begins
+    with one of `marks`; of a turn that is not over yet, as far as it came."""
+    if style == "harmony":
+        parts = [part.partition("<|message|>")[::2] for part in text.split("<|start|>assistant")]
+        bodies = [(head, body.partition("<|end|>")[0]) for head, body in parts]
+        thought = "\n".join(body for head, body in bodies if "analysis" in head)
+        return thought, "".join(body for head, body in bodies if "final" in head)
+    opens, closes = ("<|channel>thought", "<channel|>") if style == "gemma" else _THOUGHT
+    thoughts = ""
+    body = text.lstrip()
+    if body.startswith(opens):
+        thoughts, _, text = body.removeprefix(opens).partition(closes)
+        thoughts = thoughts.strip()
+    elif closes in text:  # the prompt has opened it
+        thoughts, _, text = text.partition(closes)
+    if style == "llama" and text.lstrip().startswith("{"):
+        return thoughts, ""
+    places = [place for mark in marks if (place := text.find(mark)) >= 0]
+    return thoughts, text[: min(places)] if places else text
 
 
 _BLANKS = re.compile(r"\s*")

@@ -435,11 +435,14 @@ def _is_chain(frames: Sequence[Began | Grown | Finished]) -> bool:
 def _has_doubles(tree: TrajectoryTree) -> bool:
     """Whether a place (branch, turns before it, begins a context or not) is there twice."""
     depths: list[int] = []
+    contexts: list[int] = []  # of each node the one that its context begins with
     places = set()
     for node in tree.nodes:
         before = node.continues if node.parent is None else node.parent
         depths.append(0 if before is None else depths[before] + 1)
-        places.add((node.branch, depths[-1], node.parent is None))
+        contexts.append(node.index if node.parent is None else contexts[node.parent])
+        place = contexts[-1] if tree.is_captured else -1
+        places.add((node.branch, depths[-1], node.parent is None, place))
     return len(places) < len(depths)
 
 

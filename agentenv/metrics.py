@@ -48,7 +48,7 @@ def trained_metrics(
     without the prompt: limits and filters take some lengths rather than others. And how stale a
     trained token was, in published versions."""
     metrics = _lengths("offered", [one for tree in offered for one in tree.trajectories()])
-    paths = [Trajectory(tree.path(leaf)) for tree, leaves in trained for leaf in leaves]
+    paths = [Trajectory(tree.history(leaf)) for tree, leaves in trained for leaf in leaves]
     metrics |= _lengths("trained", paths)
     nodes = {id(node): node for path in paths for node in path.path}
     ages: Counter[int] = Counter()

@@ -174,7 +174,7 @@ class NativeRenderer(TextCodec):
         check_observation(messages)
         frames, _ = self._frames_around(messages, tools)
         is_open = turn_ids and not self.is_ended(turn_ids)
-        ids = array("i", [self.end_of_turn] if is_open else [])
+        ids = array("i", [self.end_id] if is_open else [])
         ids.extend(self.encode(frames[0]))
         for text, frame in zip(self.texts(messages, tools), frames[1:], strict=True):
             ids += self.encode_foreign(text, tools, max_tokens)
@@ -195,6 +195,10 @@ class NativeRenderer(TextCodec):
         known = {None, *(tool["name"] for tool in tools)}
         names = (m.name if m.name in known else UNKNOWN_TOOL for m in messages)
         return self._frames_of(tuple((m.role, n) for m, n in zip(messages, names, strict=True)))
+
+    def turn(self, message: Message, tools: ToolSchemas) -> list[int]:
+        """Ids of a turn that was not sampled here. Raises ConfigError."""
+        return [*self.encode(self.calling(message.content, message.tool_calls)), self.end_id]
 
     def calling(self, text: str, calls: Sequence[ToolCall]) -> str:
         """A turn that says `text`, thoughts included, and makes these calls, up to its end token,

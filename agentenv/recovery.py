@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import count
 from random import Random
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentenv.branch import Branch
 from agentenv.deadline import Work, backoff_s, waiting
@@ -146,10 +146,11 @@ class Recovery:
 
     async def open_again(self, branch: Branch, stops: dict[int, str]) -> None:
         """Give a branch of an earlier process its tokens, and an env that was led to its place."""
-        rollout, tree, renderer = self._rollout, self._tree, self._actor.renderer
+        rollout, tree = self._rollout, self._tree
+        renderer: Any = self._actor.renderer
         messages = await self.reset(branch)
         if rollout.prompt_messages is None:
-            prompt_ids = renderer.prompt(messages, branch.tools)
+            prompt_ids = rollout.prompt_ids(messages, branch)
             if list(tree.root.observation_ids) != prompt_ids:
                 raise OtherPromptError
             rollout.prompt_messages, rollout.num_prompt_tokens = messages, len(prompt_ids)
@@ -157,10 +158,16 @@ class Recovery:
         branch.num_prompt_tokens = rollout.num_prompt_tokens
         assert branch.actions is not None
         path = tree.path(branch.cursor)[1:]
+        if tree.history(branch.cursor) != tree.path(branch.cursor):
+            raise OutageError("its program had several contexts, and ended with an earlier process")
         for node in path:
             stop = stops.get(node.index)
             done = Completion(list(node.action_ids), [], [], "stop", [], stop)
             action = renderer.parse(done, branch.tools, branch.prefix_ids)
+            if branch.next_turn is not None:
+                size = len(branch.prefix_ids)
+                action = branch.as_program_reads(action, done, renderer, size)
+                branch.turns.append(node)
             branch.actions.append(action)
             branch.num_tool_calls += len(action.tool_calls)
             branch.prefix_ids = branch.prefix_ids.plus(node.action_ids).plus(node.observation_ids)
@@ -204,6 +211,7 @@ class Recovery:
 
         messages, info = await self.through_outage(branch, "reset", reset)
         branch.tools = info.get("tools", ())
+        branch.expect(info)
         return messages
 
     async def _drop_env(self, branch: Branch) -> None:

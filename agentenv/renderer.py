@@ -35,7 +35,7 @@ from agentenv.env import check_observation
 from agentenv.errors import ConfigError, DataError
 from agentenv.model_files import template_end
 from agentenv.rows import shared_system_prompt
-from agentenv.tags import TAGS, Shown, check_tags, tagged_call, with_tools
+from agentenv.tags import TAGS, Shown, check_tags, tagged_call, with_tools, written_arguments
 from agentenv.types import SYSTEM_KEY, Completion, Message, Task, ToolCall
 
 QUESTION = "{question}"
@@ -222,11 +222,25 @@ class Renderer(Protocol):
         ...
 
 
+class ContextRenderer(Renderer, Protocol):
+    """A renderer that can write whole contexts: turns that were not sampled here, too. `style` is
+    the form of its calls, by agentenv/call_syntax.py, `end_id` the token that ends a turn."""
+
+    @property
+    def style(self) -> str: ...
+    @property
+    def end_id(self) -> int: ...
+    def turn(self, message: Message, tools: ToolSchemas) -> Sequence[int]:
+        """Ids of a turn of the policy. Raises ConfigError."""
+        ...
+
+
 class TextCodec:
     """Text to ids and back, the base of the renderers; text that is not ours loses what could
     forge: special tokens, and the tags of tools, of this protocol, and of `own_tags`."""
 
     own_tags: tuple[str, ...] = ()
+    prompt_config = PromptConfig()
 
     def __init__(self, tokenizer: Any, eos_ids: Collection[int] = ()) -> None:
         self.tokenizer = tokenizer
@@ -236,7 +250,6 @@ class TextCodec:
         self._marker = re.compile("|".join(map(re.escape, markers))) if markers else None
         self._openings = "".join({one[0] for one in markers})  # with which they begin
         self.encoder: Encoder | None = None  # encodes long texts beside the event loop
-        self.prompt_config = PromptConfig()
         self.num_cut = 0  # texts that did not fit, equal ones once as long as they are known
         self._known: OrderedDict[Known, array[int]] = OrderedDict()  # used last comes last
         self._num_known_chars = 0
@@ -271,17 +284,6 @@ class TextCodec:
                 continue
             with suppress(EncoderLostError):  # it is encoded on the loop
                 self._fitted(key, await self.encoder.encode(self.neutralise(key[0], tools)))
-
-    @cached_property
-    def end_of_turn(self) -> int:
-        """The token that ends an answer: the chat template's, else the tokenizer's own."""
-        found = None
-        if self.prompt_config.apply_chat_template:
-            kwargs = self.prompt_config.chat_template_kwargs
-            found = template_end(self.tokenizer, self.eos_ids, kwargs)
-        if found is None:
-            found = self.tokenizer.eos_token_id
-        return min(self.eos_ids) if found is None else found
 
     def is_ended(self, turn_ids: Sequence[int]) -> bool:
         """Whether a turn has its end-of-sequence token."""
@@ -331,6 +333,27 @@ class TextCodec:
             ids = ids[:-1]
         opened = bool(prefix_ids) and self._opens(tuple(prefix_ids[-NUM_TAIL_IDS:]))
         return (THOUGHT_OPEN + "\n" if opened else "") + self.decode(ids)
+
+    @property
+    def style(self) -> str:
+        """The form of calls."""
+        return "tags"
+
+    @cached_property
+    def written_end(self) -> int | None:
+        """The token with which the chat template, else the tokenizer, ends a turn of the policy."""
+        found: int | None = None
+        if self.prompt_config.apply_chat_template:
+            kwargs = self.prompt_config.chat_template_kwargs
+            found = template_end(self.tokenizer, self.eos_ids, kwargs)
+        own: int | None = self.tokenizer.eos_token_id
+        return own if found is None else found
+
+    @cached_property
+    def end_id(self) -> int:
+        """`written_end`, if generation stops there, else a token at which it does."""
+        found = self.written_end
+        return found if found is not None and found in self.eos_ids else min(self.eos_ids)
 
     def _opens_thought(self, tail_ids: tuple[int, ...]) -> bool:
         return self.decode(tail_ids).rstrip().endswith(THOUGHT_OPEN)
@@ -386,6 +409,20 @@ class TagRenderer(TextCodec):
         )
         return self.single_bos(list(encoded["input_ids"]))
 
+    def calling(self, text: str, calls: Sequence[ToolCall], tools: ToolSchemas = ()) -> str:
+        """A turn that says `text` and makes the call. Raises ConfigError for several."""
+        if len(calls) > 1:
+            raise ConfigError("the tag protocol has one call a turn, a message has several")
+        for call in calls:
+            tool = next((one for one in tools if one.get("name") == call.name), None)
+            text += f"<{call.name}>{written_arguments(call.arguments, tool)}</{call.name}>"
+        return text
+
+    def turn(self, message: Message, tools: ToolSchemas) -> list[int]:
+        """Ids of a turn that was not sampled here. Raises ConfigError."""
+        ids = self.encode(self.calling(message.content, message.tool_calls, tools))
+        return ids if message.tool_calls else [*ids, self.end_id]
+
     def check_tools(self, tools: ToolSchemas) -> None:
         """Raises ConfigError for a tool whose name is no tag of its own."""
         check_tags(tools)
@@ -428,7 +465,7 @@ class TagRenderer(TextCodec):
         said = messages[len(results) :]
         if said:
             if results or (turn_ids and not self.is_ended(turn_ids)):
-                ids.append(self.end_of_turn)
+                ids.append(self.end_id)
             first, *frames = self._frames_of_users(len(said))
             ids.extend(first)
             for message, frame in zip(said, frames, strict=True):
@@ -451,7 +488,7 @@ class TagRenderer(TextCodec):
         said = [f"qZ{place}userZq" for place in range(number)]
         turns = [("user", "qQ"), ("assistant", "qTurnq"), *(("user", text) for text in said)]
         chat = [{"role": role, "content": content} for role, content in turns]
-        end = self.decode([self.end_of_turn])
+        end = self.decode([self.end_id])
         try:
             text = self.tokenizer.apply_chat_template(
                 chat, add_generation_prompt=True, tokenize=False, **config.chat_template_kwargs
@@ -470,6 +507,41 @@ def template_errors() -> tuple[type[Exception], ...]:
     from jinja2 import TemplateError  # slow to load
 
     return (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
+
+def context_ids(
+    renderer: ContextRenderer,
+    context: Sequence[Message | Sequence[int]],
+    tools: ToolSchemas,
+    max_tokens: int,
+    before: Sequence[int] = (),
+) -> array[int]:
+    """Ids of a whole context, up to where the next turn begins: its prompt, then turns of the
+    policy and what answers them. Ids in place of a message are a turn as it was sampled. `before`
+    are ids that the context goes on from, up to the end of a turn.
+
+    Raises ConfigError, CrashError or DataError for what cannot be rendered.
+    """
+    ids, rest = array("i", before), list(context)
+    if not before:
+        number = next((n for n, one in enumerate(rest) if _is_turn(one)), len(rest))
+        prompt = [one for one in rest[:number] if isinstance(one, Message)]
+        ids, rest = array("i", renderer.prompt(prompt, tools)), rest[number:]
+    results: list[Message] = []
+    for one in (*rest, None):
+        if isinstance(one, Message) and one.role != "assistant":
+            results.append(one)
+            continue
+        if results:
+            ids += array("i", renderer.observation(results, tools, max_tokens, ids[-1:]))
+            results = []
+        if one is not None:
+            ids.extend(renderer.turn(one, tools) if isinstance(one, Message) else one)
+    return ids
+
+
+def _is_turn(one: Message | Sequence[int]) -> bool:
+    return not isinstance(one, Message) or one.role == "assistant"
 
 
 @lru_cache

@@ -26,7 +26,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -47,6 +47,7 @@ from agentenv.frames import Recorded
 from agentenv.journal import TreeRecord
 from agentenv.plan import RolloutPlan
 from agentenv.recovery import Recovery
+from agentenv.renderer import context_ids
 from agentenv.tree import Node, Prefix, TrajectoryTree, packed_ids
 from agentenv.types import Chunk, Completion, Limit, Limits, Message
 
@@ -215,6 +216,9 @@ class Rollout:
 
     async def _open_root(self, branch: Branch) -> None:
         messages = await self._recovery.reset(branch)
+        if branch.next_turn is not None and self.prompt_messages not in (None, messages):
+            self._open_apart(messages, branch)
+            return
         if messages != self.prompt_messages:  # rendered once for all roots
             self._render_prompt(messages, branch)
         branch.prefix_ids = Prefix((self.tree.root.observation_ids,))
@@ -223,7 +227,7 @@ class Rollout:
     def _render_prompt(self, messages: list[Message], branch: Branch) -> None:
         if self.prompt_messages is not None:
             raise EnvError(f"task {self.tree.task.id}: two resets with one seed gave two prompts")
-        prompt_ids = self.actor.renderer.prompt(messages, branch.tools)
+        prompt_ids = self.prompt_ids(messages, branch)
         if len(prompt_ids) > self.limits.max_prompt_tokens:
             raise DataError(
                 f"task {self.tree.task.id}: its prompt has {len(prompt_ids)} tokens, "
@@ -234,6 +238,27 @@ class Rollout:
         opening = self.hooks.prefix(branch, prompt_ids)
         self.tree.root.observation_ids = packed_ids(prompt_ids + opening)
         self._complete(self.tree.root, branch)
+
+    def prompt_ids(self, messages: list[Message], branch: Branch) -> list[int]:
+        """The tokens of a prompt; that of a program may hold turns of the policy."""
+        renderer: Any = self.actor.renderer
+        if branch.next_turn is None:
+            return list(renderer.prompt(messages, branch.tools))
+        most = self.limits.max_tool_result_tokens
+        return list(context_ids(renderer, messages, branch.tools, most))
+
+    def _open_apart(self, messages: list[Message], branch: Branch) -> None:
+        """A program may begin otherwise each time: its prompt is a context of its own."""
+        node = self.tree.add(
+            None,
+            branch=branch.name,
+            observation_ids=self.prompt_ids(messages, branch),
+            continues=0,
+            info={"context": "edited", "cause": "prompt"},
+        )
+        branch.cursor, branch.prefix_ids = node, Prefix((node.observation_ids,))
+        branch.num_prompt_tokens = len(branch.prefix_ids)
+        self._complete(node, branch)
 
     def _complete(self, node: Node, branch: Branch, stop: str | None = None) -> None:
         """The node will not change any more, but for the forks taken there."""
@@ -328,10 +353,14 @@ class Rollout:
     async def _turns(self, branch: Branch) -> tuple[Limit, Message | None] | None:
         """Take turns until the env ends the episode, or return the limit that does, with an
         action that the env has not seen."""
-        renderer, limits = self.actor.renderer, self.limits
+        renderer: Any = self.actor.renderer
+        limits = self.limits
         while True:
             completion = await self._recovery.sample(branch, self._generate)
             action = renderer.parse(completion, branch.tools, branch.prefix_ids)
+            if branch.next_turn is not None:
+                size = len(branch.prefix_ids)
+                action = branch.as_program_reads(action, completion, renderer, size)
             branch.action = action
             node = branch.add_action(self.tree, completion)
             if branch.holding:
@@ -343,6 +372,8 @@ class Rollout:
             result = await self._recovery.step(branch, action)
             branch.clock.now("its observation to be tokenized")
             messages, node.reward, terminated, truncated, info = result
+            if branch.next_turn is not None:
+                branch.expect(info)
             node.info.update(info)
             if terminated or truncated:
                 node.end = "terminated" if terminated else "truncated"
@@ -351,6 +382,18 @@ class Rollout:
             if num_said := sum(message.role == "user" for message in messages):
                 node.info["user_messages"] = num_said
             room = limits.max_tool_result_tokens
+            if branch.next_turn is not None and branch.next_turn.prompt:
+                left = branch.go_on(self.tree, renderer, room)
+                if left is not None:
+                    self._complete(left, branch, completion.stop)
+                self._complete(branch.cursor, branch, completion.stop if left is None else None)
+                branch.may_fork = bool(branch.cursor.parent) and self.has_room_to_fork(branch)
+                if len(branch.prefix_ids) >= limits.max_prompt_tokens + limits.max_response_tokens:
+                    return Limit.RESPONSE_TOKENS, None
+                limit = branch.limit_of_observation((), limits)
+                if limit is not None:
+                    return limit, None
+                continue
             await renderer.prepare(messages, branch.tools, room)
             observation_ids = renderer.observation(messages, branch.tools, room, node.action_ids)
             if await self.hooks.redirect(branch, observation_ids):
@@ -382,6 +425,9 @@ class Rollout:
             stop=(*actor.renderer.stop(branch.tools), *sampling.stop),
             seed=self.actor.seed_of(self.key(branch, "turn")),
         )
+        if (asked := branch.next_turn) is not None:
+            most = min(sampling.max_tokens, asked.max_tokens or sampling.max_tokens)
+            sampling = replace(sampling, max_tokens=most, stop=(*sampling.stop, *asked.stop))
         first: list[float] = []
 
         def on_tokens(chunk: Chunk) -> None:

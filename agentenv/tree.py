@@ -111,7 +111,8 @@ class Node(Struct):
     siblings the plan started at this node, None if it was never asked. A leaf has `end`; a
     truncated one also says which `limit`, a failed one which `error`. A trajectory may go on in a
     context of its own, such as a shorter one: the prompt of that is a node without a parent, and
-    `continues` is the index of the last node of the context before.
+    `continues` is the index of the last node of the context before. Its `info` has the `kind` of
+    the context, and with `discards` the nodes that the program of the branch threw away by it.
     """
 
     index: int
@@ -165,7 +166,8 @@ class Trajectory:
 
     @cached_property
     def token_ids(self) -> list[int]:
-        """Prompt, then action and observation of each turn: exactly what the engine saw."""
+        """Prompt, then action and observation of each turn: exactly what the engine saw, one
+        context after the other."""
         return [token for node in self.path for token in node.action_ids + node.observation_ids]
 
     @cached_property
@@ -259,17 +261,40 @@ class TrajectoryTree(Struct):
         return path[::-1]
 
     def history(self, node: Node) -> list[Node]:
-        """The path to `node`, behind the paths through the contexts that it continues."""
+        """All nodes that led to `node`: the path to it, behind those of the contexts that it
+        continues; of a captured program also its other contexts, in the order in which they grew,
+        without what it discarded."""
         path = self.path(node)
-        while path[0].continues is not None:
-            path = self.path(self.nodes[path[0].continues]) + path
-        return path
+        if not self.is_captured:
+            while path[0].continues is not None:
+                path = self.path(self.nodes[path[0].continues]) + path
+            return path
+        taken, last = self._taken(node.branch), node.index
+        found = [one for one in taken if one.index <= last]
+        gone = {index for one in found for index in one.info.get("discards", ())}
+        kept = [one for one in found if one.index not in gone]
+        return kept if kept[-1:] == [node] else [*kept, node]
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether branches have contexts of the kinds that a captured program opens."""
+        return any("context" in node.info for node in self.nodes)
+
+    def _taken(self, branch: str) -> list[Node]:
+        """The nodes that a branch took, those from before it forked too, in order."""
+        own = [node for node in self.nodes if node.branch == branch]
+        first = own[0] if own else self.root
+        if "+" not in branch or first.parent is None:
+            return [self.root, *(node for node in own if node is not self.root)]
+        origin = self.nodes[first.parent]
+        before = [self.root] if origin is self.root else self._taken(origin.branch)
+        return [node for node in before if node.index <= origin.index] + own
 
     def trajectories(self) -> Iterator[Trajectory]:
         """One trajectory per leaf that did not fail."""
         for leaf in self.leaves():
             if leaf.end != "failed":
-                yield Trajectory(self.path(leaf))
+                yield Trajectory(self.history(leaf) if self.is_captured else self.path(leaf))
 
     def failures(self) -> list[Node]:
         """The leaves that infrastructure ended: they are no trajectories and get no reward."""

@@ -126,17 +126,56 @@ class ToolCall(Struct, frozen=True):
     arguments: dict[str, Any]
 
 
+class Turn(Struct, frozen=True, omit_defaults=True):
+    """How a turn was sampled, for an environment that hands it on to a program: its thoughts, what
+    it says beside them and its calls, why it ended, and its tokens."""
+
+    thoughts: str
+    text: str
+    finish_reason: Literal["stop", "length"]
+    num_prompt_tokens: int
+    num_tokens: int
+    stop: str | None = None
+
+
 class Message(Struct, frozen=True, omit_defaults=True):
     """What envs exchange with the policy; tokens exist only in the actor and its renderer.
 
     An assistant message keeps the text as the policy wrote it in `content` (tags included) and
     the calls parsed from it in `tool_calls`. A tool result has role "tool" and the tool's `name`.
+    `turn` is there in actions for an environment that has given a `NextTurn`.
     """
 
     role: Role
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     name: str | None = None
+    turn: Turn | None = None
+
+
+Kind = Literal["retry", "parallel", "compaction", "sub_agent", "altered", "edited"]
+
+
+class NextTurn(Struct, frozen=True, omit_defaults=True):
+    """How the next turn begins, from an environment that hands on the calls of a program
+    (agentenv/endpoint), in `info["turn"]` of `reset` and `step`.
+
+    By default it goes on from the turn before, behind the messages of the step. Otherwise `prompt`
+    is its whole context; a number stands for the tokens of the turn of the branch with that number,
+    from 0. Where these tokens extend those of an earlier turn that nothing has answered yet, it
+    goes on from there; else they open a context of the `kind`, for the `cause`. `discards` are
+    turns that the program has thrown away by it: they are stored and not trained. `tools`: those of
+    the call, if they are others than before. `stop` and `max_tokens` (0: no limit of its own) are
+    what the program asks of the turn.
+    """
+
+    prompt: tuple[Message | int, ...] = ()
+    kind: Kind | None = None
+    cause: str = ""
+    discards: tuple[int, ...] = ()
+    tools: tuple[dict[str, Any], ...] | None = None
+    stop: tuple[str, ...] = ()
+    max_tokens: int = 0
 
 
 class Task(Struct, frozen=True):

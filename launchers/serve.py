@@ -1,38 +1,64 @@
-"""Starts models beside the policy, a judge or a summarizer, for runs and evaluations to share:
-`agentenv serve CONFIG [key.sub=value ...]`, until Ctrl-C."""
+"""Serves models: `agentenv serve SUBJECT [key.sub=value ...]` the policy, a run, a checkpoint or a
+model directory, by OpenAI's and Anthropic's APIs (docs/serve.md); `agentenv serve CONFIG.toml` the
+models beside it, a judge or a summarizer, for runs and evaluations to share; until Ctrl-C."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import os
+import secrets
 import signal
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from agentenv.config import Say, Tree, build_config
+from agentenv.errors import ConfigError, require_train
 from agentenv.launchers.command import make_parser, parse, run_command
+from agentenv.model_files import fetch_from_hub
 from agentenv.pipelines.config.cluster import ServeConfig
+from agentenv.pipelines.config.evaluation import PolicyConfig
+from agentenv.pipelines.config.help import Parser, add_key_help
+from agentenv.pipelines.evaluation.subject import LAST, START, Subject, configured, find_subject
+from agentenv.pipelines.run.checkpoints import BEST
 from agentenv.pipelines.run.rundir import RunDirectory
-from agentenv.pipelines.run.terminal import View
+from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
+from agentenv.pipelines.serving import gpus_for_others
 from agentenv.pipelines.serving.servers import ServerFactory, start_servers
+from agentenv.pipelines.setup.assembly import Assembly
+from agentenv.types import Limits
+
+if TYPE_CHECKING:
+    from agentenv.endpoint.policy import PolicyHandler
+
+NUM_KEY_BYTES = 24
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 stopped, 1 failed with a reason, 2 bad input."""
-    parser = make_parser(
-        "agentenv serve",
-        "Start models beside the policy, until Ctrl-C.",
-        ServeConfig,
-        example="configs/server_judge.toml",
-        resumes=False,
-    )
-    return run_command(parse(parser, argv), ServeConfig, serve)
+    argv = sys.argv[1:] if argv is None else argv
+    if any(text.endswith(".toml") and "=" not in text for text in argv[:1]):
+        parser = make_parser(
+            "agentenv serve",
+            "Start models beside the policy, until Ctrl-C.",
+            ServeConfig,
+            example="configs/server_judge.toml",
+            resumes=False,
+        )
+        return run_command(parse(parser, argv), ServeConfig, serve)
+    arguments = _parse(argv)
+    view = View()
+    return to_its_end(lambda: _run(arguments, view), view, writing="stopping")
 
 
 async def serve(config: ServeConfig, run: RunDirectory, view: View, resume: str) -> None:
     """Start all, say their addresses, and wait for a signal."""
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = _stopped()
     async with AsyncExitStack() as stack:
         factory = ServerFactory(run.path, stack, view.say)
         urls = await start_servers(config.roles, run.resolve, factory)
@@ -40,6 +66,133 @@ async def serve(config: ServeConfig, run: RunDirectory, view: View, resume: str)
             view.say(f"{name} is at {url}: 'roles.{name}={{url=\"{url}\"}}'")
         await stop.wait()
         view.say("stopping")
+
+
+def _stopped() -> asyncio.Event:
+    """Set by a signal."""
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="agentenv serve",
+        usage="agentenv serve SUBJECT [key.sub=value ...] [options]",
+        description="Serve the policy of a run, a checkpoint or a model directory by the APIs of "
+        "OpenAI and Anthropic; with CONFIG.toml as SUBJECT, models beside the policy.",
+    )
+    parser.add_argument(
+        "subject", metavar="SUBJECT", help="run, checkpoint, model directory or id on the hub"
+    )
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of its settings")
+    parser.add_argument(
+        "--checkpoint", choices=(LAST, BEST, START), default=LAST,
+        help="which one of a run; start: the model that it began with"
+    )  # fmt: skip
+    parser.set_defaults(env="")
+    add_key_help(parser, PolicyConfig)
+    return parser.parse_intermixed_args(argv)
+
+
+def _run(arguments: argparse.Namespace, view: View) -> int:
+    """Serve what the arguments name; the exit code."""
+    require_train("torch", "transformers")
+    fetch_from_hub(arguments.subject, "model", view.say)
+    subject = find_subject(arguments.subject, checkpoint=arguments.checkpoint)
+    if subject.model is None or not subject.model.is_dir():
+        raise ConfigError(
+            f"{arguments.subject}: there is no such directory; expected a run, a checkpoint or a "
+            "model directory"
+        )
+    known = {key: value for key, value in subject.raw.items() if key in _OF_RUN}
+
+    def build(raw: Tree, source: str) -> PolicyConfig:
+        return build_config(PolicyConfig, raw, source)
+
+    config = configured(arguments, subject._replace(raw=known), PolicyConfig, build, view.say)
+    with gpus_for_others(config):
+        run_until_done(_until_stopped(config, subject, view), view)
+    return 0
+
+
+async def _until_stopped(config: PolicyConfig, subject: Subject, view: View) -> None:
+    stop = _stopped()
+    await serve_policy(config, subject, view.say, stop)
+    view.say("stopping")
+
+
+_OF_RUN = ("prompt", "renderer", "sampling", "engine")
+
+
+async def serve_policy(
+    config: PolicyConfig, subject: Subject, say: Say, stop: asyncio.Event
+) -> None:
+    """Start the engine, listen, say how the model is reached, and go on until `stop`."""
+    from agentenv.endpoint.server import ApiServer, only
+
+    key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
+    if config.api_key_env and not key:
+        raise ConfigError(f"api_key_env: {config.api_key_env} is not set")
+    key = key or secrets.token_urlsafe(NUM_KEY_BYTES)
+    async with AsyncExitStack() as stack:
+        handler = await PolicyAssembly(config, subject, stack, say).handler()
+        name, created = handler.names[0], int(time.time())
+        model = {
+            "id": name, "object": "model", "type": "model", "display_name": name,
+            "owned_by": "agentenv", "root": str(subject.model), "created": created,
+            "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created)),
+            "max_model_len": handler.max_model_len,
+        }  # fmt: skip
+        server = ApiServer(only(key, handler), lambda: [model], created)
+        stack.push_async_callback(server.close)
+        await server.start(config.host, config.port)
+        url = f"http://{config.host}:{server.port}"
+        shown = f"${config.api_key_env}" if config.api_key_env else key
+        say(f"{name} is at {url}")
+        say(f"OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={shown}")
+        say(f"ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={shown}")
+        await stop.wait()
+
+
+class PolicyAssembly(Assembly[PolicyConfig]):
+    """Builds the parts of one served policy."""
+
+    def __init__(
+        self, config: PolicyConfig, subject: Subject, stack: AsyncExitStack, say: Say
+    ) -> None:
+        super().__init__(config, subject.run, stack, say)
+        self.subject = subject
+
+    async def model(self) -> Path:
+        """The directory of the subject."""
+        return await self.own_model(str(self.subject.model))
+
+    async def handler(self) -> PolicyHandler:
+        """What answers, with its engine started."""
+        from agentenv.endpoint.policy import PolicyHandler
+        from agentenv.engine import EngineStart
+
+        config, model = self.config, await self.model()
+        tokenizer, context = await self.tokenizer(), config.engine.max_context(model)
+        logs = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="agentenv-serve-")))
+        start = EngineStart(
+            model=model,
+            tokenizer=tokenizer,
+            policy_version=0,
+            limits=Limits(max_prompt_tokens=1, max_response_tokens=context - 1),
+            stack=self.stack,
+            servers=ServerFactory(logs, self.stack, self.say),
+        )
+        renderer: Any = await self.renderer(config.prompt)
+        engine = await config.engine.start(start)
+        sampling = config.sampling.params()
+        names = (config.name or self.subject.name, str(self.subject.model))
+        return PolicyHandler(
+            engine, renderer, sampling, context, names, config.max_tokens, secrets.token_hex(4)
+        )
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ class AEPOPlan(ARPOPlan):
 
     def num_roots(self, tree: TrajectoryTree, probe: Node) -> int:
         """m, from the probe that ended at leaf `probe`; at most what its forks have left."""
-        turns = tree.path(probe)[1:]
+        turns = tree.history(probe)[1:]
         after_tools = [
             self.entropy(turn.entropies)
             for turn, before in zip(turns[1:], turns, strict=False)

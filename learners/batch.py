@@ -145,7 +145,9 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
     order = _preorder(tree, credit)
     nodes = [node for node, _ in order]
     place = {node.index: i for i, node in enumerate(nodes)}
-    parents = [-1 if node.parent is None else place[node.parent] for node in nodes]
+    above_all = -1 if nodes[0].index >= 0 else 0  # of a context, among several
+    parents = [above_all if node.parent is None else place[node.parent] for node in nodes]
+    parents[0] = -1
     texts: list[Sequence[int]] = []  # of each node its sampled tokens, then its observation
     for node, is_inner in order:
         if len(node.logprobs) != len(node.action_ids):
@@ -156,8 +158,11 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
     starts = np.concatenate(([0], np.cumsum(sizes)[1:-1:2])).astype(np.int32)
     indices = np.array([node.index for node in nodes])
     figures: dict[str, ArrayLike] = {
-        name: getattr(credit, name)[indices]
-        for name in ("adv_pos", "adv_neg", "weight", "returns", "advantages")
+        name: np.where(indices < 0, none, getattr(credit, name)[indices])
+        for name, none in (
+            *((name, 0.0) for name in ("adv_pos", "adv_neg", "weight")),
+            *((name, np.nan) for name in ("returns", "advantages")),
+        )
     }
     figures["behaviour"] = _joined("f", [node.logprobs for node in nodes])
     if all(len(node.entropies) == len(node.action_ids) for node in nodes):
@@ -224,16 +229,20 @@ def encode_sequence(token_ids: Sequence[int], mask: Sequence[bool]) -> EncodedTr
 
 def encoded_nodes(tree: TrajectoryTree, credit: TreeCredit) -> list[Node]:
     """The nodes of an EncodedTree, in its order."""
-    return [node for node, _ in _preorder(tree, credit)]
+    return [node for node, _ in _preorder(tree, credit) if node.index >= 0]
 
 
 def _preorder(tree: TrajectoryTree, credit: TreeCredit) -> list[tuple[Node, bool]]:
-    """Nodes with weight in pre-order, each with whether it has a child among them."""
-    children: list[list[Node]] = [[] for _ in tree.nodes]
+    """Nodes with weight in pre-order, each with whether it has a child among them. Several
+    contexts are children of a node without tokens, whose index is -1."""
+    children: list[list[Node]] = [[] for _ in (None, *tree.nodes)]  # the last ones: of index -1
     for node in tree.nodes[1:]:
-        if credit.weight[node.index] > 0 and node.parent is not None:
-            children[node.parent].append(node)
+        if credit.weight[node.index] > 0:
+            children[-1 if node.parent is None else node.parent].append(node)
     order, stack = [], [tree.root]
+    if children[-1]:
+        children[-1] = [one for one in (tree.root, *children[-1]) if children[one.index]]
+        stack = [Node(-1, None)]
     while stack:
         node = stack.pop()
         order.append((node, bool(children[node.index])))

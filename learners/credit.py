@@ -120,7 +120,7 @@ def tree_credit(
     leaves = [leaf for leaf in tree.leaves() if _is_counted(leaf, modes)]
     if not leaves or len(leaves) < MIN_GROUP_FRACTION * group_size or tree.is_cancelled:
         return None
-    trajectories = [Trajectory(tree.path(leaf)) for leaf in leaves]
+    trajectories = [Trajectory(tree.history(leaf)) for leaf in leaves]
     returns = np.array(
         [0.0 if _mode(path.leaf, modes) == "zero" else path.reward for path in trajectories]
     )
@@ -166,7 +166,7 @@ def normalize_over_batch(
     for tree, credit in zip(trees, credits, strict=True):
         if credit is not None:
             leaves = np.flatnonzero(~np.isnan(credit.advantages))
-            paths = [tree.path(tree.nodes[leaf]) for leaf in leaves.tolist()]
+            paths = [tree.history(tree.nodes[leaf]) for leaf in leaves.tolist()]
             lengths = [sum(len(node.action_ids) for node in path) for path in paths]
             parts.append((credit.advantages[leaves], np.array(lengths, np.float64), paths))
     if not parts:

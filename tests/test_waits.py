@@ -95,6 +95,8 @@ ALLOWED = {
     "pipelines/rl/feeder.py Feeder.until_resumed: self._goes_on.wait": PERSON,
     "pipelines/rl/loop.py PendingActions.run: self._begun.wait": PERSON,
     "launchers/serve.py serve: stop.wait": FOREVER,
+    "launchers/serve.py serve_policy: stop.wait": FOREVER,
+    "agentenv/endpoint/server.py ApiServer._stream: queue.get": SAME,
     "pipelines/viewing/page.py serve: asyncio.Event().wait": FOREVER,
     "pipelines/run/control.py _received: connection.recv": CALLER + "settimeout in ask",
     "pipelines/run/control.py ask: connection.sendall": "settimeout, above",

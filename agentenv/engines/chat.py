@@ -36,6 +36,7 @@ from agentenv.types import MALFORMED_CALL, Chunk, Completion, Message, SamplingP
 from agentenv.untrusted import decode
 
 FILL = 0
+OURS = "agentenv"  # owner of the models of `agentenv serve`
 BYTES_PER_TOKEN = 4
 CUT_MARKER = " ... "
 # structure to most models, since that of this one is unknown
@@ -47,14 +48,16 @@ class Piece(Struct, frozen=True, kw_only=True):
     """A text of the conversation: the prompt, a turn of the policy, or results.
 
     `messages` are those of the prompt or the results, `calls` the native tool calls of a turn as
-    the endpoint sent them, `content` its text without thoughts and calls. `num_prompt_tokens` is
-    what the endpoint counted before the turn, 0 if it did not say.
+    the endpoint sent them, `content` its text without thoughts and calls, `thoughts` those that are
+    sent back. `num_prompt_tokens` is what the endpoint counted before the turn, 0 if it did not
+    say.
     """
 
     text: str
     messages: tuple[Message, ...] = ()
     calls: tuple[dict[str, Any], ...] = ()
     content: str = ""
+    thoughts: str = ""
     is_turn: bool = False
     tools: tuple[dict[str, Any], ...] = ()
     num_prompt_tokens: int = 0
@@ -233,6 +236,17 @@ class ChatEngine(EndpointEngine):
         self.pieces = pieces
         self.native = native
 
+    async def start(self) -> None:
+        """Raises ConfigError. An endpoint of `agentenv serve` reads and writes calls itself."""
+        await super().start()
+        self.native = self.native or self.is_ours
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether `agentenv serve` is asked, which takes a whole seed and gives turns as they were
+        sampled, and to which they go back as they came."""
+        return self.endpoint.owner == OURS
+
     async def generate(
         self,
         prompt_ids: Sequence[int],
@@ -245,6 +259,8 @@ class ChatEngine(EndpointEngine):
     ) -> Completion:
         """See Engine.generate; with `on_tokens` the request is streamed and not sent again."""
         body = self._body(self.pieces.read(prompt_ids), sampling)
+        if self.is_ours:
+            body |= {"raw": True, "seed": sampling.seed, "prompt_cache_key": session}
         with self._alive(retried=on_tokens is None):
             if on_tokens is None:
                 reply = await self.endpoint.send(
@@ -349,12 +365,18 @@ class ChatEngine(EndpointEngine):
         thoughts = message.reasoning_content or message.reasoning or ""
         text = f"<think>\n{thoughts}\n</think>\n{content}" if thoughts else content
         text += "".join(_shown(call) for call in calls)
+        text = text if message.raw is None else message.raw
         num_tokens = usage.completion_tokens or estimated_tokens(text)
         num_prompt = usage.prompt_tokens or 0
         self.endpoint.counts["sampled_tokens"] += num_tokens
         self.endpoint.counts["prompt_tokens"] += num_prompt
         piece = Piece(
-            text=text, content=content, calls=calls, is_turn=True, num_prompt_tokens=num_prompt
+            text=text,
+            content=content,
+            thoughts=thoughts if self.is_ours else "",
+            calls=calls,
+            is_turn=True,
+            num_prompt_tokens=num_prompt,
         )
         ids = self.pieces.add(piece, max(1, num_tokens))
         return unmeasured(ids, "length" if reason == "length" else "stop", stop)
@@ -393,7 +415,8 @@ def _native_messages(pieces: Sequence[Piece]) -> list[Json]:
         if piece.is_turn:
             calls = piece.calls
             content = piece.content or (None if calls else "")
-            more = {"tool_calls": list(calls)} if calls else {}
+            more: Json = {"tool_calls": list(calls)} if calls else {}
+            more |= {"reasoning_content": piece.thoughts} if piece.thoughts else {}
             chat.append({"role": "assistant", "content": content, **more})
             continue
         for call, result in zip(calls, piece.messages, strict=False):
@@ -409,6 +432,7 @@ def _extend(message: ChatMessage, delta: ChatMessage) -> str:
     message.reasoning_content = (message.reasoning_content or "") + thought
     message.content = (message.content or "") + content
     message.refusal = (message.refusal or "") + refusal
+    message.raw = delta.raw or message.raw
     calls = message.tool_calls = message.tool_calls or []
     for part in delta.tool_calls or ():
         while len(calls) <= (part.index or 0):

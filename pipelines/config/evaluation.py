@@ -120,6 +120,28 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     seed: Annotated[int, Meta(ge=0, description="seed of sampling")] = 0
 
 
+class PolicyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `agentenv serve SUBJECT` reads; of a run, all but the last keys come from the run."""
+
+    prompt: Annotated[
+        PromptConfig,
+        Meta(description="how prompts are written; a template is not read: clients send their own"),
+    ] = PromptConfig()
+    renderer: TagsConfig | NativeConfig = NativeConfig()
+    sampling: Annotated[Sampling, Meta(description="what a request does not say")] = Sampling()
+    engine: AskedEngine = EmbeddedConfig()
+    max_tokens: Annotated[
+        int, Meta(ge=1, description="tokens of a turn, where a request does not say")
+    ] = 4096
+    name: Annotated[str, Meta(description="of the model; empty: that of SUBJECT")] = ""
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="0: any that is free")] = 8000
+    api_key_env: Annotated[
+        str,
+        Meta(description="environment variable that holds the key; empty: a new one, printed"),
+    ] = ""
+
+
 def resolve_sets(raw: Tree, source: str) -> EvaluateConfig:
     """The configuration, whose sets have all their tables: keys that a set does not give are those
     of the evaluation. Raises ConfigError."""

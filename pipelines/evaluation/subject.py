@@ -256,8 +256,9 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
                 "apply_chat_template and chat_template_kwargs (engine.extra_body = "
                 "{chat_template_kwargs = ...} reaches vLLM and SGLang), or give --tokenizer"
             )
-        renderer = self.config.renderer
-        if isinstance(renderer, NativeConfig):
+        renderer, endpoint = self.config.renderer, await self.endpoint()
+        is_ours = isinstance(endpoint, ChatEngine) and endpoint.is_ours
+        if is_ours or isinstance(renderer, NativeConfig):
             return ChatRenderer(self.pieces, native=True)
         shown = renderer.tools_in_prompt
         return ChatRenderer(self.pieces, native=False, tools_in_prompt=shown)

@@ -212,7 +212,9 @@ class ChatEncoder:
 
     def _end_of_turn(self) -> int:
         """The token that ends an answer: the chat template's, else the tokenizer's own."""
-        found = self.renderer.end_of_turn
+        found = self.renderer.written_end
+        if found is None:
+            return self.renderer.end_id
         if found not in self.renderer.eos_ids:
             raise DataError(
                 f"demonstrations would end with {self.renderer.decode([found])!r} (token {found}), "

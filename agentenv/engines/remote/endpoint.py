@@ -213,12 +213,14 @@ class ChatCall(Struct):
 
 
 class ChatMessage(Struct):
-    """What the model said; `reasoning_content` and `reasoning` are two names of its thoughts."""
+    """What the model said; `reasoning_content` and `reasoning` are two names of its thoughts, `raw`
+    is all of it as it was sampled, from `agentenv serve`."""
 
     content: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    raw: str | None = None
     tool_calls: list[ChatCall] | None = None
 
 

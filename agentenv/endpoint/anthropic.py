@@ -1,0 +1,214 @@
+"""Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from agentenv.endpoint.messages import (
+    ERRORS,
+    MAX_CALLS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Answer,
+    ApiError,
+    Call,
+    Event,
+    Given,
+    Json,
+    Request,
+    checked,
+    get,
+    number,
+    objects,
+    read_call,
+    read_tool,
+    stops,
+    text_of,
+)
+from agentenv.untrusted import decode
+
+SIGNATURE = "agentenv"  # of thoughts, which clients return with them
+
+
+class Anthropic:
+    """The dialect of `/v1/messages`."""
+
+    path = "/v1/messages"
+    done = b""
+
+    def read(self, body: Json) -> Request:
+        """Raises ApiError."""
+        messages: list[Given] = []
+        if system := text_of(body.get("system"), "system", ("text",)):
+            messages.append(Given("system", system))
+        for place, one in enumerate(objects(body.get("messages"), "messages", MAX_MESSAGES)):
+            messages += _messages(one, f"messages[{place}]")
+        max_tokens = number(body, "max_tokens", int, 1, 1 << 24)
+        if max_tokens is None:
+            raise ApiError("invalid", "expected the most tokens to sample", "max_tokens")
+        chosen = get(body, "tool_choice", dict, {}).get("type")
+        metadata = get(body, "metadata", dict, {})
+        return checked(
+            Request(
+                model=get(body, "model", str, ""),
+                messages=tuple(messages),
+                tools=() if chosen == "none" else _tools(body),
+                stream=get(body, "stream", bool, False),
+                max_tokens=max_tokens,
+                temperature=number(body, "temperature", float, 0, 100),
+                top_p=number(body, "top_p", float, 1e-9, 1),
+                top_k=number(body, "top_k", int, 1, 1 << 24),
+                stop=stops(body, "stop_sequences"),
+                seed=number(body, "seed", int, -(2**63), 2**64 - 1),
+                session=get(metadata, "user_id", str, "", "metadata."),
+                raw=get(body, "raw", bool, False),
+                body=body,
+            )
+        )
+
+    def reply(self, request: Request, answers: Sequence[Answer], id: str, created: int) -> Json:
+        (answer,) = answers
+        reply = _head(request, id) | {"content": list(_blocks(answer)), **_end(answer)}
+        reply["usage"] = _usage(answer)
+        return reply if answer.raw is None else {**reply, "raw": answer.raw}
+
+    def writer(self, request: Request, index: int, id: str, created: int) -> AnthropicWriter:
+        return AnthropicWriter(request, id)
+
+    def error(self, error: ApiError) -> Json:
+        kind = ERRORS[error.name][3]
+        where = f"{error.param}: " if error.param else ""
+        return {"type": "error", "error": {"type": kind, "message": f"{where}{error}"}}
+
+
+class AnthropicWriter:
+    """The events of a message: blocks are opened as their first delta comes."""
+
+    def __init__(self, request: Request, id: str) -> None:
+        self._request, self._id = request, id
+        self._place, self._open = -1, ""
+
+    def start(self) -> Iterable[Event]:
+        usage = {"input_tokens": 0, "output_tokens": 0}
+        head = _head(self._request, self._id) | {"content": [], "usage": usage}
+        yield _event("message_start", message=head | {"stop_reason": None, "stop_sequence": None})
+
+    def thoughts(self, delta: str) -> Iterable[Event]:
+        yield from self._opened("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+        yield self._delta(type="thinking_delta", thinking=delta)
+
+    def text(self, delta: str) -> Iterable[Event]:
+        yield from self._opened("text", {"type": "text", "text": ""})
+        yield self._delta(type="text_delta", text=delta)
+
+    def finish(self, answer: Answer) -> Iterable[Event]:
+        """The calls, and how the turn ended."""
+        if self._place < 0 and not answer.message.calls:
+            yield from self._opened("text", {"type": "text", "text": ""})
+        for call in answer.message.calls:
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            yield from self._opened(call.id, block)
+            yield self._delta(type="input_json_delta", partial_json=call.arguments)
+        yield from self._closed()
+        yield _event("message_delta", delta=_end(answer), usage=_usage(answer))
+        yield _event("message_stop")
+
+    def _opened(self, kind: str, block: Json) -> Iterator[Event]:
+        if self._open != kind:
+            yield from self._closed()
+            self._place, self._open = self._place + 1, kind
+            yield _event("content_block_start", index=self._place, content_block=block)
+
+    def _closed(self) -> Iterator[Event]:
+        if self._open == "thinking":
+            yield self._delta(type="signature_delta", signature=SIGNATURE)
+        if self._open:
+            yield _event("content_block_stop", index=self._place)
+        self._open = ""
+
+    def _delta(self, **delta: Any) -> Event:
+        return _event("content_block_delta", index=self._place, delta=delta)
+
+
+def _event(kind: str, **data: Any) -> Event:
+    return kind, {"type": kind, **data}
+
+
+def _head(request: Request, id: str) -> Json:
+    return {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": request.model}
+
+
+def _blocks(answer: Answer) -> Iterator[Json]:
+    given = answer.message
+    if given.thoughts:
+        yield {"type": "thinking", "thinking": given.thoughts, "signature": SIGNATURE}
+    if given.text or not given.calls:
+        yield {"type": "text", "text": given.text}
+    for call in given.calls:
+        called = decode(call.arguments)
+        yield {"type": "tool_use", "id": call.id, "name": call.name, "input": called}
+
+
+def _end(answer: Answer) -> Json:
+    reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[answer.finish]
+    if answer.stop is not None and answer.finish == "stop":
+        reason = "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": answer.stop}
+
+
+def _usage(answer: Answer) -> Json:
+    cached = answer.num_cached_tokens
+    prompt = answer.num_prompt_tokens - cached
+    return {
+        "input_tokens": prompt, "output_tokens": answer.num_tokens,
+        "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0,
+    }  # fmt: skip
+
+
+def _tools(body: Json) -> tuple[Json, ...]:
+    found = []
+    for place, tool in enumerate(objects(body.get("tools") or [], "tools", MAX_TOOLS)):
+        if tool.get("type", "custom") not in ("custom", None):
+            what = f"expected a tool of the client, got the type {tool.get('type')!r:.60}"
+            raise ApiError("unsupported", what, f"tools[{place}].type")
+        found.append(read_tool(tool, "input_schema", f"tools[{place}]."))
+    return tuple(found)
+
+
+def _messages(raw: Json, where: str) -> Iterator[Given]:
+    """A message of the user may hold tool results, which are messages of their own, in order."""
+    role, content = raw.get("role"), raw.get("content")
+    if role not in ("user", "assistant", "system"):
+        what = f"expected user or assistant, got {role!r:.60}"
+        raise ApiError("invalid", what, f"{where}.role")
+    if isinstance(content, str) or content is None:
+        yield Given(role, text_of(content, where, ()))
+        return
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Call] = []
+    place = f"{where}.content"
+    for number_, block in enumerate(objects(content, place, MAX_CALLS)):
+        spot, kind = f"{place}[{number_}]", block.get("type")
+        if kind == "text":
+            texts.append(get(block, "text", str, "", spot + "."))
+        elif kind == "tool_result" and role == "user":
+            if texts:
+                yield Given("user", "".join(texts))
+                texts = []
+            text = text_of(block.get("content"), f"{spot}.content", ("text",))
+            yield Given("tool", text, answers=get(block, "tool_use_id", str, "", spot + "."))
+        elif kind == "tool_use" and role == "assistant":
+            calls.append(read_call(block.get("id"), block.get("name"), block.get("input"), spot))
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(get(block, "thinking", str, "", spot + "."))
+        elif kind == "redacted_thinking" and role == "assistant":
+            continue
+        else:
+            what = f"a block of the type {kind!r:.60} is not known here in a message of {role}"
+            raise ApiError("unsupported", what, spot)
+    if role == "assistant":
+        yield Given("assistant", "".join(texts), "".join(thoughts), tuple(calls))
+    elif texts:
+        yield Given(role, "".join(texts))

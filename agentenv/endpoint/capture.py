@@ -1,0 +1,437 @@
+"""The calls of a program as the turns of one branch.
+
+    extends the last turn      the messages behind it are the observation
+    anything else              `NextTurn.prompt`: the whole context, in which a message that came
+                               back exactly as it was served stands for the tokens of its turn
+
+What is rendered and compared are token ids, by the rollout; here it is decided what is the same
+message, and which `Kind` a context is, for which cause:
+
+    retry        the same call again, whose answer was never returned: that answer is discarded
+    parallel     it came while another call of the session was under way
+    altered      a message of the policy came back changed: trimmed, json_rewritten, arguments,
+                 thoughts_dropped, thoughts_changed, call_ids, calls, text
+    compaction   it shares the beginning of a context, and what follows is shorter and quotes it
+    edited       other messages of a context were changed: system, user, tool, tools, rewound,
+                 assistant (one that was not served was put in)
+    sub_agent    a conversation of its own
+
+Where the program goes on from a turn that it had gone on from before, or past a compaction, without
+quoting what came of that, those turns are discarded: they are on the tree, and not trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from agentenv.endpoint.messages import (
+    Answer,
+    ApiError,
+    Finish,
+    Given,
+    Json,
+    Request,
+    alteration,
+    as_message,
+    served,
+)
+from agentenv.endpoint.server import ApiServer, Delta
+from agentenv.env import shared
+from agentenv.errors import AgentEnvError, EnvError, OutageError
+from agentenv.types import Kind, Message, NextTurn
+
+ENDED = "the branch of this key has ended"
+NUM_KEY_BYTES = 24
+MIN_QUOTED = 8  # characters of a text that is looked for in another one
+
+Same = Callable[[Json, Json], bool]
+
+
+class DivergedError(OutageError):
+    """A replayed program asked otherwise than the recorded one; `cause` names the difference."""
+
+    def __init__(self, text: str, cause: str) -> None:
+        super().__init__(text)
+        self.cause = cause
+
+
+class ProgramCall(NamedTuple):
+    """A call as an observation: what is new, the tools, and how the turn begins. `body` is the JSON
+    of the request."""
+
+    messages: list[Message]
+    tools: tuple[Json, ...]
+    turn: NextTurn
+    body: Json
+
+
+class _Pending:
+    """A call that waits for its answer. `beside`: it came while another one was under way."""
+
+    def __init__(self, request: Request, *, beside: bool) -> None:
+        self.request, self.beside = request, beside
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+
+
+class _Turn(NamedTuple):
+    """A call that was answered: `context` are its messages and the served one. `kind`: of the
+    context that it opened."""
+
+    context: tuple[Given, ...]
+    tools: bytes
+    kind: Kind | None
+    body: Json
+    answer: Answer
+
+
+class Session:
+    """The calls of one branch, one at a time in the order in which they came. `port` is that of the
+    server. `after` and `same` are those of `Endpoint.open`."""
+
+    def __init__(
+        self, key: str, port: int, after: Session | None = None, same: Same | None = None
+    ) -> None:
+        self.key, self.port = key, port
+        self.counts: Counter[str] = Counter()
+        self._turns: list[_Turn] = []
+        self._discarded: set[int] = set()
+        self._waiting: deque[_Pending] = deque()
+        self._current: _Pending | None = None
+        self._opened: Kind | None = None  # by the current call
+        self._came = asyncio.Event()
+        self._closed = ""
+        self._recorded = [] if after is None else list(after._turns)
+        self._last = after._current.request.body if after and after._current else None
+        self._same: Same = same or (lambda recorded, now: recorded == now)
+        self._diverged: DivergedError | None = None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables that point the clients of both APIs here."""
+        url = f"http://127.0.0.1:{self.port}"
+        return {
+            "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1",
+            "OPENAI_API_KEY": self.key, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": self.key,
+        }  # fmt: skip
+
+    # for the environment
+
+    async def next(self) -> ProgramCall:
+        """The next call; waits. Raises EnvError once the session is closed, DivergedError for a
+        replay that is none."""
+        self._current = None
+        while True:
+            if self._diverged is not None:
+                raise self._diverged
+            if self._closed:
+                raise EnvError(self._closed)
+            while self._waiting:
+                call = self._waiting.popleft()
+                if not call.answer.cancelled():
+                    self._current = call
+                    return self._placed(call)
+            self._came.clear()
+            await self._came.wait()
+
+    async def ready(self) -> ProgramCall:
+        """The call that the recorded session has not answered yet, once the replay has come to it.
+        Raises DivergedError."""
+        call = await self.next()
+        if self._recorded:
+            raise self._diverge("early", f"{len(self._recorded)} recorded calls did not come")
+        if self._last is not None and not self._same(self._last, call.body):
+            raise self._diverge("last", "the call that is to be answered is another one")
+        return call
+
+    def answer(self, action: Message) -> None:
+        """Reply to the call that `next` gave, by the action that the rollout took."""
+        call, turn = self._current, action.turn
+        if call is None or turn is None:
+            raise EnvError("there is no call of the program to answer")
+        number = len(self._turns)
+        message = served(
+            turn.thoughts, turn.text, action.tool_calls, lambda place: f"call_{number}_{place}"
+        )
+        finish: Finish = "tool_calls" if message.calls else turn.finish_reason
+        found = Answer(
+            message=message,
+            finish=finish,
+            num_prompt_tokens=turn.num_prompt_tokens,
+            num_tokens=turn.num_tokens,
+            stop=turn.stop,
+        )
+        self._add(call, found, self._opened)
+
+    def close(self, why: str = ENDED) -> None:
+        """Calls that wait, and those that come, get an error. Idempotent."""
+        self._closed = self._closed or why
+        for call in (*self._waiting, *filter(None, (self._current,))):
+            if not call.answer.done():
+                call.answer.set_exception(ApiError("ended", self._closed))
+                call.answer.exception()  # its client may be gone
+        self._waiting.clear()
+        self._came.set()
+
+    # for the server
+
+    def new_id(self) -> str:
+        return f"{len(self._turns)}_{self.counts['calls']}"
+
+    async def count(self, request: Request) -> int:
+        raise ApiError("no_route", "tokens are not counted for a branch")
+
+    async def asked(self, request: Request, delta: Delta | None) -> Sequence[Answer]:
+        """The answer to a call, once the rollout has one. Raises ApiError."""
+        if request.n > 1 or request.logprobs or request.raw:
+            raise ApiError("unsupported", "n above 1, logprobs and raw cannot be had in a run")
+        if self._closed:
+            raise ApiError("ended", self._closed)
+        self.counts["calls"] += 1
+        if self._recorded:
+            return [self._replayed(request)]
+        call = _Pending(request, beside=self._current is not None or bool(self._waiting))
+        self._waiting.append(call)
+        self._came.set()
+        return [await call.answer]
+
+    def _replayed(self, request: Request) -> Answer:
+        """The answer to the same call of the recorded session."""
+        recorded = self._recorded.pop(0)
+        if not self._same(recorded.body, request.body):
+            number = len(self._turns)
+            raise ApiError("ended", str(self._diverge("other", f"call {number} is another one")))
+        self.counts["replayed"] += 1
+        call = _Pending(request, beside=False)
+        self._placed(call)
+        self._add(call, recorded.answer, self._opened)
+        return recorded.answer
+
+    def _diverge(self, cause: str, text: str) -> DivergedError:
+        self.counts[f"diverged/{cause}"] += 1
+        self._diverged = DivergedError(f"the replay is none: {text}", cause)
+        self.close(str(self._diverged))
+        return self._diverged
+
+    def _add(self, call: _Pending, answer: Answer, kind: Kind | None) -> None:
+        request = call.request
+        context = (*request.messages, answer.message)
+        shown = msgspec.json.encode(request.tools)
+        self._turns.append(_Turn(context, shown, kind, request.body, answer))
+        if not call.answer.done():
+            call.answer.set_result(answer)
+
+    # where a call goes on
+
+    def _placed(self, call: _Pending) -> ProgramCall:
+        """The call as an observation."""
+        request = call.request
+        given, shown = request.messages, msgspec.json.encode(request.tools)
+        asked = NextTurn(stop=request.stop, max_tokens=request.max_tokens)
+        self._opened = None
+        base = self._extended(given, shown)
+        if base is None and not self._turns:
+            messages = [as_message(one, given[:place]) for place, one in enumerate(given)]
+            return ProgramCall(messages, request.tools, asked, request.body)
+        if base is not None and base == len(self._turns) - 1:
+            start = len(self._turns[base].context)
+            messages = [as_message(given[at], given[:at]) for at in range(start, len(given))]
+            self.counts["context/extends"] += 1
+            return ProgramCall(messages, request.tools, asked, request.body)
+        kind, cause, discards = self._explained(call, base, shown)
+        self._opened = kind
+        self.counts[f"context/{kind or 'resumed'}"] += 1
+        if cause:
+            self.counts[f"{kind}/{cause}"] += 1
+        new = [turn for turn in discards if turn not in self._discarded]
+        self._discarded.update(new)
+        self.counts["discarded"] += len(new)
+        turn = replace(
+            asked,
+            prompt=tuple(self._references(given)),
+            kind=kind,
+            cause=cause,
+            discards=tuple(new),
+            tools=request.tools,
+        )
+        return ProgramCall([], request.tools, turn, request.body)
+
+    def _extended(self, given: tuple[Given, ...], shown: bytes) -> int | None:
+        """The last turn whose context goes on with messages that are none of the policy."""
+        for number in range(len(self._turns) - 1, -1, -1):
+            turn = self._turns[number]
+            size = len(turn.context)
+            if size >= len(given) or turn.tools != shown or given[:size] != turn.context:
+                continue
+            if all(one.role != "assistant" for one in given[size:]):
+                return number
+        return None
+
+    def _references(self, given: tuple[Given, ...]) -> Iterable[Message | int]:
+        """The messages; turns that came back as they were served by their numbers."""
+        known = {turn.context[-1]: number for number, turn in enumerate(self._turns)}
+        whole = {turn.context: number for number, turn in enumerate(self._turns)}
+        for place, one in enumerate(given):
+            if one.role == "assistant" and one in known:
+                yield whole.get(given[: place + 1], known[one])
+            else:
+                yield as_message(one, given[:place])
+
+    def _explained(
+        self, call: _Pending, base: int | None, shown: bytes
+    ) -> tuple[Kind | None, str, list[int]]:
+        """Kind and cause of a context, and the turns that the program has discarded by it."""
+        given = call.request.messages
+        later = range((-1 if base is None else base) + 1, len(self._turns))
+        if base is not None:
+            size = len(self._turns[base].context)
+            goes_on = [t for t in later if self._turns[t].context[:size] == given[:size]]
+            tried = [t for t in later if self._turns[t].kind == "compaction"]
+            left = [t for t in {*goes_on, *tried} if not _quotes(given, self._turns[t])]
+            if not goes_on:
+                return None, "", sorted(left)
+            if call.beside:
+                return "parallel", "", []
+            again = [t for t in goes_on if self._turns[t].context[:-1] == given]
+            if again:
+                return "retry", "", [t for t in again if not self._is_continued(t)]
+            return "edited", "rewound", sorted(left)
+        if call.beside:
+            return "parallel", "", []
+        again = [
+            number
+            for number, turn in enumerate(self._turns)
+            if turn.context[:-1] == given and turn.tools == shown
+        ]
+        if again:
+            return "retry", "", [t for t in again if not self._is_continued(t)]
+        return *self._difference(given, shown), []
+
+    def _is_continued(self, number: int) -> bool:
+        context = self._turns[number].context
+        others = (turn.context for turn in self._turns[number + 1 :])
+        return any(other[: len(context)] == context for other in others)
+
+    def _difference(self, given: tuple[Given, ...], shown: bytes) -> tuple[Kind, str]:
+        """How the messages differ from the context that they share most with."""
+        shared, held = -1, self._turns[-1]
+        for turn in self._turns:
+            common = _num_common(turn.context, given)
+            if common >= shared:
+                shared, held = common, turn
+        context = held.context
+        if shared == len(context):
+            return "edited", "tools" if held.tools != shown else "assistant"
+        if shared == len(given):
+            return "edited", "rewound"
+        now, then = given[shared], context[shared]
+        if shared and then.role == now.role == "assistant":
+            return "altered", alteration(now, then)
+        if not shared:
+            same = now.role == then.role == "system" and given[1:2] == context[1:2]
+            return ("edited", "system") if same and len(given) > 1 else ("sub_agent", "")
+        kept = [one for one in given[shared:] if one in context[shared:]]
+        if len(given) < len(context):
+            if kept or any(_quotes(given[shared:], turn) for turn in self._turns):
+                return "compaction", ""
+            return "sub_agent", ""
+        return "edited", now.role
+
+
+def _num_common(one: Sequence[Given], other: Sequence[Given]) -> int:
+    number = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        number += 1
+    return number
+
+
+def _quotes(given: Sequence[Given], turn: _Turn) -> bool:
+    """Whether what a turn said stands in messages that are not the policy's own."""
+    said = turn.context[-1].text.strip()
+    if len(said) < MIN_QUOTED:
+        return False
+    return any(said in one.text for one in given if one.role != "assistant")
+
+
+class _Handler:
+    """The handler that a session is for the server."""
+
+    def __init__(self, session: Session) -> None:
+        self.new_id, self.count, self.answer = session.new_id, session.count, session.asked
+
+
+class Endpoint:
+    """One HTTP server for all branches of a process, each with a key of its own."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._server = ApiServer(self._find, lambda: [MODEL])
+        self._starting = asyncio.Lock()
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def port(self) -> int:
+        """On loopback, once it has started."""
+        return self._server.port
+
+    async def start(self) -> None:
+        """Listen on loopback. Idempotent. Raises ConfigError."""
+        async with self._starting:
+            if not self._server.port:
+                await self._server.start()
+
+    def open(
+        self, key: str = "", *, after: Session | None = None, same: Same | None = None
+    ) -> Session:
+        """A session for one branch; without a key it gets one. With `after` its first calls are
+        answered from the record of that session, as long as `same` says of the two JSON bodies,
+        recorded and now, that they are the same call."""
+        if not key:
+            key = f"branch-{secrets.token_urlsafe(NUM_KEY_BYTES)}"
+        if key in self._sessions:
+            raise AgentEnvError(f"the key {key} is that of another branch")
+        session = self._sessions[key] = Session(key, self.port, after, same)
+        return session
+
+    def forget(self, session: Session) -> None:
+        """Close a session for good; its key is refused from now on."""
+        session.close()
+        self._counts.update(session.counts)
+        self._sessions.pop(session.key, None)
+
+    def stats(self) -> dict[str, float]:
+        """What closed sessions have counted."""
+        return {f"endpoint/{name}": float(count) for name, count in self._counts.items()}
+
+    async def close(self) -> None:
+        """Close all sessions and the server."""
+        for session in list(self._sessions.values()):
+            self.forget(session)
+        await self._server.close()
+
+    def _find(self, key: str) -> _Handler:
+        session = self._sessions.get(key)
+        if session is None:
+            raise ApiError("no_key", "no branch has this key, or it has ended")
+        return _Handler(session)
+
+
+MODEL = {
+    "id": "policy", "object": "model", "type": "model", "display_name": "policy",
+    "owned_by": "agentenv", "created": 0, "created_at": "1970-01-01T00:00:00Z",
+}  # fmt: skip
+
+
+async def shared_endpoint() -> Endpoint:
+    """The endpoint of this process, which listens; it is closed with the shared resources."""
+    endpoint = shared(("endpoint",), Endpoint)
+    await endpoint.start()
+    return endpoint

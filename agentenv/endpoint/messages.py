@@ -1,0 +1,332 @@
+"""Requests and replies in one form, whatever API they came by, and the errors of all of them.
+
+What a client sends is decoded here alone; every fault is an `ApiError` with a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import isfinite
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from agentenv.call_syntax import THOUGHT_CLOSE, THOUGHT_OPEN
+from agentenv.errors import ForeignError
+from agentenv.types import MALFORMED_CALL, Message, ToolCall
+from agentenv.untrusted import decode, printable
+
+Json = dict[str, Any]
+T = TypeVar("T")
+Finish = Literal["stop", "length", "tool_calls"]
+
+MAX_MESSAGES, MAX_TOOLS, MAX_CALLS, MAX_CHOICES = 10_000, 1_000, 1_000, 128
+MAX_STOPS = 16
+
+# name of an error -> status, type and code of OpenAI's APIs, type of Anthropic's
+ERRORS: dict[str, tuple[int, str, str | None, str]] = {
+    "malformed": (400, "invalid_request_error", "malformed", "invalid_request_error"),
+    "invalid": (400, "invalid_request_error", "invalid_value", "invalid_request_error"),
+    "unsupported": (400, "invalid_request_error", "unsupported_value", "invalid_request_error"),
+    "too_long": (400, "invalid_request_error", "context_length_exceeded", "invalid_request_error"),
+    "no_key": (401, "authentication_error", "invalid_api_key", "authentication_error"),
+    "ended": (403, "permission_error", "branch_ended", "permission_error"),
+    "no_route": (404, "invalid_request_error", "not_found", "not_found_error"),
+    "no_model": (404, "invalid_request_error", "model_not_found", "not_found_error"),
+    "no_method": (405, "invalid_request_error", "method_not_allowed", "invalid_request_error"),
+    "too_slow": (408, "invalid_request_error", "request_timeout", "timeout_error"),
+    "too_large": (413, "invalid_request_error", "request_too_large", "request_too_large"),
+    "engine": (502, "server_error", "engine_failed", "api_error"),
+    "engine_dead": (503, "server_error", "engine_dead", "overloaded_error"),
+    "bug": (500, "server_error", "internal_error", "api_error"),
+}
+
+
+class ApiError(Exception):
+    """A refusal, by one of the names of ERRORS; `param` is the key of the request that it is
+    about."""
+
+    def __init__(self, name: str, text: str, param: str | None = None) -> None:
+        super().__init__(printable(text))
+        self.name, self.param = name, param
+
+    @property
+    def status(self) -> int:
+        return ERRORS[self.name][0]
+
+
+class Call(NamedTuple):
+    """A tool call; `arguments` is the JSON text of an object, as it was served or came."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Given(NamedTuple):
+    """A message of a request, or a served one. Equal ones are the same message."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    text: str
+    thoughts: str = ""
+    calls: tuple[Call, ...] = ()
+    answers: str = ""  # id of the call that a tool result answers
+    name: str | None = None
+
+
+class Request(Struct, kw_only=True):
+    """A request. `tools` are (name, description, parameters) in JSON. `logprobs`: of the sampled
+    tokens. `raw`: the reply brings the turn as it was sampled, and calls that cannot be read."""
+
+    model: str
+    messages: tuple[Given, ...]
+    tools: tuple[Json, ...] = ()
+    stream: bool = False
+    usage_in_stream: bool = False
+    n: int = 1
+    max_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    logprobs: bool = False
+    session: str = ""
+    raw: bool = False
+    body: Json = {}
+
+
+class TokenLogprob(NamedTuple):
+    """A sampled token: its text and its log-prob in nats."""
+
+    text: str
+    logprob: float
+
+
+class Answer(Struct, kw_only=True):
+    """A turn as it is served."""
+
+    message: Given
+    finish: Finish
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    stop: str | None = None
+    logprobs: Sequence[TokenLogprob] | None = None
+    raw: str | None = None
+
+
+Event = tuple[str, Json]  # name and data of an event of a stream; without a name: data alone
+
+
+class Writer(Protocol):
+    """Writes one choice of a stream: deltas as they come, then the whole turn."""
+
+    def start(self) -> Iterable[Event]: ...
+    def thoughts(self, delta: str) -> Iterable[Event]: ...
+    def text(self, delta: str) -> Iterable[Event]: ...
+    def finish(self, answer: Answer) -> Iterable[Event]: ...
+
+
+class Dialect(Protocol):
+    """One of the APIs. `reply` and `writer` name the reply by `id`."""
+
+    path: str
+    done: bytes  # what ends a stream
+
+    def read(self, body: Json) -> Request: ...
+    def reply(self, request: Request, answers: Sequence[Answer], id: str, created: int) -> Json: ...
+    def writer(self, request: Request, index: int, id: str, created: int) -> Writer: ...
+    def error(self, error: ApiError) -> Json: ...
+
+
+# Reading what a client sends.
+
+
+def read_body(data: bytes) -> Json:
+    """The JSON object of a request."""
+    try:
+        body = decode(data)
+    except ForeignError as error:
+        raise ApiError("malformed", f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ApiError("malformed", f"the body is no JSON object but {_kind(body)}")
+    return body
+
+
+def get(body: Mapping[str, Any], key: str, kind: type[T], default: T, where: str = "") -> T:
+    """A value of this type; null and a missing one are the default."""
+    value = body.get(key)
+    if value is None:
+        return default
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ApiError("invalid", f"expected {kind.__name__}, got {_kind(value)}", where + key)
+    if isinstance(value, str):
+        return printable(value)  # type: ignore[return-value]
+    return value
+
+
+def number(
+    body: Mapping[str, Any], key: str, kind: type[Any], low: float, high: float
+) -> Any | None:
+    """A number within bounds; None if it is not given."""
+    if body.get(key) is None:
+        return None
+    value = get(body, key, kind, kind())
+    if not (isfinite(value) and low <= value <= high):
+        raise ApiError("invalid", f"expected {low:g} to {high:g}, got {value:g}", key)
+    return value
+
+
+def objects(value: Any, where: str, most: int) -> list[Json]:
+    """A list of objects."""
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise ApiError("invalid", f"expected a list of objects, got {_kind(value)}", where)
+    if len(value) > most:
+        raise ApiError("invalid", f"{len(value)} are more than {most}", where)
+    return value
+
+
+def text_of(content: Any, where: str, kinds: Iterable[str]) -> str:
+    """The text of a content: a string, or a list of parts of these kinds."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return printable(content)
+    parts = []
+    for place, part in enumerate(objects(content, where, MAX_MESSAGES)):
+        kind = part.get("type", "text")
+        if kind not in kinds:
+            shown = f"expected {' or '.join(kinds)}, got a part of the type {kind!r}"
+            raise ApiError("unsupported", shown, f"{where}[{place}].type")
+        parts.append(get(part, "text", str, "", f"{where}[{place}]."))
+    return "".join(parts)
+
+
+def read_call(id: Any, name: Any, arguments: Any, where: str) -> Call:
+    """A call that a client returns."""
+    if not isinstance(id, str) or not isinstance(name, str) or not name:
+        raise ApiError("invalid", "expected a call with an id and a name", where)
+    if isinstance(arguments, dict):
+        return Call(printable(id), printable(name), arguments_text(arguments))
+    if not isinstance(arguments, str):
+        raise ApiError("invalid", f"expected JSON as a text, got {_kind(arguments)}", where)
+    return Call(printable(id), printable(name), printable(arguments))
+
+
+def read_tool(tool: Mapping[str, Any], parameters: str, where: str) -> Json:
+    """A tool as the renderers take it."""
+    name, schema = get(tool, "name", str, "", where), get(tool, parameters, dict, {}, where)
+    if not name:
+        raise ApiError("invalid", "a tool needs a name", where + "name")
+    if not isinstance(schema.get("properties", {}), dict):
+        raise ApiError("invalid", "expected an object", f"{where}{parameters}.properties")
+    described = get(tool, "description", str, "", where)
+    return {"name": name, "description": described, "parameters": {"type": "object", **schema}}
+
+
+def stops(body: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Stop strings: one, or a list of them."""
+    value = body.get(key)
+    found = [value] if isinstance(value, str) else value or []
+    if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
+        raise ApiError("invalid", "expected a text or a list of texts, none of them empty", key)
+    if len(found) > MAX_STOPS:
+        raise ApiError("invalid", f"expected at most {MAX_STOPS}, got {len(found)}", key)
+    return tuple(map(printable, found))
+
+
+def refuse_set(body: Mapping[str, Any], **unset: Any) -> None:
+    """Refuse keys that would change what is sampled in a way that no engine here knows."""
+    for key, neutral in unset.items():
+        if body.get(key) not in (None, neutral):
+            raise ApiError("unsupported", f"{key} cannot be used here; leave it out", key)
+
+
+def checked(request: Request) -> Request:
+    """The request, if a turn can follow its messages."""
+    if not request.messages:
+        raise ApiError("invalid", "there is no message", "messages")
+    if request.messages[-1].role == "assistant":
+        what = "the last message is the assistant's; a message of the user or a tool is to follow"
+        raise ApiError("unsupported", what, "messages")
+    return request
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+# Between the forms.
+
+
+def arguments_text(arguments: Mapping[str, Any]) -> str:
+    """Arguments as they are served."""
+    return msgspec.json.encode(arguments).decode()
+
+
+def as_message(given: Given, before: Sequence[Given] = ()) -> Message:
+    """The message for a renderer; `before` are those before it, which hold the name of the call
+    that a result answers. Raises ApiError for arguments that are no JSON object."""
+    if given.role == "tool":
+        names = {call.id: call.name for one in before for call in one.calls}
+        return Message("tool", given.text, name=given.name or names.get(given.answers))
+    text = given.text
+    if given.thoughts:
+        text = f"{THOUGHT_OPEN}\n{given.thoughts}\n{THOUGHT_CLOSE}\n\n{text}"
+    return Message(given.role, text, tuple(map(_as_call, given.calls)))
+
+
+def _as_call(call: Call) -> ToolCall:
+    try:
+        arguments = decode(call.arguments or "{}")
+    except ForeignError as error:
+        raise ApiError("invalid", f"the arguments of {call.name} are no JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise ApiError("invalid", f"the arguments of {call.name} are no object")
+    return ToolCall(call.name, arguments)
+
+
+def served(
+    thoughts: str,
+    text: str,
+    calls: Sequence[ToolCall],
+    new_id: Callable[[int], str],
+    *,
+    raw: bool = False,
+) -> Given:
+    """A turn as the message that is served. A call that cannot be read stays in the text, unless
+    the client asks for it (`raw`)."""
+    readable = [call for call in calls if raw or call.name != MALFORMED_CALL]
+    found = tuple(
+        Call(new_id(place), call.name, arguments_text(call.arguments))
+        for place, call in enumerate(readable)
+    )
+    return Given("assistant", text, thoughts, found)
+
+
+def alteration(now: Given, then: Given) -> str:
+    """What a client has changed of a message that was served as `then`."""
+    if now.thoughts != then.thoughts and now._replace(thoughts="") == then._replace(thoughts=""):
+        return "thoughts_changed" if now.thoughts else "thoughts_dropped"
+    if [call[1:] for call in now.calls] == [call[1:] for call in then.calls] != []:
+        if now.calls != then.calls:
+            return "call_ids"
+    elif [call.name for call in now.calls] == [call.name for call in then.calls]:
+        same = [_value(call) for call in now.calls] == [_value(call) for call in then.calls]
+        return "json_rewritten" if same else "arguments"
+    else:
+        return "calls"
+    return "trimmed" if now.text.strip() == then.text.strip() else "text"
+
+
+def _value(call: Call) -> Any:
+    try:
+        return decode(call.arguments)
+    except ForeignError:
+        return call.arguments

@@ -1,0 +1,253 @@
+"""The policy answers: where no run captures, calls are rendered, sampled and streamed here.
+
+A message of the assistant that the client returns as it was served stands for the tokens that were
+sampled, so that a conversation goes on in the very tokens of a rollout; everything else is
+rendered, turn by turn as a rollout does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from agentenv.call_syntax import call_marks, said
+from agentenv.encoder import fast_tokenizer, token_texts
+from agentenv.endpoint.messages import (
+    Answer,
+    ApiError,
+    Finish,
+    Given,
+    Request,
+    TokenLogprob,
+    as_message,
+    served,
+)
+from agentenv.endpoint.server import Delta
+from agentenv.engine import MIN_TEMPERATURE, PARTIAL, Engine
+from agentenv.errors import (
+    ConfigError,
+    CrashError,
+    DataError,
+    EngineDeadError,
+    EngineError,
+    EnvError,
+)
+from agentenv.renderer import ContextRenderer, context_ids
+from agentenv.types import Chunk, Completion, Message, SamplingParams
+
+STREAM_INTERVAL = 4  # tokens
+MAX_HELD = 4096  # conversations and turns whose tokens are kept
+
+Key = tuple[bytes, tuple[Given, ...]]  # tools and messages of a conversation
+
+
+class Prompt(NamedTuple):
+    """A request as tokens."""
+
+    ids: array[int]
+    tools: tuple[dict[str, Any], ...]
+    key: Key
+
+
+class PolicyHandler:
+    """Answers with one engine. `sampling` and `max_tokens` are what requests do not say; `names`
+    those of the model, the first one its own; `prefix` begins the ids of replies and calls."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: ContextRenderer,
+        sampling: SamplingParams,
+        max_model_len: int,
+        names: Sequence[str],
+        max_tokens: int,
+        prefix: str = "",
+    ) -> None:
+        self.engine, self.renderer = engine, renderer
+        self.sampling = replace(sampling, max_tokens=max_tokens)
+        self.max_model_len, self.names = max_model_len, names
+        self._prefix, self._ids = prefix, count(1)
+        self._conversations: OrderedDict[Key, array[int]] = OrderedDict()
+        self._turns: OrderedDict[Given, array[int]] = OrderedDict()
+        tokenizer = fast_tokenizer(renderer.tokenizer)
+        self._texts: Callable[[Sequence[int]], list[str]] = (
+            (lambda ids: [renderer.decode([token]) for token in ids])
+            if tokenizer is None
+            else token_texts(tokenizer)
+        )
+
+    def new_id(self) -> str:
+        return f"{self._prefix}{next(self._ids):x}"
+
+    async def count(self, request: Request) -> int:
+        """Tokens of the prompt."""
+        return len(self._prompt(request).ids)
+
+    async def answer(self, request: Request, delta: Delta | None) -> Sequence[Answer]:
+        """Samples `n` turns at a time."""
+        if request.model not in self.names:
+            known = ", ".join(self.names)
+            raise ApiError(
+                "no_model", f"there is no model {request.model!r:.200}; {known}", "model"
+            )
+        prompt = self._prompt(request)
+        sampling = self._sampling(request, prompt)
+        try:
+            async with asyncio.TaskGroup() as group:
+                asked = [
+                    group.create_task(self._turn(request, prompt, sampling, index, delta))
+                    for index in range(request.n)
+                ]
+        except* EngineError as errors:
+            error = errors.exceptions[0]
+            name = "engine_dead" if isinstance(error, EngineDeadError) else "engine"
+            raise ApiError(name, str(error)) from error
+        return [one.result() for one in asked]
+
+    def _prompt(self, request: Request) -> Prompt:
+        """The tokens; those of the longest conversation that is held are taken as they are."""
+        given, tools = request.messages, request.tools
+        shown = msgspec.json.encode(tools)
+        held, start = array("i"), 0
+        for number in range(len(given) - 1, 0, -1):
+            key = (shown, given[:number])
+            if given[number - 1].role == "assistant" and key in self._conversations:
+                self._conversations.move_to_end(key)
+                held, start = self._conversations[key], number
+                break
+        context: list[Message | Sequence[int]] = []
+        for number in range(start, len(given)):
+            sampled = self._turns.get(given[number])
+            context.append(
+                as_message(given[number], given[:number]) if sampled is None else sampled
+            )
+        renderer = self.renderer
+        try:
+            for tool in tools:
+                renderer.check_tools((tool,))
+            ids = context_ids(renderer, context, tools, self.max_model_len, held)
+        except (DataError, CrashError, ConfigError, EnvError) as error:
+            raise ApiError("unsupported", str(error), "messages") from error
+        return Prompt(ids, tools, (shown, given))
+
+    def _sampling(self, request: Request, prompt: Prompt) -> SamplingParams:
+        room = self.max_model_len - len(prompt.ids)
+        if room < 1:
+            what = f"{len(prompt.ids)} tokens leave no room in a context of {self.max_model_len}"
+            raise ApiError("too_long", what, "messages")
+        asked = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+        given = {key: value for key in asked if (value := getattr(request, key)) is not None}
+        if 0 < given.get("temperature", 0) < MIN_TEMPERATURE:
+            given["temperature"] = MIN_TEMPERATURE
+        if given.get("top_k") == 0:
+            given["top_k"] = -1
+        stop = (*self.renderer.stop(prompt.tools), *self.sampling.stop, *request.stop)
+        most = min(request.max_tokens or self.sampling.max_tokens, room)
+        return replace(self.sampling, **given, stop=stop, max_tokens=most)
+
+    async def _turn(
+        self,
+        request: Request,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        index: int,
+        delta: Delta | None,
+    ) -> Answer:
+        if index and sampling.seed is not None:
+            sampling = replace(sampling, seed=sampling.seed + index)
+        stream = None if delta is None else TurnStream(self, request, prompt, index, delta)
+        done = await self.engine.generate(
+            prompt.ids,
+            sampling,
+            session=request.session or request.model,
+            on_tokens=stream,
+            stream_interval=STREAM_INTERVAL,
+        )
+        return self._served(request, prompt, done)
+
+    def _served(self, request: Request, prompt: Prompt, done: Completion) -> Answer:
+        """The turn as it is served, whose tokens are kept for the conversation that goes on."""
+        renderer, tools = self.renderer, prompt.tools
+        action = renderer.parse(done, tools, prompt.ids)
+        stop = done.stop if done.stop in request.stop else None
+        text = action.content.removesuffix(stop or "")
+        marks = call_marks(renderer.style, tools)
+        readable = any(request.raw or "problem" not in call.arguments for call in action.tool_calls)
+        thoughts, text = said(text, renderer.style, marks if readable else ())
+        reply = self.new_id()
+        message = served(
+            thoughts.strip(),
+            text.strip(),
+            action.tool_calls,
+            lambda place: f"call_{reply}_{place}",
+            raw=request.raw,
+        )
+        finish: Finish = "length" if done.finish_reason == "length" else "stop"
+        sampled = array("i", done.token_ids)
+        if done.finish_reason == "length" or stop is not None:
+            sampled.append(renderer.end_id)  # what follows comes after the end of the turn
+        self._keep(self._turns, message, sampled)
+        shown, given = prompt.key
+        self._keep(self._conversations, (shown, (*given, message)), prompt.ids + sampled)
+        logprobs = None
+        if request.logprobs:
+            texts = self._texts(done.token_ids)
+            logprobs = list(map(TokenLogprob, texts, done.logprobs))
+        return Answer(
+            message=message,
+            finish="tool_calls" if message.calls else finish,
+            num_prompt_tokens=len(prompt.ids),
+            num_tokens=len(done.token_ids),
+            num_cached_tokens=done.num_cached_tokens,
+            stop=stop,
+            logprobs=logprobs,
+            raw=action.content if request.raw else None,
+        )
+
+    def _keep(self, held: OrderedDict[Any, array[int]], key: Any, ids: array[int]) -> None:
+        held[key] = ids
+        held.move_to_end(key)
+        if len(held) > MAX_HELD:
+            held.popitem(last=False)
+
+
+class TurnStream:
+    """Reports what is known of a turn while it is sampled. Held back is what may turn out to be a
+    part of a call, of a stop string, of a character, or blanks at the end."""
+
+    def __init__(
+        self, handler: PolicyHandler, request: Request, prompt: Prompt, index: int, delta: Delta
+    ) -> None:
+        self._renderer, self._index, self._delta = handler.renderer, index, delta
+        self._prompt = prompt
+        self._marks = call_marks(self._renderer.style, prompt.tools)
+        self._held = (*self._marks, *request.stop, "</think>", "<think>")
+        self._ids: list[int] = []
+        self._told = ["", ""]
+
+    def __call__(self, chunk: Chunk) -> None:
+        self._ids += chunk.token_ids
+        so_far = Completion(self._ids, [], [], "length", [])
+        text = self._renderer.parse(so_far, self._prompt.tools, self._prompt.ids).content
+        parts = said(self._without_held(text), self._renderer.style, self._marks)
+        for place, (kind, whole) in enumerate(zip(("thoughts", "text"), parts, strict=True)):
+            whole, told = whole.strip(), self._told[place]
+            if len(whole) > len(told) and whole.startswith(told):
+                self._told[place] = whole
+                self._delta(self._index, kind, whole[len(told) :])
+
+    def _without_held(self, text: str) -> str:
+        text = text.rstrip(PARTIAL)
+        most = max(map(len, self._held))
+        for size in range(min(most, len(text)), 0, -1):
+            tail = text[-size:]
+            if any(mark.startswith(tail) for mark in self._held):
+                return text[:-size]
+        return text

@@ -1,0 +1,252 @@
+"""OpenAI's Responses API, without its store: the client sends all items each time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import Any
+
+from agentenv.endpoint.chat import ROLES, common, openai_error, read_tools, token_logprobs
+from agentenv.endpoint.messages import (
+    MAX_MESSAGES,
+    Answer,
+    ApiError,
+    Call,
+    Event,
+    Given,
+    Json,
+    Request,
+    checked,
+    get,
+    number,
+    objects,
+    read_call,
+    refuse_set,
+    stops,
+    text_of,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+PARTS = ("input_text", "output_text", "text", "refusal")
+
+
+class Responses:
+    """The dialect of `/v1/responses`."""
+
+    path = "/v1/responses"
+    done = b""
+
+    def read(self, body: Json) -> Request:
+        """Raises ApiError."""
+        refuse_set(body, previous_response_id="", conversation="", prompt={}, background=False)
+        text_format = get(get(body, "text", dict, {}), "format", dict, {}, "text.")
+        if text_format.get("type", "text") != "text":
+            raise ApiError("unsupported", "only plain text can be sampled", "text.format")
+        messages = _messages(body.get("input"))
+        if instructions := get(body, "instructions", str, ""):
+            messages.insert(0, Given("system", instructions))
+        include = get(body, "include", list, [])
+        return checked(
+            Request(
+                messages=tuple(messages),
+                tools=() if body.get("tool_choice") == "none" else read_tools(body, ""),
+                max_tokens=number(body, "max_output_tokens", int, 1, 1 << 24) or 0,
+                stop=stops(body, "stop"),
+                logprobs=LOGPROBS in include,
+                **common(body),
+            )
+        )
+
+    def reply(self, request: Request, answers: Sequence[Answer], id: str, created: int) -> Json:
+        (answer,) = answers
+        items = [item for item, _ in _items(answer, id)]
+        return _response(request, id, created, items, answer)
+
+    def writer(self, request: Request, index: int, id: str, created: int) -> ResponsesWriter:
+        return ResponsesWriter(request, id, created)
+
+    def error(self, error: ApiError) -> Json:
+        return openai_error(error)
+
+
+class ResponsesWriter:
+    """The events of a response: items are opened as their first delta comes."""
+
+    def __init__(self, request: Request, id: str, created: int) -> None:
+        self._request, self._id, self._created = request, id, created
+        self._numbers = count()
+        self._place = -1  # of the item that is open
+        self._open = ""  # its type
+        self._said = ""  # its text so far
+
+    def start(self) -> Iterable[Event]:
+        for kind in ("created", "in_progress"):
+            response = _response(self._request, self._id, self._created, [], None)
+            yield self._event(f"response.{kind}", response=response)
+
+    def thoughts(self, delta: str) -> Iterable[Event]:
+        yield from self._delta("reasoning", delta)
+
+    def text(self, delta: str) -> Iterable[Event]:
+        yield from self._delta("message", delta)
+
+    def finish(self, answer: Answer) -> Iterable[Event]:
+        items = _items(answer, self._id)
+        for item, call in items:
+            if call is None and item["type"] == self._open:
+                yield from self._close(item)
+            elif call is None and not self._said:  # it said nothing
+                yield from self._delta(item["type"], "")
+                yield from self._close(item)
+            elif call is not None:
+                self._place += 1
+                yield self._item("added", {**item, "arguments": "", "status": "in_progress"})
+                at = {"item_id": item["id"], "output_index": self._place}
+                kind = "response.function_call_arguments"
+                yield self._event(f"{kind}.delta", delta=call.arguments, **at)
+                done = {"arguments": call.arguments, "name": call.name, **at}
+                yield self._event(f"{kind}.done", **done)
+                yield self._item("done", item)
+        whole = [item for item, _ in items]
+        response = _response(self._request, self._id, self._created, whole, answer)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def _delta(self, kind: str, delta: str) -> Iterable[Event]:
+        if self._open != kind:
+            if self._open:
+                yield from self._close(_text_item(self._open, self._id, self._said, ()))
+            self._place, self._open, self._said = self._place + 1, kind, ""
+            yield self._item("added", _text_item(kind, self._id, None, (), "in_progress"))
+            part = _part(kind, "", ())
+            yield self._event("response.content_part.added", part=part, **self._at(kind))
+        self._said += delta
+        if delta:
+            more: Json = {"logprobs": []} if kind == "message" else {}
+            yield self._event(
+                f"response.{_NAME[kind]}.delta", delta=delta, **more, **self._at(kind)
+            )
+
+    def _close(self, item: Json) -> Iterable[Event]:
+        kind, (part,) = item["type"], item["content"]
+        more: Json = {"logprobs": part["logprobs"]} if kind == "message" else {}
+        done = {"text": part["text"], **more, **self._at(kind)}
+        yield self._event(f"response.{_NAME[kind]}.done", **done)
+        yield self._event("response.content_part.done", part=part, **self._at(kind))
+        yield self._item("done", item)
+        self._open = ""
+
+    def _at(self, kind: str) -> Json:
+        item = _ID[kind] + self._id
+        return {"item_id": item, "output_index": self._place, "content_index": 0}
+
+    def _item(self, what: str, item: Json) -> Event:
+        return self._event(f"response.output_item.{what}", item=item, output_index=self._place)
+
+    def _event(self, kind: str, **data: Any) -> Event:
+        return kind, {"type": kind, "sequence_number": next(self._numbers), **data}
+
+
+_NAME = {"reasoning": "reasoning_text", "message": "output_text"}
+_ID = {"reasoning": "rs_", "message": "msg_"}
+
+
+def _items(answer: Answer, id: str) -> list[tuple[Json, Call | None]]:
+    """The items of a turn; beside each the call that it is."""
+    given, found = answer.message, []
+    logprobs = list(token_logprobs(answer.logprobs or ()))
+    if given.thoughts:
+        found.append((_text_item("reasoning", id, given.thoughts, ()), None))
+    if given.text or not given.calls:
+        found.append((_text_item("message", id, given.text, logprobs), None))
+    calls: list[tuple[Json, Call | None]] = [
+        ({"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "name": call.name,
+          "arguments": call.arguments, "status": "completed"}, call)
+        for call in given.calls
+    ]  # fmt: skip
+    return [*found, *calls]
+
+
+def _text_item(
+    kind: str, id: str, text: str | None, logprobs: Sequence[Json], status: str = "completed"
+) -> Json:
+    content = [] if text is None else [_part(kind, text, logprobs)]
+    item: Json = {"type": kind, "id": _ID[kind] + id, "content": content, "status": status}
+    item["summary" if kind == "reasoning" else "role"] = [] if kind == "reasoning" else "assistant"
+    return item
+
+
+def _part(kind: str, text: str, logprobs: Sequence[Json]) -> Json:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+
+def _response(
+    request: Request, id: str, created: int, items: Sequence[Json], answer: Answer | None
+) -> Json:
+    body = request.body
+    status = "in_progress"
+    if answer is not None:
+        status = "incomplete" if answer.finish == "length" else "completed"
+    found: Json = {
+        "id": f"resp_{id}", "object": "response", "created_at": created, "model": request.model,
+        "status": status, "error": None, "output": list(items),
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "instructions": body.get("instructions"), "metadata": body.get("metadata") or {},
+        "parallel_tool_calls": True, "previous_response_id": None, "store": False,
+        "temperature": request.temperature, "top_p": request.top_p,
+        "tool_choice": body.get("tool_choice") or "auto", "tools": body.get("tools") or [],
+        "max_output_tokens": request.max_tokens or None, "text": {"format": {"type": "text"}},
+        "usage": None,
+    }  # fmt: skip
+    if answer is not None:
+        prompt, sampled = answer.num_prompt_tokens, answer.num_tokens
+        found["usage"] = {
+            "input_tokens": prompt, "output_tokens": sampled, "total_tokens": prompt + sampled,
+            "input_tokens_details": {"cached_tokens": answer.num_cached_tokens},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        }  # fmt: skip
+        if answer.raw is not None:
+            found["raw"] = answer.raw
+    return found
+
+
+def _messages(value: Any) -> list[Given]:
+    """The items as messages: those of a turn of the assistant, one after the other, are one."""
+    if isinstance(value, str):
+        return [Given("user", text_of(value, "input", ()))]
+    messages: list[Given] = []
+    for place, item in enumerate(objects(value, "input", MAX_MESSAGES)):
+        where = f"input[{place}]"
+        found = _message(item, where)
+        last = messages[-1] if messages else None
+        if last is not None and last.role == found.role == "assistant":
+            messages[-1] = last._replace(
+                text=last.text + found.text,
+                thoughts=last.thoughts + found.thoughts,
+                calls=last.calls + found.calls,
+            )
+        else:
+            messages.append(found)
+    return messages
+
+
+def _message(item: Json, where: str) -> Given:
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = ROLES.get(get(item, "role", str, "", where + "."))
+        if role is None or role == "tool":
+            what = f"expected system, developer, user or assistant, got {item.get('role')!r:.60}"
+            raise ApiError("invalid", what, f"{where}.role")
+        return Given(role, text_of(item.get("content"), f"{where}.content", PARTS))  # type: ignore[arg-type]
+    if kind == "function_call":
+        call = read_call(item.get("call_id"), item.get("name"), item.get("arguments"), where)
+        return Given("assistant", "", calls=(call,))
+    if kind == "function_call_output":
+        text = text_of(item.get("output"), f"{where}.output", PARTS)
+        return Given("tool", text, answers=get(item, "call_id", str, "", where + "."))
+    if kind == "reasoning":
+        text = text_of(item.get("content"), f"{where}.content", ("reasoning_text",))
+        return Given("assistant", "", text)
+    what = f"items of the type {kind!r:.60} are not known here"
+    raise ApiError("unsupported", what, f"{where}.type")

@@ -1,0 +1,272 @@
+"""The HTTP server of the endpoint: routes, keys, streams; who answers a key is a `Handler`.
+
+    GET   /health, /v1/models, /v1/models/NAME
+    POST  /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens
+
+A key comes as `Authorization: Bearer KEY` or `x-api-key: KEY`. Every error has the form of the API
+of its route, and a name of ERRORS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from hmac import compare_digest
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from agentenv.endpoint.anthropic import Anthropic
+from agentenv.endpoint.chat import Chat
+from agentenv.endpoint.messages import (
+    Answer,
+    ApiError,
+    Dialect,
+    Event,
+    Json,
+    Request,
+    Writer,
+    read_body,
+)
+from agentenv.endpoint.responses import Responses
+from agentenv.errors import ConfigError
+
+MAX_BODY_BYTES = 64 << 20
+BODY_S = 60.0  # for a client to send its request, and to take each part of a reply
+SHUTDOWN_S = 1.0
+
+Delta = Callable[[int, str, str], None]  # a choice, "thoughts" or "text", and what is new of it
+
+logger = logging.getLogger(__name__)
+_encode = msgspec.json.Encoder().encode
+
+
+class Handler(Protocol):
+    """Answers the calls of one key. Raises ApiError."""
+
+    def new_id(self) -> str:
+        """The id of the next reply."""
+        ...
+
+    async def answer(self, request: Request, delta: Delta | None) -> Sequence[Answer]:
+        """One turn a choice; with `delta` what is known of it is reported before."""
+        ...
+
+    async def count(self, request: Request) -> int:
+        """Tokens of the prompt."""
+        ...
+
+
+class ApiServer:
+    """Serves the three APIs. `find` gives the handler of a key, or raises ApiError; `models` are
+    those of /v1/models. `created` is the time of all replies, in seconds since 1970."""
+
+    def __init__(
+        self, find: Callable[[str], Handler], models: Callable[[], Sequence[Json]], created: int = 0
+    ) -> None:
+        self._find, self._models, self._created = find, models, created
+        self._runner: web.AppRunner | None = None
+        self.port = 0
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Listen; port 0 is any that is free. Raises ConfigError."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+        app.router.add_get("/health", _healthy)
+        app.router.add_get("/v1/models", self._list)
+        app.router.add_get("/v1/models/{name:.+}", self._one)
+        for dialect in DIALECTS:
+            app.router.add_post(dialect.path, partial(self._call, dialect))
+        app.router.add_post(f"{Anthropic.path}/count_tokens", self._count)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
+        )
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            await self.close()
+            raise ConfigError(f"{host}:{port} cannot be listened on: {error.strerror}") from error
+        self.port = self._runner.addresses[0][1]
+
+    async def close(self) -> None:
+        """Stop listening, and break off what goes on. Idempotent."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def _list(self, http: web.Request) -> web.Response:
+        self._handler(http)
+        found = [*self._models()]
+        names = [one["id"] for one in found] or [None]
+        ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return _json({"object": "list", "data": found, **ends})
+
+    async def _one(self, http: web.Request) -> web.Response:
+        self._handler(http)
+        name = http.match_info["name"]
+        for model in self._models():
+            if model["id"] == name:
+                return _json(model)
+        raise ApiError("no_model", f"there is no model {name!r:.200}", "model")
+
+    def _handler(self, http: web.Request) -> Handler:
+        bearer = http.headers.get("Authorization", "")
+        kind, _, key = bearer.partition(" ")
+        if kind.lower() != "bearer":
+            key = http.headers.get("x-api-key", "")
+        return self._find(key.strip())
+
+    async def _call(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
+        handler = self._handler(http)
+        request = dialect.read(await _body(http))
+        id = handler.new_id()
+        if request.stream:
+            return await self._stream(dialect, http, handler, request, id)
+        answers = await handler.answer(request, None)
+        return _json(dialect.reply(request, answers, id, self._created))
+
+    async def _count(self, http: web.Request) -> web.Response:
+        handler = self._handler(http)
+        request = DIALECTS[-1].read({"max_tokens": 1, **await _body(http)})
+        return _json({"input_tokens": await handler.count(request)})
+
+    async def _stream(
+        self, dialect: Dialect, http: web.Request, handler: Handler, request: Request, id: str
+    ) -> web.StreamResponse:
+        """A stream begins with the first delta: what is refused before has its status."""
+        queue: asyncio.Queue[tuple[int, str, str] | None] = asyncio.Queue()
+
+        def delta(index: int, kind: str, text: str) -> None:
+            queue.put_nowait((index, kind, text))
+
+        answering = asyncio.ensure_future(handler.answer(request, delta))
+        answering.add_done_callback(lambda _: queue.put_nowait(None))
+        writers = [dialect.writer(request, i, id, self._created) for i in range(request.n)]
+        response: web.StreamResponse | None = None
+        said = [["", ""] for _ in writers]
+        try:
+            while (item := await queue.get()) is not None:
+                if response is None:
+                    response = await _begin(http, writers)
+                index, kind, text = item
+                said[index][kind == "text"] += text
+                await _send(response, _written(writers[index], kind, text))
+            answers = await answering
+            if response is None:
+                response = await _begin(http, writers)
+            for writer, answer, (thoughts, text) in zip(writers, answers, said, strict=True):
+                rest = answer.message.thoughts[len(thoughts) :], answer.message.text[len(text) :]
+                for kind, more in zip(("thoughts", "text"), rest, strict=True):
+                    await _send(response, _written(writer, kind, more) if more else ())
+                await _send(response, writer.finish(answer))
+            if request.usage_in_stream and isinstance(dialect, Chat):
+                usage = dialect.usage(request, answers, id, self._created)
+                await _send(response, [("", usage)])
+        except ApiError as error:
+            if response is None:
+                raise
+            await _send(response, [_error_event(dialect, error)])
+        finally:
+            answering.cancel()
+        await _write(response, dialect.done)
+        return response
+
+
+def only(key: str, handler: Handler) -> Callable[[str], Handler]:
+    """Finds one handler by its key."""
+
+    def find(given: str) -> Handler:
+        if not compare_digest(given.encode(), key.encode()):
+            raise ApiError("no_key", "give the key as Authorization: Bearer KEY or x-api-key: KEY")
+        return handler
+
+    return find
+
+
+DIALECTS: tuple[Chat, Responses, Anthropic] = (Chat(), Responses(), Anthropic())
+
+
+async def _body(http: web.Request) -> Json:
+    try:
+        async with asyncio.timeout(BODY_S):
+            return read_body(await http.read())
+    except TimeoutError as error:
+        raise ApiError("too_slow", f"the request did not come within {BODY_S:g} s") from error
+    except (web.PayloadAccessError, ConnectionError, ValueError) as error:
+        raise ApiError("malformed", f"the body cannot be read: {error}") from error
+
+
+async def _begin(http: web.Request, writers: Sequence[Writer]) -> web.StreamResponse:
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    response = web.StreamResponse(headers=headers)
+    async with asyncio.timeout(BODY_S):
+        await response.prepare(http)
+    for writer in writers:
+        await _send(response, writer.start())
+    return response
+
+
+def _written(writer: Writer, kind: str, text: str) -> Iterable[Event]:
+    return writer.text(text) if kind == "text" else writer.thoughts(text)
+
+
+async def _send(response: web.StreamResponse, events: Iterable[Event]) -> None:
+    data = b""
+    for name, event in events:
+        head = b"event: " + name.encode() + b"\n" if name else b""
+        data += head + b"data: " + _encode(event) + b"\n\n"
+    await _write(response, data)
+
+
+async def _write(response: web.StreamResponse, data: bytes) -> None:
+    if data:
+        async with asyncio.timeout(BODY_S):
+            await response.write(data)
+
+
+def _error_event(dialect: Dialect, error: ApiError) -> Event:
+    body = dialect.error(error)
+    if isinstance(dialect, Chat):
+        return "", body
+    if isinstance(dialect, Responses):
+        body = {"type": "error", "sequence_number": 0, **body["error"]}
+    return "error", body
+
+
+def _json(body: Any, status: int = 200) -> web.Response:
+    return web.Response(body=_encode(body), status=status, content_type="application/json")
+
+
+async def _healthy(http: web.Request) -> web.Response:
+    return _json({"status": "ok"})
+
+
+_HTTP = {404: "no_route", 405: "no_method", 413: "too_large"}
+
+
+@web.middleware
+async def _errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Whatever goes wrong has the form of the API."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        found = error
+    except web.HTTPException as error:
+        name = _HTTP.get(error.status, "malformed")
+        found = ApiError(name, f"{request.method} {request.path}: {error.reason}")
+    except (TimeoutError, ConnectionError):
+        raise  # the client is gone
+    except Exception:
+        logger.exception("a request of the endpoint failed")
+        found = ApiError("bug", "the endpoint has a bug; its log holds the traceback")
+    anthropic = "anthropic-version" in request.headers or request.path.startswith(Anthropic.path)
+    dialect: Dialect = DIALECTS[-1] if anthropic else DIALECTS[0]
+    with suppress(ConnectionError):
+        return _json(dialect.error(found), found.status)
+    raise ConnectionResetError

@@ -1,0 +1,369 @@
+"""The calls of a program are the turns of one branch: the same tree as in process, contexts by
+their kinds, credit on the tokens of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentenv.actor import Actor
+from agentenv.endpoint.capture import Endpoint
+from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
+from agentenv.env import Env, close_shared
+from agentenv.learners.batch import encode
+from agentenv.learners.credit import TreeCredit, tree_credit
+from agentenv.plan import Independent, RolloutPlan
+from agentenv.renderer import TagRenderer
+from agentenv.tree import Node, TrajectoryTree
+from agentenv.types import Limits, SamplingParams, Task
+from tests.support.programs import Client, Json, Program, ProgramEnv
+from tests.support.toy import CharTokenizer, CountingEnv
+
+TASK = Task("t", "toy", "how many?", ("2",))
+
+
+@dataclass(frozen=True)
+class ForkOnce(Independent):
+    """Roots fork once at each tool result: whatever the order of events, the same forks."""
+
+    fork_window: int = 4
+
+    def on_start(self, tree: TrajectoryTree) -> int:
+        return 2
+
+    def on_fork_point(self, tree: TrajectoryTree, node: Node, entropies: Any, rng: Random) -> int:
+        return int("+" not in node.branch)
+
+
+def searches(prompt: str, rng: Random) -> str:
+    if prompt.count("<result>") < 2:
+        return f"<think>{rng.random()}</think><search>q{rng.randrange(9)}</search>"
+    return f"<think>done</think><answer>{rng.randrange(3)}</answer>"
+
+
+def grown(
+    make_env: Callable[[Task], Env],
+    script: Script = searches,
+    plan: RolloutPlan | None = None,
+    **limits: Any,
+) -> TrajectoryTree:
+    async def grow() -> TrajectoryTree:
+        tokenizer = CharTokenizer()
+        engine = ScriptedEngine(ScriptedConfig(max_model_len=90_000), tokenizer, script=script)
+        renderer = TagRenderer(tokenizer)
+        actor = Actor(
+            engine, renderer, make_env, Limits(strict=True, **limits),
+            SamplingParams(max_tokens=1), seed=7,
+        )  # fmt: skip
+        try:
+            return await actor.rollout(TASK, plan or Independent(1))
+        finally:
+            await close_shared()
+
+    return asyncio.run(grow())
+
+
+def captured(program: Program, script: Script = searches, **more: Any) -> TrajectoryTree:
+    return grown(lambda task: ProgramEnv(task, program), script, **more)
+
+
+def places(tree: TrajectoryTree) -> dict[Any, Any]:
+    """All that a tree holds, by branch and depth."""
+    key = {node.index: (node.branch, len(tree.path(node))) for node in tree.nodes}
+    return {
+        key[node.index]: (
+            None if node.parent is None else key[node.parent],
+            node.action_ids, node.logprobs, node.entropies, node.version_spans,
+            node.observation_ids, node.reward, node.end, node.num_forks,
+        )
+        for node in tree.nodes
+    }  # fmt: skip
+
+
+async def loop(client: Client) -> float:
+    """The agent of everybody: asks, runs the calls, asks again."""
+    messages: list[Json] = [{"role": "user", "content": client.task.question}]
+    calls = 0
+    while True:
+        message = await client.ask(messages)
+        messages.append(message)
+        for call in message.get("tool_calls", ()):
+            calls += 1
+            query = json.loads(call["function"]["arguments"])["query"]
+            result = {"role": "tool", "tool_call_id": call["id"], "content": f"{calls}:{query}"}
+            messages.append(result)
+        if not message.get("tool_calls"):
+            return float(calls)
+
+
+@pytest.mark.parametrize("plan", [Independent(3), ForkOnce(8)])
+def test_the_tree_is_that_of_the_same_environment_in_process(plan: RolloutPlan) -> None:
+    own = grown(CountingEnv, plan=plan)
+    other = captured(loop, plan=plan)
+    assert len(own.leaves()) >= 3
+    assert not own.failures()
+    assert places(other) == places(own)
+    assert not other.is_captured, "nothing but extensions"
+
+
+# Programs that do other things with what they have, each in the words of one kind.
+
+
+def said(prompt: str, rng: Random) -> str:
+    """Every turn is told from all others."""
+    return f"answer number {rng.randrange(10**9)} to it"
+
+
+def user(text: str) -> Json:
+    return {"role": "user", "content": text}
+
+
+def system(text: str) -> Json:
+    return {"role": "system", "content": text}
+
+
+async def retry(client: Client) -> float:
+    await client.ask([user("one")])
+    await client.ask([user("one")])
+    return 1.0
+
+
+async def parallel(client: Client) -> float:
+    await asyncio.gather(client.ask([user("one")]), client.ask([user("two")]))
+    return 1.0
+
+
+async def sub_agent(client: Client) -> float:
+    """A worker in between; the planner goes on."""
+    messages = [system("planner"), user("plan it")]
+    messages.append(await client.ask(messages))
+    worker = await client.ask([system("worker"), user("work")])
+    messages.append({"role": "tool", "tool_call_id": "x", "content": worker["content"]})
+    await client.ask(messages)
+    return 1.0
+
+
+async def compaction(client: Client) -> float:
+    messages = [system("agent"), user("a long task")]
+    messages.append(await client.ask(messages))
+    messages.append({"role": "tool", "tool_call_id": "x", "content": "a long result"})
+    messages.append(await client.ask(messages))
+    summary = messages[-1]["content"]
+    await client.ask([system("agent"), user(f"so far: {summary}")])
+    return 1.0
+
+
+async def compaction_not_used(client: Client) -> float:
+    """It asks for a summary and goes on without it."""
+    messages = [system("agent"), user("a long task")]
+    messages.append(await client.ask(messages))
+    result = {"role": "tool", "tool_call_id": "x", "content": "a long result"}
+    await client.ask([*messages, {"role": "tool", "tool_call_id": "y", "content": "sum it up"}])
+    await client.ask([*messages, result])
+    return 1.0
+
+
+def altering(change: Callable[[Json], Json], *, calls: bool = False) -> Program:
+    """Returns the first turn changed."""
+
+    async def program(client: Client) -> float:
+        messages = [user("one")]
+        message = await client.ask(messages)
+        result = {"role": "tool", "tool_call_id": "x", "content": "ok"}
+        await client.ask([*messages, change(message), result])
+        return 1.0
+
+    return program
+
+
+def calling(prompt: str, rng: Random) -> str:
+    return f"<think>I think {rng.random()}</think>I say it.<search>q{rng.randrange(9)}</search>"
+
+
+def with_arguments(message: Json, text: str, **more: str) -> Json:
+    (call,) = message["tool_calls"]
+    function = {**call["function"], "arguments": text}
+    return {**message, "tool_calls": [{**call, **more, "function": function}]}
+
+
+def rewritten(message: Json) -> Json:
+    arguments = json.loads(message["tool_calls"][0]["function"]["arguments"])
+    return with_arguments(message, json.dumps(arguments, indent=1))
+
+
+ALTERED: dict[str, Callable[[Json], Json]] = {
+    "trimmed": lambda m: {**m, "content": m["content"] + " \n"},
+    "text": lambda m: {**m, "content": "I say nothing."},
+    "json_rewritten": rewritten,
+    "arguments": lambda m: with_arguments(m, '{"query": "other"}'),
+    "call_ids": lambda m: with_arguments(m, m["tool_calls"][0]["function"]["arguments"], id="mine"),
+    "calls": lambda m: {k: v for k, v in m.items() if k != "tool_calls"},
+    "thoughts_dropped": lambda m: {k: v for k, v in m.items() if k != "reasoning_content"},
+    "thoughts_changed": lambda m: {**m, "reasoning_content": "I thought"},
+}
+
+
+@pytest.mark.parametrize("cause", ALTERED)
+def test_an_altered_message_never_stands_for_sampled_tokens(cause: str) -> None:
+    tree = captured(altering(ALTERED[cause]), calling)
+    root, first, context, last = tree.nodes
+    assert context.parent is None
+    assert context.continues == first.index
+    assert context.info == {"context": "altered", "cause": cause}
+    assert (last.parent, last.end) == (context.index, "terminated")
+    assert not first.observation_ids
+    assert not contains(context.observation_ids, root.observation_ids + first.action_ids)
+    assert ProgramEnv.last.counts == {
+        "calls": 2, "context/altered": 1, f"altered/{cause}": 1, "discarded": 0
+    }  # fmt: skip
+
+
+def test_an_unchanged_message_stands_for_its_tokens() -> None:
+    tree = captured(altering(lambda message: dict(reversed(message.items()))), calling)
+    assert [node.parent for node in tree.nodes] == [None, 0, 1]
+    assert not tree.is_captured
+
+
+def contains(whole: Any, part: Any) -> bool:
+    return part.tobytes() in whole.tobytes()
+
+
+KINDS: dict[str, tuple[Program, list[str]]] = {
+    "retry": (retry, ["retry"]),
+    "parallel": (parallel, ["parallel"]),
+    "sub_agent": (sub_agent, ["sub_agent", "resumed"]),
+    "compaction": (compaction, ["compaction"]),
+    "edited": (compaction_not_used, ["edited"]),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_contexts_have_their_kinds_and_one_leaf(name: str) -> None:
+    program, kinds = KINDS[name]
+    tree = captured(program, said)
+    assert [node.info["context"] for node in tree.nodes if "context" in node.info] == kinds
+    (leaf,) = tree.leaves()
+    history = tree.history(leaf)
+    assert history[-1] is leaf
+    sampled = {node.index for node in tree.nodes if node.action_ids}
+    lost = sampled - {node.index for node in history}
+    discards = {one for node in tree.nodes for one in node.info.get("discards", ())}
+    assert lost == discards
+    assert len(lost) == (name in ("retry", "edited")), "what the program threw away"
+    credit = tree_credit(tree, group_size=1, estimator=lambda returns: returns)
+    assert credit is not None
+    for index in sampled:
+        assert credit.adv_pos[index] == float(index not in lost), "once, and only what was used"
+    encoded_right(tree, credit)
+
+
+def encoded_right(tree: TrajectoryTree, credit: TreeCredit) -> None:
+    """The learner sees each context by itself: before each sampled token its own prefix alone."""
+    encoded = encode(tree, credit, policy_version=0)
+    ids, depth = np.frombuffer(encoded.token_ids, np.int32), encoded.ints("depth")
+    pred, trained = encoded.ints("pred"), np.flatnonzero(encoded.actions())
+    seen = []
+    for token in trained.tolist():
+        path = [token]
+        while pred[path[-1]] >= 0:
+            path.append(pred[path[-1]])
+        assert depth[token] == len(path) - 1
+        seen.append(tuple(ids[path[::-1]].tolist()))
+    wanted = []
+    for node in tree.nodes:
+        before = [t for one in tree.path(node)[:-1] for t in one.action_ids + one.observation_ids]
+        if credit.weight[node.index]:
+            sizes = range(1, len(node.action_ids) + 1)
+            wanted += [(*before, *node.action_ids[:size]) for size in sizes]
+    assert sorted(seen) == sorted(wanted)
+
+
+def test_a_fork_in_one_context_is_a_fork_of_the_leaf() -> None:
+    """The sub-agent's tokens, shared by the planner's forks, carry the advantages of both."""
+
+    async def program(client: Client) -> float:
+        messages = [system("planner"), user("plan it")]
+        messages.append(await client.ask(messages))
+        worker = await client.ask([system("worker"), user("work")])
+        messages.append({"role": "tool", "tool_call_id": "x", "content": worker["content"]})
+        last = await client.ask(messages)
+        return float(last["content"].split()[2]) % 7
+
+    tree = captured(program, said, plan=ForkOnce(8))
+    assert not tree.failures()
+    assert sorted(node.branch for node in tree.leaves()) == ["0", "0.2+1", "1", "1.2+1"]
+    credit = tree_credit(tree, group_size=4)
+    assert credit is not None
+    for node in tree.nodes:
+        if node.action_ids:
+            assert credit.weight[node.index] == (1 if node.end else 2)
+    encoded_right(tree, credit)
+
+
+def test_a_replay_that_differs_refuses_the_fork_and_names_the_cause() -> None:
+    times = iter(range(100))
+
+    async def program(client: Client) -> float:
+        messages = [user("one"), user(f"at {next(times)}")]
+        messages.append(await client.ask(messages))
+        messages.append({"role": "tool", "tool_call_id": "x", "content": "ok"})
+        await client.ask(messages)
+        return 1.0
+
+    tree = captured(program, said, plan=ForkOnce(8), max_failures=0)
+    errors = [leaf.error or "" for leaf in tree.failures()]
+    assert len(errors) == 2
+    assert all("the replay is none: call 0 is another one" in error for error in errors)
+
+
+def test_what_a_program_asks_of_a_turn_is_done() -> None:
+    """Its stop strings and its limit of tokens; the turn goes back as it was served."""
+
+    async def program(client: Client) -> float:
+        messages = [user("one")]
+        first = await client.ask(messages, stop=["number"])
+        assert first["content"] == "answer"
+        messages += [first, {"role": "tool", "tool_call_id": "x", "content": "ok"}]
+        second = await client.ask(messages, max_tokens=4)
+        assert second["content"] == "answ"[:4]
+        messages += [second, {"role": "tool", "tool_call_id": "x", "content": "go on"}]
+        await client.ask(messages)
+        return 1.0
+
+    tree = captured(program, said)
+    assert not tree.failures()
+    texts = ["".join(map(chr, node.action_ids)) for node in tree.nodes[1:3]]
+    assert texts == ["answer number", "answ"]
+    assert [node.parent for node in tree.nodes] == [None, 0, 1, 2]
+    assert [node.observation_ids[0] for node in tree.nodes[1:3]] == [0, 0], "the end of the turn"
+
+
+def test_a_call_after_the_end_of_a_branch_is_refused_by_name() -> None:
+    async def ask() -> Any:
+        endpoint = Endpoint()
+        await endpoint.start()
+        session = endpoint.open()
+        client = Client(session.variables, TASK)
+        try:
+            waiting = asyncio.create_task(client.ask([user("one")]))
+            await session.next()
+            session.close()
+            with pytest.raises(Exception, match="the branch of this key has ended"):
+                await waiting
+            with pytest.raises(Exception, match="the branch of this key has ended"):
+                await client.ask([user("one")])
+            endpoint.forget(session)
+            with pytest.raises(Exception, match="no branch has this key"):
+                await client.ask([user("one")])
+        finally:
+            await client.http.close()
+            await endpoint.close()
+
+    asyncio.run(ask())
