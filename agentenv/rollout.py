@@ -395,7 +395,10 @@ class Rollout:
                     return limit, None
                 continue
             await renderer.prepare(messages, branch.tools, room)
-            observation_ids = renderer.observation(messages, branch.tools, room, node.action_ids)
+            turn_ids = branch.ended_ids(node, renderer)
+            observation_ids = renderer.observation(messages, branch.tools, room, turn_ids)
+            if node.index in branch.cut:  # what ends the turn comes first
+                observation_ids = [renderer.end_id, *observation_ids]
             if await self.hooks.redirect(branch, observation_ids):
                 continue
             limit = branch.limit_of_observation(observation_ids, limits)
