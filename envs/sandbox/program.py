@@ -62,6 +62,9 @@ ETC = {
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
 
+SEED = "AGENTENV_SEED"
+SITE = f"import os, random\nrandom.seed(int(os.environ['{SEED}']))\n"
+
 _uids = count()  # of programs where the host is root: each has a user of its own
 
 
@@ -87,7 +90,8 @@ class ProgramLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class ProgramSpec(Struct, frozen=True, kw_only=True):
     """What to start: a command, the folder whose content is copied into its own, more files by
-    name, and what it may read beside the system."""
+    name, and what it may read beside the system. `seed` fixes hashes and random numbers of Python
+    programs."""
 
     command: tuple[str, ...]
     folder: str = ""
@@ -95,6 +99,7 @@ class ProgramSpec(Struct, frozen=True, kw_only=True):
     read_only: tuple[str, ...] = ()
     limits: ProgramLimits = ProgramLimits()
     allow_unsafe: bool = False
+    seed: int = 0
 
 
 class Ended(Struct, frozen=True):
@@ -155,7 +160,8 @@ class Program:
             ours.setblocking(False)
             with theirs, (folder.parent / "errors").open("wb") as errors:
                 work = FOLDER if confined else str(folder)
-                settings = _settings(spec, variables, theirs.fileno(), uid, work)
+                site = f"{INSIDE}/site" if confined else str(folder.parent / "site")
+                settings = _settings(spec, variables, theirs.fileno(), uid, work, site)
                 settings |= {"port": port, "socket": f"{INSIDE}/endpoint" if forward else ""}
                 script = f"{INSIDE}/program_init.py" if confined else str(HERE / "program_init.py")
                 prefix = bubblewrap(python, spec, folder, forward) if confined else []
@@ -316,7 +322,7 @@ def bubblewrap(
         command += ["--ro-bind-try", path, path]
     for name in ETC:
         command += ["--ro-bind", str(folder.parent / name), f"/etc/{name}"]
-    command += ["--dir", INSIDE]
+    command += ["--dir", INSIDE, "--ro-bind", str(folder.parent / "site"), f"{INSIDE}/site"]
     for name in INIT_FILES:
         command += ["--ro-bind", str(HERE / name), f"{INSIDE}/{name}"]
     if forward is not None:
@@ -338,12 +344,18 @@ def bubblewrap(
 
 
 def _settings(
-    spec: ProgramSpec, variables: Mapping[str, str], control_fd: int, uid: int | None, work: str
+    spec: ProgramSpec,
+    variables: Mapping[str, str],
+    control_fd: int,
+    uid: int | None,
+    work: str,
+    site: str,
 ) -> dict[str, object]:
     """What process 1 reads from its command line, see program_init.py."""
     limits, confined = spec.limits, not spec.allow_unsafe
     own = {"PATH": os.environ.get("PATH", os.defpath), "HOME": work, "LANG": "C.UTF-8", "TZ": "UTC"}
     own |= {"TMPDIR": "/tmp"} if confined else {}
+    own |= {"PYTHONHASHSEED": str(spec.seed % 2**32), SEED: str(spec.seed), "PYTHONPATH": site}
     bin = str(Path(sys.executable).parent)
     if bin not in own["PATH"].split(os.pathsep):
         own["PATH"] = f"{bin}{os.pathsep}{own['PATH']}"
@@ -374,6 +386,10 @@ def _make_folder(spec: ProgramSpec, uid: int | None, kept: ExitStack) -> Path:
     outer = kept.enter_context(own_folder(None, PREFIX))
     for name, text in ETC.items():
         (outer / name).write_text(text)
+    (outer / "site").mkdir()
+    (outer / "site" / "sitecustomize.py").write_text(SITE)
+    for path in (outer / "site", outer / "site" / "sitecustomize.py"):
+        path.chmod(0o755)
     folder = outer / "work"
     if spec.folder:
         try:
