@@ -83,6 +83,13 @@ ALLOWED = {
     "envs/sandbox/process.py ZygoteProcess.stop: loop.run_in_executor": "STOP_TIMEOUT_S, below",
     "envs/sandbox/sandbox.py Sandbox._wait_for_room: self._freed.wait": SAME,
     "envs/sandbox/zygote.py _receive_packet: control.recvmsg": CHILD,
+    "envs/program.py ProgramEnv._next: self._program.wait": "asyncio.wait with the limits, below",
+    "envs/sandbox/program.py Program._ended: asyncio.get_running_loop().sock_recv": CALLER
+    + "ProgramEnv._next",
+    "envs/sandbox/program.py _pump: writer.drain": "the end of the program, or of the endpoint",
+    "envs/sandbox/program_init.py _forward: listener.accept": "a thread, in the sandbox",
+    "envs/sandbox/program_init.py _pump: source.recv": "the same",
+    "envs/sandbox/program_init.py _pump: target.sendall": "the same",
     "envs/sandbox/zygote.py _serve: select.select": CHILD,
     "envs/search/corpus.py LocalBackend._in_thread: loop.run_in_executor": INDEX,
     "envs/search/corpus.py LocalBackend._index: loop.run_in_executor": INDEX,

@@ -158,7 +158,8 @@ class Program:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             kept.callback(ours.close)
             ours.setblocking(False)
-            with theirs, (folder.parent / "errors").open("wb") as errors:
+            errors = kept.enter_context(await in_thread(open, folder.parent / "errors", "wb"))
+            with theirs:
                 work = FOLDER if confined else str(folder)
                 site = f"{INSIDE}/site" if confined else str(folder.parent / "site")
                 settings = _settings(spec, variables, theirs.fileno(), uid, work, site)
@@ -405,8 +406,8 @@ def _make_folder(spec: ProgramSpec, uid: int | None, kept: ExitStack) -> Path:
         path.write_text(text)
     if uid is not None:
         for place, _, names in os.walk(folder):
-            for path in (place, *(os.path.join(place, name) for name in names)):
-                os.chown(path, uid, uid, follow_symlinks=False)
+            for one in (place, *(os.path.join(place, name) for name in names)):
+                os.chown(one, uid, uid, follow_symlinks=False)
     return folder
 
 
@@ -446,8 +447,7 @@ class _Forwarders(dict[int, _Forwarder]):
 
 async def _forwarder(port: int) -> _Forwarder:
     kept = ExitStack()
-    folder = await in_thread(kept.enter_context, own_folder(None, ENDPOINT_PREFIX))
-    path = folder / "endpoint"
+    path = await in_thread(_socket_path, kept)
 
     async def passed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -466,8 +466,14 @@ async def _forwarder(port: int) -> _Forwarder:
 
     server = await asyncio.start_unix_server(passed, str(path))
     path.chmod(0o666)
-    folder.chmod(0o711)
     return _Forwarder(port, path, server, kept)
+
+
+def _socket_path(kept: ExitStack) -> Path:
+    """In a folder of its own, which users of programs may pass."""
+    folder = kept.enter_context(own_folder(None, ENDPOINT_PREFIX))
+    folder.chmod(0o711)
+    return folder / "endpoint"
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -66,9 +66,10 @@ def main() -> None:
     output = _Output(settings["max_output_chars"])
     drained = _start(output.read_all, reading)
     watch = _Watch(settings)
+    sources: list[Any] = [control, woken]
     report: dict[str, Any] = {}
     while not report:
-        ready = select.select([control, woken], [], [], LOOK_EVERY_S)[0]
+        ready = select.select(sources, [], [], LOOK_EVERY_S)[0]
         if woken in ready:
             os.read(woken, READ_BYTES)
         if control in ready:  # the host says nothing: it is gone, or wants an end
