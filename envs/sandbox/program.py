@@ -20,8 +20,10 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +32,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from agentenv.disk import own_folder
+from agentenv.env import shared
 from agentenv.envs.sandbox.launch import (
     HERE,
     NAMESPACES_ADVICE,
@@ -50,7 +53,7 @@ MAX_REPORT_BYTES = 1 << 18
 MAX_OPEN_FILES = 4096
 TMP_BYTES = 256 << 20  # of /tmp and of /dev/shm each
 THREADS_A_PROCESS = 16  # counted against the processes of a user by the kernel
-PREFIX, ENDPOINT_PREFIX = "agentenv-program-", "agentenv-forward-"
+PREFIX = "agentenv-programs-"
 FOLDER, INSIDE = "/home/agent", "/sandbox"
 INIT_FILES = ("program_init.py", "confine.py")
 SYSTEM_FILES = ("/etc/ssl", "/etc/ca-certificates", "/etc/pki", "/etc/ld.so.cache",
@@ -152,8 +155,11 @@ class Program:
         started = False
         try:
             uid = UNUSED_ID + 1 + next(_uids) % 60_000 if confined and os.geteuid() == 0 else None
-            folder = await in_thread(_make_folder, spec, uid, kept)
-            forward = await forwarder(port) if confined and port else None
+            host: _Host = shared("programs", _Host)
+            await host.start()
+            folder = await in_thread(_make_folder, spec, uid, host.folder)
+            kept.callback(shutil.rmtree, folder.parent, ignore_errors=True)
+            forward = await host.socket_to(port) if confined and port else None
             python = await find_interpreter(None)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             kept.callback(ours.close)
@@ -161,11 +167,11 @@ class Program:
             errors = kept.enter_context(await in_thread(open, folder.parent / "errors", "wb"))
             with theirs:
                 work = FOLDER if confined else str(folder)
-                site = f"{INSIDE}/site" if confined else str(folder.parent / "site")
+                site = f"{INSIDE}/site" if confined else str(host.folder / "site")
                 settings = _settings(spec, variables, theirs.fileno(), uid, work, site)
                 settings |= {"port": port, "socket": f"{INSIDE}/endpoint" if forward else ""}
                 script = f"{INSIDE}/program_init.py" if confined else str(HERE / "program_init.py")
-                prefix = bubblewrap(python, spec, folder, forward) if confined else []
+                prefix = bubblewrap(python, spec, folder, host.folder, forward) if confined else []
                 inner = [python.program, "-s", "-S", "-E", "-B", script]
                 process = subprocess.Popen(  # noqa: ASYNC220 - it dies with the loop's own thread
                     [*prefix, *inner, msgspec.json.encode(settings).decode()],
@@ -304,7 +310,9 @@ class Program:
             except subprocess.TimeoutExpired as error:
                 raise InfraError(str(error)) from error
         if self._pidfd >= 0:  # it is there longer than bubblewrap where that was killed
-            select.select([self._pidfd], [], [], STOP_S)
+            ended = select.poll()  # `select` takes no descriptor above 1023
+            ended.register(self._pidfd, select.POLLIN)
+            ended.poll(STOP_S * 1000)
 
 
 def _set(future: asyncio.Future[None]) -> None:
@@ -313,17 +321,18 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 def bubblewrap(
-    python: Interpreter, spec: ProgramSpec, folder: Path, forward: Path | None
+    python: Interpreter, spec: ProgramSpec, folder: Path, common: Path, forward: Path | None
 ) -> list[str]:
-    """The command line that puts process 1 into the sandbox. Raises ConfigError."""
+    """The command line that puts process 1 into the sandbox, with the files in `common` that all
+    programs see. Raises ConfigError."""
     command = [*namespaces(python), "--as-pid-1", "--new-session"]
     for path in (*SYSTEM_FILES, *spec.read_only):
         if path in spec.read_only and not os.path.exists(path):
             raise ConfigError(f"read_only: there is no {path}")
         command += ["--ro-bind-try", path, path]
     for name in ETC:
-        command += ["--ro-bind", str(folder.parent / name), f"/etc/{name}"]
-    command += ["--dir", INSIDE, "--ro-bind", str(folder.parent / "site"), f"{INSIDE}/site"]
+        command += ["--ro-bind", str(common / name), f"/etc/{name}"]
+    command += ["--dir", INSIDE, "--ro-bind", str(common / "site"), f"{INSIDE}/site"]
     for name in INIT_FILES:
         command += ["--ro-bind", str(HERE / name), f"{INSIDE}/{name}"]
     if forward is not None:
@@ -382,15 +391,9 @@ def _settings(
     }
 
 
-def _make_folder(spec: ProgramSpec, uid: int | None, kept: ExitStack) -> Path:
+def _make_folder(spec: ProgramSpec, uid: int | None, shared_folder: Path) -> Path:
     """The folder of a program with its initial files. Raises ConfigError."""
-    outer = kept.enter_context(own_folder(None, PREFIX))
-    for name, text in ETC.items():
-        (outer / name).write_text(text)
-    (outer / "site").mkdir()
-    (outer / "site" / "sitecustomize.py").write_text(SITE)
-    for path in (outer / "site", outer / "site" / "sitecustomize.py"):
-        path.chmod(0o755)
+    outer = Path(tempfile.mkdtemp(dir=shared_folder))
     folder = outer / "work"
     if spec.folder:
         try:
@@ -411,69 +414,63 @@ def _make_folder(spec: ProgramSpec, uid: int | None, kept: ExitStack) -> Path:
     return folder
 
 
-# The way from sandboxes to one port of the host: a socket in a file, which is bound into each.
+class _Host:
+    """What the programs of a process share: a folder, below which they have their own, and the
+    sockets that lead to ports of the loopback."""
 
+    def __init__(self) -> None:
+        self.folder = Path()
+        self._kept = ExitStack()
+        self._starting = asyncio.Lock()
+        self._servers: dict[int, asyncio.Server] = {}
 
-class _Forwarder:
-    """Passes connections to a socket in a file on to a port of the loopback."""
+    async def start(self) -> None:
+        """Make the folder. Idempotent."""
+        async with self._starting:
+            if self.folder == Path():
+                self.folder = await in_thread(self._make)
 
-    def __init__(self, port: int, path: Path, server: asyncio.Server, kept: ExitStack) -> None:
-        self.port, self.path, self._server, self._kept = port, path, server, kept
+    def _make(self) -> Path:
+        folder = self._kept.enter_context(own_folder(None, PREFIX))
+        for name, text in ETC.items():
+            (folder / name).write_text(text)
+        (folder / "site").mkdir(mode=0o755)
+        (folder / "site" / "sitecustomize.py").write_text(SITE)
+        return folder
+
+    async def socket_to(self, port: int) -> Path:
+        """The file of the socket that leads to 127.0.0.1:`port`."""
+        path = self.folder / f"port-{port}"
+        async with self._starting:
+            if port not in self._servers:
+                passed = partial(_pass_on, port)
+                self._servers[port] = await asyncio.start_unix_server(passed, str(path))
+                path.chmod(0o666)
+        return path
 
     async def close(self) -> None:
         """Idempotent."""
-        self._server.close()
+        for server in self._servers.values():
+            server.close()
+        self._servers.clear()
         await in_thread(self._kept.close)
 
 
-async def forwarder(port: int) -> Path:
-    """The socket that leads to 127.0.0.1:`port`, one for all programs of this process."""
-    from agentenv.env import shared
-
-    starting: asyncio.Lock = shared("a forwarder starts", asyncio.Lock)
-    async with starting:
-        known: dict[int, _Forwarder] = shared("forwarders", _Forwarders)
-        if port not in known:
-            known[port] = await _forwarder(port)
-    return known[port].path
-
-
-class _Forwarders(dict[int, _Forwarder]):
-    async def close(self) -> None:
-        """All of them."""
-        while self:
-            await self.popitem()[1].close()
-
-
-async def _forwarder(port: int) -> _Forwarder:
-    kept = ExitStack()
-    path = await in_thread(_socket_path, kept)
-
-    async def passed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            async with asyncio.timeout(START_S):
-                other = await asyncio.open_connection("127.0.0.1", port)
-        except OSError:
-            writer.close()
-            return
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(_pump(reader, other[1]))
-                group.create_task(_pump(other[0], writer))
-        finally:
-            for one in (writer, other[1]):
-                one.close()
-
-    server = await asyncio.start_unix_server(passed, str(path))
-    path.chmod(0o666)
-    return _Forwarder(port, path, server, kept)
-
-
-def _socket_path(kept: ExitStack) -> Path:
-    """In a folder of its own, which users of programs may pass."""
-    folder = kept.enter_context(own_folder(None, ENDPOINT_PREFIX))
-    folder.chmod(0o711)
-    return folder / "endpoint"
+async def _pass_on(port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A connection of a program to the port."""
+    try:
+        async with asyncio.timeout(START_S):
+            other = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        writer.close()
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_pump(reader, other[1]))
+            group.create_task(_pump(other[0], writer))
+    finally:
+        for one in (writer, other[1]):
+            one.close()
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

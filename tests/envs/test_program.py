@@ -40,7 +40,13 @@ async def port() -> AsyncIterator[int]:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     yield server.sockets[0].getsockname()[1]
     server.close()
+
+
+@pytest.fixture(autouse=True)
+async def _none_left() -> AsyncIterator[None]:
+    yield
     await close_shared()
+    assert left() == []
 
 
 def python(code: str) -> tuple[str, ...]:
