@@ -195,6 +195,8 @@ class ProgramEnv:
     """One episode of a program. `program` holds the keys of ProgramConfig, `grader` those of
     GraderConfig, by default the layered grader."""
 
+    starts_processes = True
+
     def __init__(
         self,
         task: Task,

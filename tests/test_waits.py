@@ -87,6 +87,7 @@ ALLOWED = {
     "envs/sandbox/program.py Program._ended: asyncio.get_running_loop().sock_recv": CALLER
     + "ProgramEnv._next",
     "envs/sandbox/program.py _pump: writer.drain": "the end of the program, or of the endpoint",
+    "envs/sandbox/program_init.py main: control.recv": CHILD,
     "envs/sandbox/program_init.py _forward: listener.accept": "a thread, in the sandbox",
     "envs/sandbox/program_init.py _pump: source.recv": "the same",
     "envs/sandbox/program_init.py _pump: target.sendall": "the same",

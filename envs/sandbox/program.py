@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -20,7 +21,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -31,6 +31,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from agentenv.deadline import admitted
 from agentenv.disk import own_folder
 from agentenv.env import shared
 from agentenv.envs.sandbox.launch import (
@@ -49,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 START_S = 60.0  # of a sandbox, on a busy machine
 STOP_S = 10.0
+MAX_STARTS = 8  # at a time; others wait
 MAX_REPORT_BYTES = 1 << 18
 MAX_OPEN_FILES = 4096
 TMP_BYTES = 256 << 20  # of /tmp and of /dev/shm each
@@ -130,17 +132,15 @@ class Program:
     """A program that runs, in a folder of its own. `stop` ends it and all that it started, and
     `close` removes the folder too; after either no process is left."""
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        control: socket.socket,
-        folder: Path,
-        kept: ExitStack,
-    ) -> None:
-        self.folder = folder
-        self._process = process
-        self._control = control
-        self._kept = kept
+    def __init__(self, common: Path, spec: ProgramSpec) -> None:
+        self._outer = common / secrets.token_hex(8)
+        self.folder = self._outer / "work"
+        self._spec = spec
+        self._kept = ExitStack()
+        self._kept.callback(shutil.rmtree, self._outer, ignore_errors=True)
+        self._control = socket.socket()  # until it is launched
+        self._kept.callback(self._control.close)
+        self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1  # of process 1, whose end is the end of all
         self._waiting: asyncio.Task[Ended] | None = None
         self._stopping: asyncio.Future[None] | None = None
@@ -150,53 +150,51 @@ class Program:
         """Start it. It reaches 127.0.0.1:`port` of the host, and nothing else unless it is unsafe.
         Raises ConfigError for what this machine or the specification lacks."""
         check_outside("a program")
-        confined = not spec.allow_unsafe
-        kept = ExitStack()
-        started = False
+        host: _Host = shared("programs", _Host)
+        program = cls(await host.start(), spec)
+        is_there = False
         try:
-            uid = UNUSED_ID + 1 + next(_uids) % 60_000 if confined and os.geteuid() == 0 else None
-            host: _Host = shared("programs", _Host)
-            await host.start()
-            folder = await in_thread(_make_folder, spec, uid, host.folder)
-            kept.callback(shutil.rmtree, folder.parent, ignore_errors=True)
-            forward = await host.socket_to(port) if confined and port else None
-            python = await find_interpreter(None)
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            kept.callback(ours.close)
-            ours.setblocking(False)
-            errors = kept.enter_context(await in_thread(open, folder.parent / "errors", "wb"))
-            with theirs:
-                work = FOLDER if confined else str(folder)
-                site = f"{INSIDE}/site" if confined else str(host.folder / "site")
-                settings = _settings(spec, variables, theirs.fileno(), uid, work, site)
-                settings |= {"port": port, "socket": f"{INSIDE}/endpoint" if forward else ""}
-                script = f"{INSIDE}/program_init.py" if confined else str(HERE / "program_init.py")
-                prefix = bubblewrap(python, spec, folder, host.folder, forward) if confined else []
-                inner = [python.program, "-s", "-S", "-E", "-B", script]
-                process = subprocess.Popen(  # noqa: ASYNC220 - it dies with the loop's own thread
-                    [*prefix, *inner, msgspec.json.encode(settings).decode()],
-                    env={},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=errors,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                )
-            started = True
+            async with admitted(host.starts, "a program to start"):
+                await program._launch(host, variables, port)
+                await program._started()
+            is_there = True
         except OSError as error:
-            raise ConfigError(f"the program cannot be started: {error}") from error
+            problem = f"the program cannot be started: {error}"
+            lacks = isinstance(error, FileNotFoundError | PermissionError)
+            raise (ConfigError(problem) if lacks else InfraError(problem)) from error
         finally:
-            if not started:
-                await in_thread(kept.close)
-        program = cls(process, ours, folder, kept)
-        started = False
-        try:
-            await program._started()
-            started = True
-        finally:
-            if not started:
+            if not is_there:
                 await program.close()
         return program
+
+    async def _launch(self, host: _Host, variables: Mapping[str, str], port: int) -> None:
+        spec, confined = self._spec, not self._spec.allow_unsafe
+        uid = UNUSED_ID + 1 + next(_uids) % 60_000 if confined and os.geteuid() == 0 else None
+        await in_thread(_fill_folder, spec, uid, self._outer)
+        forward = await host.socket_to(port) if confined and port else None
+        python = await find_interpreter(None)
+        errors = self._kept.enter_context(await in_thread(open, self._outer / "errors", "wb"))
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._kept.callback(self._control.close)
+        self._control.setblocking(False)
+        with theirs:
+            work = FOLDER if confined else str(self.folder)
+            site = f"{INSIDE}/site" if confined else str(host.folder / "site")
+            settings = _settings(spec, variables, uid, work, site)
+            settings |= {"port": port, "socket": f"{INSIDE}/endpoint" if forward else ""}
+            self._control.send(msgspec.json.encode(settings))  # no list of processes shows the key
+            script = f"{INSIDE}/program_init.py" if confined else str(HERE / "program_init.py")
+            prefix = bubblewrap(python, spec, self.folder, host.folder, forward) if confined else []
+            inner = [python.program, "-s", "-S", "-E", "-B", script, str(theirs.fileno())]
+            self._process = subprocess.Popen(  # noqa: ASYNC220 - it dies with the loop's own thread
+                [*prefix, *inner],
+                env={},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
 
     async def wait(self) -> Ended:
         """How it ended, once it has; may be asked again, and be cancelled. Raises InfraError where
@@ -274,9 +272,10 @@ class Program:
 
     def _problem(self) -> Exception:
         """Why the sandbox ended without a report; blocks."""
+        assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
-        text = (self.folder.parent / "errors").read_text(errors="replace").strip()[-500:]
+        text = (self._outer / "errors").read_text(errors="replace").strip()[-500:]
         if text.startswith("bwrap:"):
             advice = f". {NAMESPACES_ADVICE}" if "ermi" in text or "namespace" in text else ""
             return ConfigError(
@@ -294,19 +293,22 @@ class Program:
         try:
             await in_thread(self._reap)
         except InfraError:
-            logger.warning("process %d of a program cannot be ended", self._process.pid)
+            logger.warning("the processes of a program in %s cannot be ended", self.folder)
 
     def _reap(self) -> None:
+        process = self._process
+        if process is None:
+            return
         try:
-            self._process.wait(STOP_S)
+            process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
             if self._pidfd >= 0:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             try:
-                self._process.wait(STOP_S)
+                process.wait(STOP_S)
             except subprocess.TimeoutExpired as error:
                 raise InfraError(str(error)) from error
         if self._pidfd >= 0:  # it is there longer than bubblewrap where that was killed
@@ -356,12 +358,11 @@ def bubblewrap(
 def _settings(
     spec: ProgramSpec,
     variables: Mapping[str, str],
-    control_fd: int,
     uid: int | None,
     work: str,
     site: str,
 ) -> dict[str, object]:
-    """What process 1 reads from its command line, see program_init.py."""
+    """What process 1 reads first, see program_init.py."""
     limits, confined = spec.limits, not spec.allow_unsafe
     own = {"PATH": os.environ.get("PATH", os.defpath), "HOME": work, "LANG": "C.UTF-8", "TZ": "UTC"}
     own |= {"TMPDIR": "/tmp"} if confined else {}
@@ -374,7 +375,6 @@ def _settings(
     rlimits |= {"NPROC": limits.max_processes * THREADS_A_PROCESS} if confined else {}
     return {
         "command": spec.command,
-        "control_fd": control_fd,
         "confined": confined,
         "folder": work,
         "variables": {**own, **variables},
@@ -391,9 +391,9 @@ def _settings(
     }
 
 
-def _make_folder(spec: ProgramSpec, uid: int | None, shared_folder: Path) -> Path:
-    """The folder of a program with its initial files. Raises ConfigError."""
-    outer = Path(tempfile.mkdtemp(dir=shared_folder))
+def _fill_folder(spec: ProgramSpec, uid: int | None, outer: Path) -> None:
+    """Make the folder of a program with its initial files. Raises ConfigError."""
+    outer.mkdir(mode=0o700)
     folder = outer / "work"
     if spec.folder:
         try:
@@ -411,7 +411,6 @@ def _make_folder(spec: ProgramSpec, uid: int | None, shared_folder: Path) -> Pat
         for place, _, names in os.walk(folder):
             for one in (place, *(os.path.join(place, name) for name in names)):
                 os.chown(one, uid, uid, follow_symlinks=False)
-    return folder
 
 
 class _Host:
@@ -420,15 +419,17 @@ class _Host:
 
     def __init__(self) -> None:
         self.folder = Path()
+        self.starts = asyncio.Semaphore(MAX_STARTS)
         self._kept = ExitStack()
         self._starting = asyncio.Lock()
         self._servers: dict[int, asyncio.Server] = {}
 
-    async def start(self) -> None:
-        """Make the folder. Idempotent."""
+    async def start(self) -> Path:
+        """The folder; made once."""
         async with self._starting:
             if self.folder == Path():
                 self.folder = await in_thread(self._make)
+        return self.folder
 
     def _make(self) -> Path:
         folder = self._kept.enter_context(own_folder(None, PREFIX))
@@ -465,9 +466,7 @@ async def _pass_on(port: int, reader: asyncio.StreamReader, writer: asyncio.Stre
         writer.close()
         return
     try:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(_pump(reader, other[1]))
-            group.create_task(_pump(other[0], writer))
+        await asyncio.gather(_pump(reader, other[1]), _pump(other[0], writer))
     finally:
         for one in (writer, other[1]):
             one.close()

@@ -1,12 +1,13 @@
 """Runs inside the sandbox of a program, as its process 1; needs nothing but the standard library.
 
-    program_init.py SETTINGS      an object of JSON, see `_settings` in program.py
+    program_init.py CONTROL      the number of its control socket
 
-It sends a descriptor of itself on its control socket, starts the program, forwards one port of its
-loopback to one socket of the host, keeps head and tail of its output, watches CPU time, memory,
-processes and disk of all that the program starts, and reports once the program has ended or reached
-a limit. Its own end is the end of all: of the namespace, where there is one, else of each
-descendant. It ends too when the host closes the control socket.
+It reads an object of JSON (`_settings` in program.py) from its control socket, sends a descriptor
+of itself, starts the program, forwards one port of its loopback to one socket of the host, keeps
+head and tail of its output, watches CPU time, memory, processes and disk of all that the program
+starts, and reports once the program has ended or reached a limit. Its own end is the end of all: of
+the namespace, where there is one, else of each descendant. It ends too when the host closes the
+control socket.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ else:  # inside, these files are all there is
 LOOK_EVERY_S = 0.2
 DISK_EVERY_S = 1.0  # at most a tenth of the time goes into it
 READ_BYTES = 1 << 16
+MAX_SETTINGS_BYTES = 1 << 18
 LAST_OUTPUT_S = 0.5  # of what a program wrote before its end
 PR_SET_CHILD_SUBREAPER = 36
 TICKS_A_S = os.sysconf("SC_CLK_TCK")
@@ -41,9 +43,9 @@ TICKS_A_S = os.sysconf("SC_CLK_TCK")
 
 def main() -> None:
     """Start the program, watch it to its end, report."""
-    settings = json.loads(sys.argv[1])
-    control = socket.socket(fileno=settings["control_fd"])
+    control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
+    settings = json.loads(control.recv(MAX_SETTINGS_BYTES))
     own = os.pidfd_open(os.getpid())
     socket.send_fds(control, [b"started"], [own])
     os.close(own)
