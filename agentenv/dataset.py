@@ -270,9 +270,9 @@ class PromptFitter:
     limits.max_prompt_tokens.
 
     A prompt is not rendered when its last message has fewer bytes than the limit leaves beside
-    a rendered prompt that is otherwise equal, since a token stands for a byte at least, nor are more
-    than MAX_STARTED of environments with an attribute `starts_processes`. The actor looks at the
-    length again. `key` is the one that chooses `mode`, for the messages.
+    a rendered prompt that is otherwise equal, since a token stands for a byte at least; nor are
+    more than MAX_STARTED of environments with an attribute `starts_processes`. The actor looks at
+    the length again. `key` is the one that chooses `mode`, for the messages.
     """
 
     def __init__(
