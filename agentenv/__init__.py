@@ -32,6 +32,7 @@ What an environment of your own needs can be imported from here; the rest lives 
                cold_start demonstrations, and a small untrained model with words of one's own
     data       data_files, rows, dataset: from files to tasks in order
                untrusted  what this program did not write, decoded
+    endpoint/  the APIs that programs speak, and the capture of their calls
     engines/   what samples: embedded, scripted, vLLM, SGLang, pools of servers
                engine     the seam to them, and settings of those that are servers
     settings   config     TOML files to structs

@@ -138,7 +138,7 @@ class Branch:
         """The tokens of a turn, for whoever asks whether it has ended."""
         return packed_ids([renderer.end_id]) if node.index in self.cut else node.action_ids
 
-    def go_on(self, tree: TrajectoryTree, renderer: ContextRenderer, most: int) -> Node | None:
+    def proceed(self, tree: TrajectoryTree, renderer: ContextRenderer, most: int) -> Node | None:
         """Go on where `next_turn` says: from a turn that its tokens extend, else from a context of
         its own. Texts of tools have at most `most` tokens. Returns the turn that is left without
         an answer, if it is another one. Raises what `context_ids` does."""

@@ -30,7 +30,7 @@ from msgspec import Meta, Struct, field
 
 from agentenv.config import ESSENTIAL
 from agentenv.data_files import SUFFIXES
-from agentenv.encoder import Encoder, EncoderLostError, decoder
+from agentenv.encoder import Encoder, EncoderLostError, decoder, fast_tokenizer
 from agentenv.env import check_observation
 from agentenv.errors import ConfigError, DataError
 from agentenv.model_files import template_end
@@ -249,6 +249,9 @@ class TextCodec:
         markers = sorted(_markers(tokenizer), key=len, reverse=True)
         self._marker = re.compile("|".join(map(re.escape, markers))) if markers else None
         self._openings = "".join({one[0] for one in markers})  # with which they begin
+        fast = fast_tokenizer(tokenizer)  # without what transformers does around it
+        is_bare = fast is not None and fast.truncation is None and fast.padding is None
+        self._fast = fast if is_bare else None
         self.encoder: Encoder | None = None  # encodes long texts beside the event loop
         self.num_cut = 0  # texts that did not fit, equal ones once as long as they are known
         self._known: OrderedDict[Known, array[int]] = OrderedDict()  # used last comes last
@@ -257,6 +260,9 @@ class TextCodec:
 
     def encode(self, text: str) -> list[int]:
         """Ids of text of ours, special tokens included."""
+        if self._fast is not None:
+            ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+            return ids
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def encode_foreign(self, text: str, tools: ToolSchemas, max_tokens: int) -> array[int]:

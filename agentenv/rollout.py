@@ -383,7 +383,7 @@ class Rollout:
                 node.info["user_messages"] = num_said
             room = limits.max_tool_result_tokens
             if branch.next_turn is not None and branch.next_turn.prompt:
-                left = branch.go_on(self.tree, renderer, room)
+                left = branch.proceed(self.tree, renderer, room)
                 if left is not None:
                     self._complete(left, branch, completion.stop)
                 self._complete(branch.cursor, branch, completion.stop if left is None else None)
@@ -429,7 +429,8 @@ class Rollout:
             seed=self.actor.seed_of(self.key(branch, "turn")),
         )
         if (asked := branch.next_turn) is not None:
-            most = min(sampling.max_tokens, asked.max_tokens or sampling.max_tokens)
+            room = limits.max_prompt_tokens + limits.max_response_tokens - len(branch.prefix_ids)
+            most = min(sampling.max_tokens, asked.max_tokens or sampling.max_tokens, room)
             sampling = replace(sampling, max_tokens=most, stop=(*sampling.stop, *asked.stop))
         first: list[float] = []
 

@@ -3,13 +3,15 @@
     python benchmarks/bench.py learner [--json FILE] [--shapes NAME ...] [--repeats N] [--dense]
     python benchmarks/bench.py server [--json FILE] [--lengths N ...] [--rounds N] [--python PATH]
     python benchmarks/bench.py overhead [--json FILE] [--sizes N ...] [--workers N]
+    python benchmarks/bench.py capture [--json FILE] [--programs N] [--calls N]
     python benchmarks/bench.py chaos [--json FILE] [--long | --short] [--times N] [--seconds S]
     python benchmarks/bench.py peers [--json FILE] [--only NAME ...] [--sizes N ...] [--rounds N]
     python benchmarks/bench.py simulate CONFIG [key.sub=value ...] [--trace RUN] [--steps N]
 
 `learner` measures the worth of training trees as trees (layouts.py), `server` the cost of a token
 to vLLM's API server (server_cost.py), `overhead` the cost of the controller at thousands of
-rollouts, `chaos` the rest of a run in a storm of faults (it fails if a tree is lost or trained
+rollouts, `capture` that of a call which the endpoint captures, `chaos` the rest of a run in a storm
+of faults (it fails if a tree is lost or trained
 twice), `simulate` a run under other settings, by the times of a recorded one (simulation.py),
 `peers` the cost of other projects at the work of `overhead` (it installs them). `--json -` prints
 the figures alone.
@@ -86,6 +88,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--sizes", nargs="+", type=int, metavar="N", help="rollouts at a time; default 1000 10000"
     )
     number(overhead, "--workers", 1, "rollout workers; 0: rollouts grow in the controller")
+    capture = part("capture", "CPU of a call that the endpoint captures")
+    number(capture, "--programs", 500, "programs at a time")
+    number(capture, "--calls", 6, "calls of each")
     chaos = part("chaos", "a run in a fault storm, beside a calm one")
     form = chaos.add_mutually_exclusive_group()
     form.add_argument("--long", action="store_true", help="20 minutes, vLLM servers on the CPU")
@@ -217,6 +222,21 @@ def run_overhead(options: argparse.Namespace, view: View) -> int:
     return 0
 
 
+def run_capture(options: argparse.Namespace, view: View) -> int:
+    """The cost of a captured call, likewise."""
+    from benchmarks.parts import captured
+
+    found = captured.run(options.programs, options.calls)
+
+    def show() -> None:
+        table = head(f"a captured call, {options.programs} programs", asdict(found))
+        table.add_row(*(f"{value:.0f}" for value in asdict(found).values()))
+        view.show(table)
+
+    tell(options, asdict(found), show)
+    return 0
+
+
 def run_peers(options: argparse.Namespace, view: View) -> int:
     """Our figures and those of peers, likewise; those without stand below with their errors."""
     from benchmarks.peers import contest
@@ -331,6 +351,7 @@ RUNS: dict[str, Callable[[argparse.Namespace, View], int]] = {
     "learner": run_learner,
     "server": run_server,
     "overhead": run_overhead,
+    "capture": run_capture,
     "chaos": run_chaos,
     "peers": run_peers,
     "simulate": run_simulation,

@@ -21,6 +21,7 @@ from agentenv.config import Say, Tree, build_config
 from agentenv.errors import ConfigError, require_train
 from agentenv.launchers.command import make_parser, parse, run_command
 from agentenv.model_files import fetch_from_hub
+from agentenv.offload import in_thread
 from agentenv.pipelines.config.cluster import ServeConfig
 from agentenv.pipelines.config.evaluation import PolicyConfig
 from agentenv.pipelines.config.help import Parser, add_key_help
@@ -166,6 +167,10 @@ class PolicyAssembly(Assembly[PolicyConfig]):
         super().__init__(config, subject.run, stack, say)
         self.subject = subject
 
+    def _logs(self) -> Path:
+        """A temporary folder: the subject may be a model directory, where nothing is written."""
+        return Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="agentenv-serve-")))
+
     async def model(self) -> Path:
         """The directory of the subject."""
         return await self.own_model(str(self.subject.model))
@@ -176,15 +181,15 @@ class PolicyAssembly(Assembly[PolicyConfig]):
         from agentenv.engine import EngineStart
 
         config, model = self.config, await self.model()
-        tokenizer, context = await self.tokenizer(), config.engine.max_context(model)
-        logs = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="agentenv-serve-")))
+        tokenizer = await self.tokenizer()
+        context = await in_thread(config.engine.max_context, model)
         start = EngineStart(
             model=model,
             tokenizer=tokenizer,
             policy_version=0,
             limits=Limits(max_prompt_tokens=1, max_response_tokens=context - 1),
             stack=self.stack,
-            servers=ServerFactory(logs, self.stack, self.say),
+            servers=ServerFactory(self._logs, self.stack, self.say),
         )
         renderer: Any = await self.renderer(config.prompt)
         engine = await config.engine.start(start)

@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,14 +16,20 @@ import pytest
 
 from agentenv.actor import Actor
 from agentenv.endpoint.capture import Endpoint
+from agentenv.engines.embedded import EmbeddedConfig
+from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
-from agentenv.env import Env, close_shared
+from agentenv.env import Env, StepResult, close_shared
+from agentenv.envs.quickstart_setup import build_model
+from agentenv.frames import JournalConfig, finished_trees
+from agentenv.journal import Journal
 from agentenv.learners.batch import encode
 from agentenv.learners.credit import TreeCredit, tree_credit
+from agentenv.model_files import load_tokenizer
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.renderer import TagRenderer
 from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Limits, SamplingParams, Task
+from agentenv.types import Limits, Message, SamplingParams, Task
 from tests.support.programs import Client, Json, Program, ProgramEnv
 from tests.support.toy import CharTokenizer, CountingEnv
 
@@ -52,20 +59,25 @@ def grown(
     make_env: Callable[[Task], Env],
     script: Script = searches,
     plan: RolloutPlan | None = None,
+    model: Path | None = None,
+    stop: tuple[str, ...] = (),
     **limits: Any,
 ) -> TrajectoryTree:
     async def grow() -> TrajectoryTree:
-        tokenizer = CharTokenizer()
-        engine = ScriptedEngine(ScriptedConfig(max_model_len=90_000), tokenizer, script=script)
+        tokenizer: Any = CharTokenizer() if model is None else load_tokenizer(model)
+        engine: Any = ScriptedEngine(ScriptedConfig(max_model_len=90_000), tokenizer, script=script)
+        if model is not None:
+            engine = EmbeddedEngine(EmbeddedConfig(), model, 0, tokenizer)
         renderer = TagRenderer(tokenizer)
         actor = Actor(
             engine, renderer, make_env, Limits(strict=True, **limits),
-            SamplingParams(max_tokens=1), seed=7,
+            SamplingParams(max_tokens=1, stop=stop), seed=7,
         )  # fmt: skip
         try:
             return await actor.rollout(TASK, plan or Independent(1))
         finally:
             await close_shared()
+            await engine.close()
 
     return asyncio.run(grow())
 
@@ -111,6 +123,65 @@ def test_the_tree_is_that_of_the_same_environment_in_process(plan: RolloutPlan) 
     assert not own.failures()
     assert places(other) == places(own)
     assert not other.is_captured, "nothing but extensions"
+
+
+class ThreeTimes(CountingEnv):
+    """Answers whatever the policy says, three times."""
+
+    async def step(self, action: Message) -> StepResult:
+        self.calls.append(action.content)
+        number = len(self.calls)
+        if number > 3:
+            return [], float(number), True, False, {"success": True}
+        return [Message("tool", f"result {number}")], 0.0, False, False, {}
+
+
+async def three_times(client: Client) -> float:
+    messages: list[Json] = [{"role": "user", "content": client.task.question}]
+    for number in range(1, 4):
+        messages.append(await client.ask(messages))
+        result = {"role": "tool", "tool_call_id": "x", "content": f"result {number}"}
+        messages.append(result)
+    await client.ask(messages)
+    return 4.0
+
+
+@pytest.mark.slow
+def test_the_tree_is_that_of_the_embedded_engine_too(tmp_path: Path) -> None:
+    """One request at a time: batches change the last bits of what it computes."""
+    build_model(tmp_path, seed=0)
+    keys: dict[str, Any] = {"model": tmp_path, "stop": tuple("aeiou"), "max_response_tokens": 900}
+    keys["max_prompt_tokens"] = 100
+    own = grown(ThreeTimes, **keys)
+    other = grown(lambda task: ProgramEnv(task, three_times), **keys)
+    assert len(own.nodes) == 5
+    assert own.leaves()[0].end == "terminated"
+    assert places(other) == places(own)
+
+
+def test_a_captured_tree_comes_back_from_its_journal(tmp_path: Path) -> None:
+    """Side contexts are no places that are there twice."""
+
+    async def grow() -> tuple[TrajectoryTree, list[TrajectoryTree]]:
+        tokenizer = CharTokenizer()
+        engine = ScriptedEngine(ScriptedConfig(max_model_len=90_000), tokenizer, script=said)
+        actor = Actor(
+            engine, TagRenderer(tokenizer), lambda task: ProgramEnv(task, sub_agent),
+            Limits(strict=True), SamplingParams(max_tokens=1), seed=7,
+        )  # fmt: skip
+        journal = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+        try:
+            record = journal.record(0)
+            tree = await actor.rollout(TASK, ForkOnce(8), record=record)
+        finally:
+            await journal.close()
+            await close_shared()
+        return tree, list(finished_trees(tmp_path, "s"))
+
+    tree, found = asyncio.run(grow())
+    (again,) = found
+    assert places(again) == places(tree)
+    assert [node.continues for node in again.nodes] == [node.continues for node in tree.nodes]
 
 
 # Programs that do other things with what they have, each in the words of one kind.

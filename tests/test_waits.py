@@ -104,6 +104,7 @@ ALLOWED = {
     "pipelines/rl/loop.py PendingActions.run: self._begun.wait": PERSON,
     "launchers/serve.py serve: stop.wait": FOREVER,
     "launchers/serve.py serve_policy: stop.wait": FOREVER,
+    "agentenv/endpoint/capture.py Session.next: self._came.wait": "its env, and the program's end",
     "agentenv/endpoint/server.py ApiServer._stream: queue.get": SAME,
     "pipelines/viewing/page.py serve: asyncio.Event().wait": FOREVER,
     "pipelines/run/control.py _received: connection.recv": CALLER + "settimeout in ask",

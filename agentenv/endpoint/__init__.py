@@ -24,7 +24,7 @@ token ids, entropies, forks, limits and journal are those of any rollout.
     fork    ->  other = endpoint.open(after=session, same=same)
                 start a fresh program with other.variables: calls that `session` has had answered
                 are answered from its record as long as `same(recorded, now)` says so of the two
-                JSON bodies; `await other.ready()` returns once the call that `session` has not
+                calls; `await other.ready()` returns once the call that `session` has not
                 answered yet came in, equal too, or raises DivergedError, which names the cause
     finish, close ->  session.close()           calls that wait get an error of their API
 

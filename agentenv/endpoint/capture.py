@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
 from typing import NamedTuple
 
-import msgspec
 from msgspec.structs import replace
 
 from agentenv.endpoint.messages import (
@@ -86,9 +85,8 @@ class _Turn(NamedTuple):
     context that it opened."""
 
     context: tuple[Given, ...]
-    tools: bytes
+    request: Request
     kind: Kind | None
-    body: Json
     answer: Answer
 
 
@@ -109,7 +107,7 @@ class Session:
         self._came = asyncio.Event()
         self._closed = ""
         self._recorded = [] if after is None else list(after._turns)
-        self._last = after._current.request.body if after and after._current else None
+        self._last = after._current.request if after and after._current else None
         self._same: Same = same or (lambda recorded, now: recorded == now)
         self._diverged: DivergedError | None = None
         self.posted: Json | None = None  # the reward that the program gave itself
@@ -148,7 +146,8 @@ class Session:
         call = await self.next()
         if self._recorded:
             raise self._diverge("early", f"{len(self._recorded)} recorded calls did not come")
-        if self._last is not None and not self._same(self._last, call.body):
+        now = self._current
+        if self._last and now and not self._same(_shown(self._last), _shown(now.request)):
             raise self._diverge("last", "the call that is to be answered is another one")
         return call
 
@@ -215,7 +214,7 @@ class Session:
     def _replayed(self, request: Request) -> Answer:
         """The answer to the same call of the recorded session."""
         recorded = self._recorded.pop(0)
-        if not self._same(recorded.body, request.body):
+        if not self._same(_shown(recorded.request), _shown(request)):
             number = len(self._turns)
             raise ApiError("ended", str(self._diverge("other", f"call {number} is another one")))
         self.counts["replayed"] += 1
@@ -231,10 +230,11 @@ class Session:
         return self._diverged
 
     def _add(self, call: _Pending, answer: Answer, kind: Kind | None) -> None:
-        request = call.request
+        request, before = call.request, self._turns[-1].context if self._turns else ()
+        same = _num_common(before, request.messages)  # are held once
+        request.messages, request.body = (*before[:same], *request.messages[same:]), {}
         context = (*request.messages, answer.message)
-        shown = msgspec.json.encode(request.tools)
-        self._turns.append(_Turn(context, shown, kind, request.body, answer))
+        self._turns.append(_Turn(context, request, kind, answer))
         if not call.answer.done():
             call.answer.set_result(answer)
 
@@ -243,10 +243,10 @@ class Session:
     def _placed(self, call: _Pending) -> ProgramCall:
         """The call as an observation."""
         request = call.request
-        given, shown = request.messages, msgspec.json.encode(request.tools)
+        given = request.messages
         asked = NextTurn(stop=request.stop, max_tokens=request.max_tokens)
         self._opened = None
-        base = self._extended(given, shown)
+        base = self._extended(request)
         if base is None and not self._turns:
             messages = [as_message(one, given[:place]) for place, one in enumerate(given)]
             return ProgramCall(messages, request.tools, asked, request.body)
@@ -255,7 +255,7 @@ class Session:
             messages = [as_message(given[at], given[:at]) for at in range(start, len(given))]
             self.counts["context/extends"] += 1
             return ProgramCall(messages, request.tools, asked, request.body)
-        kind, cause, discards = self._explained(call, base, shown)
+        kind, cause, discards = self._explained(call, base)
         self._opened = kind
         self.counts[f"context/{kind or 'resumed'}"] += 1
         if cause:
@@ -273,12 +273,13 @@ class Session:
         )
         return ProgramCall([], request.tools, turn, request.body)
 
-    def _extended(self, given: tuple[Given, ...], shown: bytes) -> int | None:
+    def _extended(self, request: Request) -> int | None:
         """The last turn whose context goes on with messages that are none of the policy."""
+        given, tools = request.messages, request.tools
         for number in range(len(self._turns) - 1, -1, -1):
             turn = self._turns[number]
             size = len(turn.context)
-            if size >= len(given) or turn.tools != shown or given[:size] != turn.context:
+            if size >= len(given) or turn.request.tools != tools or given[:size] != turn.context:
                 continue
             if all(one.role != "assistant" for one in given[size:]):
                 return number
@@ -294,9 +295,7 @@ class Session:
             else:
                 yield as_message(one, given[:place])
 
-    def _explained(
-        self, call: _Pending, base: int | None, shown: bytes
-    ) -> tuple[Kind | None, str, list[int]]:
+    def _explained(self, call: _Pending, base: int | None) -> tuple[Kind | None, str, list[int]]:
         """Kind and cause of a context, and the turns that the program has discarded by it."""
         given = call.request.messages
         later = range((-1 if base is None else base) + 1, len(self._turns))
@@ -318,19 +317,20 @@ class Session:
         again = [
             number
             for number, turn in enumerate(self._turns)
-            if turn.context[:-1] == given and turn.tools == shown
+            if turn.context[:-1] == given and turn.request.tools == call.request.tools
         ]
         if again:
             return "retry", "", [t for t in again if not self._is_continued(t)]
-        return *self._difference(given, shown), []
+        return *self._difference(call.request), []
 
     def _is_continued(self, number: int) -> bool:
         context = self._turns[number].context
         others = (turn.context for turn in self._turns[number + 1 :])
         return any(other[: len(context)] == context for other in others)
 
-    def _difference(self, given: tuple[Given, ...], shown: bytes) -> tuple[Kind, str]:
+    def _difference(self, request: Request) -> tuple[Kind, str]:
         """How the messages differ from the context that they share most with."""
+        given = request.messages
         shared, held = -1, self._turns[-1]
         for turn in self._turns:
             common = _num_common(turn.context, given)
@@ -338,7 +338,7 @@ class Session:
                 shared, held = common, turn
         context = held.context
         if shared == len(context):
-            return "edited", "tools" if held.tools != shown else "assistant"
+            return "edited", "tools" if held.request.tools != request.tools else "assistant"
         if shared == len(given):
             return "edited", "rewound"
         now, then = given[shared], context[shared]
@@ -353,6 +353,15 @@ class Session:
                 return "compaction", ""
             return "sub_agent", ""
         return "edited", now.role
+
+
+def _shown(request: Request) -> Json:
+    """What a replay compares: {"messages": [..], "tools": [..]}, whatever API they came by."""
+    messages = [
+        {**given._asdict(), "calls": [call._asdict() for call in given.calls]}
+        for given in request.messages
+    ]
+    return {"messages": messages, "tools": list(request.tools)}
 
 
 def _num_common(one: Sequence[Given], other: Sequence[Given]) -> int:
@@ -404,8 +413,9 @@ class Endpoint:
         self, key: str = "", *, after: Session | None = None, same: Same | None = None
     ) -> Session:
         """A session for one branch; without a key it gets one. With `after` its first calls are
-        answered from the record of that session, as long as `same` says of the two JSON bodies,
-        recorded and now, that they are the same call."""
+        answered from the record of that session, as long as `same` says of two calls, recorded and
+        now, that they are the same: each is {"messages": [..], "tools": [..]} in JSON, a message
+        {"role", "text", "thoughts", "calls", "answers", "name"}."""
         if not key:
             key = f"branch-{secrets.token_urlsafe(NUM_KEY_BYTES)}"
         if key in self._sessions:

@@ -28,9 +28,12 @@ from agentenv.endpoint.messages import (
     stops,
     text_of,
 )
+from agentenv.types import Role
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
-         "tool": "tool"}  # fmt: skip
+ROLES: dict[str, Role] = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
+    "tool": "tool",
+}  # fmt: skip
 
 
 class Chat:
@@ -156,17 +159,23 @@ def read_tools(body: Json, nested: str) -> tuple[Json, ...]:
     return tuple(found)
 
 
-def _message(raw: Json, where: str) -> Given:
-    role = ROLES.get(get(raw, "role", str, "", where + "."))
-    if role is None:
-        what = f"expected one of {', '.join(ROLES)}, got {raw.get('role')!r:.60}"
+def read_role(raw: Json, where: str) -> Role:
+    """The role of a message, developer being system."""
+    role = raw.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        what = f"expected one of {', '.join(ROLES)}, got {role!r:.60}"
         raise ApiError("invalid", what, f"{where}.role")
+    return ROLES[role]
+
+
+def _message(raw: Json, where: str) -> Given:
+    role = read_role(raw, where)
     text = text_of(raw.get("content"), f"{where}.content", ("text", "refusal"))
     if role == "tool":
         answers = get(raw, "tool_call_id", str, "", where + ".")
         return Given("tool", text, answers=answers, name=get(raw, "name", str, "") or None)
     if role != "assistant":
-        return Given(role, text)  # type: ignore[arg-type]
+        return Given(role, text)
     thoughts = raw.get("reasoning_content") or raw.get("reasoning") or ""
     if not isinstance(thoughts, str):
         raise ApiError("invalid", "expected a text", f"{where}.reasoning_content")

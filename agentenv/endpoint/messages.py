@@ -166,8 +166,6 @@ def get(body: Mapping[str, Any], key: str, kind: type[T], default: T, where: str
         value = float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ApiError("invalid", f"expected {kind.__name__}, got {_kind(value)}", where + key)
-    if isinstance(value, str):
-        return printable(value)  # type: ignore[return-value]
     return value
 
 
@@ -185,8 +183,11 @@ def number(
 
 def objects(value: Any, where: str, most: int) -> list[Json]:
     """A list of objects."""
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+    if not isinstance(value, list):
         raise ApiError("invalid", f"expected a list of objects, got {_kind(value)}", where)
+    for place, one in enumerate(value):
+        if not isinstance(one, dict):
+            raise ApiError("invalid", f"expected an object, got {_kind(one)}", f"{where}[{place}]")
     if len(value) > most:
         raise ApiError("invalid", f"{len(value)} are more than {most}", where)
     return value
@@ -197,7 +198,7 @@ def text_of(content: Any, where: str, kinds: Iterable[str]) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
-        return printable(content)
+        return content
     parts = []
     for place, part in enumerate(objects(content, where, MAX_MESSAGES)):
         kind = part.get("type", "text")
@@ -213,10 +214,10 @@ def read_call(id: Any, name: Any, arguments: Any, where: str) -> Call:
     if not isinstance(id, str) or not isinstance(name, str) or not name:
         raise ApiError("invalid", "expected a call with an id and a name", where)
     if isinstance(arguments, dict):
-        return Call(printable(id), printable(name), arguments_text(arguments))
+        return Call(id, name, arguments_text(arguments))
     if not isinstance(arguments, str):
         raise ApiError("invalid", f"expected JSON as a text, got {_kind(arguments)}", where)
-    return Call(printable(id), printable(name), printable(arguments))
+    return Call(id, name, arguments)
 
 
 def read_tool(tool: Mapping[str, Any], parameters: str, where: str) -> Json:
@@ -238,7 +239,7 @@ def stops(body: Mapping[str, Any], key: str) -> tuple[str, ...]:
         raise ApiError("invalid", "expected a text or a list of texts, none of them empty", key)
     if len(found) > MAX_STOPS:
         raise ApiError("invalid", f"expected at most {MAX_STOPS}, got {len(found)}", key)
-    return tuple(map(printable, found))
+    return tuple(found)
 
 
 def refuse_set(body: Mapping[str, Any], **unset: Any) -> None:

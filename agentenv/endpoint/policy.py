@@ -230,7 +230,7 @@ class TurnStream:
         self._marks = call_marks(self._renderer.style, prompt.tools)
         self._held = (*self._marks, *request.stop, "</think>", "<think>")
         self._ids: list[int] = []
-        self._told = ["", ""]
+        self._reported = ["", ""]
 
     def __call__(self, chunk: Chunk) -> None:
         self._ids += chunk.token_ids
@@ -238,10 +238,10 @@ class TurnStream:
         text = self._renderer.parse(so_far, self._prompt.tools, self._prompt.ids).content
         parts = said(self._without_held(text), self._renderer.style, self._marks)
         for place, (kind, whole) in enumerate(zip(("thoughts", "text"), parts, strict=True)):
-            whole, told = whole.strip(), self._told[place]
-            if len(whole) > len(told) and whole.startswith(told):
-                self._told[place] = whole
-                self._delta(self._index, kind, whole[len(told) :])
+            whole, before = whole.strip(), self._reported[place]
+            if len(whole) > len(before) and whole.startswith(before):
+                self._reported[place] = whole
+                self._delta(self._index, kind, whole[len(before) :])
 
     def _without_held(self, text: str) -> str:
         text = text.rstrip(PARTIAL)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any
 
-from agentenv.endpoint.chat import ROLES, common, openai_error, read_tools, token_logprobs
+from agentenv.endpoint.chat import common, openai_error, read_role, read_tools, token_logprobs
 from agentenv.endpoint.messages import (
     MAX_MESSAGES,
     Answer,
@@ -234,11 +234,9 @@ def _messages(value: Any) -> list[Given]:
 def _message(item: Json, where: str) -> Given:
     kind = item.get("type", "message")
     if kind == "message":
-        role = ROLES.get(get(item, "role", str, "", where + "."))
-        if role is None or role == "tool":
-            what = f"expected system, developer, user or assistant, got {item.get('role')!r:.60}"
-            raise ApiError("invalid", what, f"{where}.role")
-        return Given(role, text_of(item.get("content"), f"{where}.content", PARTS))  # type: ignore[arg-type]
+        return Given(
+            read_role(item, where), text_of(item.get("content"), f"{where}.content", PARTS)
+        )
     if kind == "function_call":
         call = read_call(item.get("call_id"), item.get("name"), item.get("arguments"), where)
         return Given("assistant", "", calls=(call,))

@@ -95,7 +95,7 @@ class ApiServer:
         self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
-        """Stop listening, and break off what goes on. Idempotent."""
+        """Stop listening, and cancel what goes on. Idempotent."""
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()

@@ -415,7 +415,7 @@ class _Reader:
             parent=parent,
             forked_at=f"node-{shared[-1].index}" if shared else None,
             turns=[self._turn(node) for node in own],
-            reward=None if leaf.end == FAILED else sum(node.reward for node in tree.path(leaf)),
+            reward=None if leaf.end == FAILED else sum(node.reward for node in tree.history(leaf)),
             success=bool(leaf.info.get("success", False)),
             end=leaf.end or "",
             limit=leaf.limit,

@@ -85,8 +85,11 @@ def pairs_of(tree: TrajectoryTree, threshold: float, limit: int, rng: Random) ->
     """Up to `limit` random pairs of a trajectory with at least that reward and one with less.
 
     Truncated trajectories count by their reward, failed ones not at all. Trajectories without a
-    token of the policy, and pairs of equal texts, are left out.
+    token of the policy, and pairs of equal texts, are left out. Raises DataError for a tree of a
+    program with several contexts, which are no one text.
     """
+    if tree.is_captured:
+        raise DataError(f"{tree.task.id}: its trajectories have several contexts; leave it out")
     done = [t for t in tree.trajectories() if any(t.loss_mask)]
     chosen = [t for t in done if t.reward >= threshold]
     rejected = [t for t in done if t.reward < threshold]
