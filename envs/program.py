@@ -44,7 +44,7 @@ from agentenv.envs.sandbox.program import Ended, Program, ProgramLimits, Program
 from agentenv.errors import SHOWN, ConfigError, CrashError, EnvError, guarded
 from agentenv.offload import in_thread
 from agentenv.registry import loaded
-from agentenv.types import Info, Limit, Message, Task
+from agentenv.types import UNKNOWN_TOOL, Info, Limit, Message, Task
 
 if TYPE_CHECKING:
     from agentenv.endpoint.capture import Endpoint, ProgramCall, Session
@@ -215,6 +215,7 @@ class ProgramEnv:
         self._program: Program | None = None
         self._written: list[Message] = []
         self._worked_s = 0.0
+        self._tools: set[str] = set()
         self._ended: Ended | None = None
 
     @property
@@ -239,6 +240,7 @@ class ProgramEnv:
         if isinstance(call, Ended):
             await self._stop()
             raise ProgramDiedError(f"the program made no call: it {_described(call)}")
+        self._tools = {str(one["name"]) for one in call.tools}
         return call.messages, {"tools": call.tools, "turn": call.turn}
 
     async def step(self, action: Message) -> StepResult:
@@ -250,7 +252,9 @@ class ProgramEnv:
             self._written.append(action)
             call = await self._next(self._session.next)
             if not isinstance(call, Ended):
-                return call.messages, 0.0, False, False, {"turn": call.turn}
+                called = {"tool_calls": self._called(action), "turn": call.turn}
+                self._tools = {str(one["name"]) for one in call.tools}
+                return call.messages, 0.0, False, False, called
             await self._stop()
             self._ended = call
         if not self._ended.limit and self._ended.exit not in self.config.exit_codes:
@@ -307,6 +311,16 @@ class ProgramEnv:
             await program.close()
 
     # inner workings
+
+    def _called(self, action: Message) -> list[Info]:
+        """What is known of the calls of a turn, which the program has run or not."""
+        return [
+            {
+                "name": one.name if one.name in self._tools else UNKNOWN_TOOL,
+                "arguments": one.arguments,
+            }
+            for one in action.tool_calls
+        ]
 
     async def _start(self) -> None:
         config, columns = self.config, {"question": self.task.question, **self.task.metadata}

@@ -327,7 +327,10 @@ def bubblewrap(
 ) -> list[str]:
     """The command line that puts process 1 into the sandbox, with the files in `common` that all
     programs see. Raises ConfigError."""
-    command = [*namespaces(python), "--as-pid-1", "--new-session"]
+    command = namespaces(python)
+    first = command.index("--ro-bind")  # what lies below /tmp comes behind that
+    command[first:first] = ["--size", str(TMP_BYTES), "--perms", "1777", "--tmpfs", "/tmp"]
+    command += ["--as-pid-1", "--new-session"]
     for path in (*SYSTEM_FILES, *spec.read_only):
         if path in spec.read_only and not os.path.exists(path):
             raise ConfigError(f"read_only: there is no {path}")
@@ -340,7 +343,7 @@ def bubblewrap(
     if forward is not None:
         command += ["--ro-bind", str(forward), f"{INSIDE}/endpoint"]
     command += ["--dev", "/dev", "--size", str(TMP_BYTES), "--tmpfs", "/dev/shm"]
-    command += ["--proc", "/proc", "--size", str(TMP_BYTES), "--perms", "1777", "--tmpfs", "/tmp"]
+    command += ["--proc", "/proc"]
     command += [
         "--dir",
         "/home",
