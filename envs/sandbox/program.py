@@ -334,6 +334,8 @@ def bubblewrap(
     for path in (*SYSTEM_FILES, *spec.read_only):
         if path in spec.read_only and not os.path.exists(path):
             raise ConfigError(f"read_only: there is no {path}")
+        for parent in reversed(Path(path).parents[:-1]):  # else only root may pass
+            command += ["--dir", str(parent)]
         command += ["--ro-bind-try", path, path]
     for name in ETC:
         command += ["--ro-bind", str(common / name), f"/etc/{name}"]

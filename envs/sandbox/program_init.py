@@ -298,13 +298,18 @@ def _figures(pid: int) -> tuple[float, int] | None:
 
 
 def _disk_bytes(folder: str) -> int:
-    """Blocks of all files below, sizes of names included; links are not followed."""
+    """Blocks of all files below, sizes of names included; links are not followed, and what is
+    mounted there does not count."""
     total, folders = 0, [folder]
+    device = os.stat(folder).st_dev
     while folders:
         try:
             with os.scandir(folders.pop()) as entries:
                 for entry in entries:
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512 + 256
+                    found = entry.stat(follow_symlinks=False)
+                    if found.st_dev != device:
+                        continue
+                    total += found.st_blocks * 512 + 256
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
         except OSError:

@@ -219,6 +219,17 @@ async def test_files_are_read_within_its_folder_alone(tmp_path: Path) -> None:
     await program.close()
 
 
+async def test_what_it_may_read_below_tmp_is_there_and_counts_for_no_limit(tmp_path: Path) -> None:
+    (tmp_path / "big").write_bytes(bytes(1 << 22))
+    code = f"import os, time; time.sleep(1.5); print(os.path.getsize('{tmp_path}/big'))"
+    limits = ProgramLimits(disk_bytes=1 << 20)
+    spec = ProgramSpec(command=python(code), read_only=(str(tmp_path),), limits=limits)
+    ended, _ = await run(spec)
+    assert (ended.exit, ended.output) == (0, f"{1 << 22}\n")
+    with pytest.raises(ConfigError, match="read_only: there is no /no/such"):
+        await Program.start(ProgramSpec(command=("true",), read_only=("/no/such",)), {})
+
+
 async def test_initial_files_are_copied(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a").write_text("one")
