@@ -111,11 +111,13 @@ class Recovery:
         for node, action in zip(path, branch.actions, strict=True):
             step = partial(self._actor.envs.step, branch.env, action)
             result = await self.through_outage(branch, "step", step)
-            messages, _, terminated, truncated, _ = result
+            messages, _, terminated, truncated, info = result
+            branch.expect(info)
             await self._actor.renderer.prepare(messages, branch.tools, size)
             ids = self._actor.renderer.observation(messages, branch.tools, size, node.action_ids)
             same = packed_ids(ids) == node.observation_ids
             there = there and not terminated and not truncated and same
+            there = there and not (branch.next_turn is not None and branch.next_turn.prompt)
         if not there:
             branch.actions = None  # nor would another env be
             raise EnvError("a fresh env answers otherwise than the first did")

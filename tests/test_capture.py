@@ -11,25 +11,30 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from agentenv.actor import Actor
+from agentenv.branch import Branch
+from agentenv.deadline import WorkClock
 from agentenv.endpoint.capture import Endpoint
 from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.env import Env, StepResult, close_shared
 from agentenv.envs.quickstart_setup import build_model
+from agentenv.errors import EnvError
 from agentenv.frames import JournalConfig, finished_trees
 from agentenv.journal import Journal
+from agentenv.learners.arpo import ARPO
 from agentenv.learners.batch import encode
 from agentenv.learners.credit import TreeCredit, tree_credit
 from agentenv.model_files import load_tokenizer
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.renderer import TagRenderer
 from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Limits, Message, SamplingParams, Task
+from agentenv.types import Limits, Message, NextTurn, SamplingParams, Task
 from tests.support.programs import Client, Json, Program, ProgramEnv
 from tests.support.toy import CharTokenizer, CountingEnv
 
@@ -115,7 +120,7 @@ async def loop(client: Client) -> float:
             return float(calls)
 
 
-@pytest.mark.parametrize("plan", [Independent(3), ForkOnce(8)])
+@pytest.mark.parametrize("plan", [Independent(3), ForkOnce(8), ARPO(group_size=16).plan(256)])
 def test_the_tree_is_that_of_the_same_environment_in_process(plan: RolloutPlan) -> None:
     own = grown(CountingEnv, plan=plan)
     other = captured(loop, plan=plan)
@@ -157,6 +162,25 @@ def test_the_tree_is_that_of_the_embedded_engine_too(tmp_path: Path) -> None:
     assert len(own.nodes) == 5
     assert own.leaves()[0].end == "terminated"
     assert places(other) == places(own)
+
+
+def test_a_step_that_fails_is_taken_again_by_a_program_led_to_the_same_place() -> None:
+    """The calls before are answered with the same actions."""
+    failed: list[ProgramEnv] = []
+
+    class Flaky(ProgramEnv):
+        async def step(self, action: Message) -> StepResult:
+            result = await super().step(action)
+            if self.session.counts["calls"] == 3 and not failed:
+                failed.append(self)
+                raise EnvError("on purpose")
+            return result
+
+    tree = grown(lambda task: Flaky(task, loop))
+    assert failed
+    assert not tree.failures()
+    assert tree.num_retaken == 1
+    assert places(tree) == places(grown(CountingEnv))
 
 
 def test_a_captured_tree_comes_back_from_its_journal(tmp_path: Path) -> None:
@@ -414,6 +438,17 @@ def test_what_a_program_asks_of_a_turn_is_done() -> None:
     assert texts == ["answer number", "answ"]
     assert [node.parent for node in tree.nodes] == [None, 0, 1, 2]
     assert [node.observation_ids[0] for node in tree.nodes[1:3]] == [0, 0], "the end of the turn"
+
+
+def test_what_a_program_asks_passes_between_processes() -> None:
+    """As environments in processes of their own give it."""
+    then = NextTurn(prompt=(Message("user", "go on"), 0), kind="edited", tools=({"name": "x"},))
+    info = msgspec.msgpack.decode(msgspec.msgpack.encode({"turn": then, "other": 1}))
+    branch = Branch("0", Node(0, None), WorkClock())
+    branch.expect(info)
+    assert branch.next_turn == then
+    assert branch.tools == ({"name": "x"},)
+    assert info == {"other": 1}
 
 
 def test_a_call_after_the_end_of_a_branch_is_refused_by_name() -> None:

@@ -19,9 +19,10 @@ from agentenv.endpoint.messages import ERRORS
 from agentenv.endpoint.policy import PolicyHandler
 from agentenv.endpoint.server import ApiServer, only
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
+from agentenv.errors import EngineDeadError, EngineError
 from agentenv.native import NativeRenderer
 from agentenv.renderer import ContextRenderer, TagRenderer
-from agentenv.types import SamplingParams
+from agentenv.types import Chunk, SamplingParams
 from tests.support.chat_models import QWEN3, make_tokenizer
 
 Json = dict[str, Any]
@@ -59,12 +60,16 @@ class Client(NamedTuple):
 
 
 @asynccontextmanager
-async def serving(renderer: ContextRenderer | None = None, script: Any = turn) -> Any:
+async def serving(
+    renderer: ContextRenderer | None = None,
+    script: Any = turn,
+    engine: type[ScriptedEngine] = ScriptedEngine,
+) -> Any:
     tokenizer = make_tokenizer(QWEN3)
-    engine = ScriptedEngine(ScriptedConfig(max_model_len=MAX_LENGTH), tokenizer, script=script)
+    started = engine(ScriptedConfig(max_model_len=MAX_LENGTH), tokenizer, script=script)
     renderer = renderer or NativeRenderer(tokenizer)
     params = SamplingParams(max_tokens=1)
-    handler = PolicyHandler(engine, renderer, params, MAX_LENGTH, ["policy"], 200)
+    handler = PolicyHandler(started, renderer, params, MAX_LENGTH, ["policy"], 200)
     server = ApiServer(only(KEY, handler), lambda: [{"id": "policy"}])
     await server.start()
     async with aiohttp.ClientSession() as http:
@@ -249,6 +254,59 @@ def test_choices_stops_limits_and_logprobs() -> None:
         assert found["input_tokens"] > 10
 
     run(work)
+
+
+class Failing(ScriptedEngine):
+    """Fails as it is told, after some tokens of a stream."""
+
+    error: Exception | None = None
+    begun: asyncio.Event
+    over: asyncio.Event
+
+    async def generate(self, *given: Any, **keys: Any) -> Any:
+        try:
+            if self.error is None:
+                Failing.begun.set()
+                await asyncio.sleep(60)
+            if keys.get("on_tokens"):
+                ids = self.tokenizer.encode("<think>a thought that is long</think>text")
+                keys["on_tokens"](Chunk(ids, [0.0] * len(ids), [0.0] * len(ids)))
+            assert self.error is not None
+            raise self.error
+        finally:
+            Failing.over.set()
+
+
+FAILURES = {"engine": EngineError("it failed"), "engine_dead": EngineDeadError("it is gone")}
+
+
+@pytest.mark.parametrize("api", PATHS)
+@pytest.mark.parametrize("name", FAILURES)
+def test_an_engine_that_fails_has_its_name_also_within_a_stream(name: str, api: str) -> None:
+    async def work(client: Client) -> None:
+        Failing.error, Failing.over = FAILURES[name], asyncio.Event()
+        status, data = await client.post(PATHS[api], request(api))
+        assert (status, name_of(api, PATHS[api], status, data)) == (ERRORS[name][0], name)
+        status, data = await client.post(PATHS[api], request(api, stream=True))
+        assert status == 200, "it had begun"
+        last = list(events(data))[-1]
+        kind = {"chat": 1, "responses": 2, "anthropic": 3}[api]
+        said = last if api == "responses" else last["error"]
+        assert said["message"] == str(FAILURES[name])
+        assert ERRORS[name][kind] in (said.get("code"), said.get("type"))
+
+    run(work, engine=Failing)
+
+
+def test_a_client_that_goes_away_stops_its_turn() -> None:
+    async def work(client: Client) -> None:
+        Failing.error, Failing.begun, Failing.over = None, asyncio.Event(), asyncio.Event()
+        asking = asyncio.create_task(client.post(PATHS["chat"], request("chat")))
+        await Failing.begun.wait()
+        asking.cancel()
+        await Failing.over.wait()
+
+    run(work, engine=Failing)
 
 
 # Damage. Each kind says which names a request may end with; whatever happens, no other status.

@@ -26,7 +26,8 @@ token ids, entropies, forks, limits and journal are those of any rollout.
                 are answered from its record as long as `same(recorded, now)` says so of the two
                 calls; `await other.ready()` returns once the call that `session` has not
                 answered yet came in, equal too, or raises DivergedError, which names the cause
-    finish, close ->  session.close()           calls that wait get an error of their API
+    finish  ->  session.close()                 calls that wait get an error of their API
+    close   ->  endpoint.forget(session)        likewise, and its key is nobody's any more
 
 `call.messages` are what is new since the turn that the call goes on from. `call.turn` (`NextTurn`
 in agentenv/types.py) tells the rollout where it goes on, and what the program asks of the turn:

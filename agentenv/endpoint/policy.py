@@ -93,10 +93,8 @@ class PolicyHandler:
     async def answer(self, request: Request, delta: Delta | None) -> Sequence[Answer]:
         """Samples `n` turns at a time."""
         if request.model not in self.names:
-            known = ", ".join(self.names)
-            raise ApiError(
-                "no_model", f"there is no model {request.model!r:.200}; {known}", "model"
-            )
+            what = f"there is no model {request.model!r:.200}; there is {self.names[0]!r}"
+            raise ApiError("no_model", what, "model")
         prompt = self._prompt(request)
         sampling = self._sampling(request, prompt)
         try:

@@ -39,6 +39,7 @@ from agentenv.errors import ConfigError
 MAX_BODY_BYTES = 64 << 20
 BODY_S = 60.0  # for a client to send its request, and to take each part of a reply
 SHUTDOWN_S = 1.0
+BACKLOG = 4096  # programs that connect at once; what the kernel drops comes seconds later
 
 Delta = Callable[[int, str, str], None]  # a choice, "thoughts" or "text", and what is new of it
 
@@ -88,7 +89,7 @@ class ApiServer:
         )
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            await web.TCPSite(self._runner, host, port, backlog=BACKLOG).start()
         except OSError as error:
             await self.close()
             raise ConfigError(f"{host}:{port} cannot be listened on: {error.strerror}") from error

@@ -189,7 +189,7 @@ async def _measured(
     envs = iter([CallsEnv(endpoint, session, num_calls) for session in sessions])
     actor = Actor(
         cast(Any, engine), renderer, lambda task: next(envs),
-        Limits(max_prompt_tokens=4000, max_tool_calls=99, env_timeout_s=600),
+        Limits(max_prompt_tokens=4000, max_tool_calls=99),
         SamplingParams(max_tokens=1), seed=1,
     )  # fmt: skip
     url = sessions[0].variables["OPENAI_BASE_URL"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 
@@ -71,8 +71,8 @@ class ProgramEnv:
     async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
         return -1.0, {"success": False}
 
-    async def fork(self) -> ProgramEnv:
-        other = ProgramEnv(self.task, self.program)
+    async def fork(self) -> Self:
+        other = type(self)(self.task, self.program)
         other.endpoint = self.endpoint
         other._begin(self.endpoint.open(after=self.session))
         try:
