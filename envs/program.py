@@ -129,7 +129,8 @@ class ProgramConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Meta(description="by name, patterns of what differs between equal calls; empty: none"),
     ] = field(default_factory=dict)
     min_replay_rate: Annotated[
-        float, Meta(ge=0, le=1, description="exact replays below which there are no more forks")
+        float,
+        Meta(ge=0, le=1, description="exact replays below which the run goes on without forks"),
     ] = 0.5
 
     def __post_init__(self) -> None:

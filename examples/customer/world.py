@@ -15,7 +15,7 @@ Zorvex Veltron Quandex Trilab Nexor Balmat Dynix Fexpath Gralrom Hovsys Jintek K
 Myrgild Paxzan Synyard
 """
 PLACES = NAMES.split()
-KINDS = ("told", "asked", "twice")
+KINDS = ("named", "asked", "twice")
 
 
 def question(rng: Random, kind: str) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def question(rng: Random, kind: str) -> dict[str, Any]:
     numbers = rng.sample(range(1000, 10_000), 6)
     orders = {str(number): rng.choice(PLACES) for number in numbers}
     number = rng.choice(list(orders))
-    asked = f"Where is my order {number}?" if kind == "told" else "Where is my order?"
+    asked = f"Where is my order {number}?" if kind == "named" else "Where is my order?"
     return {"question": asked, "answer": orders[number], "kind": kind,
             "orders": orders, "number": number}  # fmt: skip
 
@@ -40,7 +40,7 @@ def solve(task: Task, results: Sequence[str]) -> str:
     number = task.metadata["number"]
     if results and results[-1].startswith("It is in"):
         return f"<think>I know it.</think><answer>{results[-1].split()[-1][:-1]}</answer>"
-    if task.kind == "told" or (results and number in results[-1]):
+    if task.kind == "named" or (results and number in results[-1]):
         return f"<think>I look it up.</think><track>{number}</track>"
     return "<think>I ask for it.</think>What is your order number?"
 

@@ -221,7 +221,7 @@ async def test_files_are_read_within_its_folder_alone(tmp_path: Path) -> None:
 
 async def test_what_it_may_read_below_tmp_is_there_and_counts_for_no_limit(tmp_path: Path) -> None:
     (tmp_path / "big").write_bytes(bytes(1 << 22))
-    tmp_path.chmod(0o755)
+    os.chmod(tmp_path, 0o755)
     code = f"import os, time; time.sleep(1.5); print(os.path.getsize('{tmp_path}/big'))"
     limits = ProgramLimits(disk_bytes=1 << 20)
     spec = ProgramSpec(command=python(code), read_only=(str(tmp_path),), limits=limits)
