@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -157,7 +157,7 @@ def test_the_tree_is_that_of_the_embedded_engine_too(tmp_path: Path) -> None:
     build_model(tmp_path, seed=0)
     keys: dict[str, Any] = {"model": tmp_path, "stop": tuple("aeiou"), "max_response_tokens": 900}
     keys["max_prompt_tokens"] = 100
-    own = grown(ThreeTimes, **keys)
+    own = grown(cast(Any, ThreeTimes), **keys)
     other = grown(lambda task: ProgramEnv(task, three_times), **keys)
     assert len(own.nodes) == 5
     assert own.leaves()[0].end == "terminated"
@@ -265,6 +265,17 @@ async def compaction_not_used(client: Client) -> float:
     return 1.0
 
 
+async def compaction_apart_not_used(client: Client) -> float:
+    """The summary is asked for in a context of its own, and nothing comes of it."""
+    messages = [system("agent"), user("a long task")]
+    messages.append(await client.ask(messages))
+    quoted = messages[-1]["content"]
+    await client.ask([system("agent"), user(f"sum up: {quoted}")])
+    messages.append({"role": "tool", "tool_call_id": "x", "content": "a long result"})
+    await client.ask(messages)
+    return 1.0
+
+
 def altering(change: Callable[[Json], Json], *, calls: bool = False) -> Program:
     """Returns the first turn changed."""
 
@@ -336,6 +347,7 @@ KINDS: dict[str, tuple[Program, list[str]]] = {
     "sub_agent": (sub_agent, ["sub_agent", "resumed"]),
     "compaction": (compaction, ["compaction"]),
     "edited": (compaction_not_used, ["edited"]),
+    "not used": (compaction_apart_not_used, ["compaction", "resumed"]),
 }
 
 
@@ -351,7 +363,7 @@ def test_contexts_have_their_kinds_and_one_leaf(name: str) -> None:
     lost = sampled - {node.index for node in history}
     discards = {one for node in tree.nodes for one in node.info.get("discards", ())}
     assert lost == discards
-    assert len(lost) == (name in ("retry", "edited")), "what the program threw away"
+    assert len(lost) == (name in ("retry", "edited", "not used")), "what the program threw away"
     credit = tree_credit(tree, group_size=1, estimator=lambda returns: returns)
     assert credit is not None
     for index in sampled:
