@@ -35,7 +35,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
+from agentenv.call_syntax import call_marks, said
 from agentenv.config import ESSENTIAL, PATH, build_config
 from agentenv.env import ForkMode, Grade, Grader, StepResult, graded, shared, start_grader
 from agentenv.envs.grading.keys import GraderConfig
@@ -44,7 +46,7 @@ from agentenv.envs.sandbox.program import Ended, Program, ProgramLimits, Program
 from agentenv.errors import SHOWN, ConfigError, CrashError, EnvError, guarded
 from agentenv.offload import in_thread
 from agentenv.registry import loaded
-from agentenv.types import UNKNOWN_TOOL, Info, Limit, Message, Task
+from agentenv.types import UNKNOWN_TOOL, Info, Limit, Message, Task, Turn
 
 if TYPE_CHECKING:
     from agentenv.endpoint.capture import Endpoint, ProgramCall, Session
@@ -249,7 +251,7 @@ class ProgramEnv:
         if self._session is None:
             raise EnvError(f"task {self.task.id}: step before reset or after close")
         if self._ended is None:
-            self._session.answer(action)
+            self._session.answer(self._with_turn(action))
             self._written.append(action)
             call = await self._next(self._session.next)
             if not isinstance(call, Ended):
@@ -312,6 +314,14 @@ class ProgramEnv:
             await program.close()
 
     # inner workings
+
+    def _with_turn(self, action: Message) -> Message:
+        """An action that no rollout took, such as one of a test, is read in the tag protocol."""
+        if action.turn is not None:
+            return action
+        marks = call_marks("tags", [{"name": name} for name in self._tools])
+        thoughts, text = said(action.content, "tags", marks if action.tool_calls else ())
+        return replace(action, turn=Turn(thoughts.strip(), text.strip(), "stop", 0, 0))
 
     def _called(self, action: Message) -> list[Info]:
         """What is known of the calls of a turn, which the program has run or not."""
