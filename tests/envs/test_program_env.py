@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -16,6 +18,7 @@ from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.env import close_shared, make
 from agentenv.envs import program as programs
 from agentenv.envs.program import NORMALISERS, ProgramEnv, ProgramResult, Replays
+from agentenv.envs.sandbox.program import Program
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.renderer import TagRenderer
@@ -322,3 +325,30 @@ async def test_an_environment_that_is_not_begun_says_so() -> None:
             await call
     await env.close()
     await env.close()
+
+
+def test_a_sandbox_that_is_killed_is_led_back_by_a_fresh_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[Program] = []
+    start = Program.start
+
+    async def recorded(*arguments: Any, **more: Any) -> Program:
+        started.append(await start(*arguments, **more))
+        return started[-1]
+
+    def killing(prompt: str, rng: Random) -> str:
+        if prompt.count("<result>") == 1 and len(started) == 1:
+            process = started[0]._process
+            assert process is not None
+            os.killpg(process.pid, signal.SIGKILL)
+        return searches(prompt, rng)
+
+    monkeypatch.setattr(Program, "start", recorded)
+    monkeypatch.setattr("agentenv.recovery.FIRST_RETRY_S", 0.01)
+    tree = grown(program(), killing)
+    (leaf,) = tree.leaves()
+    assert leaf.end == "terminated", leaf.error
+    assert leaf.reward == 2.0
+    assert len(started) == 2
+    assert tree.num_retaken
