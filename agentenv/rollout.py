@@ -228,16 +228,19 @@ class Rollout:
         if self.prompt_messages is not None:
             raise EnvError(f"task {self.tree.task.id}: two resets with one seed gave two prompts")
         prompt_ids = self.prompt_ids(messages, branch)
-        if len(prompt_ids) > self.limits.max_prompt_tokens:
-            raise DataError(
-                f"task {self.tree.task.id}: its prompt has {len(prompt_ids)} tokens, "
-                f"limits.max_prompt_tokens is {self.limits.max_prompt_tokens}"
-            )
+        self._check_size(prompt_ids, DataError if branch.next_turn is None else EnvError)
         self.prompt_messages = messages
         self.num_prompt_tokens = len(prompt_ids)
         opening = self.hooks.prefix(branch, prompt_ids)
         self.tree.root.observation_ids = packed_ids(prompt_ids + opening)
         self._complete(self.tree.root, branch)
+
+    def _check_size(self, prompt_ids: list[int], error: type[AgentEnvError]) -> None:
+        if len(prompt_ids) > self.limits.max_prompt_tokens:
+            raise error(
+                f"task {self.tree.task.id}: its prompt has {len(prompt_ids)} tokens, "
+                f"limits.max_prompt_tokens is {self.limits.max_prompt_tokens}"
+            )
 
     def prompt_ids(self, messages: list[Message], branch: Branch) -> list[int]:
         """The tokens of a prompt; that of a program may hold turns of the policy."""
@@ -249,10 +252,12 @@ class Rollout:
 
     def _open_apart(self, messages: list[Message], branch: Branch) -> None:
         """A program may begin otherwise each time: its prompt is a context of its own."""
+        prompt_ids = self.prompt_ids(messages, branch)
+        self._check_size(prompt_ids, EnvError)
         node = self.tree.add(
             None,
             branch=branch.name,
-            observation_ids=self.prompt_ids(messages, branch),
+            observation_ids=prompt_ids,
             continues=0,
             info={"context": "edited", "cause": "prompt"},
         )

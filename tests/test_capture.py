@@ -337,6 +337,16 @@ def test_an_unchanged_message_stands_for_its_tokens() -> None:
     assert not tree.is_captured
 
 
+def test_thoughts_in_the_text_come_back_from_a_program_that_drops_them() -> None:
+    class InText(ProgramEnv):
+        thoughts = "text"
+
+    program = altering(ALTERED["thoughts_dropped"])
+    tree = grown(lambda task: InText(task, program), calling)
+    assert [node.parent for node in tree.nodes] == [None, 0, 1]
+    assert places(tree) == places(captured(altering(lambda message: message), calling))
+
+
 def contains(whole: Any, part: Any) -> bool:
     return part.tobytes() in whole.tobytes()
 

@@ -200,7 +200,7 @@ def test_a_stream_adds_up_to_the_reply(api: str) -> None:
         first = await client.ask(PATHS[api], body)
         status, data = await client.post(PATHS[api], request(api, stream=True))
         assert status == 200
-        assert joined(api, data) == ("look", "I look.", '{"query":"lima"}')
+        assert joined(api, data) == ("look", "I look.", '{"query": "lima"}')
         going_on = answered(api, body, first) | {"stream": True}
         _, data = await client.post(PATHS[api], going_on)
         assert joined(api, data) == ("seen", "The answer is é 42.", "")

@@ -12,6 +12,7 @@ token ids, entropies, forks, limits and journal are those of any rollout.
 
     endpoint = await shared_endpoint()          one HTTP server on loopback for each process
     session = endpoint.open()                   one branch; the key of its calls is session.key
+                                                (thoughts="text": for programs that drop thoughts)
     start the program with session.variables    OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_...
                                                 within a sandbox: forward endpoint.port into it
 

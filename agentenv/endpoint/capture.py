@@ -27,7 +27,7 @@ import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -41,6 +41,7 @@ from agentenv.endpoint.messages import (
     alteration,
     as_message,
     served,
+    with_thoughts,
 )
 from agentenv.endpoint.server import ApiServer, Delta
 from agentenv.env import shared
@@ -52,6 +53,7 @@ NUM_KEY_BYTES = 24
 MIN_QUOTED = 8  # characters of a text that is looked for in another one
 
 Same = Callable[[Json, Json], bool]
+Thoughts = Literal["apart", "text"]
 
 
 class DivergedError(OutageError):
@@ -95,9 +97,15 @@ class Session:
     server. `after` and `same` are those of `Endpoint.open`."""
 
     def __init__(
-        self, key: str, port: int, after: Session | None = None, same: Same | None = None
+        self,
+        key: str,
+        port: int,
+        after: Session | None = None,
+        same: Same | None = None,
+        thoughts: Thoughts = "apart",
     ) -> None:
         self.key, self.port = key, port
+        self.thoughts: Thoughts = thoughts if after is None else after.thoughts
         self.counts: Counter[str] = Counter()
         self._turns: list[_Turn] = []
         self._discarded: set[int] = set()
@@ -156,10 +164,10 @@ class Session:
         call, turn = self._current, action.turn
         if call is None or turn is None:
             raise EnvError("there is no call of the program to answer")
-        number = len(self._turns)
-        message = served(
-            turn.thoughts, turn.text, action.tool_calls, lambda place: f"call_{number}_{place}"
-        )
+        number, thoughts, text = len(self._turns), turn.thoughts, turn.text
+        if self.thoughts == "text" and thoughts:
+            thoughts, text = "", with_thoughts(thoughts, text)
+        message = served(thoughts, text, action.tool_calls, lambda place: f"call_{number}_{place}")
         finish: Finish = "tool_calls" if message.calls else turn.finish_reason
         found = Answer(
             message=message,
@@ -410,17 +418,23 @@ class Endpoint:
                 await self._server.start()
 
     def open(
-        self, key: str = "", *, after: Session | None = None, same: Same | None = None
+        self,
+        key: str = "",
+        *,
+        after: Session | None = None,
+        same: Same | None = None,
+        thoughts: Thoughts = "apart",
     ) -> Session:
-        """A session for one branch; without a key it gets one. With `after` its first calls are
-        answered from the record of that session, as long as `same` says of two calls, recorded and
-        now, that they are the same: each is {"messages": [..], "tools": [..]} in JSON, a message
-        {"role", "text", "thoughts", "calls", "answers", "name"}."""
+        """A session for one branch; without a key it gets one. `thoughts` are served apart, or in
+        the text, for programs that would drop them, which opens a context each time. With `after`
+        its first calls are answered from the record of that session, as long as `same` says of two
+        calls, recorded and now, that they are the same: each is {"messages": [..], "tools": [..]}
+        in JSON, a message {"role", "text", "thoughts", "calls", "answers", "name"}."""
         if not key:
             key = f"branch-{secrets.token_urlsafe(NUM_KEY_BYTES)}"
         if key in self._sessions:
             raise AgentEnvError(f"the key {key} is that of another branch")
-        session = self._sessions[key] = Session(key, self.port, after, same)
+        session = self._sessions[key] = Session(key, self.port, after, same, thoughts)
         return session
 
     def forget(self, session: Session) -> None:

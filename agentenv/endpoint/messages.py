@@ -5,11 +5,11 @@ What a client sends is decoded here alone; every fault is an `ApiError` with a n
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-import msgspec
 from msgspec import Struct
 
 from agentenv.call_syntax import THOUGHT_CLOSE, THOUGHT_OPEN
@@ -267,8 +267,8 @@ def _kind(value: Any) -> str:
 
 
 def arguments_text(arguments: Mapping[str, Any]) -> str:
-    """Arguments as they are served."""
-    return msgspec.json.encode(arguments).decode()
+    """Arguments as they are served: as clients in Python write them again, too."""
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 def as_message(given: Given, before: Sequence[Given] = ()) -> Message:
@@ -277,10 +277,13 @@ def as_message(given: Given, before: Sequence[Given] = ()) -> Message:
     if given.role == "tool":
         names = {call.id: call.name for one in before for call in one.calls}
         return Message("tool", given.text, name=given.name or names.get(given.answers))
-    text = given.text
-    if given.thoughts:
-        text = f"{THOUGHT_OPEN}\n{given.thoughts}\n{THOUGHT_CLOSE}\n\n{text}"
+    text = with_thoughts(given.thoughts, given.text) if given.thoughts else given.text
     return Message(given.role, text, tuple(map(_as_call, given.calls)))
+
+
+def with_thoughts(thoughts: str, text: str) -> str:
+    """A text that begins with its thoughts."""
+    return f"{THOUGHT_OPEN}\n{thoughts}\n{THOUGHT_CLOSE}\n\n{text}"
 
 
 def _as_call(call: Call) -> ToolCall:

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import aiohttp
 
-from agentenv.endpoint.capture import ProgramCall, Session, shared_endpoint
+from agentenv.endpoint.capture import ProgramCall, Session, Thoughts, shared_endpoint
 from agentenv.env import ForkMode, StepResult
 from agentenv.errors import EnvError
 from agentenv.types import Info, Limit, Message, Task
@@ -47,6 +47,7 @@ class ProgramEnv:
 
     fork_mode: ForkMode = "replay"
     last: Session
+    thoughts: Thoughts = "apart"
 
     def __init__(self, task: Task, program: Program) -> None:
         self.task, self.program = task, program
@@ -54,7 +55,7 @@ class ProgramEnv:
 
     async def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         self.endpoint = await shared_endpoint()
-        self._begin(self.endpoint.open())
+        self._begin(self.endpoint.open(thoughts=self.thoughts))
         call = await self._next()
         assert call is not None
         return call.messages, {"tools": call.tools, "turn": call.turn}
