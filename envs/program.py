@@ -31,7 +31,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -58,7 +58,6 @@ MAX_FILE_BYTES = 1 << 20  # of a file that is graded
 MAX_SHOWN = 500  # characters of an output in an error
 NUM_MEASURED = 8  # replays, before their rate counts
 
-T = TypeVar("T")
 Json = dict[str, Any]
 
 _COLUMN = re.compile(r"\{(\w+)\}")
@@ -123,6 +122,13 @@ class ProgramConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "in place of `reward`"
         ),
     ] = ""
+    thoughts: Annotated[
+        Literal["apart", "text"],
+        Meta(
+            description="how it reads the policy's thoughts: in a field of their own, or in the "
+            "text, for a program that would not send them back"
+        ),
+    ] = "apart"
     allow_unsafe: Annotated[
         bool, Meta(description="run it as it is, without a sandbox: with your rights")
     ] = False
@@ -237,7 +243,7 @@ class ProgramEnv:
         self._seed = seed or 0
         self._written, self._worked_s, self._ended = [], 0.0, None
         self._endpoint = await shared_endpoint()
-        self._session = self._endpoint.open()
+        self._session = self._endpoint.open(thoughts=self.config.thoughts)
         await self._start()
         call = await self._next(self._session.next)
         if isinstance(call, Ended):

@@ -352,3 +352,20 @@ def test_a_sandbox_that_is_killed_is_led_back_by_a_fresh_one(
     assert leaf.reward == 2.0
     assert len(started) == 2
     assert tree.num_retaken
+
+
+DROPPING = LOOP.replace(
+    "messages.append(message)\n",
+    "message.pop('reasoning_content', None)\n    messages.append(message)\n",
+    1,
+)
+
+
+@pytest.mark.parametrize(("thoughts", "num_contexts"), [("apart", 3), ("text", 1)])
+def test_thoughts_in_the_text_keep_one_context_of_a_program_that_drops_their_field(
+    thoughts: str, num_contexts: int
+) -> None:
+    tree = grown(program(DROPPING, thoughts=thoughts))
+    (leaf,) = tree.leaves()
+    assert leaf.reward == 2.0, leaf.error
+    assert sum(node.parent is None for node in tree.nodes) == num_contexts
