@@ -134,6 +134,10 @@ class Branch:
         node = self.turns[turn]
         return node.action_ids + packed_ids([end_id] if node.index in self.cut else [])
 
+    def ended_ids(self, node: Node, renderer: ContextRenderer) -> Ids:
+        """The tokens of a turn, for whoever asks whether it has ended."""
+        return packed_ids([renderer.end_id]) if node.index in self.cut else node.action_ids
+
     def proceed(self, tree: TrajectoryTree, renderer: ContextRenderer, most: int) -> Node | None:
         """Go on where `next_turn` says: from a turn that its tokens extend, else from a context of
         its own. Texts of tools have at most `most` tokens. Returns the turn that is left without

@@ -121,7 +121,7 @@ async def _demonstration(
             results += [message.content for message in found]
             if terminated or truncated:
                 break
-            check_observation(found, "tags")
+            check_observation(found)
         else:
             raise DataError(
                 f"task {task.id}: the demonstration has not ended after {MAX_TURNS} turns; a turn "

@@ -279,6 +279,7 @@ def _interleave(weights: Sequence[int]) -> list[int]:
 
 
 CUT_KEY = "num_cut_chars"  # of Task.metadata: characters that were taken out of the question
+MAX_STARTED = 8
 BATCH = 256
 MAX_LISTED_PROMPTS = 10
 
@@ -293,8 +294,9 @@ class PromptFitter:
     limits.max_prompt_tokens.
 
     A prompt is not rendered when its last message has fewer bytes than the limit leaves beside
-    a rendered prompt that is otherwise equal, since a token stands for a byte at least. The actor
-    looks at the length again. `key` is the one that chooses `mode`, for the messages.
+    a rendered prompt that is otherwise equal, since a token stands for a byte at least; nor are
+    more than MAX_STARTED of environments with an attribute `starts_processes`. The actor looks at
+    the length again. `key` is the one that chooses `mode`, for the messages.
     """
 
     def __init__(
@@ -313,6 +315,7 @@ class PromptFitter:
         self.key = key
         self.say = say
         self._rendered: dict[str, int] = {}  # tokens of a prompt, by what it shares with others
+        self._num_started = 0  # environments that start processes of their own
         self._not_begun: dict[str, str] = {}  # why an environment did not begin, by its task
 
     async def fit(self, tasks: Sequence[Task]) -> list[Task]:
@@ -374,6 +377,10 @@ class PromptFitter:
             return None
         except ConfigError as error:
             return ConfigError(f"task {task.id}: {error}")
+        if getattr(env, "starts_processes", False):
+            self._num_started += 1
+            if self._num_started > MAX_STARTED and CUT_KEY not in task.metadata:
+                return None
         found: _Prompt | AgentEnvError | None = None
         try:
             async with asyncio.timeout(self.limits.env_timeout_s):

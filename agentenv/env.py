@@ -302,10 +302,7 @@ async def _close_shared() -> None:
                 await outcome
 
 
-CallProtocol = Literal["tags", "native"]  # of renderers
-
 MAX_SHOWN = 200  # characters of what came instead
-ROLES: dict[CallProtocol, tuple[str, ...]] = {"tags": ("tool",), "native": ("tool", "user")}
 
 
 def check_reset(result: tuple[list[Message], Info]) -> tuple[list[Message], Info]:
@@ -342,22 +339,16 @@ def check_step(result: StepResult) -> StepResult:
     raise _wrong("step", "(messages, reward, terminated, truncated, info)", result)
 
 
-def check_observation(messages: Sequence[Message], protocol: CallProtocol) -> None:
-    """Refuse messages of a step that the episode goes on after and that no renderer of the protocol
-    renders."""
-    for message in messages:
-        if message.role not in ROLES[protocol]:
-            raise CrashError(_refusal(message.role, protocol))
-
-
-def _refusal(role: str, protocol: CallProtocol) -> str:
-    if protocol == "native":
-        return f"an observation holds tool results or user messages, not {role!r}"
-    return (
-        f"the tag protocol renders tool results only, the env sent {role!r}: let a tool of the "
-        'policy return that text, as a Message("tool", ..) (docs/environments.md, "A simulated '
-        'user")'
-    )
+def check_observation(messages: Sequence[Message]) -> None:
+    """Refuse messages of a step that the episode goes on after and that no renderer renders: an
+    observation holds tool results, then messages of a user."""
+    for place, message in enumerate(messages):
+        if message.role not in ("tool", "user"):
+            raise CrashError(
+                f"an observation holds tool results or user messages, not {message.role!r}"
+            )
+        if message.role == "tool" and place and messages[place - 1].role == "user":
+            raise CrashError("an observation holds its tool results before its user messages")
 
 
 def _is_message(one: object) -> bool:

@@ -385,6 +385,7 @@ class Throughput:
 
 
 NO_TOOL = "no tool"  # an observation that answers no call
+USER = "a user"  # who answers a turn without a call
 OTHER_TOOLS = "other tools"  # a policy can make up any number of names
 MAX_TOOLS = 32  # that a merged profile keeps apart
 
@@ -413,7 +414,8 @@ class EntropyCurve(Struct, frozen=True):
 
 
 class EntropyProfile(Struct, frozen=True):
-    """Curves of first turns, of all turns after a tool result, and of those by tool.
+    """Curves of first turns, of all turns after an observation, and of those by tool, a user's
+    messages apart.
 
     The figure of ARPO and AEPO is `after` each tool against `start`, the first turn of a
     trajectory, over the first 10 to 50 tokens.
@@ -480,7 +482,7 @@ def entropy_profile(trees: Iterable[TrajectoryTree], num_positions: int = 50) ->
 
 def _tools(node: Node) -> list[str]:
     names = {str(call["name"]) for call in node.info.get("tool_calls", ())}
-    return sorted(names) or [NO_TOOL]
+    return sorted(names) or [USER if node.is_of_user else NO_TOOL]
 
 
 def _curve(turns: Sequence[Sequence[float]]) -> EntropyCurve:

@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 from agentenv.call_syntax import PARSERS, THOUGHT_CLOSE, Parser, after_thoughts
 from agentenv.env import check_observation
 from agentenv.errors import ConfigError, DataError
-from agentenv.renderer import PromptConfig, TextCodec, ToolSchemas
+from agentenv.renderer import PromptConfig, TextCodec, ToolSchemas, template_errors
 from agentenv.types import UNKNOWN_TOOL, Completion, Message, ToolCall
 
 Style = Literal[
@@ -66,13 +66,6 @@ _SAMPLE_CALLS = (
     ),
     ToolCall("sample_tool", {"text": "two"}),
 )
-
-
-def template_errors() -> tuple[type[Exception], ...]:
-    """Raised by a chat template that refuses its messages."""
-    from jinja2 import TemplateError  # slow to load
-
-    return (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 
 class NativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="native",
@@ -170,13 +163,19 @@ class NativeRenderer(TextCodec):
         return Message("assistant", text, calls)
 
     def observation(
-        self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
+        self,
+        messages: Sequence[Message],
+        tools: ToolSchemas,
+        max_tokens: int,
+        turn_ids: Sequence[int] = (),
     ) -> array[int]:
         """What the template writes after the end of the turn, up to where the next one begins;
         each text keeps its head and tail within max_tokens."""
-        check_observation(messages, "native")
+        check_observation(messages)
         frames, _ = self._frames_around(messages, tools)
-        ids = array("i", self.encode(frames[0]))
+        is_open = turn_ids and not self.is_ended(turn_ids)
+        ids = array("i", [self.end_id] if is_open else [])
+        ids.extend(self.encode(frames[0]))
         for text, frame in zip(self.texts(messages, tools), frames[1:], strict=True):
             ids += self.encode_foreign(text, tools, max_tokens)
             ids.extend(self.encode(frame))
@@ -184,7 +183,7 @@ class NativeRenderer(TextCodec):
 
     def texts(self, messages: Sequence[Message], tools: ToolSchemas) -> list[str]:
         """The texts of an observation, as the template quotes them."""
-        check_observation(messages, "native")
+        check_observation(messages)
         texts = [message.content for message in messages]
         if not self._frames_around(messages, tools)[1]:
             return texts

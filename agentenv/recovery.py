@@ -114,7 +114,7 @@ class Recovery:
             messages, _, terminated, truncated, info = result
             branch.expect(info)
             await self._actor.renderer.prepare(messages, branch.tools, size)
-            ids = self._actor.renderer.observation(messages, branch.tools, size)
+            ids = self._actor.renderer.observation(messages, branch.tools, size, node.action_ids)
             same = packed_ids(ids) == node.observation_ids
             there = there and not terminated and not truncated and same
             there = there and not (branch.next_turn is not None and branch.next_turn.prompt)

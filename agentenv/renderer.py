@@ -4,10 +4,13 @@ The policy writes   <think>..</think><search>query</search>
 the env answers      <result>\\n..\\n</result>
 and so on until      <think>..</think><answer>..</answer> and an end-of-sequence token.
 
+A user who answers a turn is rendered as the chat template writes a user's message after an answer;
+the next turn begins with the header of an answer.
+
 A renderer only appends: the prompt is rendered once by the model's chat template, sampled tokens
-are never tokenized again, and tool text is tokenized by itself, so it can neither forge a tag nor
-a special token. `agentenv/native.py` is the renderer of native tool calls. What stands before the
-question, the system prompt, is an `Instruction`.
+are never tokenized again, and the text of tools and users is tokenized by itself, so it can neither
+forge a tag nor a special token. `agentenv/native.py` is the renderer of native tool calls. What
+stands before the question, the system prompt, is an `Instruction`.
 """
 
 from __future__ import annotations
@@ -157,6 +160,8 @@ NUM_TAIL_IDS = 8  # of a prefix; enough to hold <think> and blanks, whatever the
 FEW_CHARS = 200  # of a text that is encoded sooner than it is sent
 MAX_KNOWN_CHARS = 4_000_000  # of texts whose ids are kept, since branches of a tree read the same
 
+NO_USER = "the chat template cannot write a user's message after an"
+
 ToolSchemas = Sequence[dict[str, Any]]
 Known = tuple[str, tuple[str, ...], int]  # a text, the names of tools, and the tokens it may have
 
@@ -189,8 +194,17 @@ class Renderer(Protocol):
         ...
 
     def observation(
-        self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
-    ) -> Sequence[int]: ...
+        self,
+        messages: Sequence[Message],
+        tools: ToolSchemas,
+        max_tokens: int,
+        turn_ids: Sequence[int] = (),
+    ) -> Sequence[int]:
+        """The tokens between two turns: tool results and messages of a user. `turn_ids` are those
+        of the turn that they answer; where its end-of-sequence token is missing, and needed, it
+        comes first. Raises CrashError for messages of other roles."""
+        ...
+
     async def prepare(
         self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
     ) -> None:
@@ -278,6 +292,10 @@ class TextCodec:
             with suppress(EncoderLostError):  # it is encoded on the loop
                 self._fitted(key, await self.encoder.encode(self.neutralise(key[0], tools)))
 
+    def is_ended(self, turn_ids: Sequence[int]) -> bool:
+        """Whether a turn has its end-of-sequence token."""
+        return bool(len(turn_ids)) and turn_ids[-1] in self.eos_ids
+
     def texts(self, messages: Sequence[Message], tools: ToolSchemas) -> list[str]:
         """The texts that `observation` gives to `encode_foreign`."""
         return [message.content for message in messages]
@@ -329,14 +347,20 @@ class TextCodec:
         return "tags"
 
     @cached_property
-    def end_id(self) -> int:
-        """The token that ends a turn of the policy: the chat template's, else the tokenizer's."""
+    def written_end(self) -> int | None:
+        """The token with which the chat template, else the tokenizer, ends a turn of the policy."""
         found: int | None = None
         if self.prompt_config.apply_chat_template:
             kwargs = self.prompt_config.chat_template_kwargs
             found = template_end(self.tokenizer, self.eos_ids, kwargs)
-        own: int | None = self.tokenizer.eos_token_id if found is None else found
-        return own if own in self.eos_ids else min(self.eos_ids)
+        own: int | None = self.tokenizer.eos_token_id
+        return own if found is None else found
+
+    @cached_property
+    def end_id(self) -> int:
+        """`written_end`, if generation stops there, else a token at which it does."""
+        found = self.written_end
+        return found if found is not None and found in self.eos_ids else min(self.eos_ids)
 
     def _opens_thought(self, tail_ids: tuple[int, ...]) -> bool:
         return self.decode(tail_ids).rstrip().endswith(THOUGHT_OPEN)
@@ -366,6 +390,7 @@ class TagRenderer(TextCodec):
         self.prompt_config = prompt or PromptConfig()
         self.tools_in_prompt = tools_in_prompt
         self._frame: tuple[array[int], array[int]] | None = None  # of results, encoded once
+        self._user_frames: dict[int, list[list[int]]] = {}  # by the number of messages
         if (
             self.prompt_config.apply_chat_template
             and getattr(tokenizer, "chat_template", "") is None
@@ -424,19 +449,69 @@ class TagRenderer(TextCodec):
         return Message("assistant", text, calls)
 
     def observation(
-        self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
+        self,
+        messages: Sequence[Message],
+        tools: ToolSchemas,
+        max_tokens: int,
+        turn_ids: Sequence[int] = (),
     ) -> array[int]:
-        """Token ids of the tool results; each result keeps its head and tail within max_tokens."""
+        """Results go on within the turn that called, users end it. Each text keeps its head and
+        tail within max_tokens."""
         if self._frame is None:
             opened, closed = self.encode(RESULT_OPEN), self.encode(RESULT_CLOSE)
             self._frame = array("i", opened), array("i", closed)
         ids = array("i")
-        check_observation(messages, "tags")
-        for message in messages:
+        check_observation(messages)
+        results = [message for message in messages if message.role == "tool"]
+        for message in results:
             ids += self._frame[0]
             ids += self.encode_foreign(message.content, tools, max_tokens)
             ids += self._frame[1]
+        said = messages[len(results) :]
+        if said:
+            if results or (turn_ids and not self.is_ended(turn_ids)):
+                ids.append(self.end_id)
+            first, *frames = self._frames_of_users(len(said))
+            ids.extend(first)
+            for message, frame in zip(said, frames, strict=True):
+                ids += self.encode_foreign(message.content, tools, max_tokens)
+                ids.extend(frame)
         return ids
+
+    def _frames_of_users(self, number: int) -> list[list[int]]:
+        """Ids of the texts around so many messages of a user, from behind the end of the turn that
+        they answer to the beginning of the next one. Raises ConfigError."""
+        if number not in self._user_frames:
+            found = self._texts_around_users(number)
+            self._user_frames[number] = [self.encode(text) for text in found]
+        return self._user_frames[number]
+
+    def _texts_around_users(self, number: int) -> list[str]:
+        config = self.prompt_config
+        if not config.apply_chat_template:
+            return ["\n\n"] * number + ["\n"]
+        said = [f"qZ{place}userZq" for place in range(number)]
+        turns = [("user", "qQ"), ("assistant", "qTurnq"), *(("user", text) for text in said)]
+        chat = [{"role": role, "content": content} for role, content in turns]
+        end = self.decode([self.end_id])
+        try:
+            text = self.tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, tokenize=False, **config.chat_template_kwargs
+            )
+        except template_errors() as error:
+            raise ConfigError(f"{NO_USER} answer: it refuses {number} of them: {error}") from error
+        rest = str(text).rpartition("qTurnq")[2]
+        texts = re.split("|".join(said), rest)
+        if len(texts) != number + 1 or not texts[0].startswith(end):
+            raise ConfigError(f"{NO_USER} answer that ends with {end!r}; it writes {rest[:40]!r}")
+        return [texts[0].removeprefix(end), *texts[1:]]
+
+
+def template_errors() -> tuple[type[Exception], ...]:
+    """Raised by a chat template that refuses its messages."""
+    from jinja2 import TemplateError  # slow to load
+
+    return (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 
 def context_ids(
@@ -463,7 +538,7 @@ def context_ids(
             results.append(one)
             continue
         if results:
-            ids += array("i", renderer.observation(results, tools, max_tokens))
+            ids += array("i", renderer.observation(results, tools, max_tokens, ids[-1:]))
             results = []
         if one is not None:
             ids.extend(renderer.turn(one, tools) if isinstance(one, Message) else one)

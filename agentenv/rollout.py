@@ -382,13 +382,15 @@ class Rollout:
                 node.end = "terminated" if terminated else "truncated"
                 node.limit = None if terminated else Limit.ENV
                 return None
+            if num_said := sum(message.role == "user" for message in messages):
+                node.info["user_messages"] = num_said
             room = limits.max_tool_result_tokens
             if branch.next_turn is not None and branch.next_turn.prompt:
                 left = branch.proceed(self.tree, renderer, room)
                 if left is not None:
                     self._complete(left, branch, completion.stop)
                 self._complete(branch.cursor, branch, completion.stop if left is None else None)
-                branch.may_fork = bool(branch.cursor.parent) and self.has_room_to_fork(branch)
+                branch.may_fork = branch.cursor.parent is not None and self.has_room_to_fork(branch)
                 if len(branch.prefix_ids) >= limits.max_prompt_tokens + limits.max_response_tokens:
                     return Limit.RESPONSE_TOKENS, None
                 limit = branch.limit_of_observation((), limits)
@@ -396,7 +398,8 @@ class Rollout:
                     return limit, None
                 continue
             await renderer.prepare(messages, branch.tools, room)
-            observation_ids = renderer.observation(messages, branch.tools, room)
+            turn_ids = branch.ended_ids(node, renderer)
+            observation_ids = renderer.observation(messages, branch.tools, room, turn_ids)
             if node.index in branch.cut:  # what ends the turn comes first
                 observation_ids = [renderer.end_id, *observation_ids]
             if await self.hooks.redirect(branch, observation_ids):

@@ -16,7 +16,13 @@ from agentenv.errors import ConfigError
 
 VLLM_IPC = "agentenv_ipc"  # our backend of vLLM for weights in memory that the learner shares
 SGLANG_RESERVED = 2  # tokens of its context length that an SGLang server never fills
-ROLES = ("summarizer", "judge", "debugger", "refiner")  # besides the policy, which is [engine]
+ROLES = (
+    "summarizer",
+    "judge",
+    "debugger",
+    "refiner",
+    "user",
+)  # besides the policy, which is [engine]
 
 
 MAX_SHARE = 0.9  # of a GPU's memory, for servers beside the CUDA contexts of others
@@ -144,8 +150,9 @@ class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         str,
         Meta(
             description="http://HOST:PORT of a server that runs already; empty: start one. NAME is "
-            "summarizer, judge, debugger or refiner; {role:NAME} in texts of [env], [grader], "
-            "[search] and [python] stands for the URL, e.g. grader.judge.url = '{role:judge}/v1'"
+            "summarizer, judge, debugger, refiner or user; {role:NAME} in texts of [env], "
+            "[grader], [search] and [python] stands for the URL, e.g. grader.judge.url = "
+            "'{role:judge}/v1'"
         ),
     ] = ""
     model: Annotated[str, Meta(description="Hugging Face directory; needed to start one")] = ""

@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import psutil
 
 from agentenv.env import (
-    CallProtocol,
     Env,
     ForkMode,
     check_finish,
@@ -32,6 +31,7 @@ from agentenv.tags import check_tags, tag_calls
 from agentenv.types import Limit, Message, Task
 
 T = TypeVar("T")
+CallProtocol = Literal["tags", "native"]  # of renderers
 Ending = Literal["cancelled", "finished before", "went on", "stuck"]
 Make = Callable[[Task], Env]
 Outcome = tuple[list[Message], float, bool, bool]
@@ -60,21 +60,19 @@ async def check_tool_env(
     Checked are Gymnasium's rules for reset and step, seeding, idempotent close, `finish`, that no
     step holds up the event loop, and with it every other rollout, for over HELD_S, that a
     deadline can end a step or a fork at each of its awaits and leaves nothing behind, that
-    episodes at the same time do not touch each other, and the fork law; and that the policy can
-    call each tool, and read each observation, in the form of `renderer`. What rollouts refuse of an
-    environment (`agentenv.env`) is refused with the same text. What the episodes share is
-    closed at the end.
+    episodes at the same time do not touch each other, and the fork law; that the policy can
+    call each tool in the form of `renderer`, and that an observation holds tool results and
+    messages of a user. What rollouts refuse of an environment (`agentenv.env`) is refused with the
+    same text. What the episodes share is closed at the end.
     """
     async with shared_apart():
         tools = await _tools(make, task)
         if renderer == "tags":
             _refuse(check_tags, tools)
-        await _check_env(make, task, [_message(action, tools) for action in actions], renderer)
+        await _check_env(make, task, [_message(action, tools) for action in actions])
 
 
-async def _check_env(
-    make: Make, task: Task, actions: Sequence[Message], renderer: CallProtocol
-) -> None:
+async def _check_env(make: Make, task: Task, actions: Sequence[Message]) -> None:
     """Its seed determines an episode, which holds nobody up, whatever is done to others."""
     before = getstate()
     held: list[list[float]] = [[], []]
@@ -82,7 +80,7 @@ async def _check_env(
     assert getstate() == before, "an episode changed the state of the global random generator"
     check_end(reference)
     for observation, *_ in reference[:-1]:
-        _refuse(check_observation, observation, renderer)
+        _refuse(check_observation, observation)
     again = await play(make, task, actions, held[1])
     same(reference, again, "two episodes with one seed")
     for number, seconds in enumerate(map(min, *held)):  # the first call may load something

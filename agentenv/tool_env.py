@@ -324,7 +324,7 @@ class ToolEnv:
         record["duration_s"] = seconds = loop.time() - start
         if clock is not None and (waited_s := seconds - (clock() - worked_s)) > LEAST_WAIT_S:
             record["waited_s"] = min(waited_s, seconds)  # what is given back may be of before
-        return await _printable(text), record
+        return await printable_text(text), record
 
     async def _call(self, call: ToolCall, state: Any, record: Info, limits: ToolLimits) -> str:
         """The text of one call's result; facts that the tool reports go to record["info"]. Raises
@@ -410,18 +410,20 @@ async def _within(
     """One try of a call. The deadline raises InfraError; waits for a place or for a rate limit
     are not part of it."""
     if max_concurrency is None:
-        return await _timed(timeout_s, tool, arguments, state)
+        return await call_in_time(timeout_s, tool, arguments, state)
     key = ("tool places", tool.name, max_concurrency)
     places = shared(key, lambda: asyncio.Semaphore(max_concurrency))
     async with admitted(places, f"a place at the tool {tool.name!r}"):
-        return await _timed(timeout_s, tool, arguments, state)
+        return await call_in_time(timeout_s, tool, arguments, state)
 
 
-async def _timed(timeout_s: float, tool: Tool, arguments: dict[str, Any], state: Any) -> ToolResult:
+async def call_in_time(
+    timeout_s: float, tool: Tool, arguments: dict[str, Any], state: Any
+) -> ToolResult:
     clock = work_clock()
     if clock is None:
         with working(WorkClock()):
-            return await _timed(timeout_s, tool, arguments, state)
+            return await call_in_time(timeout_s, tool, arguments, state)
     # Whether the tool is down is known when the call ends. Until then no other deadline of the
     # rollout passes; this one does, since it asks for the time alone and not for a doubt.
     late = Deadline(
@@ -473,7 +475,7 @@ def _kept(found: Any) -> Any:
     return found
 
 
-async def _printable(text: str) -> str:
+async def printable_text(text: str) -> str:
     """`printable`, which lets others go on between two pieces of a text that takes long."""
     if text.isascii():
         return text

@@ -136,6 +136,11 @@ class Node(Struct):
         self.observation_ids = _packed("i", self.observation_ids)
         self.logprobs, self.entropies = _packed("f", self.logprobs), _packed("f", self.entropies)
 
+    @property
+    def is_of_user(self) -> bool:
+        """Whether the observation is what a user said, and no tool result."""
+        return bool(self.info.get("user_messages")) and not self.info.get("tool_calls")
+
 
 class Trajectory:
     """A root-to-leaf path, derived from its tree."""

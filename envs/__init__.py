@@ -11,3 +11,4 @@ register("agentenv/CodeInterpreter-v0", "agentenv.envs.code_interpreter:CodeInte
 register("agentenv/WebSearch-v0", "agentenv.envs.web_search:WebSearchEnv")
 register("agentenv/QAGrader-v0", "agentenv.envs.qa_grader:QAGraderEnv")
 register("agentenv/DeepSearch-v0", "agentenv.envs.deep_search:DeepSearchEnv")
+register("agentenv/Program-v0", "agentenv.envs.program:ProgramEnv")

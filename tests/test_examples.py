@@ -19,7 +19,7 @@ from agentenv.testing import check_tool_env
 from tests.support.warehouse import ROOT
 
 ENVS = {"shop": "ShopEnv", "text_game": "TextGameEnv", "mcp_maths": "MathsEnv"}
-ENVS["http_api"] = "PricesEnv"
+ENVS |= {"http_api": "PricesEnv", "customer": "CustomerEnv"}
 # as it is, but for sizes; actions come from a script, so that some are right and some are not
 SMALL = ["train.num_steps=2", "queue.groups_per_step=2", "learner.groups_per_minibatch=2"]
 SMALL += ["algorithm.group_size=4", "eval.sets.heldout.max_tasks=3", "sft.gate_every=2"]
@@ -34,6 +34,7 @@ CALLS = {
         '<price>{"store": 57, "item": "Nothing"}</price>',
         "<price>Zorvex</price>",
     ),
+    "customer": ("Hm?", "What is your order number?", "<track>1</track>", "Your number, please?"),
     "mcp_maths": ('<multiply>{"a": 3, "b": 4}</multiply>', '<add>{"a": 3}</add>'),
 }
 
@@ -46,6 +47,9 @@ def guess(prompt: str, rng: Random) -> str:
         return f"<think>so</think><answer>{rng.choice(number or ['gem'])}</answer>"
     question = prompt.partition("user\n")[2].partition("<|im_end|>")[0]
     words = question.replace("?", "").replace(".", "").split()
+    if "order" in words:
+        numbers = re.findall(r"\d{4}", prompt)
+        return f"<think>so</think><track>{numbers[-1]}</track>" if numbers else "Your number?"
     if "gem" in words:
         return f"<think>go</think>{rng.choice(CALLS['text_game'])}"
     if "*" in words:

@@ -60,6 +60,7 @@ PROGRAMS = (
     "agentenv/engines/vllm_plugin/",
     *("learners/broadcast.py", "learners/dpo.py", "learners/layouts.py"),  # of a rank, likewise
     *("envs/sandbox/zygote.py", "envs/sandbox/fork_broker.py", "envs/sandbox/confine.py"),
+    "envs/sandbox/program_init.py",
 )
 
 ALLOWED = {
@@ -68,6 +69,7 @@ ALLOWED = {
     "envs/search/corpus.py: ThreadPoolExecutor": "the same",
     "envs/sandbox/process.py: run_in_executor": "reaps, and begins although the loop may end",
     "envs/sandbox/process.py: subprocess.Popen": "the zygote dies with the thread that starts it",
+    "envs/sandbox/program.py: subprocess.Popen": "bubblewrap dies with the thread that starts it",
     "agentenv/worker_pool.py: subprocess.Popen": "the fork server, which threads start too",
     "agentenv/worker_pool.py: threading.Thread": "reaps the fork server",
     "agentenv/worker_pool.py: os.fork": "inside the fork server",
@@ -107,7 +109,13 @@ def test_what_would_go_past_it_is_seen(text: str) -> None:
 def test_what_cannot_go_through_the_seam_asks_it_first(path: str) -> None:
     asks = "check_outside(" in (ROOT / path).read_text(encoding="utf-8")
     assert asks == (
-        path in {"envs/search/corpus.py", "envs/sandbox/process.py", "agentenv/worker_pool.py"}
+        path
+        in {
+            "envs/search/corpus.py",
+            "envs/sandbox/process.py",
+            "envs/sandbox/program.py",
+            "agentenv/worker_pool.py",
+        }
     )
 
 

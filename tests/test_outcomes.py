@@ -66,8 +66,7 @@ class PlainEnv(TalkEnv):
 
 ACTIONS = ["Which colour?", "<price>red</price>", "<answer>7</answer>"]
 TEXTS = {
-    TalkEnv: "the tag protocol renders tool results only, the env sent 'user': let a tool ",
-    SystemEnv: "the tag protocol renders tool results only, the env sent 'system': let a tool ",
+    SystemEnv: "an observation holds tool results or user messages, not 'system'",
     PlainEnv: "the environment's step gave no (messages, reward, terminated, truncated, info) but ",
 }
 BAD = pytest.mark.parametrize("env", TEXTS)
@@ -83,7 +82,7 @@ async def refusals(env: type[TalkEnv]) -> dict[str, str]:
         await check_tool_env(env, TASK, ACTIONS)
     found["kit"] = str(kit.value)
     with pytest.raises(ConfigError) as dry:
-        await try_turn(env, TASK, "tags")
+        await try_turn(env, TASK)
     found["dry run"] = str(dry.value).removeprefix("me/Talk-v0, task t: ")
     return found
 
@@ -110,13 +109,13 @@ def test_a_rollout_fails_by_a_bug_with_that_text(env: type[TalkEnv]) -> None:
 
 
 def test_a_cold_start_refuses_dialogues_that_no_rollout_has(tmp_path: Path) -> None:
-    roles = ["user", "assistant", "user", "assistant"]
+    roles = ["user", "assistant", "system", "assistant"]
     row = {"messages": [{"role": role, "content": "x"} for role in roles]}
     path = tmp_path / "sft.jsonl"
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError) as raised:
         load_demonstrations(path, TagRenderer(CharTokenizer()), [])
-    assert str(raised.value).startswith(f"{path}, row 1: {TEXTS[TalkEnv]}")
+    assert str(raised.value).startswith(f"{path}, row 1: ")
 
 
 async def test_what_the_probe_raises_or_never_gives_is_no_refusal(
@@ -126,8 +125,8 @@ async def test_what_the_probe_raises_or_never_gives_is_no_refusal(
         async def step(self, action: Message) -> Any:
             raise KeyError("no call")
 
-    await try_turn(Strict, TASK, "tags")
-    await try_turn(TalkEnv, TASK, "native")  # whose template may have a place for users
+    assert await try_turn(Strict, TASK) == []
+    assert await try_turn(TalkEnv, TASK) == [TalkEnv.said]
 
 
 async def test_an_env_that_only_runs_tools_is_not_probed() -> None:
@@ -138,15 +137,15 @@ async def test_an_env_that_only_runs_tools_is_not_probed() -> None:
 
         return ToolEnv(task, tools=[price], grader=Grading())
 
-    await try_turn(make, TASK, "tags")
+    assert await try_turn(make, TASK) == []
 
 
-def test_native_observations_hold_results_and_users() -> None:
-    check_observation([Message("tool", "7"), Message("user", "red")], "native")
+def test_observations_hold_results_and_users() -> None:
+    check_observation([Message("tool", "7"), Message("user", "red")])
     with pytest.raises(
         CrashError, match="an observation holds tool results or user messages, not 'system'"
     ):
-        check_observation([Message("system", "7")], "native")
+        check_observation([Message("system", "7")])
 
 
 @pytest.mark.parametrize("reward", [nan, float("inf"), None, "1"])
@@ -163,4 +162,4 @@ def test_messages_may_come_in_any_sequence() -> None:
     assert check_reset(((message,), {})) == ([message], {})  # type: ignore[arg-type]
 
 
-register("outcomes/Talk-v0", "tests.test_outcomes:TalkEnv")
+register("outcomes/Talk-v0", "tests.test_outcomes:SystemEnv")

@@ -6,7 +6,7 @@ import pytest
 
 from agentenv.errors import EnvError
 from agentenv.renderer import TagRenderer
-from agentenv.types import Completion, Message, ToolCall
+from agentenv.types import Completion, Message, Role, ToolCall
 from tests.support.toy import TOOL, CharTokenizer
 
 RENDERER = TagRenderer(CharTokenizer())
@@ -73,6 +73,7 @@ def test_what_is_tokenized_of_a_result_is_bounded(monkeypatch: pytest.MonkeyPatc
     assert max(sizes) < 500
 
 
-def test_only_tool_results_can_be_rendered() -> None:
-    with pytest.raises(EnvError, match="sent 'user'"):
-        RENDERER.observation([Message("user", "hi")], [TOOL], 100)
+@pytest.mark.parametrize("messages", [["system"], ["tool", "assistant"], ["user", "tool"]])
+def test_only_results_and_then_users_can_be_rendered(messages: list[Role]) -> None:
+    with pytest.raises(EnvError, match="an observation holds"):
+        RENDERER.observation([Message(role, "hi") for role in messages], [TOOL], 100)

@@ -26,6 +26,7 @@ import asyncio
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from math import isfinite
 from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
@@ -117,6 +118,7 @@ class Session:
         self._last = after._current.request if after and after._current else None
         self._same: Same = same or (lambda recorded, now: recorded == now)
         self._diverged: DivergedError | None = None
+        self.posted: Json | None = None  # the reward that the program gave itself
 
     @property
     def variables(self) -> dict[str, str]:
@@ -207,6 +209,15 @@ class Session:
         self._waiting.append(call)
         self._came.set()
         return [await call.answer]
+
+    def rewarded(self, body: Json) -> None:
+        """The program posts its reward; the last one counts. Raises ApiError."""
+        if self._closed:
+            raise ApiError("ended", self._closed)
+        reward = body.get("reward")
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not isfinite(reward):
+            raise ApiError("bad_request", 'expected {"reward": NUMBER}', "reward")
+        self.posted = body
 
     def _replayed(self, request: Request) -> Answer:
         """The answer to the same call of the recorded session."""
@@ -383,6 +394,7 @@ class _Handler:
 
     def __init__(self, session: Session) -> None:
         self.new_id, self.count, self.answer = session.new_id, session.count, session.asked
+        self.rewarded = session.rewarded
 
 
 class Endpoint:

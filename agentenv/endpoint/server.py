@@ -2,6 +2,7 @@
 
     GET   /health, /v1/models, /v1/models/NAME
     POST  /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens
+    POST  /v1/reward                            {"reward": NUMBER, "success"}, of a captured program
 
 A key comes as `Authorization: Bearer KEY` or `x-api-key: KEY`. Every error has the form of the API
 of its route, and a name of ERRORS.
@@ -82,6 +83,7 @@ class ApiServer:
         for dialect in DIALECTS:
             app.router.add_post(dialect.path, partial(self._call, dialect))
         app.router.add_post(f"{Anthropic.path}/count_tokens", self._count)
+        app.router.add_post("/v1/reward", self._reward)
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
         )
@@ -134,6 +136,14 @@ class ApiServer:
         handler = self._handler(http)
         request = DIALECTS[-1].read({"max_tokens": 1, **await _body(http)})
         return _json({"input_tokens": await handler.count(request)})
+
+    async def _reward(self, http: web.Request) -> web.Response:
+        """Of a program whose calls are captured."""
+        rewarded = getattr(self._handler(http), "rewarded", None)
+        if rewarded is None:
+            raise ApiError("no_route", "only a program whose calls are captured has a reward")
+        rewarded(await _body(http))
+        return _json({"ok": True})
 
     async def _stream(
         self, dialect: Dialect, http: web.Request, handler: Handler, request: Request, id: str

@@ -24,7 +24,7 @@ from agentenv.engines.remote.endpoint import (
     read_chat,
 )
 from agentenv.env import check_observation
-from agentenv.errors import EngineError, ForeignError
+from agentenv.errors import CrashError, EngineError, ForeignError
 from agentenv.renderer import RESULT_CLOSE, RESULT_OPEN, TextCodec, ToolSchemas, bounded
 from agentenv.tags import Shown, check_tags, tagged_call, with_tools
 from agentenv.types import MALFORMED_CALL, Chunk, Completion, Message, SamplingParams, ToolCall
@@ -127,10 +127,15 @@ class ChatRenderer:
         """Nothing takes long: nothing is tokenized."""
 
     def observation(
-        self, messages: Sequence[Message], tools: ToolSchemas, max_tokens: int
+        self,
+        messages: Sequence[Message],
+        tools: ToolSchemas,
+        max_tokens: int,
+        turn_ids: Sequence[int] = (),
     ) -> list[int]:
         """Each text keeps its head and tail within about `max_tokens`."""
-        check_observation(messages, "native" if self.native else "tags")
+        check_observation(messages)
+        self._check_answered(messages, turn_ids)
         kept = tuple(
             msgspec.structs.replace(
                 one,
@@ -138,8 +143,15 @@ class ChatRenderer:
             )
             for one in messages
         )
-        text = "".join(RESULT_OPEN + one.content + RESULT_CLOSE for one in kept)
+        text = _results(kept) + "".join(f"\n\nuser: {said}\n\n" for said in _said(kept))
         return self.pieces.add(Piece(text=text, messages=kept), estimated_tokens(text))
+
+    def _check_answered(self, messages: Sequence[Message], turn_ids: Sequence[int]) -> None:
+        """The endpoint refuses a call without a result."""
+        num_calls = sum(len(piece.calls) for piece in self.pieces.read(turn_ids))
+        num_results = sum(message.role == "tool" for message in messages)
+        if self.native and turn_ids and num_results != num_calls:
+            raise CrashError(f"the environment gave {num_results} results of {num_calls} calls")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(piece.text for piece in self.pieces.read(token_ids))
@@ -155,6 +167,22 @@ class ChatRenderer:
         """Tokens before a turn as the endpoint counted them, 0 if it did not."""
         pieces = self.pieces.read(action_ids)
         return pieces[0].num_prompt_tokens if pieces else 0
+
+
+def _results(messages: Sequence[Message]) -> str:
+    """The tool results as the tag protocol writes them."""
+    results = (one.content for one in messages if one.role == "tool")
+    return "".join(RESULT_OPEN + text + RESULT_CLOSE for text in results)
+
+
+def _shown_results(piece: Piece) -> str:
+    """A piece without what a user says in it."""
+    return _results(piece.messages) if piece.messages else piece.text
+
+
+def _said(messages: Sequence[Message]) -> list[str]:
+    """The texts of a user."""
+    return [one.content for one in messages if one.role == "user"]
 
 
 def native_call(raw: dict[str, Any]) -> ToolCall:
@@ -256,7 +284,7 @@ class ChatEngine(EndpointEngine):
         if self.native:
             tools = [{"type": "function", "function": tool} for tool in pieces[0].tools]
             body |= {"tools": tools} if tools else {}
-        elif len(pieces) > 1 and self._way() == "continue":
+        elif body["messages"][-1]["role"] == "assistant" and self._way() == "continue":
             body |= {"continue_final_message": True, "add_generation_prompt": False}
         return body | config.extra_body
 
@@ -272,27 +300,24 @@ class ChatEngine(EndpointEngine):
         chat: list[Json] = [{"role": m.role, "content": m.content} for m in pieces[0].messages]
         rest = pieces[1:]
         if self.native:
-            calls: tuple[Json, ...] = ()
+            return chat + _native_messages(rest)
+        if self._way() == "turns":
             for piece in rest:
                 if piece.is_turn:
-                    calls = piece.calls
-                    thoughts = {"reasoning_content": piece.thoughts} if piece.thoughts else {}
-                    chat.append({"role": "assistant", "content": piece.content or None,
-                                 "tool_calls": list(calls), **thoughts})  # fmt: skip
-                    continue
-                for call, result in zip(calls, piece.messages, strict=True):
-                    chat.append(
-                        {"role": "tool", "tool_call_id": call["id"], "content": result.content}
-                    )
-        elif rest and self._way() == "turns":
-            for piece in rest:
-                role = "assistant" if piece.is_turn else "user"
-                chat.append({"role": role, "content": piece.text.strip()})
-        elif rest:
-            text = "".join(piece.text for piece in rest)
-            more = {"prefix": True} if self._way() == "prefix" else {}
-            chat.append({"role": "assistant", "content": text, **more})
-        return chat
+                    chat.append({"role": "assistant", "content": piece.text.strip()})
+                else:
+                    texts = [_shown_results(piece).strip(), *_said(piece.messages)]
+                    chat.append({"role": "user", "content": "\n\n".join(filter(None, texts))})
+            return chat
+        more = {"prefix": True} if self._way() == "prefix" else {}
+        text = ""  # of the policy's turns and results since a user said something
+        for piece in rest:
+            text += _shown_results(piece)
+            if said := _said(piece.messages):
+                chat.append({"role": "assistant", "content": text})
+                chat += ({"role": "user", "content": one} for one in said)
+                text = ""
+        return [*chat, {"role": "assistant", "content": text, **more}] if text else chat
 
     # replies
 
@@ -356,6 +381,24 @@ def _ended(reply: Any) -> ChatReply:
     if found.choices[0].finish_reason is None:
         raise MalformedReplyError("no chat completion: it has no finish_reason")
     return found
+
+
+def _native_messages(pieces: Sequence[Piece]) -> list[Json]:
+    """Turns with their calls, results and messages of a user."""
+    chat: list[Json] = []
+    calls: tuple[Json, ...] = ()
+    for piece in pieces:
+        if piece.is_turn:
+            calls = piece.calls
+            content = piece.content or (None if calls else "")
+            more: Json = {"tool_calls": list(calls)} if calls else {}
+            more |= {"reasoning_content": piece.thoughts} if piece.thoughts else {}
+            chat.append({"role": "assistant", "content": content, **more})
+            continue
+        for call, result in zip(calls, piece.messages, strict=False):
+            chat.append({"role": "tool", "tool_call_id": call["id"], "content": result.content})
+        chat += ({"role": "user", "content": one} for one in _said(piece.messages))
+    return chat
 
 
 def _shown(call: Json) -> str:

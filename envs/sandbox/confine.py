@@ -392,6 +392,50 @@ def program(
     return [*code, (RETURN, 0, 0, ERRNO | errno.EPERM)]
 
 
+# What a program, which may start others and talk to sockets, may not do: reach other namespaces or
+# the kernel's keys, modules and tracing. A socket is one of a file, of the network (of which there
+# is only the loopback) or of netlink; others, such as those to the host of a virtual machine, know
+# no namespaces.
+
+NAMESPACES = 0x7E020000  # all CLONE_NEW flags but that of time
+_REFUSED: _Numbers = {
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
+    "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428),
+    "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
+    "fspick": (433, 433), "mount_setattr": (442, 442), "ptrace": (101, 117),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "kexec_load": (246, 104),
+    "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
+    "open_by_handle_at": (304, 265), "reboot": (169, 142), "swapon": (167, 224),
+    "syslog": (103, 116), "acct": (163, 89), "quotactl": (179, 60),
+}  # fmt: skip
+_SOCKETS: _Numbers = {"socket": (41, 198), "socketpair": (53, 199)}
+SOCKET_FAMILIES = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
+
+
+def program_filter(machine: str) -> list[Instruction]:
+    """The filter for a program and all that it starts. Raises ValueError for another machine."""
+    column = _column_of(machine)
+    code: list[Instruction] = [
+        (LOAD, 0, 0, 4),
+        (IF_EQUAL, 1, 0, AUDIT_ARCH[machine]),
+        (RETURN, 0, 0, KILL_PROCESS),
+        (LOAD, 0, 0, 0),
+    ]
+    if machine == "x86_64":
+        code += [(IF_AT_LEAST, 0, 1, X32), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
+    for number in _column(_REFUSED.values(), column):
+        code += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, ERRNO | errno.EPERM)]
+    # the filter cannot read arguments in memory; without clone3 the C library calls clone
+    code += [(IF_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
+    code += _when(numbers_of(machine, "clone")[0], 0, (0,), NAMESPACES)
+    for number in _column(_SOCKETS.values(), column):
+        code += _when(number, 0, SOCKET_FAMILIES, refusal=errno.EAFNOSUPPORT)
+    return [*code, (RETURN, 0, 0, ALLOW)]
+
+
 def assembled(code: Iterable[Instruction]) -> bytes:
     """As the kernel reads it: struct sock_filter, one after the other."""
     return b"".join(struct.pack("=HBBI", *one) for one in code)

@@ -150,16 +150,17 @@ def environment() -> dict[str, str]:
     return variables
 
 
-def bubblewrap(python: Interpreter) -> list[str]:
-    """No network, a read-only system with nothing in it but /usr and the interpreter."""
+def namespaces(python: Interpreter) -> list[str]:
+    """Of bubblewrap: no network, a read-only system with nothing in it but /usr and the
+    interpreter. Raises ConfigError."""
     program = shutil.which("bwrap")
     if program is None:
         raise ConfigError(
-            "the Python sandbox needs bubblewrap, and there is no program bwrap: install it "
+            "the sandbox needs bubblewrap, and there is no program bwrap: install it "
             "(apt install bubblewrap, dnf install bubblewrap, apk add bubblewrap)"
         )
     command = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
-    command += ["--unshare-cgroup-try", "--as-pid-1", "--die-with-parent", "--cap-drop", "ALL"]
+    command += ["--unshare-cgroup-try", "--die-with-parent", "--cap-drop", "ALL"]
     if os.geteuid() == 0:  # to become another user, once inside
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
@@ -177,7 +178,12 @@ def bubblewrap(python: Interpreter) -> list[str]:
                 command += ["--dir", str(parent)]
                 made.add(parent)
         command += ["--ro-bind", prefix, prefix]
-    command += ["--dir", "/sandbox"]
+    return command
+
+
+def bubblewrap(python: Interpreter) -> list[str]:
+    """The command line that puts a zygote into bubblewrap. Raises ConfigError."""
+    command = [*namespaces(python), "--as-pid-1", "--dir", "/sandbox"]
     for name in _INSIDE:
         command += ["--ro-bind", str(HERE / name), f"/sandbox/{name}"]
     for name in _ASKED_BY_MALLOC:

@@ -22,7 +22,7 @@ from agentenv.offload import in_thread, look_again
 from agentenv.pipelines.config.evaluation import EvaluateConfig
 from agentenv.pipelines.evaluation.store import Saved, Store
 from agentenv.pipelines.evaluation.subject import EvaluationAssembly, Subject, weights_digest
-from agentenv.pipelines.run.records import FAILED, EvalRow, Wanted
+from agentenv.pipelines.run.records import FAILED, EvalRow, Wanted, observed
 from agentenv.pipelines.run.rundir import LOG_FILE
 from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.run.watchdog import rolling_out, watched
@@ -142,7 +142,7 @@ def segments_of(path: list[Node], renderer: Renderer | TextCodec) -> list[dict[s
             segment = {"policy": renderer.decode(ids[:-1] if ended else ids)}
             segments.append({**segment, "eos": renderer.decode(ids[-1:])} if ended else segment)
         if node.observation_ids:
-            segments.append({"env": renderer.decode(node.observation_ids)})
+            segments.append(observed(node, renderer.decode))
     return segments
 
 

@@ -27,13 +27,14 @@ from agentenv.encoder import fast_decoder
 from agentenv.envs.grading.verdict import final_answer
 from agentenv.renderer import THOUGHT_OPEN
 from agentenv.tags import TAGS
-from agentenv.tree import Trajectory, TrajectoryTree, of_frame
+from agentenv.tree import Node, Trajectory, TrajectoryTree, of_frame
 from agentenv.types import Message, Task, ToolCall
 
 FAILED = "failed"
 MAX_KIND_CHARS = 60
 
 Key = tuple[str, str, int]
+Decode = Callable[[Sequence[int]], str]
 
 
 class Wanted(NamedTuple):
@@ -53,7 +54,8 @@ class EvalRow(Struct, kw_only=True, omit_defaults=True):
     """One trajectory. `dataset`, `task` and `sample` (from 0) name it within an evaluation.
 
     `segments` is the text in order, {"policy": ...} or {"env": ...}, the prompt first; where an
-    end-of-sequence token ended a turn, its text stands apart: {"policy": ..., "eos": ...}. A failed
+    end-of-sequence token ended a turn, its text stands apart: {"policy": ..., "eos": ...}; a user's
+    message after a turn is {"env": ..., "role": "user"}. A failed
     one (end "failed") has an `error` and no scores: it is counted by kind, never as wrong.
     `scores` holds every metric that was computed, each in [0, 1]: em, f1, contains, math, judge;
     `success` and `reward` are those of the environment's grader, `reason` is its explanation.
@@ -126,13 +128,24 @@ def written(row: EvalRow) -> list[Message]:
         if before.rstrip().endswith(THOUGHT_OPEN):
             text = f"{THOUGHT_OPEN}\n{text}"
         before = ""
-        answered = place + 1 < len(row.segments) and "env" in row.segments[place + 1]
+        answered = place + 1 < len(row.segments) and is_result(row.segments[place + 1])
         called = next(calls, None) if answered else None
         tag = _CALL_TAG.search(text)
         name = called["name"] if called is not None else tag[1] if tag is not None else ""
         found = (ToolCall(name, {}),) if name else ()
         messages.append(Message("assistant", text, found))
     return messages
+
+
+def observed(node: Node, decode: Decode) -> dict[str, str]:
+    """The segment of an observation."""
+    segment = {"env": decode(node.observation_ids)}
+    return {**segment, "role": "user"} if node.is_of_user else segment
+
+
+def is_result(segment: dict[str, str]) -> bool:
+    """Whether a segment answers calls: it is of the environment and not of a user."""
+    return "env" in segment and segment.get("role") != "user"
 
 
 def calls_that_ran(row: EvalRow) -> Counter[str]:
@@ -149,9 +162,6 @@ def whole_text(row: EvalRow) -> str:
     """Everything after the prompt, tool results included."""
     texts = [segment.get("policy", segment.get("env", "")) for segment in row.segments]
     return "".join(texts[1:] if row.segments and "env" in row.segments[0] else texts)
-
-
-Decode = Callable[[Sequence[int]], str]
 
 
 class TrajectoryWriter:
@@ -202,8 +212,9 @@ def trajectory_rows(tree: TrajectoryTree, decode: Decode) -> Iterator[Row]:
     for trajectory in tree.trajectories():
         for node in trajectory.path:
             if node.index not in texts:
-                parts = {"policy": node.action_ids, "env": node.observation_ids}
-                texts[node.index] = [{who: decode(ids)} for who, ids in parts.items() if ids]
+                said = [{"policy": decode(node.action_ids)}] if node.action_ids else []
+                answer = [observed(node, decode)] if node.observation_ids else []
+                texts[node.index] = [*said, *answer]
         yield _row(tree, trajectory, [one for node in trajectory.path for one in texts[node.index]])
 
 
@@ -248,7 +259,7 @@ def readable(row: Row) -> str:
         if "policy" in segment:
             lines.append(f"policy | {segment['policy']}")
         else:
-            lines.append(f"env    | {segment['env'].strip()}")
+            lines.append(f"{segment.get('role', 'env'):<6} | {segment['env'].strip()}")
     return "\n".join(lines)
 
 

@@ -13,19 +13,20 @@ from msgspec import Struct, field
 
 from agentenv.archive import KeptTree
 from agentenv.failures import Redactor
-from agentenv.pipelines.run.records import FAILED, Decode, EvalRow
+from agentenv.pipelines.run.records import FAILED, Decode, EvalRow, is_result
 from agentenv.tree import Node
 
 
 class Turn(Struct, kw_only=True):
     """One turn. `key` names it within its question. `calls` are the records of tools: name,
-    arguments, ok, error, duration_s; `answer` is all that was read after them. `prompt_ids` are the
-    tokens before it, `token_ids` and `logprobs` (nats) those that were sampled; empty where only
-    text is known."""
+    arguments, ok, error, duration_s; `answer` is all that was read after them, `of_user` whether a
+    user said it. `prompt_ids` are the tokens before it, `token_ids` and `logprobs` (nats) those
+    that were sampled; empty where only text is known."""
 
     key: str
     text: str
     answer: str = ""
+    of_user: bool = False
     calls: list[dict[str, Any]] = field(default_factory=list)
     num_context: int | None = None  # tokens before it
     num_tokens: int | None = None  # that were sampled
@@ -156,6 +157,7 @@ class _Reader:
             key=f"node-{node.index}",
             text=self._decode(node.action_ids),
             answer=self._decode(node.observation_ids),
+            of_user=node.is_of_user,
             calls=msgspec.to_builtins(node.info.get("tool_calls", []), enc_hook=str),
             num_context=len(ids),
             num_tokens=len(node.action_ids),
@@ -238,7 +240,8 @@ def turns_of(
             prompt += segment.get("env", "")
         else:
             turns[-1].answer += segment.get("env", "")
-            if turns[-1] not in answered:
+            turns[-1].of_user = not is_result(segment)
+            if is_result(segment) and turns[-1] not in answered:
                 answered.append(turns[-1])
     left = list(calls)
     for turn in answered:

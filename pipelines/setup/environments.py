@@ -21,7 +21,7 @@ from msgspec import Struct
 import agentenv.env
 from agentenv.cluster.envs import EnvWorkers, WorkerEnv
 from agentenv.config import Say, build_config, substituted, to_plain
-from agentenv.env import CallProtocol, Env, check_observation, check_reset, check_step
+from agentenv.env import Env, check_observation, check_reset, check_step
 from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
 from agentenv.errors import ConfigError, CrashError, at_start
 from agentenv.pipelines.config.rl import (
@@ -239,27 +239,29 @@ PROBE_S = 10.0  # in which an environment answers the probe, or is not tried
 PROBE = Message("assistant", "Which one?")
 
 
-async def try_turn(make_env: Callable[[Task], Env], task: Task, protocol: CallProtocol) -> None:
-    """Have an environment whose `step` is its own answer a turn without a call, and refuse, as
-    ConfigError, an answer that rollouts refuse. What it raises may be meant for the policy."""
+async def try_turn(make_env: Callable[[Task], Env], task: Task) -> list[Message]:
+    """The answer of an environment whose `step` is its own to a turn without a call; one that
+    rollouts refuse is a ConfigError. What it raises may be meant for the policy."""
     env = make_env(task)
     if getattr(type(env), "step", None) is ToolEnv.step:  # grades, and answers nothing else
-        return
+        return []
     try:
         async with asyncio.timeout(PROBE_S):
             await env.reset(seed=0)
             outcome = await env.step(PROBE)
     except Exception as error:
         logger.info("%s: a turn without a call raised %r", task.env_id, error)
-        return
+        return []
     finally:
         await env.close()
     try:
         messages, _, terminated, truncated, _ = check_step(outcome)
-        if not terminated and not truncated:
-            check_observation(messages, protocol)
+        if terminated or truncated:
+            return []
+        check_observation(messages)
     except CrashError as error:
         raise ConfigError(f"{task.env_id}, task {task.id}: {error}") from error
+    return messages
 
 
 async def check_graders(make_env: Callable[[Task], Env], tasks: Iterable[Task]) -> None:

@@ -13,7 +13,6 @@ from msgspec import inspect as mi
 
 from agentenv.data_files import is_generated
 from agentenv.engine import EngineConfig, check_context
-from agentenv.env import CallProtocol
 from agentenv.envs.grading.keys import grader_config
 from agentenv.errors import ConfigError, DataError
 from agentenv.learners.learner import LearnerConfig
@@ -370,15 +369,17 @@ async def callable_tools(assembly: AskingAssembly[Any]) -> None:
 async def observations(assembly: AskingAssembly[Any]) -> None:
     """The renderer can write what the environment of each set answers to a turn without a call. One
     that computes in processes of its own is not asked here, where nothing could end its step."""
-    protocol: CallProtocol = (
-        "native" if isinstance(assembly.config.renderer, NativeConfig) else "tags"
-    )
     for maker, sets in await assembly.shared():
         if maker.config.workers:
             continue
         tasks = {task.env_id: task for own in sets.values() for task in reversed(own)}
         for task in tasks.values():
-            await try_turn(maker, task, protocol)
+            messages = await try_turn(maker, task)
+            if any(message.role == "user" for message in messages):
+                renderers = await assembly.renderers()
+                for name in sets:
+                    room = assembly.sets[name].limits.max_tool_result_tokens
+                    renderers[name].observation(messages, (), room)
 
 
 async def graders(assembly: AskingAssembly[Any]) -> None:

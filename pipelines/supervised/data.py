@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from itertools import dropwhile, islice
+from itertools import dropwhile, groupby, islice
 from pathlib import Path
 from random import Random
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -361,7 +361,9 @@ def _check_observations(conversation: Conversation) -> None:
     """Refuse messages that the policy would never read in a rollout."""
     messages = list(dropwhile(lambda one: one.role != "assistant", conversation.messages))
     try:
-        check_observation([one for one in messages if one.role != "assistant"], "tags")
+        for is_turn, group in groupby(messages, lambda one: one.role == "assistant"):
+            if not is_turn:
+                check_observation([*group])
     except CrashError as error:
         raise DataError(str(error)) from error
 

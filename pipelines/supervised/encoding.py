@@ -4,7 +4,7 @@
     answer      the policy's text, trained; then its end-of-turn token, unless a call of the
                 tag protocol ends the turn
     tool result rendered as an environment's, never trained
-    user again  rendered by the chat template, never trained
+    user again  rendered as an environment's message of a user, never trained
 
 In the tag protocol an answer of a dataset may hold the whole chain, <result>..</result> included.
 It is cut there, so that the results are the environment's and not the policy's.
@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from agentenv.errors import ConfigError, DataError
+from agentenv.errors import ConfigError, CrashError, DataError
 from agentenv.learners.batch import EncodedTree, encode_sequence
-from agentenv.model_files import GENERATION, template_end
+from agentenv.model_files import GENERATION
 from agentenv.native import NativeRenderer
 from agentenv.pipelines.supervised.dialogues import Conversation
 from agentenv.renderer import NUM_TAIL_IDS, THOUGHT_OPEN, Instruction, Renderer, TagRenderer
 from agentenv.rows import BROKEN_BOXED
-from agentenv.tags import written_arguments
+from agentenv.tags import tag_calls, written_arguments
 from agentenv.types import SYSTEM_KEY, Completion, Message, Task
 
 # One encoded dialogue: token ids, and which of them are learned.
@@ -59,7 +59,6 @@ class Example(NamedTuple):
 
 RESULT = re.compile(r"\s*<result>(.*?)</result>", re.DOTALL)
 WHOLE = 10**9  # tokens of a tool result; the cut-off length bounds the sequence
-STAND_IN = "qZuserZq"
 NUM_END_CHARS = 64  # of an answer, in which a token at its end is looked for
 
 Part = tuple[list[int], bool]  # token ids, and whether they are the policy's
@@ -85,9 +84,7 @@ class ChatEncoder:
         self.instruction = instruction or Instruction()
         self.compat = compat
         self.is_native = isinstance(renderer, NativeRenderer)
-        self._frames: tuple[str, str] | None = None
         self._opens_thought: bool | None = None
-        self._prompt = renderer.prompt_config
         self.end_id = self._end_of_turn()
 
     def encode(self, conversation: Conversation, first_trained: int = 0) -> Example:
@@ -106,7 +103,8 @@ class ChatEncoder:
         groups = [list(group) for _, group in groupby(turns, lambda turn: turn.role == "assistant")]
         for place, group in enumerate(groups):
             if group[0].role != "assistant":
-                parts.append((self._between(group, tools), False))
+                turn_ids = parts[-1][0]
+                parts.append((self._between(group, tools, turn_ids), False))
             else:
                 follower = groups[place + 1][0].role if place + 1 < len(groups) else ""
                 is_trained = number >= first_trained
@@ -146,7 +144,8 @@ class ChatEncoder:
             yield self.renderer.encode(text), True
         else:
             yield from self._chain(text, tools)
-        if self.is_native or follower != "tool":
+        calls = answer.tool_calls or tag_calls(text, tools)
+        if self.is_native or not (follower == "tool" or (calls and follower)):
             yield [self.end_id], True
 
     def _without_end(self, text: str) -> str:
@@ -202,57 +201,26 @@ class ChatEncoder:
             )
         return whole
 
-    def _between(self, group: list[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+    def _between(
+        self, group: list[Message], tools: Sequence[dict[str, Any]], turn_ids: list[int]
+    ) -> list[int]:
         """The text between two answers: tool results and messages of the user."""
-        if self.is_native:
-            return list(self.renderer.observation(group, tools, WHOLE))
-        results = [message for message in group if message.role == "tool"]
-        ids = list(self.renderer.observation(results, tools, WHOLE)) if results else []
-        for message in group:
-            if message.role == "user":
-                before, after = self._user_frame()
-                ids += self.renderer.encode(before + message.content + after)
-        return ids
-
-    def _user_frame(self) -> tuple[str, str]:
-        """The text that the chat template puts around a user's message that follows an answer."""
-        if self._frames is None:
-            if not self._prompt.apply_chat_template:
-                self._frames = "\n\n", "\n"
-                return self._frames
-            turns = (("user", "qQ"), ("assistant", "qTurnq"), ("user", STAND_IN))
-            chat = [{"role": role, "content": content} for role, content in turns]
-            rest = self._render(chat).rpartition("qTurnq")[2]
-            before, found, after = rest.partition(STAND_IN)
-            end = self.renderer.decode([self.end_id])
-            if not found or not before.startswith(end):
-                raise DataError(
-                    "the chat template cannot write a user's message after an answer that ends "
-                    f"with {end!r}; it writes {rest[:40]!r}"
-                )
-            self._frames = before.removeprefix(end), after
-        return self._frames
+        try:
+            return list(self.renderer.observation(group, tools, WHOLE, turn_ids))
+        except (ConfigError, CrashError) as error:
+            raise DataError(str(error)) from error
 
     def _end_of_turn(self) -> int:
         """The token that ends an answer: the chat template's, else the tokenizer's own."""
-        own: int | None = self.tokenizer.eos_token_id
-        found = None
-        if self._prompt.apply_chat_template:
-            kwargs = self._prompt.chat_template_kwargs
-            found = template_end(self.tokenizer, self.renderer.eos_ids, kwargs)
+        found = self.renderer.written_end
         if found is None:
-            found = min(self.renderer.eos_ids) if own is None else own
+            return self.renderer.end_id
         if found not in self.renderer.eos_ids:
             raise DataError(
                 f"demonstrations would end with {self.renderer.decode([found])!r} (token {found}), "
                 f"at which generation does not stop; it stops at {sorted(self.renderer.eos_ids)}"
             )
         return found
-
-    def _render(self, chat: list[dict[str, str]]) -> str:
-        kwargs = self._prompt.chat_template_kwargs | {"tokenize": False}
-        render = self.tokenizer.apply_chat_template
-        return str(render(chat, add_generation_prompt=True, **kwargs))
 
 
 def _join(parts: list[Part]) -> Example:

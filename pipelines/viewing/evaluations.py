@@ -214,7 +214,7 @@ def _all_texts(row: EvalRow) -> Iterator[str]:
     yield row.reason
     yield row.error or ""
     for segment in row.segments:
-        yield from segment.values()
+        yield from (text for key, text in segment.items() if key != "role")
 
 
 # Files of JSON lines that may still be growing.

@@ -228,15 +228,21 @@ def atif_document(
     """One document. `session` names the question within the run, `source` says where it is from."""
     path = question.path(branch)
     steps: list[dict[str, Any]] = [{"step_id": 1, "source": "user", "message": question.prompt}]
+    forked_at = 0
     for owner, turn in path:
-        steps.append(_step(len(steps) + 1, turn, copied=owner is not branch))
+        copied = owner is not branch
+        forked_at = len(steps) + 1 if copied else forked_at
+        steps.append(_step(len(steps) + 1, turn, copied=copied))
+        if turn.of_user:
+            more = {"is_copied_context": True} if copied else {}
+            said = {"source": "user", "message": turn.answer, **more}
+            steps.append({"step_id": len(steps) + 1, **said})
     names = ("task", "kind", "question", "answers")
     extra = {**source, **{name: getattr(question, name) for name in names}, **question.facts}
     extra["branch"] = branch.name
     if branch.parent is not None:
-        shared = sum(owner is not branch for owner, _ in path)
         parent = f"{session}/{branch.parent}"
-        extra["forked_from"] = {"trajectory_id": parent, "step_id": shared + 1}
+        extra["forked_from"] = {"trajectory_id": parent, "step_id": forked_at}
     document = {
         "schema_version": SCHEMA,
         "session_id": session,
@@ -302,7 +308,7 @@ def _step(step_id: int, turn: Turn, *, copied: bool) -> dict[str, Any]:
             }
             for name, call in zip(names, turn.calls, strict=True)
         ]
-    if turn.answer:
+    if turn.answer and not turn.of_user:
         # what several calls of a turn answered is one text; it stands with the last of them
         result = {"source_call_id": names[-1] if names else None, "content": turn.answer}
         step["observation"] = {"results": [result]}

@@ -14,6 +14,7 @@ import envs
 from agentenv.env import close_shared
 from agentenv.testing import check_tool_env
 from agentenv.types import Message, Task, ToolCall
+from tests.envs.test_program_env import keys
 
 
 class Case(NamedTuple):
@@ -77,6 +78,9 @@ CASES = {
         ],
     ),
     "agentenv/QAGrader-v0": Case(lambda directory: {}, [answer("275709")]),
+    "agentenv/Program-v0": Case(
+        lambda directory: {"program": keys()}, [call("search", query="q"), answer("275709")]
+    ),
 }
 
 

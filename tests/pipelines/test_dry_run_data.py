@@ -254,4 +254,4 @@ def test_an_answer_that_no_rollout_renders_is_refused(
     for more in ([], ["model.path=nowhere"]):
         assert dry(train.main, *given, *more) == 2
         err = capsys.readouterr().err
-        assert "outcomes/Talk-v0, task test-1: the tag protocol renders tool results only" in err
+        assert "outcomes/Talk-v0, task test-1: an observation holds tool results or user" in err

@@ -299,13 +299,13 @@ function Transcript(props: { row: EvalRow }) {
         if (policy === undefined)
           return (
             <div key={i} class="observed turn">
-              <div class="who">{i === 0 ? "prompt" : "result, as the policy read it"}</div>
+              <div class="who">{i === 0 ? "prompt" : segment["role"] ?? "result, as the policy read it"}</div>
               <pre>
                 <Text text={segment["env"] ?? ""} />
               </pre>
             </div>
           );
-        const answered = row.segments[i + 1]?.["env"] !== undefined;
+        const answered = row.segments[i + 1]?.["env"] !== undefined && row.segments[i + 1]?.["role"] !== "user";
         const calls = answered && row.tool_calls[call] ? [row.tool_calls[call++] as EvalRow["tool_calls"][number]] : [];
         return (
           <section key={i} class="turn">

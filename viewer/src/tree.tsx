@@ -126,7 +126,7 @@ function Turn(props: TurnProps) {
       {node.calls.length > 0 && <Calls calls={node.calls} />}
       {node.observation !== "" && (
         <div class={cx("observed", scale.mode === "mask" && "m-observed")}>
-          <div class="who">{isRoot ? "prompt" : node.calls.length ? "result, as the policy read it" : "environment"}</div>
+          <div class="who">{isRoot ? "prompt" : node.calls.length ? "result, as the policy read it" : node.info["user_messages"] ? "user" : "environment"}</div>
           <pre>
             <Text text={node.observation} />
           </pre>
@@ -138,7 +138,6 @@ function Turn(props: TurnProps) {
         <div class="forks">
           <span class="fork-dot" aria-hidden="true" />
           {node.num_forks > 0 ? `The plan forked ${plural(node.num_forks, "sibling")} here.` : "The plan was asked here and did not fork."}
-          {node.told.length > 0 && <span class="muted"> First entropies it saw: {node.told.slice(0, 6).map((one) => num(one, 2)).join(", ")}</span>}
         </div>
       )}
       {siblings.length > 1 && (

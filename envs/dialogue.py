@@ -1,0 +1,238 @@
+"""Dialogues: an environment whose policy talks to a user, and simulated users.
+
+    class DeskEnv(DialogueEnv):
+        def __init__(self, task: Task) -> None:
+            super().__init__(task, tools=[track], grader=ExactMatch(), user=customer)
+
+    def customer(task: Task, dialogue: Sequence[Message]) -> str | None:
+        return task.metadata["number"] if "number" in dialogue[-1].content else "I do not know."
+
+A turn that calls no tool and gives no answer is said to the user. The user's reply is a message of
+the role `user`: context, never trained, and a place where plans may fork. The user hears the words
+of the policy alone, neither thoughts nor tool results.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import re
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from agentenv.call_syntax import after_thoughts
+from agentenv.config import build_config
+from agentenv.env import Grader, StepResult, shared
+from agentenv.errors import ConfigError, EngineError, EnvError, InfraError
+from agentenv.server_config import ChatModelConfig
+from agentenv.tool_env import ToolEnv, call_in_time, printable_text
+from agentenv.tools import StatelessTool, Tool, ToolSource
+from agentenv.types import Info, Message, Task, ToolResult
+
+ANSWER = "<answer>"
+GREETING = "Hello! How can I help you?"  # to which the question is the reply of a model
+MAX_KNOWN = 20_000  # replies of a model that are remembered
+OTHER = {"user": "assistant", "assistant": "user"}
+
+_COLUMN = re.compile(r"\{(\w+)\}")
+
+Reply = str | None
+Function = Callable[[Task, Sequence[Message]], Reply | Awaitable[Reply]]
+
+
+class User(Protocol):
+    """Who answers the policy. One object serves all episodes, also at the same time."""
+
+    async def reply(self, task: Task, dialogue: Sequence[Message]) -> Reply:
+        """The next message; None: the user leaves, and the episode is graded.
+
+        `dialogue` begins with the question and ends with the policy's last words. Equal dialogues
+        should get equal replies, since a branch may be led back to its place. Raises InfraError,
+        after which it is asked again. A user may have a method `async def start(self)`, awaited
+        before each episode, that raises ConfigError when it cannot work.
+        """
+        ...
+
+
+class ScriptedUser:
+    """Says its lines in order, whatever the policy says, and leaves."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self.lines = list(lines)
+
+    async def reply(self, task: Task, dialogue: Sequence[Message]) -> Reply:
+        number = sum(message.role == "assistant" for message in dialogue)
+        return self.lines[number - 1] if number <= len(self.lines) else None
+
+
+class FunctionUser:
+    """Replies by a function of task and dialogue, sync (and quick) or async."""
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+
+    async def reply(self, task: Task, dialogue: Sequence[Message]) -> Reply:
+        found = self.function(task, dialogue)
+        return await found if inspect.isawaitable(found) else found
+
+
+class ModelUserConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model that plays the user: `user = {url = "{role:user}/v1", model = "user", ...}`."""
+
+    instruction: Annotated[
+        str,
+        Meta(description="who the user is and wants; {NAME} stands for a column of the row"),
+    ]
+    temperature: Annotated[float, Meta(ge=0, description="0: equal dialogues, equal replies")] = 0.0
+    leaves: Annotated[
+        str, Meta(min_length=1, description="the user leaves with a reply that holds this text")
+    ] = "###STOP###"
+
+
+class ModelUser:
+    """A model behind an OpenAI-compatible server, of another role than the policy's. Equal requests
+    get one reply as long as the process lives."""
+
+    def __init__(self, config: ModelUserConfig) -> None:
+        from agentenv.engines.remote.endpoint import ChatModel
+
+        self.config = config
+        self._model = ChatModel(config, "env.kwargs.user", temperature=config.temperature)
+        self._started = False
+        self._known: OrderedDict[bytes, str] = OrderedDict()
+
+    async def start(self) -> None:
+        """Raises ConfigError if the server does not have the model."""
+        if not self._started:
+            await self._model.endpoint.start()
+            self._started = True
+
+    async def reply(self, task: Task, dialogue: Sequence[Message]) -> Reply:
+        body = self.body(task, dialogue)
+        key = hashlib.sha256(msgspec.json.encode(body)).digest()
+        if key not in self._known:
+            self._known[key] = await self._ask(body)
+            while len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        said = self._known[key]
+        return None if self.config.leaves in said else said
+
+    def body(self, task: Task, dialogue: Sequence[Message]) -> dict[str, Any]:
+        """The request: to the model, the policy is the user."""
+        columns = {"question": task.question, **task.metadata}
+        system = _COLUMN.sub(
+            lambda found: str(columns.get(found[1], found[0])), self.config.instruction
+        )
+        body = self._model.body(system, GREETING)
+        body["messages"] += [{"role": OTHER[one.role], "content": one.content} for one in dialogue]
+        return body
+
+    async def _ask(self, body: dict[str, Any]) -> str:
+        from agentenv.engines.remote.client import MalformedReplyError, RefusedError
+        from agentenv.engines.remote.endpoint import read_said
+
+        try:
+            return read_said(await self._model.reply(body)).text
+        except (RefusedError, MalformedReplyError) as error:
+            raise EnvError(f"the user's model failed: {error}") from error
+        except EngineError as error:
+            raise InfraError(f"the user's model failed: {error}") from error
+
+    def stats(self) -> dict[str, float]:
+        """Requests to the model."""
+        return self._model.stats()
+
+    async def close(self) -> None:
+        """Close the connections; idempotent."""
+        await self._model.endpoint.close()
+
+
+def make_user(user: User | Function | Sequence[str] | Mapping[str, Any]) -> User:
+    """The user that a list of lines, a function or the keys of a model stand for. Raises
+    ConfigError."""
+    if isinstance(user, Mapping):
+        config = build_config(ModelUserConfig, dict(user), "env.kwargs.user")
+        return shared(("user", msgspec.json.encode(config)), lambda: ModelUser(config))
+    if isinstance(user, Sequence):
+        return ScriptedUser([user] if isinstance(user, str) else user)
+    if callable(getattr(user, "reply", None)):
+        return user  # type: ignore[return-value]
+    if callable(user):
+        return FunctionUser(user)
+    raise ConfigError(
+        f"user: expected lines, a function of task and dialogue, the keys of a model, or an object "
+        f"with `reply`, got {type(user).__name__}"
+    )
+
+
+class DialogueEnv(ToolEnv):
+    """A ToolEnv whose policy also talks to a user; further keywords are those of `ToolEnv`.
+
+    A turn that calls tools is answered by them. One that gives an answer (`is_answer`) ends the
+    episode, and so does one after which the user leaves; both are graded. Any other is said to the
+    user. A user that fails by infrastructure, or takes over `tool_timeout_s`, is asked again as a
+    tool is called again; the policy never reads about it.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        tools: Sequence[Tool | ToolSource],
+        grader: Grader,
+        *,
+        user: User | Function | Sequence[str] | Mapping[str, Any],
+        **settings: Any,
+    ) -> None:
+        super().__init__(task, tools, grader, **settings)
+        self.user = make_user(user)
+        self._asked = _Asked(self.user, task)
+        self._dialogue: tuple[Message, ...] = ()
+
+    def is_answer(self, action: Message) -> bool:
+        """Whether a turn without a call ends the episode."""
+        return ANSWER in after_thoughts(action.content)
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[list[Message], Info]:
+        start = getattr(self.user, "start", None)
+        if start is not None:
+            await start()
+        self._dialogue = (Message("user", self.task.question),)
+        return await super().reset(seed=seed, options=options)
+
+    async def step(self, action: Message) -> StepResult:
+        """See ToolEnv.step; the user's reply is the observation of a turn without a call."""
+        self._open_states("step")
+        if action.tool_calls or self.is_answer(action):
+            return await super().step(action)
+        said = Message("assistant", after_thoughts(action.content).strip())
+        dialogue = (*self._dialogue, said)
+        asked = partial(call_in_time, self.tool_timeout_s, self._asked, {}, dialogue)
+        found = await self._through_outage("the user", asked, self.num_retries, self.outage_s)
+        if found.info:
+            return await super().step(action)
+        reply = Message("user", await printable_text(found.text))
+        self._written.append(action)
+        self._dialogue = (*dialogue, reply)
+        return [reply], 0.0, False, False, {}
+
+
+class _Asked(StatelessTool):
+    """A user as a tool that no policy calls; its state is the dialogue."""
+
+    name = "user"
+    description = ""
+
+    def __init__(self, user: User, task: Task) -> None:
+        self.schema: dict[str, Any] = {}
+        self._user, self._task = user, task
+
+    async def call(self, arguments: dict[str, Any], state: Sequence[Message]) -> ToolResult:
+        reply = await self._user.reply(self._task, state)
+        return ToolResult("", {"left": True}) if reply is None else ToolResult(reply)

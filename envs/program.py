@@ -1,0 +1,494 @@
+"""A program that speaks to a chat API, as it is: each call that it makes is a turn of the policy.
+
+[env]
+id = "agentenv/Program-v0"
+
+[env.kwargs.program]
+command = ["python", "agent.py", "{question}"]  # {NAME}: the question, or a column of the row
+folder = "agent"                                # copied into the program's own folder
+reward = "file:answer.txt"                      # message, output, file:NAME, exit, post
+limits = { wall_s = 300, max_calls = 50 }
+
+The program finds the policy by the environment variables of the clients of OpenAI and Anthropic
+(agentenv/endpoint), and runs in a sandbox of its own (envs/sandbox/program.py), from which it
+reaches that address and no other. The episode ends with the program, or by a limit of its own:
+wall, idle, calls, cpu, memory, processes or disk, which stands in info["limit"]. A program that
+ends with another exit code than `exit_codes`, or by a signal, has failed: ProgramDiedError.
+
+A fork is a replay: a fresh program begins in a copy of the initial files, and its calls are
+answered from the record as long as they are those of the record, but for what `NORMALISERS` and
+`normalise` take for chance. The first ones measure how often that works; below `min_replay_rate`
+there are no forks any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+import msgspec
+from msgspec import Meta, Struct, field
+from msgspec.structs import replace
+
+from agentenv.call_syntax import call_marks, said
+from agentenv.config import ESSENTIAL, PATH, build_config
+from agentenv.env import ForkMode, Grade, Grader, StepResult, graded, shared, start_grader
+from agentenv.envs.grading.keys import GraderConfig
+from agentenv.envs.grading.reward import make_grader
+from agentenv.envs.sandbox.program import Ended, Program, ProgramLimits, ProgramSpec
+from agentenv.errors import SHOWN, ConfigError, CrashError, EnvError, guarded
+from agentenv.offload import in_thread
+from agentenv.registry import loaded
+from agentenv.types import UNKNOWN_TOOL, Info, Limit, Message, Task, Turn
+
+if TYPE_CHECKING:
+    from agentenv.endpoint.capture import Endpoint, ProgramCall, Session
+
+logger = logging.getLogger(__name__)
+
+FILE = "file:"
+MAX_FILE_BYTES = 1 << 20  # of a file that is graded
+MAX_SHOWN = 500  # characters of an output in an error
+NUM_MEASURED = 8  # replays, before their rate counts
+
+Json = dict[str, Any]
+
+_COLUMN = re.compile(r"\{(\w+)\}")
+
+# What differs from one run of a program to the next by chance, in the JSON of its calls.
+NORMALISERS: dict[str, str] = {
+    "uuid": r"\b[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}\b",
+    "time": r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?",
+    "date": r"\b(?:(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)\w*,? +)?(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|"
+    r"Oct|Nov|Dec)\w* +\d{1,2}(?:,? +\d{4})?\b",
+    "clock": r"\b\d{1,2}:\d\d:\d\d(?:[.,]\d+)?\b",
+    "epoch": r"\b1[6-9]\d{8}(?:\.\d+|\d{3}|\d{6})?\b",
+    "duration": r"\b\d+(?:\.\d+)? ?(?:ms|milliseconds|s|sec|seconds)\b",
+    "address": r"\b0x[0-9a-f]{6,16}\b",
+    "temporary path": r"/(?:tmp|var/tmp|var/folders)/[\w.+/-]+",
+    "port": r"\b(?:localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1?\]):\d{2,5}\b",
+    "process": r"\b(?:pid|PID|process)[ =:]+\d+\b",
+}
+
+
+class ProgramDiedError(CrashError):
+    """The program ended by a signal, or with an exit code that is no end of an episode."""
+
+
+class ProgramConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the program is, where it runs, and how its episode is graded. {NAME} in the texts of
+    command, folder, files and variables stands for the question or a column of the row."""
+
+    command: Annotated[
+        tuple[str, ...], Meta(min_length=1, description="program and arguments", extra=ESSENTIAL)
+    ]
+    folder: Annotated[
+        str, Meta(description="initial files, copied into the program's own folder", extra=PATH)
+    ] = ""
+    files: Annotated[dict[str, str], Meta(description="more initial files: texts by name")] = field(
+        default_factory=dict
+    )
+    variables: Annotated[
+        dict[str, str], Meta(description="environment variables beside those of the endpoint")
+    ] = field(default_factory=dict)
+    read_only: Annotated[
+        tuple[str, ...], Meta(description="files and folders of the host that it may read")
+    ] = ()
+    limits: Annotated[ProgramLimits, Meta(description="bounds of one program")] = ProgramLimits()
+    exit_codes: Annotated[
+        tuple[int, ...], Meta(description="with which an episode ends; any other is a failure")
+    ] = (0,)
+    reward: Annotated[
+        str,
+        Meta(
+            pattern=r"\A(message|output|exit|post|file:.+)\Z",
+            description="what is graded: the last message of the policy, the output, a file "
+            "(file:NAME); or exit: 1 for exit code 0; or post: what it posts to "
+            "AGENTENV_REWARD_URL",
+            extra=ESSENTIAL,
+        ),
+    ] = "message"
+    grade: Annotated[
+        str,
+        Meta(
+            description="module:function of task and ProgramResult that gives a Grade or a number, "
+            "in place of `reward`"
+        ),
+    ] = ""
+    thoughts: Annotated[
+        Literal["apart", "text"],
+        Meta(
+            description="how it reads the policy's thoughts: in a field of their own, or in the "
+            "text, for a program that would not send them back"
+        ),
+    ] = "apart"
+    allow_unsafe: Annotated[
+        bool, Meta(description="run it as it is, without a sandbox: with your rights")
+    ] = False
+    normalise: Annotated[
+        dict[str, str],
+        Meta(description="by name, patterns of what differs between equal calls; empty: none"),
+    ] = field(default_factory=dict)
+    min_replay_rate: Annotated[
+        float,
+        Meta(ge=0, le=1, description="exact replays below which the run goes on without forks"),
+    ] = 0.5
+
+    def __post_init__(self) -> None:
+        for name, pattern in self.normalise.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(
+                    f"normalise.{name}: {pattern!r} is no pattern: {error}"
+                ) from error
+
+
+class ProgramResult(Struct, frozen=True):
+    """What a function that grades may look at: `messages` of the policy, how the program ended,
+    what it posted, and its files."""
+
+    messages: tuple[Message, ...]
+    ended: Ended
+    posted: Json | None
+    read: Callable[[str], str]
+
+    @property
+    def last_message(self) -> str:
+        return self.messages[-1].content if self.messages else ""
+
+
+class Replays:
+    """How often replays were exact, of all episodes with these keys."""
+
+    def __init__(self, least: float) -> None:
+        self.least = least
+        self.num_tried = self.num_exact = 0
+        self.causes: Counter[str] = Counter()
+
+    @property
+    def allowed(self) -> bool:
+        """Whether enough of them were exact, or too few were tried to know."""
+        return self.num_tried < NUM_MEASURED or self.num_exact >= self.least * self.num_tried
+
+    def add(self, cause: str) -> None:
+        """A replay was exact, or not for this cause."""
+        was_allowed = self.allowed
+        self.num_tried += 1
+        self.num_exact += not cause
+        self.causes.update([cause] if cause else [])
+        if self.num_tried == NUM_MEASURED or (was_allowed and not self.allowed):
+            said = "" if self.allowed else "; there are no forks any more"
+            causes = ", ".join(f"{number} {name}" for name, number in self.causes.most_common())
+            logger.warning(
+                "replays of the program: %d of %d exact%s%s",
+                *(self.num_exact, self.num_tried, causes and f" (else: {causes})", said),
+                extra=SHOWN,
+            )
+
+    def stats(self) -> dict[str, float]:
+        """The counts as metrics."""
+        found = {f"program/diverged/{name}": float(one) for name, one in self.causes.items()}
+        counts = {"replays": self.num_tried, "replays_exact": self.num_exact}
+        return found | {f"program/{name}": float(count) for name, count in counts.items()}
+
+
+class ProgramEnv:
+    """One episode of a program. `program` holds the keys of ProgramConfig, `grader` those of
+    GraderConfig, by default the layered grader."""
+
+    starts_processes = True
+
+    def __init__(
+        self,
+        task: Task,
+        program: Mapping[str, Any] | ProgramConfig,
+        grader: GraderConfig | Mapping[str, Any] | None = None,
+    ) -> None:
+        self.task = task
+        self.config = program_config(program)
+        text = not self.config.grade and self.config.reward not in ("exit", "post")
+        self.grader: Grader | None = make_grader(grader, partial_credit=True) if text else None
+        key = msgspec.json.encode(self.config)
+        self._replays = shared(("replays", key), lambda: Replays(self.config.min_replay_rate))
+        self._seed = 0
+        self._endpoint: Endpoint | None = None
+        self._session: Session | None = None
+        self._program: Program | None = None
+        self._written: list[Message] = []
+        self._worked_s = 0.0
+        self._tools: set[str] = set()
+        self._ended: Ended | None = None
+
+    @property
+    def fork_mode(self) -> ForkMode:
+        return "replay" if self._replays.allowed else "none"
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[list[Message], Info]:
+        """Start the program; its first call is the prompt."""
+        from agentenv.endpoint.capture import shared_endpoint
+
+        await self.close()
+        if self.grader is not None:
+            await start_grader(self.grader)
+        self._seed = seed or 0
+        self._written, self._worked_s, self._ended = [], 0.0, None
+        self._endpoint = await shared_endpoint()
+        self._session = self._endpoint.open(thoughts=self.config.thoughts)
+        await self._start()
+        call = await self._next(self._session.next)
+        if isinstance(call, Ended):
+            await self._stop()
+            raise ProgramDiedError(f"the program made no call: it {_described(call)}")
+        self._tools = {str(one["name"]) for one in call.tools}
+        return call.messages, {"tools": call.tools, "turn": call.turn}
+
+    async def step(self, action: Message) -> StepResult:
+        """The answer to the program's call; its next call is the observation."""
+        if self._session is None:
+            raise EnvError(f"task {self.task.id}: step before reset or after close")
+        if self._ended is None:
+            self._session.answer(self._with_turn(action))
+            self._written.append(action)
+            call = await self._next(self._session.next)
+            if not isinstance(call, Ended):
+                called = {"tool_calls": self._called(action), "turn": call.turn}
+                self._tools = {str(one["name"]) for one in call.tools}
+                return call.messages, 0.0, False, False, called
+            await self._stop()
+            self._ended = call
+        if not self._ended.limit and self._ended.exit not in self.config.exit_codes:
+            raise ProgramDiedError(f"the program {_described(self._ended)}")
+        reward, info = await self._grade(self._ended)
+        is_over = bool(self._ended.limit)
+        info |= {"limit": self._ended.limit} if is_over else {}
+        return [], reward, not is_over, is_over, info
+
+    async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
+        """End the program, and grade what there is."""
+        if self._session is None:
+            raise EnvError(f"task {self.task.id}: finish before reset or after close")
+        await self._stop()
+        if self._ended is None:
+            self._ended = Ended(limit=str(reason))
+            self._written += [action] if action is not None else []
+        return await self._grade(self._ended)
+
+    async def fork(self) -> Self:
+        """A fresh program, led to the same call from the record. Raises DivergedError."""
+        from agentenv.endpoint.capture import DivergedError
+
+        if self._session is None or self._endpoint is None or self._ended is not None:
+            raise EnvError(f"task {self.task.id}: fork before reset or after the end")
+        other = copy.copy(self)
+        other._written, other._program = list(self._written), None
+        other._session = self._endpoint.open(after=self._session, same=self._same)
+        cause = "cancelled"
+        try:
+            await other._start()
+            call = await other._next(other._session.ready)
+            if isinstance(call, Ended):
+                cause = call.limit or "ended"
+                raise DivergedError(f"the replayed program {_described(call)}", cause)
+            cause = ""
+        except DivergedError as error:
+            cause = error.cause
+            raise
+        finally:
+            if cause != "cancelled":
+                self._replays.add(cause)
+            if cause:
+                await other.close()
+        return other
+
+    async def close(self) -> None:
+        """End the program and all that it started, and remove its files; idempotent."""
+        session, self._session = self._session, None
+        program, self._program = self._program, None
+        if session is not None and self._endpoint is not None:
+            self._endpoint.forget(session)
+        if program is not None:
+            await program.close()
+
+    # inner workings
+
+    def _with_turn(self, action: Message) -> Message:
+        """An action that no rollout took, such as one of a test, is read in the tag protocol."""
+        if action.turn is not None:
+            return action
+        marks = call_marks("tags", [{"name": name} for name in self._tools])
+        thoughts, text = said(action.content, "tags", marks if action.tool_calls else ())
+        return replace(action, turn=Turn(thoughts.strip(), text.strip(), "stop", 0, 0))
+
+    def _called(self, action: Message) -> list[Info]:
+        """What is known of the calls of a turn, which the program has run or not."""
+        return [
+            {
+                "name": one.name if one.name in self._tools else UNKNOWN_TOOL,
+                "arguments": one.arguments,
+            }
+            for one in action.tool_calls
+        ]
+
+    async def _start(self) -> None:
+        config, columns = self.config, {"question": self.task.question, **self.task.metadata}
+
+        def filled(text: str) -> str:
+            return _COLUMN.sub(lambda found: str(columns.get(found[1], found[0])), text)
+
+        assert self._session is not None
+        spec = ProgramSpec(
+            command=tuple(map(filled, config.command)),
+            folder=filled(config.folder),
+            files={name: filled(text) for name, text in config.files.items()},
+            read_only=config.read_only,
+            limits=config.limits,
+            allow_unsafe=config.allow_unsafe,
+            seed=self._seed,
+        )
+        own = {name: filled(text) for name, text in config.variables.items()}
+        port = self._session.port
+        reward = {"AGENTENV_REWARD_URL": f"http://127.0.0.1:{port}/v1/reward"}
+        variables = {**own, **self._session.variables, **reward}
+        self._program = await Program.start(spec, variables, port)
+
+    async def _next(self, asked: Callable[[], Any]) -> ProgramCall | Ended:
+        """The program's next call, or how it has ended, perhaps by a limit of ours."""
+        assert self._program is not None
+        assert self._session is not None
+        limits, loop = self.config.limits, asyncio.get_running_loop()
+        asking, ending = map(asyncio.ensure_future, (asked(), self._program.wait()))
+        begin = loop.time()
+        left_s = min(limits.idle_s, limits.wall_s - self._worked_s)
+        try:
+            await asyncio.wait(
+                {asking, ending}, timeout=max(left_s, 0), return_when=asyncio.FIRST_COMPLETED
+            )
+            self._worked_s += loop.time() - begin
+            if ending.done():
+                return ending.result()  # type: ignore[no-any-return]
+            if not asking.done():
+                return Ended(limit="wall" if self._worked_s >= limits.wall_s else "idle")
+            call = asking.result()
+            if self._session.counts["calls"] > limits.max_calls:
+                return Ended(limit="calls")
+            return call  # type: ignore[no-any-return]
+        finally:
+            for one in (asking, ending):
+                one.cancel()
+                if one.done() and not one.cancelled():
+                    one.exception()
+
+    async def _stop(self) -> None:
+        if self._program is not None:
+            await self._program.stop()
+
+    async def _grade(self, ended: Ended) -> tuple[float, Info]:
+        assert self._session is not None
+        config = self.config
+        posted = self._session.posted
+        if config.grade:
+            grade = await self._own_grade(ended, posted)
+        elif config.reward == "exit":
+            grade = Grade(float(ended.exit == 0), ended.exit == 0, {}, f"the program {ended.text}")
+        elif config.reward == "post":
+            grade = _posted(posted)
+        else:
+            written = self._written
+            if config.reward != "message":
+                written = [Message("assistant", await self._text(ended))]
+            assert self.grader is not None
+            grade = await graded(self.grader, self.task, written, {})
+        program = {"exit": ended.exit, "cpu_s": ended.cpu_s, "output": ended.output[-MAX_SHOWN:]}
+        return grade.reward, {
+            "success": grade.success,
+            "parts": dict(grade.parts),
+            "reason": grade.reason,
+            "program": program,
+            "endpoint": dict(self._session.counts),
+        }
+
+    async def _text(self, ended: Ended) -> str:
+        if self.config.reward == "output":
+            return ended.output
+        assert self._program is not None
+        try:
+            name = self.config.reward.removeprefix(FILE)
+            return await in_thread(self._program.read, name, MAX_FILE_BYTES)
+        except OSError:
+            return ""
+
+    async def _own_grade(self, ended: Ended, posted: Json | None) -> Grade:
+        program = self._program
+        assert program is not None
+        function = loaded(self.config.grade)
+        read = lambda name: program.read(name, MAX_FILE_BYTES)  # noqa: E731
+        result = ProgramResult(tuple(self._written), ended, posted, read)
+        who = f"the function {self.config.grade}"
+
+        async def called() -> Any:
+            if inspect.iscoroutinefunction(function):
+                return await function(self.task, result)
+            return await in_thread(function, self.task, result)
+
+        found = await guarded(called(), who)
+        if isinstance(found, Grade):
+            return found
+        if isinstance(found, int | float):
+            return Grade(float(found), found > 0)
+        raise CrashError(f"{who} gave {found!r:.200}; expected a Grade or a number")
+
+    def _same(self, recorded: Json, now: Json) -> bool:
+        rules = _rules(tuple(self.config.normalise.items()))
+        return recorded == now or _normal(recorded, rules) == _normal(now, rules)
+
+
+def program_config(values: Mapping[str, Any] | ProgramConfig) -> ProgramConfig:
+    """The settings, checked once a process. Raises ConfigError."""
+    if isinstance(values, ProgramConfig):
+        return values
+    return shared(
+        ("program keys", msgspec.json.encode(values)),
+        lambda: build_config(ProgramConfig, dict(values), "env.kwargs.program"),
+    )
+
+
+def _described(ended: Ended) -> str:
+    """How it ended, with the end of its output."""
+    said = ended.output.strip()[-MAX_SHOWN:]
+    return f"{ended.text}; its output: {said or 'none'}"
+
+
+def _posted(posted: Json | None) -> Grade:
+    if posted is None:
+        return Grade(0.0, False, {}, "the program posted no reward")
+    reward = float(posted["reward"])
+    return Grade(reward, bool(posted.get("success", reward > 0)), {}, "posted by the program")
+
+
+@cache
+def _rules(more: tuple[tuple[str, str], ...]) -> Sequence[tuple[re.Pattern[str], str]]:
+    patterns = {**NORMALISERS, **dict(more)}
+    return [(re.compile(one), f"<{name}>") for name, one in patterns.items() if one]
+
+
+def _normal(value: Any, rules: Sequence[tuple[re.Pattern[str], str]]) -> Any:
+    """The same with what is chance replaced, in all texts."""
+    if isinstance(value, str):
+        for pattern, name in rules:
+            value = pattern.sub(name, value)
+        return value
+    if isinstance(value, dict):
+        return {key: _normal(one, rules) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_normal(one, rules) for one in value]
+    return value

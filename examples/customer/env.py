@@ -1,0 +1,69 @@
+"""A shop's customer who wants to know where his order is and withholds its number.
+
+customer  Where is my order?
+policy    What is your order number?
+customer  I do not have it at hand.             one of the kind "twice" wants to be asked again
+policy    What is your order number?
+customer  It is 4711.
+policy    <track>4711</track>                   It is in Zorvex.
+policy    <answer>Zorvex</answer>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from agentenv import Message, StatelessTool, Task, ToolError, ToolResult, register
+from agentenv.envs.dialogue import DialogueEnv
+from agentenv.envs.qa_grader import ExactMatch
+from agentenv.tools import argument_schema, read_arguments
+
+
+class Number(Struct, forbid_unknown_fields=True):
+    """The argument of `track`."""
+
+    number: str
+
+
+class TrackTool(StatelessTool):
+    """Looks up where an order is."""
+
+    name = "track"
+    description = "Where an order is, by its number."
+    schema = argument_schema(Number)
+
+    def __init__(self, orders: Mapping[str, str]) -> None:
+        self.orders = orders
+
+    async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
+        number = read_arguments(self.name, arguments, Number).number
+        if number not in self.orders:
+            raise ToolError("There is no such order.")
+        return ToolResult(f"It is in {self.orders[number]}.")
+
+
+def customer(task: Task, dialogue: Sequence[Message]) -> str | None:
+    """The customer's next words; he leaves after four questions."""
+    asked = [message.content for message in dialogue if message.role == "assistant"]
+    num_asked = sum("number" in text for text in asked)
+    if len(asked) > 4:
+        return None
+    if "number" not in asked[-1]:
+        return "I only want to know where it is."
+    if num_asked == 1 and task.kind == "twice":
+        return "I do not have it at hand."
+    return f"It is {task.metadata['number']}."
+
+
+class CustomerEnv(DialogueEnv):
+    """One customer: the row's column "orders" is where each order is, "number" is his own."""
+
+    def __init__(self, task: Task) -> None:
+        tools = [TrackTool(task.metadata["orders"])]
+        super().__init__(task, tools=tools, grader=ExactMatch(), user=customer)
+
+
+register("examples/Customer-v0", "examples.customer.env:CustomerEnv")

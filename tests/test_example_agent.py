@@ -1,0 +1,99 @@
+"""examples/agent: its demonstrations are right, the program has their tokens, and it trains."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from agentenv import Task, demonstrate, make
+from agentenv.actor import Actor
+from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
+from agentenv.env import close_shared
+from agentenv.envs.quickstart_setup import build_tokenizer
+from agentenv.launchers import train
+from agentenv.plan import Independent
+from agentenv.renderer import TagRenderer
+from agentenv.types import Limits, SamplingParams
+from examples.agent import world
+from tests.envs.test_program import left
+from tests.support.warehouse import ROOT
+from tests.test_examples import SMALL
+
+TOML = ROOT / "examples" / "agent" / "train.toml"
+
+
+def test_demonstrations_are_right_and_giving_up_earns_nothing() -> None:
+    rows = [world.question(Random(f"{kind} {n}"), kind) for kind in world.KINDS for n in range(5)]
+    assert all(row["success"] for row in demonstrate(world.TwinEnv, rows, world.solve))
+    assert not any(row["reward"] for row in demonstrate(world.TwinEnv, rows, world.give_up))
+
+
+def test_the_time_of_a_trajectory_stands_beside_the_work_that_it_is_for() -> None:
+    text = TOML.read_text()
+    limits = tomllib.loads(text)["limits"]
+    reason = re.search(r"^max_seconds = \d+  # of work: (\d+) tokens at (\d+) a second", text, re.M)
+    assert reason is not None
+    assert int(reason[1]) == limits["max_response_tokens"]
+
+
+def solving(prompt: str, rng: Random) -> str:
+    """A turn of the good clerk."""
+    results = re.findall(r"<result>\n(.*?)\n</result>", prompt)
+    item = re.search(r"(?:one|of) (\w+) cost", prompt)
+    assert item is not None
+    kind = "partner" if "partner of" in prompt else "price"
+    task = Task("t", "e", "?", ("1",), kind, {"item": item[1]})
+    return world.solve(task, results)
+
+
+async def test_the_program_has_the_tokens_of_its_twin() -> None:
+    row = world.question(Random(3), "partner")
+    task = Task("t", "e", row["question"], (str(row["answer"]),), row["kind"], row)
+    program = tomllib.loads(TOML.read_text())["env"]["kwargs"]["program"]
+    program["folder"] = str(ROOT / program["folder"])
+    trees = []
+    for env in (
+        world.TwinEnv,
+        lambda task: make("agentenv/Program-v0", task, program=program, grader={"kind": "exact"}),
+    ):
+        renderer = TagRenderer(build_tokenizer(), tools_in_prompt="none")
+        config = ScriptedConfig(max_model_len=9000)
+        engine = ScriptedEngine(config, renderer.tokenizer, script=solving)
+        sampling = SamplingParams(max_tokens=1)
+        actor = Actor(engine, renderer, env, Limits(max_failures=0), sampling, seed=7)
+        trees.append(await actor.rollout(task, Independent(1)))
+    (one,), (other,) = (tree.trajectories() for tree in trees)
+    assert one.success
+    assert other.success
+    assert other.token_ids == one.token_ids
+    assert other.loss_mask == one.loss_mask
+    await close_shared()
+    assert left() == []
+
+
+def guess(prompt: str, rng: Random) -> str:
+    return solving(prompt, rng) if rng.random() < 0.7 else "<answer>unknown</answer>"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_it_trains(
+    tmp_path: Path, forked_ranks: None, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    from tests.support.rank_here import rank_here  # loads torch
+
+    monkeypatch.chdir(ROOT)
+    small = [one.replace("test_examples", "test_example_agent") for one in SMALL]
+    with rank_here():
+        assert train.main([str(TOML), *small, f"run.dir={tmp_path}"]) == 0
+    run = tmp_path / "agent"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sum(row.get("trees/trained", 0) for row in rows) > 0
+    assert (run / "checkpoints" / "step-000002").is_dir()
+    assert left() == []
