@@ -175,8 +175,7 @@ class ARPOPlan:
 
     def rise_term(self, tree: TrajectoryTree, node: Node, entropies: Sequence[float]) -> float:
         """The entropies' addition to the base probability."""
-        first = next(turn for turn in tree.history(node) if turn.action_ids)
-        after, before = self.entropy(entropies), self.entropy(first.entropies)
+        after, before = self.entropy(entropies), self.entropy(tree.history(node)[1].entropies)
         is_relative = self.rules.fork_criterion == "relative"
         rise = relative_rise(after, before) if is_relative else after - before
         return self.rules.entropy_weight * rise

@@ -25,7 +25,7 @@ from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.env import Env, StepResult, close_shared
 from agentenv.envs.quickstart_setup import build_model
 from agentenv.errors import EnvError
-from agentenv.frames import JournalConfig, finished_trees
+from agentenv.frames import JournalConfig
 from agentenv.journal import Journal
 from agentenv.learners.arpo import ARPO
 from agentenv.learners.batch import encode
@@ -186,7 +186,7 @@ def test_a_step_that_fails_is_taken_again_by_a_program_led_to_the_same_place() -
 def test_a_captured_tree_comes_back_from_its_journal(tmp_path: Path) -> None:
     """Side contexts are no places that are there twice."""
 
-    async def grow() -> tuple[TrajectoryTree, list[TrajectoryTree]]:
+    async def grow() -> tuple[TrajectoryTree, TrajectoryTree]:
         tokenizer = CharTokenizer()
         engine = ScriptedEngine(ScriptedConfig(max_model_len=90_000), tokenizer, script=said)
         actor = Actor(
@@ -200,10 +200,14 @@ def test_a_captured_tree_comes_back_from_its_journal(tmp_path: Path) -> None:
         finally:
             await journal.close()
             await close_shared()
-        return tree, list(finished_trees(tmp_path, "s"))
+        later = Journal(tmp_path, JournalConfig(), settings="s", incarnation=2)
+        recorded = await later.recall(0, TASK)
+        await later.close()
+        assert recorded is not None
+        assert recorded.is_finished
+        return tree, recorded.tree
 
-    tree, found = asyncio.run(grow())
-    (again,) = found
+    tree, again = asyncio.run(grow())
     assert places(again) == places(tree)
     assert [node.continues for node in again.nodes] == [node.continues for node in tree.nodes]
 

@@ -27,8 +27,8 @@ from agentenv.envs.quickstart_setup import build_tokenizer
 from agentenv.errors import ConfigError, CrashError, EnvError, InfraError
 from agentenv.metrics import entropy_profile
 from agentenv.native import NativeRenderer
-from agentenv.offload import run_virtual
-from agentenv.pipelines.run.records import EvalRow, trajectory_rows, turns_of, written
+from agentenv.pipelines.run.records import EvalRow, trajectory_rows, written
+from agentenv.pipelines.run.transcript import turns_of
 from agentenv.pipelines.supervised.dialogues import Conversation
 from agentenv.pipelines.supervised.encoding import ChatEncoder
 from agentenv.plan import Independent, RolloutPlan
@@ -38,6 +38,7 @@ from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, SamplingParams
 from tests.support.chat_models import QWEN25, make_tokenizer
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
+from tests.support.virtual_clock import run_virtual
 from tests.test_actor import AlwaysFork
 
 TASK = Task("t", "me/Desk-v0", "What does it cost?", ("7",), metadata={"colour": "red"})

@@ -22,7 +22,7 @@ from agentenv.envs.sandbox.program import Ended, Program, ProgramLimits, Program
 from agentenv.errors import ConfigError, InfraError
 
 pytestmark = pytest.mark.timeout(120)
-MARK = "agentenvtestmark"  # in the command lines of what a program starts
+MARK = f"agentenvtestmark{os.getpid()}"  # in the command lines of what a program starts
 
 
 @pytest.fixture

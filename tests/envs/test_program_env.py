@@ -24,7 +24,7 @@ from agentenv.plan import Independent, RolloutPlan
 from agentenv.renderer import TagRenderer
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, SamplingParams, Task
-from tests.envs.test_program import left
+from tests.envs.test_program import MARK, left
 from tests.support.toy import TOOL, CharTokenizer, CountingEnv
 from tests.test_capture import ForkOnce, places, searches
 
@@ -33,7 +33,6 @@ TASK = Task("t", "toy", "how many?", ("2",), metadata={"name": "value"})
 
 CLIENT = f"""
 import json, os, sys, time, urllib.request
-MARK = "agentenvtestmark"
 TOOLS = [{{"type": "function", "function": {json.dumps(TOOL)}}}]
 def post(url, body):
     headers = {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
@@ -69,7 +68,7 @@ open("answer.txt", "w").write(str(calls))
 
 
 def keys(code: str = LOOP, **more: Any) -> dict[str, Any]:
-    command = ["python3", "agent.py", "{question}", "agentenvtestmark"]
+    command = ["python3", "agent.py", "{question}", MARK]
     return {"command": command, "files": {"agent.py": code}, "reward": "post", **more}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentenv.dataset import load_mix, load_tasks
-from agentenv.env import Grade
+from agentenv.env import Grade, close_shared
 from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.reasoning import HELD_OUT_SEED, KEY, rows
 from agentenv.errors import ConfigError, DataError
@@ -26,7 +26,10 @@ def tasks(path: str = SUMS, *, held_out: bool = False, **source: Any) -> list[Ta
 
 async def graded(task: Task, answer: str) -> Grade:
     grader = make_grader({"own": {"name": "reasoning_gym"}})
-    return await grader.grade(task, [Message("assistant", f"<answer>{answer}</answer>")], {})
+    try:
+        return await grader.grade(task, [Message("assistant", f"<answer>{answer}</answer>")], {})
+    finally:
+        await close_shared()
 
 
 def test_equal_seeds_give_equal_questions_and_held_out_ones_are_others() -> None:
