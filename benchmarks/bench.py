@@ -1,7 +1,7 @@
 """What the learner gains, what the controller costs, what faults and other settings do to a run.
 
     python benchmarks/bench.py learner [--json FILE] [--shapes NAME ...] [--repeats N] [--dense]
-    python benchmarks/bench.py server [--json FILE] [--lengths N ...] [--rounds N] [--python PATH]
+    python benchmarks/bench.py server [--json FILE] [--engine NAME] [--lengths N ...] [--rounds N]
     python benchmarks/bench.py overhead [--json FILE] [--sizes N ...] [--workers N]
     python benchmarks/bench.py capture [--json FILE] [--programs N] [--calls N]
     python benchmarks/bench.py chaos [--json FILE] [--long | --short] [--times N] [--seconds S]
@@ -9,10 +9,10 @@
     python benchmarks/bench.py simulate CONFIG [key.sub=value ...] [--trace RUN] [--steps N]
 
 `learner` measures the worth of training trees as trees (layouts.py), `server` the cost of a token
-to vLLM's API server (server_cost.py), `overhead` the cost of the controller at thousands of
-rollouts, `capture` that of a call which the endpoint captures, `chaos` the rest of a run in a storm
-of faults (it fails if a tree is lost or trained
-twice), `simulate` a run under other settings, by the times of a recorded one (simulation.py),
+to the API server of vLLM or SGLang (server_cost.py), `overhead` the cost of the controller at
+thousands of rollouts, `capture` that of a call which the endpoint captures, `chaos` the rest of a
+run in a storm of faults (it fails if a tree is lost or trained twice), `simulate` a run under other
+settings, by the times of a recorded one (simulation.py),
 `peers` the cost of other projects at the work of `overhead` (it installs them). `--json -` prints
 the figures alone.
 """
@@ -80,10 +80,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     learner.add_argument("--shapes", nargs="+", metavar="NAME", help="only these; default all")
     number(learner, "--repeats", 3, "medians of N")
     learner.add_argument("--dense", action="store_true", help="also trees under a dense mask")
-    server = part("server", "CPU of vLLM's API server by kind of request and length of a turn")
+    server = part("server", "CPU of an API server by kind of request and length of a turn")
+    server.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     server.add_argument("--lengths", nargs="+", type=int, metavar="N", help="tokens of a turn")
     number(server, "--rounds", 3, "medians of N")
-    server.add_argument("--python", default="", metavar="PATH", help="the Python that has vLLM")
+    server.add_argument(
+        "--python", default="", metavar="PATH", help="the Python that has the engine"
+    )
     overhead = part("overhead", "CPU, lag and memory of the controller")
     overhead.add_argument(
         "--sizes", nargs="+", type=int, metavar="N", help="rollouts at a time; default 1000 10000"
@@ -188,10 +191,12 @@ def run_server(options: argparse.Namespace, view: View) -> int:
     from benchmarks.parts import server_cost
 
     lengths = sorted(set(options.lengths or server_cost.LENGTHS))
-    found = server_cost.run(lengths, options.rounds, options.python, say_of(options, view))
+    found = server_cost.run(
+        lengths, options.rounds, options.engine, options.python, say_of(options, view)
+    )
 
     def show() -> None:
-        title = "CPU of vLLM's API server (of its engine), us a sampled token"
+        title = f"CPU of the API server of {options.engine} (its engine), us a sampled token"
         columns = ["request", *(f"turns of {n}" for n in lengths), "us_a_turn", "us_a_token"]
         table = head(title, columns)
         for form, costs in found.costs.items():

@@ -1,8 +1,9 @@
-"""What a token costs vLLM's API server, one process on one core, and its engine.
+"""What a token costs the API server of vLLM or SGLang, and its engine.
 
 Requests are those of a run: with entropies and tags to stop at (ARPO), with either, and with
 neither, by the length of a turn. `rivals` and `strings` are asked for as of a server without our
-plugin, `plugin` as of one that has it; all by the same server. Its model has one small layer, so
+plugin, `plugin` (vLLM) as of one that has it; all by the same server. SGLang's API server is two
+processes, one of which makes texts of tokens. The model has one small layer, so
 that the processors are busy with requests and not with matrices. The fixed cost of a turn and the
 cost of a token are a line through the lengths.
 """
@@ -22,9 +23,10 @@ import numpy as np
 import psutil
 from msgspec import Struct
 
-from agentenv.engines.remote import Request
+from agentenv.engines import sglang
+from agentenv.engines.remote import Request, ServerInfo
 from agentenv.engines.remote.client import HttpClient
-from agentenv.engines.remote.probes import GENERATE
+from agentenv.engines.remote.probes import GENERATE, SGLangFacts
 from agentenv.engines.remote.vllm_answer import request_body
 from agentenv.pipelines.serving.servers import ServerFactory
 from agentenv.server_config import LaunchConfig, Served
@@ -63,17 +65,27 @@ class Figures(Struct):
     token_us: dict[str, float]
 
 
-def run(lengths: list[int], rounds: int, python: str, say: Callable[[str], None]) -> Figures:
-    """Medians of `rounds`, in which the forms take turns. `python`: with vLLM; empty: found."""
+def run(
+    lengths: list[int], rounds: int, engine: str, python: str, say: Callable[[str], None]
+) -> Figures:
+    """Medians of `rounds`, in which the forms take turns. `python`: with the engine; empty:
+    found."""
     with TemporaryDirectory() as folder:
         make_model(Path(folder) / "model")
-        return asyncio.run(_run(Path(folder), lengths, rounds, python, say))
+        return asyncio.run(_run(Path(folder), lengths, rounds, engine, python, say))
 
 
 async def _run(
-    folder: Path, lengths: list[int], rounds: int, python: str, say: Callable[[str], None]
+    folder: Path,
+    lengths: list[int],
+    rounds: int,
+    kind: str,
+    python: str,
+    say: Callable[[str], None],
 ) -> Figures:
-    served = Served("vllm", folder / "model", "server", max_model_len=1024, trained=True)
+    served = Served(kind, folder / "model", "server", max_model_len=1024, trained=True)
+    forms = [form for form, (_, _, plugin) in FORMS.items() if kind == "vllm" or not plugin]
+    ask = vllm_request if kind == "vllm" else sglang_request
     # the engine in a process of its own, as on a GPU
     config = LaunchConfig(
         python=python, max_num_seqs=NUM_AT_ONCE, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -82,24 +94,45 @@ async def _run(
     async with AsyncExitStack() as stack:
         factory = ServerFactory(folder, stack, say)
         (url,) = await factory.start(served, config, "--python")
-        api, engine = _processes(factory.processes[0].pid)
+        parts = _processes(factory.processes[0].pid)
         http = HttpClient(url)
         stack.push_async_callback(http.close)
-        await _load(http, 16, 32, "both", api, engine)  # warm
-        for number, length, form in product(range(rounds), lengths, FORMS):
-            cost = await _load(http, length, NUM_TOKENS // length, form, api, engine)
+        await _load(http, 16, 32, "both", ask, parts)  # warm
+        for number, length, form in product(range(rounds), lengths, forms):
+            cost = await _load(http, length, NUM_TOKENS // length, form, ask, parts)
             found.setdefault((form, length), []).append(cost)
             say(f"round {number + 1}, {length} tokens, {form}: {cost.server_us:.0f} us a token")
-    costs = {form: {n: _median(found[form, n]) for n in lengths} for form in FORMS}
+    costs = {form: {n: _median(found[form, n]) for n in lengths} for form in forms}
     lines = {form: _line({n: one.server_us for n, one in by.items()}) for form, by in costs.items()}
-    turn_us, token_us = ({form: lines[form][i] for form in FORMS} for i in range(2))
+    turn_us, token_us = ({form: lines[form][i] for form in forms} for i in range(2))
     return Figures(costs, turn_us, token_us)
 
 
-def _processes(guard: int) -> tuple[psutil.Process, psutil.Process]:
-    """The API server and its engine."""
+Parts = tuple[list[psutil.Process], psutil.Process]  # of the API server, and the engine
+
+
+def _processes(guard: int) -> Parts:
     (api,) = psutil.Process(guard).children()
-    return api, max(api.children(), key=lambda one: one.memory_info().rss)
+    below = api.children()
+    engine = max(below, key=lambda one: one.memory_info().rss)
+    return [api, *(one for one in below if one != engine)], engine
+
+
+def vllm_request(request: Request, *, plugin: bool) -> tuple[str, dict[str, Any]]:
+    """Route and body."""
+    body = request_body(request.id, request, TOP_K, "bench", plugin=plugin)
+    body["sampling_params"]["ignore_eos"] = True
+    return GENERATE, body
+
+
+def sglang_request(request: Request, *, plugin: bool) -> tuple[str, dict[str, Any]]:
+    """The same of SGLang, which has no plugin."""
+    assert not plugin
+    info = ServerInfo("sglang", "", "", 1024, frozenset())
+    facts = SGLangFacts(info, VOCABULARY, None, 1, max_prompt=1024, max_top_k=0, use_seed=False)
+    body = sglang.request_body(request, facts, TOP_K, "bench")
+    body["sampling_params"]["ignore_eos"] = True
+    return "/generate", body
 
 
 async def _load(
@@ -107,8 +140,8 @@ async def _load(
     length: int,
     number: int,
     form: str,
-    api: psutil.Process,
-    engine: psutil.Process,
+    make: Callable[..., tuple[str, dict[str, Any]]],
+    parts: Parts,
 ) -> Cost:
     loop, free, rng = asyncio.get_running_loop(), asyncio.Semaphore(NUM_AT_ONCE), Random(length)
     entropies, stops, plugin = FORMS[form]
@@ -116,23 +149,25 @@ async def _load(
     async def ask(index: int) -> None:
         prompt = [rng.randrange(300, VOCABULARY) for _ in range(PROMPT)]
         sampling = SamplingParams(max_tokens=length, seed=index, stop=stops)
-        request = Request("", prompt, sampling, INTERVAL, (), "", entropies)
-        body = request_body(f"{form}-{rng.random()}", request, TOP_K, "bench", plugin=plugin)
-        body["sampling_params"]["ignore_eos"] = True
-        async with free, http.stream(GENERATE, body, {}) as events:
+        name = f"{form}-{rng.random()}"
+        route, body = make(
+            Request(name, prompt, sampling, INTERVAL, (), "", entropies), plugin=plugin
+        )
+        async with free, http.stream(route, body, {}) as events:
             async for _ in events:
                 pass
 
-    began_s, before = loop.time(), [_cpu_s(one) for one in (api, engine)]
+    servers, engine = parts
+    began_s, before = loop.time(), [_cpu_s(*servers), _cpu_s(engine)]
     await asyncio.gather(*map(ask, range(number)))
-    api_s, engine_s = (_cpu_s(one) - old for one, old in zip((api, engine), before, strict=True))
+    api_s, engine_s = _cpu_s(*servers) - before[0], _cpu_s(engine) - before[1]
     tokens = length * number
     return Cost(api_s / tokens * 1e6, engine_s / tokens * 1e6, tokens / (loop.time() - began_s))
 
 
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
+def _cpu_s(*processes: psutil.Process) -> float:
+    times = [one.cpu_times() for one in processes]
+    return sum(one.user + one.system for one in times)
 
 
 def _median(costs: list[Cost]) -> Cost:
