@@ -482,7 +482,13 @@ class SimulatedRenderer:
     def prompt(self, messages: Sequence[Message], tools: Any) -> list[int]:
         return self._ids(messages)
 
-    def observation(self, messages: Sequence[Message], tools: Any, max_tokens: int) -> list[int]:
+    def observation(
+        self,
+        messages: Sequence[Message],
+        tools: Any,
+        max_tokens: int,
+        turn_ids: Sequence[int] = (),
+    ) -> list[int]:
         return self._ids(messages)
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:

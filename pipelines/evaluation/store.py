@@ -238,6 +238,8 @@ def identity(saved: Saved) -> Tree:
     for one in tree["sets"].values():
         one["limits"] = _without(one["limits"] or {}, _FREE_LIMITS)
         one["env"] = _without(one.get("env") or {}, WHERE)
+        if not one.get("source"):  # of rows that are read, also before there were others
+            one.pop("source", None)
     subject = {key: value for key, value in saved.subject.items() if key not in ("name", "path")}
     return {"subject": subject, **tree}
 

@@ -324,7 +324,8 @@ ESCAPES = {
     "the kernel's keys": "c = ctypes.CDLL(None).syscall(248, b'user', b'x', b'y', 1, -3); "
     "print('' if c < 0 else 'key')",
     "devices": "print(*set(os.listdir('/dev')) & {{'sda', 'vda', 'mem', 'kvm', 'fuse'}})",
-    "other programs' folders": "print(*[n for n in os.listdir('/tmp')])",
+    # the interpreter of the run may lie below /tmp
+    "other programs' folders": "print(*[n for n in os.listdir('/tmp') if 'agentenv-' in n])",
     "variables of the host": "print(os.environ.get('SECRET', ''))",
 }
 

@@ -38,7 +38,7 @@ from agentenv.pipelines.rl.publishing import (
     Publisher,
 )
 from agentenv.pipelines.serving.servers import ServerFactory
-from agentenv.server_config import LaunchConfig, PoolConfig, Served
+from agentenv.server_config import LaunchConfig, Served
 from benchmarks.parts.server_cost import VOCABULARY, make_model
 from tests.gpu.place import HAS_GPU
 from tests.gpu.test_vllm_gpu import PYTHON, SHAPE, prompts
@@ -93,7 +93,6 @@ class Bench:
             0,
             vocab_size=VOCABULARY,
             eos_ids=(),
-            config=PoolConfig(load_timeout_s=60),
             name=f"handover-{time.time_ns()}",
         )
         await pool.start(fresh=False)  # it loads the model's file

@@ -193,7 +193,6 @@ def test_a_tree_token_by_token(shown: Viewed, open_page: Open) -> None:
     assert "250 ms" in call
     assert "50 ms waiting" in call
     assert "forked 1 sibling" in text_of(page, ".forks")
-    assert "0.50, 1.50" in text_of(page, ".forks")
     token = page.locator(".t").nth(3)
     token.hover()
     detail = text_of(page, ".detail")
