@@ -407,7 +407,7 @@ async def load_set(
         max_samples=max_samples,
         ends=ends,
         say=said(say, key),
-        held_out=key != "data",
+        held_out=not isinstance(rows, DataConfig),
     )
 
 

@@ -12,6 +12,8 @@ from agentenv.env import Grade, close_shared
 from agentenv.envs.grading.reward import make_grader
 from agentenv.envs.reasoning import HELD_OUT_SEED, KEY, rows
 from agentenv.errors import ConfigError, DataError
+from agentenv.pipelines.config.rl import DataConfig
+from agentenv.pipelines.setup.assembly import load_set, load_training
 from agentenv.rows import MixPart, RowsConfig
 from agentenv.types import Message, Task
 
@@ -39,6 +41,16 @@ def test_equal_seeds_give_equal_questions_and_held_out_ones_are_others() -> None
     assert held_out[0].id == f"chain_sum-{HELD_OUT_SEED}"
     assert tasks(seed=5)[0].question == tasks()[5].question
     assert tasks()[0].kind == "chain_sum"
+
+
+async def test_only_training_data_has_the_seeds_of_training() -> None:
+    """Whatever the key of an evaluation's questions is."""
+    rows = {"train": SUMS, "source": {"size": 2}}
+    training = await load_training(DataConfig(**rows), "e", Path, print)
+    own = RowsConfig(source={"size": 2})
+    for key in ("data", "eval.sets.a", "sets.a"):
+        held_out = await load_set(SUMS, "e", own, Path, print, key)
+        assert not {one.id for one in training} & {one.id for one in held_out}
 
 
 def test_difficulties_are_the_tasks_own() -> None:
