@@ -135,7 +135,7 @@ class Branch:
         return node.action_ids + packed_ids([end_id] if node.index in self.cut else [])
 
     def ended_ids(self, node: Node, renderer: ContextRenderer) -> Ids:
-        """The tokens of a turn, for whoever asks whether it has ended."""
+        """The tokens by which a renderer decides whether the turn has ended."""
         return packed_ids([renderer.end_id]) if node.index in self.cut else node.action_ids
 
     def proceed(self, tree: TrajectoryTree, renderer: ContextRenderer, most: int) -> Node | None:

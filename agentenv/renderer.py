@@ -479,8 +479,8 @@ class TagRenderer(TextCodec):
         return ids
 
     def _frames_of_users(self, number: int) -> list[list[int]]:
-        """Ids of the texts around so many messages of a user, from behind the end of the turn that
-        they answer to the beginning of the next one. Raises ConfigError."""
+        """Ids of the template's texts around `number` messages of a user, after the end of the turn
+        that they answer and up to the beginning of the next one. Raises ConfigError."""
         if number not in self._user_frames:
             found = self._texts_around_users(number)
             self._user_frames[number] = [self.encode(text) for text in found]

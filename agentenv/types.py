@@ -160,7 +160,7 @@ class NextTurn(Struct, frozen=True, omit_defaults=True):
     """How the next turn begins, from an environment that hands on the calls of a program
     (agentenv/endpoint), in `info["turn"]` of `reset` and `step`.
 
-    By default it goes on from the turn before, behind the messages of the step. Otherwise `prompt`
+    By default it continues the previous turn, after the messages of the step. Otherwise `prompt`
     is its whole context; a number stands for the tokens of the turn of the branch with that number,
     from 0. Where these tokens extend those of an earlier turn that nothing has answered yet, it
     goes on from there; else they open a context of the `kind`, for the `cause`. `discards` are

@@ -1,10 +1,10 @@
-"""The policy behind the APIs that programs speak, and the capture of what they ask.
+"""The policy served over chat APIs, and the capture of the calls of programs.
 
     messages   requests and replies in one form, whatever API they came by; errors by name
     chat, responses, anthropic    the three APIs: requests read, replies, streams and errors written
-    server     the HTTP server: routes, keys, who answers
+    server     the HTTP server: routes, keys, handlers
     capture    calls of a program as the turns of one branch
-    policy     who answers where no run captures: renders, samples, streams
+    policy     the handler outside of runs: renders, samples, streams
 
 A rollout asks; a program asks too. So a program's environment turns the two around: the call that
 the program makes is the observation, the action of the policy is the answer to it. The tree, its
@@ -31,7 +31,7 @@ token ids, entropies, forks, limits and journal are those of any rollout.
     close   ->  endpoint.forget(session)        likewise, and its key is nobody's any more
 
 `call.messages` are what is new since the turn that the call goes on from. `call.turn` (`NextTurn`
-in agentenv/types.py) tells the rollout where it goes on, and what the program asks of the turn:
+in agentenv/types.py) says where the rollout continues and which parameters the call has:
 stop strings, most tokens. A call that goes on from an older turn, or from none, needs nothing of
 the environment: the rollout reads `turn`. What a session has counted is in `session.counts`
 (`calls`, `context/retry`, `context/sub_agent`, `altered/trimmed`, `replayed`, ...): add it to the

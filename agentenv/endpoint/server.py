@@ -1,4 +1,4 @@
-"""The HTTP server of the endpoint: routes, keys, streams; who answers a key is a `Handler`.
+"""The HTTP server of the endpoint: routes, keys, streams; a `Handler` answers each key.
 
     GET   /health, /v1/models, /v1/models/NAME
     POST  /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens
