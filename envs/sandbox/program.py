@@ -24,6 +24,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
+from io import BufferedWriter
 from itertools import count
 from pathlib import Path
 from typing import Annotated
@@ -142,8 +143,11 @@ class Program:
         self._kept.callback(self._control.close)
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1  # of process 1, whose end is the end of all
+        self._errors: BufferedWriter | None = None  # what the sandbox itself writes
+        self._preparing: asyncio.Future[None] | None = None
         self._waiting: asyncio.Task[Ended] | None = None
         self._stopping: asyncio.Future[None] | None = None
+        self._closing: asyncio.Future[None] | None = None
 
     @classmethod
     async def start(cls, spec: ProgramSpec, variables: Mapping[str, str], port: int = 0) -> Program:
@@ -170,10 +174,10 @@ class Program:
     async def _launch(self, host: _Host, variables: Mapping[str, str], port: int) -> None:
         spec, confined = self._spec, not self._spec.allow_unsafe
         uid = UNUSED_ID + 1 + next(_uids) % 60_000 if confined and os.geteuid() == 0 else None
-        await in_thread(_fill_folder, spec, uid, self._outer)
+        self._preparing = asyncio.ensure_future(in_thread(self._prepare, uid))
+        await asyncio.shield(self._preparing)  # `close` waits for it where this is cancelled
         forward = await host.socket_to(port) if confined and port else None
         python = await find_interpreter(None)
-        errors = self._kept.enter_context(await in_thread(open, self._outer / "errors", "wb"))
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._kept.callback(self._control.close)
         self._control.setblocking(False)
@@ -191,7 +195,7 @@ class Program:
                 env={},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=errors,
+                stderr=self._errors,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
@@ -214,11 +218,10 @@ class Program:
         await asyncio.shield(self._stopping)
 
     async def close(self) -> None:
-        """`stop`, and remove its folder."""
-        try:
-            await self.stop()
-        finally:
-            await in_thread(self._kept.close)
+        """`stop`, and remove its folder; idempotent, also when cancelled."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
 
     def read(self, name: str, max_bytes: int) -> str:
         """The text of a file that it left in its folder. Raises OSError for one that is none, or
@@ -233,6 +236,19 @@ class Program:
             return file.read(max_bytes).decode(errors="replace")
 
     # inner workings
+
+    def _prepare(self, uid: int | None) -> None:
+        """Its folder, and the file of the sandbox's errors; blocks."""
+        _fill_folder(self._spec, uid, self._outer)
+        self._errors = self._kept.enter_context(open(self._outer / "errors", "wb"))
+
+    async def _close(self) -> None:
+        if self._preparing is not None:
+            await asyncio.gather(self._preparing, return_exceptions=True)
+        try:
+            await self.stop()
+        finally:
+            await in_thread(self._kept.close)
 
     async def _started(self) -> None:
         """Process 1 is there. Raises ConfigError where no sandbox can be had."""
