@@ -85,9 +85,9 @@ class LocalProcess:
 
     async def start(self) -> None:
         env = {name: text for name, text in os.environ.items() if name not in self.spec.unset}
-        opening = asyncio.ensure_future(in_thread(open_log, Path(self.spec.log)))
+        opened = _Log(Path(self.spec.log))
         try:
-            log = await asyncio.shield(opening)
+            log = await in_thread(opened.open)
             self._guard = await start_process(
                 *guarded(self.spec.command, self._grace_s),
                 stdin=asyncio.subprocess.PIPE,
@@ -97,9 +97,8 @@ class LocalProcess:
                 cwd=self.spec.cwd,
                 start_new_session=True,
             )
-        finally:  # a cancellation leaves the thread at work, which opens the log all the same
-            opening.add_done_callback(_close_log)
-            await asyncio.wait([opening], timeout=self._grace_s)
+        finally:
+            opened.close()
 
     async def ended(self) -> str:
         """Wait for the end of the process; how it ended."""
@@ -134,9 +133,24 @@ def python_path() -> str:
     return os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
 
 
-def _close_log(opening: asyncio.Future[BinaryIO]) -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
+class _Log:
+    """A log that a thread opens. A cancellation leaves the thread at work: what it opens after
+    `close` it closes itself."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._is_wanted = path, True
+        self._file: BinaryIO | None = None
+
+    def open(self) -> BinaryIO:
+        self._file = open_log(self._path)
+        if not self._is_wanted:
+            self._file.close()
+        return self._file
+
+    def close(self) -> None:
+        self._is_wanted = False
+        if self._file is not None:
+            self._file.close()
 
 
 def open_log(path: Path) -> BinaryIO:

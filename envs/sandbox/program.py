@@ -240,7 +240,7 @@ class Program:
     def _prepare(self, uid: int | None) -> None:
         """Its folder, and the file of the sandbox's errors; blocks."""
         _fill_folder(self._spec, uid, self._outer)
-        self._errors = self._kept.enter_context(open(self._outer / "errors", "wb"))
+        self._errors = self._kept.enter_context((self._outer / "errors").open("wb"))
 
     async def _close(self) -> None:
         if self._preparing is not None:
