@@ -30,6 +30,7 @@ What an environment of your own needs can be imported from here; the rest lives 
                testing    a conformance kit for environments
                cold_start demonstrations, and a small untrained model with words of one's own
     data       data_files, rows, dataset: from files to tasks in order
+               curriculum  tasks drawn by the success that the policy has with them
                untrusted  what this program did not write, decoded
     endpoint/  the APIs that programs speak, and the capture of their calls
     engines/   what samples: embedded, scripted, vLLM, SGLang, pools of servers

@@ -17,6 +17,7 @@ from typing import NamedTuple, overload
 
 from msgspec.structs import replace
 
+from agentenv.curriculum import Curriculum
 from agentenv.data_files import (
     GENERATORS,
     RawRow,
@@ -131,31 +132,50 @@ class TaskMix(Sequence[Task]):
 class TaskStream:
     """Endless epochs over `tasks`; each epoch in an order of its own, fixed by the seed.
 
-    The parts of a `TaskMix` have epochs of their own and take turns by weight. `position` counts
-    tasks handed out; a stream made with the position of another one continues it exactly.
+    The parts of a `TaskMix` have epochs of their own and take turns by weight; with a curriculum
+    each place is drawn by it. `position` counts tasks handed out; a stream made with the position
+    of another one continues it exactly.
     """
 
-    def __init__(self, tasks: Sequence[Task], seed: int, position: int = 0) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        seed: int,
+        position: int = 0,
+        curriculum: Curriculum | None = None,
+    ) -> None:
         self.tasks = tasks
         self.seed = seed
         self.position = position
-        mix = tasks if isinstance(tasks, TaskMix) else None
-        self._pattern = mix.pattern if mix else [0]
-        parts: Sequence[Sequence[Task]] = mix.parts if mix else [tasks]
+        self.curriculum = curriculum
+        self._pattern = tasks.pattern if isinstance(tasks, TaskMix) else [0]
+        parts = parts_of(tasks)
         keys = [str(seed), *(f"{seed}/part/{number}" for number in range(1, len(parts)))]
         self._parts = [_Part(part, key) for part, key in zip(parts, keys, strict=True)]
 
-    def __iter__(self) -> Iterator[tuple[int, Task]]:
-        """Yields (position of the task, task)."""
-        periods, place = divmod(self.position, len(self._pattern))
+        periods, place = divmod(position, len(self._pattern))
         for number, part in enumerate(self._parts):
             whole, begun = self._pattern.count(number), self._pattern[:place].count(number)
             part.drawn = periods * whole + begun
+
+    def __iter__(self) -> Iterator[tuple[int, Task]]:
+        """Yields (position of the task, task)."""
         while True:
-            number = self._pattern[self.position % len(self._pattern)]
-            position = self.position
-            self.position += 1
-            yield position, self._parts[number].next()
+            yield self.position, self.next()
+
+    def next(self, drawn: str = "") -> Task:
+        """The task at `position`, which goes on. `drawn` is the id of the task that an earlier
+        process drew for this place, if a curriculum did."""
+        number = self._pattern[self.position % len(self._pattern)]
+        self.position += 1
+        if self.curriculum is not None:
+            return self.curriculum.draw(self.position - 1, number, drawn)
+        return self._parts[number].next()
+
+
+def parts_of(tasks: Sequence[Task]) -> Sequence[Sequence[Task]]:
+    """The parts of a mix, or all tasks as the only one."""
+    return tasks.parts if isinstance(tasks, TaskMix) else [tasks]
 
 
 class _Part:

@@ -224,11 +224,12 @@ class Trained(Struct, array_like=True, frozen=True, tag=5):
 class Started(Struct, array_like=True, frozen=True, tag=6):
     """The feeder starts a tree while the learner has taken `step` steps, after it held the tree
     back for `early_s` seconds, in which the learner did not need it yet. Of a run that goes on,
-    such a tree starts at once."""
+    such a tree starts at once. `task` is the id of its task where a curriculum drew it."""
 
     tree: int
     step: int
     early_s: float
+    task: str = ""
 
 
 class WorkerLost(Struct, array_like=True, frozen=True, tag=16):

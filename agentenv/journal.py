@@ -88,7 +88,7 @@ class Journal:
         self.settings = settings
         self.incarnation = incarnation
         self._places: dict[int, list[Place]] = {}
-        self._started: set[int] = set()  # by an earlier process
+        self._started: dict[int, str] = {}  # by an earlier process, with the tasks that it drew
         self._begun: dict[int, Place] = {}  # where a tree begins of which no more is read yet
         # By tree, the workers that earlier processes lost in a row while it came no further.
         self.losses: dict[int, int] = {}
@@ -144,7 +144,7 @@ class Journal:
                 frame = DECODER.decode(payload)
                 trees = trees_of(frame)
                 if isinstance(frame, Started):
-                    self._started.add(frame.tree)
+                    self._started[frame.tree] = frame.task
                 if isinstance(frame, WorkerLost):
                     self.losses[frame.tree] = frame.num if frame.settings == self.settings else 0
             self._last[path] = max([self._last[path], *trees])
@@ -169,6 +169,10 @@ class Journal:
     def started(self, index: int) -> bool:
         """Whether an earlier process started this tree, though it may not have begun it."""
         return index in self._started or index in self._places
+
+    def drawn(self, index: int) -> str:
+        """The id of the task that an earlier process drew for this tree; empty: none."""
+        return self._started.get(index, "")
 
     def read(self, index: int, task: Task) -> Recorded | None:
         """The tree of this place as an earlier process left it, if it can be gone on with: it is
@@ -353,7 +357,7 @@ class Journal:
                 del self._last[path]
         for index in [one for one in self._places if one < oldest]:
             del self._places[index]
-        self._started = {index for index in self._started if index >= oldest}
+        self._started = {one: task for one, task in self._started.items() if one >= oldest}
 
     def _begin_file(self) -> None:
         self._number += 1

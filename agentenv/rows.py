@@ -98,6 +98,23 @@ class RowsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = field(default_factory=dict)
 
 
+class CurriculumConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which questions are drawn more often, by the success of their latest trees."""
+
+    prefer: Annotated[
+        Literal["half", "easy", "hard"],
+        Meta(description="those that succeed in nearly half of all cases, mostly, or rarely"),
+    ] = "half"
+    by: Annotated[
+        Literal["question", "kind"],
+        Meta(description="success of the question itself, or of all questions of its kind"),
+    ] = "question"
+    floor: Annotated[
+        float,
+        Meta(gt=0, le=1, description="least weight of a question; the greatest is 1"),
+    ] = 0.1
+
+
 class MixPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Files of a weighted mix."""
 

@@ -34,7 +34,7 @@ from agentenv.pipelines.run.checkpoints import CheckpointConfig
 from agentenv.pipelines.run.monitors import RolloutMonitorConfig
 from agentenv.registry import Registry
 from agentenv.renderer import PromptConfig, TagsConfig
-from agentenv.rows import MixPart, RowsConfig
+from agentenv.rows import CurriculumConfig, MixPart, RowsConfig
 from agentenv.server_config import RoleConfig
 from agentenv.tools import ToolConfig
 from agentenv.types import Limits, SamplingParams
@@ -95,6 +95,10 @@ class DataConfig(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(description="files that take turns by weight, [[data.mix]], in place of data.train"),
     ] = field(default_factory=list)
     max_samples: Annotated[int, Meta(ge=0, description="first n rows of data.train; 0: all")] = 0
+    curriculum: Annotated[
+        CurriculumConfig | None,
+        Meta(description="draw questions by their success, in place of epochs"),
+    ] = None
 
     def __post_init__(self) -> None:
         if bool(self.train) == bool(self.mix):

@@ -12,7 +12,8 @@ import asyncio
 from collections.abc import Sequence
 
 from agentenv.cluster.workers import RolloutWorkers
-from agentenv.dataset import TaskStream
+from agentenv.curriculum import Curriculum
+from agentenv.dataset import TaskStream, parts_of
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.frames import Leased, Recorded, Started, Trained
 from agentenv.journal import Journal
@@ -29,9 +30,10 @@ from agentenv.types import Task
 class Listener:
     """Callbacks of the loop, in the order of a step; this one does nothing."""
 
-    def started(self, tree: int, step: int, early_s: float) -> None:
+    def started(self, tree: int, step: int, early_s: float, drawn: str) -> None:
         """The feeder starts a rollout that no earlier process had started, `early_s` seconds after
-        it had a slot, since the learner did not need it sooner."""
+        it had a slot, since the learner did not need it sooner. `drawn` is the id of its task if a
+        curriculum chose it."""
 
     def taken(self, step: int, trees: Sequence[int]) -> None:
         """The learner takes these trees."""
@@ -46,8 +48,8 @@ class JournalListener(Listener):
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
 
-    def started(self, tree: int, step: int, early_s: float) -> None:
-        self._journal.append(Started(tree, step, round(early_s, 3)))
+    def started(self, tree: int, step: int, early_s: float, drawn: str) -> None:
+        self._journal.append(Started(tree, step, round(early_s, 3), drawn))
 
     def taken(self, step: int, trees: Sequence[int]) -> None:
         self._journal.append(Leased(step, list(trees)))
@@ -96,6 +98,7 @@ class Feeder:
         self.listeners = listeners
         self.workers: RolloutWorkers | None = None  # where rollouts grow, unless in this process
         self.inflight: dict[int, InflightRollout] = {}  # by place in start order
+        self.curriculum = self._curriculum()
         self.held_back = {"s": 0.0}  # seconds for which trees were
         self._goes_on = asyncio.Event()  # unless the run is paused
         self._goes_on.set()
@@ -104,23 +107,37 @@ class Feeder:
         """Start rollouts as slots allow; without refill no more than the run will train."""
         parts, config = self.parts, self.config
         needed = None if config.refills else parts.num_steps * self.queue.groups_per_step
-        stream = TaskStream(parts.tasks, config.run.seed, self.state.position)
-        for position, task in stream:
-            if needed is not None and position >= needed:
-                break
-            is_new = self.journal is None or not self.journal.started(position)
+        stream = TaskStream(parts.tasks, config.run.seed, self.state.position, self.curriculum)
+        while needed is None or stream.position < needed:
+            position, journal = stream.position, self.journal
+            is_new = journal is None or not journal.started(position)
             early_s = await self.queue.reserve(at_once=not is_new)
             await self._until_allowed()
             await self._until_room()
+            task = stream.next("" if journal is None else journal.drawn(position))
             if is_new:
+                drawn = "" if self.curriculum is None else task.id
                 for listener in self.listeners:
-                    listener.started(position, self.state.step, early_s)
+                    listener.started(position, self.state.step, early_s, drawn)
             self.state.counters.offered += 1
             one = self.inflight[position] = InflightRollout(task)
             one.growing = rollouts.create_task(self._roll_out(one, position))
             self.queue.put(one.growing, is_new=is_new)
             await asyncio.sleep(0)  # so that not all of them begin in one go
         self.queue.finish()
+
+    def _curriculum(self) -> Curriculum | None:
+        config, seed = self.config.data.curriculum, self.config.run.seed
+        if config is None:
+            return None
+        return Curriculum(config, parts_of(self.parts.tasks), seed, self.state.outcomes)
+
+    def learned(self, trees: Sequence[TrajectoryTree]) -> dict[str, float]:
+        """These trees were delivered; figures of the curriculum."""
+        if self.curriculum is None:
+            return {}
+        self.curriculum.add(trees)
+        return self.curriculum.stats()
 
     @property
     def is_paused(self) -> bool:

@@ -13,6 +13,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from agentenv.archive import Archive
+from agentenv.curriculum import Outcomes
 from agentenv.deadline import uncancelled, within
 from agentenv.errors import AgentEnvError
 from agentenv.journal import Journal
@@ -171,6 +172,7 @@ class RunState(Struct):
     line: int = 0
     counters: TreeCounters = field(default_factory=TreeCounters, name="ledger")
     totals: Totals = field(default_factory=Totals)
+    outcomes: Outcomes = field(default_factory=Outcomes)  # for the curriculum
     parity: ParityGap = field(default_factory=ParityGap)
     entropy: EntropyProfile = EntropyProfile()
     reports: dict[str, dict[str, BriefReport]] = field(default_factory=dict)

@@ -117,7 +117,13 @@ def kept(warehouse: Path) -> Iterator[Path]:
     monkeypatch.undo()
 
 
-def goes_on(warehouse: Path, kept: Path, name: str, journal: Sequence[Frame]) -> list[Frame]:
+def goes_on(
+    warehouse: Path,
+    kept: Path,
+    name: str,
+    journal: Sequence[Frame],
+    keys: Sequence[str] = KEPT,
+) -> list[Frame]:
     """What a process writes that goes on from the first checkpoint with this journal."""
     run = kept.parent / name
     shutil.copytree(kept, run)
@@ -128,7 +134,7 @@ def goes_on(warehouse: Path, kept: Path, name: str, journal: Sequence[Frame]) ->
     for path in (run / "checkpoints").glob("step-*"):
         if path.name > "step-000001":
             shutil.rmtree(path)
-    finished_run(warehouse, name, *KEPT, resume="latest")
+    finished_run(warehouse, name, *keys, resume="latest")
     (run / "journal" / "000001.frames").unlink(missing_ok=True)
     return frames(run)
 
@@ -161,3 +167,27 @@ def test_a_journal_of_an_earlier_version_is_gone_on_with(warehouse: Path, kept: 
     assert [frame.trees for frame in of(Trained, written)] == [
         frame.trees for frame in of(Trained, old)[1:]
     ]
+
+
+def test_a_resumed_curriculum_draws_what_the_first_process_drew(warehouse: Path) -> None:
+    keys = ("data.curriculum.prefer=hard", "checkpoint.keep_last=1000", "train.num_steps=8")
+    run = finished_run(warehouse, "virtual-drawn", *keys)
+    drawn = {frame.tree: frame.task for frame in of(Started, frames(run))}
+    assert list(drawn) == list(range(16))
+    trained = [row for row in rows_of(run) if "score/value" in row]
+    assert [row["curriculum/seen"] for row in trained] == sorted(
+        row["curriculum/seen"] for row in trained
+    )
+    others = dict(zip(drawn, reversed(drawn.values()), strict=True))
+    for name, known in (("alike", drawn), ("others", others), ("anew", {})):
+        written = goes_on(
+            warehouse,
+            run,
+            f"virtual-drawn-{name}",
+            [Started(tree, 1, 0.0, task) for tree, task in known.items()],
+            keys,
+        )
+        began = {frame.tree: frame.task_id for frame in of(Began, written)}
+        again = {frame.tree: frame.task for frame in of(Started, written)}
+        assert began == {tree: {**again, **known}[tree] for tree in range(2, 16)}
+        assert set(again) == set(began) - set(known)
