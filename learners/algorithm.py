@@ -22,6 +22,7 @@ from agentenv.learners.credit import (
     Floats,
     KLKind,
     Sharing,
+    StepRewards,
     TreeCredit,
     Truncated,
     group_advantages,
@@ -125,6 +126,13 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     clip_low: ClipLow = 0.2
     clip_high: ClipHigh = 0.28
     truncated: TruncatedKey = field(default_factory=TRUNCATED.copy)
+    step_rewards: Annotated[
+        StepRewards,
+        Meta(
+            description="a turn's credit: from the return of its trajectory, or from the rewards "
+            "to go, without those that were paid before the turn"
+        ),
+    ] = "return"
     overlong_tokens: Annotated[
         int,
         Meta(
@@ -190,6 +198,13 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     def __post_init__(self) -> None:
         if self.overlong_tokens and self.overlong_buffer > self.overlong_tokens:
             raise ConfigError("algorithm: overlong_buffer is at most overlong_tokens")
+        is_by_leaf = self.needs_leaves or type(self).over_update is not Algorithm.over_update
+        if self.step_rewards == "to_go" and is_by_leaf:
+            raise ConfigError(
+                "algorithm.step_rewards: rewards to go give each turn an advantage of its own; "
+                "aggregation other than token-mean, kl_reward, sequence_mask, gspo and "
+                "reinforce_pp take one a trajectory; set step_rewards to 'return' or leave them out"
+            )
         if self.reference_every and not self.needs_reference:
             raise ConfigError(
                 "algorithm.reference_every: there is no reference policy; set kl_loss or kl_reward"
@@ -266,6 +281,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
             truncated={**self.default_truncated, **self.truncated},
             estimator=self.advantages,
             penalty=self.penalty if self.overlong_tokens else None,
+            step_rewards=self.step_rewards,
         )
 
     def over_update(

@@ -23,6 +23,7 @@ from agentenv.types import Limit
 Floats = NDArray[np.float64]
 Sharing = Literal["soft", "hard"]
 Truncated = Literal["score", "zero", "mask"]
+StepRewards = Literal["return", "to_go"]
 KLKind = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
 CreditedTree = tuple[TrajectoryTree, "TreeCredit"]  # a group of an update
 Estimator = Callable[[Floats], Floats]  # returns of a group -> advantages
@@ -105,13 +106,15 @@ def tree_credit(
     truncated: Mapping[Limit, Truncated] | None = None,
     estimator: Estimator = group_advantages,
     penalty: Callable[[Trajectory], float] | None = None,
+    step_rewards: StepRewards = "return",
 ) -> TreeCredit | None:
     """Credit of every node, or None when the group is too short to be normalised.
 
     Failed leaves are in no group, and a cancelled tree is none. A truncated leaf counts
     with its return ("score"), with return 0 ("zero") or not at all ("mask"), by its limit; limits
     not in the mapping are scored. At least MIN_GROUP_FRACTION of group_size must be left.
-    `penalty` is added to each return.
+    `penalty` is added to each return. With step_rewards "to_go" a turn is not credited with the
+    rewards of the turns before it (`without_past`).
     `estimator` makes advantages of returns; those of equal returns, rounding alone, become 0.
     Soft sharing gives a token each leaf's own advantage, hard sharing the mean over the leaves
     below it, counted as often (ARPO, Dong 2025, section 3.2).
@@ -130,7 +133,37 @@ def tree_credit(
     advantages = estimator(returns)
     if are_equal(returns) and np.abs(advantages).max() <= EPSILON * max(1.0, abs(returns[0])):
         advantages = np.zeros_like(returns)
-    return spread(tree, paths, returns, advantages, sharing)
+    if step_rewards == "return":
+        return spread(tree, paths, returns, advantages, sharing)
+    counts = np.array([_mode(path[-1], modes) != "zero" for path in paths], np.float64)
+    of_turns = without_past(paths, counts, returns, advantages)
+    return spread(tree, paths, returns, advantages, sharing, of_turns)
+
+
+def without_past(
+    paths: Sequence[Sequence[Node]], counts: Floats, returns: Floats, advantages: Floats
+) -> list[Floats]:
+    """Advantages of each turn of each path, from those of the whole paths.
+
+        A_it = A_i - c (past_it - mean of past_jt over all paths j that have a turn t)
+
+    past_it is the sum of the rewards of path i before turn t (of a leaf whose return counts as
+    zero, none: its entry of `counts` is 0), and c = dA / dR the scale of the estimator. What was
+    paid before a turn does not depend on its action, so the expected gradient is that of the whole
+    return, with less variance (rewards to go, Sutton 1999, eq. 2). With rewards at the ends only,
+    A_it = A_i to the bit; a group of equal returns keeps advantages of 0.
+    """
+    spread_of_returns = float(np.ptp(returns))
+    scale = float(np.ptp(advantages)) / spread_of_returns if np.any(advantages) else 0.0
+    past = np.full((len(paths), max(map(len, paths))), np.nan)
+    for number, path in enumerate(paths):
+        before = np.cumsum([0.0, *(node.reward for node in path[:-1])])
+        past[number, : len(path)] = before * counts[number]
+    above = past - np.nanmean(past, axis=0)
+    return [
+        own - scale * row[: len(path)] if row[: len(path)].any() else np.full(len(path), own)
+        for own, row, path in zip(advantages, above, paths, strict=True)
+    ]
 
 
 def spread(
@@ -139,16 +172,19 @@ def spread(
     returns: Floats,
     advantages: Floats,
     sharing: Sharing,
+    of_turns: Sequence[Floats] | None = None,
 ) -> TreeCredit:
-    """Credit of every node from figures of the counted leaves, the last nodes of `paths`."""
+    """Credit of every node from figures of the counted leaves, the last nodes of `paths`.
+    `of_turns` has an advantage for each node of each path, in place of that of the whole path."""
     adv_pos, adv_neg, weight = np.zeros((3, len(tree.nodes)))
     leaf_figures = np.full((2, len(tree.nodes)), np.nan)
-    for path, figures in zip(paths, zip(returns, advantages, strict=True), strict=True):
+    for number, path in enumerate(paths):
         nodes = [node.index for node in path]
-        adv_pos[nodes] += max(figures[1], 0.0)
-        adv_neg[nodes] += min(figures[1], 0.0)
+        credit = advantages[number] if of_turns is None else of_turns[number]
+        adv_pos[nodes] += np.maximum(credit, 0.0)
+        adv_neg[nodes] += np.minimum(credit, 0.0)
         weight[nodes] += 1.0
-        leaf_figures[:, nodes[-1]] = figures
+        leaf_figures[:, nodes[-1]] = returns[number], advantages[number]
     if sharing == "hard":
         total = adv_pos + adv_neg
         adv_pos, adv_neg = np.maximum(total, 0.0), np.minimum(total, 0.0)

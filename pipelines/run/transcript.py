@@ -172,6 +172,8 @@ class _Reader:
         credit, scored = self._kept.credit, self._tree.scored
         versions = sorted({span.version for span in node.version_spans})
         facts: dict[str, Any] = {"node": node.index, "policy_versions": versions}
+        if node.reward:
+            facts["reward"] = node.reward
         if node.num_forks is not None:
             facts["num_forks"] = node.num_forks
         if credit is not None:

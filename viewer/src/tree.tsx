@@ -120,6 +120,7 @@ function Turn(props: TurnProps) {
             {node.adv_pos === 0 && node.adv_neg === 0 && "0"}
           </span>
         )}
+        {node.reward !== 0 && node.end === null && <span title="of this step; the return is the sum along the path">reward {num(node.reward, 2)}</span>}
         {!isRoot && (node.weight ?? 0) > 1 && <span class="muted">shared by {num(node.weight)}</span>}
       </header>
       {!isRoot && <Tokens node={node} scale={scale} marked={props.marked} />}

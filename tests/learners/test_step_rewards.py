@@ -1,0 +1,139 @@
+"""Rewards of a step: kept by the tree, and credited to the turns that could earn them."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentenv.errors import ConfigError
+from agentenv.learners.arpo import ARPO
+from agentenv.learners.baselines import GRPO, GSPO, ReinforcePP
+from agentenv.learners.credit import leave_one_out, tree_credit
+from agentenv.tree import Node, TrajectoryTree
+from agentenv.types import Limit, Task
+from tests.learners.trees import random_tree, truncate
+
+trees = st.builds(
+    lambda seed, leaves: random_tree(Random(seed), num_leaves=leaves),
+    st.integers(0, 10**6),
+    st.integers(2, 12),
+)
+
+
+def with_rewards(tree: TrajectoryTree, seed: int) -> TrajectoryTree:
+    """A reward at every turn."""
+    rng = Random(seed)
+    for node in tree.nodes[1:]:
+        node.reward = rng.choice([-1.0, 0.0, 0.5, 2.0])
+    return tree
+
+
+def without(tree: TrajectoryTree) -> TrajectoryTree:
+    """Rewards at the leaves only."""
+    for node in tree.nodes:
+        if node.end is None:
+            node.reward = 0.0
+    return tree
+
+
+@given(trees)
+def test_rewards_at_the_ends_alone_are_credited_as_ever(tree: TrajectoryTree) -> None:
+    whole, to_go = (
+        tree_credit(without(tree), group_size=1, step_rewards=kind) for kind in ("return", "to_go")
+    )
+    for name in ("adv_pos", "adv_neg", "weight", "returns", "advantages"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(to_go, name))
+
+
+@given(trees, st.integers(0, 1000))
+def test_the_first_turn_is_credited_with_the_whole_return(tree: TrajectoryTree, seed: int) -> None:
+    whole, to_go = (
+        tree_credit(with_rewards(tree, seed), group_size=1, step_rewards=kind)
+        for kind in ("return", "to_go")
+    )
+    first = [node.index for node in tree.nodes if node.parent == 0]
+    np.testing.assert_array_equal(whole.adv_pos[first], to_go.adv_pos[first])
+    np.testing.assert_array_equal(whole.adv_neg[first], to_go.adv_neg[first])
+    np.testing.assert_array_equal(whole.advantages, to_go.advantages)
+
+
+@given(trees, st.integers(0, 1000))
+def test_a_turn_is_credited_above_the_mean_of_its_depth_with_what_was_to_come(
+    tree: TrajectoryTree, seed: int
+) -> None:
+    """From the definition: sum over the leaves below, one by one."""
+    credit = tree_credit(with_rewards(tree, seed), group_size=1, step_rewards="to_go")
+    paths = [path.path for path in tree.trajectories()]
+    returns = np.array([sum(node.reward for node in path) for path in paths])
+    scale = 1 / (returns.std(ddof=1) + 1e-6)
+    expected = np.zeros(len(tree.nodes))
+    for path, whole in zip(paths, returns, strict=True):
+        for depth, node in enumerate(path):
+            past = [sum(n.reward for n in other[:depth]) for other in paths if len(other) > depth]
+            own = sum(n.reward for n in path[:depth])
+            expected[node.index] += scale * (whole - returns.mean() - own + np.mean(past))
+    if np.ptp(returns) == 0:
+        expected[:] = 0
+    np.testing.assert_allclose(credit.adv_pos + credit.adv_neg, expected, atol=1e-6)
+
+
+def test_a_truncated_leaf_that_counts_as_zero_has_earned_nothing() -> None:
+    tree = with_rewards(random_tree(Random(2), num_leaves=6), 0)
+    for leaf in tree.leaves():
+        truncate(leaf, Limit.TURNS)
+    credit = tree_credit(tree, group_size=1, truncated={Limit.TURNS: "zero"}, step_rewards="to_go")
+    assert not credit.has_signal
+
+
+def episode(rng: Random, chances: list[float]) -> TrajectoryTree:
+    """Eight trajectories of two turns, each with an action of 0 or 1 and its own reward; the
+    first one's is noise of no use."""
+    nodes = [Node(0, None)]
+    for branch in range(8):
+        for turn in range(2):
+            action = int(rng.random() < chances[turn])
+            reward = float(action) if turn else 3.0 * action
+            parent = 0 if turn == 0 else len(nodes) - 1
+            end = "terminated" if turn else None
+            one = Node(len(nodes), parent, str(branch), action_ids=[action], reward=reward, end=end)
+            nodes.append(one)
+    return TrajectoryTree(Task("t", "env", "q", ("a",)), nodes=nodes, num_roots=8)
+
+
+def test_the_gradient_is_that_of_the_return_with_less_variance() -> None:
+    """Of the chances of both actions, over 2,000 groups; the true one is known."""
+    rng, chances = Random(0), [0.5, 0.4]
+    found: dict[str, list[np.ndarray]] = {"return": [], "to_go": []}
+    for _ in range(2000):
+        tree = episode(rng, chances)
+        for kind, gradients in found.items():
+            credit = tree_credit(tree, group_size=8, estimator=leave_one_out, step_rewards=kind)
+            gradient = np.zeros(2)
+            for node in tree.nodes[1:]:
+                turn, action = int(node.end is not None), node.action_ids[0]
+                score = action - chances[turn]  # of a logit
+                gradient[turn] += score * (credit.adv_pos + credit.adv_neg)[node.index] / 8
+            gradients.append(gradient)
+    true = np.array([3 * 0.25, 0.24])
+    for gradients in found.values():
+        error = np.std(gradients, axis=0) / 2000**0.5
+        assert (abs(np.mean(gradients, axis=0) - true) < 3.5 * error).all()
+    variances = {kind: np.var(gradients, axis=0) for kind, gradients in found.items()}
+    assert variances["to_go"][1] < 0.3 * variances["return"][1]
+    assert variances["to_go"][0] == pytest.approx(variances["return"][0])
+
+
+def test_algorithms_that_need_an_advantage_a_trajectory_refuse_rewards_to_go() -> None:
+    assert ARPO(step_rewards="to_go").step_rewards == "to_go"
+    for build in (
+        lambda: GSPO(step_rewards="to_go"),
+        lambda: ReinforcePP(step_rewards="to_go"),
+        lambda: GRPO(step_rewards="to_go", aggregation="seq-mean-token-mean"),
+        lambda: ARPO(step_rewards="to_go", kl_reward=0.1),
+    ):
+        with pytest.raises(ConfigError, match=r"step_rewards: rewards to go .* set step_rewards"):
+            build()
