@@ -3,7 +3,7 @@
     python benchmarks/bench.py learner [--json FILE] [--shapes NAME ...] [--repeats N] [--dense]
     python benchmarks/bench.py server [--json FILE] [--engine NAME] [--lengths N ...] [--rounds N]
     python benchmarks/bench.py overhead [--json FILE] [--sizes N ...] [--workers N]
-    python benchmarks/bench.py capture [--json FILE] [--programs N] [--calls N]
+    python benchmarks/bench.py capture [--json FILE] [--programs N] [--calls N] [--beside PEER ...]
     python benchmarks/bench.py chaos [--json FILE] [--long | --short] [--times N] [--seconds S]
     python benchmarks/bench.py peers [--json FILE] [--only NAME ...] [--sizes N ...] [--rounds N]
     python benchmarks/bench.py simulate CONFIG [key.sub=value ...] [--trace RUN] [--steps N]
@@ -23,8 +23,10 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 if __name__ == "__main__":  # run by its path: the repository root is what holds the packages
@@ -95,6 +97,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     capture = part("capture", "CPU of a call that the endpoint captures")
     number(capture, "--programs", 500, "programs at a time")
     number(capture, "--calls", 6, "calls of each")
+    capture.add_argument(
+        "--beside", nargs="+", metavar="PEER", help="openenv, verifiers: in the same rounds"
+    )
+    number(capture, "--rounds", 3, "with --beside, medians of N")
     chaos = part("chaos", "a run in a fault storm, beside a calm one")
     form = chaos.add_mutually_exclusive_group()
     form.add_argument("--long", action="store_true", help="20 minutes, vLLM servers on the CPU")
@@ -232,6 +238,8 @@ def run_capture(options: argparse.Namespace, view: View) -> int:
     """The cost of a captured call, likewise."""
     from benchmarks.parts import captured
 
+    if options.beside:
+        return run_captures(options, view)
     found = captured.run(options.programs, options.calls)
 
     def show() -> None:
@@ -240,6 +248,42 @@ def run_capture(options: argparse.Namespace, view: View) -> int:
         view.show(table)
 
     tell(options, asdict(found), show)
+    return 0
+
+
+def run_captures(options: argparse.Namespace, view: View) -> int:
+    """The cost of a captured call beside that of peers, likewise."""
+    from benchmarks.parts import captured
+    from benchmarks.peers import captures
+    from benchmarks.peers.contest import python_of, version_of
+    from benchmarks.peers.environments import default_folder
+
+    known = captures.peers()
+    if unknown := set(options.beside) - set(known):
+        raise ConfigError(f"--beside: {', '.join(unknown)}; expected of {', '.join(known)}")
+    costs: dict[str, list[float]] = {"ours": []}
+    pythons: dict[str, tuple[str, Path]] = {}
+    for name in options.beside:
+        python = python_of(name, known[name], default_folder(), 1800, view.say)
+        shown = f"{name} {version_of(known[name], python)}"
+        pythons[shown], costs[shown] = (name, python), []
+    with tempfile.TemporaryDirectory(prefix="agentenv-") as folder:
+        work = captures.work_in(Path(folder), options.programs, options.calls)
+        for _ in range(options.rounds):
+            costs["ours"].append(captured.run(options.programs, options.calls).us_a_call)
+            for shown, (name, python) in pythons.items():
+                costs[shown].append(captures.us_a_call(python, known[name], work))
+
+    def show() -> None:
+        title = f"a captured call, {options.programs} programs"
+        table = head(title, ["", "us a call", "rounds", "to ours"])
+        for name, rounds in costs.items():
+            ratio = median(one / own for one, own in zip(rounds, costs["ours"], strict=True))
+            each = " ".join(f"{one:.0f}" for one in rounds)
+            table.add_row(name, f"{median(rounds):.0f}", each, f"{ratio:.1f}")
+        view.show(table)
+
+    tell(options, costs, show)
     return 0
 
 

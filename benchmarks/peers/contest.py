@@ -70,7 +70,8 @@ class Peer(Struct, frozen=True, kw_only=True):
     versions: tuple[str, ...] = ("3.11", "3.12", "3.13")  # of Python
 
 
-def _peer(name: str, package: str, driver: str = "", **others: Any) -> Peer:
+def peer(name: str, package: str, driver: str = "", **others: Any) -> Peer:
+    """With the driver and the requirements of these names."""
     return Peer(
         driver=HERE / "drivers" / driver if driver else None,
         package=package,
@@ -81,9 +82,9 @@ def _peer(name: str, package: str, driver: str = "", **others: Any) -> Peer:
 
 PEERS: dict[str, Peer] = {
     OURS: Peer(),
-    "verifiers": _peer("verifiers", "verifiers", "verifiers_env.py"),
-    "trl": _peer("trl", "trl", "trl_loop.py"),
-    "skyrl": _peer("skyrl", "skyrl", "skyrl_generator.py", versions=("3.12", "3.13")),
+    "verifiers": peer("verifiers", "verifiers", "verifiers_env.py"),
+    "trl": peer("trl", "trl", "trl_loop.py"),
+    "skyrl": peer("skyrl", "skyrl", "skyrl_generator.py", versions=("3.12", "3.13")),
 }
 
 
@@ -148,8 +149,8 @@ def run(
     pythons: dict[str, Path] = {}
     for name in names:
         try:
-            pythons[name] = _python(name, peers[name], folder, limit_s, say)
-            found[name].version = _version(peers[name], pythons[name])
+            pythons[name] = python_of(name, peers[name], folder, limit_s, say)
+            found[name].version = version_of(peers[name], pythons[name])
         except FAILURES as error:
             found[name].error = _reason(error)
             say(f"{name}: {found[name].error}")
@@ -206,9 +207,10 @@ def check(
         raise ConfigError(f"--rounds {num_rounds}: expected at least 1")
 
 
-def _python(
+def python_of(
     name: str, peer: Peer, folder: Path, limit_s: float, say: Callable[[str], None]
 ) -> Path:
+    """The interpreter of a peer, which is installed if it is not there. Raises PeerError."""
     if peer.requirements is None:
         return Path(sys.executable)
     say(f"{name}: its environment, in {folder}")
@@ -218,7 +220,7 @@ def _python(
     return python
 
 
-def _version(peer: Peer, python: Path) -> str:
+def version_of(peer: Peer, python: Path) -> str:
     return installed(python, peer.package) if peer.package else "this repository"
 
 

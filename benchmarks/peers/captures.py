@@ -1,0 +1,133 @@
+"""What a captured call costs others: proxies of theirs, asked by the same programs as ours.
+
+    PYTHON captures.py DRIVER.py WORK.json     in the interpreter of the peer
+
+A driver (drivers/) has a `main(work)` that starts the proxy of its peer with `work["programs"]`
+sessions, calls `measured` with their keys, and `said` with the microseconds and the turns captured.
+The programs are those of `benchmarks.parts.captured`, in another process; the engine takes time and
+no CPU. In the interpreter of a peer this file needs nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.peers.contest import Peer
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+
+
+def measured(url: str, keys: Sequence[str]) -> float:
+    """Microseconds of CPU of this process while the programs with these keys ask at `url`."""
+    said({"url": url, "keys": list(keys)})
+    sys.stdin.readline()
+    begun = time.process_time()
+    sys.stdin.readline()
+    return (time.process_time() - begun) * 1e6
+
+
+def said(found: dict[str, Any]) -> None:
+    """A line for the process that compares."""
+    print(json.dumps(found), flush=True)
+
+
+def peers() -> dict[str, Peer]:
+    """By name; each has an environment of its own."""
+    from benchmarks.peers.contest import peer
+
+    return {
+        "openenv": peer("openenv", "openenv", "openenv_capture.py"),
+        "verifiers": peer("verifiers_interception", "verifiers", "verifiers_interception.py"),
+    }
+
+
+def work_in(folder: Path, num_programs: int, num_calls: int) -> Path:
+    """The file that a driver reads, and a tokenizer beside it: that of our own figure, with the
+    marks of Qwen's template."""
+    from random import Random
+
+    from benchmarks.parts import captured
+
+    tokenizer = captured.make_tokenizer()
+    marks = ("tool_call", "tool_response", "think")
+    tokenizer.add_tokens([f"<{slash}{mark}>" for mark in marks for slash in ("", "/")])
+    special = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.save_pretrained(folder / "tokenizer")
+    work = {
+        "programs": num_programs,
+        "calls": num_calls,
+        "context": captured.CONTEXT,
+        "turn": captured.TURN,
+        "result": captured.RESULT,
+        "latency_s": captured.LATENCY_S,
+        "text": captured.words(captured.TURN * 4 // 5, Random(1)),
+        "tokenizer": str(folder / "tokenizer"),
+    }
+    path = folder / "work.json"
+    path.write_text(json.dumps(work), encoding="utf-8")
+    return path
+
+
+def us_a_call(python: Path, peer: Peer, work: Path) -> float:
+    """Of one round of a peer. Raises PeerError."""
+    from benchmarks.peers.environments import PeerError, last_line
+
+    task = json.loads(work.read_text(encoding="utf-8"))
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    assert peer.driver is not None
+    command = [python, Path(__file__), peer.driver, work]
+    with (
+        (work.parent / "errors").open("w+", encoding="utf-8") as errors,
+        subprocess.Popen(command, stderr=errors, **pipes) as proxy,
+    ):
+        try:
+            one = _heard(proxy)
+            asking = [sys.executable, "-m", "benchmarks.parts.captured", "programs", one["url"]]
+            asking += [str(task["calls"]), *one["keys"]]
+            with subprocess.Popen(asking, cwd=ROOT, **pipes) as programs:
+                assert programs.stdout is not None
+                programs.stdout.readline()  # they are ready
+                _say(proxy)
+                programs.communicate("\n")
+            _say(proxy)
+            found = _heard(proxy)
+        except (ValueError, OSError):
+            errors.seek(0)
+            raise PeerError(last_line(errors.read())) from None
+        finally:
+            proxy.kill()
+    expected = task["programs"] * task["calls"]
+    if found["turns"] != expected:
+        raise PeerError(f"it captured {found['turns']} of {expected} turns")
+    cost: float = found["us"] / expected
+    return cost
+
+
+def _heard(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    found: dict[str, Any] = json.loads(process.stdout.readline())
+    return found
+
+
+def _say(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+if __name__ == "__main__":
+    sys.modules["captures"] = sys.modules[__name__]
+    _, driver, file = sys.argv
+    sys.path.insert(0, str(Path(driver).parent))
+    given = json.loads(Path(file).read_text(encoding="utf-8"))
+    importlib.import_module(Path(driver).stem).main(given)
