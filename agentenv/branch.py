@@ -47,6 +47,7 @@ class Branch:
         self.num_prompt_tokens = 0
         self.num_turns = 0
         self.num_tool_calls = 0
+        self.num_led = 0  # calls that led its env here, until its first turn names them
         self.may_fork = False  # the next turn follows a tool result and no fork begins with it
         self.was_asked = False  # the plan, whether to fork in this turn
         self.next_turn: NextTurn | None = None

@@ -23,7 +23,7 @@ from msgspec import Struct, field
 
 from agentenv.branch import Branch
 from agentenv.offload import look_again
-from agentenv.tree import CANCELLED, Node, Trajectory, TrajectoryTree
+from agentenv.tree import CANCELLED, LED, Node, Trajectory, TrajectoryTree
 from agentenv.types import Completion, Info
 
 Metrics = dict[str, float]
@@ -98,6 +98,7 @@ class _Seen:
         for node in tree.nodes:
             counts["sampled_tokens"] += len(node.action_ids)
             counts["forks"] += node.num_forks or 0
+            counts["led"] += node.info.get(LED, 0)
             for span in node.version_spans:
                 self._ages[self._version - span.version] += span.end - span.start
                 oldest = span.version if oldest is None else min(oldest, span.version)
@@ -145,6 +146,7 @@ class _Seen:
             "rollout/roots": counts["roots"],
             "rollout/sampled_tokens": counts["sampled_tokens"],
             "rollout/tool_calls": counts["tool_calls"],
+            "rollout/led_calls": counts["led"],
             "failed/trajectories": self._kinds.total(),
             "failed/retaken": counts["retaken"],
         }

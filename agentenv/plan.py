@@ -7,17 +7,21 @@ all trees of a run.
 
     on_start        -> from-scratch trajectories to begin with
     on_fork_point   -> siblings to start at a tool result, once the tokens after it are known
-    on_leaf_end     -> from-scratch trajectories to add (the rest of the budget)
+    on_leaf_end     -> from-scratch trajectories to add (the rest of the budget), or siblings at
+                       any earlier tool result, to which a fresh environment is led
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
 from agentenv.tree import Node, TrajectoryTree
+
+Place = tuple[Node, int]
 
 
 class RolloutPlan(Protocol):
@@ -37,9 +41,10 @@ class RolloutPlan(Protocol):
         """`node` holds the tool result; `entropies` (nats) are those of the first tokens after."""
         ...
 
-    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
+    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int | Sequence[Place]:
         """Called after `leaf` ended, or failed and is not replaced; `tree.num_live` no longer
-        counts it."""
+        counts it. A number of from-scratch trajectories, or pairs of a node that holds a tool
+        result (or the root) and the number that goes on from there."""
         ...
 
 
@@ -60,3 +65,54 @@ class Independent:
 
     def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int:
         return 0
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """`num_roots` trajectories from scratch; then forks at tool results of paths that have ended,
+    drawn uniformly, those of forks included, until there are `group_size` trajectories.
+
+    Where mistakes can be mended, few roots and forks at any depth teach more a call than many
+    roots; where one mistake is fatal they teach nothing (docs/algorithms.md). With `at_once` the
+    forks of a round, as many as `num_roots`, begin when nothing grows any more (Ji 2025, arXiv
+    2509.21240, section 3.2); else each end is followed by a fork. A node has `max_children` at
+    most; where there is none a trajectory begins from scratch.
+    """
+
+    group_size: int
+    num_roots: int
+    max_children: int = 4
+    at_once: bool = False
+    fork_window: int = 0
+
+    def on_start(self, tree: TrajectoryTree) -> int:
+        return min(self.num_roots, self.group_size)
+
+    def on_fork_point(
+        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
+    ) -> int:
+        return 0
+
+    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> Sequence[Place]:
+        left = self.group_size - tree.num_started
+        if left <= 0 or (self.at_once and tree.num_live):
+            return []
+        rng = Random(f"{tree.index}/{tree.task.id}/{tree.num_started}")
+        number = min(left, self.num_roots if self.at_once else 1)
+        room = {node.index: self.max_children - _num_children(node) for node in _places(tree)}
+        drawn: Counter[int] = Counter()
+        for _ in range(number):
+            free = [index for index, most in room.items() if drawn[index] < most]
+            drawn[rng.choice(free) if free else 0] += 1
+        return [(tree.nodes[index], count) for index, count in drawn.items()]
+
+
+def _places(tree: TrajectoryTree) -> list[Node]:
+    """The tool results on paths that have ended and did not fail."""
+    found = {node.index: node for path in tree.trajectories() for node in path.turns}
+    return [one for one in found.values() if one.end is None and len(one.observation_ids)]
+
+
+def _num_children(node: Node) -> int:
+    """Those that have begun: its own next turn, and the forks."""
+    return 1 + (node.num_forks or 0)

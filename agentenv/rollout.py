@@ -4,6 +4,8 @@
     fork     the first k tokens after a tool result have streamed in -> the plan is asked ->
              siblings start from the node that holds the result; the branch itself goes on,
              and steps its env only after every sibling holds its own copy
+    place    after an end the plan may ask for siblings at any earlier tool result; a fresh env is
+             led there by the actions of the path
     end      terminated (by the env), truncated (by which limit), or failed (infrastructure);
              then the plan may start fresh roots, and a failed branch is replaced by one
     failure  a turn that the engine failed is sampled again; a step that the env failed is taken
@@ -48,7 +50,7 @@ from agentenv.journal import TreeRecord
 from agentenv.plan import RolloutPlan
 from agentenv.recovery import Recovery
 from agentenv.renderer import context_ids
-from agentenv.tree import Node, Prefix, TrajectoryTree, packed_ids
+from agentenv.tree import LED, Node, Prefix, TrajectoryTree, packed_ids
 from agentenv.types import Chunk, Completion, Limit, Limits, Message
 
 if TYPE_CHECKING:
@@ -122,6 +124,7 @@ class Rollout:
         self._next_root = 0
         self._probes_since: float | None = None  # time of the loop, while a single root grows
         self.num_prompt_tokens = 0
+        self._stops: dict[int, str] = {}  # by node, the stop string that ended its turn
         self._recovery = Recovery(self)
 
     async def run(
@@ -185,6 +188,7 @@ class Rollout:
 
     def _go_on(self, recorded: Recorded) -> None:
         """Start the branches that were live when the tree was recorded."""
+        self._stops |= recorded.stops
         for one in recorded.branches:
             cursor = self.tree.nodes[one.cursor]
             branch = Branch(one.name, cursor, WorkClock(one.seconds, self.clock))
@@ -267,6 +271,8 @@ class Rollout:
 
     def _complete(self, node: Node, branch: Branch, stop: str | None = None) -> None:
         """The node will not change any more, but for the forks taken there."""
+        if stop is not None:
+            self._stops[node.index] = stop
         if self._record is not None:
             self._record.turned(node, branch.clock(), stop)
 
@@ -324,7 +330,7 @@ class Rollout:
             assert branch.pending.end is not None
             self._complete(branch.pending, branch)
             self.actor.failures.add(None)
-            self._end(branch.pending)
+            self._end(branch.pending, branch)
         finally:
             branch.clock.now("its environment to close")
             try:
@@ -366,6 +372,8 @@ class Rollout:
                 action = branch.as_program_reads(action, completion, renderer, size)
             branch.action = action
             node = branch.add_action(self.tree, completion)
+            if branch.num_led:
+                node.info[LED], branch.num_led = branch.num_led, 0
             if branch.holding:
                 with waiting("the copies of its environment that its forks take"):
                     await branch.held()
@@ -475,7 +483,7 @@ class Rollout:
         self._complete(leaf, branch)
         self.actor.failures.add(failure_of(error, self.tree.task, branch.action), error)
         if self._is_over or self.tree.num_retries >= self.limits.max_failures:
-            self._end(leaf)
+            self._end(leaf, branch)
             return
         self.tree.num_live -= 1
         self.tree.num_retries += 1
@@ -483,14 +491,37 @@ class Rollout:
         self.tree.num_roots -= branch.is_root
         self._start_roots(1)
 
-    def _end(self, leaf: Node) -> None:
-        """A place of the group has ended; the plan decides what begins now."""
+    def _end(self, leaf: Node, branch: Branch) -> None:
+        """A place of the group has ended; the plan decides what begins now, and where."""
         self.tree.num_live -= 1
-        number = self.plan.on_leaf_end(self.tree, leaf)
-        if number and self._probes_since is not None:
+        wanted = self.plan.on_leaf_end(self.tree, leaf)
+        places = [(self.tree.root, wanted)] if isinstance(wanted, int) else wanted
+        if any(number for _, number in places) and self._probes_since is not None:
             self.actor.probes.add(asyncio.get_running_loop().time() - self._probes_since)
             self._probes_since = None
-        self._start_roots(number)
+        has_copies = branch.env is not None and branch.env.fork_mode != "none"
+        for node, number in places:
+            is_one_context = self.tree.history(node) == self.tree.path(node)
+            if node is self.tree.root or not (has_copies and is_one_context):
+                self._start_roots(number)
+            else:
+                self._fork_at(node, number)
+
+    def _fork_at(self, node: Node, number: int) -> None:
+        """Start siblings behind an earlier tool result, unless the tree is out of time."""
+        for _ in range(0 if self._is_over else number):
+            node.num_forks = (node.num_forks or 0) + 1
+            if self._record is not None:
+                self._record.asked(node)
+            num_turns = len(self.tree.path(node)) - 1
+            name = f"{node.branch}.{num_turns}+{node.num_forks}"
+            branch = Branch(name, node, WorkClock(outer=self.clock))
+            with suppress(_ClosedError):
+                self._start(branch, partial(self._open_led, branch))
+
+    async def _open_led(self, branch: Branch) -> None:
+        await self._recovery.open_again(branch, self._stops)
+        branch.num_led = branch.num_tool_calls
 
     async def _close(self, branch: Branch) -> None:
         """Close the env after the last sibling took its copy, even while being cancelled."""

@@ -26,6 +26,7 @@ from agentenv.types import Info, Limit, Task, VersionSpan
 from agentenv.untrusted import packed
 
 End = Literal["terminated", "truncated", "failed"]
+LED = "led_calls"  # of Node.info: tool calls taken again to lead an environment to the turn
 CANCELLED = "cancelled"  # the kind of failure of what a person has given up
 
 if TYPE_CHECKING:

@@ -199,11 +199,12 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         if self.overlong_tokens and self.overlong_buffer > self.overlong_tokens:
             raise ConfigError("algorithm: overlong_buffer is at most overlong_tokens")
         is_by_leaf = self.needs_leaves or type(self).over_update is not Algorithm.over_update
-        if self.step_rewards == "to_go" and is_by_leaf:
+        if self.takes_turns and is_by_leaf:
+            asked = "step_rewards" if self.step_rewards == "to_go" else "name"
             raise ConfigError(
-                "algorithm.step_rewards: rewards to go give each turn an advantage of its own; "
-                "aggregation other than token-mean, kl_reward, sequence_mask, gspo and "
-                "reinforce_pp take one a trajectory; set step_rewards to 'return' or leave them out"
+                f"algorithm.{asked}: each turn has an advantage of its own; aggregation other than "
+                "token-mean, kl_reward, sequence_mask, gspo and reinforce_pp take one a "
+                f"trajectory: leave them out, or change {asked}"
             )
         if self.reference_every and not self.needs_reference:
             raise ConfigError(
@@ -211,6 +212,11 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
             )
 
     is_released: ClassVar[bool] = False  # the form that compat = "reference" asks for
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the turns of a trajectory have advantages of their own."""
+        return self.step_rewards == "to_go"
 
     # requirements on the learner
 

@@ -57,6 +57,12 @@ def counted_leaves(tree: TrajectoryTree, credit: TreeCredit) -> list[Node]:
     return [tree.nodes[index] for index in np.flatnonzero(~np.isnan(credit.advantages)).tolist()]
 
 
+def parents(tree: TrajectoryTree) -> NDArray[np.int64]:
+    """The node before each, that of the context before where one begins; the root's is itself."""
+    found = [node.continues if node.parent is None else node.parent for node in tree.nodes]
+    return np.array([0 if one is None else one for one in found], np.int64)
+
+
 def are_equal(returns: Floats) -> bool:
     """Whether none of the returns is better than another: they differ by rounding at most."""
     low, high = float(returns.min()), float(returns.max())

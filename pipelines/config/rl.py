@@ -53,6 +53,9 @@ ALGORITHMS = Registry(
         "gspo": "agentenv.learners.baselines:GSPO",
         "cispo": "agentenv.learners.baselines:CISPO",
         "arpo": "agentenv.learners.arpo:ARPO",
+        "turnwise": "agentenv.learners.turnwise:Turnwise",
+        "tree_grpo": "agentenv.learners.tree_grpo:TreeGRPO",
+        "gigpo": "agentenv.learners.gigpo:GiGPO",
         "aepo": "agentenv.learners.aepo:AEPO",
     },
 )

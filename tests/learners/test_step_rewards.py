@@ -135,5 +135,5 @@ def test_algorithms_that_need_an_advantage_a_trajectory_refuse_rewards_to_go() -
         lambda: GRPO(step_rewards="to_go", aggregation="seq-mean-token-mean"),
         lambda: ARPO(step_rewards="to_go", kl_reward=0.1),
     ):
-        with pytest.raises(ConfigError, match=r"step_rewards: rewards to go .* set step_rewards"):
+        with pytest.raises(ConfigError, match=r"step_rewards: each turn .* change step_rewards"):
             build()

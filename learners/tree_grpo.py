@@ -1,0 +1,58 @@
+"""Tree-GRPO: each leaf is compared with all leaves, and with those of its own root. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from agentenv.errors import ConfigError
+from agentenv.learners.credit import TreeCredit, counted_leaves, group_advantages, spread
+from agentenv.learners.turnwise import Turnwise
+from agentenv.tree import Node, TrajectoryTree
+
+
+class TreeGRPO(Turnwise, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="tree_grpo"):
+    """Tree search for language-model agents (Ji 2025, arXiv 2509.21240, eq. 5 to 7).
+
+        A_i = (r_i - mu) / s + (r_i - mu_T) / s_T,   T the leaves below the root trajectory of i
+
+    A token shared by several leaves gets the advantage of each. The plan is that of the paper:
+    `initial_rollouts` roots, then rounds of as many forks at random turns of paths that have ended.
+    Differs from the released code: a root with one leaf, or with equal returns, adds 0; there its
+    return itself is added, with mean 0 and deviation 1, which biases it.
+    """
+
+    sharing: Literal["soft", "hard"] = "soft"
+    plan_name: Literal["arpo", "uniform", "rounds", "flat"] = "rounds"
+    weight_exponent: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.local or self.value != "leaves" or self.step_rewards != "return":
+            raise ConfigError(
+                "algorithm: tree_grpo has an advantage of its own for each leaf; local, value and "
+                "step_rewards belong to turnwise"
+            )
+
+    def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
+        group = super().credit(tree)
+        if group is None:
+            return None
+        leaves = counted_leaves(tree, group)
+        paths = [tree.history(leaf) for leaf in leaves]
+        returns = group.returns[[leaf.index for leaf in leaves]]
+        advantages = group.advantages[[leaf.index for leaf in leaves]]
+        roots = np.array([_root(path) for path in paths])
+        for root in set(roots.tolist()):
+            own = roots == root
+            advantages[own] += group_advantages(returns[own], norm_by_std=self.normalize_by_std)
+        found = spread(tree, paths, returns, advantages, self.sharing)
+        scale = np.maximum(found.weight, 1.0) ** (self.weight_exponent - 1.0)
+        figures = (found.adv_pos * scale, found.adv_neg * scale, found.weight * scale)
+        return TreeCredit(*figures, found.returns, found.advantages)
+
+
+def _root(path: list[Node]) -> int:
+    """The first turn of a path, which all leaves of a root trajectory share."""
+    return next(node.index for node in path if len(node.action_ids))
