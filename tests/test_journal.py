@@ -28,7 +28,7 @@ from agentenv.frames import (
 )
 from agentenv.journal import COMMIT_S, GATHER_S, Journal
 from agentenv.learners.aepo import AEPO
-from agentenv.plan import Independent, RolloutPlan
+from agentenv.plan import Independent, RolloutPlan, Uniform
 from agentenv.renderer import TagRenderer
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, SamplingParams, Task
@@ -148,6 +148,8 @@ PLANS: dict[str, RolloutPlan] = {
     "independent": Independent(4),
     "forks": AlwaysFork(group_size=6),
     "aepo": AEPO(group_size=6).plan(6),
+    "uniform": Uniform(group_size=6, num_roots=2),
+    "rounds": Uniform(group_size=6, num_roots=2, at_once=True),
 }
 
 
@@ -206,7 +208,7 @@ def test_from_every_cut_the_same_trajectories_come_about(tmp_path: Path) -> None
         assert content(again.tree) == content(tree)
 
 
-@pytest.mark.parametrize("name", ["forks", "aepo"])
+@pytest.mark.parametrize("name", ["forks", "aepo", "uniform", "rounds"])
 @pytest.mark.parametrize("engine", [ScriptedEngine, Failing])
 def test_from_every_cut_a_tree_that_forks_becomes_whole(
     tmp_path: Path, name: str, engine: type[ScriptedEngine]

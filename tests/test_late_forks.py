@@ -1,0 +1,115 @@
+"""Forks at earlier tool results of paths that have ended: a fresh env is led there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from agentenv.env import StepResult
+from agentenv.metrics import rollout_metrics
+from agentenv.plan import Independent, Place, Uniform
+from agentenv.tree import LED, Node, TrajectoryTree
+from agentenv.types import Limits, Message
+from tests.support.toy import CharTokenizer, CountingEnv
+from tests.test_actor import make_actor, rollout
+
+PLAN = Uniform(group_size=8, num_roots=2)
+
+
+@pytest.fixture(autouse=True)
+def _no_env_left_open() -> Iterator[None]:
+    CountingEnv.num_open = 0
+    yield
+    assert CountingEnv.num_open == 0
+
+
+def searches(prompt: str, rng: Random) -> str:
+    if prompt.count("<result>") < 3 + rng.randrange(3):
+        return f"<think>{rng.random()}</think><search>q{rng.randrange(9)}</search>"
+    return "<think>done</think><answer>2</answer>"
+
+
+def turn_of(tree: TrajectoryTree, leaf: Node) -> int:
+    """The turn after which the branch of a leaf left the path that it forked from."""
+    return sum(node.branch != leaf.branch for node in tree.path(leaf)[1:])
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_forks_are_taken_at_any_depth_until_the_group_is_whole(at_once: bool) -> None:
+    plan = Uniform(group_size=8, num_roots=2, at_once=at_once)
+    trees = [rollout(make_actor(searches), plan, index) for index in range(30)]
+    depths: Counter[int] = Counter()
+    for tree in trees:
+        assert len(list(tree.trajectories())) == tree.num_started == 8
+        assert (tree.num_roots, tree.num_live, tree.num_forks) == (2, 0, 6)
+        names = [leaf.branch for leaf in tree.leaves()]
+        assert len(names) == len(set(names))
+        for node in tree.nodes[1:]:
+            begun = sum(other.parent == node.index for other in tree.nodes)
+            assert node.end or 1 <= begun == 1 + (node.num_forks or 0) <= plan.max_children
+        depths.update(turn_of(tree, leaf) for leaf in tree.leaves() if "+" in leaf.branch)
+    assert set(depths) >= {1, 2, 3}
+    assert max(depths.values()) < 3 * min(depths[one] for one in (1, 2, 3)), "no depth is favoured"
+
+
+def test_a_fork_goes_on_from_the_tokens_and_the_state_of_its_place() -> None:
+    """The env counts its searches and says the number: led there, it goes on with the next."""
+    tree = rollout(make_actor(searches), PLAN)
+    for path in tree.trajectories():
+        text = CharTokenizer().decode(path.token_ids)
+        numbers = [int(part.split(":")[0]) for part in text.split("<result>\n")[1:]]
+        assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_calls_that_lead_there_are_counted_once_and_are_not_the_policys() -> None:
+    tree = rollout(make_actor(searches), PLAN)
+    led = {node.branch: node.info[LED] for node in tree.nodes if LED in node.info}
+    forks = [leaf for leaf in tree.leaves() if "+" in leaf.branch]
+    assert led == {leaf.branch: turn_of(tree, leaf) for leaf in forks}
+    metrics = rollout_metrics([tree], 0)
+    assert metrics["rollout/led_calls"] == sum(led.values()) > 0
+    calls = sum(len(node.info.get("tool_calls", ())) for node in tree.nodes)
+    assert metrics["rollout/tool_calls"] == calls
+
+
+def test_an_env_that_cannot_be_led_gets_roots() -> None:
+    tree = rollout(make_actor(searches, fork_mode="none"), PLAN)
+    assert (tree.num_roots, tree.num_forks) == (8, 0)
+    assert len(list(tree.trajectories())) == 8
+
+
+class Drifting(CountingEnv):
+    """Each env answers otherwise than the one before."""
+
+    async def step(self, action: Message) -> StepResult:
+        messages, *rest = await super().step(action)
+        return [Message("tool", f"{one.content} {id(self)}") for one in messages], *rest
+
+
+def test_an_env_that_answers_otherwise_fails_the_fork_and_a_root_takes_its_place() -> None:
+    actor = make_actor(searches, Limits(max_failures=3))
+    actor.make_env = Drifting
+    tree = rollout(actor, Uniform(group_size=4, num_roots=2))
+    failed = tree.failures()
+    assert failed
+    assert all("answers otherwise" in str(leaf.error) for leaf in failed)
+    assert tree.num_roots == len(list(tree.trajectories())) >= 3
+
+
+class Chosen(Independent):
+    """A place of its own choice."""
+
+    def on_start(self, tree: TrajectoryTree) -> int:
+        return 1
+
+    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> list[Place]:
+        first = tree.path(leaf)[1]
+        return [(first, 2), (tree.root, 1)] if tree.num_started == 1 else []
+
+
+def test_a_plan_may_name_several_places_with_the_root_among_them() -> None:
+    tree = rollout(make_actor(searches), Chosen(4))
+    assert sorted(leaf.branch for leaf in tree.leaves()) == ["0", "0.1+1", "0.1+2", "1"]
