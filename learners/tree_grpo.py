@@ -25,7 +25,6 @@ class TreeGRPO(Turnwise, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
     sharing: Literal["soft", "hard"] = "soft"
     plan_name: Literal["arpo", "uniform", "rounds", "flat"] = "rounds"
-    weight_exponent: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

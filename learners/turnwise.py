@@ -28,7 +28,7 @@ Value = Literal["leaves", "children", "softmax"]
 
 
 class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="turnwise"):
-    """A credit of turns for trees; ARPO with another weight of shared turns by default.
+    """A credit of turns for trees; by default ARPO with hard sharing.
 
         A_n = [(V_n - mu) + local (V_n - V_parent)] / s,   w_n = d_n ** weight_exponent
 
@@ -43,9 +43,9 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
         TEMPO, of turns (arXiv 2509.18314)             1      1                leaves
         AT2PO's credit (arXiv 2601.04767)              0      1                softmax
 
-    A shared turn weighs d in ARPO, whose leaves are its only data; d ** 0.5 gives more signal a
-    call where mistakes can be mended, at a small bias (docs/algorithms.md). `local` above 4 is
-    refused: the difference to the parent alone has next to no signal with eight leaves.
+    Weights below d bend the gradient towards the turns after forks, and gave no more signal a call
+    in the toy of docs/algorithms.md. `local` above 4 is refused: the difference to the parent alone
+    has next to no signal with eight leaves.
 
     plan = "uniform" begins `initial_rollouts` trajectories from scratch and forks the paths that
     have ended at tool results drawn uniformly (`agentenv.plan.Uniform`), "flat" forks nothing.
@@ -68,7 +68,7 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
     ] = 0.0
     weight_exponent: Annotated[
         float, Meta(ge=0, le=1, description="e in the weight d ** e of a turn with d leaves")
-    ] = 0.5
+    ] = 1.0
     value: Annotated[
         Value, Meta(description="a turn's value: mean of its leaves, or of its children's values")
     ] = "leaves"

@@ -28,8 +28,8 @@ trees = st.builds(
     st.integers(2, 12),
 )
 PRESETS = {
-    "turnwise": Turnwise(group_size=SIZE),
-    "treerl": Turnwise(group_size=SIZE, local=1.0),
+    "turnwise": Turnwise(group_size=SIZE, weight_exponent=0.5),
+    "treerl": Turnwise(group_size=SIZE, local=1.0, weight_exponent=0.5),
     "tempo": Turnwise(group_size=SIZE, local=1.0, weight_exponent=1.0),
     "at2po": Turnwise(group_size=SIZE, value="softmax", weight_exponent=1.0),
     "children": Turnwise(group_size=SIZE, value="children", local=0.5),
