@@ -341,6 +341,37 @@ def test_an_unchanged_message_stands_for_its_tokens() -> None:
     assert not tree.is_captured
 
 
+@pytest.mark.parametrize(
+    ("client", "blanks"),
+    [
+        ({"User-Agent": "OpenAI/JS 6.9.1"}, False),
+        ({"User-Agent": "mine/1.0", "X-Stainless-Lang": "js"}, False),
+        ({"User-Agent": "ai-sdk/openai-compatible/2.0 runtime/bun/1.3"}, False),
+        ({"User-Agent": "node"}, False),
+        ({"User-Agent": "OpenAI/Python 3.57", "X-Stainless-Lang": "python"}, True),
+        ({}, True),
+    ],
+)
+def test_arguments_are_served_as_the_client_writes_json(
+    client: dict[str, str], blanks: bool
+) -> None:
+    """A client reads the arguments, and writes them again: in JavaScript without blanks."""
+
+    async def program(http: Client) -> float:
+        http.headers |= client
+        message = await http.ask([user("one")])
+        (call,) = message["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        again = json.dumps(arguments, separators=None if blanks else (",", ":"))
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "ok"}
+        await http.ask([user("one"), with_arguments(message, again), result])
+        return 1.0
+
+    tree = captured(program, calling)
+    assert [node.parent for node in tree.nodes] == [None, 0, 1]
+    assert not tree.is_captured
+
+
 def test_thoughts_in_the_text_come_back_from_a_program_that_drops_them() -> None:
     class InText(ProgramEnv):
         thoughts = "text"

@@ -167,7 +167,13 @@ class Session:
         number, thoughts, text = len(self._turns), turn.thoughts, turn.text
         if self.thoughts == "text" and thoughts:
             thoughts, text = "", with_thoughts(thoughts, text)
-        message = served(thoughts, text, action.tool_calls, lambda place: f"call_{number}_{place}")
+        message = served(
+            thoughts,
+            text,
+            action.tool_calls,
+            lambda place: f"call_{number}_{place}",
+            compact=call.request.compact,
+        )
         finish: Finish = "tool_calls" if message.calls else turn.finish_reason
         found = Answer(
             message=message,

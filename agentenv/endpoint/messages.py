@@ -77,7 +77,8 @@ class Given(NamedTuple):
 
 class Request(Struct, kw_only=True):
     """A request. `tools` are (name, description, parameters) in JSON. `logprobs`: of the sampled
-    tokens. `raw`: the reply brings the turn as it was sampled, and calls that cannot be read."""
+    tokens. `raw`: the reply brings the turn as it was sampled, and calls that cannot be read.
+    `compact`: its client writes JSON without blanks."""
 
     model: str
     messages: tuple[Given, ...]
@@ -96,6 +97,7 @@ class Request(Struct, kw_only=True):
     logprobs: bool = False
     session: str = ""
     raw: bool = False
+    compact: bool = False
     body: Json = {}
 
 
@@ -266,9 +268,10 @@ def _kind(value: Any) -> str:
 # Between the forms.
 
 
-def arguments_text(arguments: Mapping[str, Any]) -> str:
-    """Arguments as they are served: as clients in Python write them again, too."""
-    return json.dumps(arguments, ensure_ascii=False)
+def arguments_text(arguments: Mapping[str, Any], *, compact: bool = False) -> str:
+    """Arguments as they are served: as the client writes them again, in Python with blanks, in
+    JavaScript without."""
+    return json.dumps(arguments, ensure_ascii=False, separators=(",", ":") if compact else None)
 
 
 def as_message(given: Given, before: Sequence[Given] = ()) -> Message:
@@ -303,12 +306,13 @@ def served(
     new_id: Callable[[int], str],
     *,
     raw: bool = False,
+    compact: bool = False,
 ) -> Given:
     """A turn as the message that is served. A call that cannot be read stays in the text, unless
     the client asks for it (`raw`)."""
     readable = [call for call in calls if raw or call.name != MALFORMED_CALL]
     found = tuple(
-        Call(new_id(place), call.name, arguments_text(call.arguments))
+        Call(new_id(place), call.name, arguments_text(call.arguments, compact=compact))
         for place, call in enumerate(readable)
     )
     return Given("assistant", text, thoughts, found)
