@@ -175,6 +175,16 @@ class Branch:
         self.num_prompt_tokens = len(self.prefix_ids) - used
         return left
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next turn of a program answers something new in the middle of an episode,
+        also where its context is another one."""
+        then = self.next_turn
+        if then is None or self.cursor.parent is not None:
+            return True
+        own = [one for one in then.prompt if isinstance(one, int) or one.role == "assistant"]
+        return bool(own) and then.kind != "retry"
+
     def add_observation(self, observation_ids: Sequence[int]) -> None:
         """The pending action is answered; the next turn starts behind the observation."""
         assert self.pending is not None

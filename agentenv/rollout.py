@@ -390,7 +390,7 @@ class Rollout:
                 if left is not None:
                     self._complete(left, branch, completion.stop)
                 self._complete(branch.cursor, branch, completion.stop if left is None else None)
-                branch.may_fork = branch.cursor.parent is not None and self.has_room_to_fork(branch)
+                branch.may_fork = branch.goes_on and self.has_room_to_fork(branch)
                 if len(branch.prefix_ids) >= limits.max_prompt_tokens + limits.max_response_tokens:
                     return Limit.RESPONSE_TOKENS, None
                 limit = branch.limit_of_observation((), limits)

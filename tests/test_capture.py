@@ -23,7 +23,7 @@ from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.env import Env, StepResult, close_shared
-from agentenv.envs.quickstart_setup import build_model
+from agentenv.envs.quickstart_setup import build_model, build_tokenizer
 from agentenv.errors import EnvError
 from agentenv.frames import JournalConfig
 from agentenv.journal import Journal
@@ -66,10 +66,12 @@ def grown(
     plan: RolloutPlan | None = None,
     model: Path | None = None,
     stop: tuple[str, ...] = (),
+    tokenizer: Any = None,
     **limits: Any,
 ) -> TrajectoryTree:
+    tokenizer = tokenizer or (CharTokenizer() if model is None else load_tokenizer(model))
+
     async def grow() -> TrajectoryTree:
-        tokenizer: Any = CharTokenizer() if model is None else load_tokenizer(model)
         engine: Any = ScriptedEngine(ScriptedConfig(max_model_len=90_000), tokenizer, script=script)
         if model is not None:
             engine = EmbeddedEngine(EmbeddedConfig(), model, 0, tokenizer)
@@ -473,6 +475,69 @@ def test_a_replay_that_differs_refuses_the_fork_and_names_the_cause() -> None:
     errors = [leaf.error or "" for leaf in tree.failures()]
     assert len(errors) == 2
     assert all("the replay is none: call 0 is another one" in error for error in errors)
+
+
+def test_calls_that_come_at_once_are_replayed_in_whatever_order_they_come() -> None:
+    """Each gets its own answer, and what follows extends the right turn, to the token."""
+    runs = iter(range(100))
+
+    async def program(client: Client) -> float:
+        one, two = [system("planner"), user("one")], [system("worker"), user("two")]
+        asked = [one, two] if next(runs) % 2 == 0 else [two, one]
+        first = asyncio.ensure_future(client.ask(asked[0]))
+        await asyncio.sleep(0.05)
+        second = await client.ask(asked[1])
+        found = [await first, second]
+        if asked[0] is two:
+            found.reverse()
+        result = {"role": "tool", "tool_call_id": "x", "content": found[1]["content"]}
+        await client.ask([*one, found[0], result])
+        await client.ask([*two, found[1], result])
+        return 1.0
+
+    def grow(turns: int) -> TrajectoryTree:
+        nonlocal runs
+        runs = iter([0, *[turns] * 9])
+        return captured(program, said, plan=Forks(4))
+
+    assert places(grow(1)) == places(grow(0))
+    tree = grow(1)
+    assert not tree.failures(), tree.failures()[0].error
+    assert len(tree.leaves()) == 3
+    assert [node.info.get("context") for node in tree.nodes].count("edited") == 0
+
+
+@dataclass(frozen=True)
+class Forks(ForkOnce):
+    """One root."""
+
+    def on_start(self, tree: TrajectoryTree) -> int:
+        return 1
+
+
+def test_an_altered_context_is_a_place_to_fork() -> None:
+    """As much as one that goes on token for token; so is a message of the user in its middle."""
+    for role in ("tool", "user"):
+
+        async def program(client: Client, role: str = role) -> float:
+            messages: list[Json] = [system("planner"), user("plan it")]
+            for number in range(2):
+                message = await client.ask(messages)
+                message["content"] += " "
+                result = {"role": role, "tool_call_id": "x", "content": f"result {number}"}
+                messages += [message, result]
+            last = await client.ask(messages)
+            return float(last["content"].split()[2]) % 7
+
+        keys: dict[str, Any] = {"tokenizer": build_tokenizer()} if role == "user" else {}
+        tree = captured(program, said, plan=Forks(8), **keys)
+        assert not tree.failures(), tree.failures()[0].error
+        assert sorted(node.branch for node in tree.leaves()) == ["0", "0.1+1", "0.2+1"]
+        for leaf in tree.leaves():
+            assert [bool(node.action_ids) for node in tree.history(leaf)].count(True) == 3
+        credit = tree_credit(tree, group_size=3)
+        assert credit is not None
+        encoded_right(tree, credit)
 
 
 def test_what_a_program_asks_of_a_turn_is_done() -> None:
