@@ -440,6 +440,7 @@ class _Host:
 
     def __init__(self) -> None:
         self.folder = Path()
+        self._short = Path()  # the same, for names of sockets, which have at most 107 bytes
         self.starts = asyncio.Semaphore(MAX_STARTS)
         self._kept = ExitStack()
         self._starting = asyncio.Lock()
@@ -458,6 +459,9 @@ class _Host:
             (folder / name).write_text(text)
         (folder / "site").mkdir(mode=0o755)
         (folder / "site" / "sitecustomize.py").write_text(SITE)
+        opened = os.open(folder, os.O_RDONLY)
+        self._kept.callback(os.close, opened)
+        self._short = Path(f"/proc/self/fd/{opened}")
         return folder
 
     async def socket_to(self, port: int) -> Path:
@@ -465,8 +469,8 @@ class _Host:
         path = self.folder / f"port-{port}"
         async with self._starting:
             if port not in self._servers:
-                passed = partial(_pass_on, port)
-                self._servers[port] = await asyncio.start_unix_server(passed, str(path))
+                passed, short = partial(_pass_on, port), str(self._short / path.name)
+                self._servers[port] = await asyncio.start_unix_server(passed, short)
                 path.chmod(0o666)
         return path
 

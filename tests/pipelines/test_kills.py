@@ -232,10 +232,12 @@ def test_kill_9_of_programs(workspace: Path, repeats: int) -> None:
 def test_kill_9_of_an_engine_server_of_programs(
     served: tuple[Path, Servers], repeats: int
 ) -> None:
+    if repeats == 1:
+        pytest.skip("by make long; a server is killed above, and an agent")
     folder, servers = served
     with_programs(folder / CONFIG, "search", "query", MARK)
     tally = Tally()
-    plans = [Plan("turn", "within", 5 + 2 * nth) for nth in range(repeats)]
+    plans = [Plan("turn", "within", 5 + 2 * nth) for nth in range(repeats + 4)]
     for number, plan in enumerate(plans):
         run = ServedProgramRun(folder, servers, f"served-programs-{number}")
         code = run.start(replace(plan, victim="other", servers=servers.pids()))
