@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +32,15 @@ from agentenv.learners.arpo import ARPO
 from agentenv.learners.batch import encode
 from agentenv.learners.credit import TreeCredit, tree_credit
 from agentenv.model_files import load_tokenizer
+from agentenv.native import NativeRenderer
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.renderer import TagRenderer
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Limits, Message, NextTurn, SamplingParams, Task
+from tests.support.chat_models import QWEN3, make_tokenizer
 from tests.support.programs import Client, Json, Program, ProgramEnv
 from tests.support.toy import CharTokenizer, CountingEnv
+from tests.test_endpoint import FINE, KEY, PATHS, damaged, name_of, request
 
 TASK = Task("t", "toy", "how many?", ("2",))
 
@@ -67,6 +71,7 @@ def grown(
     model: Path | None = None,
     stop: tuple[str, ...] = (),
     tokenizer: Any = None,
+    renderer: Any = None,
     **limits: Any,
 ) -> TrajectoryTree:
     tokenizer = tokenizer or (CharTokenizer() if model is None else load_tokenizer(model))
@@ -75,9 +80,8 @@ def grown(
         engine: Any = ScriptedEngine(ScriptedConfig(max_model_len=90_000), tokenizer, script=script)
         if model is not None:
             engine = EmbeddedEngine(EmbeddedConfig(), model, 0, tokenizer)
-        renderer = TagRenderer(tokenizer)
         actor = Actor(
-            engine, renderer, make_env, Limits(strict=True, **limits),
+            engine, renderer or TagRenderer(tokenizer), make_env, Limits(strict=True, **limits),
             SamplingParams(max_tokens=1, stop=stop), seed=7,
         )  # fmt: skip
         try:
@@ -595,3 +599,80 @@ def test_a_call_after_the_end_of_a_branch_is_refused_by_name() -> None:
             await endpoint.close()
 
     asyncio.run(ask())
+
+
+ODD_TOOLS: list[Any] = [
+    {"type": "object", "required": 0, "properties": {"a": {}, "b": {}}},
+    {"type": "object", "required": [1], "properties": {"a": {}, "b": {}}},
+    {"type": "object", "properties": {"a": {"enum": 3}}},
+    {"type": "object", "properties": {"a": {"type": 3}}},
+    {"type": "object", "properties": {"a": 3}},
+    {"type": "object", "properties": {"a": {"anyOf": 3}}},
+    {"type": "object", "properties": {"a": {"items": {"type": {}}}}},
+]
+
+
+def test_a_schema_that_no_renderer_could_read_is_refused() -> None:
+    async def program(client: Client) -> float:
+        for schema in ODD_TOOLS:
+            tools = [{"type": "function", "function": {"name": "odd", "parameters": schema}}]
+            with pytest.raises(EnvError, match=r"expected|got"):
+                await client.ask([user("one")], tools)
+        await client.ask([user("one")])
+        return 1.0
+
+    assert captured(program, said).leaves()[0].end == "terminated"
+
+
+@pytest.mark.parametrize("protocol", ["tags", "native"])
+def test_a_call_that_cannot_be_rendered_fails_its_own_trajectory(protocol: str) -> None:
+    """The run goes on, whatever the program asks for."""
+    tokenizer = make_tokenizer(QWEN3)
+    renderer = NativeRenderer(tokenizer) if protocol == "native" else None
+
+    async def program(client: Client) -> float:
+        message = await client.ask([user("one")])
+        tool = {"role": "tool", "tool_call_id": "x", "content": "ok"}
+        await client.ask([user("one"), message, system("in the middle"), tool])
+        return 1.0
+
+    tree = captured(program, said, tokenizer=tokenizer, renderer=renderer, max_failures=0)
+    (leaf,) = tree.leaves()
+    assert leaf.end == "failed"
+    assert (leaf.error or "").startswith("EnvError: a call of the program cannot be rendered: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol", ["tags", "native"])
+def test_damaged_calls_of_programs_end_with_the_right_name(protocol: str) -> None:
+    """200 programs, 2,000 calls: each call has its name, no program ends another one's rollout."""
+    tokenizer, seen, rng = make_tokenizer(QWEN3), Counter[str](), Random(5)
+    renderer = NativeRenderer(tokenizer) if protocol == "native" else None
+
+    async def program(client: Client) -> float:
+        whole = request("chat")
+        for _ in range(10):
+            path, data, key, allowed = damaged("chat", rng, whole)
+            headers = client.headers if key == KEY else {"Authorization": f"Bearer {key}"}
+            url = client.url.removesuffix(PATHS["chat"]) + path
+            try:
+                async with client.http.post(url, data=data, headers=headers) as response:
+                    status, reply = response.status, await response.read()
+            except ValueError:  # a key that no header takes
+                continue
+            name = name_of("chat", path, status, reply)
+            assert set(name.split("|")) & (allowed | {"unsupported"}), (data, status, reply)
+            seen[name] += 1
+            if status == 200 and reply.startswith(b"{") and rng.random() < 0.5:
+                message = json.loads(reply)["choices"][0]["message"]
+                result = {"role": "tool", "tool_call_id": "x", "content": "ok"}
+                whole["messages"] = [*whole["messages"], message, result]
+        await client.ask([user("the end")])
+        return 1.0
+
+    for _ in range(100):
+        tree = captured(program, said, tokenizer=tokenizer, renderer=renderer, max_failures=0)
+        for leaf in tree.leaves():
+            assert leaf.end == "terminated" or "cannot be rendered" in (leaf.error or ""), leaf
+    assert seen[FINE] > 100
+    assert len(seen) >= 4

@@ -93,9 +93,7 @@ class _Turn(NamedTuple):
     answer: Answer
 
 
-def _turn(
-    before: tuple[Given, ...], request: Request, kind: Kind | None, answer: Answer
-) -> _Turn:
+def _turn(before: tuple[Given, ...], request: Request, kind: Kind | None, answer: Answer) -> _Turn:
     """Messages that it shares with `before` are held once."""
     same = _num_common(before, request.messages)
     request.messages, request.body = (*before[:same], *request.messages[same:]), {}

@@ -22,7 +22,7 @@ T = TypeVar("T")
 Finish = Literal["stop", "length", "tool_calls"]
 
 MAX_MESSAGES, MAX_TOOLS, MAX_CALLS, MAX_CHOICES = 10_000, 1_000, 1_000, 128
-MAX_STOPS = 16
+MAX_STOPS, MAX_SCHEMA_DEPTH = 16, 64
 
 # name of an error -> status, type and code of OpenAI's APIs, type of Anthropic's
 ERRORS: dict[str, tuple[int, str, str | None, str]] = {
@@ -227,10 +227,31 @@ def read_tool(tool: Mapping[str, Any], parameters: str, where: str) -> Json:
     name, schema = get(tool, "name", str, "", where), get(tool, parameters, dict, {}, where)
     if not name:
         raise ApiError("invalid", "a tool needs a name", where + "name")
-    if not isinstance(schema.get("properties", {}), dict):
-        raise ApiError("invalid", "expected an object", f"{where}{parameters}.properties")
+    _check_schema(schema, where + parameters)
     described = get(tool, "description", str, "", where)
     return {"name": name, "description": described, "parameters": {"type": "object", **schema}}
+
+
+def _check_schema(schema: Any, where: str, depth: int = 0) -> None:
+    """What renderers and parsers read of a schema of JSON has the form that they expect."""
+    if isinstance(schema, bool) and depth:
+        return
+    if not isinstance(schema, dict) or depth > MAX_SCHEMA_DEPTH:
+        raise ApiError("invalid", f"expected a schema of JSON, got {_kind(schema)}", where)
+    for key, inner in get(schema, "properties", dict, {}, f"{where}.").items():
+        _check_schema(inner, f"{where}.properties.{key}", depth + 1)
+    for key in ("anyOf", "oneOf", "enum", "required"):
+        choices = get(schema, key, list, [], f"{where}.")
+        for place, inner in enumerate(choices if key.endswith("Of") else ()):
+            _check_schema(inner, f"{where}.{key}[{place}]", depth + 1)
+    kinds = schema.get("type") or []
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if not isinstance(kinds, list) or not all(isinstance(one, str) for one in kinds):
+        raise ApiError("invalid", "expected the name of a type, or a list", f"{where}.type")
+    if not all(isinstance(one, str) for one in schema.get("required") or ()):
+        raise ApiError("invalid", "expected a list of names", f"{where}.required")
+    if "items" in schema and not isinstance(schema["items"], list):
+        _check_schema(schema["items"], f"{where}.items", depth + 1)
 
 
 def stops(body: Mapping[str, Any], key: str) -> tuple[str, ...]:

@@ -229,9 +229,7 @@ def test_kill_9_of_programs(workspace: Path, repeats: int) -> None:
 
 
 @pytest.mark.usefixtures("own_temporary")
-def test_kill_9_of_an_engine_server_of_programs(
-    served: tuple[Path, Servers], repeats: int
-) -> None:
+def test_kill_9_of_an_engine_server_of_programs(served: tuple[Path, Servers], repeats: int) -> None:
     if repeats == 1:
         pytest.skip("by make long; a server is killed above, and an agent")
     folder, servers = served
