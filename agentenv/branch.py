@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 from msgspec.structs import replace
@@ -12,7 +13,15 @@ from msgspec.structs import replace
 from agentenv.call_syntax import call_marks, said
 from agentenv.deadline import Deadline, WorkClock, uncancelled
 from agentenv.env import Env, StepResult, check_finish, check_reset, check_step
-from agentenv.errors import AgentEnvError, EnvError, InfraError, guarded
+from agentenv.errors import (
+    AgentEnvError,
+    ConfigError,
+    CrashError,
+    DataError,
+    EnvError,
+    InfraError,
+    guarded,
+)
 from agentenv.renderer import ContextRenderer, ToolSchemas, context_ids
 from agentenv.tree import End, Ids, Node, Prefix, TrajectoryTree, packed_ids
 from agentenv.types import Completion, Info, Limit, Limits, Message, NextTurn, Turn
@@ -149,7 +158,8 @@ class Branch:
         self.tips[left.index] = self.prefix_ids
         sampled = [self.ids_of(one, renderer.end_id) if isinstance(one, int) else one
                    for one in then.prompt]  # fmt: skip
-        ids = context_ids(renderer, sampled, self.tools, most)
+        with as_program():
+            ids = context_ids(renderer, sampled, self.tools, most)
         used = self.num_response_tokens
         discards = [self.turns[turn].index for turn in then.discards]
         info: Info = {"context": then.kind or "resumed"}
@@ -175,6 +185,16 @@ class Branch:
         self.cursor, self.pending, self.actions = node, None, None
         self.num_prompt_tokens = len(self.prefix_ids) - used
         return left
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next turn of a program answers something new in the middle of an episode,
+        also where its context is another one."""
+        then = self.next_turn
+        if then is None or self.cursor.parent is not None:
+            return True
+        own = [one for one in then.prompt if isinstance(one, int) or one.role == "assistant"]
+        return bool(own) and then.kind != "retry"
 
     def add_observation(self, observation_ids: Sequence[int]) -> None:
         """The pending action is answered; the next turn starts behind the observation."""
@@ -234,6 +254,18 @@ class Branch:
         if self.num_response_tokens + len(observation_ids) >= limits.max_response_tokens:
             return Limit.RESPONSE_TOKENS
         return Limit.TURNS if self.num_turns >= limits.max_turns else None
+
+
+@contextmanager
+def as_program(*, is_one: bool = True) -> Iterator[None]:
+    """What a program asks for, and cannot be rendered, fails its own trajectory. Raises
+    EnvError."""
+    try:
+        yield
+    except (ConfigError, CrashError, DataError) as error:
+        if not is_one:
+            raise
+        raise EnvError(f"a call of the program cannot be rendered: {error}") from error
 
 
 class OpenEnvs:

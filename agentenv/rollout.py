@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agentenv.branch import Branch
+from agentenv.branch import Branch, as_program
 from agentenv.deadline import Alarm, Deadline, WorkClock, waiting, working
 from agentenv.errors import (
     AgentEnvError,
@@ -252,7 +252,8 @@ class Rollout:
         if branch.next_turn is None:
             return list(renderer.prompt(messages, branch.tools))
         most = self.limits.max_tool_result_tokens
-        return list(context_ids(renderer, messages, branch.tools, most))
+        with as_program():
+            return list(context_ids(renderer, messages, branch.tools, most))
 
     def _open_apart(self, messages: list[Message], branch: Branch) -> None:
         """A program may begin otherwise each time: its prompt is a context of its own."""
@@ -398,16 +399,17 @@ class Rollout:
                 if left is not None:
                     self._complete(left, branch, completion.stop)
                 self._complete(branch.cursor, branch, completion.stop if left is None else None)
-                branch.may_fork = branch.cursor.parent is not None and self.has_room_to_fork(branch)
+                branch.may_fork = branch.goes_on and self.has_room_to_fork(branch)
                 if len(branch.prefix_ids) >= limits.max_prompt_tokens + limits.max_response_tokens:
                     return Limit.RESPONSE_TOKENS, None
                 limit = branch.limit_of_observation((), limits)
                 if limit is not None:
                     return limit, None
                 continue
-            await renderer.prepare(messages, branch.tools, room)
-            turn_ids = branch.ended_ids(node, renderer)
-            observation_ids = renderer.observation(messages, branch.tools, room, turn_ids)
+            with as_program(is_one=branch.next_turn is not None):
+                await renderer.prepare(messages, branch.tools, room)
+                turn_ids = branch.ended_ids(node, renderer)
+                observation_ids = renderer.observation(messages, branch.tools, room, turn_ids)
             if node.index in branch.cut:  # what ends the turn comes first
                 observation_ids = [renderer.end_id, *observation_ids]
             if await self.hooks.redirect(branch, observation_ids):

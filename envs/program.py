@@ -84,7 +84,8 @@ class ProgramDiedError(CrashError):
 
 class ProgramConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the program is, where it runs, and how its episode is graded. {NAME} in the texts of
-    command, folder, files and variables stands for the question or a column of the row."""
+    command, folder, files and variables stands for the question, a column of the row, or a variable
+    of the endpoint, such as {OPENAI_BASE_URL}."""
 
     command: Annotated[
         tuple[str, ...], Meta(min_length=1, description="program and arguments", extra=ESSENTIAL)
@@ -340,12 +341,13 @@ class ProgramEnv:
         ]
 
     async def _start(self) -> None:
-        config, columns = self.config, {"question": self.task.question, **self.task.metadata}
+        assert self._session is not None
+        config = self.config
+        columns = {"question": self.task.question, **self.task.metadata, **self._session.variables}
 
         def filled(text: str) -> str:
             return _COLUMN.sub(lambda found: str(columns.get(found[1], found[0])), text)
 
-        assert self._session is not None
         spec = ProgramSpec(
             command=tuple(map(filled, config.command)),
             folder=filled(config.folder),

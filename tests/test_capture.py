@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from agentenv.engines.embedded import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.env import Env, StepResult, close_shared
-from agentenv.envs.quickstart_setup import build_model
+from agentenv.envs.quickstart_setup import build_model, build_tokenizer
 from agentenv.errors import EnvError
 from agentenv.frames import JournalConfig
 from agentenv.journal import Journal
@@ -31,12 +32,15 @@ from agentenv.learners.arpo import ARPO
 from agentenv.learners.batch import encode
 from agentenv.learners.credit import TreeCredit, tree_credit
 from agentenv.model_files import load_tokenizer
+from agentenv.native import NativeRenderer
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.renderer import TagRenderer
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Limits, Message, NextTurn, SamplingParams, Task
+from tests.support.chat_models import QWEN3, make_tokenizer
 from tests.support.programs import Client, Json, Program, ProgramEnv
 from tests.support.toy import CharTokenizer, CountingEnv
+from tests.test_endpoint import FINE, KEY, PATHS, damaged, name_of, request
 
 TASK = Task("t", "toy", "how many?", ("2",))
 
@@ -66,16 +70,18 @@ def grown(
     plan: RolloutPlan | None = None,
     model: Path | None = None,
     stop: tuple[str, ...] = (),
+    tokenizer: Any = None,
+    renderer: Any = None,
     **limits: Any,
 ) -> TrajectoryTree:
+    tokenizer = tokenizer or (CharTokenizer() if model is None else load_tokenizer(model))
+
     async def grow() -> TrajectoryTree:
-        tokenizer: Any = CharTokenizer() if model is None else load_tokenizer(model)
         engine: Any = ScriptedEngine(ScriptedConfig(max_model_len=90_000), tokenizer, script=script)
         if model is not None:
             engine = EmbeddedEngine(EmbeddedConfig(), model, 0, tokenizer)
-        renderer = TagRenderer(tokenizer)
         actor = Actor(
-            engine, renderer, make_env, Limits(strict=True, **limits),
+            engine, renderer or TagRenderer(tokenizer), make_env, Limits(strict=True, **limits),
             SamplingParams(max_tokens=1, stop=stop), seed=7,
         )  # fmt: skip
         try:
@@ -341,6 +347,37 @@ def test_an_unchanged_message_stands_for_its_tokens() -> None:
     assert not tree.is_captured
 
 
+@pytest.mark.parametrize(
+    ("client", "blanks"),
+    [
+        ({"User-Agent": "OpenAI/JS 6.9.1"}, False),
+        ({"User-Agent": "mine/1.0", "X-Stainless-Lang": "js"}, False),
+        ({"User-Agent": "ai-sdk/openai-compatible/2.0 runtime/bun/1.3"}, False),
+        ({"User-Agent": "node"}, False),
+        ({"User-Agent": "OpenAI/Python 3.57", "X-Stainless-Lang": "python"}, True),
+        ({}, True),
+    ],
+)
+def test_arguments_are_served_as_the_client_writes_json(
+    client: dict[str, str], blanks: bool
+) -> None:
+    """A client reads the arguments, and writes them again: in JavaScript without blanks."""
+
+    async def program(http: Client) -> float:
+        http.headers |= client
+        message = await http.ask([user("one")])
+        (call,) = message["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        again = json.dumps(arguments, separators=None if blanks else (",", ":"))
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "ok"}
+        await http.ask([user("one"), with_arguments(message, again), result])
+        return 1.0
+
+    tree = captured(program, calling)
+    assert [node.parent for node in tree.nodes] == [None, 0, 1]
+    assert not tree.is_captured
+
+
 def test_thoughts_in_the_text_come_back_from_a_program_that_drops_them() -> None:
     class InText(ProgramEnv):
         thoughts = "text"
@@ -444,6 +481,69 @@ def test_a_replay_that_differs_refuses_the_fork_and_names_the_cause() -> None:
     assert all("the replay is none: call 0 is another one" in error for error in errors)
 
 
+def test_calls_that_come_at_once_are_replayed_in_whatever_order_they_come() -> None:
+    """Each gets its own answer, and what follows extends the right turn, to the token."""
+    runs = iter(range(100))
+
+    async def program(client: Client) -> float:
+        one, two = [system("planner"), user("one")], [system("worker"), user("two")]
+        asked = [one, two] if next(runs) % 2 == 0 else [two, one]
+        first = asyncio.ensure_future(client.ask(asked[0]))
+        await asyncio.sleep(0.05)
+        second = await client.ask(asked[1])
+        found = [await first, second]
+        if asked[0] is two:
+            found.reverse()
+        result = {"role": "tool", "tool_call_id": "x", "content": found[1]["content"]}
+        await client.ask([*one, found[0], result])
+        await client.ask([*two, found[1], result])
+        return 1.0
+
+    def grow(turns: int) -> TrajectoryTree:
+        nonlocal runs
+        runs = iter([0, *[turns] * 9])
+        return captured(program, said, plan=Forks(4))
+
+    assert places(grow(1)) == places(grow(0))
+    tree = grow(1)
+    assert not tree.failures(), tree.failures()[0].error
+    assert len(tree.leaves()) == 3
+    assert [node.info.get("context") for node in tree.nodes].count("edited") == 0
+
+
+@dataclass(frozen=True)
+class Forks(ForkOnce):
+    """One root."""
+
+    def on_start(self, tree: TrajectoryTree) -> int:
+        return 1
+
+
+def test_an_altered_context_is_a_place_to_fork() -> None:
+    """As much as one that goes on token for token; so is a message of the user in its middle."""
+    for role in ("tool", "user"):
+
+        async def program(client: Client, role: str = role) -> float:
+            messages: list[Json] = [system("planner"), user("plan it")]
+            for number in range(2):
+                message = await client.ask(messages)
+                message["content"] += " "
+                result = {"role": role, "tool_call_id": "x", "content": f"result {number}"}
+                messages += [message, result]
+            last = await client.ask(messages)
+            return float(last["content"].split()[2]) % 7
+
+        keys: dict[str, Any] = {"tokenizer": build_tokenizer()} if role == "user" else {}
+        tree = captured(program, said, plan=Forks(8), **keys)
+        assert not tree.failures(), tree.failures()[0].error
+        assert sorted(node.branch for node in tree.leaves()) == ["0", "0.1+1", "0.2+1"]
+        for leaf in tree.leaves():
+            assert [bool(node.action_ids) for node in tree.history(leaf)].count(True) == 3
+        credit = tree_credit(tree, group_size=3)
+        assert credit is not None
+        encoded_right(tree, credit)
+
+
 def test_what_a_program_asks_of_a_turn_is_done() -> None:
     """Its stop strings and its limit of tokens; the turn goes back as it was served."""
 
@@ -499,3 +599,80 @@ def test_a_call_after_the_end_of_a_branch_is_refused_by_name() -> None:
             await endpoint.close()
 
     asyncio.run(ask())
+
+
+ODD_TOOLS: list[Any] = [
+    {"type": "object", "required": 0, "properties": {"a": {}, "b": {}}},
+    {"type": "object", "required": [1], "properties": {"a": {}, "b": {}}},
+    {"type": "object", "properties": {"a": {"enum": 3}}},
+    {"type": "object", "properties": {"a": {"type": 3}}},
+    {"type": "object", "properties": {"a": 3}},
+    {"type": "object", "properties": {"a": {"anyOf": 3}}},
+    {"type": "object", "properties": {"a": {"items": {"type": {}}}}},
+]
+
+
+def test_a_schema_that_no_renderer_could_read_is_refused() -> None:
+    async def program(client: Client) -> float:
+        for schema in ODD_TOOLS:
+            tools = [{"type": "function", "function": {"name": "odd", "parameters": schema}}]
+            with pytest.raises(EnvError, match=r"expected|got"):
+                await client.ask([user("one")], tools)
+        await client.ask([user("one")])
+        return 1.0
+
+    assert captured(program, said).leaves()[0].end == "terminated"
+
+
+@pytest.mark.parametrize("protocol", ["tags", "native"])
+def test_a_call_that_cannot_be_rendered_fails_its_own_trajectory(protocol: str) -> None:
+    """The run goes on, whatever the program asks for."""
+    tokenizer = make_tokenizer(QWEN3)
+    renderer = NativeRenderer(tokenizer) if protocol == "native" else None
+
+    async def program(client: Client) -> float:
+        message = await client.ask([user("one")])
+        tool = {"role": "tool", "tool_call_id": "x", "content": "ok"}
+        await client.ask([user("one"), message, system("in the middle"), tool])
+        return 1.0
+
+    tree = captured(program, said, tokenizer=tokenizer, renderer=renderer, max_failures=0)
+    (leaf,) = tree.leaves()
+    assert leaf.end == "failed"
+    assert (leaf.error or "").startswith("EnvError: a call of the program cannot be rendered: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol", ["tags", "native"])
+def test_damaged_calls_of_programs_end_with_the_right_name(protocol: str) -> None:
+    """200 programs, 2,000 calls: each call has its name, no program ends another one's rollout."""
+    tokenizer, seen, rng = make_tokenizer(QWEN3), Counter[str](), Random(5)
+    renderer = NativeRenderer(tokenizer) if protocol == "native" else None
+
+    async def program(client: Client) -> float:
+        whole = request("chat")
+        for _ in range(10):
+            path, data, key, allowed = damaged("chat", rng, whole)
+            headers = client.headers if key == KEY else {"Authorization": f"Bearer {key}"}
+            url = client.url.removesuffix(PATHS["chat"]) + path
+            try:
+                async with client.http.post(url, data=data, headers=headers) as response:
+                    status, reply = response.status, await response.read()
+            except ValueError:  # a key that no header takes
+                continue
+            name = name_of("chat", path, status, reply)
+            assert set(name.split("|")) & (allowed | {"unsupported"}), (data, status, reply)
+            seen[name] += 1
+            if status == 200 and reply.startswith(b"{") and rng.random() < 0.5:
+                message = json.loads(reply)["choices"][0]["message"]
+                result = {"role": "tool", "tool_call_id": "x", "content": "ok"}
+                whole["messages"] = [*whole["messages"], message, result]
+        await client.ask([user("the end")])
+        return 1.0
+
+    for _ in range(100):
+        tree = captured(program, said, tokenizer=tokenizer, renderer=renderer, max_failures=0)
+        for leaf in tree.leaves():
+            assert leaf.end == "terminated" or "cannot be rendered" in (leaf.error or ""), leaf
+    assert seen[FINE] > 100
+    assert len(seen) >= 4

@@ -50,6 +50,7 @@ from agentenv.types import Kind, Message, NextTurn
 
 ENDED = "the branch of this key has ended"
 NUM_KEY_BYTES = 24
+OUT_OF_ORDER_S = 20.0  # in which a replayed program with threads asks what it is to ask first
 MIN_QUOTED = 8  # characters of a text that is looked for in another one
 
 Same = Callable[[Json, Json], bool]
@@ -92,6 +93,13 @@ class _Turn(NamedTuple):
     answer: Answer
 
 
+def _turn(before: tuple[Given, ...], request: Request, kind: Kind | None, answer: Answer) -> _Turn:
+    """Messages that it shares with `before` are held once."""
+    same = _num_common(before, request.messages)
+    request.messages, request.body = (*before[:same], *request.messages[same:]), {}
+    return _Turn((*request.messages, answer.message), request, kind, answer)
+
+
 class Session:
     """The calls of one branch, one at a time in the order in which they came. `port` is that of the
     server. `after` and `same` are those of `Endpoint.open`."""
@@ -114,8 +122,12 @@ class Session:
         self._opened: Kind | None = None  # by the current call
         self._came = asyncio.Event()
         self._closed = ""
-        self._recorded = [] if after is None else list(after._turns)
-        self._last = after._current.request if after and after._current else None
+        self._recorded: dict[int, _Turn] = {}  # that the replayed program has not asked for yet
+        self._expected: list[Request] = []  # by it, behind those; the first one is to be answered
+        self._stray: tuple[str, str] | None = None  # cause and text of a call that is none of them
+        self._is_parallel = False  # its calls came while others were under way
+        if after is not None:
+            self._follow(after)
         self._same: Same = same or (lambda recorded, now: recorded == now)
         self._diverged: DivergedError | None = None
         self.posted: Json | None = None  # the reward that the program gave itself
@@ -136,10 +148,7 @@ class Session:
         replay that is none."""
         self._current = None
         while True:
-            if self._diverged is not None:
-                raise self._diverged
-            if self._closed:
-                raise EnvError(self._closed)
+            self._check_open()
             while self._waiting:
                 call = self._waiting.popleft()
                 if not call.answer.cancelled():
@@ -148,16 +157,27 @@ class Session:
             self._came.clear()
             await self._came.wait()
 
-    async def ready(self) -> ProgramCall:
-        """The call that the recorded session has not answered yet, once the replay has come to it.
-        Raises DivergedError."""
-        call = await self.next()
-        if self._recorded:
-            raise self._diverge("early", f"{len(self._recorded)} recorded calls did not come")
-        now = self._current
-        if self._last and now and not self._same(_shown(self._last), _shown(now.request)):
-            raise self._diverge("last", "the call that is to be answered is another one")
-        return call
+    async def ready(self) -> None:
+        """Return once the replay has come to the call that the recorded session has not answered
+        yet. Raises DivergedError."""
+        while True:
+            self._check_open()
+            if (found := self._led()) is not None:
+                break
+            self._came.clear()
+            try:
+                async with asyncio.timeout(OUT_OF_ORDER_S if self._stray else None):
+                    await self._came.wait()
+            except TimeoutError:
+                raise self._diverge(*self._stray) from None
+        self._waiting.remove(found)
+        self._current, self._expected = found, []
+
+    def _check_open(self) -> None:
+        if self._diverged is not None:
+            raise self._diverged
+        if self._closed:
+            raise EnvError(self._closed)
 
     def answer(self, action: Message) -> None:
         """Reply to the call that `next` gave, by the action that the rollout took."""
@@ -167,7 +187,13 @@ class Session:
         number, thoughts, text = len(self._turns), turn.thoughts, turn.text
         if self.thoughts == "text" and thoughts:
             thoughts, text = "", with_thoughts(thoughts, text)
-        message = served(thoughts, text, action.tool_calls, lambda place: f"call_{number}_{place}")
+        message = served(
+            thoughts,
+            text,
+            action.tool_calls,
+            lambda place: f"call_{number}_{place}",
+            compact=call.request.compact,
+        )
         finish: Finish = "tool_calls" if message.calls else turn.finish_reason
         found = Answer(
             message=message,
@@ -203,9 +229,11 @@ class Session:
         if self._closed:
             raise ApiError("ended", self._closed)
         self.counts["calls"] += 1
-        if self._recorded:
-            return [self._replayed(request)]
-        call = _Pending(request, beside=self._current is not None or bool(self._waiting))
+        if self._expected and (replayed := self._replayed(request)) is not None:
+            return [replayed]
+        others = self._current is not None or bool(self._waiting) or bool(self._expected)
+        call = _Pending(request, beside=others)
+        self._is_parallel |= others
         self._waiting.append(call)
         self._came.set()
         return [await call.answer]
@@ -219,17 +247,49 @@ class Session:
             raise ApiError("bad_request", 'expected {"reward": NUMBER}', "reward")
         self.posted = body
 
-    def _replayed(self, request: Request) -> Answer:
-        """The answer to the same call of the recorded session."""
-        recorded = self._recorded.pop(0)
-        if not self._same(_shown(recorded.request), _shown(request)):
-            number = len(self._turns)
-            raise ApiError("ended", str(self._diverge("other", f"call {number} is another one")))
-        self.counts["replayed"] += 1
-        call = _Pending(request, beside=False)
-        self._placed(call)
-        self._add(call, recorded.answer, self._opened)
-        return recorded.answer
+    # a replay
+
+    def _follow(self, after: Session) -> None:
+        """Stand where another session stands, as soon as the program has asked what it was asked
+        there, in whatever order its threads come."""
+        self._turns = list(after._turns)
+        self._recorded = dict(enumerate(after._turns))
+        self._discarded = set(after._discarded)
+        self._opened, self._is_parallel = after._opened, after._is_parallel
+        self.counts.update({name: n for name, n in after.counts.items() if "/" in name})
+        current = (after._current,) if after._current else ()
+        self._expected = [call.request for call in (*current, *after._waiting)]
+
+    def _led(self) -> _Pending | None:
+        """The call that is to be answered, once all before it have been."""
+        if self._recorded:
+            return None
+        waiting = (call for call in self._waiting if not call.answer.cancelled())
+        return next((call for call in waiting if self._is(self._expected[0], call.request)), None)
+
+    def _is(self, recorded: Request, now: Request) -> bool:
+        """Whether it is the same call, but for what is chance. Cheap where it is another one."""
+        if len(recorded.messages) != len(now.messages) or len(recorded.tools) != len(now.tools):
+            return False
+        return self._same(_shown(recorded), _shown(now))
+
+    def _replayed(self, request: Request) -> Answer | None:
+        """The answer to the same call of the recorded session; None for one that is to wait."""
+        for number, turn in self._recorded.items():
+            if self._is(turn.request, request):
+                del self._recorded[number]
+                self.counts["replayed"] += 1
+                self._turns[number] = _turn(turn.context, request, turn.kind, turn.answer)
+                self._came.set()
+                return turn.answer
+        if any(self._is(expected, request) for expected in self._expected):
+            return None
+        number = len(self._turns) - len(self._recorded)
+        stray = "other" if self._recorded else "last", f"call {number} is another one"
+        if not self._is_parallel:
+            raise ApiError("ended", str(self._diverge(*stray)))
+        self._stray = self._stray or stray  # or a thread that is ahead of the others
+        return None
 
     def _diverge(self, cause: str, text: str) -> DivergedError:
         self.counts[f"diverged/{cause}"] += 1
@@ -238,11 +298,8 @@ class Session:
         return self._diverged
 
     def _add(self, call: _Pending, answer: Answer, kind: Kind | None) -> None:
-        request, before = call.request, self._turns[-1].context if self._turns else ()
-        same = _num_common(before, request.messages)  # are held once
-        request.messages, request.body = (*before[:same], *request.messages[same:]), {}
-        context = (*request.messages, answer.message)
-        self._turns.append(_Turn(context, request, kind, answer))
+        before = self._turns[-1].context if self._turns else ()
+        self._turns.append(_turn(before, call.request, kind, answer))
         if not call.answer.done():
             call.answer.set_result(answer)
 

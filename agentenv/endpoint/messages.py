@@ -22,7 +22,7 @@ T = TypeVar("T")
 Finish = Literal["stop", "length", "tool_calls"]
 
 MAX_MESSAGES, MAX_TOOLS, MAX_CALLS, MAX_CHOICES = 10_000, 1_000, 1_000, 128
-MAX_STOPS = 16
+MAX_STOPS, MAX_SCHEMA_DEPTH = 16, 64
 
 # name of an error -> status, type and code of OpenAI's APIs, type of Anthropic's
 ERRORS: dict[str, tuple[int, str, str | None, str]] = {
@@ -77,7 +77,8 @@ class Given(NamedTuple):
 
 class Request(Struct, kw_only=True):
     """A request. `tools` are (name, description, parameters) in JSON. `logprobs`: of the sampled
-    tokens. `raw`: the reply brings the turn as it was sampled, and calls that cannot be read."""
+    tokens. `raw`: the reply brings the turn as it was sampled, and calls that cannot be read.
+    `compact`: its client writes JSON without blanks."""
 
     model: str
     messages: tuple[Given, ...]
@@ -96,6 +97,7 @@ class Request(Struct, kw_only=True):
     logprobs: bool = False
     session: str = ""
     raw: bool = False
+    compact: bool = False
     body: Json = {}
 
 
@@ -225,10 +227,31 @@ def read_tool(tool: Mapping[str, Any], parameters: str, where: str) -> Json:
     name, schema = get(tool, "name", str, "", where), get(tool, parameters, dict, {}, where)
     if not name:
         raise ApiError("invalid", "a tool needs a name", where + "name")
-    if not isinstance(schema.get("properties", {}), dict):
-        raise ApiError("invalid", "expected an object", f"{where}{parameters}.properties")
+    _check_schema(schema, where + parameters)
     described = get(tool, "description", str, "", where)
     return {"name": name, "description": described, "parameters": {"type": "object", **schema}}
+
+
+def _check_schema(schema: Any, where: str, depth: int = 0) -> None:
+    """What renderers and parsers read of a schema of JSON has the form that they expect."""
+    if isinstance(schema, bool) and depth:
+        return
+    if not isinstance(schema, dict) or depth > MAX_SCHEMA_DEPTH:
+        raise ApiError("invalid", f"expected a schema of JSON, got {_kind(schema)}", where)
+    for key, inner in get(schema, "properties", dict, {}, f"{where}.").items():
+        _check_schema(inner, f"{where}.properties.{key}", depth + 1)
+    for key in ("anyOf", "oneOf", "enum", "required"):
+        choices = get(schema, key, list, [], f"{where}.")
+        for place, inner in enumerate(choices if key.endswith("Of") else ()):
+            _check_schema(inner, f"{where}.{key}[{place}]", depth + 1)
+    kinds = schema.get("type") or []
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if not isinstance(kinds, list) or not all(isinstance(one, str) for one in kinds):
+        raise ApiError("invalid", "expected the name of a type, or a list", f"{where}.type")
+    if not all(isinstance(one, str) for one in schema.get("required") or ()):
+        raise ApiError("invalid", "expected a list of names", f"{where}.required")
+    if "items" in schema and not isinstance(schema["items"], list):
+        _check_schema(schema["items"], f"{where}.items", depth + 1)
 
 
 def stops(body: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -266,9 +289,10 @@ def _kind(value: Any) -> str:
 # Between the forms.
 
 
-def arguments_text(arguments: Mapping[str, Any]) -> str:
-    """Arguments as they are served: as clients in Python write them again, too."""
-    return json.dumps(arguments, ensure_ascii=False)
+def arguments_text(arguments: Mapping[str, Any], *, compact: bool = False) -> str:
+    """Arguments as they are served: as the client writes them again, in Python with blanks, in
+    JavaScript without."""
+    return json.dumps(arguments, ensure_ascii=False, separators=(",", ":") if compact else None)
 
 
 def as_message(given: Given, before: Sequence[Given] = ()) -> Message:
@@ -303,12 +327,13 @@ def served(
     new_id: Callable[[int], str],
     *,
     raw: bool = False,
+    compact: bool = False,
 ) -> Given:
     """A turn as the message that is served. A call that cannot be read stays in the text, unless
     the client asks for it (`raw`)."""
     readable = [call for call in calls if raw or call.name != MALFORMED_CALL]
     found = tuple(
-        Call(new_id(place), call.name, arguments_text(call.arguments))
+        Call(new_id(place), call.name, arguments_text(call.arguments, compact=compact))
         for place, call in enumerate(readable)
     )
     return Given("assistant", text, thoughts, found)

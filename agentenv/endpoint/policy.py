@@ -186,6 +186,7 @@ class PolicyHandler:
             action.tool_calls,
             lambda place: f"call_{reply}_{place}",
             raw=request.raw,
+            compact=request.compact,
         )
         finish: Finish = "length" if done.finish_reason == "length" else "stop"
         sampled = array("i", done.token_ids)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -39,6 +40,7 @@ from agentenv.errors import ConfigError
 MAX_BODY_BYTES = 64 << 20
 BODY_S = 60.0  # for a client to send its request, and to take each part of a reply
 SHUTDOWN_S = 1.0
+_JAVASCRIPT = re.compile(r"\b(?:js|node|bun|deno|undici|ai-sdk)\b", re.IGNORECASE)
 BACKLOG = 4096  # programs that connect at once; what the kernel drops comes seconds later
 
 Delta = Callable[[int, str, str], None]  # a choice, "thoughts" or "text", and what is new of it
@@ -126,6 +128,7 @@ class ApiServer:
     async def _call(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
         handler = self._handler(http)
         request = dialect.read(await _body(http))
+        request.compact = not isinstance(dialect, Anthropic) and _writes_compact(http)
         id = handler.new_id()
         if request.stream:
             return await self._stream(dialect, http, handler, request, id)
@@ -199,6 +202,12 @@ def only(key: str, handler: Handler) -> Callable[[str], Handler]:
 
 
 DIALECTS: tuple[Chat, Responses, Anthropic] = (Chat(), Responses(), Anthropic())
+
+
+def _writes_compact(http: web.Request) -> bool:
+    """Whether a client in JavaScript asks. In Anthropic's API arguments are no text."""
+    said = http.headers.get("X-Stainless-Lang", ""), http.headers.get("User-Agent", "")
+    return _JAVASCRIPT.search(" ".join(said)) is not None
 
 
 async def _body(http: web.Request) -> Json:

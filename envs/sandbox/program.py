@@ -440,10 +440,12 @@ class _Host:
 
     def __init__(self) -> None:
         self.folder = Path()
+        self._short = Path()  # the same, for names of sockets, which have at most 107 bytes
         self.starts = asyncio.Semaphore(MAX_STARTS)
         self._kept = ExitStack()
         self._starting = asyncio.Lock()
         self._servers: dict[int, asyncio.Server] = {}
+        self._passing: set[asyncio.Task[None]] = set()  # connections
 
     async def start(self) -> Path:
         """The folder; made once."""
@@ -458,6 +460,9 @@ class _Host:
             (folder / name).write_text(text)
         (folder / "site").mkdir(mode=0o755)
         (folder / "site" / "sitecustomize.py").write_text(SITE)
+        opened = os.open(folder, os.O_RDONLY)
+        self._kept.callback(os.close, opened)
+        self._short = Path(f"/proc/self/fd/{opened}")
         return folder
 
     async def socket_to(self, port: int) -> Path:
@@ -465,16 +470,26 @@ class _Host:
         path = self.folder / f"port-{port}"
         async with self._starting:
             if port not in self._servers:
-                passed = partial(_pass_on, port)
-                self._servers[port] = await asyncio.start_unix_server(passed, str(path))
+                passed, short = partial(self._pass_on, port), str(self._short / path.name)
+                self._servers[port] = await asyncio.start_unix_server(passed, short)
                 path.chmod(0o666)
         return path
+
+    async def _pass_on(
+        self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        passing = asyncio.ensure_future(_pass_on(port, reader, writer))
+        self._passing.add(passing)
+        passing.add_done_callback(self._passing.discard)
 
     async def close(self) -> None:
         """Idempotent."""
         for server in self._servers.values():
             server.close()
         self._servers.clear()
+        for passing in [*self._passing]:
+            passing.cancel()
+        await asyncio.gather(*self._passing, return_exceptions=True)
         await in_thread(self._kept.close)
 
 

@@ -33,6 +33,7 @@ else:  # inside, these files are all there is
     import confine
 
 LOOK_EVERY_S = 0.2
+MAX_CONNECTIONS = 256  # at a time
 DISK_EVERY_S = 1.0  # at most a tenth of the time goes into it
 READ_BYTES = 1 << 16
 MAX_SETTINGS_BYTES = 1 << 18
@@ -132,12 +133,18 @@ def _listener(port: int) -> socket.socket:
 
 
 def _forward(listener: socket.socket, path: str) -> None:
-    """Each connection to the listener goes on to the socket of the host."""
+    """Each connection to the listener goes on to the socket of the host; those over
+    MAX_CONNECTIONS, which would take the host's descriptors, are closed."""
+    pumps: list[threading.Thread] = []
     while True:
         try:
             inside, _ = listener.accept()
         except OSError:
             time.sleep(LOOK_EVERY_S)
+            continue
+        pumps = [one for one in pumps if one.is_alive()]
+        if len(pumps) >= 2 * MAX_CONNECTIONS:
+            inside.close()
             continue
         outside = socket.socket(socket.AF_UNIX)
         try:
@@ -147,7 +154,7 @@ def _forward(listener: socket.socket, path: str) -> None:
             outside.close()
             continue
         for source, target in ((inside, outside), (outside, inside)):
-            _start(_pump, source, target)
+            pumps.append(_start(_pump, source, target))
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import AsyncIterator
@@ -98,6 +99,21 @@ async def test_it_reaches_the_endpoint_and_its_files(port: int, unsafe: bool) ->
     ended, _ = await run(spec, port, KEY="value")
     assert ended.output == "/hello content value ['data']\n"
     assert (ended.exit, ended.signal, ended.limit) == (0, None, "")
+
+
+async def test_the_temporary_folder_may_have_a_long_name(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than the name of a socket may be."""
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    code = f"""
+    import urllib.request
+    print(urllib.request.urlopen("http://127.0.0.1:{port}/hello").read().decode())
+    """
+    ended, _ = await run(ProgramSpec(command=python(code)), port)
+    assert ended.output == "/hello\n"
 
 
 @UNSAFE

@@ -4,6 +4,7 @@ which trees were lost, which were trained twice, and what weights came out."""
 from __future__ import annotations
 
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,13 +14,20 @@ from random import Random
 import msgspec
 import psutil
 
+from agentenv.envs.sandbox.program import PREFIX
 from agentenv.pipelines.rl.state import RunState
 from agentenv.pipelines.run.checkpoints import Checkpoints, load_state
 from benchmarks.parts.chaos import CONFIG, Reader, Servers, Witness
+from tests.envs.test_program import MARK
 from tests.support.forks import Command
 from tests.support.killing import Plan
 
 NUM_STEPS, GROUPS = 4, 2
+WORDS = {  # by the victim, in the command line of one of them
+    "agent": "agent.py",
+    "sandbox": "program_init.py",
+    "endpoint": "rollout_worker",
+}
 LIMIT_S = 120.0  # in which a process comes to its point, or to its end
 
 
@@ -78,8 +86,12 @@ class KilledRun:
             end = time.monotonic() + moment
             while time.monotonic() < end and process.poll() is None:
                 time.sleep(0.002)
-            kill(process, victim)
+            while not kill(process, victim, rng) and process.poll() is None:
+                time.sleep(0.002)
+            has_begun = "an update takes" in process.log.read_text()  # no check ends it any more
             until(lambda: process.poll() is not None, f"{self.name}: its end")
+            goes_on = victim in WORDS and has_begun
+            assert not goes_on or process.returncode == 0, f"{self.name}: {victim}, see its log"
         return f"{victim}: after {moment:.3f} s"
 
     def look(self) -> None:
@@ -144,6 +156,25 @@ class CountingRun(KilledRun):
         return [*env, "python.preload=[]", *super().keys()]
 
 
+class ProgramRun(KilledRun):
+    """With programs in sandboxes, whose calls are the turns. `left` says what is still there."""
+
+    def left(self) -> list[str]:
+        """Processes of programs and of their sandboxes, and their folders."""
+        folder = tempfile.gettempdir()
+        words = (MARK, f"{folder}/{PREFIX}")
+        lines = map(line_of, psutil.process_iter())
+        found = [line[:80] for line in lines if any(word in line for word in words)]
+        return found + [str(path) for path in Path(folder).glob(f"*{PREFIX}*")]
+
+
+class WorkedProgramRun(ProgramRun):
+    """The programs, and the endpoints that answer them, are those of two workers."""
+
+    def keys(self) -> list[str]:
+        return [*super().keys(), "cluster.kind=processes", "cluster.workers=2"]
+
+
 class ServedRun(KilledRun):
     """On engine servers that recite. One that was killed is back at once; what is sampled, and so
     the weights, depends on when."""
@@ -161,21 +192,42 @@ class ServedRun(KilledRun):
         return super().has_ended(process)
 
 
-def kill(process: Command, victim: str) -> None:
+class ServedProgramRun(ProgramRun, ServedRun):
+    """Programs that such servers answer."""
+
+    def __init__(self, folder: Path, servers: Servers, name: str) -> None:
+        ServedRun.__init__(self, folder, servers, name)
+        self.workspace = folder / f"programs-{CONFIG}"
+
+
+def kill(process: Command, victim: str, rng: Random) -> bool:
+    """Whether there was a victim, or the process has ended."""
     if process.poll() is not None:
-        return
+        return True
     try:
         below = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
-        return
+        return True
     chosen: Sequence[psutil.Process] = [] if victim == "controller" else below
+    if victim in WORDS:
+        chosen = [one for one in below if WORDS[victim] in line_of(one)]
+        chosen = rng.sample(chosen, min(1, len(chosen)))
     for one in chosen:
         try:
             one.kill()
         except psutil.NoSuchProcess:
             continue
-    if victim != "rank":
+    if victim in ("controller", "tree"):
         process.kill()
+    return victim not in WORDS or bool(chosen)
+
+
+def line_of(process: psutil.Process) -> str:
+    """Its command line."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def until(condition: object, what: str) -> None:

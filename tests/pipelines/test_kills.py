@@ -6,6 +6,7 @@ A few points here; `make long PARTS=kills` tries all of them, and a hundred mome
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -14,13 +15,29 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.parts.chaos import SHORT, Servers, make_model, write_workspace
-from tests.pipelines.killed_runs import CountingRun, KilledRun, ServedRun
+from benchmarks.parts.chaos import CONFIG, SHORT, Servers, make_model, write_workspace
+from tests.envs.test_program import MARK
+from tests.pipelines.killed_runs import (
+    CountingRun,
+    KilledRun,
+    ProgramRun,
+    ServedProgramRun,
+    ServedRun,
+    WorkedProgramRun,
+)
 from tests.support.killing import Plan
-from tests.support.warehouse import make_workspace
+from tests.support.warehouse import make_workspace, with_programs
 
 pytestmark = [pytest.mark.timeout(7200), pytest.mark.slow]
 
+# Of a run of programs, one process after the other: whose end ends the run, then one who is missed.
+OF_PROGRAMS: Sequence[tuple[type[ProgramRun], tuple[str, ...]]] = (
+    (ProgramRun, ("controller", "agent")),
+    (ProgramRun, ("tree", "rank", "sandbox")),
+    (WorkedProgramRun, ("controller", "endpoint")),
+    (ProgramRun, ("rank", "agent")),
+    (WorkedProgramRun, ("tree", "endpoint")),
+)
 SIDES = ("before", "after", "within")
 MAYBE = ("rename", "remove", "sync")  # what a process that goes on may not come to
 VICTIMS = ("controller", "tree", "rank")
@@ -181,5 +198,48 @@ def test_kill_9_at_random_moments(workspace: Path, repeats: int) -> None:
             tally.add(told, run)
         else:
             tally.wrong.append(f"{run.name} {told}: it did not go on; see its log")
+        run.remove()
+    tally.total()
+
+
+@pytest.fixture
+def own_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else makes folders there."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+
+@pytest.mark.usefixtures("own_temporary")
+def test_kill_9_of_programs(workspace: Path, repeats: int) -> None:
+    """Of an agent, its sandbox, the endpoint that answers it, the learner, the controller."""
+    num_rounds, rng, tally = (1 if repeats == 1 else 2 * repeats + 1), Random(1), Tally()
+    config = with_programs(workspace, "stock", "item", MARK)
+    for number in range(num_rounds):
+        kind, victims = OF_PROGRAMS[number % len(OF_PROGRAMS)]
+        run = kind(config, f"programs-{number}")
+        told = [run.start_and_kill(victim, rng, 8.0) for victim in victims]
+        code, left = run.start(), run.left()
+        if code == 0 and not left:
+            tally.add(told, run)
+        else:
+            tally.wrong.append(f"{run.name} {told}: exit status {code}, left {left}")
+        run.remove()
+    tally.total()
+
+
+@pytest.mark.usefixtures("own_temporary")
+def test_kill_9_of_an_engine_server_of_programs(served: tuple[Path, Servers], repeats: int) -> None:
+    if repeats == 1:
+        pytest.skip("by make long; a server is killed above, and an agent")
+    folder, servers = served
+    with_programs(folder / CONFIG, "search", "query", MARK)
+    tally = Tally()
+    plans = [Plan("turn", "within", 5 + 2 * nth) for nth in range(repeats + 4)]
+    for number, plan in enumerate(plans):
+        run = ServedProgramRun(folder, servers, f"served-programs-{number}")
+        code = run.start(replace(plan, victim="other", servers=servers.pids()))
+        tally.add_one(plan, run, code, is_killed=run.num_killed == 1)
+        assert run.left() == []
         run.remove()
     tally.total()

@@ -90,3 +90,27 @@ max_logprob_gap = 1e9
         encoding="utf-8",
     )
     return config
+
+
+PROGRAM = """[env]
+id = "agentenv/Program-v0"
+[env.kwargs.program]
+command = ["python3", "agent.py", "{question}", "TOOL", "ARGUMENT", "MARK"]
+folder = "FOLDER"
+files = { "known.json" = 'KNOWN' }
+limits = { wall_s = 90, idle_s = 60 }
+[grader]
+kind = "exact"
+"""
+
+
+def with_programs(config: Path, tool: str, argument: str, mark: str) -> Path:
+    """The same configuration with an agent of one tool as a program. `mark` is in the command line
+    of each."""
+    values = {"TOOL": tool, "ARGUMENT": argument, "MARK": mark, "KNOWN": json.dumps(STOCK)}
+    values["FOLDER"] = str(ROOT / "tests" / "support" / "agent")
+    section = re.sub("|".join(values), lambda found: values[found[0]], PROGRAM)
+    text = re.sub(r"\[env\]\n[^\[]*(?=\[data\])", lambda _: section, config.read_text())
+    path = config.with_name(f"programs-{config.name}")
+    path.write_text(text, encoding="utf-8")
+    return path
