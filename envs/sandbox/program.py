@@ -444,6 +444,7 @@ class _Host:
         self._kept = ExitStack()
         self._starting = asyncio.Lock()
         self._servers: dict[int, asyncio.Server] = {}
+        self._passing: set[asyncio.Task[None] | None] = set()  # the loop itself does not keep them
 
     async def start(self) -> Path:
         """The folder; made once."""
@@ -465,7 +466,7 @@ class _Host:
         path = self.folder / f"port-{port}"
         async with self._starting:
             if port not in self._servers:
-                passed = partial(_pass_on, port)
+                passed = partial(self._pass_on, port)
                 self._servers[port] = await asyncio.start_unix_server(passed, str(path))
                 path.chmod(0o666)
         return path
@@ -475,22 +476,23 @@ class _Host:
         for server in self._servers.values():
             server.close()
         self._servers.clear()
+        for task in filter(None, list(self._passing)):
+            task.cancel()
         await in_thread(self._kept.close)
 
-
-async def _pass_on(port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A connection of a program to the port."""
-    try:
-        async with asyncio.timeout(START_S):
-            other = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:
-        writer.close()
-        return
-    try:
-        await asyncio.gather(_pump(reader, other[1]), _pump(other[0], writer))
-    finally:
-        for one in (writer, other[1]):
-            one.close()
+    async def _pass_on(
+        self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """A connection of a program to the port."""
+        task = asyncio.current_task()
+        self._passing.add(task)
+        with ExitStack() as kept, suppress(OSError, asyncio.CancelledError):
+            kept.callback(self._passing.discard, task)
+            kept.callback(writer.close)
+            async with asyncio.timeout(START_S):
+                other = await asyncio.open_connection("127.0.0.1", port)
+            kept.callback(other[1].close)
+            await asyncio.gather(_pump(reader, other[1]), _pump(other[0], writer))
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
