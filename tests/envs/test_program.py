@@ -214,7 +214,7 @@ async def test_a_program_that_dies_before_its_reply_leaves_no_lost_task(
     ended = asyncio.Event()
     server = await asyncio.start_server(silent, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    code = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1]))).send(b'?')"
+    code = "import socket, sys; socket.create_connection(('', int(sys.argv[1]))).send(b'?')"
     spec = ProgramSpec(command=("python3", "-c", code, str(port), MARK))
     await run(spec, port)
     await asked.wait()
