@@ -61,6 +61,10 @@ PARTS = {
         "A tiny model learns sums of reasoning-gym, with a Python tool",
         [*PYTEST, "tests/reasoning_run.py"],
     ),
+    "agent": (
+        "Calls that an agent as it is needs to learn, with and without forks, five paired seeds",
+        ["-m", "tests.agent_run"],
+    ),
     "experiments": (
         "Each command of benchmarks/experiments/, small, from a fresh clone",
         [*PYTEST, "tests/study.py"],

@@ -10,6 +10,7 @@ from typing import Any
 
 from agentenv import Task, ToolEnv, ToolError, demonstrate, texts_of, tiny_model, tool, write_rows
 from agentenv.envs.qa_grader import ExactMatch
+from agentenv.errors import ConfigError
 
 NAMES = """
 Zorvex Veltron Quandex Trilab Nexor Balmat Dynix Fexpath Gralrom Hovsys Jintek Kolvond Lumwick
@@ -79,15 +80,25 @@ def give_up(task: Task, results: Sequence[str]) -> str:
     return "<think>I do not know.</think><answer>unknown</answer>"
 
 
+def compile_client() -> None:
+    """Import what the agent imports: no program in a sandbox can write its compiled modules."""
+    try:
+        from openai import OpenAI
+    except ImportError as error:
+        raise ConfigError("the agent needs OpenAI's client: pip install openai") from error
+    _ = OpenAI(api_key="none").chat.completions
+
+
 def prepare(run: Path, seed: int) -> str:
     """Questions, demonstrations and model, below the folder of the run."""
+    compile_client()
     rng = Random(f"agent {seed}")
     data = run / "data"
-    for name, number in (("train", 300), ("heldout", 30)):
+    for name, number in (("train", 300), ("heldout", 15)):
         write_rows(data / f"{name}.jsonl", questions(rng, number))
     clean = demonstrate(TwinEnv, questions(rng, 1000), solve, stage="clean")
-    lazy = demonstrate(TwinEnv, questions(rng, 250), give_up, stage="mixed")
-    skilled = demonstrate(TwinEnv, questions(rng, 100), solve, stage="mixed")
+    lazy = demonstrate(TwinEnv, questions(rng, 150), give_up, stage="mixed")
+    skilled = demonstrate(TwinEnv, questions(rng, 150), solve, stage="mixed")
     write_rows(data / "sft.jsonl", [*clean, *lazy, *skilled])
     write_rows(data / "gate.jsonl", demonstrate(TwinEnv, questions(rng, 32), solve))
     tiny_model(run / "model", texts_of([*clean, *lazy]), seed, tools=("price", "partner"))

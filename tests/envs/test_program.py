@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -213,6 +214,33 @@ async def test_a_signal_ends_it() -> None:
     ended, _ = await run(ProgramSpec(command=("sh", "-c", "kill -SEGV $$")))
     assert ended.signal == signal.SIGSEGV
     assert ended.text == "was ended by signal 11"
+
+
+async def test_a_program_that_dies_before_its_reply_leaves_no_lost_task(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await reader.read()
+        await ended.wait()
+        writer.close()
+
+    ended = asyncio.Event()
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    code = "import socket, sys; socket.create_connection(('', int(sys.argv[1]))).send(b'?')"
+    spec = ProgramSpec(command=("python3", "-c", code, str(port), MARK))
+    await run(spec, port)
+    await asked.wait()
+    for _ in range(5):
+        await asyncio.sleep(0.02)
+        gc.collect()
+    ended.set()
+    server.close()
+    await close_shared()
+    assert "pending" not in caplog.text
 
 
 async def test_files_are_read_within_its_folder_alone(tmp_path: Path) -> None:
