@@ -113,7 +113,7 @@ class Session:
         self._current: _Pending | None = None
         self._opened: Kind | None = None  # by the current call
         self._came = asyncio.Event()
-        self._closed = ""
+        self._closed, self._error = "", "ended"
         self._recorded = [] if after is None else list(after._turns)
         self._last = after._current.request if after and after._current else None
         self._same: Same = same or (lambda recorded, now: recorded == now)
@@ -178,12 +178,13 @@ class Session:
         )
         self._add(call, found, self._opened)
 
-    def close(self, why: str = ENDED) -> None:
-        """Calls that wait, and those that come, get an error. Idempotent."""
-        self._closed = self._closed or why
+    def close(self, why: str = ENDED, error: str = "ended") -> None:
+        """Calls that wait, and those that come, get an error, by a name of ERRORS. Idempotent."""
+        if not self._closed:
+            self._closed, self._error = why, error
         for call in (*self._waiting, *filter(None, (self._current,))):
             if not call.answer.done():
-                call.answer.set_exception(ApiError("ended", self._closed))
+                call.answer.set_exception(ApiError(self._error, self._closed))
                 call.answer.exception()  # its client may be gone
         self._waiting.clear()
         self._came.set()
@@ -201,7 +202,7 @@ class Session:
         if request.n > 1 or request.logprobs or request.raw:
             raise ApiError("unsupported", "n above 1, logprobs and raw cannot be had in a run")
         if self._closed:
-            raise ApiError("ended", self._closed)
+            raise ApiError(self._error, self._closed)
         self.counts["calls"] += 1
         if self._recorded:
             return [self._replayed(request)]
