@@ -61,6 +61,10 @@ PARTS = {
         "A tiny model learns sums of reasoning-gym, with a Python tool",
         [*PYTEST, "tests/reasoning_run.py"],
     ),
+    "verifiers": (
+        "Packages of verifiers' own repository, graded as by their own client; a tiny model on one",
+        [*PYTEST, "tests/verifiers_run.py"],
+    ),
     "experiments": (
         "Each command of benchmarks/experiments/, small, from a fresh clone",
         [*PYTEST, "tests/study.py"],

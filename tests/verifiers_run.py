@@ -1,0 +1,178 @@
+"""Packages of verifiers' own repository, graded by us as by their own client, and a tiny model that
+learns one: `make long PARTS=verifiers`.
+
+VERIFIERS names a folder with `classic/environments` (the packages of the release 0.1.14),
+`tasksets/environments` (those of 0.4), and the environments `classic/venv` and `tasksets/venv` with
+these releases, datasets, textarena, nltk, reasoning-gym and uv. What lies on a hub is replaced by rows
+written here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.env import close_shared
+from agentenv.envs.verifiers_env import KEY, VerifiersEnv, rows
+from agentenv.types import Message, Task, ToolCall, Turn
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACE = Path(os.environ.get("VERIFIERS", "none"))
+OWN = ROOT / "tests/support/verifiers_own.py"
+NAMES = ["Ada Lovelace", "Kurt Godel", "Alan Turing", "Emmy Noether", "Paul Erdos", "Sofia Kova"]
+SENTENCES = ". ".join(
+    f"This is sentence number {word} of it" for word in "one two three four five".split()
+)
+MATHS = [
+    {"question": f"What is {n} + {n}?", "answer": f"So it is.\n#### {2 * n}"} for n in range(12)
+]
+HENDRYCKS = [
+    {
+        "question": f"What is {n} + 1?",
+        "problem": f"What is {n} + 1?",
+        "answer": f"{n + 1}",
+        "solution": f"\\boxed{{{n + 1}}}",
+    }
+    for n in range(12)
+]
+HUB: dict[str, tuple[str, list[dict[str, Any]]]] = {  # by owner and name: configuration, rows
+    "PrimeIntellect/Reverse-Text-RL": ("default", [{"prompt": f"text number {n}"} for n in range(12)]),
+    "openai/gsm8k": ("main", MATHS),
+    "chiayewken/competition_math": ("default", HENDRYCKS),
+    "PrimeIntellect/Hendrycks-Math": ("default", HENDRYCKS),
+    "kalomaze/alphabetic-arxiv-authors-it1": ("default", [{"names": NAMES * 3}] * 12),
+    "agentlans/wikipedia-paragraphs": ("default", [{"text": SENTENCES}] * 12),
+}  # fmt: skip
+
+Turns = list[dict[str, Any]]
+
+
+def said(*texts: str) -> Turns:
+    return [{"text": text} for text in texts]
+
+
+CASES: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Any]], Turns]]] = {
+    "classic reverse-text": ("", {}, lambda row: said(f"<reversed_text>{row['answer'][:-3]}</reversed_text>")),
+    "classic gsm8k": ("", {}, lambda row: said(f"It is \\boxed{{{row['answer']}}}.")),
+    "classic doublecheck": ("", {}, lambda row: said("<answer>1</answer>", f"\\boxed{{{row['answer']}}}")),
+    "classic alphabet-sort": ("", {}, lambda row: said(*(
+        f"<{tag}alphabetical_sorted>\n" + "\n".join(gold[:2]) + f"\n</{tag}alphabetical_sorted>"
+        for tag, gold in zip(["", "combined_", "combined_"], row["info"]["ground_truths"], strict=False)
+    ))),
+    "classic sentence-repeater": ("", {}, lambda row: said(*(answer[4:] for answer in row["info"]["answers"]))),
+    "classic tool-test": ("", {}, lambda row: [{"text": "", "calls": [
+        {"name": name, "arguments": {"x": 1}} for name in row["info"]["tool_names"]
+    ]}]),
+    "classic reasoning-gym-env": ("", {"gym": "chain_sum", "num_train_examples": 4, "num_eval_examples": 4}, lambda row: said("<answer>12</answer>")),
+    "classic wordle": ("", {"num_train_examples": 4, "num_eval_examples": 4}, lambda row: said(*(f"<guess>[{word}]</guess>" for word in ("crane", "stone", "moist", "plumb", "whack", "fjord")))),
+    "tasksets reverse-text": ("", {}, lambda row: said(f"<reversed_text>{row['answer'][:-3]}</reversed_text>")),
+    "tasksets alphabet-sort": ("", {}, lambda row: said(*(
+        f"<{tag}alphabetical_sorted>\n" + "\n".join(gold[:2]) + f"\n</{tag}alphabetical_sorted>"
+        for tag, gold in zip(["", "combined_", "combined_"], row["info"]["ground_truths"], strict=False)
+    ))),
+    "tasksets glossary": ("", {}, lambda row: [
+        {"text": "", "calls": [{"name": "facts_lookup", "arguments": {"name": row["name"]}}]},
+        {"text": f"<answer>{row['answer']}</answer>"},
+    ]),
+    "tasksets scratchpad": ("", {}, lambda row: [
+        {"text": "", "calls": [{"name": "scratchpad_roundtrip", "arguments": {"word": row["word"]}}]},
+        {"text": row["word"]},
+    ]),
+    "tasksets interception": ("", {}, lambda row: said("I say DETERMINISTIC_BLOCK.")),
+    "tasksets wordle": ("", {}, lambda row: said(*(f"<guess>[{word}]</guess>" for word in ("crane", "stone", "moist", "plumb", "whack", "fjord")))),
+    "tasksets gsm8k": ("", {}, lambda row: said(f"It is so.\n#### {row['answer']}")),
+    "tasksets code-golf": ("golfer", {"attempts": 1}, lambda row: said("```python\nprint(5050)\n```")),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of each release, a folder with its packages as modules, and with rows in place of a hub."""
+    if not PLACE.is_dir():
+        pytest.skip("VERIFIERS names no folder of their packages")
+    made = {}
+    for line in ("classic", "tasksets"):
+        folder = made[line] = tmp_path_factory.mktemp(line)
+        for package in (PLACE / line / "environments").iterdir():
+            inner = package / package.name
+            if inner.is_dir():
+                shutil.copytree(inner, folder / package.name)
+            elif package.is_dir():
+                for file in package.glob("*.py"):
+                    shutil.copy(file, folder)
+        for name, (config, given) in HUB.items():
+            (folder / name).mkdir(parents=True)
+            lines = "".join(json.dumps(row) + "\n" for row in given)
+            for split in ("train", "test"):
+                (folder / name / f"{split}.jsonl").write_text(lines)
+            (folder / name / "README.md").write_text(
+                f"---\nconfigs:\n- config_name: {config}\n  data_files:\n"
+                "  - split: train\n    path: train.jsonl\n"
+                "  - split: test\n    path: test.jsonl\n---\n"
+            )
+    return made
+
+
+async def played(task: Task, turns: Turns) -> tuple[float, dict[str, float]]:
+    env = VerifiersEnv(task)
+    try:
+        await env.reset(seed=0)
+        for turn in turns:
+            text = turn["text"]
+            calls = tuple(ToolCall(one["name"], one["arguments"]) for one in turn.get("calls", ()))
+            action = Message("assistant", text, calls, turn=Turn("", text, "stop", 1, 1))
+            _, reward, terminated, _, info = await env.step(action)
+            if terminated:
+                return reward, info["parts"]
+        raise AssertionError("it goes on after the last turn")
+    finally:
+        await env.close()
+        await close_shared()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_package_is_graded_as_by_its_own_client(case: str, folders: dict[str, Path]) -> None:
+    (line, name), (seat, args, turns_of) = case.split(), CASES[case]
+    python, folder = str(PLACE / line / "venv/bin/python"), str(folders[line])
+    source = {"size": 1, "args": args, "python": python, "folder": folder}
+    (made,) = rows(name, source, held_out=False)
+    row = json.loads(made[KEY]["row"])
+    turns = turns_of(row)
+    task = Task(made["id"], "e", made["question"], (made["answer"],), metadata={KEY: made[KEY]})
+    reward, metrics = asyncio.run(played(task, turns))
+    asked = {"name": name, "folder": folder, "args": args, "row": row, "turns": turns}
+    asked |= {"seat": seat} if seat else {}
+    path = f"{PLACE / line / 'venv/bin'}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [python, OWN], input=json.dumps(asked), capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    own = json.loads(done.stdout)
+    print(case, reward, metrics, own)
+    unequal = {"evaluate", "latency"}  # measured times
+    assert reward == own["reward"]
+    assert {k: v for k, v in metrics.items() if k not in unequal} == {
+        k: v for k, v in own["metrics"].items() if k not in unequal
+    }
+
+
+def test_the_example_learns(tmp_path: Path) -> None:
+    if not PLACE.is_dir():
+        pytest.skip("VERIFIERS names no folder of their packages")
+    python = PLACE / "classic/venv/bin/python"
+    command = [sys.executable, "launchers/train.py", "examples/verifiers/train.toml"]
+    keys = [f"run.dir={tmp_path}", f"data.source.python={python}"]
+    keys += [f"eval.sets.heldout.source.python={python}"]
+    subprocess.run([*command, *keys], cwd=ROOT, check=True, capture_output=True)
+    success = json.loads((tmp_path / "verifiers" / "summary.json").read_text())["success"]
+    assert success["after_rl"] > success["after_sft"]
