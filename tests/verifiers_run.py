@@ -3,8 +3,8 @@ learns one: `make long PARTS=verifiers`.
 
 VERIFIERS names a folder with `classic/environments` (the packages of the release 0.1.14),
 `tasksets/environments` (those of 0.4), and the environments `classic/venv` and `tasksets/venv` with
-these releases, datasets, textarena, nltk, reasoning-gym and uv. What lies on a hub is replaced by rows
-written here.
+these releases, datasets, textarena, nltk, reasoning-gym and uv. Rows written here stand for
+those of hubs.
 """
 
 from __future__ import annotations
@@ -29,30 +29,24 @@ ROOT = Path(__file__).resolve().parents[1]
 PLACE = Path(os.environ.get("VERIFIERS", "none"))
 OWN = ROOT / "tests/support/verifiers_own.py"
 NAMES = ["Ada Lovelace", "Kurt Godel", "Alan Turing", "Emmy Noether", "Paul Erdos", "Sofia Kova"]
-SENTENCES = ". ".join(
-    f"This is sentence number {word} of it" for word in "one two three four five".split()
-)
+WORDS = ("one", "two", "three", "four", "five")
+TEXT = ". ".join(f"This is sentence number {word} of it" for word in WORDS)
+GSM8K = [{"question": f"What is {n} + {n}?", "answer": f"So.\n#### {2 * n}"} for n in range(12)]
 MATHS = [
-    {"question": f"What is {n} + {n}?", "answer": f"So it is.\n#### {2 * n}"} for n in range(12)
-]
-HENDRYCKS = [
-    {
-        "question": f"What is {n} + 1?",
-        "problem": f"What is {n} + 1?",
-        "answer": f"{n + 1}",
-        "solution": f"\\boxed{{{n + 1}}}",
-    }
+    {"question": f"What is {n} + 1?", "problem": f"What is {n} + 1?", "answer": f"{n + 1}",
+     "solution": f"\\boxed{{{n + 1}}}"}
     for n in range(12)
-]
+]  # fmt: skip
+REVERSED = [{"prompt": f"text number {n}"} for n in range(12)]
 HUB: dict[str, tuple[str, list[dict[str, Any]]]] = {  # by owner and name: configuration, rows
-    "PrimeIntellect/Reverse-Text-RL": ("default", [{"prompt": f"text number {n}"} for n in range(12)]),
-    "openai/gsm8k": ("main", MATHS),
-    "chiayewken/competition_math": ("default", HENDRYCKS),
-    "PrimeIntellect/Hendrycks-Math": ("default", HENDRYCKS),
+    "PrimeIntellect/Reverse-Text-RL": ("default", REVERSED),
+    "openai/gsm8k": ("main", GSM8K),
+    "chiayewken/competition_math": ("default", MATHS),
     "kalomaze/alphabetic-arxiv-authors-it1": ("default", [{"names": NAMES * 3}] * 12),
-    "agentlans/wikipedia-paragraphs": ("default", [{"text": SENTENCES}] * 12),
-}  # fmt: skip
+    "agentlans/wikipedia-paragraphs": ("default", [{"text": TEXT}] * 12),
+}
 
+Row = dict[str, Any]
 Turns = list[dict[str, Any]]
 
 
@@ -60,37 +54,61 @@ def said(*texts: str) -> Turns:
     return [{"text": text} for text in texts]
 
 
-CASES: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Any]], Turns]]] = {
-    "classic reverse-text": ("", {}, lambda row: said(f"<reversed_text>{row['answer'][:-3]}</reversed_text>")),
+def called(name: str, **arguments: Any) -> Turns:
+    return [{"text": "", "calls": [{"name": name, "arguments": arguments}]}]
+
+
+def most_reversed(row: Row) -> Turns:
+    return said(f"<reversed_text>{row['answer'][:-3]}</reversed_text>")
+
+
+def two_sorted(row: Row) -> Turns:
+    """Two names of each list."""
+    tags = ["alphabetical_sorted", *["combined_alphabetical_sorted"] * 2]
+    golds = zip(tags, row["info"]["ground_truths"], strict=False)
+    return said(*("\n".join([f"<{tag}>", *gold[:2], f"</{tag}>"]) for tag, gold in golds))
+
+
+def guesses(row: Row) -> Turns:
+    words = ("crane", "stone", "moist", "plumb", "whack", "fjord")
+    return said(*(f"<guess>[{word}]</guess>" for word in words))
+
+
+def most_repeated(row: Row) -> Turns:
+    return said(*(answer[4:] for answer in row["info"]["answers"]))
+
+
+def all_tools(row: Row) -> Turns:
+    calls = [{"name": name, "arguments": {"x": 1}} for name in row["info"]["tool_names"]]
+    return [{"text": "", "calls": calls}]
+
+
+GYM = {"gym": "chain_sum", "num_train_examples": 4, "num_eval_examples": 4}
+FEW = {"num_train_examples": 4, "num_eval_examples": 4}
+# seat of the policy, unless it is `agent`; arguments; turns that get a part of the reward
+CASES: dict[str, tuple[str, dict[str, Any], Callable[[Row], Turns]]] = {
+    "classic reverse-text": ("", {}, most_reversed),
     "classic gsm8k": ("", {}, lambda row: said(f"It is \\boxed{{{row['answer']}}}.")),
-    "classic doublecheck": ("", {}, lambda row: said("<answer>1</answer>", f"\\boxed{{{row['answer']}}}")),
-    "classic alphabet-sort": ("", {}, lambda row: said(*(
-        f"<{tag}alphabetical_sorted>\n" + "\n".join(gold[:2]) + f"\n</{tag}alphabetical_sorted>"
-        for tag, gold in zip(["", "combined_", "combined_"], row["info"]["ground_truths"], strict=False)
-    ))),
-    "classic sentence-repeater": ("", {}, lambda row: said(*(answer[4:] for answer in row["info"]["answers"]))),
-    "classic tool-test": ("", {}, lambda row: [{"text": "", "calls": [
-        {"name": name, "arguments": {"x": 1}} for name in row["info"]["tool_names"]
-    ]}]),
-    "classic reasoning-gym-env": ("", {"gym": "chain_sum", "num_train_examples": 4, "num_eval_examples": 4}, lambda row: said("<answer>12</answer>")),
-    "classic wordle": ("", {"num_train_examples": 4, "num_eval_examples": 4}, lambda row: said(*(f"<guess>[{word}]</guess>" for word in ("crane", "stone", "moist", "plumb", "whack", "fjord")))),
-    "tasksets reverse-text": ("", {}, lambda row: said(f"<reversed_text>{row['answer'][:-3]}</reversed_text>")),
-    "tasksets alphabet-sort": ("", {}, lambda row: said(*(
-        f"<{tag}alphabetical_sorted>\n" + "\n".join(gold[:2]) + f"\n</{tag}alphabetical_sorted>"
-        for tag, gold in zip(["", "combined_", "combined_"], row["info"]["ground_truths"], strict=False)
-    ))),
-    "tasksets glossary": ("", {}, lambda row: [
-        {"text": "", "calls": [{"name": "facts_lookup", "arguments": {"name": row["name"]}}]},
-        {"text": f"<answer>{row['answer']}</answer>"},
-    ]),
-    "tasksets scratchpad": ("", {}, lambda row: [
-        {"text": "", "calls": [{"name": "scratchpad_roundtrip", "arguments": {"word": row["word"]}}]},
-        {"text": row["word"]},
-    ]),
+    "classic doublecheck": ("", {}, lambda row: said("1?", f"\\boxed{{{row['answer']}}}")),
+    "classic alphabet-sort": ("", {}, two_sorted),
+    "classic sentence-repeater": ("", {}, most_repeated),
+    "classic tool-test": ("", {}, all_tools),
+    "classic reasoning-gym-env": ("", GYM, lambda row: said("<answer>12</answer>")),
+    "classic wordle": ("", FEW, guesses),
+    "tasksets reverse-text": ("", {}, most_reversed),
+    "tasksets alphabet-sort": ("", {}, two_sorted),
+    "tasksets glossary": (
+        "", {}, lambda row: called("facts_lookup", name=row["name"]) + said(row["answer"])
+    ),
+    "tasksets scratchpad": (
+        "", {}, lambda row: called("scratchpad_roundtrip", word=row["word"]) + said(row["word"])
+    ),
     "tasksets interception": ("", {}, lambda row: said("I say DETERMINISTIC_BLOCK.")),
-    "tasksets wordle": ("", {}, lambda row: said(*(f"<guess>[{word}]</guess>" for word in ("crane", "stone", "moist", "plumb", "whack", "fjord")))),
+    "tasksets wordle": ("", {}, guesses),
     "tasksets gsm8k": ("", {}, lambda row: said(f"It is so.\n#### {row['answer']}")),
-    "tasksets code-golf": ("golfer", {"attempts": 1}, lambda row: said("```python\nprint(5050)\n```")),
+    "tasksets code-golf": (
+        "golfer", {"attempts": 1}, lambda row: said("```python\nprint(5050)\n```")
+    ),
 }  # fmt: skip
 
 
@@ -158,12 +176,11 @@ def test_a_package_is_graded_as_by_its_own_client(case: str, folders: dict[str, 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     own = json.loads(done.stdout)
-    print(case, reward, metrics, own)
-    unequal = {"evaluate", "latency"}  # measured times
     assert reward == own["reward"]
-    assert {k: v for k, v in metrics.items() if k not in unequal} == {
-        k: v for k, v in own["metrics"].items() if k not in unequal
-    }
+    for found in (metrics, own["metrics"]):
+        found.pop("latency", None)  # a time
+    assert metrics == own["metrics"]
+    assert reward, "turns that earn nothing show little"
 
 
 def test_the_example_learns(tmp_path: Path) -> None:

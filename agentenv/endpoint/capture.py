@@ -119,6 +119,7 @@ class Session:
         self._same: Same = same or (lambda recorded, now: recorded == now)
         self._diverged: DivergedError | None = None
         self.posted: Json | None = None  # the reward that the program gave itself
+        self._rewarded = asyncio.Event()
 
     @property
     def variables(self) -> dict[str, str]:
@@ -178,6 +179,11 @@ class Session:
         )
         self._add(call, found, self._opened)
 
+    async def reward(self) -> Json | None:
+        """What the program posts, once it has."""
+        await self._rewarded.wait()
+        return self.posted
+
     def close(self, why: str = ENDED, error: str = "ended") -> None:
         """Calls that wait, and those that come, get an error, by a name of ERRORS. Idempotent."""
         if not self._closed:
@@ -213,12 +219,13 @@ class Session:
 
     def rewarded(self, body: Json) -> None:
         """The program posts its reward; the last one counts. Raises ApiError."""
-        if self._closed:
+        if self._closed and self._error == "ended":  # what was cut off may still be scored
             raise ApiError("ended", self._closed)
         reward = body.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not isfinite(reward):
             raise ApiError("bad_request", 'expected {"reward": NUMBER}', "reward")
         self.posted = body
+        self._rewarded.set()
 
     def _replayed(self, request: Request) -> Answer:
         """The answer to the same call of the recorded session."""

@@ -64,7 +64,8 @@ def episode(name: str, place: int = 0) -> tuple[Task, list[Message]]:
 @pytest.mark.parametrize("name", ["desk", "parcels"])
 def test_training_and_held_out_rows_are_others(name: str) -> None:
     training, held_out = tasks(name), tasks(name, held_out=True)
-    assert training and held_out
+    assert training
+    assert held_out
     assert not {one.question for one in training} & {one.question for one in held_out}
     assert not {one.id for one in training} & {one.id for one in held_out}
 
@@ -171,7 +172,7 @@ async def test_a_process_that_dies_is_replaced() -> None:
         await env.reset(seed=0)
         assert env._server._process is not None
         env._server._process.kill()
-        with pytest.raises(EnvError, match="its process ended"):
+        with pytest.raises(EnvError, match="ended with exit code"):
             await env.step(actions[0])
         await env.close()
         env = VerifiersEnv(task)
@@ -223,7 +224,7 @@ def test_a_package_that_is_missing_or_of_another_version_is_named(tmp_path: Path
 
 
 def test_a_task_of_elsewhere_is_refused() -> None:
-    with pytest.raises(ConfigError, match='expected data.train = "verifiers:NAME"'):
+    with pytest.raises(ConfigError, match=r"no row of data\.train"):
         VerifiersEnv(Task("1", "e", "q", ("a",)))
 
 

@@ -109,7 +109,6 @@ def main() -> None:
     module = __import__(asked["name"].replace("-", "_"))
     play = classic if hasattr(module, "load_environment") else taskset
     print(json.dumps(asyncio.run(play(asked, url))), file=out, flush=True)
-    os._exit(0)  # whatever their threads do
 
 
 if __name__ == "__main__":
