@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from agentenv.env import close_shared
-from agentenv.envs.verifiers_env import KEY, VerifiersEnv, rows
+from agentenv.envs.verifiers_env import KEY, VerifiersEnv
 from agentenv.types import Message, Task, ToolCall, Turn
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -161,21 +161,22 @@ async def played(task: Task, turns: Turns) -> tuple[float, dict[str, float]]:
 def test_a_package_is_graded_as_by_its_own_client(case: str, folders: dict[str, Path]) -> None:
     (line, name), (seat, args, turns_of) = case.split(), CASES[case]
     python, folder = str(PLACE / line / "venv/bin/python"), str(folders[line])
-    source = {"size": 1, "args": args, "python": python, "folder": folder}
-    (made,) = rows(name, source, held_out=False)
-    row = json.loads(made[KEY]["row"])
-    turns = turns_of(row)
-    task = Task(made["id"], "e", made["question"], (made["answer"],), metadata={KEY: made[KEY]})
-    reward, metrics = asyncio.run(played(task, turns))
-    asked = {"name": name, "folder": folder, "args": args, "row": row, "turns": turns}
-    asked |= {"seat": seat} if seat else {}
+    asked = {"name": name, "folder": folder, "args": args, "seat": seat}
     path = f"{PLACE / line / 'venv/bin'}:{os.environ['PATH']}"
-    done = subprocess.run(
-        [python, OWN], input=json.dumps(asked), capture_output=True, text=True, timeout=300,
+    with subprocess.Popen(
+        [python, OWN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
         env={**os.environ, "PATH": path},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    own = json.loads(done.stdout)
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(asked) + "\n")
+        text = process.stdout.readline()
+        turns = turns_of(json.loads(text))
+        process.stdin.write(json.dumps(turns) + "\n")
+        made = {"name": name, "args": args, "python": python, "folder": folder, "row": text}
+        task = Task("1", "e", "what?", ("that",), metadata={KEY: made})
+        reward, metrics = asyncio.run(played(task, turns))
+        own = json.loads(process.stdout.readline())
     assert reward == own["reward"]
     for found in (metrics, own["metrics"]):
         found.pop("latency", None)  # a time

@@ -1,5 +1,5 @@
 """Plays a row of a verifiers package with the package's own client, in the interpreter that has it:
-reads {"name", "folder", "args", "row", "turns"}, prints {"reward", "metrics"}.
+reads {"name", "folder", "args"}, prints the first row, reads turns, prints {"reward", "metrics"}.
 
 Its model is a server of one branch: to a request with n messages of the assistant it replies with
 turn n, {"text", "calls": [{"name", "arguments"}]}, streamed where that is asked for.
@@ -60,55 +60,62 @@ def server(turns: list[dict[str, Any]]) -> ThreadingHTTPServer:
     return ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 
 
-async def classic(asked: dict[str, Any], url: str) -> dict[str, Any]:
-    import verifiers as vf
-    from verifiers.types import ClientConfig
+class Classic:
+    def __init__(self, asked: dict[str, Any]) -> None:
+        import verifiers as vf
 
-    env = vf.load_environment(asked["name"], **asked["args"])
-    client = ClientConfig(api_base_url=url, api_key_var="THE_KEY")
-    outputs = await env.generate([asked["row"]], client=client, model="policy")
-    (made,) = outputs["outputs"]
-    return {"reward": made["reward"], "metrics": made["metrics"]}
+        self.env = vf.load_environment(asked["name"], **asked["args"])
+        self.row = dict(self.env.get_dataset()[0])
+
+    async def play(self, url: str) -> dict[str, Any]:
+        from verifiers.types import ClientConfig
+
+        client = ClientConfig(api_base_url=url, api_key_var="THE_KEY")
+        outputs = await self.env.generate([self.row], client=client, model="policy")
+        (made,) = outputs["outputs"]
+        return {"reward": made["reward"], "metrics": made["metrics"]}
 
 
-async def taskset(asked: dict[str, Any], url: str) -> dict[str, Any]:
-    import verifiers.v1 as vf
-    from verifiers.v1.clients import ModelContext
-    from verifiers.v1.utils import loaders
+class Taskset:
+    def __init__(self, asked: dict[str, Any]) -> None:
+        from verifiers.v1.utils import loaders
 
-    args = asked["args"]
-    seat = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
-    raw = {
-        **args,
-        "taskset": {**args.get("taskset", {}), "id": asked["name"]},
-        asked.get("seat", "agent"): seat,
-    }
-    env = loaders.load_environment(loaders.resolve_env_config(raw))
-    (task,) = list(env.taskset.include(idx=[asked["row"]["idx"]]))
-    client = vf.EvalClientConfig(base_url=url, api_key_var="THE_KEY")
-    async with env.serving():
-        (slot,) = env.slots(task)
-        episode = await env.run_slot(slot, ModelContext("policy", client))
-    (trace,) = episode.traces
-    if episode.errors or trace.errors:
-        raise RuntimeError(str([*episode.errors, *trace.errors]))
-    scores = {name: one.score for name, one in trace.rewards.items()}
-    return {"reward": trace.reward, "metrics": {**trace.metrics, **scores}}
+        args = asked["args"]
+        seat = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+        raw = {**args, "taskset": {"id": asked["name"]}, asked["seat"] or "agent": seat}
+        self.env = loaders.load_environment(loaders.resolve_env_config(raw))
+        self.task = next(iter(self.env.taskset))
+        self.row = self.task.data.model_dump(mode="json")
+
+    async def play(self, url: str) -> dict[str, Any]:
+        import verifiers.v1 as vf
+        from verifiers.v1.clients import ModelContext
+
+        client = vf.EvalClientConfig(base_url=url, api_key_var="THE_KEY")
+        async with self.env.serving():
+            (slot,) = self.env.slots(self.task)
+            episode = await self.env.run_slot(slot, ModelContext("policy", client))
+        (trace,) = episode.traces
+        if episode.errors or trace.errors:
+            raise RuntimeError(str([*episode.errors, *trace.errors]))
+        scores = {name: one.score for name, one in trace.rewards.items()}
+        return {"reward": trace.reward, "metrics": {**trace.metrics, **scores}}
 
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    asked = json.loads(sys.stdin.read())
+    asked = json.loads(sys.stdin.readline())
     os.chdir(asked["folder"])
     sys.path[0] = os.environ["PYTHONPATH"] = asked["folder"]
     os.environ["THE_KEY"] = "key"
-    running = server(asked["turns"])
+    module = __import__(asked["name"].replace("-", "_"))
+    own = (Classic if hasattr(module, "load_environment") else Taskset)(asked)
+    print(json.dumps(own.row), file=out, flush=True)
+    running = server(json.loads(sys.stdin.readline()))
     threading.Thread(target=running.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{running.server_address[1]}/v1"
-    module = __import__(asked["name"].replace("-", "_"))
-    play = classic if hasattr(module, "load_environment") else taskset
-    print(json.dumps(asyncio.run(play(asked, url))), file=out, flush=True)
+    print(json.dumps(asyncio.run(own.play(url))), file=out, flush=True)
 
 
 if __name__ == "__main__":
