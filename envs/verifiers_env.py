@@ -36,7 +36,6 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from importlib import metadata
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,9 +45,9 @@ from urllib.request import Request, urlopen
 Json = dict[str, Any]
 
 INLINE = "agentenv_inline"  # the harness that runs the package's chat program in this process
-SHOWN_CHARS = 500  # of an error
 WEEK_S, POST_S = 7 * 86400.0, 60.0  # for a turn of a policy that may be paused; for a reward
-TENTH = 10  # one row of so many is held out, where a package has one set of rows
+# one row of so many is held out, where a package has one set of rows; characters of an error
+TENTH, SHOWN_CHARS = 10, 500
 
 
 class Classic:
@@ -94,20 +93,19 @@ class Tasks:
 
         sys.modules[INLINE] = _inline()
         raw = {**args, "taskset": {**args.get("taskset", {}), "id": name}}
-        seats = agent_config_fields(loaders.resolve_env_config(raw))
-        own = [seat for seat, agent in seats.items() if agent.client is None]
+        roles = agent_config_fields(loaders.resolve_env_config(raw))
+        own = [role for role, agent in roles.items() if agent.client is None]
         if len(own) != 1:
             raise ValueError(f"its agents {own} would all be the policy, which plays one")
-        seat = {"runtime": {"type": "subprocess"}, **raw.get(own[0], {})}
+        agent = {"runtime": {"type": "subprocess"}, **raw.get(own[0], {})}
         if loaders.default_harness_id(name) == "bash":
-            seat.setdefault("harness", {"id": INLINE})
-        self.env = loaders.load_environment(loaders.resolve_env_config({**raw, own[0]: seat}))
-        self.seat, self.serving = own[0], self.env.serving
+            agent.setdefault("harness", {"id": INLINE})
+        self.env = loaders.load_environment(loaders.resolve_env_config({**raw, own[0]: agent}))
+        self.role, self.serving = own[0], self.env.serving
 
     def rows(self, held_out: bool) -> Iterator[Json]:
         """Those of training, or those that are held out."""
-        found = (task.data.model_dump(mode="json") for task in self.env.taskset)
-        return _split(found, held_out)
+        return _split((task.data.model_dump(mode="json") for task in self.env.taskset), held_out)
 
     async def run(self, row: Json, url: str, variable: str) -> Json:
         """Reward, metrics and error of an episode."""
@@ -119,13 +117,13 @@ class Tasks:
         client = EvalClientConfig(base_url=url, api_key_var=variable)
         (slot,) = self.env.slots(task)
         episode = await self.env.run_slot(slot, ModelContext("policy", client))
-        traces = [one for one in episode.traces if one.agent.name == self.seat]
+        traces = [one for one in episode.traces if one.agent.name == self.role]
         errors = [*episode.errors, *(error for one in traces for error in one.errors)]
         metrics = {name: one for trace in traces for name, one in trace.metrics.items()}
         metrics |= {name: r.score for trace in traces for name, r in trace.rewards.items() if r}
         reward = sum(one.reward for one in traces) / max(len(traces), 1)
-        told = "; ".join(f"{one.type}: {one.message}" for one in errors)
-        return {"reward": reward, "metrics": metrics, "error": told}
+        found = "; ".join(f"{one.type}: {one.message}" for one in errors)
+        return {"reward": reward, "metrics": metrics, "error": found}
 
 
 def _inline() -> Any:
@@ -180,9 +178,7 @@ def _opened(asked: Json) -> Classic | Tasks:
     os.chdir(folder)
     sys.path[0] = folder
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
-    if find_spec("verifiers") is None:
-        raise ModuleNotFoundError("No module named 'verifiers'")
-    version = metadata.version("verifiers")
+    version = metadata.version("verifiers")  # which raises where there is none
     if not (0, 1, 11) <= tuple(map(int, re.findall(r"\d+", version)[:3])) < (0, 5):
         raise ImportError(f"verifiers {version} is none of 0.1.11 to 0.4, which are known here")
     module = name.rsplit("/", 1)[-1].partition("@")[0].replace("-", "_")
@@ -240,9 +236,10 @@ import copy
 import subprocess
 
 from agentenv.data_files import Row
+from agentenv.deadline import admitted
 from agentenv.endpoint.capture import Endpoint, Session
 from agentenv.env import ForkMode, StepResult, shared
-from agentenv.envs.program import NUM_MEASURED, ProgramEnv, Replays, program_config
+from agentenv.envs.program import NORMALISERS, NUM_MEASURED, ProgramEnv, Replays, program_config
 from agentenv.envs.sandbox.program import Ended
 from agentenv.errors import ConfigError, DataError, EnvError, install_hint
 from agentenv.guard import guarded
@@ -250,14 +247,14 @@ from agentenv.offload import kill, start_process
 from agentenv.types import Info, Limit, Message, Task
 from agentenv.untrusted import decode_loose
 
-KEY = "verifiers"  # of Task.metadata: the package, its arguments, its row
-MADE = ("name", "args", "python", "folder")
-SIZE = 10_000  # rows, unless `size` says another number
+# of Task.metadata: what a process is for, and a row of its package
+KEY, MADE = "verifiers", ("name", "args", "python", "folder")
+SIZE, MAX_STARTS = 10_000, 8  # rows unless `size` says so; rollouts that start at a time
 # for a process to end, for a rollout that is cut off to be scored, for rows, perhaps of a hub
 GRACE_S, STOP_S, ROWS_S = 2.0, 60.0, 3600.0
 CUT = "the trajectory is cut here: it has reached the model's maximum context length"
 HINTS = {  # by what a problem holds
-    "^Module.* 'verifiers'": "install it: {install}, or name its interpreter: source.python",
+    "^PackageNotFound": "install it: {install}, or name its interpreter: source.python",
     "^(ModuleNotFound|Import)Error": "install what fits into the environment of {python}",
     r"(?i)\bhub\b|offline|connect|doesn't exist": "its files may lie in {folder}/OWNER/NAME",
 }
@@ -310,6 +307,7 @@ class VerifiersEnv(ProgramEnv):
         if not isinstance(made, dict):
             raise ConfigError(f'task {task.id} is no row of data.train = "verifiers:NAME"')
         own = {"command": ["verifiers"], "reward": "post", "min_replay_rate": 1.0}
+        own |= {"normalise": dict.fromkeys(NORMALISERS, "")}  # nothing passes for chance
         super().__init__(task, program_config({**own, **(program or {})}))
         self.right, self._row = right, made["row"]
         asked = {name: made[name] for name in MADE}
@@ -321,6 +319,11 @@ class VerifiersEnv(ProgramEnv):
     def fork_mode(self) -> ForkMode:
         is_known = self._replays.num_tried >= NUM_MEASURED
         return "replay" if is_known and self._replays.allowed else "none"
+
+    async def reset(self, **keys: Any) -> tuple[list[Message], Info]:
+        """See ProgramEnv."""
+        async with admitted(self._server.starts, "a rollout of verifiers to start"):
+            return await super().reset(**keys)
 
     async def step(self, action: Message) -> StepResult:
         """See ProgramEnv; the first episodes that end by themselves are played again."""
@@ -363,9 +366,6 @@ class VerifiersEnv(ProgramEnv):
         info = {"success": found["reward"] >= self.right, "parts": parts, "reason": ""}
         return found["reward"], {**info, "endpoint": dict(session.counts)}
 
-    def _same(self, recorded: Json, now: Json) -> bool:
-        return recorded == now
-
 
 class Rollout(NamedTuple):
     """A rollout of theirs as the program of an episode."""
@@ -401,6 +401,7 @@ class Server:
     def __init__(self, asked: Json) -> None:
         self._asked, self._starting = asked, asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
+        self.starts = asyncio.Semaphore(MAX_STARTS)
 
     async def begin(self, session: Any, row: str) -> Any:
         """Starts a rollout, and the process where there is none."""

@@ -85,7 +85,7 @@ def all_tools(row: Row) -> Turns:
 
 GYM = {"gym": "chain_sum", "num_train_examples": 4, "num_eval_examples": 4}
 FEW = {"num_train_examples": 4, "num_eval_examples": 4}
-# seat of the policy, unless it is `agent`; arguments; turns that get a part of the reward
+# role of the policy, unless it is `agent`; arguments; turns that get a part of the reward
 CASES: dict[str, tuple[str, dict[str, Any], Callable[[Row], Turns]]] = {
     "classic reverse-text": ("", {}, most_reversed),
     "classic gsm8k": ("", {}, lambda row: said(f"It is \\boxed{{{row['answer']}}}.")),
@@ -159,9 +159,9 @@ async def played(task: Task, turns: Turns) -> tuple[float, dict[str, float]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_package_is_graded_as_by_its_own_client(case: str, folders: dict[str, Path]) -> None:
-    (line, name), (seat, args, turns_of) = case.split(), CASES[case]
+    (line, name), (role, args, turns_of) = case.split(), CASES[case]
     python, folder = str(PLACE / line / "venv/bin/python"), str(folders[line])
-    asked = {"name": name, "folder": folder, "args": args, "seat": seat}
+    asked = {"name": name, "folder": folder, "args": args, "role": role}
     path = f"{PLACE / line / 'venv/bin'}:{os.environ['PATH']}"
     with subprocess.Popen(
         [python, OWN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,

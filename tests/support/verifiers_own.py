@@ -81,8 +81,8 @@ class Taskset:
         from verifiers.v1.utils import loaders
 
         args = asked["args"]
-        seat = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
-        raw = {**args, "taskset": {"id": asked["name"]}, asked["seat"] or "agent": seat}
+        agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+        raw = {**args, "taskset": {"id": asked["name"]}, asked["role"] or "agent": agent}
         self.env = loaders.load_environment(loaders.resolve_env_config(raw))
         self.task = next(iter(self.env.taskset))
         self.row = self.task.data.model_dump(mode="json")
