@@ -37,7 +37,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from importlib import metadata
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from urllib.request import Request, urlopen
@@ -174,8 +173,8 @@ def _question(row: Json) -> str:
 
 
 def _opened(asked: Json) -> Classic | Tasks:
-    name, folder = asked["name"], asked["folder"]
-    os.chdir(folder)
+    os.chdir(asked["folder"])
+    name, folder = asked["name"], os.getcwd()
     sys.path[0] = folder
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
     version = metadata.version("verifiers")  # which raises where there is none
@@ -202,9 +201,11 @@ async def _serve(env: Classic | Tasks) -> None:
             request = Request(f"{url}/reward", body.encode(), headers)
             await asyncio.to_thread(urlopen, request, timeout=POST_S)
 
-    async with getattr(env, "serving", nullcontext)(), asyncio.TaskGroup() as group:
+    running: set[asyncio.Task[None]] = set()
+    async with getattr(env, "serving", nullcontext)():
         while line := await asyncio.to_thread(sys.stdin.buffer.readline):
-            group.create_task(run(**json.loads(line)))
+            running.add(task := asyncio.create_task(run(**json.loads(line))))
+            task.add_done_callback(running.discard)
 
 
 def _said(error: BaseException) -> str:
@@ -250,8 +251,9 @@ from agentenv.untrusted import decode_loose
 # of Task.metadata: what a process is for, and a row of its package
 KEY, MADE = "verifiers", ("name", "args", "python", "folder")
 SIZE, MAX_STARTS = 10_000, 8  # rows unless `size` says so; rollouts that start at a time
-# for a process to end, for a rollout that is cut off to be scored, for rows, perhaps of a hub
-GRACE_S, STOP_S, ROWS_S = 2.0, 60.0, 3600.0
+# for a process to end by itself and by a signal, for a rollout that is cut off to be scored, and
+# for rows, perhaps of a hub
+CLOSE_S, GRACE_S, STOP_S, ROWS_S = 10.0, 2.0, 60.0, 3600.0
 CUT = "the trajectory is cut here: it has reached the model's maximum context length"
 HINTS = {  # by what a problem holds
     "^PackageNotFound": "install it: {install}, or name its interpreter: source.python",
@@ -268,7 +270,6 @@ def rows(name: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[R
     if unknown := sorted({*options} - {*taken}):
         raise DataError(f"verifiers:{name}: source takes {', '.join(taken)}, not {unknown}")
     asked = {**taken, **options, "name": name, "held_out": held_out}
-    asked["folder"] = str(Path(asked["folder"]).resolve())
     command = [asked["python"], __file__, json.dumps(asked)]
     try:
         done = subprocess.run(command, capture_output=True, input=b"", timeout=ROWS_S)
@@ -418,9 +419,11 @@ class Server:
 
     async def close(self) -> None:
         """End the process; idempotent."""
-        if self._process is not None:
-            with suppress(ProcessLookupError, TimeoutError):
-                self._process.terminate()  # its guard, which ends all that it has started
-                async with asyncio.timeout(2 * GRACE_S):
-                    await self._process.wait()
-            await kill(self._process)
+        if (process := self._process) is not None:
+            # the end of its input tears the environment down; its guard ends all that it started
+            for end in (cast(asyncio.StreamWriter, process.stdin).close, process.terminate):
+                with suppress(ProcessLookupError, TimeoutError):
+                    end()
+                    async with asyncio.timeout(CLOSE_S):
+                        await process.wait()
+            await kill(process)
