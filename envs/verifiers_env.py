@@ -38,7 +38,7 @@ from contextlib import nullcontext, suppress
 from importlib import metadata
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 from urllib.request import Request, urlopen
 
 Json = dict[str, Any]
@@ -185,7 +185,7 @@ def _opened(asked: Json) -> Classic | Tasks:
     return (Classic if hasattr(found, "load_environment") else Tasks)(name, asked["args"])
 
 
-async def _serve(env: Classic | Tasks) -> None:
+async def _serve(env: Classic | Tasks, lines: BinaryIO) -> None:
     """Runs the rollouts that the lines of the input name, at the same time; posts how they end."""
 
     async def run(key: str, row: Json, url: str) -> None:
@@ -203,7 +203,7 @@ async def _serve(env: Classic | Tasks) -> None:
 
     running: set[asyncio.Task[None]] = set()
     async with getattr(env, "serving", nullcontext)():
-        while line := await asyncio.to_thread(sys.stdin.buffer.readline):
+        while line := await asyncio.to_thread(lines.readline):
             running.add(task := asyncio.create_task(run(**json.loads(line))))
             task.add_done_callback(running.discard)
 
@@ -214,7 +214,8 @@ def _said(error: BaseException) -> str:
 
 def main() -> None:
     """Prints rows, or serves rollouts."""
-    out = os.fdopen(os.dup(1), "w")
+    # not sys.stdin, which processes that packages fork close: they would wait for who reads it
+    lines, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what packages print
     logging.getLogger().setLevel(logging.WARNING)
     asked = json.loads(sys.argv[1])
@@ -226,7 +227,7 @@ def main() -> None:
         print(json.dumps({"problem": _said(error)}), file=out)
         raise
     if "size" not in asked:
-        asyncio.run(_serve(env))
+        asyncio.run(_serve(env, lines))
 
 
 if __name__ == "__main__":
