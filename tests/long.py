@@ -65,6 +65,10 @@ PARTS = {
         "Calls that an agent as it is needs to learn, with and without forks, five paired seeds",
         ["-m", "tests.agent_run"],
     ),
+    "verifiers": (
+        "Packages of verifiers' own repository, graded as by their own client; a tiny model on one",
+        [*PYTEST, "tests/verifiers_run.py"],
+    ),
     "experiments": (
         "Each command of benchmarks/experiments/, small, from a fresh clone",
         [*PYTEST, "tests/study.py"],

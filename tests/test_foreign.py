@@ -47,6 +47,7 @@ OURS = {
     "envs/grading/custom.py": "in a worker, a payload of ours",
     "envs/sandbox/cells.py": "in a session, a request of the host",
     "envs/sandbox/zygote.py": "in the zygote, a request of the host",
+    "envs/verifiers_env.py": "in the process of a package, what the host sends; a row of ours",
     "envs/sandbox/program_init.py": "in the sandbox of a program, the settings of the host",
     "agentenv/worker_pool.py": "in a worker, a job of the host",
     "pipelines/viewing/transcripts.py": "a run directory",

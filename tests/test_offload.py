@@ -73,6 +73,8 @@ ALLOWED = {
     "agentenv/worker_pool.py: subprocess.Popen": "the fork server, which threads start too",
     "agentenv/worker_pool.py: threading.Thread": "reaps the fork server",
     "agentenv/worker_pool.py: os.fork": "inside the fork server",
+    "envs/verifiers_env.py: to_thread": "in the process of a package",
+    "envs/verifiers_env.py: subprocess.run": "rows, which are read in a thread",
     # nothing on the loop waits for these
     "pipelines/run/watchdog.py: threading.Thread": "the watchdog looks at the loop from outside",
     "pipelines/run/watchdog.py: time.monotonic": "the same",

@@ -121,7 +121,7 @@ class Session:
         self._current: _Pending | None = None
         self._opened: Kind | None = None  # by the current call
         self._came = asyncio.Event()
-        self._closed = ""
+        self._closed, self._error = "", "ended"
         self._recorded: dict[int, _Turn] = {}  # that the replayed program has not asked for yet
         self._expected: list[Request] = []  # by it, behind those; the first one is to be answered
         self._stray: tuple[str, str] | None = None  # cause and text of a call that is none of them
@@ -131,6 +131,7 @@ class Session:
         self._same: Same = same or (lambda recorded, now: recorded == now)
         self._diverged: DivergedError | None = None
         self.posted: Json | None = None  # the reward that the program gave itself
+        self._rewarded = asyncio.Event()
 
     @property
     def variables(self) -> dict[str, str]:
@@ -204,12 +205,18 @@ class Session:
         )
         self._add(call, found, self._opened)
 
-    def close(self, why: str = ENDED) -> None:
-        """Calls that wait, and those that come, get an error. Idempotent."""
-        self._closed = self._closed or why
+    async def reward(self) -> Json | None:
+        """What the program posts, once it has."""
+        await self._rewarded.wait()
+        return self.posted
+
+    def close(self, why: str = ENDED, error: str = "ended") -> None:
+        """Calls that wait, and those that come, get an error, by a name of ERRORS. Idempotent."""
+        if not self._closed:
+            self._closed, self._error = why, error
         for call in (*self._waiting, *filter(None, (self._current,))):
             if not call.answer.done():
-                call.answer.set_exception(ApiError("ended", self._closed))
+                call.answer.set_exception(ApiError(self._error, self._closed))
                 call.answer.exception()  # its client may be gone
         self._waiting.clear()
         self._came.set()
@@ -227,7 +234,7 @@ class Session:
         if request.n > 1 or request.logprobs or request.raw:
             raise ApiError("unsupported", "n above 1, logprobs and raw cannot be had in a run")
         if self._closed:
-            raise ApiError("ended", self._closed)
+            raise ApiError(self._error, self._closed)
         self.counts["calls"] += 1
         if self._expected and (replayed := self._replayed(request)) is not None:
             return [replayed]
@@ -240,12 +247,13 @@ class Session:
 
     def rewarded(self, body: Json) -> None:
         """The program posts its reward; the last one counts. Raises ApiError."""
-        if self._closed:
+        if self._closed and self._error == "ended":  # what was cut off may still be scored
             raise ApiError("ended", self._closed)
         reward = body.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not isfinite(reward):
             raise ApiError("bad_request", 'expected {"reward": NUMBER}', "reward")
         self.posted = body
+        self._rewarded.set()
 
     # a replay
 

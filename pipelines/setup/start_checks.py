@@ -375,7 +375,8 @@ async def observations(assembly: AskingAssembly[Any]) -> None:
         tasks = {task.env_id: task for own in sets.values() for task in reversed(own)}
         for task in tasks.values():
             messages = await try_turn(maker, task)
-            if any(message.role == "user" for message in messages):
+            has_user = any(message.role == "user" for message in messages)
+            if has_user and await assembly.model() is not None:  # which a setup may have to make
                 renderers = await assembly.renderers()
                 for name in sets:
                     room = assembly.sets[name].limits.max_tool_result_tokens

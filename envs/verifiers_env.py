@@ -1,0 +1,430 @@
+"""Environments of verifiers as they are, in an interpreter of their own (extra `verifiers`).
+
+    [env]
+    id = "agentenv/Verifiers-v0"
+
+    [data]
+    train = "verifiers:reverse-text"                   # what load_environment takes
+    source = { size = 2000, args = { dataset_name = "rows" } }     # and its arguments
+
+    [eval.sets.heldout]
+    path = "verifiers:reverse-text"
+    source = { size = 200, args = { dataset_name = "rows" } }
+
+Their rollout runs in a process of theirs, with its dataset, prompts, tools, users, stops and
+rewards; each request of its client is a turn of the policy (agentenv/endpoint). So an episode is a
+program's (envs/program.py), and its reward and metrics are what their own client would be given.
+Packages of 0.1.11 to 0.3 have `load_environment`, and `args` are its arguments; those of 0.4 are
+tasksets, and `args` is the table `[env]` of their configuration.
+
+A fork is a replay, where episodes replay: each of the first ones is played again from its record,
+and there are forks once NUM_MEASURED of them had the same requests, rewards and metrics.
+
+This file is also the program of that process, where agentenv may be missing: above `main`, imports
+are those of Python alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext, suppress
+from importlib import metadata
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any, BinaryIO, NamedTuple, cast
+from urllib.request import Request, urlopen
+
+Json = dict[str, Any]
+
+INLINE = "agentenv_inline"  # the harness that runs the package's chat program in this process
+WEEK_S, POST_S = 7 * 86400.0, 60.0  # for a turn of a policy that may be paused; for a reward
+# one row of so many is held out, where a package has one set of rows; characters of an error
+TENTH, SHOWN_CHARS = 10, 500
+
+
+class Classic:
+    """An environment of `load_environment`."""
+
+    def __init__(self, name: str, args: Json) -> None:
+        import verifiers as vf
+
+        self.env = vf.load_environment(name, **args)
+        if getattr(self.env, "requires_group_rollouts", False):
+            raise ValueError("it rewards groups of rollouts, and a rollout here has its own reward")
+
+    def rows(self, held_out: bool) -> Iterator[Json]:
+        """Those of training, or those that are held out."""
+        has_eval = (self.env.eval_dataset, getattr(self.env, "eval_dataset_source", None))
+        if has_eval == (None, None):
+            return _split(self.env.get_dataset(), held_out)
+        return iter(self.env.get_eval_dataset() if held_out else self.env.get_dataset())
+
+    async def run(self, row: Json, url: str, variable: str) -> Json:
+        """Reward, metrics and error of a rollout."""
+        from verifiers.clients import resolve_client
+        from verifiers.types import ClientConfig
+
+        config = ClientConfig(api_base_url=url, api_key_var=variable, timeout=WEEK_S, max_retries=0)
+        client = resolve_client(config)
+        try:
+            made = await self.env.run_rollout(row, client, "policy", self.env.sampling_args)
+        finally:
+            await client.close()
+        error = str(made.get("error") or "")
+        if "EmptyModelResponseError" in error:  # the policy said nothing, which has its reward
+            error = ""
+        return {"reward": float(made["reward"]), "metrics": made["metrics"], "error": error}
+
+
+class Tasks:
+    """A taskset of `verifiers.v1`, played by one agent."""
+
+    def __init__(self, name: str, args: Json) -> None:
+        from verifiers.v1.configs.agent import agent_config_fields
+        from verifiers.v1.utils import loaders
+
+        sys.modules[INLINE] = _inline()
+        raw = {**args, "taskset": {**args.get("taskset", {}), "id": name}}
+        roles = agent_config_fields(loaders.resolve_env_config(raw))
+        own = [role for role, agent in roles.items() if agent.client is None]
+        if len(own) != 1:
+            raise ValueError(f"its agents {own} would all be the policy, which plays one")
+        agent = {"runtime": {"type": "subprocess"}, **raw.get(own[0], {})}
+        if loaders.default_harness_id(name) == "bash":
+            agent.setdefault("harness", {"id": INLINE})
+        self.env = loaders.load_environment(loaders.resolve_env_config({**raw, own[0]: agent}))
+        self.role, self.serving = own[0], self.env.serving
+
+    def rows(self, held_out: bool) -> Iterator[Json]:
+        """Those of training, or those that are held out."""
+        return _split((task.data.model_dump(mode="json") for task in self.env.taskset), held_out)
+
+    async def run(self, row: Json, url: str, variable: str) -> Json:
+        """Reward, metrics and error of an episode."""
+        from verifiers.v1 import EvalClientConfig
+        from verifiers.v1.clients import ModelContext
+
+        kind = type(self.env.taskset).task_type()
+        task = kind(kind.data_type().model_validate(row), self.env.config.taskset.task)
+        client = EvalClientConfig(base_url=url, api_key_var=variable)
+        (slot,) = self.env.slots(task)
+        episode = await self.env.run_slot(slot, ModelContext("policy", client))
+        traces = [one for one in episode.traces if one.agent.name == self.role]
+        errors = [*episode.errors, *(error for one in traces for error in one.errors)]
+        metrics = {name: one for trace in traces for name, one in trace.metrics.items()}
+        metrics |= {name: r.score for trace in traces for name, r in trace.rewards.items() if r}
+        reward = sum(one.reward for one in traces) / max(len(traces), 1)
+        found = "; ".join(f"{one.type}: {one.message}" for one in errors)
+        return {"reward": reward, "metrics": metrics, "error": found}
+
+
+def _inline() -> Any:
+    """A harness package: the chat program of verifiers, which begins no process and needs no uv."""
+    from verifiers.v1.harnesses.null.harness import NullHarness
+    from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
+    from verifiers.v1.runtimes import ProgramResult
+
+    code = compile(CHAT_PROGRAM_SOURCE, "the chat program of verifiers", "exec")
+
+    async def nothing(*_: Any, **__: Any) -> list[str]:
+        return []
+
+    def here(runtime: Any) -> Any:
+        """A runtime whose program is a coroutine."""
+
+        async def run(argv: list[str], env: Json) -> Any:
+            files, space = f"-file={runtime.workdir}/", {"__name__": "chat"}
+            sys.argv = ["chat", *(one.replace("-file=", files, 1) for one in argv)]
+            exec(code, space)
+            try:
+                await cast(Any, space)["main"]()  # reads the arguments before it waits
+                return ProgramResult(exit_code=0, stdout="", stderr="")
+            except (Exception, SystemExit) as error:
+                status: Any = error.code if isinstance(error, SystemExit) else 1
+                return ProgramResult(exit_code=status, stdout="", stderr=traceback.format_exc())
+
+        return SimpleNamespace(write=runtime.write, prepare_uv_script=nothing, run_program=run)
+
+    class Inline(NullHarness):  # type: ignore[misc]
+        setup = nothing
+
+        async def launch(self, ctx: Any, trace: Any, runtime: Any, *rest: Any, **keys: Any) -> Any:
+            return await super().launch(ctx, trace, here(runtime), *rest, **keys)
+
+    return SimpleNamespace(__name__=INLINE, __all__=["Inline"], Inline=Inline)
+
+
+def _split(rows: Any, held_out: bool) -> Iterator[Json]:
+    return (row for place, row in enumerate(rows) if (place % TENTH == TENTH - 1) == held_out)
+
+
+def _question(row: Json) -> str:
+    """The text of a row that a person reads."""
+    asked = row.get("prompt") or row.get("question") or ""
+    text = asked if isinstance(asked, str) else asked[-1].get("content") or ""
+    return text if isinstance(text, str) else "".join(part.get("text", "") for part in text)
+
+
+def _opened(asked: Json) -> Classic | Tasks:
+    os.chdir(asked["folder"])
+    name, folder = asked["name"], os.getcwd()
+    sys.path[0] = folder
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+    version = metadata.version("verifiers")  # which raises where there is none
+    if not (0, 1, 11) <= tuple(map(int, re.findall(r"\d+", version)[:3])) < (0, 5):
+        raise ImportError(f"verifiers {version} is none of 0.1.11 to 0.4, which are known here")
+    module = name.rsplit("/", 1)[-1].partition("@")[0].replace("-", "_")
+    found = __import__(module)
+    return (Classic if hasattr(found, "load_environment") else Tasks)(name, asked["args"])
+
+
+async def _serve(env: Classic | Tasks, lines: BinaryIO) -> None:
+    """Runs the rollouts that the lines of the input name, at the same time; posts how they end."""
+
+    async def run(key: str, row: Json, url: str) -> None:
+        os.environ[f"AGENTENV_{key}"] = key
+        try:
+            body = json.dumps(await env.run(row, url, f"AGENTENV_{key}"), allow_nan=False)
+        except Exception as error:
+            body = json.dumps({"reward": 0.0, "error": _said(error)})
+        finally:
+            del os.environ[f"AGENTENV_{key}"]
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        with suppress(OSError):  # nobody waits for it any more
+            request = Request(f"{url}/reward", body.encode(), headers)
+            await asyncio.to_thread(urlopen, request, timeout=POST_S)
+
+    running: set[asyncio.Task[None]] = set()
+    async with getattr(env, "serving", nullcontext)():
+        while line := await asyncio.to_thread(lines.readline):
+            running.add(task := asyncio.create_task(run(**json.loads(line))))
+            task.add_done_callback(running.discard)
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:SHOWN_CHARS]
+
+
+def main() -> None:
+    """Prints rows, or serves rollouts."""
+    # not sys.stdin, which processes that packages fork close: they would wait for who reads it
+    lines, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what packages print
+    logging.getLogger().setLevel(logging.WARNING)
+    asked = json.loads(sys.argv[1])
+    try:
+        env = _opened(asked)
+        for row in islice(env.rows(asked.get("held_out")), asked.get("size", 0)):
+            print(json.dumps([_question(row), row]), file=out)
+    except Exception as error:
+        print(json.dumps({"problem": _said(error)}), file=out)
+        raise
+    if "size" not in asked:
+        asyncio.run(_serve(env, lines))
+
+
+if __name__ == "__main__":
+    main()
+    raise SystemExit
+
+import copy
+import subprocess
+
+from agentenv.data_files import Row
+from agentenv.deadline import admitted
+from agentenv.endpoint.capture import Endpoint, Session
+from agentenv.env import ForkMode, StepResult, shared
+from agentenv.envs.program import NORMALISERS, NUM_MEASURED, ProgramEnv, Replays, program_config
+from agentenv.envs.sandbox.program import Ended
+from agentenv.errors import ConfigError, DataError, EnvError, install_hint
+from agentenv.guard import guarded
+from agentenv.offload import kill, start_process
+from agentenv.types import Info, Limit, Message, Task
+from agentenv.untrusted import decode_loose
+
+# of Task.metadata: what a process is for, and a row of its package
+KEY, MADE = "verifiers", ("name", "args", "python", "folder")
+SIZE, MAX_STARTS = 10_000, 8  # rows unless `size` says so; rollouts that start at a time
+# for a process to end by itself and by a signal, for a rollout that is cut off to be scored, and
+# for rows, perhaps of a hub
+CLOSE_S, GRACE_S, STOP_S, ROWS_S = 10.0, 2.0, 60.0, 3600.0
+CUT = "the trajectory is cut here: it has reached the model's maximum context length"
+HINTS = {  # by what a problem holds
+    "^PackageNotFound": "install it: {install}, or name its interpreter: source.python",
+    "^(ModuleNotFound|Import)Error": "install what fits into the environment of {python}",
+    r"(?i)\bhub\b|offline|connect|doesn't exist": "its files may lie in {folder}/OWNER/NAME",
+}
+
+
+def rows(name: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Row]:
+    """The rows of a package. `options`: size, args of load_environment, the interpreter `python`
+    that has the package, and the `folder` in which it runs. Raises DataError for a package or a
+    hub that cannot be had, and for other options."""
+    taken = {"size": SIZE, "args": {}, "python": sys.executable, "folder": "."}
+    if unknown := sorted({*options} - {*taken}):
+        raise DataError(f"verifiers:{name}: source takes {', '.join(taken)}, not {unknown}")
+    asked = {**taken, **options, "name": name, "held_out": held_out}
+    command = [asked["python"], __file__, json.dumps(asked)]
+    try:
+        done = subprocess.run(command, capture_output=True, input=b"", timeout=ROWS_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise DataError(f"verifiers:{name}: its rows cannot be had: {error}") from error
+    found = [*map(decode_loose, done.stdout.splitlines())]
+    if not found or isinstance(found[-1], dict):
+        problem = found[-1]["problem"] if found else done.stderr.decode(errors="replace")
+        raise DataError(f"verifiers:{name}: {_explained(asked, problem[-SHOWN_CHARS:])}")
+    for number, (question, row) in enumerate(found):
+        yield {
+            "id": f"{name}-{'held-out-' if held_out else ''}{number}",
+            "question": question or name,
+            "answer": str(row.get("answer") or "") or "one that the rewards accept",
+            "kind": name,
+            KEY: {**{key: asked[key] for key in MADE}, "row": json.dumps(row)},
+        }
+
+
+def _explained(asked: Json, problem: str) -> str:
+    """A problem, and what helps."""
+    for pattern, hint in HINTS.items():
+        if re.search(pattern, problem):
+            return f"{problem}; {hint.format(**asked, install=install_hint('verifiers'))}"
+    return problem or "it has no rows"
+
+
+class VerifiersEnv(ProgramEnv):
+    """One episode. `program` holds the keys `thoughts` and `limits` of a program; an answer is
+    right from a reward of `right` on."""
+
+    def __init__(
+        self, task: Task, program: Mapping[str, Any] | None = None, right: float = 1.0
+    ) -> None:
+        made = task.metadata.get(KEY)
+        if not isinstance(made, dict):
+            raise ConfigError(f'task {task.id} is no row of data.train = "verifiers:NAME"')
+        own = {"command": ["verifiers"], "reward": "post", "min_replay_rate": 1.0}
+        own |= {"normalise": dict.fromkeys(NORMALISERS, "")}  # nothing passes for chance
+        super().__init__(task, program_config({**own, **(program or {})}))
+        self.right, self._row = right, made["row"]
+        asked = {name: made[name] for name in MADE}
+        key = json.dumps(asked, sort_keys=True)
+        self._replays = shared(("replays", key), lambda: Replays(1.0))
+        self._server: Server = shared(("verifiers", key), lambda: Server(asked))
+
+    @property
+    def fork_mode(self) -> ForkMode:
+        is_known = self._replays.num_tried >= NUM_MEASURED
+        return "replay" if is_known and self._replays.allowed else "none"
+
+    async def reset(self, **keys: Any) -> tuple[list[Message], Info]:
+        """See ProgramEnv."""
+        async with admitted(self._server.starts, "a rollout of verifiers to start"):
+            return await super().reset(**keys)
+
+    async def step(self, action: Message) -> StepResult:
+        """See ProgramEnv; the first episodes that end by themselves are played again."""
+        outcome = await super().step(action)
+        if outcome[2] and self._replays.num_tried < NUM_MEASURED:
+            self._replays.add(await self._difference(outcome[1]))
+        return outcome
+
+    async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
+        """Their rollout reads the last action, and that the context is full; then it is scored."""
+        if action is not None and self._session and self._ended is None:
+            self._session.answer(self._with_turn(action))
+        return await super().finish(reason, action)
+
+    async def _difference(self, reward: float) -> str:
+        """In which way an episode that is played from the record of this one is another one."""
+        other = copy.copy(self)
+        other._session = cast(Endpoint, self._endpoint).open(after=self._session)
+        other._program = None
+        try:
+            await other._start()
+            end = await other._next(other._session.next)
+            if not isinstance(end, Ended) or other._session.counts["replayed"] < len(self._written):
+                return "end"
+            return "" if (await other._grade(end))[0] == reward else "reward"
+        except EnvError as error:
+            return getattr(error, "cause", "failed")
+        finally:
+            await other.close()
+
+    async def _start(self) -> None:
+        self._program = await self._server.begin(self._session, self._row)
+
+    async def _grade(self, ended: Ended) -> tuple[float, Info]:
+        session = cast(Session, self._session)
+        found = session.posted or {"error": f"its process {ended.text}; its own errors say why"}
+        if found.get("error"):
+            raise EnvError(f"the rollout of verifiers failed: {found['error']}")
+        parts = {name: one for name, one in found["metrics"].items() if one is not None}
+        info = {"success": found["reward"] >= self.right, "parts": parts, "reason": ""}
+        return found["reward"], {**info, "endpoint": dict(session.counts)}
+
+
+class Rollout(NamedTuple):
+    """A rollout of theirs as the program of an episode."""
+
+    process: asyncio.subprocess.Process
+    session: Session
+
+    async def wait(self) -> Ended:
+        """Its end, or that of the process."""
+        ends = [*map(asyncio.ensure_future, (self.session.reward(), self.process.wait()))]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in ends:
+                one.cancel()
+        posted = self.session.posted or {}
+        return Ended(exit=0 if posted else self.process.returncode, output=posted.get("error", ""))
+
+    async def stop(self) -> None:
+        """Cut it off, and have it scored."""
+        self.session.close(CUT, "too_long")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await self.wait()
+
+    async def close(self) -> None:
+        """Its next call is refused, since the session ends; idempotent."""
+
+
+class Server:
+    """The process of one environment, for all of its episodes here."""
+
+    def __init__(self, asked: Json) -> None:
+        self._asked, self._starting = asked, asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self.starts = asyncio.Semaphore(MAX_STARTS)
+
+    async def begin(self, session: Any, row: str) -> Any:
+        """Starts a rollout, and the process where there is none."""
+        async with self._starting:
+            if self._process is None or self._process.returncode is not None:
+                line = [self._asked["python"], __file__, json.dumps(self._asked)]
+                command = guarded(line, GRACE_S, stdin=True)
+                streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+                self._process = await start_process(*command, **streams)
+        url = session.variables["OPENAI_BASE_URL"]
+        asked = json.dumps({"key": session.key, "url": url, "row": json.loads(row)})
+        cast(asyncio.StreamWriter, self._process.stdin).write(f"{asked}\n".encode())
+        return Rollout(self._process, session)
+
+    async def close(self) -> None:
+        """End the process; idempotent."""
+        if (process := self._process) is not None:
+            # the end of its input tears the environment down; its guard ends all that it started
+            for end in (cast(asyncio.StreamWriter, process.stdin).close, process.terminate):
+                with suppress(ProcessLookupError, TimeoutError):
+                    end()
+                    async with asyncio.timeout(CLOSE_S):
+                        await process.wait()
+            await kill(process)

@@ -1,0 +1,234 @@
+"""Packages of verifiers as environments, with the package itself, in environments of their own
+(sh .ci/verifiers): of the newest release, and of the newest one with `load_environment`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentenv.dataset import load_tasks
+from agentenv.env import close_shared
+from agentenv.envs.program import NUM_MEASURED
+from agentenv.envs.verifiers_env import KEY, VerifiersEnv, rows
+from agentenv.errors import ConfigError, DataError, EnvError
+from agentenv.rows import RowsConfig
+from agentenv.testing import check_tool_env
+from agentenv.types import Limit, Message, Task, ToolCall, Turn
+
+ROOT = Path(__file__).resolve().parents[2]
+CLASSIC = ROOT / ".venv-verifiers-classic/bin/python"
+TASKSETS = ROOT / ".venv-verifiers/bin/python"
+DESK = {"python": str(CLASSIC), "folder": str(ROOT / "tests/fixtures/verifiers")}
+PARCELS = {"python": str(TASKSETS), "folder": str(ROOT / "examples/verifiers")}
+SIZE = 30
+
+pytestmark = pytest.mark.timeout(600)
+real = pytest.mark.verifiers
+
+
+@cache
+def tasks(name: str, held_out: bool = False) -> list[Task]:
+    source = PARCELS if name == "parcels" else DESK
+    config = RowsConfig(source={**source, "size": SIZE})
+    return load_tasks(f"verifiers:{name}", "e", config, held_out=held_out)
+
+
+def said(text: str, **calls: dict[str, Any]) -> Message:
+    found = tuple(ToolCall(name, arguments) for name, arguments in calls.items())
+    return Message("assistant", text, found, turn=Turn("", text, "stop", 1, 1))
+
+
+async def played(env: VerifiersEnv, *actions: Message) -> list[Any]:
+    return [await env.step(action) for action in actions]
+
+
+def episode(name: str, place: int = 0) -> tuple[Task, list[Message]]:
+    """A task, and the turns that get all of its reward."""
+    task = tasks(name)[place]
+    if name == "dice":
+        return task, [said("one"), said("two")]
+    if name == "parcels":
+        number = task.question.split()[-1][:-1]
+        return task, [said(f"Track {number}"), said(f"<answer>{task.answers[0]}</answer>")]
+    number = int(task.question.split()[-1][:-1])
+    return task, [said("", track={"number": number}), said(task.answers[0])]
+
+
+@real
+@pytest.mark.parametrize("name", ["desk", "parcels"])
+def test_training_and_held_out_rows_are_others(name: str) -> None:
+    training, held_out = tasks(name), tasks(name, held_out=True)
+    assert training
+    assert held_out
+    assert not {one.question for one in training} & {one.question for one in held_out}
+    assert not {one.id for one in training} & {one.id for one in held_out}
+
+
+@real
+@pytest.mark.parametrize("name", ["desk", "parcels"])
+async def test_an_episode_has_their_messages_tools_and_rewards(name: str) -> None:
+    task, actions = episode(name)
+    env = VerifiersEnv(task)
+    try:
+        prompt, info = await env.reset(seed=0)
+        assert prompt[-1].content == task.question
+        first, last = await played(env, *actions)
+        assert not first[2]
+        assert task.answers[0] in first[0][0].content
+        if name == "desk":
+            assert [one.role for one in prompt] == ["system", "user"]
+            assert [one["name"] for one in info["tools"]] == ["track"]
+            assert first[0][0].role == "tool"
+            assert last[1] == 1.5
+            assert {"correct", "brief", "track_calls"} <= {*last[4]["parts"]}
+        else:
+            assert first[0][0].role == "user"
+            assert last[4]["parts"] == {"correct": 1.0, "tracked": 1.0}
+        assert last[4]["success"]
+    finally:
+        await env.close()
+        await close_shared()
+
+
+@real
+@pytest.mark.parametrize("name", ["desk", "parcels"])
+async def test_a_cut_episode_is_scored_by_them(name: str) -> None:
+    task, actions = episode(name)
+    try:
+        for last in (actions[1], None):
+            env = VerifiersEnv(task)
+            await env.reset(seed=0)
+            await env.step(actions[0])
+            reward, info = await env.finish(Limit.TURNS, last)
+            assert info["success"] is (last is not None)
+            assert (reward >= 1.0) is (last is not None)
+            assert (reward, info) == await env.finish(Limit.TURNS, last)
+            await env.close()
+    finally:
+        await close_shared()
+
+
+@real
+@pytest.mark.slow
+async def test_forks_come_where_episodes_replay() -> None:
+    task, actions = episode("desk")
+    try:
+        for number in range(NUM_MEASURED):
+            env = VerifiersEnv(task)
+            assert env.fork_mode == "none"
+            await env.reset(seed=number)
+            await played(env, *actions)
+            await env.close()
+        env = VerifiersEnv(task)
+        assert env.fork_mode == "replay"
+        await env.reset(seed=0)
+        await env.step(actions[0])
+        child = await env.fork()
+        one, other = await asyncio.gather(child.step(actions[1]), env.step(said("Rome or Oslo")))
+        assert one[1] == 1.5
+        assert other[1] < 1.5
+        await child.close()
+        await env.close()
+    finally:
+        await close_shared()
+
+
+@real
+@pytest.mark.slow
+async def test_there_are_roots_only_where_they_do_not() -> None:
+    task, actions = episode("dice")
+    try:
+        for number in range(NUM_MEASURED):
+            env = VerifiersEnv(task)
+            await env.reset(seed=number)
+            await played(env, *actions)
+            assert env.fork_mode == "none"
+            await env.close()
+        stats = env._replays.stats()
+        assert stats["program/replays"] >= NUM_MEASURED
+        assert stats["program/replays_exact"] == 0
+    finally:
+        await close_shared()
+
+
+@real
+@pytest.mark.slow
+async def test_it_keeps_the_contract() -> None:
+    task, actions = episode("desk")
+    await check_tool_env(VerifiersEnv, task, actions)
+
+
+@real
+async def test_a_process_that_dies_is_replaced() -> None:
+    task, actions = episode("desk")
+    try:
+        env = VerifiersEnv(task)
+        await env.reset(seed=0)
+        assert env._server._process is not None
+        env._server._process.kill()
+        with pytest.raises(EnvError, match="ended with exit code"):
+            await env.step(actions[0])
+        await env.close()
+        env = VerifiersEnv(task)
+        await env.reset(seed=0)
+        *_, last = await played(env, *actions)
+        assert last[1] == 1.5
+        await env.close()
+    finally:
+        await close_shared()
+
+
+@real
+@pytest.mark.parametrize(
+    ("name", "source", "says"),
+    [
+        ("desks", {}, "No module named 'desks'.*install what fits"),
+        ("desk", {"args": {"nummer": 3}}, "nummer"),
+        ("desk", {"args": {"groups": True}}, "rewards groups of rollouts"),
+    ],
+)
+def test_their_mistakes_are_named(name: str, source: dict[str, Any], says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        list(rows(name, {**DESK, **source}, held_out=False))
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ({"nummer": 3}, r"source takes size, args, python, folder, not \['nummer'\]"),
+        ({"python": "/none/python"}, "its rows cannot be had.*python"),
+        ({"folder": "/none/folder"}, "/none/folder"),
+    ],
+)
+def test_mistakes_are_named(source: dict[str, Any], says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        list(rows("desk", source, held_out=False))
+
+
+def test_a_package_that_is_missing_or_of_another_version_is_named(tmp_path: Path) -> None:
+    source = {"folder": str(tmp_path), "python": sys.executable}
+    with pytest.raises(DataError, match=r"verifiers.*install it: pip install .*source\.python"):
+        list(rows("desk", source, held_out=False))
+    (tmp_path / "verifiers.py").write_text("")
+    (tmp_path / "verifiers-9.1.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: verifiers\nVersion: 9.1\n"
+    (tmp_path / "verifiers-9.1.dist-info/METADATA").write_text(metadata)
+    with pytest.raises(DataError, match=r"verifiers 9\.1 is none of 0\.1\.11 to 0\.4"):
+        list(rows("desk", source, held_out=False))
+
+
+def test_a_task_of_elsewhere_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no row of data\.train"):
+        VerifiersEnv(Task("1", "e", "q", ("a",)))
+
+
+def test_rows_hold_what_an_episode_needs() -> None:
+    made = {"name": "n", "args": {}, "python": "p", "folder": "f", "row": json.dumps({"idx": 1})}
+    env = VerifiersEnv(Task("1", "e", "q", ("a",), metadata={KEY: made}))
+    assert env.fork_mode == "none"
