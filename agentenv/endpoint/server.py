@@ -63,27 +63,15 @@ class Handler(Protocol):
         ...
 
 
-class ApiServer:
-    """Serves the three APIs. `find` gives the handler of a key, or raises ApiError; `models` are
-    those of /v1/models. `created` is the time of all replies, in seconds since 1970."""
+class Listener:
+    """An application that listens at `port`."""
 
-    def __init__(
-        self, find: Callable[[str], Handler], models: Callable[[], Sequence[Json]], created: int = 0
-    ) -> None:
-        self._find, self._models, self._created = find, models, created
+    def __init__(self) -> None:
         self._runner: web.AppRunner | None = None
         self.port = 0
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen; port 0 is any that is free. Raises ConfigError."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
-        app.router.add_get("/health", _healthy)
-        app.router.add_get("/v1/models", self._list)
-        app.router.add_get("/v1/models/{name:.+}", self._one)
-        for dialect in DIALECTS:
-            app.router.add_post(dialect.path, partial(self._call, dialect))
-        app.router.add_post(f"{Anthropic.path}/count_tokens", self._count)
-        app.router.add_post("/v1/reward", self._reward)
+    async def listen(self, app: web.Application, host: str, port: int) -> None:
+        """Port 0 is any that is free. Raises ConfigError."""
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
         )
@@ -101,6 +89,29 @@ class ApiServer:
         if runner is not None:
             await runner.cleanup()
 
+
+class ApiServer(Listener):
+    """Serves the three APIs. `find` gives the handler of a key, or raises ApiError; `models` are
+    those of /v1/models. `created` is the time of all replies, in seconds since 1970."""
+
+    def __init__(
+        self, find: Callable[[str], Handler], models: Callable[[], Sequence[Json]], created: int = 0
+    ) -> None:
+        super().__init__()
+        self._find, self._models, self._created = find, models, created
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Listen; port 0 is any that is free. Raises ConfigError."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+        app.router.add_get("/health", _healthy)
+        app.router.add_get("/v1/models", self._list)
+        app.router.add_get("/v1/models/{name:.+}", self._one)
+        for dialect in DIALECTS:
+            app.router.add_post(dialect.path, partial(self._call, dialect))
+        app.router.add_post(f"{Anthropic.path}/count_tokens", self._count)
+        app.router.add_post("/v1/reward", self._reward)
+        await self.listen(app, host, port)
+
     async def _list(self, http: web.Request) -> web.Response:
         self._handler(http)
         found = [*self._models()]
@@ -117,11 +128,7 @@ class ApiServer:
         raise ApiError("no_model", f"there is no model {name!r:.200}", "model")
 
     def _handler(self, http: web.Request) -> Handler:
-        bearer = http.headers.get("Authorization", "")
-        kind, _, key = bearer.partition(" ")
-        if kind.lower() != "bearer":
-            key = http.headers.get("x-api-key", "")
-        return self._find(key.strip())
+        return self._find(key_of(http))
 
     async def _call(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
         handler = self._handler(http)
@@ -185,6 +192,14 @@ class ApiServer:
             answering.cancel()
         await _write(response, dialect.done)
         return response
+
+
+def key_of(http: web.Request) -> str:
+    """The key that a request brings, as `Authorization: Bearer KEY` or `x-api-key: KEY`."""
+    kind, _, key = http.headers.get("Authorization", "").partition(" ")
+    if kind.lower() != "bearer":
+        key = http.headers.get("x-api-key", "")
+    return key.strip()
 
 
 def only(key: str, handler: Handler) -> Callable[[str], Handler]:
