@@ -22,12 +22,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email.utils
+import json
+import urllib.error
+import urllib.request
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from agentenv.env import shared
-from agentenv.errors import AgentEnvError, ConfigError, ForeignError, InfraError, ToolError
+from agentenv.errors import (
+    AgentEnvError,
+    ConfigError,
+    DataError,
+    ForeignError,
+    InfraError,
+    ToolError,
+)
 from agentenv.untrusted import decode
 
 if TYPE_CHECKING:
@@ -97,6 +107,28 @@ def _named(status: int) -> str:
         return f"{status} {HTTPStatus(status).phrase}"
     except ValueError:
         return str(status)
+
+
+FETCH_S = 30.0
+
+
+def fetch(url: str, headers: Mapping[str, str], body: Any = None) -> Any:
+    """The JSON that an address answers, to a POST if there is a `body`, without a loop: for data,
+    and for threads. None where the server has no such route. Raises DataError."""
+    data = None if body is None else json.dumps(body).encode()
+    sent = {"Content-Type": "application/json", **headers}
+    try:
+        request = urllib.request.Request(url, data, sent)
+        with urllib.request.urlopen(request, timeout=FETCH_S) as response:
+            return decode(response.read())
+    except urllib.error.HTTPError as error:
+        if error.code in (404, 405, 501):
+            return None
+        raise DataError(f"{url}: HTTP {_named(error.code)}") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{url}: no answer: {error}") from error
+    except ForeignError as error:
+        raise DataError(f"{url}: its answer is no JSON: {error}") from error
 
 
 Login = Callable[["HttpClient"], Awaitable[Mapping[str, str]]]

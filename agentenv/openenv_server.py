@@ -246,10 +246,10 @@ class EnvServer(Listener):
     async def _attend(self, http: web.Request) -> web.WebSocketResponse:
         """A WebSocket, with which its session ends."""
         ws = web.WebSocketResponse(compress=False, max_msg_size=MAX_BYTES)
-        await ws.prepare(http)
         answer = self._rpc if http.path == "/mcp" else self._answer
         attached: list[Session] = []
         try:
+            await ws.prepare(http)
             id = http.query.get("session_id")
             session = self._found(id) if id else self._open(1)[0]
             if session.is_attached:

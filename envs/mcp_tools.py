@@ -405,6 +405,19 @@ def text_of(result: Any) -> str:
     return "\n".join(shown)
 
 
+def text_of_json(value: Any) -> str:
+    """The same of a result that came as JSON, or of any value: the only text in it, else JSON.
+    Raises ToolError for a result that says it is an error."""
+    if isinstance(value, dict) and isinstance(value.get("content"), list):
+        blocks = [one.get("text") or f"[{one.get('type')}]" for one in value["content"]]
+        if value.get("is_error") or value.get("isError"):
+            raise ToolError("\n".join(blocks) or "The tool failed.")
+        return "\n".join(blocks) or text_of_json(value.get("structured_content") or "")
+    if isinstance(value, dict) and len(value) == 1:
+        (value,) = value.values()
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def _block_text(block: Any) -> str:
     match block.type:
         case "text":

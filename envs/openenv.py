@@ -22,43 +22,37 @@ is lost, or answers too late, fails its step; the rollout leads a fresh one to t
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import re
-import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self
-from urllib.error import HTTPError
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import aiohttp
 import msgspec
 from msgspec import Struct
 
 from agentenv.call_syntax import after_thoughts
 from agentenv.data_files import Row
 from agentenv.deadline import uncancelled, waiting
-from agentenv.env import ForkMode, Grade, StepResult, shared
-from agentenv.envs.mcp_tools import expanded
+from agentenv.env import ForkMode, StepResult, shared
+from agentenv.envs.mcp_tools import expanded, text_of_json
 from agentenv.errors import ConfigError, DataError, EnvError, ForeignError, InfraError, ToolError
+from agentenv.http import fetch
 from agentenv.offload import in_thread
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool, inlined
 from agentenv.types import Info, Limit, Message, Task, ToolResult
 from agentenv.untrusted import convert, decode
 
-if TYPE_CHECKING:
-    import aiohttp
-
 KEY = "openenv"  # of Task.metadata: the arguments of its reset
 SIZE, HELD_OUT_SEED = 10_000, 1_000_000_000  # of rows that are seeds
 PAGE = 1000  # tasks asked for at a time
-HTTP_S, CLOSE_S = 30.0, 5.0
 NUM_MEASURED = 8  # replays, before their rate counts
 STEP = "step"  # the tool of a typed action; OpenEnv reserves the name
+SESSION = "openenv session"  # the tool, unknown to the policy, whose state the others share
 
 Json = dict[str, Any]
-
-logger = logging.getLogger(__name__)
+_NO_GRADER: Any = None
+Begun = tuple[list[Message], Info]
 
 
 class _Reply(Struct):
@@ -70,10 +64,6 @@ class _Found(Struct):
     observation: Json
     reward: float | bool | None = None
     done: bool = False
-
-
-class FullError(InfraError):
-    """The server has no session left."""
 
 
 class OpenEnv(ToolEnv):
@@ -88,119 +78,105 @@ class OpenEnv(ToolEnv):
         self,
         task: Task,
         url: str,
-        *,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
         success: float = 1.0,
         forks: bool = True,
     ) -> None:
-        if not re.match(r"https?://[^/]", url):
-            raise ConfigError(f"OpenEnv: url {url!r}: expected http://HOST:PORT or https://HOST")
         key = ("openenv", url, tuple(sorted((headers or {}).items())), timeout_s, forks)
         self.server = shared(key, lambda: Server(url, headers or {}, timeout_s, forks))
         self.success = success
-        self._session: Session | None = None
-        super().__init__(task, [self.server], _NoGrader(), tool_timeout_s=2 * timeout_s)
+        super().__init__(task, [self.server], _NO_GRADER, tool_timeout_s=2 * timeout_s)
 
     @property
     def fork_mode(self) -> ForkMode:
         """That of the server."""
         return self.server.fork_mode
 
-    async def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[list[Message], Info]:
-        await self._leave()
+    async def reset(self, *, seed: int | None = None, options: Json | None = None) -> Begun:
         messages, info = await super().reset(seed=seed, options=options)
-        session = self._hold(Session(self.server))
         chosen = {} if seed is None else {"seed": seed}
-        observation = await session.begin(chosen | (self.task.metadata.get(KEY) or {}))
+        observation = await self._session("reset").begin(chosen | self.task.metadata.get(KEY, {}))
+        info["tools"] = [tool for tool in info["tools"] if tool["name"] != SESSION]
         if own := _messages(observation):
-            return own, {**info, "tools": self.server.schemas}
+            return own, info
         last, text = messages[-1], _shown(observation)
         messages[-1] = Message(last.role, f"{last.content}\n\n{text}" if text else last.content)
         return messages, info
 
     async def step(self, action: Message) -> StepResult:
         """See ToolEnv.step; rewards, and the end, are the server's."""
-        session, says = self._of("step"), self.server.says
-        if session.has_ended:
+        session, says = self._session("step"), self.server.says
+        if ended := session.has_ended:
             raise EnvError(f"task {self.task.id}: step after the end of the episode")
-        said = after_thoughts(action.content).strip()
         if self.server.takes_turns:
             return session.turned(await session.step(_turn(action)))
-        if says and said and not action.tool_calls:
+        taken: StepResult = ([], 0.0, False, False, {})
+        if says and not action.tool_calls:
             self._written.append(action)
-            text = _shown(await session.step({says: said}))
-            taken: StepResult = ([Message("user", text)], 0.0, False, False, {})
+            try:
+                text = _shown(await session.step({says: after_thoughts(action.content).strip()}))
+            except ToolError as error:
+                text = str(error)
+            taken[0].append(Message("user", text))
         else:
             taken = await super().step(action)
-        messages, reward, ended, cut, info = taken
-        ended = ended or session.is_over()
-        info |= self._judged() if ended or cut else {}
-        return [] if ended else messages, reward + session.take(), ended, cut, info
+        messages, _, ended, cut, info = taken
+        if session.has_ended or ended or cut:
+            return [], session.take(), not cut, cut, info | self._judged(session)
+        return messages, session.take(), False, False, info
 
     async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
-        session = self._of("finish")
+        session = self._session("finish")
         if not self.server.takes_turns:
-            return session.take(), self._judged()
+            return session.take(), self._judged(session)
         turn = _turn(action) if action else {}
         _, reward, _, _, info = session.turned(await session.step({**turn, "limit": reason}))
         return reward, info
 
-    async def fork(self) -> Self:
-        session = await self._of("fork").copy()
-        try:
-            other = await super().fork()
-        except BaseException:
-            await uncancelled(session.close())
-            raise
-        other._hold(session)
-        return other
+    async def _grade(self, written: Sequence[Message]) -> tuple[float, Info]:
+        """The server's rewards are all that there are."""
+        return 0.0, {}
 
-    async def close(self) -> None:
-        try:
-            await super().close()
-        finally:
-            await uncancelled(self._leave())
-
-    def _of(self, what: str) -> Session:
-        self._open_states(what)
-        assert self._session is not None
-        return self._session
-
-    def _hold(self, session: Session) -> Session:
-        """The session is that of this episode, and its tools are called in it."""
-        self._session, session.owner = session, self
-        states = self._open_states("call")
-        states |= {one.name: session for one in self.server.tools if one.name in states}
+    def _session(self, what: str) -> Session:
+        session = self._open_states(what).get(SESSION)
+        if not isinstance(session, Session):
+            raise ConfigError("env.tools: the tools of OpenEnv-v0 are the server's; take it out")
         return session
 
-    async def _leave(self) -> None:
-        session, self._session = self._session, None
-        if session is not None and session.owner is self:  # else of a fork that failed
-            await session.close()
-
-    def _judged(self) -> Info:
-        return {"success": self._of("end").total >= self.success, "parts": {}, "reason": ""}
+    def _judged(self, session: Session) -> Info:
+        return {"success": session.total >= self.success, "parts": {}, "reason": ""}
 
 
-class _NoGrader:
-    async def grade(self, *_: Any) -> Grade:
-        return Grade(0.0, False)
+class SessionTool(StatelessTool):
+    """The session of the episode, for its tools; the policy cannot call it."""
+
+    name, description = SESSION, ""
+
+    def __init__(self, server: Server) -> None:
+        self.schema, self.server = {}, server
+
+    def start(self, seed: int | None) -> Session:
+        return Session(self.server)
+
+    async def call(self, arguments: Json, state: Session) -> ToolResult:
+        raise ToolError(f"There is no tool {SESSION!r}.")
+
+    async def fork(self, state: Session) -> Session:
+        return await state.copy()
+
+    async def close(self, state: Session) -> None:
+        await state.close()
 
 
 class OpenEnvTool(StatelessTool):
-    """One tool of a server; it is called in the session of the episode."""
+    """One tool of a server."""
 
-    def __init__(self, server: Server, schema: Json) -> None:
-        self.name, self.description = schema["name"], schema["description"]
-        self.schema, self._server = schema["parameters"], server
+    state_of = SESSION
 
-    @property
-    def fork_mode(self) -> ForkMode:  # type: ignore[override]
-        """That of the server."""
-        return self._server.fork_mode
+    def __init__(self, given: Json) -> None:
+        self.name, self.description = given["name"], given.get("description") or ""
+        self.schema = given.get("inputSchema") or given.get("input_schema") or {}
 
     async def call(self, arguments: Json, state: Session) -> ToolResult:
         """Raises ToolError with the server's text."""
@@ -216,12 +192,12 @@ class Server:
         self.headers, _ = expanded("OpenEnv", "headers", headers)
         self.takes_turns = self.can_fork = False
         self.says = ""  # the field of an action that is a single text
-        self.schemas: list[Json] = []
-        self.tools: list[OpenEnvTool] = []
-        self.num_open, self.most = 0, 1 << 30  # sessions
+        self.tools: list[StatelessTool] = []
+        self.num_open, self.most, self.freed = 0, 1 << 30, asyncio.Event()  # sessions
         self.num_replays = self.num_refused = 0
-        self.freed, self._lock, self._is_known = asyncio.Event(), asyncio.Lock(), False
-        self._http: aiohttp.ClientSession | None = None
+        self._lock = asyncio.Lock()
+        connector = aiohttp.TCPConnector(limit=0)
+        self.http = aiohttp.ClientSession(connector=connector, headers=self.headers)
 
     @property
     def fork_mode(self) -> ForkMode:
@@ -231,58 +207,39 @@ class Server:
         differs = self.num_replays >= NUM_MEASURED and 2 * self.num_refused > self.num_replays
         return "none" if differs or not self.forks else "replay"
 
-    async def load(self) -> list[OpenEnvTool]:
+    async def load(self) -> list[StatelessTool]:
         """The tools. Asks once for version, action and tools; raises ConfigError."""
         async with self._lock:
-            if not self._is_known:
+            if not self.tools:
                 await self._ask()
-                self._is_known = True
-        return [] if self.takes_turns else self.tools
+        return self.tools
 
     async def _ask(self) -> None:
-        listing = _rpc("tools/list")
         try:
-            api, schema, listed = [
-                await in_thread(_asked, self.url, path, self.headers, body)
-                for path, body in (("/openapi.json", None), ("/schema", None), ("/mcp", listing))
-            ]
+            api, schema = await self.asked("/openapi.json"), await self.asked("/schema")
+            listed = await self.asked("/mcp", _rpc("tools/list"))
             version, action = str(api["info"]["version"]), schema["action"]
-            if not version.startswith("1."):
-                raise ConfigError(f"OpenEnv: {self.url}: expected version 1.x, got {version}")
-        except DataError as error:
-            raise ConfigError(f"{error}; start the server, or mend env.kwargs.url") from error
-        except (TypeError, KeyError) as error:
-            raise ConfigError(f"OpenEnv: {self.url} is no server of OpenEnv 1.x") from error
+            tools = listed.get("result", {}).get("tools", ())
+        except (DataError, TypeError, KeyError, AttributeError) as error:
+            text = f"no server of OpenEnv 1.x is at {self.url}: {error}; start it, or mend the url"
+            raise ConfigError(text) from error
+        if not version.startswith("1."):
+            raise ConfigError(f"{self.url}: expected OpenEnv of version 1.x, got {version}")
         self.can_fork = self.forks and "fork" in api["info"].get("x-openenv-capabilities", ())
         action = inlined(action, action.get("$defs", {}), ())
         fields = {k: v for k, v in action.get("properties", {}).items() if k != "metadata"}
         self.takes_turns = {"content", "tool_calls"} <= fields.keys()
         if fields and "tool_name" not in fields:
-            needs = action.get("required", [])
+            needs, about = action.get("required", []), action.get("description", "One action.")
             is_text = len(needs) == 1 and fields[needs[0]].get("type") == "string"
             self.says = needs[0] if is_text else ""
             schema = {"type": "object", "properties": fields, "required": needs}
-            about = action.get("description", "One action.")
-            self.schemas = [{"name": STEP, "description": about, "parameters": schema}]
-        else:
-            self.schemas = [
-                {
-                    "name": one["name"],
-                    "description": one.get("description") or "",
-                    "parameters": one.get("inputSchema") or one.get("input_schema") or {},
-                }
-                for one in (listed or {}).get("result", {}).get("tools", ())
-            ]
-        self.tools = [OpenEnvTool(self, one) for one in self.schemas]
+            tools = [{"name": STEP, "description": about, "inputSchema": schema}]
+        self.tools = [SessionTool(self), *map(OpenEnvTool, tools)]
 
-    def http(self) -> aiohttp.ClientSession:
-        """The connections."""
-        if self._http is None:
-            import aiohttp
-
-            connector = aiohttp.TCPConnector(limit=0)
-            self._http = aiohttp.ClientSession(connector=connector, headers=self.headers)
-        return self._http
+    async def asked(self, path: str, body: Json | None = None) -> Any:
+        """An answer by HTTP. Raises DataError."""
+        return await in_thread(fetch, self.url + path, self.headers, body)
 
     def stats(self) -> dict[str, float]:
         """Replays, and those that differed."""
@@ -291,8 +248,7 @@ class Server:
 
     async def close(self) -> None:
         """Close the connections; idempotent."""
-        if self._http is not None:
-            await self._http.close()
+        await self.http.close()
 
 
 class Session:
@@ -300,23 +256,24 @@ class Session:
     an answer that nobody has read would answer the next request."""
 
     def __init__(self, server: Server) -> None:
-        self.server, self.owner = server, object()
-        self.record: list[tuple[str, Json, _Found]] = []
-        self.total, self._reward, self.has_ended = 0.0, 0.0, False
-        self._id, self._problem, self._has_place = "", "it has not begun", False
+        self.server, self.has_ended, self.total = server, False, 0.0
+        self._record: list[tuple[str, Json, _Found]] = []
+        self._reward, self._id, self._problem = 0.0, "", "it has not begun"
         self._ws: aiohttp.ClientWebSocketResponse | None = None
+        self._has_place = False
 
-    async def begin(self, chosen: Json, *, waits: bool = True) -> Json:
+    async def begin(self, chosen: Json, waits: bool = True) -> Json:
         """Open the session and reset it; it is waited for while all are in use here. Raises
         EnvError, and InfraError without a session."""
-        while True:
-            await self._connect("", waits)
-            try:
-                return await self._take("reset", chosen)
-            except FullError:
-                await self.close()
-                if not waits or self.server.num_open < self.server.most:
-                    raise
+        while waits and self.server.num_open >= self.server.most:
+            self.server.freed.clear()
+            with waiting(f"a session of {self.server.url}"):
+                await self.server.freed.wait()
+        await self._connect("")
+        if self.server.can_fork:
+            created = await self._send("mcp", _rpc("openenv/session/create"))
+            self._id = created["result"]["session_id"]
+        return await self._take("reset", chosen)
 
     async def step(self, action: Json) -> Json:
         """The observation. Raises ToolError for an action that the server refuses, EnvError for a
@@ -324,10 +281,6 @@ class Session:
         if self.has_ended:
             raise ToolError("The episode has ended.")
         return await self._take("step", action)
-
-    def is_over(self) -> bool:
-        """Whether the server has ended the episode."""
-        return self.has_ended
 
     def take(self) -> float:
         """The rewards since they were last taken."""
@@ -346,30 +299,26 @@ class Session:
         try:
             if self.server.can_fork:
                 asked = _rpc("openenv/session/fork", session_id=self._id, count=1)
-                post = in_thread(_asked, self.server.url, "/mcp", self.server.headers, asked)
-                await other._connect((await post)["result"]["session_ids"][0], False)
+                made = await self.server.asked("/mcp", asked)
+                await other._connect(made["result"]["session_ids"][0])
             else:
-                await other._replay(self.record)
+                await other._replay(self._record)
         except BaseException as error:
             await uncancelled(other.close())
-            if not isinstance(error, InfraError | ToolError | LookupError):
-                raise
-            raise EnvError(f"{self.server.url}: a session is not copied: {error}") from error
-        other.record, other.total, other._reward = list(self.record), self.total, self._reward
+            if isinstance(error, DataError | ToolError | LookupError | InfraError):
+                raise EnvError(f"{self.server.url}: a session is not copied: {error}") from error
+            raise
+        other._record, other.total, other._reward = [*self._record], self.total, self._reward
         return other
 
     async def close(self) -> None:
         """End the session; idempotent."""
         ws, self._ws, self._problem = self._ws, None, "it is closed"
-        has_place, self._has_place = self._has_place, False
-        try:
-            with suppress(TimeoutError, OSError):
-                async with asyncio.timeout(CLOSE_S):
-                    if ws is not None:
-                        await ws.close()
-        finally:
-            self.server.num_open -= has_place
-            self.server.freed.set()
+        self.server.num_open -= self._has_place
+        self._has_place = False
+        self.server.freed.set()
+        if ws is not None:
+            await ws.close()  # it waits for ten seconds
 
     async def _replay(self, record: list[tuple[str, Json, _Found]]) -> None:
         self.server.num_replays += 1
@@ -377,43 +326,31 @@ class Session:
         await self.begin(record[0][1], waits=False)
         for kind, data, _ in record[1:]:
             await self._take(kind, data)
-        if self.record != record:
+        if self._record != record:
             raise EnvError(f"{self.server.url}: a replay answered otherwise than the first time")
         self.server.num_refused -= 1
 
-    async def _connect(self, made: str, waits: bool) -> None:
-        import aiohttp
-
+    async def _connect(self, made: str) -> None:
         server = self.server
-        while waits and server.num_open >= server.most:
-            server.freed.clear()
-            with waiting(f"a session of {server.url}"):
-                await server.freed.wait()
         server.num_open, self._has_place = server.num_open + 1, True
-        address = f"{server.url}/ws" + (f"?session_id={made}" if made else "")
+        address = f"{server.url}/ws?session_id={made}" if made else f"{server.url}/ws"
         try:
             async with asyncio.timeout(server.timeout_s):
-                self._ws = await server.http().ws_connect(address, max_msg_size=0)
+                self._ws = await server.http.ws_connect(address, max_msg_size=0)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            await self.close()
             raise InfraError(f"{server.url}: no session: {type(error).__name__} {error}") from error
         self._id, self._problem = made, ""
-        if server.can_fork and not made:
-            created = await self._send("mcp", _rpc("openenv/session/create"))
-            self._id = created["result"]["session_id"]
 
     async def _take(self, kind: str, data: Json) -> Json:
         found = convert(await self._send(kind, data), _Found)
         self._reward += found.reward or 0.0
         self.total += found.reward or 0.0
         self.has_ended = found.done
-        self.record.append((kind, data, found))
+        self._record.append((kind, data, found))
         return found.observation
 
     async def _send(self, kind: str, data: Json) -> Json:
         """The data of the answer."""
-        import aiohttp
-
         where = f"{self.server.url}: the session is lost"
         if self._problem or self._ws is None:
             raise EnvError(f"{where}: {self._problem}")
@@ -425,21 +362,22 @@ class Session:
             if message.type is not aiohttp.WSMsgType.TEXT:
                 raise EnvError(f"{where}: the server ended it at a {kind}")
             reply = decode(message.data, _Reply)
-        except TimeoutError as error:
-            raise EnvError(f"{where}: no answer within {self.server.timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError, ForeignError) as error:
-            raise EnvError(f"{where}: {type(error).__name__}: {error}") from error
-        if reply.type != "error":
-            self._problem = ""
-            return reply.data
-        said, code = f"{self.server.url}: {reply.data.get('message')}", reply.data.get("code")
-        if code == "CAPACITY_REACHED":
+        except (aiohttp.ClientError, TimeoutError, OSError, ForeignError) as error:
+            within = f"within {self.server.timeout_s:g} s"
+            raise EnvError(
+                f"{where}: {type(error).__name__} at a {kind} {within}: {error}"
+            ) from error
+        said, code = str(reply.data.get("message")), reply.data.get("code")
+        if reply.type == "error" and code == "CAPACITY_REACHED":
             self.server.most = max(1, int(reply.data.get("max_sessions") or 1))
-            raise FullError(said)
-        if kind != "step" or code in ("FACTORY_ERROR", "SESSION_ERROR"):
-            raise EnvError(f"{kind}: {said}")
+            raise InfraError(f"{self.server.url}: {said}")
+        if reply.type == "error" and (kind != "step" or code == "SESSION_ERROR"):
+            raise EnvError(f"{self.server.url}: {kind}: {said}")
         self._problem = ""
-        raise ToolError(str(reply.data.get("message")))
+        if reply.type == "error":
+            wrong = [f"{one.get('loc')}: {one.get('msg')}" for one in reply.data.get("errors", ())]
+            raise ToolError("; ".join([said, *wrong]))
+        return reply.data
 
 
 def _rpc(method: str, **params: Any) -> Json:
@@ -461,26 +399,14 @@ def _messages(observation: Json) -> list[Message]:
 def _shown(observation: Json) -> str:
     """What the policy reads: a text as it is, else JSON. Raises ToolError for a call that failed,
     and InfraError where the server could not make it."""
-    if "tool_name" not in observation:
-        fields = {key: value for key, value in observation.items() if key != "metadata"}
-        said = {key: value for key, value in fields.items() if value not in (None, "", [], {})}
-        return _text(said or observation.get("metadata") or "")
-    failure, result = observation.get("error"), observation.get("result")
-    if failure:
+    if failure := "tool_name" in observation and observation.get("error"):
         failed = InfraError if failure.get("error_type") == "transport_error" else ToolError
         raise failed(str(failure.get("message")))
-    if not isinstance(result, dict) or not isinstance(result.get("content"), list):
-        return _text(result)
-    blocks = [one.get("text") or f"[{one.get('type')}]" for one in result["content"]]
-    if result.get("is_error"):
-        raise ToolError("\n".join(blocks) or "The tool failed.")
-    return "\n".join(blocks) or _text(result.get("structured_content") or "")
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, dict) and len(value) == 1:
-        (value,) = value.values()
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if "tool_name" in observation:
+        return text_of_json(observation.get("result"))
+    fields = {key: value for key, value in observation.items() if key != "metadata"}
+    said = {key: value for key, value in fields.items() if value not in (None, "", [], {})}
+    return text_of_json(said or observation.get("metadata") or "")
 
 
 def rows(url: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Row]:
@@ -492,10 +418,10 @@ def rows(url: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Ro
     if unknown := sorted(options.keys() - set(known)):
         raise DataError(f"openenv:{url}: source has no {unknown}; it takes {', '.join(known)}")
     headers, _ = expanded("source", "headers", options.get("headers"))
-    name = (_asked(url, "/list_environments", headers) or ["openenv"])[0]
-    splits = [one["name"] for one in _asked(url, f"/{name}/splits", headers) or ()]
+    name = (fetch(f"{url}/list_environments", headers) or ["openenv"])[0]
+    splits = [one["name"] for one in fetch(f"{url}/{name}/splits", headers) or ()]
     if not splits:
-        about = (_asked(url, "/metadata", headers) or {}).get("description")
+        about = (fetch(f"{url}/metadata", headers) or {}).get("description")
         first = options.get("seed", HELD_OUT_SEED if held_out else 0)
         for seed in range(first, first + options.get("size", SIZE)):
             yield _row(f"seed-{seed}", options.get("question") or about, name, {"seed": seed})
@@ -503,11 +429,11 @@ def rows(url: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Ro
     split = options.get("split", "test" if held_out else "train")
     if split not in splits:
         raise DataError(f"openenv:{url}: no split {split!r}; source.split is one of {splits}")
-    number = _asked(url, f"/{name}/num_tasks", headers, {"split": split})["num_tasks"]
+    number = fetch(f"{url}/{name}/num_tasks", headers, {"split": split})["num_tasks"]
     number = min(number, options.get("size", number))
     for start in range(0, number, PAGE):
         page = {"split": split, "start": start, "stop": min(number, start + PAGE)}
-        tasks = _asked(url, f"/{name}/task_range", headers, page)["tasks"]
+        tasks = fetch(f"{url}/{name}/task_range", headers, page)["tasks"]
         for index, task in enumerate(tasks, start):
             held = task if isinstance(task, dict) else {"question": str(task)}
             id = str(held.get("id", f"{split}-{index}"))
@@ -518,19 +444,3 @@ def rows(url: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Ro
 def _row(id: str, question: object, kind: str, chosen: Json) -> Row:
     answer = "one that the server rewards"
     return {"id": id, "question": str(question), "answer": answer, "kind": kind, KEY: chosen}
-
-
-def _asked(url: str, path: str, headers: Mapping[str, str], body: Json | None = None) -> Any:
-    """The answer; None where the server has no such route. Raises DataError."""
-    data = None if body is None else msgspec.json.encode(body)
-    sent = {"Content-Type": "application/json", **headers}
-    try:
-        request = urllib.request.Request(url + path, data, sent)
-        with urllib.request.urlopen(request, timeout=HTTP_S) as response:
-            return decode(response.read())
-    except HTTPError as error:
-        if error.code in (404, 405, 501):
-            return None
-        raise DataError(f"OpenEnv: {url}{path}: HTTP {error.code}") from error
-    except (OSError, ValueError, ForeignError) as error:
-        raise DataError(f"OpenEnv: no server answers at {url}: {path}: {error}") from error
