@@ -375,7 +375,7 @@ class EnvServer(Listener):
         begun = await self._within(session.env.reset(seed=asked.seed), "reset")
         messages, info = check_reset(begun)
         self._tools = self._tools or list(info.get("tools", ()))
-        return _observed({"messages": messages})
+        return _observed({"messages": messages}, facts={"session_id": session.id})
 
     def _split(self, name: object) -> Sequence[Task]:
         if name not in self._splits:
