@@ -44,7 +44,7 @@ BACKLOG = 4096  # programs that connect at once; what the kernel drops comes sec
 Delta = Callable[[int, str, str], None]  # a choice, "thoughts" or "text", and what is new of it
 
 logger = logging.getLogger(__name__)
-_encode = msgspec.json.Encoder().encode
+encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class Handler(Protocol):
@@ -117,14 +117,14 @@ class ApiServer(Listener):
         found = [*self._models()]
         names = [one["id"] for one in found] or [None]
         ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return _json({"object": "list", "data": found, **ends})
+        return json_response({"object": "list", "data": found, **ends})
 
     async def _one(self, http: web.Request) -> web.Response:
         self._handler(http)
         name = http.match_info["name"]
         for model in self._models():
             if model["id"] == name:
-                return _json(model)
+                return json_response(model)
         raise ApiError("no_model", f"there is no model {name!r:.200}", "model")
 
     def _handler(self, http: web.Request) -> Handler:
@@ -137,12 +137,12 @@ class ApiServer(Listener):
         if request.stream:
             return await self._stream(dialect, http, handler, request, id)
         answers = await handler.answer(request, None)
-        return _json(dialect.reply(request, answers, id, self._created))
+        return json_response(dialect.reply(request, answers, id, self._created))
 
     async def _count(self, http: web.Request) -> web.Response:
         handler = self._handler(http)
         request = DIALECTS[-1].read({"max_tokens": 1, **await _body(http)})
-        return _json({"input_tokens": await handler.count(request)})
+        return json_response({"input_tokens": await handler.count(request)})
 
     async def _reward(self, http: web.Request) -> web.Response:
         """Of a program whose calls are captured."""
@@ -150,7 +150,7 @@ class ApiServer(Listener):
         if rewarded is None:
             raise ApiError("no_route", "only a program whose calls are captured has a reward")
         rewarded(await _body(http))
-        return _json({"ok": True})
+        return json_response({"ok": True})
 
     async def _stream(
         self, dialect: Dialect, http: web.Request, handler: Handler, request: Request, id: str
@@ -244,7 +244,7 @@ async def _send(response: web.StreamResponse, events: Iterable[Event]) -> None:
     data = b""
     for name, event in events:
         head = b"event: " + name.encode() + b"\n" if name else b""
-        data += head + b"data: " + _encode(event) + b"\n\n"
+        data += head + b"data: " + encode(event) + b"\n\n"
     await _write(response, data)
 
 
@@ -263,12 +263,13 @@ def _error_event(dialect: Dialect, error: ApiError) -> Event:
     return "error", body
 
 
-def _json(body: Any, status: int = 200) -> web.Response:
-    return web.Response(body=_encode(body), status=status, content_type="application/json")
+def json_response(body: Any, status: int = 200) -> web.Response:
+    """The response of an API."""
+    return web.Response(body=encode(body), status=status, content_type="application/json")
 
 
 async def _healthy(http: web.Request) -> web.Response:
-    return _json({"status": "ok"})
+    return json_response({"status": "ok"})
 
 
 _HTTP = {404: "no_route", 405: "no_method", 413: "too_large"}
@@ -294,5 +295,5 @@ async def _errors(
     anthropic = "anthropic-version" in request.headers or request.path.startswith(Anthropic.path)
     dialect: Dialect = DIALECTS[-1] if anthropic else DIALECTS[0]
     with suppress(ConnectionError):
-        return _json(dialect.error(found), found.status)
+        return json_response(dialect.error(found), found.status)
     raise ConnectionResetError
