@@ -343,7 +343,7 @@ class Session:
     async def take(self, data: Json, kind: str = "step") -> Json:
         """The observation. Raises ToolError for an action that the server refuses, EnvError for a
         lost session, and InfraError where there is none left."""
-        if self.has_ended or self._socket is None:
+        if self._socket is None or (self.has_ended and "limit" not in data):
             raise ToolError("The episode has ended.")
         reply = await self._socket.ask({"type": kind, "data": data}, _Reply)
         found, where = reply.data, f"{self.server.url}: {kind}"
