@@ -127,6 +127,7 @@ def fetch(url: str, headers: Mapping[str, str], body: Any = None) -> Any:
         with urllib.request.urlopen(request, timeout=FETCH_S) as response:
             return decode(response.read())
     except urllib.error.HTTPError as error:
+        error.close()
         if error.code in (404, 405, 501):
             return None
         raise DataError(f"{url}: HTTP {_named(error.code)}") from error

@@ -36,12 +36,12 @@ async def main():
         seen["called"] = await env.call_tool("add", number=4)
     async with MCPToolClient(base_url=url, mode="production") as env:
         seen["tools_of_production"] = [tool.name for tool in await env.list_tools()]
-    ResetResponse(**requests.post(f"{url}/reset", json={"seed": 1}, timeout=30).json())
-    step = {"action": {"content": "3"}}
-    StepResponse(**requests.post(f"{url}/step", json=step, timeout=30).json())
-    SchemaResponse(**requests.get(f"{url}/schema", timeout=30).json())
-    EnvironmentMetadata(**requests.get(f"{url}/metadata", timeout=30).json())
-    print(json.dumps(seen))
+    return seen
 
 
-asyncio.run(main())
+ResetResponse(**requests.post(f"{url}/reset", json={"seed": 1}, timeout=30).json())
+step = {"action": {"content": "3"}}
+StepResponse(**requests.post(f"{url}/step", json=step, timeout=30).json())
+SchemaResponse(**requests.get(f"{url}/schema", timeout=30).json())
+EnvironmentMetadata(**requests.get(f"{url}/metadata", timeout=30).json())
+sys.stdout.write(json.dumps(asyncio.run(main())))
