@@ -146,7 +146,7 @@ class JsonSocket:
         self._problem = "it is not open"
         self._ws: aiohttp.ClientWebSocketResponse | None = None
 
-    async def open(self, http: aiohttp.ClientSession) -> None:
+    async def connect(self, http: aiohttp.ClientSession) -> None:
         """Raises InfraError."""
         import aiohttp
 

@@ -42,8 +42,7 @@ from agentenv.types import Info, Limit, Message, Task, ToolResult
 from agentenv.untrusted import convert
 
 KEY = "openenv"  # of Task.metadata: the arguments of its reset
-SIZE, HELD_OUT_SEED = 10_000, 1_000_000_000  # of rows that are seeds
-PAGE = 1000  # tasks asked for at a time
+SIZE, HELD_OUT_SEED, PAGE = 10_000, 1_000_000_000, 1000  # of seeds; tasks asked for at once
 NUM_MEASURED = 4  # episodes replayed, all equal, before there are forks by replay
 STEP = "step"  # the tool of a typed action; OpenEnv reserves the name
 SESSION = "openenv session"  # the tool, unknown to the policy, whose state the others share
@@ -199,8 +198,7 @@ class Server:
         self.says = ""  # the field of an action that is a single text
         self.tools: list[StatelessTool] = []
         self.num_open, self.most, self.freed = 0, 1 << 30, asyncio.Event()  # sessions
-        self.num_replays = self.num_refused = 0
-        self._lock = asyncio.Lock()
+        self._lock, self.num_replays, self.num_refused = asyncio.Lock(), 0, 0
 
     @property
     def fork_mode(self) -> ForkMode:
@@ -279,7 +277,7 @@ class Session:
             self.server.freed.clear()
             with waiting(f"a session of {self.server.url}"):
                 await self.server.freed.wait()
-        await self._open("")
+        await self._connect("")
         observation = await self.take(chosen, "reset")
         self._id = str((observation.get("metadata") or {}).get("session_id"))
         return observation
@@ -299,21 +297,24 @@ class Session:
         """An independent session in the same state. Raises EnvError."""
         other = Session(self.server)
         try:
-            if self.server.can_fork:
-                asked = _rpc("openenv/session/fork", session_id=self._id, count=1)
-                made = await self.server.asked("/mcp", asked)
-                if "error" in made:
-                    raise InfraError(str(made["error"]))
-                await other._open(made["result"]["session_ids"][0])
-            else:
-                await other.replay(self.record)
-        except BaseException as error:
+            await self._copy_to(other)
+        except BaseException:
             await uncancelled(other.close())
-            if isinstance(error, DataError | LookupError | InfraError):
-                raise EnvError(f"{self.server.url}: a session is not copied: {error}") from error
             raise
         other.record, other._num_taken = [*self.record], self._num_taken
         return other
+
+    async def _copy_to(self, other: Session) -> None:
+        try:
+            if not self.server.can_fork:
+                return await other.replay(self.record)
+            asked = _rpc("openenv/session/fork", session_id=self._id)
+            made = await self.server.asked("/mcp", asked)
+            if "error" in made:
+                raise InfraError(str(made["error"]))
+            return await other._connect(made["result"]["session_ids"][0])
+        except (DataError, LookupError, InfraError) as error:
+            raise EnvError(f"{self.server.url}: a session is not copied: {error}") from error
 
     async def replay(self, record: Record) -> None:
         """Take another session's way. Raises EnvError where the answers differ."""
@@ -334,11 +335,11 @@ class Session:
             self.server.freed.set()
             await socket.close()
 
-    async def _open(self, made: str) -> None:
+    async def _connect(self, made: str) -> None:
         server, self._id = self.server, made
         address = f"{server.url}/ws?session_id={made}" if made else f"{server.url}/ws"
         self._socket, server.num_open = JsonSocket(address, server.timeout_s), server.num_open + 1
-        await self._socket.open(server.http)
+        await self._socket.connect(server.http)
 
     async def take(self, data: Json, kind: str = "step") -> Json:
         """The observation. Raises ToolError for an action that the server refuses, EnvError for a

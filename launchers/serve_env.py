@@ -28,9 +28,9 @@ from agentenv.config import (
     read_toml,
     resolver,
 )
+from agentenv.endpoint.openenv import EnvServer
 from agentenv.env import close_shared
 from agentenv.errors import ConfigError
-from agentenv.openenv_server import EnvServer
 from agentenv.pipelines.config.help import Parser, add_key_help
 from agentenv.pipelines.config.rl import (
     DataConfig,

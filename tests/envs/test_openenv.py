@@ -12,10 +12,10 @@ import pytest
 from aiohttp import web
 
 from agentenv.data_files import generated_rows
+from agentenv.endpoint.openenv import EnvServer
 from agentenv.env import Grade, shared_apart
 from agentenv.envs.openenv import OpenEnv
 from agentenv.errors import ConfigError, DataError, EnvError, InfraError, ToolError
-from agentenv.openenv_server import EnvServer
 from agentenv.testing import check_tool_env
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool

@@ -1,7 +1,7 @@
 """Episodes of environments by the ids of their sessions, for servers that offer them to others.
 
     sessions = Sessions(make_env, most=4096, idle_s=3600.0, timeout_s=600.0)
-    (session,) = sessions.open(1)
+    (session,) = sessions.add(1)
     messages, info = await sessions.begin(session, task, seed=3)
     copies = await sessions.fork(session, 4)
     messages, reward, terminated, truncated, info = await sessions.step(session, action)
@@ -80,7 +80,7 @@ class Sessions:
             raise Refused("invalid", f"Unknown session_id: {id}")
         return session
 
-    def open(self, number: int) -> list[Session]:
+    def add(self, number: int) -> list[Session]:
         """So many new sessions, or none."""
         if len(self._held) + number > self.most:
             raise Refused("full", f"{len(self._held)} of {self.most} sessions are open")
@@ -121,7 +121,7 @@ class Sessions:
         env = session.live()
         if env.fork_mode == "none":
             raise Refused("unknown", "this environment cannot be forked")
-        made = self.open(number)  # places first, before others take them
+        made = self.add(number)  # places first, before others take them
         try:
             for one in made:
                 one.env = await self._within(env.fork(), "fork")

@@ -30,8 +30,8 @@ from msgspec import Meta, Struct, field
 
 from agentenv.deadline import uncancelled
 from agentenv.endpoint.server import Listener, encode, json_response, key_of
+from agentenv.endpoint.sessions import Refused, Session, Sessions
 from agentenv.env import Env
-from agentenv.env_sessions import Refused, Session, Sessions
 from agentenv.errors import ConfigError, ForeignError
 from agentenv.tools import argument_schema
 from agentenv.types import Limit, Message, Task, ToolCall
@@ -233,7 +233,7 @@ class EnvServer(Listener):
         return ws
 
     def _attached(self, id: str | None) -> Session:
-        session = self._sessions.found(id) if id else self._sessions.open(1)[0]
+        session = self._sessions.found(id) if id else self._sessions.add(1)[0]
         if session.is_attached:
             raise Refused("invalid", f"session {id} has a socket already")
         session.is_attached = True
@@ -276,7 +276,7 @@ class EnvServer(Listener):
         if method == "tools/list":
             return {"tools": [_listed(tool, "inputSchema") for tool in self._tools]}
         if method == "openenv/session/create":
-            return {"session_id": (session or self._sessions.open(1)[0]).id}
+            return {"session_id": (session or self._sessions.add(1)[0]).id}
         if method not in ("tools/call", "openenv/session/close", "openenv/session/fork"):
             raise Refused("unknown", f"Method not found: {method}")
         id = params.session_id or (session.id if session else "")
