@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 # Hundreds of processes start in the tests, and none should compile what another has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test check quick long engines engine-vllm engine-sglang inspect verifiers lint types environment clean
+.PHONY: train test check quick long engines engine-vllm engine-sglang inspect verifiers openenv lint types environment clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -27,7 +27,7 @@ train:
 test: environment
 	@sh .ci/viewer
 	@PYTHON="$(PYTHON)" sh .ci/mcp-servers
-	@$(MAKE) --no-print-directory -j 2 engines inspect verifiers lint types
+	@$(MAKE) --no-print-directory -j 2 engines inspect verifiers openenv lint types
 	$(BIN)/python -m pytest -q -n 2 $(ARGS)
 
 # side by side: mypy alone would leave a processor idle
@@ -35,7 +35,7 @@ check: environment
 	@$(MAKE) --no-print-directory -j 3 lint types quick
 
 quick: environment
-	$(BIN)/python -m pytest -q -n 2 -m "not slow and not engine_vllm and not engine_sglang and not inspect and not verifiers" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not engine_vllm and not engine_sglang and not inspect and not verifiers and not openenv" $(ARGS)
 
 # what takes longer; writes docs/long-run.md
 long: environment
@@ -58,8 +58,8 @@ docs: environment
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "open site/index.html; with search: $(BIN)/python -m http.server --directory site"
 
-# Inspect and Inspect Scout, which the tests of exports open these with
-inspect: environment
+# Inspect and Inspect Scout, which the tests of exports open these with; OpenEnv for its contract
+inspect openenv: environment
 	@PYTHON="$(PYTHON)" sh .ci/$@
 
 # verifiers, whose packages the tests run
@@ -78,4 +78,4 @@ environment:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" EXTRA=dev sh .ci/environment
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-inspect .venv-verifiers .venv-verifiers-classic .venv-mcp .mypy_cache .ruff_cache .pytest_cache .hypothesis build site *.egg-info
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-inspect .venv-verifiers .venv-verifiers-classic .venv-mcp .venv-openenv .mypy_cache .ruff_cache .pytest_cache .hypothesis build site *.egg-info

@@ -31,6 +31,7 @@ SPLIT = re.compile(r"(train|test|validation|valid|val|dev)(?=[-_.0-9])")
 ROWS_PER_BATCH = 1024
 # rows that are made, not read, by what comes before the colon in place of a path
 GENERATORS = {
+    "openenv": "agentenv.envs.openenv:rows",
     "reasoning_gym": "agentenv.envs.reasoning:rows",
     "verifiers": "agentenv.envs.verifiers_env:rows",
 }

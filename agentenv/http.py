@@ -22,16 +22,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email.utils
+import json
+import urllib.error
+import urllib.request
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from agentenv.env import shared
-from agentenv.errors import AgentEnvError, ConfigError, ForeignError, InfraError, ToolError
+from agentenv.errors import (
+    AgentEnvError,
+    ConfigError,
+    DataError,
+    EnvError,
+    ForeignError,
+    InfraError,
+    ToolError,
+)
 from agentenv.untrusted import decode
 
 if TYPE_CHECKING:
     import aiohttp
+
+T = TypeVar("T")
 
 BUSY = (408, 425, 429)
 MAX_REASON_CHARS = 500
@@ -97,6 +112,80 @@ def _named(status: int) -> str:
         return f"{status} {HTTPStatus(status).phrase}"
     except ValueError:
         return str(status)
+
+
+FETCH_S = 30.0
+
+
+def fetch(url: str, headers: Mapping[str, str], body: Any = None) -> Any:
+    """The JSON that an address answers, to a POST if there is a `body`, without a loop: for data,
+    and for threads. None where the server has no such route. Raises DataError."""
+    data = None if body is None else json.dumps(body).encode()
+    sent = {"Content-Type": "application/json", **headers}
+    try:
+        request = urllib.request.Request(url, data, sent)
+        with urllib.request.urlopen(request, timeout=FETCH_S) as response:
+            return decode(response.read())
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code in (404, 405, 501):
+            return None
+        raise DataError(f"{url}: HTTP {_named(error.code)}") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{url}: no answer: {error}") from error
+    except ForeignError as error:
+        raise DataError(f"{url}: its answer is no JSON: {error}") from error
+
+
+class JsonSocket:
+    """A WebSocket of messages in JSON, whose answers come in the order of the requests. What is cut
+    off ends it, since an answer that nobody has read would answer the next request."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self.url, self.timeout_s = url, timeout_s
+        self._problem = "it is not open"
+        self._ws: aiohttp.ClientWebSocketResponse | None = None
+
+    async def connect(self, http: aiohttp.ClientSession) -> None:
+        """Raises InfraError."""
+        import aiohttp
+
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                self._ws = await http.ws_connect(self.url, max_msg_size=0)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise InfraError(f"{self.url}: {type(error).__name__}: {error}") from error
+        self._problem = ""
+
+    async def ask(self, message: Any, kind: type[T]) -> T:
+        """The answer. Raises EnvError where none comes in time, and from then on."""
+        import aiohttp
+
+        if self._problem or self._ws is None:
+            raise EnvError(f"{self.url}: the session is lost: {self._problem}")
+        self._problem = "a request was cut off"
+        text = msgspec.json.encode(message).decode()
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await self._ws.send_str(text)
+                answer = await self._ws.receive()
+            if answer.type is not aiohttp.WSMsgType.TEXT:
+                raise ForeignError(f"it was ended ({answer.data or answer.type.name})")
+            found = decode(answer.data, kind)
+        except TimeoutError as error:
+            self._problem = f"no answer within {self.timeout_s:g} s to {text:.200}"
+            raise EnvError(f"{self.url}: {self._problem}") from error
+        except (aiohttp.ClientError, OSError, ForeignError) as error:
+            self._problem = f"{type(error).__name__}: {error}"
+            raise EnvError(f"{self.url}: the session is lost: {self._problem}") from error
+        self._problem = ""
+        return found
+
+    async def close(self) -> None:
+        """Waits for the other end for ten seconds at most. Idempotent."""
+        ws, self._ws, self._problem = self._ws, None, "it is closed"
+        if ws is not None:
+            await ws.close()
 
 
 Login = Callable[["HttpClient"], Awaitable[Mapping[str, str]]]

@@ -207,21 +207,21 @@ def argument_schema(arguments: type[msgspec.Struct]) -> dict[str, Any]:
     """JSON schema of an arguments struct, without the references that msgspec adds."""
     schema = msgspec.json.schema(arguments)
     definitions = schema["$defs"]
-    definition: dict[str, Any] = _inlined(definitions[arguments.__name__], definitions, ())
+    definition: dict[str, Any] = inlined(definitions[arguments.__name__], definitions, ())
     definition.pop("title", None)
     return definition
 
 
-def _inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]) -> Any:
+def inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]) -> Any:
     """A schema with what its references name in their place; one that holds itself stays open."""
     if isinstance(schema, list):
-        return [_inlined(one, definitions, within) for one in schema]
+        return [inlined(one, definitions, within) for one in schema]
     if not isinstance(schema, dict):
         return schema
     name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
     if name in definitions:
-        return {} if name in within else _inlined(definitions[name], definitions, (*within, name))
-    return {key: _inlined(value, definitions, within) for key, value in schema.items()}
+        return {} if name in within else inlined(definitions[name], definitions, (*within, name))
+    return {key: inlined(value, definitions, within) for key, value in schema.items()}
 
 
 def _arguments_struct(function: Callable[..., Any]) -> type[msgspec.Struct]:

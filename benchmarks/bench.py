@@ -4,13 +4,15 @@
     python benchmarks/bench.py server [--json FILE] [--engine NAME] [--lengths N ...] [--rounds N]
     python benchmarks/bench.py overhead [--json FILE] [--sizes N ...] [--workers N]
     python benchmarks/bench.py capture [--json FILE] [--programs N] [--calls N] [--beside PEER ...]
+    python benchmarks/bench.py env-server [--json FILE] [--sizes N ...] [--steps N]
     python benchmarks/bench.py chaos [--json FILE] [--long | --short] [--times N] [--seconds S]
     python benchmarks/bench.py peers [--json FILE] [--only NAME ...] [--sizes N ...] [--rounds N]
     python benchmarks/bench.py simulate CONFIG [key.sub=value ...] [--trace RUN] [--steps N]
 
 `learner` measures the worth of training trees as trees (layouts.py), `server` the cost of a token
 to the API server of vLLM or SGLang (server_cost.py), `overhead` the cost of the controller at
-thousands of rollouts, `capture` that of a call which the endpoint captures, `chaos` the rest of a
+thousands of rollouts, `capture` that of a call which the endpoint captures, `env-server` the time
+of a step in the sessions of `agentenv serve-env` (env_server.py), `chaos` the rest of a
 run in a storm of faults (it fails if a tree is lost or trained twice), `simulate` a run under other
 settings, by the times of a recorded one (simulation.py),
 `peers` the cost of other projects at the work of `overhead` (it installs them). `--json -` prints
@@ -101,6 +103,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--beside", nargs="+", metavar="PEER", help="openenv, verifiers: in the same rounds"
     )
     number(capture, "--rounds", 3, "with --beside, medians of N")
+    env_server = part("env-server", "the time of a step in sessions of agentenv serve-env")
+    env_server.add_argument(
+        "--sizes", nargs="+", type=int, metavar="N", help="sessions at a time; default 512 2048"
+    )
+    number(env_server, "--steps", 8, "steps of each")
     chaos = part("chaos", "a run in a fault storm, beside a calm one")
     form = chaos.add_mutually_exclusive_group()
     form.add_argument("--long", action="store_true", help="20 minutes, vLLM servers on the CPU")
@@ -287,6 +294,23 @@ def run_captures(options: argparse.Namespace, view: View) -> int:
     return 0
 
 
+def run_env_server(options: argparse.Namespace, view: View) -> int:
+    """The times of steps over the protocol of OpenEnv, likewise."""
+    from benchmarks.parts import env_server
+
+    found = env_server.run(options.sizes or env_server.SIZES, options.steps)
+
+    def show() -> None:
+        names = env_server.Figures.__struct_fields__
+        table = head("agentenv serve-env, all sessions at once", ["sessions", *names])
+        for size, one in found.items():
+            table.add_row(str(size), *(f"{value:.3g}" for value in asdict(one).values()))
+        view.show(table)
+
+    tell(options, msgspec.to_builtins(found, str_keys=True), show)
+    return 0
+
+
 def run_peers(options: argparse.Namespace, view: View) -> int:
     """Our figures and those of peers, likewise; those without stand below with their errors."""
     from benchmarks.peers import contest
@@ -402,6 +426,7 @@ RUNS: dict[str, Callable[[argparse.Namespace, View], int]] = {
     "server": run_server,
     "overhead": run_overhead,
     "capture": run_capture,
+    "env-server": run_env_server,
     "chaos": run_chaos,
     "peers": run_peers,
     "simulate": run_simulation,

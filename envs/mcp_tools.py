@@ -81,7 +81,9 @@ class MCPTools:
             raise ConfigError(
                 f"MCPTools needs the package mcp, which is missing: {install_hint('mcp')}"
             )
-        extra, secrets = _expanded("headers", headers) if url else _expanded("env", env)
+        extra, secrets = (
+            expanded("MCPTools", "headers", headers) if url else expanded("MCPTools", "env", env)
+        )
         key = ("mcp", tuple(command or ()), url, tuple(sorted(extra.items())))
         for writer in WRITERS if url else ():  # an address may hold a key
             logging.getLogger(writer).setLevel(logging.WARNING)
@@ -339,23 +341,25 @@ async def _all_tools(session: Any) -> list[Any]:
             raise ConfigError(f"its list of tools has no end within {MAX_PAGES} pages")
 
 
-def _expanded(key: str, values: Mapping[str, str] | None) -> tuple[dict[str, str], set[str]]:
+def expanded(
+    owner: str, key: str, values: Mapping[str, str] | None
+) -> tuple[dict[str, str], set[str]]:
     """The values with each ${NAME} replaced, and the secrets among them: those of the variables,
     and of all headers. Raises ConfigError, which never shows a value."""
     expanded, secrets = {}, set()
     if values and not (
         isinstance(values, Mapping) and all(isinstance(one, str) for one in values.values())
     ):
-        raise ConfigError(f"MCPTools: {key}: expected a table of texts, NAME = 'VALUE'")
+        raise ConfigError(f"{owner}: {key}: expected a table of texts, NAME = 'VALUE'")
     for name, value in (values or {}).items():
         for variable in _VARIABLE.findall(value):
             if not os.environ.get(variable):
-                raise ConfigError(f"MCPTools: {key}.{name}: {variable} is not set")
+                raise ConfigError(f"{owner}: {key}.{name}: {variable} is not set")
             secrets.add(os.environ[variable])
         text = expanded[name] = _VARIABLE.sub(lambda found: os.environ[found[1]], value)
         if key == "headers":
             if not (text.isascii() and text.isprintable()):
-                raise ConfigError(f"MCPTools: {key}.{name}: expected one line of ASCII characters")
+                raise ConfigError(f"{owner}: {key}.{name}: expected one line of ASCII characters")
             secrets.update({text, text.rpartition(" ")[2]})  # of "Bearer abc" also abc
     return expanded, secrets
 
@@ -399,6 +403,19 @@ def text_of(result: Any) -> str:
     if is_new and (structured or not shown):
         shown.append(json.dumps(structured, ensure_ascii=False, separators=(",", ":")))
     return "\n".join(shown)
+
+
+def text_of_json(value: Any) -> str:
+    """The same of a result that came as JSON, or of any value: the only text in it, else JSON.
+    Raises ToolError for a result that says it is an error."""
+    if isinstance(value, dict) and isinstance(value.get("content"), list):
+        blocks = [one.get("text") or f"[{one.get('type')}]" for one in value["content"]]
+        if value.get("is_error") or value.get("isError"):
+            raise ToolError("\n".join(blocks) or "The tool failed.")
+        return "\n".join(blocks) or text_of_json(value.get("structured_content") or "")
+    if isinstance(value, dict) and len(value) == 1:
+        (value,) = value.values()
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _block_text(block: Any) -> str:

@@ -21,6 +21,7 @@ COMMANDS = {
     "synthesize": "make data for sft and train from questions",
     "export": "write a checkpoint as a Hugging Face directory, or transcripts for other viewers",
     "serve": "start models beside the policy, such as a judge",
+    "serve-env": "serve an environment by the protocol of OpenEnv",
     "retriever": "serve a corpus over HTTP",
     "doctor": "check a machine, a configuration, the rewards of a run",
 }
@@ -41,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(COMMANDS)}"
         sys.stderr.write(f"agentenv: error: there is no command {name!r}; {hint}\n")
         return 2
-    code: int = importlib.import_module(f"agentenv.launchers.{name}").main(given[1:])
+    code: int = importlib.import_module(f"agentenv.launchers.{name.replace('-', '_')}").main(
+        given[1:]
+    )
     return code
 
 

@@ -24,7 +24,7 @@ ALGORITHMS = ", ".join(
 COMMANDS = ", ".join(  # whose --help comes at once, and which report mistakes before they load more
     f"agentenv.launchers.{name}"
     for name in (
-        *("dpo", "evaluate", "export", "retriever", "serve", "sft"),
+        *("dpo", "evaluate", "export", "retriever", "serve", "serve_env", "sft"),
         *("synthesize", "train"),
     )
 )

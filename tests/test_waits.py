@@ -100,6 +100,8 @@ ALLOWED = {
     "pipelines/run/watchdog.py Watchdog._run: self._signals.recv": "settimeout(BEAT_S)",
     "pipelines/run/monitors.py Monitors._run: self._calls.get": HERE,
     "launchers/retriever.py serve: stop.wait": FOREVER,
+    "launchers/serve_env.py _until_stopped: stop.wait": FOREVER,
+    "envs/openenv.py Session.begin: self.server.freed.wait": SAME,
     "pipelines/rl/feeder.py Feeder.until_resumed: self._goes_on.wait": PERSON,
     "pipelines/rl/loop.py PendingActions.run: self._begun.wait": PERSON,
     "launchers/serve.py serve: stop.wait": FOREVER,

@@ -5,6 +5,7 @@
     server     the HTTP server: routes, keys, handlers
     capture    calls of a program as the turns of one branch
     policy     the handler outside of runs: renders, samples, streams
+    openenv, sessions    the other way round: environments served by the protocol of OpenEnv
 
 A rollout asks; a program asks too. So a program's environment turns the two around: the call that
 the program makes is the observation, the action of the policy is the answer to it. The tree, its

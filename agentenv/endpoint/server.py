@@ -46,7 +46,7 @@ BACKLOG = 4096  # programs that connect at once; what the kernel drops comes sec
 Delta = Callable[[int, str, str], None]  # a choice, "thoughts" or "text", and what is new of it
 
 logger = logging.getLogger(__name__)
-_encode = msgspec.json.Encoder().encode
+encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class Handler(Protocol):
@@ -65,27 +65,15 @@ class Handler(Protocol):
         ...
 
 
-class ApiServer:
-    """Serves the three APIs. `find` gives the handler of a key, or raises ApiError; `models` are
-    those of /v1/models. `created` is the time of all replies, in seconds since 1970."""
+class Listener:
+    """An application that listens at `port`."""
 
-    def __init__(
-        self, find: Callable[[str], Handler], models: Callable[[], Sequence[Json]], created: int = 0
-    ) -> None:
-        self._find, self._models, self._created = find, models, created
+    def __init__(self) -> None:
         self._runner: web.AppRunner | None = None
         self.port = 0
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen; port 0 is any that is free. Raises ConfigError."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
-        app.router.add_get("/health", _healthy)
-        app.router.add_get("/v1/models", self._list)
-        app.router.add_get("/v1/models/{name:.+}", self._one)
-        for dialect in DIALECTS:
-            app.router.add_post(dialect.path, partial(self._call, dialect))
-        app.router.add_post(f"{Anthropic.path}/count_tokens", self._count)
-        app.router.add_post("/v1/reward", self._reward)
+    async def listen(self, app: web.Application, host: str, port: int) -> None:
+        """Port 0 is any that is free. Raises ConfigError."""
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
         )
@@ -103,27 +91,46 @@ class ApiServer:
         if runner is not None:
             await runner.cleanup()
 
+
+class ApiServer(Listener):
+    """Serves the three APIs. `find` gives the handler of a key, or raises ApiError; `models` are
+    those of /v1/models. `created` is the time of all replies, in seconds since 1970."""
+
+    def __init__(
+        self, find: Callable[[str], Handler], models: Callable[[], Sequence[Json]], created: int = 0
+    ) -> None:
+        super().__init__()
+        self._find, self._models, self._created = find, models, created
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Listen; port 0 is any that is free. Raises ConfigError."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+        app.router.add_get("/health", _healthy)
+        app.router.add_get("/v1/models", self._list)
+        app.router.add_get("/v1/models/{name:.+}", self._one)
+        for dialect in DIALECTS:
+            app.router.add_post(dialect.path, partial(self._call, dialect))
+        app.router.add_post(f"{Anthropic.path}/count_tokens", self._count)
+        app.router.add_post("/v1/reward", self._reward)
+        await self.listen(app, host, port)
+
     async def _list(self, http: web.Request) -> web.Response:
         self._handler(http)
         found = [*self._models()]
         names = [one["id"] for one in found] or [None]
         ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return _json({"object": "list", "data": found, **ends})
+        return json_response({"object": "list", "data": found, **ends})
 
     async def _one(self, http: web.Request) -> web.Response:
         self._handler(http)
         name = http.match_info["name"]
         for model in self._models():
             if model["id"] == name:
-                return _json(model)
+                return json_response(model)
         raise ApiError("no_model", f"there is no model {name!r:.200}", "model")
 
     def _handler(self, http: web.Request) -> Handler:
-        bearer = http.headers.get("Authorization", "")
-        kind, _, key = bearer.partition(" ")
-        if kind.lower() != "bearer":
-            key = http.headers.get("x-api-key", "")
-        return self._find(key.strip())
+        return self._find(key_of(http))
 
     async def _call(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
         handler = self._handler(http)
@@ -133,12 +140,12 @@ class ApiServer:
         if request.stream:
             return await self._stream(dialect, http, handler, request, id)
         answers = await handler.answer(request, None)
-        return _json(dialect.reply(request, answers, id, self._created))
+        return json_response(dialect.reply(request, answers, id, self._created))
 
     async def _count(self, http: web.Request) -> web.Response:
         handler = self._handler(http)
         request = DIALECTS[-1].read({"max_tokens": 1, **await _body(http)})
-        return _json({"input_tokens": await handler.count(request)})
+        return json_response({"input_tokens": await handler.count(request)})
 
     async def _reward(self, http: web.Request) -> web.Response:
         """Of a program whose calls are captured."""
@@ -146,7 +153,7 @@ class ApiServer:
         if rewarded is None:
             raise ApiError("no_route", "only a program whose calls are captured has a reward")
         rewarded(await _body(http))
-        return _json({"ok": True})
+        return json_response({"ok": True})
 
     async def _stream(
         self, dialect: Dialect, http: web.Request, handler: Handler, request: Request, id: str
@@ -188,6 +195,14 @@ class ApiServer:
             answering.cancel()
         await _write(response, dialect.done)
         return response
+
+
+def key_of(http: web.Request) -> str:
+    """The key that a request brings, as `Authorization: Bearer KEY` or `x-api-key: KEY`."""
+    kind, _, key = http.headers.get("Authorization", "").partition(" ")
+    if kind.lower() != "bearer":
+        key = http.headers.get("x-api-key", "")
+    return key.strip()
 
 
 def only(key: str, handler: Handler) -> Callable[[str], Handler]:
@@ -238,7 +253,7 @@ async def _send(response: web.StreamResponse, events: Iterable[Event]) -> None:
     data = b""
     for name, event in events:
         head = b"event: " + name.encode() + b"\n" if name else b""
-        data += head + b"data: " + _encode(event) + b"\n\n"
+        data += head + b"data: " + encode(event) + b"\n\n"
     await _write(response, data)
 
 
@@ -257,12 +272,13 @@ def _error_event(dialect: Dialect, error: ApiError) -> Event:
     return "error", body
 
 
-def _json(body: Any, status: int = 200) -> web.Response:
-    return web.Response(body=_encode(body), status=status, content_type="application/json")
+def json_response(body: Any, status: int = 200) -> web.Response:
+    """The response of an API."""
+    return web.Response(body=encode(body), status=status, content_type="application/json")
 
 
 async def _healthy(http: web.Request) -> web.Response:
-    return _json({"status": "ok"})
+    return json_response({"status": "ok"})
 
 
 _HTTP = {404: "no_route", 405: "no_method", 413: "too_large"}
@@ -288,5 +304,5 @@ async def _errors(
     anthropic = "anthropic-version" in request.headers or request.path.startswith(Anthropic.path)
     dialect: Dialect = DIALECTS[-1] if anthropic else DIALECTS[0]
     with suppress(ConnectionError):
-        return _json(dialect.error(found), found.status)
+        return json_response(dialect.error(found), found.status)
     raise ConnectionResetError

@@ -104,7 +104,7 @@ def find_subject(
     if path != run and raw:
         return Subject(f"{name}-{path.name}", raw, run, path)
     if checkpoint == START:
-        began = _saved(run)["model"]["path"]
+        began = saved_config(run)["model"]["path"]
         return Subject(
             f"{name}-{START}", raw, run, find_on_hub(began, "model") or resolver(run)(began)
         )
@@ -118,14 +118,15 @@ def find_subject(
     return Subject(f"{name}-{found.name}", raw, run, found)
 
 
-def _saved(run: Path) -> Tree:
+def saved_config(run: Path) -> Tree:
+    """The configuration that a run has stored."""
     return msgspec.json.decode((run / CONFIG_FILE).read_bytes(), type=dict[str, Any])
 
 
 def of_run(run: Path, names: Sequence[str] = ()) -> Tree:
     """The configuration of an evaluation from that of a run; empty for one of agentenv sft
     or dpo.py."""
-    saved = _saved(run)
+    saved = saved_config(run)
     if "eval" not in saved:
         return {}
     sets = saved["eval"]["sets"]

@@ -91,9 +91,10 @@ async def _shared() -> AsyncIterator[None]:
 
 
 def ours() -> list[str]:
-    """But packages of verifiers, which tests/envs/test_verifiers.py plays."""
-    ids = [env_id for env_id in agentenv.env.env_ids() if env_id.startswith("agentenv/")]
-    return [env_id for env_id in ids if env_id != "agentenv/Verifiers-v0"]
+    """Those of this project; those of others' packages have cases of their own in
+    test_verifiers.py and test_openenv.py."""
+    ids = set(agentenv.env.env_ids()) - {"agentenv/Verifiers-v0", "agentenv/OpenEnv-v0"}
+    return [env_id for env_id in sorted(ids) if env_id.startswith("agentenv/")]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import pytest
 from msgspec import Struct
 
 from agentenv.config import keys_in
+from agentenv.launchers.serve_env import ServeEnvConfig
 from agentenv.pipelines.config.cluster import ServeConfig
 from agentenv.pipelines.config.evaluation import EvaluateConfig, SynthesisConfig
 from agentenv.pipelines.config.help import Key, describe
@@ -25,7 +26,15 @@ from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.config.supervised import DPORunConfig, SFTRunConfig
 from tests.support.warehouse import ROOT
 
-COMMANDS = (TrainConfig, EvaluateConfig, SFTRunConfig, DPORunConfig, SynthesisConfig, ServeConfig)
+COMMANDS = (
+    ServeEnvConfig,
+    TrainConfig,
+    EvaluateConfig,
+    SFTRunConfig,
+    DPORunConfig,
+    SynthesisConfig,
+    ServeConfig,
+)
 MOST = 440  # keys of train.py; raise it for a key that users ask for, with its use
 
 

@@ -1,0 +1,163 @@
+"""Serves an environment by the protocol of OpenEnv:
+`agentenv serve-env SUBJECT [key.sub=value ...]`.
+
+SUBJECT is a run, the configuration of one, or the id of an environment, with its questions in
+data.train. Splits of the server are "train" and the evaluation sets, by their names
+(docs/openenv.md); until Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from agentenv.config import (
+    Say,
+    Tree,
+    blaming,
+    build_config,
+    override_kinds,
+    read_toml,
+    resolver,
+)
+from agentenv.endpoint.openenv import EnvServer
+from agentenv.env import close_shared
+from agentenv.errors import ConfigError
+from agentenv.pipelines.config.help import Parser, add_key_help
+from agentenv.pipelines.config.rl import (
+    DataConfig,
+    EnvConfig,
+    EvalConfig,
+    GraderTable,
+    PythonTable,
+    SearchTable,
+)
+from agentenv.pipelines.evaluation.subject import saved_config
+from agentenv.pipelines.run.rundir import CONFIG_FILE
+from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
+from agentenv.pipelines.setup.assembly import load_set, load_training
+from agentenv.pipelines.setup.environments import EnvMaker, Resolve
+from agentenv.renderer import PromptConfig
+from agentenv.types import Limits
+
+
+class ServeEnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `agentenv serve-env` reads; of a run, all but the last keys come from the run."""
+
+    env: EnvConfig
+    data: DataConfig
+    eval: EvalConfig = EvalConfig()
+    prompt: PromptConfig = PromptConfig()
+    limits: Limits = Limits()
+    python: PythonTable = None
+    search: SearchTable = None
+    grader: GraderTable = None
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="0: any that is free")] = 8000
+    api_key_env: Annotated[
+        str,
+        Meta(
+            description="environment variable that holds the key; empty: no key is asked for, and "
+            "only this machine is served"
+        ),
+    ] = ""
+    max_sessions: Annotated[
+        int, Meta(ge=1, description="sessions at a time; others are refused")
+    ] = 4096
+    idle_s: Annotated[
+        float, Meta(gt=0, description="after which a session that is not used ends")
+    ] = 3600.0
+
+
+_OF_RUN = ("env", "data", "eval", "prompt", "limits", "python", "search", "grader")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 stopped, 1 failed with a reason, 2 bad input."""
+    parser = Parser(
+        prog="agentenv serve-env",
+        usage="agentenv serve-env SUBJECT [key.sub=value ...]",
+        description="Serve an environment by the protocol of OpenEnv, until Ctrl-C.",
+    )
+    subject = "run, CONFIG.toml of one, or id of an environment (with data.train=FILE)"
+    parser.add_argument("subject", metavar="SUBJECT", help=subject)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
+    add_key_help(parser, ServeEnvConfig)
+    arguments = parser.parse_intermixed_args(argv)
+    view = View()
+    return to_its_end(lambda: _run(arguments, view), view, writing="stopping")
+
+
+def _run(arguments: argparse.Namespace, view: View) -> int:
+    raw, folder = _found(arguments.subject)
+    override_kinds(ServeEnvConfig, raw, arguments.overrides, view.say)
+    with blaming(arguments.subject, arguments.overrides):
+        config = build_config(ServeEnvConfig, raw, arguments.subject)
+    run_until_done(_until_stopped(config, resolver(folder), view.say), view)
+    return 0
+
+
+def _found(subject: str) -> tuple[Tree, Path]:
+    """The configuration that the subject comes with, and what {run} stands for."""
+    path = Path(subject)
+    if (path / CONFIG_FILE).is_file():
+        raw, folder = saved_config(path), path
+    elif path.suffix == ".toml":
+        raw = read_toml(path)
+        run = raw.get("run", {})
+        folder = Path(run.get("dir", "runs")) / (run.get("name") or path.stem)
+    else:
+        raw, folder = {"env": {"id": subject}}, Path()
+    return {
+        key: value for key, value in raw.items() if key in _OF_RUN and value is not None
+    }, folder
+
+
+async def _until_stopped(config: ServeEnvConfig, resolve: Resolve, say: Say) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    server = await env_server(config, resolve, say)
+    try:
+        await server.start(config.host, config.port)
+        say(f"{server.name} is at http://{config.host}:{server.port}")
+        await stop.wait()
+    finally:
+        try:
+            await server.close()
+        finally:
+            await close_shared()
+
+
+async def env_server(config: ServeEnvConfig, resolve: Resolve, say: Say) -> EnvServer:
+    """The server, which does not listen yet. Raises ConfigError and DataError."""
+    key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
+    if config.api_key_env and not key:
+        raise ConfigError(f"api_key_env: {config.api_key_env} is not set")
+    env_id, make_env = config.env.id, EnvMaker.of(config, resolve)
+    splits = {"train": await load_training(config.data, env_id, resolve, say)}
+    for name, one in config.eval.sets.items():
+        number = one.max_tasks
+        splits[name] = await load_set(one.path, env_id, one, resolve, say, name, number)
+    make_env.check_read([task for tasks in splits.values() for task in tasks])
+    return EnvServer(
+        env_id.rpartition("/")[2].rpartition(":")[2],
+        make_env,
+        splits,
+        key=key,
+        max_sessions=config.max_sessions,
+        idle_s=config.idle_s,
+        timeout_s=config.limits.max_seconds,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
