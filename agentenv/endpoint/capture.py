@@ -166,11 +166,13 @@ class Session:
             if (found := self._led()) is not None:
                 break
             self._came.clear()
+            stray = self._stray
             try:
-                async with asyncio.timeout(OUT_OF_ORDER_S if self._stray else None):
+                async with asyncio.timeout(OUT_OF_ORDER_S if stray else None):
                     await self._came.wait()
             except TimeoutError:
-                raise self._diverge(*self._stray) from None
+                assert stray is not None
+                raise self._diverge(*stray) from None
         self._waiting.remove(found)
         self._current, self._expected = found, []
 
