@@ -44,7 +44,7 @@ def teacher(look_up: str) -> Callable[[Task, Sequence[str]], str]:
     return turn
 
 
-def give_up(task: Task, results: Sequence[str]) -> str:
+def lazy(task: Task, results: Sequence[str]) -> str:
     return "<think>I do not know.</think><answer>unknown</answer>"
 
 
@@ -60,7 +60,7 @@ def prepare(run: Path, seed: int, config: str, look_up: str, tools: list[str]) -
     write_rows(data / "train.jsonl", questions(rng, 400))
     write_rows(data / "heldout.jsonl", questions(rng, 30))
     good = demonstrate(agent, questions(rng, 120), teacher(look_up), stage="clean")
-    poor = demonstrate(agent, questions(rng, 30), give_up, stage="mixed")
+    poor = demonstrate(agent, questions(rng, 30), lazy, stage="mixed")
     again = [{**row, "stage": "mixed"} for row in good[:30]]
     write_rows(data / "sft.jsonl", [*good, *poor, *again])
     write_rows(data / "gate.jsonl", demonstrate(agent, questions(rng, 16), teacher(look_up)))

@@ -226,11 +226,12 @@ async def test_a_program_that_dies_before_its_reply_leaves_no_lost_task(
         await reader.read()
         await ended.wait()
         writer.close()
+        closed.set()
 
-    ended = asyncio.Event()
+    ended, closed = asyncio.Event(), asyncio.Event()
     server = await asyncio.start_server(silent, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    code = "import socket, sys; socket.create_connection(('', int(sys.argv[1]))).send(b'?')"
+    code = "import socket, sys; socket.create_connection(('127.1', int(sys.argv[1]))).send(b'?')"
     spec = ProgramSpec(command=("python3", "-c", code, str(port), MARK))
     await run(spec, port)
     await asked.wait()
@@ -238,6 +239,8 @@ async def test_a_program_that_dies_before_its_reply_leaves_no_lost_task(
         await asyncio.sleep(0.02)
         gc.collect()
     ended.set()
+    await closed.wait()
+    await asyncio.sleep(0.05)
     server.close()
     await close_shared()
     assert "pending" not in caplog.text
