@@ -169,6 +169,7 @@ class Session:
                 async with asyncio.timeout(OUT_OF_ORDER_S if self._stray else None):
                     await self._came.wait()
             except TimeoutError:
+                assert self._stray is not None
                 raise self._diverge(*self._stray) from None
         self._waiting.remove(found)
         self._current, self._expected = found, []
@@ -262,7 +263,7 @@ class Session:
 
     def _led(self) -> _Pending | None:
         """The call that is to be answered, once all before it have been."""
-        if self._recorded:
+        if self._recorded or not self._expected:
             return None
         waiting = (call for call in self._waiting if not call.answer.cancelled())
         return next((call for call in waiting if self._is(self._expected[0], call.request)), None)
