@@ -272,7 +272,7 @@ class Session:
 
     def _led(self) -> _Pending | None:
         """The call that is to be answered, once all before it have been."""
-        if self._recorded:
+        if self._recorded or not self._expected:
             return None
         waiting = (call for call in self._waiting if not call.answer.cancelled())
         return next((call for call in waiting if self._is(self._expected[0], call.request)), None)

@@ -244,8 +244,8 @@ def _check_schema(schema: Any, where: str, depth: int = 0) -> None:
         choices = get(schema, key, list, [], f"{where}.")
         for place, inner in enumerate(choices if key.endswith("Of") else ()):
             _check_schema(inner, f"{where}.{key}[{place}]", depth + 1)
-    kinds = schema.get("type") or []
-    kinds = [kinds] if isinstance(kinds, str) else kinds
+    kinds = schema.get("type")
+    kinds = [kinds or "any"] if isinstance(kinds, str | None) else kinds
     if not isinstance(kinds, list) or not all(isinstance(one, str) for one in kinds):
         raise ApiError("invalid", "expected the name of a type, or a list", f"{where}.type")
     if not all(isinstance(one, str) for one in schema.get("required") or ()):
