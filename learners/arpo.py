@@ -38,6 +38,9 @@ from agentenv.plan import RolloutPlan
 from agentenv.tree import Node, TrajectoryTree
 
 Criterion = Literal["paper", "relative"]
+SharingKey = Annotated[
+    Sharing, Meta(description="shared tokens get each leaf's advantage (soft) or their mean (hard)")
+]
 
 
 class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="arpo"):
@@ -103,10 +106,7 @@ class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
     entropy_window: Annotated[
         int, Meta(ge=1, description="tokens after a tool result whose entropy decides")
     ] = 20
-    sharing: Annotated[
-        Sharing,
-        Meta(description="shared tokens get each leaf's advantage (soft) or their mean (hard)"),
-    ] = "soft"
+    sharing: SharingKey = "soft"
 
     @property
     def num_initial(self) -> int:

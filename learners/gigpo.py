@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Meta
 
 from agentenv.learners.credit import Floats, TreeCredit, parents
-from agentenv.learners.turnwise import Turnwise
+from agentenv.learners.turnwise import PlanName, Turnwise
 from agentenv.tree import Node, TrajectoryTree
 
 STATE = "state_key"  # of the facts of a step or reset: the state that the next turn begins in
@@ -29,7 +29,7 @@ class GiGPO(Turnwise, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
     of that observation. `evidence` shrinks the comparisons of few turns; 0 is the paper's.
     """
 
-    plan_name: Literal["arpo", "uniform", "rounds", "flat"] = "flat"
+    plan_name: PlanName = "flat"
     state_weight: Annotated[float, Meta(ge=0, description="weight of the comparison (omega)")] = 1.0
     gamma: Annotated[float, Meta(gt=0, le=1, description="discount of a turn's later rewards")] = (
         0.95

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 
 from agentenv.errors import ConfigError
+from agentenv.learners.arpo import SharingKey
 from agentenv.learners.credit import TreeCredit, counted_leaves, group_advantages, spread
-from agentenv.learners.turnwise import Turnwise
+from agentenv.learners.turnwise import PlanName, Turnwise
 from agentenv.tree import Node, TrajectoryTree
 
 
@@ -23,8 +22,8 @@ class TreeGRPO(Turnwise, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     return itself is added, with mean 0 and deviation 1, which biases it.
     """
 
-    sharing: Literal["soft", "hard"] = "soft"
-    plan_name: Literal["arpo", "uniform", "rounds", "flat"] = "rounds"
+    sharing: SharingKey = "soft"
+    plan_name: PlanName = "rounds"
 
     def __post_init__(self) -> None:
         super().__post_init__()

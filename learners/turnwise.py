@@ -13,10 +13,9 @@ import numpy as np
 from msgspec import Meta
 
 from agentenv.errors import ConfigError
-from agentenv.learners.arpo import ARPO
+from agentenv.learners.arpo import ARPO, SharingKey
 from agentenv.learners.credit import (
     Floats,
-    Sharing,
     TreeCredit,
     counted_leaves,
     parents,
@@ -25,6 +24,13 @@ from agentenv.plan import Independent, RolloutPlan, Uniform
 from agentenv.tree import TrajectoryTree
 
 Value = Literal["leaves", "children", "softmax"]
+PlanName = Annotated[
+    Literal["arpo", "uniform", "rounds", "flat"],
+    Meta(
+        description="where trajectories begin: arpo, forks by entropy; uniform, at any tool "
+        "result of a path that has ended; rounds, the same when nothing grows any more; flat"
+    ),
+]
 
 
 class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="turnwise"):
@@ -51,14 +57,8 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
     have ended at tool results drawn uniformly (`agentenv.plan.Uniform`), "flat" forks nothing.
     """
 
-    sharing: Sharing = "hard"
-    plan_name: Annotated[
-        Literal["arpo", "uniform", "rounds", "flat"],
-        Meta(
-            description="where trajectories begin: arpo, forks by entropy; uniform, at any tool "
-            "result of a path that has ended; rounds, the same when nothing grows any more; flat"
-        ),
-    ] = "arpo"
+    sharing: SharingKey = "hard"
+    plan_name: PlanName = "arpo"
     max_children: Annotated[
         int, Meta(ge=2, description="turns after one tool result, with plan_name uniform or rounds")
     ] = 4

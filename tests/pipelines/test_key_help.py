@@ -56,7 +56,7 @@ def test_help_keys_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     for key in (
         "queue.max_staleness  (int, default '1')",
         "algorithm[aepo].branch_penalty",
-        "algorithm[arpo|aepo].beam_size",
+        "algorithm[arpo|turnwise|tree_grpo|gigpo|aepo].beam_size",
         "algorithm.group_size",
         "engine[embedded].device",
         "engine[vllm|sglang].servers.num_servers",
@@ -125,7 +125,7 @@ def test_each_command_says_in_the_same_words_how_it_is_used(
         main(["--help"])
     text = capsys.readouterr().out
     usage = text.partition("\n\n")[0]
-    assert usage.startswith(f"usage: agentenv {command}")
+    assert usage.startswith(f"usage: agentenv {command.replace('_', '-')}")
     if command in ("train", "evaluate", "sft", "dpo", "synthesize", "serve", "retriever"):
         assert re.search(r"(CONFIG|SUBJECT)\]? \[key.sub=value \.\.\.\]", usage)
     assert ("--resume" in text) == (command in ("train", "sft", "dpo"))
