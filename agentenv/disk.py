@@ -9,13 +9,11 @@ import math
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 PARTIAL, OLD = ".partial", ".old"
-BEGUN_S = 60.0  # after which a folder that is not locked yet never will be
 
 
 def write_whole(path: Path, data: str | bytes | Iterable[bytes], *, durable: bool = False) -> None:
@@ -119,17 +117,9 @@ def finished_folder(folder: Path) -> Path:
 def remove_left(place: Path, prefix: str) -> None:
     """Remove the folders of `own_folder` that nobody holds, since their processes were killed;
     where the file system knows no locks, none."""
-    begun = (one for one in place.glob(f".{prefix}*") if _age_s(one) > BEGUN_S)
-    for left in (*place.glob(f"{prefix}*"), *begun):
+    for left in place.glob(f"{prefix}*"):
         with suppress(OSError), locked(left, fcntl.LOCK_NB):
             shutil.rmtree(left)
-
-
-def _age_s(path: Path) -> float:
-    try:
-        return time.time() - path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 @contextmanager

@@ -354,6 +354,7 @@ def test_an_unchanged_message_stands_for_its_tokens() -> None:
         ({"User-Agent": "mine/1.0", "X-Stainless-Lang": "js"}, False),
         ({"User-Agent": "ai-sdk/openai-compatible/2.0 runtime/bun/1.3"}, False),
         ({"User-Agent": "node"}, False),
+        ({"User-Agent": "pydantic-ai/2.68.0", "X-Stainless-Lang": "python"}, False),
         ({"User-Agent": "OpenAI/Python 3.57", "X-Stainless-Lang": "python"}, True),
         ({}, True),
     ],

@@ -40,7 +40,7 @@ from agentenv.errors import ConfigError
 MAX_BODY_BYTES = 64 << 20
 BODY_S = 60.0  # for a client to send its request, and to take each part of a reply
 SHUTDOWN_S = 1.0
-_JAVASCRIPT = re.compile(r"\b(?:js|node|bun|deno|undici|ai-sdk)\b", re.IGNORECASE)
+_COMPACT = re.compile(r"\b(?:js|node|bun|deno|undici|ai-sdk|pydantic-ai)\b", re.IGNORECASE)
 BACKLOG = 4096  # programs that connect at once; what the kernel drops comes seconds later
 
 Delta = Callable[[int, str, str], None]  # a choice, "thoughts" or "text", and what is new of it
@@ -220,9 +220,9 @@ DIALECTS: tuple[Chat, Responses, Anthropic] = (Chat(), Responses(), Anthropic())
 
 
 def _writes_compact(http: web.Request) -> bool:
-    """Whether a client in JavaScript asks. In Anthropic's API arguments are no text."""
+    """Whether the client writes JSON without blanks. In Anthropic's API arguments are no text."""
     said = http.headers.get("X-Stainless-Lang", ""), http.headers.get("User-Agent", "")
-    return _JAVASCRIPT.search(" ".join(said)) is not None
+    return _COMPACT.search(" ".join(said)) is not None
 
 
 async def _body(http: web.Request) -> Json:
