@@ -169,7 +169,7 @@ def lines() -> Iterator[Line]:
     """Command lines of launchers: each `agentenv NAME ...`."""
     for block in blocks("", "sh", "bash", "text"):
         for text in block.text.replace("\\\n", " ").splitlines():
-            found = re.match(r"\s*(?:[\w./-]+/)?agentenv ([a-z]+)\b(.*)", text)
+            found = re.match(r"\s*(?:[\w./-]+/)?agentenv ([a-z]+(?:-[a-z]+)*)\b(.*)", text)
             if found:
                 words = shlex.split(found[2], comments=True)
                 ends = [place for place, word in enumerate(words) if word in SHELL]
@@ -201,7 +201,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_command_lines_are_taken_by_their_launcher() -> None:
     refused = []
     for place, launcher, words in lines():
-        module = importlib.import_module(f"agentenv.launchers.{launcher}")
+        module = importlib.import_module(f"agentenv.launchers.{launcher.replace('-', '_')}")
         said = io.StringIO()
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             try:
