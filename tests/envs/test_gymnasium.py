@@ -16,7 +16,8 @@ import agentenv.gym
 from agentenv.errors import ConfigError
 from agentenv.types import Task
 
-NAMES = ["CodeInterpreter", "DeepSearch", "Program", "QAGrader", "Quickstart", "WebSearch"]
+OWN = ["CodeInterpreter", "DeepSearch", "QAGrader", "Quickstart", "WebSearch"]
+NAMES = sorted([*OWN, "OpenEnv", "Program", "Verifiers"])  # of a command, a server, a package
 TASK = Task("t", "", "How much is 24 and 10?", ("34",))
 
 
@@ -75,7 +76,7 @@ TURNS = {"search": "<search>Lima</search>", "python": "<python>24 + 10</python>"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async", "vector_entry_point"])
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "Program"])  # of a command
+@pytest.mark.parametrize("name", OWN)
 def test_every_registered_environment_is_stepped_many_at_a_time(
     name: str, mode: str, tmp_path: Path
 ) -> None:
