@@ -31,9 +31,9 @@ class GiGPO(Turnwise, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
 
     plan_name: PlanName = "flat"
     state_weight: Annotated[float, Meta(ge=0, description="weight of the comparison (omega)")] = 1.0
-    gamma: Annotated[float, Meta(gt=0, le=1, description="discount of a turn's later rewards")] = (
-        0.95
-    )
+    discount: Annotated[
+        float, Meta(gt=0, le=1, description="discount of a turn's later rewards")
+    ] = 0.95
     state_scale: Annotated[
         Literal["none", "std"], Meta(description="what differences within a state are divided by")
     ] = "none"
@@ -79,7 +79,7 @@ class GiGPO(Turnwise, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
                 leaves[node.index] = 1.0
             if leaves[node.index]:
                 later = values[node.index] / leaves[node.index]
-                values[node.index] = node.reward + self.gamma * later
+                values[node.index] = node.reward + self.discount * later
                 if node.index:
                     values[above[node.index]] += leaves[node.index] * values[node.index]
                     leaves[above[node.index]] += leaves[node.index]

@@ -287,7 +287,7 @@ def command(request: pytest.FixtureRequest) -> Iterator[Command]:
         return
 
     def from_clone(folder: Path, name: str, *words: str) -> str:
-        script = str(ROOT / "launchers" / f"{name}.py")
+        script = str(ROOT / "launchers" / f"{name.replace('-', '_')}.py")
         here = Path(sys.executable).parent
         return done(here, folder, "python", script, *words, PYTHONPATH=str(ROOT))
 
@@ -311,6 +311,8 @@ def test_the_examples_and_the_readme_start_from_the_wheel(full: Path, user: Path
     shutil.copytree(ROOT / "examples", user / "examples")
     done(full, user, "python", "-c", EPISODE)
     for config in sorted((user / "examples").glob("*/train.toml")):
+        if config.parent.name in ("agent", "verifiers"):  # they need a package of another project
+            continue
         if config.parent.name not in ("mcp_maths", "reasoning_gym"):  # which need extras
             done(full, user, "agentenv", "train", str(config.relative_to(user)), *SMALL)
 

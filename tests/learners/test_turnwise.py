@@ -140,7 +140,7 @@ def test_equal_returns_give_exactly_zero(algorithm: Algorithm, tree: TrajectoryT
     for node in tree.nodes:
         node.reward = 0.7 if node.end is not None else 0.0
     if isinstance(algorithm, GiGPO):  # lengths differ, and so do discounted rewards
-        algorithm = GiGPO(group_size=SIZE, gamma=1.0, evidence=0.0)
+        algorithm = GiGPO(group_size=SIZE, discount=1.0, evidence=0.0)
     credit = credit_of(algorithm, tree)
     np.testing.assert_allclose(credit.adv_pos, 0, atol=1e-15)
     np.testing.assert_allclose(credit.adv_neg, 0, atol=1e-15)
@@ -219,14 +219,14 @@ def test_gigpo_compares_turns_from_the_same_state_across_roots() -> None:
     tree = TrajectoryTree(Task("t", "e", "q", ("a",)), nodes=nodes, num_roots=4)
     plain = advantages(GRPO(group_size=4), tree)
     for evidence, share in ((0.0, 1.0), (2.0, 0.5)):
-        found = advantages(GiGPO(group_size=4, evidence=evidence, gamma=0.5), tree) - plain
+        found = advantages(GiGPO(group_size=4, evidence=evidence, discount=0.5), tree) - plain
         assert found[[2, 4]] == pytest.approx([0.5 * share, -0.5 * share])
         assert found[[6, 8]] == pytest.approx([0.0, 0.0]), "alone in their states"
         first = 4 / (4 + evidence)  # all four begin in one state, with Q = 0.5 r
         assert found[[1, 3, 5, 7]] == pytest.approx(np.array([1, -1, 1, -1]) * 0.25 * first)
     nodes[5].info["state_key"] = "five"
     nodes[1].info["state_key"] = "five"
-    found = advantages(GiGPO(group_size=4, evidence=0.0, gamma=0.5), tree) - plain
+    found = advantages(GiGPO(group_size=4, evidence=0.0, discount=0.5), tree) - plain
     assert found[[2, 4]] == pytest.approx([0.0, 0.0]), "the key of the environment decides"
 
 

@@ -23,8 +23,8 @@ def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
     [
         ("queue.max_stalenes=2", "error: 'queue.max_stalenes=2' on the command line: "
          "queue.max_stalenes: unknown key; did you mean queue.max_staleness?"),
-        ("algorithm.name=arop", "'rloo'] or 'module:Class', got 'arop'; did you mean 'arpo'?"),
-        ("algorithm.name=apro", "'rloo'] or 'module:Class', got 'apro'; did you mean 'arpo'?"),
+        ("algorithm.name=arop", "'turnwise'] or 'module:Class', got 'arop'; did you mean 'arpo'?"),
+        ("algorithm.name=apro", "'turnwise'] or 'module:Class', got 'apro'; did you mean 'arpo'?"),
         ("algorithm.budget_beta=2", "'algorithm.budget_beta=2' on the command line: "
          "algorithm.budget_beta: unknown key for algorithm.name = 'arpo'; it is one for "
          "algorithm.name = 'aepo'"),
