@@ -271,8 +271,8 @@ class Session:
         self._socket: JsonSocket | None = None
 
     async def begin(self, chosen: Json, waits: bool = True) -> Json:
-        """Open the session and reset it; it is waited for while all are in use here. Raises
-        EnvError, and InfraError without a session."""
+        """Open a session, once one is free here, and reset it. Raises EnvError, and InfraError
+        without a session."""
         while waits and self.server.num_open >= self.server.most:
             self.server.freed.clear()
             with waiting(f"a session of {self.server.url}"):

@@ -65,7 +65,7 @@ class ServeEnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     api_key_env: Annotated[
         str,
         Meta(
-            description="environment variable that holds the key; empty: no key is asked for, and "
+            description="environment variable that holds the key; empty: clients need no key, and "
             "only this machine is served"
         ),
     ] = ""

@@ -238,7 +238,8 @@ class Session:
         if self._closed:
             raise ApiError(self._error, self._closed)
         self.counts["calls"] += 1
-        if self._expected and (replayed := self._replayed(request)) is not None:
+        is_led = bool(self._recorded or self._expected)
+        if is_led and (replayed := self._replayed(request)) is not None:
             return [replayed]
         others = self._current is not None or bool(self._waiting) or bool(self._expected)
         call = _Pending(request, beside=others)

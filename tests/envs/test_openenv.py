@@ -1,4 +1,4 @@
-"""OpenEnv from both ends: an environment of ours behind the server, played by the client."""
+"""OpenEnv from both ends: the server offers an environment of ours, and the client plays it."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ async def test_a_server_that_is_not_there_is_a_mistake_of_the_configuration() ->
 async def answering(
     version: str = "1.0.0", tools: Any = (), ws: Any = None, action: Any = None
 ) -> AsyncIterator[str]:
-    """A server that answers as it is told."""
+    """A server with scripted answers."""
 
     async def api(http: web.Request) -> web.Response:
         return web.json_response({"info": {"version": version}})

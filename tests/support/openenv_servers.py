@@ -80,7 +80,7 @@ class Chance(Guessing):
 
 
 class Asking(Guessing):
-    """It is told its tasks."""
+    """Its tasks are an argument."""
 
     def list_splits(self):
         return ["train", "test"]

@@ -2,7 +2,7 @@
 reads {"name", "folder", "args"}, prints the first row, reads turns, prints {"reward", "metrics"}.
 
 Its model is a server of one branch: to a request with n messages of the assistant it replies with
-turn n, {"text", "calls": [{"name", "arguments"}]}, streamed where that is asked for.
+turn n, {"text", "calls": [{"name", "arguments"}]}, streamed on request.
 """
 
 from __future__ import annotations
