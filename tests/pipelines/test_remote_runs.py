@@ -165,7 +165,9 @@ def test_two_updates_that_train_on_sglang(on_sglang: Path) -> None:
     rows = rows_of(on_sglang)
     assert [row["policy_version"] for row in rows] == [2, 3]
     assert 0 < rows[0]["trees/trained"] < rows[1]["trees/trained"]
-    assert all(row["learner/num_tokens"] > 0 for row in rows)
+    for row in rows:  # the samples are not seeded: an update may meet equal returns alone
+        assert (row["learner/num_tokens"] > 0) == (row["learner/num_equal_groups"] < 4)
+    assert any(row["learner/num_tokens"] > 0 for row in rows)
     last = rows[-1]
     assert (last["trees/offered"], last["trees/failed"], last["engine/retries"]) == (8, 0, 0)
     assert last["engine/sampled_tokens"] < 4000  # it is slow here
