@@ -65,7 +65,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dry-run", action="store_true", help="check all, list the runs, start none"
     )
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     if options.jobs < 1:
         parser.error("--jobs is at least 1")
     if not 0 <= options.nice <= 19:

@@ -297,11 +297,11 @@ def tables(found: Comparison) -> list[Table]:
             + (f" ({arm.missed[level]} never)" if arm.missed[level] else "")
             for level in levels
         ]
-        ratios.append([name, "tool calls", *needed])
+        ratios.append([name, "calls", *needed])
         for unit, by_level in (("calls", arm.calls_ratio), ("tokens", arm.tokens_ratio)):
             if by_level:
                 cells = [_cell(by_level[level]) for level in levels]
-                ratios.append(["", f"{unit}, ratio", *cells])
+                ratios.append(["", f"{unit}/base", *cells])
     return [
         Table(
             title="Held-out success",
@@ -314,7 +314,8 @@ def tables(found: Comparison) -> list[Table]:
             columns=["arm", "", *levels],
             rows=ratios,
             left=[0, 1],
-            note="ratio: geometric mean over paired seeds; * p < 0.05, corrected by Holm",
+            note="/base: ratio to the baseline, geometric mean over paired seeds, with its 95 % "
+            "interval; * p < 0.05, corrected by Holm",
         ),
     ]
 
@@ -323,7 +324,7 @@ def _cell(ratio: Ratio) -> str:
     star = "*" if ratio.p is not None and ratio.p < 0.05 else ""
     if ratio.low is None:
         return f"{ratio.value:.2f}"
-    return f"{ratio.value:.2f}{star}\n[{ratio.low:.2f}, {ratio.high:.2f}]"
+    return f"{ratio.value:.2f}{star}\n{ratio.low:.2f}-{ratio.high:.2f}"
 
 
 def plot(curves: Curves, target: Path) -> None:

@@ -241,7 +241,7 @@ def test_a_comparison_is_shown_in_80_columns_and_written(
     out = capsys.readouterr().out
     shown = out.partition("written to")[0]
     assert max(map(len, shown.splitlines())) <= 80
-    assert "[0.50, 0.50]" in shown
+    assert "0.50-0.50" in shown
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "comparison.json").read_bytes())["baseline"] == "base"
     for arguments, error in (
