@@ -107,6 +107,82 @@ class Uniform:
         return [(tree.nodes[index], count) for index, count in drawn.items()]
 
 
+@dataclass(frozen=True)
+class Spread:
+    """`num_roots` trajectories from scratch; then, at each end, one more where a call is likely to
+    teach most, until there are `group_size`: at the tool result of a path that has ended, or from
+    scratch, with the highest
+
+        score(c) = p (1 - p) / (1 + d) / (turns after c + led_cost * turns before c)
+
+    p is the estimated success after c: the mean of the d returns below c (each 1 if it is above the
+    middle of the lowest and highest return of the tree, else 0) and of `prior_weight` times the p
+    of the turn before, 0.5 at the root. Prefixes after which all succeed or all fail lose their
+    budget, and a value that many leaves support gains less from one more. A share `explore` is
+    drawn uniformly. `led_cost` is the price of a turn that leads a fresh environment back to c,
+    beside one of the policy.
+
+    The idea is that of TRACE (arXiv 2606.11119), which spends rollouts where outcomes are mixed;
+    the score is this project's, from the tree alone, so that the plan keeps no state.
+    """
+
+    group_size: int
+    num_roots: int
+    max_children: int = 4
+    led_cost: float = 1.0
+    prior_weight: float = 3.0
+    explore: float = 0.1
+    fork_window: int = 0
+
+    def on_start(self, tree: TrajectoryTree) -> int:
+        return min(self.num_roots, self.group_size)
+
+    def on_fork_point(
+        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
+    ) -> int:
+        return 0
+
+    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> Sequence[Place]:
+        if tree.num_started >= self.group_size:
+            return []
+        rng = Random(f"{tree.index}/{tree.task.id}/{tree.num_started}")
+        free = [one for one in _places(tree) if _num_children(one) < self.max_children]
+        places = [tree.root, *free]
+        if rng.random() < self.explore:
+            return [(rng.choice(places), 1)]
+        scores = self.scores(tree)
+        best = max(scores[one.index] for one in places)
+        return [(rng.choice([one for one in places if scores[one.index] >= best - 1e-12]), 1)]
+
+    def scores(self, tree: TrajectoryTree) -> dict[int, float]:
+        """By the index of a node on paths that ended and did not fail, the root included."""
+        paths = list(tree.trajectories())
+        returns = [path.reward for path in paths]
+        middle = (min(returns) + max(returns)) / 2 if returns else 0.0
+        if returns and min(returns) == max(returns):
+            middle = 0.0  # all alike: right if they are above 0
+        right, count, after = Counter[int](), Counter[int](), Counter[int]()
+        above: dict[int, int] = {}
+        depth = {tree.root.index: 0}
+        for path, reward in zip(paths, returns, strict=True):
+            indices = [tree.root.index, *(node.index for node in path.turns)]
+            for place, index in enumerate(indices):
+                right[index] += reward > middle
+                count[index] += 1
+                after[index] += len(indices) - 1 - place
+                depth[index] = place
+                if place:
+                    above[index] = indices[place - 1]
+        found, chance = {}, {}
+        for index in sorted(depth):  # parents come before their children
+            before = chance[above[index]] if index in above else 0.5
+            weight = self.prior_weight
+            chance[index] = (right[index] + weight * before) / (count[index] + weight)
+            calls = after[index] / max(count[index], 1) + self.led_cost * depth[index]
+            found[index] = chance[index] * (1 - chance[index]) / (1 + count[index]) / max(calls, 1)
+        return found
+
+
 def _places(tree: TrajectoryTree) -> list[Node]:
     """The tool results on paths that have ended and did not fail."""
     found = {node.index: node for path in tree.trajectories() for node in path.turns}

@@ -20,15 +20,16 @@ from agentenv.learners.credit import (
     counted_leaves,
     parents,
 )
-from agentenv.plan import Independent, RolloutPlan, Uniform
+from agentenv.plan import Independent, RolloutPlan, Spread, Uniform
 from agentenv.tree import TrajectoryTree
 
 Value = Literal["leaves", "children", "softmax"]
 PlanName = Annotated[
-    Literal["arpo", "uniform", "rounds", "flat"],
+    Literal["arpo", "uniform", "rounds", "spread", "flat"],
     Meta(
         description="where trajectories begin: arpo, forks by entropy; uniform, at any tool "
-        "result of a path that has ended; rounds, the same when nothing grows any more; flat"
+        "result of a path that has ended; rounds, the same when nothing grows any more; spread, "
+        "where a call is likely to teach most; flat"
     ),
 ]
 
@@ -54,14 +55,24 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
     has next to no signal with eight leaves.
 
     plan = "uniform" begins `initial_rollouts` trajectories from scratch and forks the paths that
-    have ended at tool results drawn uniformly (`agentenv.plan.Uniform`), "flat" forks nothing.
+    have ended at tool results drawn uniformly (`agentenv.plan.Uniform`), "spread" where a call is
+    likely to teach most (`agentenv.plan.Spread`), "flat" forks nothing.
     """
 
     sharing: SharingKey = "hard"
     plan_name: PlanName = "arpo"
     max_children: Annotated[
-        int, Meta(ge=2, description="turns after one tool result, with plan_name uniform or rounds")
+        int, Meta(ge=2, description="turns after one tool result, with forks of ended paths")
     ] = 4
+    led_cost: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="with plan_name spread, the price of a call that leads an environment to a "
+            "fork, beside a call of the policy",
+        ),
+    ] = 1.0
     local: Annotated[
         float,
         Meta(ge=0, le=4, description="weight of a turn's value over that of the turn before"),
@@ -98,9 +109,10 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
             return Independent(self.group_size)
         if self.plan_name == "arpo":
             return super().plan(vocab_size)
-        return Uniform(
-            self.group_size, self.num_initial, self.max_children, self.plan_name == "rounds"
-        )
+        size, roots, most = self.group_size, self.num_initial, self.max_children
+        if self.plan_name == "spread":
+            return Spread(size, roots, most, self.led_cost)
+        return Uniform(size, roots, most, self.plan_name == "rounds")
 
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
         group = super().credit(tree)

@@ -28,7 +28,7 @@ from agentenv.frames import (
 )
 from agentenv.journal import COMMIT_S, GATHER_S, Journal
 from agentenv.learners.aepo import AEPO
-from agentenv.plan import Independent, RolloutPlan, Uniform
+from agentenv.plan import Independent, RolloutPlan, Spread, Uniform
 from agentenv.renderer import TagRenderer
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, SamplingParams, Task
@@ -150,6 +150,7 @@ PLANS: dict[str, RolloutPlan] = {
     "aepo": AEPO(group_size=6).plan(6),
     "uniform": Uniform(group_size=6, num_roots=2),
     "rounds": Uniform(group_size=6, num_roots=2, at_once=True),
+    "spread": Spread(group_size=6, num_roots=2, led_cost=0.0),
 }
 
 
