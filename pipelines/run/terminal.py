@@ -202,18 +202,21 @@ class View:
     """Console and log file of a run. Everything said goes to both; where there is a log file, a
     terminal that is gone, or a full disk behind it, is no reason to end."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_quiet: bool = False) -> None:
+        """A quiet one prints warnings and errors alone. In a notebook, too, it prints plain text:
+        from the thread of a run no other output reaches the cell."""
         self._streams = [_Stream("stdout"), _Stream("stderr")]
         out, errors = cast(list[TextIO], self._streams)
-        self.console = Console(file=out, highlight=False)
-        self._errors = Console(file=errors, stderr=True, highlight=False)
+        self.console = Console(file=out, highlight=False, force_jupyter=False, quiet=is_quiet)
+        self._errors = Console(file=errors, stderr=True, highlight=False, force_jupyter=False)
         self._progress: Progress | None = None
         self._bar: TaskID | None = None
         self._live: Live | None = None
         self._pulse: Pulse | None = None
         self.said_s = 0.0  # when a line was said last, of time.monotonic
         self._logger = logging.getLogger("run")
-        self._logger.addHandler(logging.NullHandler())  # else what fails early is told twice
+        if not self._logger.handlers:  # else what fails early is told twice
+            self._logger.addHandler(logging.NullHandler())
         self._handlers: list[logging.Handler] = []
         self.folder: Path | None = None  # of a run, whose log is there
         self.activity = ""  # what comes to its end first when the command is interrupted
@@ -367,24 +370,29 @@ def _code_of(work: Callable[[], int | None], view: View, writing: str, interrupt
         if interrupted:
             view.say(interrupted)
         return EXIT_INTERRUPTED
-    except ModuleNotFoundError as error:
-        if error.name not in TRAIN:
-            raise
-        view.fail(needs_train(error.name))
-        return EXIT_BAD_INPUT
-    except (OSError, AgentEnvError, ExceptionGroup) as error:
-        reason = first_reason(error)
+    except (ImportError, OSError, AgentEnvError, ExceptionGroup) as error:
+        reason = reason_of(error, view.folder, writing)
         if reason is None:
             raise
-        if isinstance(reason, OSError):
-            inside = view.folder is not None and view.folder in Path(str(reason.filename)).parents
-            key = DIR_KEY if inside else ""
-            view.fail(f"{reason.filename or writing}: {explain(reason, key)}")
-            return EXIT_FAILED
         view.fail(str(reason))
         return EXIT_BAD_INPUT if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
     finally:
         view.close()
+
+
+def reason_of(
+    error: BaseException, folder: Path | None, writing: str
+) -> AgentEnvError | OSError | None:
+    """The error with the text that users see; None for a bug. `folder` is that of the run,
+    `writing` is said of a failure of files that names none."""
+    if isinstance(error, ModuleNotFoundError):
+        return ConfigError(needs_train(error.name)) if error.name in TRAIN else None
+    reason = first_reason(error)
+    if not isinstance(reason, OSError):
+        return reason
+    inside = folder is not None and folder in Path(str(reason.filename)).parents
+    key = DIR_KEY if inside else ""
+    return OSError(f"{reason.filename or writing}: {explain(reason, key)}")
 
 
 SHOWN_S = 2.0  # in a thread, until it is shown that somebody waits for it
