@@ -20,6 +20,8 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,8 +68,8 @@ def demonstrate(
     and what it earned as "reward" and "success".
 
     `turn` writes the next turn of the policy in the tag protocol, from the task and the texts of
-    all results so far; a turn without a call ends the episode. Not to be called where an event
-    loop runs; `run.setup` is called in a thread. An episode that fails is played again, as in a
+    all results so far; a turn without a call ends the episode. Where an event loop runs, as in a
+    notebook, the episodes are played in a thread. An episode that fails is played again, as in a
     run. Raises DataError for one that does not end, CrashError for what a rollout refuses too, and
     what the environment raises for a bug and for an outage that lasts.
     """
@@ -76,7 +78,13 @@ def demonstrate(
         one if isinstance(one, Task) else reader.task(RawRow(Path("row"), number, plain(one)))
         for number, one in enumerate(tasks, 1)
     ]
-    return asyncio.run(_demonstrate(make, read, turn, stage, seed))
+    played = partial(_demonstrate, make, read, turn, stage, seed)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:  # none runs
+        return asyncio.run(played())
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(played())).result()
 
 
 async def _demonstrate(

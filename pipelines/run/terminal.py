@@ -203,12 +203,14 @@ class View:
     terminal that is gone, or a full disk behind it, is no reason to end."""
 
     def __init__(self, *, is_quiet: bool = False) -> None:
-        """A quiet one prints warnings and errors alone. In a notebook, too, it prints plain text:
-        from the thread of a run no other output reaches the cell."""
+        """A quiet one prints warnings and errors alone."""
         self._streams = [_Stream("stdout"), _Stream("stderr")]
         out, errors = cast(list[TextIO], self._streams)
-        self.console = Console(file=out, highlight=False, force_jupyter=False, quiet=is_quiet)
-        self._errors = Console(file=errors, stderr=True, highlight=False, force_jupyter=False)
+        is_notebook = type(sys.stdout).__module__.startswith("ipykernel")  # which has no bars
+        shown: dict[str, Any] = {"highlight": False, "force_jupyter": False}
+        shown["force_terminal"] = False if is_notebook else None
+        self.console = Console(file=out, quiet=is_quiet, **shown)
+        self._errors = Console(file=errors, stderr=True, **shown)
         self._progress: Progress | None = None
         self._bar: TaskID | None = None
         self._live: Live | None = None
@@ -266,7 +268,8 @@ class View:
         if isinstance(table, Table):
             table = as_rich(table)
         plain = StringIO()
-        Console(file=plain, width=self.console.width, color_system=None).print(table)
+        width = self.console.width
+        Console(file=plain, width=width, color_system=None, force_jupyter=False).print(table)
         self._logger.info("\n%s", plain.getvalue())
         self.console.print(table)
 
