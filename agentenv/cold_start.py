@@ -20,7 +20,6 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -40,6 +39,7 @@ from agentenv.errors import (
     OutageError,
     require_train,
 )
+from agentenv.offload import apart
 from agentenv.rows import RowReader, RowsConfig
 from agentenv.tags import TAGS, tag_calls
 from agentenv.types import Message, Task
@@ -83,8 +83,7 @@ def demonstrate(
         asyncio.get_running_loop()
     except RuntimeError:  # none runs
         return asyncio.run(played())
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: asyncio.run(played())).result()
+    return apart(lambda: asyncio.run(played()), "demonstrate").result()
 
 
 async def _demonstrate(

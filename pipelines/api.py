@@ -17,7 +17,6 @@ KeyboardInterrupt.
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import logging
 import os
@@ -27,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,7 +41,7 @@ from agentenv.env import Env, Grader, registered, shared_apart
 from agentenv.envs.qa_grader import ExactMatch
 from agentenv.errors import AgentEnvError, ConfigError, require_train
 from agentenv.model_files import fetch_from_hub
-from agentenv.offload import hanging
+from agentenv.offload import apart
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
 from agentenv.pipelines.config.help import refuse_verl_keys
 from agentenv.pipelines.config.rl import TrainConfig
@@ -55,7 +54,7 @@ from agentenv.pipelines.run.arguments import EXIT_FAILED, LATEST, check_places
 from agentenv.pipelines.run.checkpoints import find_checkpoint
 from agentenv.pipelines.run.records import EvalRow
 from agentenv.pipelines.run.rundir import INPUTS, LOG_FILE, RunDirectory
-from agentenv.pipelines.run.terminal import View, raise_file_limit, reason_of
+from agentenv.pipelines.run.terminal import View, leave_hanging, raise_file_limit, reason_of
 from agentenv.pipelines.serving import gpus_for_others
 from agentenv.registry import loaded
 from agentenv.tool_env import ToolEnv
@@ -368,9 +367,9 @@ def _read(config: msgspec.Struct | Mapping[str, Any] | str | Path) -> tuple[Tree
     """A copy of the plain values, their name in messages, and a name for a run of theirs."""
     if isinstance(config, str | Path):
         return read_toml(Path(config)), str(config), Path(config).stem
-    raw = to_plain(config) if isinstance(config, msgspec.Struct) else dict(config)
-    plain: Tree = msgspec.to_builtins(raw, enc_hook=str)
-    return copy.deepcopy(plain), "the configuration", time.strftime("run-%Y%m%d-%H%M%S")
+    given = config if isinstance(config, msgspec.Struct) else dict(config)
+    plain: Tree = msgspec.to_builtins(given, enc_hook=str)
+    return plain, "the configuration", time.strftime("run-%Y%m%d-%H%M%S")
 
 
 def _texts(overrides: Overrides, path: str = "") -> Iterator[str]:
@@ -490,7 +489,6 @@ def _run_beside(work: Callable[[], Coroutine[Any, Any, T]], view: View) -> T:
     """What the work gives, which runs in a thread of its own: the caller's may have an event loop.
     A first KeyboardInterrupt cancels the work, which may save before it ends; a second one leaves
     it to itself."""
-    outcome: Future[T] = Future()
     loop = asyncio.SelectorEventLoop()
     task: asyncio.Task[T] | None = None
 
@@ -501,18 +499,13 @@ def _run_beside(work: Callable[[], Coroutine[Any, Any, T]], view: View) -> T:
             async with shared_apart():
                 return await work()
         finally:
-            if hanging():  # which closing the loop would wait for
-                loop.set_default_executor(ThreadPoolExecutor(1))
+            leave_hanging(loop)
 
-    def run() -> None:
-        try:
-            with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                outcome.set_result(runner.run(main()))
-        except BaseException as error:
-            outcome.set_exception(error)
+    def run() -> T:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            return runner.run(main())
 
-    thread = threading.Thread(target=run, name="agentenv", daemon=True)
-    thread.start()
+    outcome = apart(run, "agentenv")
     try:
         return outcome.result()
     except KeyboardInterrupt:
@@ -520,8 +513,5 @@ def _run_beside(work: Callable[[], Coroutine[Any, Any, T]], view: View) -> T:
         view.say(f"interrupted{activity}")
         if task is not None:
             loop.call_soon_threadsafe(task.cancel)
-        thread.join()
+        wait([outcome])
         raise
-    finally:
-        if outcome.done():
-            thread.join()

@@ -47,7 +47,6 @@ FOREVER = "until a signal, or as long as what it looks after lives"
 
 HERE = "a queue or a lock in this process"
 ALLOWED = {
-    "pipelines/api.py _run_beside: thread.join": "by a second Ctrl-C; the first one ends the work",
     "pipelines/run/terminal.py LogFile._write: self._lines.get": HERE,
     "agentenv/actor.py Actor.until_resumed: self._goes_on.wait": PERSON,
     "agentenv/branch.py Branch.held: event.wait": SAME,

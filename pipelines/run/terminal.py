@@ -436,8 +436,7 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
         try:
             return await work
         finally:
-            if hanging():  # which closing the loop would wait for
-                loop.set_default_executor(ThreadPoolExecutor(1))
+            leave_hanging(loop)
 
     raise_file_limit()
     share_heap()
@@ -452,6 +451,12 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
     finally:
         for number, handler in zip(taken, before, strict=True):
             signal.signal(number, handler)
+
+
+def leave_hanging(loop: asyncio.AbstractEventLoop) -> None:
+    """Let the loop close without the threads that hang."""
+    if hanging():
+        loop.set_default_executor(ThreadPoolExecutor(1))
 
 
 MAX_FILES = 65536

@@ -10,7 +10,6 @@ import os
 import resource
 import signal
 import sys
-import threading
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -66,7 +65,6 @@ def state() -> dict[str, Any]:
         "variables": dict(os.environ),
         "files": resource.getrlimit(resource.RLIMIT_NOFILE),
         "environments": env_ids(),
-        "threads": [one for one in threading.enumerate() if one.name == "agentenv"],
     }
 
 
