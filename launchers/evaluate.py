@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve o
 
 import argparse
 import asyncio
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,15 +82,28 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
         return dry_run(config, arguments, view, subject.run, str(subject.model or ""))
     if subject.model is not None:
         require_train("torch", "transformers")
+    view.wait_for("getting ready", "the questions")
     out = arguments.out or default_folder(config, subject)
     with gpus_for_others(config):
         outcome = run_until_done(run_evaluation(config, subject, out, view), view)
     if outcome.num_failed:
         view.say(f"{outcome.num_failed} trajectories failed; the same command asks them again")
+    view.wait_for("scoring", "the report")
     write_report(out, view)
+    view.end()
+    view.suggest(next_commands(out))
     if outcome.problem is not None:
         raise outcome.problem
     return 0
+
+
+def next_commands(out: Path) -> dict[str, str]:
+    """What to type after an evaluation."""
+    path = shlex.quote(str(out))
+    return {
+        f"agentenv view {path}": "every trajectory, in the browser",
+        f"agentenv evaluate compare {path} OTHER": "with another one, in pairs",
+    }
 
 
 def _find_on_hub(arguments: argparse.Namespace, view: View) -> None:

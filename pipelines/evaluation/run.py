@@ -194,7 +194,7 @@ async def run_evaluation(
         actors = {name: await assembly.actor(name, engine) for name in sets}
         stack.callback(share_failures(actors.values(), config).report)
         stored = [row for row in store.rows.values() if row.end != FAILED]
-        view.begin("evaluation", len(missing) + len(stored), len(stored))
+        view.begin("evaluation", len(missing) + len(stored), len(stored), "the report")
         stack.callback(view.end)
         progress = Progress(view.advance, engine, stored)
         stack.callback(progress.close)

@@ -266,7 +266,7 @@ class SupervisedTraining:
             await self.learner.load(self.checkpoint / "trainer")
         elif not self.state.step:
             await self._measure()
-        self.view.begin(self.objective.name, self.num_steps, self.state.step)
+        self.view.begin(self.objective.name, self.num_steps, self.state.step, "the report")
         try:
             while self.state.step < self.num_steps:
                 with self.view.doing(f"step {self.state.step + 1}"):
