@@ -88,7 +88,7 @@ def next_commands(name: str, parent: Path) -> dict[str, str]:
     train = f"agentenv train {name}/train.toml"
     return ({} if is_here else {f"cd {shlex.quote(str(parent))}": "where it lies"}) | {
         f"python -m pytest {name}": "the test of the environment",
-        f"{train} --dry-run": "tries everything, starts nothing",
+        f"{train} --dry-run": "tries everything",
         train: "cold start, then ARPO: minutes",
     }
 

@@ -277,10 +277,12 @@ class View:
 
     def suggest(self, commands: Mapping[str, str]) -> None:
         """The last lines: commands that may come next, each with its use."""
-        width = max(map(len, commands))
+        width, most = max(map(len, commands)), max(map(len, commands.values()))
+        is_wide = width + most + len("    # ") > self.console.width
         self.say("\nnext:")
         for command, use in commands.items():
-            self.say(f"  {command.ljust(width)}  # {use}")
+            text = f"  # {use}\n  {command}" if is_wide else f"  {command.ljust(width)}  # {use}"
+            self.say(text)
 
     def show(self, table: RichTable | Table) -> None:
         """Print a table, and write it to the log file as well."""
