@@ -30,8 +30,8 @@ def commands(text: str) -> list[str]:
 
 def test_a_run_ends_with_the_commands_to_type_next(finished: Path) -> None:
     log = (finished / "run.log").read_text()
-    lines = [line.rpartition(" INFO ")[2] for line in log.partition("next:\n")[2].splitlines()]
-    assert [line.partition("#")[0].split() for line in lines] == [
+    typed = [line.split(" INFO ")[-1].split() for line in log.partition("next:\n")[2].splitlines()]
+    assert [line for line in typed if line[0] == "agentenv"] == [
         ["agentenv", "view", str(finished)],
         ["agentenv", "evaluate", str(finished)],
         ["agentenv", "export", str(finished), "DIR"],

@@ -6,7 +6,6 @@ import csv
 import json
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
