@@ -249,10 +249,12 @@ class View:
             logging.getLogger().addHandler(handler)
         self._logger.setLevel(logging.INFO)
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, brief: str = "") -> None:
+        """Print and log a text; on a terminal that it does not fit into, print the `brief` one."""
         self.said_s = time.monotonic()
         self._logger.info(text)
-        self.console.print(escape(text), soft_wrap=True)
+        is_narrow = self.console.is_terminal and len(text) > self.console.width
+        self.console.print(escape(brief if brief and is_narrow else text), soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Something is wrong, and the command goes on."""

@@ -10,12 +10,17 @@ import subprocess
 import sys
 import time
 import warnings
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from agentenv.launchers import new
+from agentenv.pipelines.rl.report import PHASES, brief_line, final_table
+from agentenv.pipelines.rl.state import BriefFigures, BriefReport, RunState
 from agentenv.pipelines.run import terminal
+from agentenv.pipelines.run.tables import Table, as_rich
 from agentenv.pipelines.run.terminal import View, to_its_end
 
 WIDTH = 80
@@ -140,3 +145,43 @@ def test_in_a_terminal_the_line_moves_and_goes_away() -> None:
     assert text.rstrip().endswith("done")
     (warned,) = [line for line in text.splitlines() if "odd" in line]
     assert "evaluation" not in warned  # it stands above the bar
+
+
+def lines_at(table: Table, width: int = WIDTH) -> list[str]:
+    out = StringIO()
+    Console(file=out, width=width).print(as_rich(table))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def test_a_table_fits_a_narrow_terminal_and_breaks_no_figure() -> None:
+    """Texts are folded in its place."""
+    interval = "+10.123 [-10.123, +10.123]"
+    columns = ["questions", "n", "A", "B", "B - A [95 %]", "p", "test"]
+    row = ["a-set-of-many/questions-with-a-long-name", "1000", "0.123", "0.456", interval, "<0.001"]
+    lines = lines_at(Table(title="t", columns=columns, rows=[[*row, "sign flip"]]))
+    assert all(len(line) <= WIDTH for line in lines)
+    text = "\n".join(lines)
+    assert interval in text
+    assert "…" not in text
+    folded = "".join(line[1:].partition(" ")[0] for line in lines[4:] if line.strip())
+    assert row[0] in folded
+
+
+def test_the_table_of_a_run_in_which_much_failed_fits_too() -> None:
+    figures = BriefFigures(70, 30, 0.5, (0.4, 0.6), 0.5, 1.5, 20.0)
+    kinds = {"comparisons": figures, "sums": figures}
+    reports = {
+        phase: {"heldout": BriefReport("heldout", (0, 1), figures, kinds)} for phase in PHASES
+    }
+    table = final_table(RunState(reports=reports), "heldout", cold_start=True)
+    lines = lines_at(table)
+    assert all(len(line) <= WIDTH for line in lines)
+    (whole,) = [line for line in lines if line.startswith(" all  ")]
+    assert whole.count("[") == whole.count("]") == 3
+    assert lines[lines.index(whole) + 1].count("(30% failed)") == 3
+
+
+def test_the_line_of_a_step_fits_too() -> None:
+    row = {"step": 100, "rollout/trees": 128, "rollout/forks": 1234, "reward/mean": -0.123}
+    row |= {"failed/share": 0.5, "time/sampled_tokens_per_s": 12345.0, "learner/num_trained": 128}
+    assert len(brief_line(row, 400)) <= WIDTH

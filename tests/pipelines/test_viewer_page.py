@@ -87,10 +87,12 @@ class Viewed:
         command = [sys.executable, str(ROOT / "launchers" / "view.py"), str(folder)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        found = re.search(r"http://\S+", line)
-        assert found is not None, line
-        self.address = found[0]
+        shown = ""
+        while (found := re.search(r"http://\S+\n", shown)) is None:
+            line = self.process.stdout.readline()  # on a busy machine also that it is reading
+            assert line, shown
+            shown += line
+        self.address = found[0].strip()
 
     def at(self, page: str) -> str:
         return f"{self.address}#/{page}"
