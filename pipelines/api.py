@@ -411,8 +411,9 @@ def _replace_keys(
         raw["data"] = {**others, "train": path_of(data, "train")}
     if held_out is not None:
         before = raw.get("eval", {})
-        sets = {"heldout": {"path": path_of(held_out, "heldout")}, **before.get("sets", {})}
-        raw["eval"] = {**before, "sets": sets}
+        sets = dict(before.get("sets", {}))
+        own = {**sets.pop("heldout", {}), "path": path_of(held_out, "heldout")}
+        raw["eval"] = {**before, "sets": {"heldout": own, **sets}}  # the first is reported
     return kept
 
 

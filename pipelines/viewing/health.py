@@ -91,8 +91,10 @@ def _signal(recent: Sequence[Row], last: str) -> Iterator[Health]:
         _sum(recent, f"learner/{name}") for name in ("num_trained", "num_equal_groups")
     )
     success = _mean(recent, "reward/success")
+    if not any("learner/num_trained" in row for row in recent):
+        return  # it was not counted
     if not groups:
-        yield Health("unhealthy", f"no tree of {last} had a signal")
+        yield Health("unhealthy", f"in {last}, no tree had a signal")
     elif equal / groups > EQUAL and success < SOLVED:
         why = ": nearly all answers are wrong" if success < HOPELESS else ""
         grade: Grade = "unhealthy" if success < HOPELESS else "doubtful"

@@ -116,6 +116,18 @@ def test_a_running_event_loop_is_no_hindrance(warehouse: Path, tmp_path: Path) -
     assert asyncio.run(cell()).success is None  # the file has no evaluation set
 
 
+def test_rows_take_the_place_of_the_sets_file(warehouse: Path, tmp_path: Path) -> None:
+    """Its other keys, and other sets, stay."""
+    file = str(warehouse.parent / "a.jsonl")
+    sets = {"other": {"path": file, "max_tasks": 1}, "heldout": {"path": file, "num_samples": 2}}
+    raw = short(warehouse, tmp_path, eval={"sets": sets})
+    more = {"run.name": "own", "train.num_steps": 1}
+    result = train(raw, more, held_out=ROWS[:2], is_quiet=True)
+    assert result.success is not None
+    assert result.success.num_trajectories == 2 * 2
+    assert any("eval/other/success" in row for row in result.metrics)
+
+
 def test_the_struct_its_content_and_its_file_are_the_same(warehouse: Path) -> None:
     struct = load_config(TrainConfig, warehouse)
     plain = [api._read(one)[0] for one in (struct, to_plain(struct), read_toml(warehouse))]

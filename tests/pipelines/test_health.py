@@ -65,7 +65,7 @@ def test_a_healthy_run_says_what_came_of_it() -> None:
         ({"parity/logprob_gap_mean": 0.4}, "unhealthy", "differ by 0.4 nats"),
         ({"parity/logprob_gap_mean": 0.05}, "doubtful", "differ by 0.05 nats"),
         ({"learner/num_skipped": 1}, "unhealthy", "10 optimizer steps of the last 10 updates"),
-        ({"learner/num_trained": 0}, "unhealthy", "no tree of the last 10 updates had a signal"),
+        ({"learner/num_trained": 0}, "unhealthy", "in the last 10 updates, no tree had a signal"),
         (
             {"learner/num_equal_groups": 8, "reward/success": 0.0},
             "unhealthy",
