@@ -55,6 +55,7 @@ from agentenv.pipelines.run.checkpoints import find_checkpoint
 from agentenv.pipelines.run.records import EvalRow
 from agentenv.pipelines.run.rundir import INPUTS, LOG_FILE, RunDirectory
 from agentenv.pipelines.run.terminal import View, leave_hanging, raise_file_limit, reason_of
+from agentenv.pipelines.run.watchdog import Watchdog
 from agentenv.pipelines.serving import gpus_for_others
 from agentenv.registry import loaded
 from agentenv.tool_env import ToolEnv
@@ -503,7 +504,8 @@ def _run_beside(work: Callable[[], Coroutine[Any, Any, T]], view: View) -> T:
             leave_hanging(loop)
 
     def run() -> T:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        dog = Watchdog(loop, view.warn_at_once)
+        with dog.look(), asyncio.Runner(loop_factory=lambda: loop) as runner:
             return runner.run(main())
 
     outcome = apart(run, "agentenv")

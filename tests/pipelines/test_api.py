@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -267,6 +268,20 @@ def test_an_interruption_saves_and_the_run_goes_on(warehouse: Path, tmp_path: Pa
     number = int(kept.name.partition("-")[2])
     result = train(warehouse, {**more, "train.num_steps": number + 1}, resume=True, is_quiet=True)
     assert result.summary["num_steps"] == number + 1
+
+
+def test_a_tool_that_holds_up_the_loop_is_named(
+    warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slow(task: Task) -> ToolEnv:
+        if task.id.endswith("2"):
+            time.sleep(1.6)
+        return Warehouse(task)
+
+    path = warehouse.parent / "model"
+    evaluate(path, ASKED, env=slow, data=ROWS[:3], out=tmp_path / "slow", is_quiet=True)
+    told = capsys.readouterr().err
+    assert "holds up every rollout" in told or "waited for a core" in told
 
 
 def test_one_run_at_a_time_in_a_process(warehouse: Path, tmp_path: Path) -> None:
