@@ -54,7 +54,13 @@ from agentenv.pipelines.run.arguments import EXIT_FAILED, LATEST, check_places
 from agentenv.pipelines.run.checkpoints import find_checkpoint
 from agentenv.pipelines.run.records import EvalRow
 from agentenv.pipelines.run.rundir import INPUTS, LOG_FILE, RunDirectory
-from agentenv.pipelines.run.terminal import View, leave_hanging, raise_file_limit, reason_of
+from agentenv.pipelines.run.terminal import (
+    View,
+    leave_hanging,
+    raise_file_limit,
+    reason_of,
+    without_deepspeed,
+)
 from agentenv.pipelines.run.watchdog import Watchdog
 from agentenv.pipelines.serving import gpus_for_others
 from agentenv.registry import loaded
@@ -463,7 +469,7 @@ def _process(view: View, writing: str) -> Iterator[tuple[View, ExitStack]]:
     adds_here, adds_waits = here not in sys.path, waits not in os.environ
     level = logging.getLogger().level
     try:
-        with ExitStack() as stack:
+        with ExitStack() as stack, without_deepspeed():
             check_places()
             raise_file_limit()
             if adds_waits:  # spinning threads starve other processes

@@ -441,20 +441,29 @@ def _code_of(work: Callable[[], int | None], view: View, writing: str, interrupt
 
 @contextmanager
 def others_in_log() -> Iterator[None]:
-    """Inside, warnings of other packages are in the log of a run, and on no terminal: Python's, and
-    DeepSpeed's, which whatever loads transformers imports."""
-    deepspeed = logging.getLogger("DeepSpeed")
+    """Inside, warnings of other packages are in the log of a run, and on no terminal."""
+    logging.captureWarnings(True)
+    try:
+        with without_deepspeed():
+            yield
+    finally:
+        logging.captureWarnings(False)
+
+
+@contextmanager
+def without_deepspeed() -> Iterator[None]:
+    """Inside, DeepSpeed logs errors alone: whatever loads transformers imports it, and it warns on
+    standard output of a machine without a GPU."""
+    logger = logging.getLogger("DeepSpeed")
 
     def is_grave(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR
 
-    deepspeed.addFilter(is_grave)
-    logging.captureWarnings(True)
+    logger.addFilter(is_grave)
     try:
         yield
     finally:
-        logging.captureWarnings(False)
-        deepspeed.removeFilter(is_grave)
+        logger.removeFilter(is_grave)
 
 
 def reason_of(
