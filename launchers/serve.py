@@ -63,6 +63,7 @@ async def serve(config: ServeConfig, run: RunDirectory, view: View, resume: str)
     async with AsyncExitStack() as stack:
         factory = ServerFactory(run.path, stack, view.say)
         urls = await start_servers(config.roles, run.resolve, factory)
+        view.end()
         for name, url in urls.items():
             view.say(f"{name} is at {url}: 'roles.{name}={{url=\"{url}\"}}'")
         await stop.wait()

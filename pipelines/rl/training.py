@@ -396,6 +396,7 @@ class SelfCriticRun(Training):
         """This number of rounds, each saved when a checkpoint is due."""
         async with AsyncExitStack() as stack:
             await self._set_up(stack)
+            self.view.end()
             critic = self._critic()
             assert critic is not None
             stack.enter_context(watched(self._actors, self.view))

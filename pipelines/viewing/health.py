@@ -33,8 +33,8 @@ class Health(Struct, rename={"grade": "is"}):
 
 
 def health_of(rows: Sequence[Row], status: str, num_steps: object = None) -> Health | None:
-    """The health of a run with these metrics; `status` as the folder tells it, `num_steps` the
-    updates that it was to have. None where nothing can be said yet."""
+    """The health of a run with these metrics; `status` is that of the folder, `num_steps` the
+    updates that were planned. None where nothing can be said yet."""
     steps = {row["step"]: row for row in rows if "trees/offered" in row}
     updates = [steps[step] for step in sorted(steps)]
     if not updates:
