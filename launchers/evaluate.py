@@ -163,6 +163,7 @@ def _report(argv: Sequence[str]) -> int:
 
     def work() -> None:
         write_report(folder, view, ks=ks, compat=compat)
+        view.suggest(next_commands(folder))
 
     return to_its_end(work, view, writing="writing the report")
 
@@ -181,6 +182,8 @@ def _compare(argv: Sequence[str]) -> int:
         from agentenv.pipelines.evaluation.compare import compare
 
         asyncio.run(compare(given.first, given.second, given.out, view))
+        both = shlex.join([str(given.first), str(given.second)])
+        view.suggest({f"agentenv view {both}": "question by question, in the browser"})
 
     return to_its_end(work, view, writing="writing the comparison")
 
@@ -201,6 +204,7 @@ def _regrade(argv: Sequence[str]) -> int:
         from agentenv.pipelines.evaluation.regrade import regrade
 
         asyncio.run(regrade(given.folder, given.overrides, view))
+        view.suggest(next_commands(given.folder))
 
     return to_its_end(work, view, writing="writing the grades")
 
