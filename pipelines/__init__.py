@@ -3,7 +3,10 @@
 from agentenv.pipelines import evaluate, train      of a script or a notebook, see api.py
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentenv.pipelines.api import evaluate, train
 
 __all__ = ["evaluate", "train"]
 
