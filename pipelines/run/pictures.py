@@ -106,6 +106,8 @@ def _plot(profile: EntropyProfile, target: Path, name: str) -> None:
         ylim=(0, None),
     )
     right.set(title="turns that were that long", xlabel="token of the turn", ylim=(0, None))
+    for axes in (left, right):
+        axes.locator_params(axis="x", integer=True)
     write_whole(target, png(figure))
 
 

@@ -57,6 +57,7 @@ def plot_losses(run: Path, name: str, keys: tuple[str, ...]) -> None:
         if held_out.size:
             axes.plot(*held_out, "o-", color="C1", markersize=4, label="held out")
         axes.set(title=key, xlabel="step")
+        axes.locator_params(axis="x", integer=True)
     write_whole(run / "loss.png", png(figure))
 
 
