@@ -13,6 +13,8 @@ from agentenv.errors import DISTRIBUTION
 COMMANDS = {
     "new": "make a folder with an environment of your own, which trains as it is",
     "train": "train a policy with asynchronous agentic reinforcement learning",
+    "sweep": "train several arms on several seeds",
+    "compare": "compare the arms of a sweep, or runs, by their learning curves",
     "evaluate": "evaluate a run, a checkpoint, a model directory, or an endpoint by its URL",
     "view": "show a run or an evaluation in the browser",
     "ctl": "ask a run in progress for its state, pause it, save a checkpoint",

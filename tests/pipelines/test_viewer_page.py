@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from PIL import Image, ImageSequence
 
 from agentenv.pipelines.viewing.folder import Folder
 from agentenv.pipelines.viewing.page import encode
@@ -434,3 +435,19 @@ def test_trees_whose_forks_changed_the_outcome_are_found(shown: Viewed, open_pag
         assert fates == {"trained", "failed"}  # filtered ones have equal returns
         assert 0 < int(text_of(page, ".grid-foot").split()[0]) < num_trees
         assert num_trees % num_steps == 0
+
+
+def test_a_tree_grows_in_a_picture(shown: Viewed, tmp_path: Path) -> None:
+    """A frame for each node, each with more ink than the last."""
+    tree = Folder(shown.run.folder).answer("steps/3/trees/6")
+    out = tmp_path / "tree.gif"
+    command = [sys.executable, str(ROOT / "viewer" / "animate.py"), str(shown.run.folder)]
+    subprocess.run(
+        [*command, "--step", "3", "--tree", "6", "--out", str(out)], check=True, cwd=ROOT
+    )
+    inks = list[int]()
+    with Image.open(out) as picture:
+        assert picture.n_frames == len(tree["nodes"])
+        for frame in ImageSequence.Iterator(picture):
+            inks.append(sum(frame.convert("L").histogram()[:250]))
+    assert inks == sorted(set(inks))
