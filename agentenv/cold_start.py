@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 Make = Callable[[Task], Env]
-Turn = Callable[[Task, Sequence[str]], str]
+Turn = Callable[[Task, Sequence[str]], str | Message]
 
 MAX_TURNS = 100
 MAX_FAILURES = 4  # of an episode, which is then played again
@@ -67,8 +67,9 @@ def demonstrate(
     """A row for each task, or row of a dataset: its messages, prompt included, "kind", "stage",
     and what it earned as "reward" and "success".
 
-    `turn` writes the next turn of the policy in the tag protocol, from the task and the texts of
-    all results so far; a turn without a call ends the episode. Where an event loop runs, as in a
+    `turn` writes the next turn of the policy, from the task and the texts of all results so far: a
+    text in the tag protocol, or a Message with `tool_calls`, whose rows suit any renderer (they
+    have "tools" too). A turn without a call ends the episode. Where an event loop runs, as in a
     notebook, the episodes are played in a thread. An episode that fails is played again, as in a
     run. Raises DataError for one that does not end, CrashError for what a rollout refuses too, and
     what the environment raises for a bug and for an outage that lasts.
@@ -119,9 +120,12 @@ async def _demonstration(
         messages, info = check_reset(await env.reset(seed=seed))
         shown, results = list(messages), list[str]()
         for _ in range(MAX_TURNS):
-            text = turn(task, results)
-            action = Message("assistant", text, tag_calls(text, info.get("tools", ())))
-            shown.append(Message("assistant", text))
+            action = turn(task, results)
+            if isinstance(action, str):
+                shown.append(Message("assistant", action))
+                action = Message("assistant", action, tag_calls(action, info.get("tools", ())))
+            else:
+                shown.append(action)
             outcome = check_step(await env.step(action))
             found, reward, terminated, truncated, step_info = outcome
             shown += found
@@ -136,13 +140,25 @@ async def _demonstration(
             )
     finally:
         await env.close()
-    return {
+    row = {
         "stage": stage,
         "kind": task.kind,
         "reward": reward,
         "success": bool(step_info.get("success", reward > 0)),
-        "messages": [{"role": one.role, "content": one.content} for one in shown],
+        "messages": [_message(one) for one in shown],
     }
+    calls = any(one.tool_calls for one in shown)
+    return {**row, "tools": list(info.get("tools", ()))} if calls else row
+
+
+def _message(message: Message) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {"function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return found
 
 
 def texts_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:

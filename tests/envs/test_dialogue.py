@@ -29,13 +29,13 @@ from agentenv.metrics import entropy_profile
 from agentenv.native import NativeRenderer
 from agentenv.pipelines.run.records import EvalRow, trajectory_rows, written
 from agentenv.pipelines.run.transcript import turns_of
-from agentenv.pipelines.supervised.dialogues import Conversation
+from agentenv.pipelines.supervised.dialogues import Conversation, RowFormat, read_messages
 from agentenv.pipelines.supervised.encoding import ChatEncoder
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.renderer import PromptConfig, TagRenderer
 from agentenv.testing import check_tool_env
 from agentenv.tree import TrajectoryTree
-from agentenv.types import Limits, SamplingParams
+from agentenv.types import Limits, SamplingParams, ToolCall
 from tests.support.chat_models import QWEN25, make_tokenizer
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 from tests.support.virtual_clock import run_virtual
@@ -186,6 +186,30 @@ def test_demonstrations_and_the_cold_start_have_the_tokens_of_the_rollout() -> N
     messages = tuple(Message(one["role"], one["content"]) for one in row["messages"])
     tools = [{"name": "price", "parameters": {"properties": {"item": {}}}}]
     example = ChatEncoder(tags()).encode(Conversation(messages, tools))
+    assert example.token_ids.tolist() == trajectory.token_ids
+    assert example.mask.tolist() == trajectory.loss_mask
+
+
+def test_the_native_cold_start_has_the_tokens_of_the_rollout() -> None:
+    """Asked, answered by the user, a call, its result, the answer: as messages with calls."""
+    renderer = NativeRenderer(make_tokenizer(QWEN25))
+    turns = (
+        Message("assistant", "Which colour?"),
+        Message("assistant", "I look.", (ToolCall("price", {"item": "red"}),)),
+        Message("assistant", ANSWER),
+    )
+
+    def script(prompt: str, rng: Random) -> str:
+        written = prompt.count("<|im_start|>assistant") - 1
+        turn = turns[written]
+        return renderer.calling(turn.content, turn.tool_calls) if turn.tool_calls else turn.content
+
+    (trajectory,) = grown(make_actor(script, renderer=renderer)).trajectories()
+    (row,) = demonstrate(DeskEnv, [TASK], lambda task, results: turns[len(results)])
+    assert row["success"]
+    form = RowFormat()
+    messages = tuple(read_messages(row, "messages", form))
+    example = ChatEncoder(renderer).encode(Conversation(messages, row["tools"]))
     assert example.token_ids.tolist() == trajectory.token_ids
     assert example.mask.tolist() == trajectory.loss_mask
 
