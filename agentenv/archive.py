@@ -77,6 +77,7 @@ class Entry(Struct, frozen=True):
     policy_version: int  # of the engine when the tree began
     oldest_version: int  # that chose a token
     place: int = -1  # of the tree's frame in the file
+    num_changed: int = -1  # forks that ended otherwise than the branch they left; -1: not counted
 
     @classmethod
     def of(cls, kept: KeptTree) -> Entry:
@@ -98,7 +99,19 @@ class Entry(Struct, frozen=True):
             num_action_tokens=tree.num_action_tokens,
             policy_version=tree.policy_version,
             oldest_version=tree.oldest_version(),
+            num_changed=changed_forks(tree),
         )
+
+
+def changed_forks(tree: TrajectoryTree) -> int:
+    """The forks that ended with another success than the branch that they left, or, where the env
+    reports none, with another return; of two that did not fail."""
+    ends = {
+        path.leaf.branch: path.success if "success" in path.leaf.info else path.reward
+        for path in tree.trajectories()
+    }
+    left = {branch: branch.rpartition(".")[0] for branch in ends}
+    return sum(parent in ends and ends[branch] != ends[parent] for branch, parent in left.items())
 
 
 class Credit(Struct, array_like=True):

@@ -20,6 +20,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ from agentenv.errors import (
     OutageError,
     require_train,
 )
+from agentenv.offload import apart
 from agentenv.rows import RowReader, RowsConfig
 from agentenv.tags import TAGS, tag_calls
 from agentenv.types import Message, Task
@@ -67,8 +69,8 @@ def demonstrate(
 
     `turn` writes the next turn of the policy, from the task and the texts of all results so far: a
     text in the tag protocol, or a Message with `tool_calls`, whose rows suit any renderer (they
-    have "tools" too). A turn without a call ends the episode. Not to be called where an event
-    loop runs; `run.setup` is called in a thread. An episode that fails is played again, as in a
+    have "tools" too). A turn without a call ends the episode. Where an event loop runs, as in a
+    notebook, the episodes are played in a thread. An episode that fails is played again, as in a
     run. Raises DataError for one that does not end, CrashError for what a rollout refuses too, and
     what the environment raises for a bug and for an outage that lasts.
     """
@@ -77,7 +79,12 @@ def demonstrate(
         one if isinstance(one, Task) else reader.task(RawRow(Path("row"), number, plain(one)))
         for number, one in enumerate(tasks, 1)
     ]
-    return asyncio.run(_demonstrate(make, read, turn, stage, seed))
+    played = partial(_demonstrate, make, read, turn, stage, seed)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:  # none runs
+        return asyncio.run(played())
+    return apart(lambda: asyncio.run(played()), "demonstrate").result()
 
 
 async def _demonstrate(

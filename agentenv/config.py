@@ -65,14 +65,28 @@ def load_config(
     `say` is given what `override_kinds` leaves out. `explain` is given refused values and the path,
     and may raise a better error.
     """
-    raw = read_toml(path)
+    return resolve_config(
+        config_type, read_toml(path), str(path), overrides, say=say, explain=explain
+    )
+
+
+def resolve_config(
+    config_type: type[T],
+    raw: Tree,
+    source: str,
+    overrides: Sequence[str] = (),
+    *,
+    say: Say | None = None,
+    explain: Callable[[Tree, str], None] | None = None,
+) -> T:
+    """`load_config` of plain values, which are changed; errors name `source`."""
     override_kinds(config_type, raw, overrides, say)
-    with blaming(str(path), overrides):
+    with blaming(source, overrides):
         try:
-            return build_config(config_type, raw, str(path))
+            return build_config(config_type, raw, source)
         except ConfigError:
             if explain is not None:
-                explain(raw, str(path))
+                explain(raw, source)
             raise
 
 

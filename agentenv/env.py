@@ -19,8 +19,16 @@ import copy
 import difflib
 import inspect
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager
 from importlib import metadata
 from math import isfinite
 from numbers import Real
@@ -112,17 +120,18 @@ class EnvWrapper:
 
 
 class EnvSpec(NamedTuple):
-    """A registered id: where its class is, and the keyword arguments it is made with.
-
-    `source` names what registered it, for error messages.
+    """A registered id: where its class is, or the class or function itself, and the keyword
+    arguments it is made with. `source` names what registered it, for error messages.
     """
 
-    entry_point: str
+    entry_point: str | Callable[..., Env]
     kwargs: dict[str, Any]
     source: str = "agentenv.register"
 
     def load(self) -> Any:
         """The class; a ConfigError says what cannot be imported, and who registered it."""
+        if not isinstance(self.entry_point, str):
+            return self.entry_point
         try:
             return loaded(self.entry_point)
         except ConfigError as error:
@@ -148,6 +157,19 @@ def register(env_id: str, entry_point: str, **kwargs: Any) -> None:
     _registry[env_id] = EnvSpec(entry_point, kwargs)
     for listener in _listeners:
         listener(env_id)
+
+
+@contextmanager
+def registered(env_id: str, maker: Callable[..., Env]) -> Iterator[None]:
+    """Inside, `env_id` is made by this class or function, which need not be importable: it is known
+    to this process alone."""
+    before = _registry.get(env_id)
+    _registry[env_id] = EnvSpec(maker, {}, "the caller")
+    try:
+        yield
+    finally:
+        _registry.pop(env_id)
+        _registry.update({} if before is None else {env_id: before})
 
 
 def on_register(listener: Callable[[str], None]) -> None:

@@ -4,6 +4,7 @@
     await OwnThread("journal")(write, frames)   the same, in a thread that nothing else can hold up
     await start_process(*command, ...)      a program
     start_thread(serve, name="..")          a thread that lives on its own
+    apart(run, name="..").result()          a function with an event loop of its own
     check_outside("the sandbox")            before threads and processes that it cannot start
     await look_again(0.02)                  between two looks of a part that only watches
     await kill(process)                     ends a program
@@ -20,7 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
@@ -161,6 +162,20 @@ async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Pro
 def start_thread(function: Callable[..., None], name: str) -> threading.Thread:
     """See Machine."""
     return _current.start_thread(function, name)
+
+
+def apart(function: Callable[[], T], name: str) -> Future[T]:
+    """The outcome of a function in a thread of its own, such as one that runs an event loop."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    start_thread(run, name)
+    return outcome
 
 
 def check_outside(what: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=msgspec.Struct)
 Work = Callable[[Any, "RunDirectory", "View", str], Coroutine[Any, Any, None]]
+Suggest = Callable[[argparse.Namespace, Path], Mapping[str, str]]
 
 
 def make_parser(
@@ -129,18 +130,34 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     return arguments
 
 
-def run_command(arguments: argparse.Namespace, config_type: type[T], work: Work) -> int:
+def run_command(
+    arguments: argparse.Namespace,
+    config_type: type[T],
+    work: Work,
+    then: str = "",
+    suggest: Suggest | None = None,
+) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
-    dry run), 130 interrupted."""
+    dry run), 130 interrupted. `then` is said to come after the start, and what `suggest` gives of
+    the arguments and the run's folder after a run that ended well."""
     from agentenv.pipelines.run.terminal import View, to_its_end  # --help answers sooner
 
     view = View()
     return to_its_end(
-        lambda: _run(arguments, config_type, work, view), view, writing="writing the run"
+        lambda: _run(arguments, config_type, work, view, then, suggest),
+        view,
+        writing="writing the run",
     )
 
 
-def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: View) -> int:
+def _run(
+    arguments: argparse.Namespace,
+    config_type: type[T],
+    work: Work,
+    view: View,
+    then: str,
+    suggest: Suggest | None,
+) -> int:
     """Read the configuration, then do the work or say what it would need; the exit code."""
     from agentenv.pipelines.run.monitors import MonitorConfig
     from agentenv.pipelines.run.rundir import LOG_FILE, RunDirectory
@@ -172,12 +189,16 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
     for line in left_out:
         view.say(line)
     code = EXIT_FAILED
+    view.wait_for(f"getting {folder} ready", then)
     try:
         looked_at = _looked_at(run.path, view) if arguments.view else nullcontext()
         with looked_at, gpus_for_others(config):
             run_until_done(work(config, run, view, arguments.resume), view)
         code = 0
+        if suggest is not None:
+            view.suggest(suggest(arguments, folder))
     except KeyboardInterrupt:
+        view.end()
         goes_on = "the command with --resume goes on from the last checkpoint"
         view.say(f"interrupted; {goes_on if run.has_begun else 'the run had not begun'}")
         code = EXIT_INTERRUPTED

@@ -20,6 +20,7 @@ from typing import Any
 
 from agentenv.errors import ConfigError
 from agentenv.launchers.command import Work, make_parser, parse, run_command
+from agentenv.launchers.sft import next_commands
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.learner import Learner, Metrics
 from agentenv.pipelines.config.rl import TrainConfig
@@ -46,8 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parse(parser, argv)
     if arguments.self_critic is None:
-        return run_command(arguments, DPORunConfig, partial(train_supervised, Preference.of))
-    return run_command(arguments, SelfCriticRunConfig, self_critic(arguments.self_critic))
+        work = partial(train_supervised, Preference.of)
+        return run_command(arguments, DPORunConfig, work, "the first step", next_commands)
+    rounds = self_critic(arguments.self_critic)
+    return run_command(arguments, SelfCriticRunConfig, rounds, "the first round", next_commands)
 
 
 def _rounds(text: str) -> int:

@@ -10,6 +10,7 @@ instead: the trees of a run or the rows of an evaluation, for other viewers.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,13 +34,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint = find_checkpoint(arguments.checkpoint, best=arguments.best)
         from agentenv.learners.export import export  # slow to load: mistakes are reported before
 
+        view.wait_for(f"reading {checkpoint}", "writing")
         export(
             checkpoint,
             arguments.out,
             dtype=arguments.dtype,
             max_shard_bytes=int(arguments.max_shard_gb * (1 << 30)),
         )
+        view.end()
         view.say(f"{checkpoint} written to {arguments.out} as {arguments.dtype}")
+        path = shlex.quote(str(arguments.out))
+        view.suggest(
+            {
+                f"vllm serve {path}": "an endpoint of it",
+                f"agentenv evaluate {path} --env ID data=FILE": "asks it questions",
+            }
+        )
 
     return to_its_end(work, view, writing=str(arguments.out))
 
@@ -86,7 +96,12 @@ def _transcripts(argv: Sequence[str]) -> int:
     def work() -> None:
         from agentenv.pipelines.viewing.transcripts import export  # slow to load
 
+        view.wait_for(f"reading {arguments.source}", "writing")
         export(arguments, view)
+        view.end()
+        if arguments.format == "inspect":
+            path = shlex.quote(str(arguments.out))
+            view.suggest({f"inspect view --log-dir {path}": "in the viewer of Inspect"})
 
     return to_its_end(work, view, writing=str(arguments.out))
 

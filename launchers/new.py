@@ -11,7 +11,7 @@ import keyword
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -44,9 +44,7 @@ def _make(name: str, parent: Path, view: View) -> int:
     check_name(name)
     folder = make_folder(name, parent)
     view.say(f"made {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-    view.say("\nnext:")
-    for line in next_commands(name, parent):
-        view.say(f"  {line}")
+    view.suggest(next_commands(name, parent))
     return 0
 
 
@@ -84,18 +82,15 @@ def make_folder(name: str, parent: Path) -> Path:
     return folder
 
 
-def next_commands(name: str, parent: Path) -> Iterator[str]:
+def next_commands(name: str, parent: Path) -> dict[str, str]:
     """What to type after it, from the folder that the environment lies in."""
-    if parent.resolve() != Path.cwd():
-        yield f"cd {shlex.quote(str(parent))}"
+    is_here = parent.resolve() == Path.cwd()
     train = f"agentenv train {name}/train.toml"
-    commands = {
+    return ({} if is_here else {f"cd {shlex.quote(str(parent))}": "where it lies"}) | {
         f"python -m pytest {name}": "the test of the environment",
-        f"{train} --dry-run": "tries everything, starts nothing",
+        f"{train} --dry-run": "tries everything",
         train: "cold start, then ARPO: minutes",
     }
-    width = max(map(len, commands))
-    yield from (f"{command.ljust(width)}  # {what}" for command, what in commands.items())
 
 
 def _templates() -> list[Traversable]:

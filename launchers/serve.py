@@ -63,6 +63,7 @@ async def serve(config: ServeConfig, run: RunDirectory, view: View, resume: str)
     async with AsyncExitStack() as stack:
         factory = ServerFactory(run.path, stack, view.say)
         urls = await start_servers(config.roles, run.resolve, factory)
+        view.end()
         for name, url in urls.items():
             view.say(f"{name} is at {url}: 'roles.{name}={{url=\"{url}\"}}'")
         await stop.wait()
@@ -114,6 +115,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
         return build_config(PolicyConfig, raw, source)
 
     config = configured(arguments, subject._replace(raw=known), PolicyConfig, build, view.say)
+    view.wait_for("starting the engine", "the address")
     with gpus_for_others(config):
         run_until_done(_until_stopped(config, subject, view), view)
     return 0
@@ -121,7 +123,12 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
 
 async def _until_stopped(config: PolicyConfig, subject: Subject, view: View) -> None:
     stop = _stopped()
-    await serve_policy(config, subject, view.say, stop)
+
+    def say(text: str) -> None:
+        view.end()
+        view.say(text)
+
+    await serve_policy(config, subject, say, stop)
     view.say("stopping")
 
 
@@ -155,6 +162,8 @@ async def serve_policy(
         say(f"{name} is at {url}")
         say(f"OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={shown}")
         say(f"ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={shown}")
+        say("Ctrl-C ends it; in another terminal, with the variables above:")
+        say(f'  curl {url}/v1/models -H "Authorization: Bearer $OPENAI_API_KEY"')
         await stop.wait()
 
 

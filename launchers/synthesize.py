@@ -13,6 +13,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
 
 import argparse
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -84,9 +85,18 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
 
         return dry_run(plan.evaluation, arguments, view, subject.run, str(subject.model or ""))
     out = arguments.out or Path(FOLDER) / f"{subject.name}-{'-'.join(plan.sets)}".replace("/", "-")
+    view.wait_for("getting ready", "the questions")
     num_failed = run_until_done(synthesize(plan, subject, out, view), view)
     if num_failed:
         view.say(f"{num_failed} trajectories failed; the same command asks them again")
+    view.end()
+    path = shlex.quote(str(out))
+    view.suggest(
+        {
+            f"agentenv sft CONFIG data.train={path}/sft.jsonl": "imitates the dialogues",
+            f"agentenv train CONFIG data.train={path}/rl.jsonl": "trains on the hard questions",
+        }
+    )
     return 0
 
 

@@ -7,7 +7,9 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
 
+import argparse
 import logging
+import shlex
 import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -31,7 +33,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         example="configs/quickstart.toml",
         views=True,
     )
-    return run_command(parse(parser, argv), TrainConfig, reinforce)
+    arguments = parse(parser, argv)
+    then = "" if arguments.resume else "an evaluation, then training"
+    return run_command(arguments, TrainConfig, reinforce, then, next_commands)
+
+
+def next_commands(arguments: argparse.Namespace, run: Path) -> dict[str, str]:
+    """What to type after a run."""
+    return {
+        f"agentenv view {shlex.quote(str(run))}": "curves, trajectories, forks, in the browser",
+        f"agentenv evaluate {shlex.quote(str(run))}": "the last checkpoint, in more detail",
+        f"agentenv export {shlex.quote(str(run))} DIR": "for transformers and vLLM",
+    }
 
 
 def reinforce(

@@ -49,20 +49,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     view = View()
 
+    def say(text: str) -> None:
+        view.end()
+        view.say(text)
+
     def work() -> int:
         from agentenv.pipelines.run.terminal import run_until_done
         from agentenv.pipelines.viewing.folder import Folder
         from agentenv.pipelines.viewing.page import serve
 
+        view.wait_for(f"reading {arguments.run}", "the address")
         folder = Folder(arguments.run, arguments.others, is_awaited=arguments.awaited)
         if arguments.export is not None:
             from agentenv.pipelines.viewing.page import export
 
             for line in export(folder, arguments.export, arguments.max_mb):
-                view.say(line)
+                say(line)
             return 0
         try:
-            serving = serve(folder, arguments.port, view.say, opens=arguments.open)
+            serving = serve(folder, arguments.port, say, opens=arguments.open)
             run_until_done(serving, view)
         except KeyboardInterrupt:
             return 0  # that is how it ends

@@ -169,3 +169,9 @@ def test_without_the_extra_it_says_so(tmp_path: Path) -> None:
     assert "needs tokenizers, missing here" in done.stdout, done.stderr
     assert "pip install" in done.stdout
     assert "[train]" in done.stdout
+
+
+async def test_demonstrations_are_played_beside_an_event_loop_too() -> None:
+    """As in a notebook."""
+    (row,) = demonstrate(BagEnv, [ROW], solve)
+    assert row["success"]

@@ -36,6 +36,7 @@ OURS = {
     "agentenv/errors.py": "a file of pip",
     "agentenv/archive.py": "a run directory",
     "agentenv/config.py": "configuration",
+    "pipelines/api.py": "a run directory",
     "agentenv/cluster/envs.py": "a process of ours",
     "agentenv/cluster/messages.py": "a process of ours",
     "agentenv/engines/remote/base.py": "a client of ours in another process",

@@ -7,7 +7,7 @@ import importlib.metadata
 import resource
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -43,9 +43,11 @@ async def examine(
     is_offline: bool,
     is_quick: bool,
     say: Say,
+    on_begin: Callable[[str], None] = lambda name: None,
 ) -> AsyncIterator[CheckResult]:
-    """The result of every check, one after the other. The set-up of a run is run in a folder that
-    is removed afterwards. Raises ConfigError for overrides without a configuration."""
+    """The result of every check, one after the other; `on_begin` is called with the name of each.
+    The set-up of a run is run in a folder that is removed afterwards. Raises ConfigError for
+    overrides without a configuration."""
     if path is None and overrides:
         raise ConfigError(f"{overrides[0]!r}: keys belong to --config CONFIG")
     runner, config = Runner(CHECK_S), None
@@ -58,6 +60,7 @@ async def examine(
     folder = Path((RunConfig() if config is None else config.run).dir)
     for check in [one for one in CHECKS if one.stage == "machine"]:
         if not (check.slow and is_quick):
+            on_begin(check.name)
             async for one in runner.run([check], folder):
                 yield one
     if path is not None:
@@ -74,6 +77,7 @@ async def examine(
                     why = "--quick starts neither learner nor engine"
                     yield CheckResult(check.name, "skipped", why)
                 else:
+                    on_begin(check.name)
                     async for one in runner.run([check], assembly):
                         yield one
 

@@ -283,6 +283,7 @@ def dry_run(
     fits = "it fits" if plan.is_whole else NOT_ALL
     view.say(f"dry run: nothing was started; by this estimate {fits}")
     if not plan.missing:
+        view.say("next: the same command without --dry-run")
         return 0
     view.say(
         f"what is missing is listed above (exit code {EXIT_MISSING}); docs/data.md says what files "

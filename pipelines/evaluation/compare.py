@@ -278,7 +278,7 @@ def tables_of(pairing: Pairing, max_listed: int) -> tuple[list[Table], int]:
 
 
 def _row(name: str, one: Difference) -> list[str]:
-    p = "< 0.001" if one.p < 0.001 else f"{one.p:.3f}"
+    p = "<0.001" if one.p < 0.001 else f"{one.p:.3f}"
     interval = f"{one.difference:+.3f}"
     if one.low is not None:
         interval += f" [{one.low:+.3f}, {one.high:+.3f}]"

@@ -32,19 +32,22 @@ SUMMARY_FILE, MARKDOWN_FILE = "summary.json", "report.md"
 def write_report(
     folder: Path, view: View, *, ks: Sequence[int] = (), compat: Compat = ""
 ) -> Summary:
+    """See `report_of`. Not to be called in an event loop."""
+    return asyncio.run(report_of(folder, view, ks=ks, compat=compat))
+
+
+async def report_of(
+    folder: Path, view: View, *, ks: Sequence[int] = (), compat: Compat = ""
+) -> Summary:
     """Compute the figures of the rows in `folder`, show the tables and write the files. `ks` are
-    those of pass@k and maj@k. Raises DataError without rows. Not to be called in an event loop."""
-
-    async def report() -> Summary:
-        try:
-            scorer = make_scorer(view.say, compat)
-            async with stored_rows(folder, scorer) as rows:
-                found = await figures(folder, rows, scorer, ks)
-            return await show_report(folder, found, view)
-        finally:
-            await close_shared()
-
-    return asyncio.run(report())
+    those of pass@k and maj@k. Raises DataError without rows."""
+    try:
+        scorer = make_scorer(view.say, compat)
+        async with stored_rows(folder, scorer) as rows:
+            found = await figures(folder, rows, scorer, ks)
+        return await show_report(folder, found, view)
+    finally:
+        await close_shared()
 
 
 async def figures(

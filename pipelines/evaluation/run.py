@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from agentenv.actor import Actor, Answer, Question, ask
 from agentenv.config import to_plain
@@ -15,12 +19,12 @@ from agentenv.engines.chat import ChatEngine, ChatRenderer
 from agentenv.engines.openai import TokensEngine
 from agentenv.env import shared_stats
 from agentenv.envs.grading.verdict import final_answer
-from agentenv.errors import EngineError, EnvError, TooManyFailuresError
+from agentenv.errors import ConfigError, EngineError, EnvError, TooManyFailuresError
 from agentenv.failures import FailureLog, Redactor
 from agentenv.metrics import Throughput
 from agentenv.offload import in_thread, look_again
 from agentenv.pipelines.config.evaluation import EvaluateConfig
-from agentenv.pipelines.evaluation.store import Saved, Store
+from agentenv.pipelines.evaluation.store import Saved, Store, identity
 from agentenv.pipelines.evaluation.subject import EvaluationAssembly, Subject, weights_digest
 from agentenv.pipelines.run.records import FAILED, EvalRow, Wanted, observed
 from agentenv.pipelines.run.rundir import LOG_FILE
@@ -190,7 +194,7 @@ async def run_evaluation(
         actors = {name: await assembly.actor(name, engine) for name in sets}
         stack.callback(share_failures(actors.values(), config).report)
         stored = [row for row in store.rows.values() if row.end != FAILED]
-        view.begin("evaluation", len(missing) + len(stored), len(stored))
+        view.begin("evaluation", len(missing) + len(stored), len(stored), "the report")
         stack.callback(view.end)
         progress = Progress(view.advance, engine, stored)
         stack.callback(progress.close)
@@ -210,6 +214,34 @@ async def run_evaluation(
         except TooManyFailuresError as error:
             return Outcome(progress.num_failed, error)
         return Outcome(progress.num_failed)
+
+
+FOLDER = "evals"
+
+
+def chosen_sets(config: EvaluateConfig, names: Sequence[str], num_tasks: int) -> EvaluateConfig:
+    """The configuration with these sets alone, by default all, and the first `num_tasks` questions
+    of each; 0: all. Raises ConfigError."""
+    for name in names:
+        if name not in config.sets:
+            raise ConfigError(f"--set {name}: there are the sets {sorted(config.sets)}")
+    sets = {name: config.sets[name] for name in names or config.sets}
+    if num_tasks < 0:
+        raise ConfigError(f"--n {num_tasks}: expected a number of questions, or 0 for all")
+    if num_tasks:
+        sets = {name: replace(one, max_tasks=num_tasks) for name, one in sets.items()}
+    return replace(config, sets=sets)
+
+
+def default_folder(config: EvaluateConfig, subject: Subject) -> Path:
+    """A directory of its own for each thing asked: the same command finds it again."""
+    asked = {"url": subject.name}
+    if subject.model is not None:
+        asked = {"weights": weights_digest(subject.model)}
+    saved = Saved(subject=asked, run="", config=to_plain(config))
+    digest = hashlib.sha256(msgspec.json.encode(identity(saved), order="sorted")).hexdigest()
+    name = f"{subject.name.replace('/', '-')}-{'-'.join(config.sets)}"[:80]
+    return Path(FOLDER) / f"{name}-{digest[:6]}"
 
 
 def share_failures(actors: Iterable[Actor], config: EvaluateConfig) -> FailureLog:

@@ -389,22 +389,38 @@ def configured(
 ) -> C:
     """What `build` makes of the keys and of their name in messages: the keys of the subject, over
     them those of the file, over both the command line. Raises ConfigError."""
-    raw, source = of_env(subject.raw, arguments.env, say), str(arguments.subject)
-    if arguments.config is not None:
-        source = str(arguments.config)
-        given = read_toml(arguments.config)
+    given = None if arguments.config is None else read_toml(arguments.config)
+    source = str(arguments.subject if given is None else arguments.config)
+    return resolve(
+        subject, source, given, arguments.overrides, arguments.env, config_type, build, say
+    )
+
+
+def resolve(
+    subject: Subject,
+    source: str,
+    given: Tree | None,
+    overrides: Sequence[str],
+    env_id: str,
+    config_type: type[msgspec.Struct],
+    build: Callable[[Tree, str], C],
+    say: Say,
+) -> C:
+    """`configured` of the keys `given`, which messages call `source`."""
+    raw = of_env(subject.raw, env_id, say)
+    if given is not None:
         asks = given.get("sets") or given.get("data")
         before = {k: v for k, v in raw.items() if k != "sets" or not asks}
         raw = merged(before, given)
         leave_out_old_kinds(config_type, raw, before, set(keys_in(given)), say)
         if subject.model is None:
             raw["engine"] = merged(_of_endpoint(raw), subject.raw["engine"])
-    if any(text.startswith("data=") for text in arguments.overrides):
+    if any(text.startswith("data=") for text in overrides):
         raw = {key: value for key, value in raw.items() if key != "sets"}
-    if arguments.env:
-        raw = merged(raw, {"env": {"id": arguments.env}})
-    override_kinds(config_type, raw, arguments.overrides, say)
-    with blaming(source, arguments.overrides):
+    if env_id:
+        raw = merged(raw, {"env": {"id": env_id}})
+    override_kinds(config_type, raw, overrides, say)
+    with blaming(source, overrides):
         try:
             return build(raw, source)
         except ConfigError:

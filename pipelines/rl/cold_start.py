@@ -125,7 +125,8 @@ class ColdStart:
 
     async def _run_all(self) -> None:
         config, learner = self.config, self.parts.learner
-        self.view.begin("cold start", sum(stage.num_steps for stage in config.stages))
+        num_steps = sum(stage.num_steps for stage in config.stages)
+        self.view.begin("cold start", num_steps, then="an evaluation, then RL")
         self._time = asyncio.get_running_loop().time
         self._said_s = self._time()
         samplers = {

@@ -353,12 +353,18 @@ class Evaluations:
         samples = range(own.num_samples)
         wanted = [Wanted(name, task, sample) for task in self._tasks[name] for sample in samples]
         missing, many = store.missing(wanted), self._config.eval.concurrency
-        pulse = Pulse(self._view, f"evaluation of {name}", len(missing))
-        progress = Progress(pulse.look, actor.engine)
+        view, title = self._view, f"evaluation of {name}"
+        shows = view.is_idle  # else beside the training, whose bar it is
+        if shows:
+            view.begin(title, len(missing))
+        look = view.advance if shows else Pulse(view, title, len(missing)).look
+        progress = Progress(look, actor.engine)
         try:
             await ask_into(store, missing, {name: asking}, make_row, progress.add, concurrency=many)
         finally:
             progress.close()
+            if shows:
+                view.end()
         return [store.rows[one.key] for one in wanted]
 
     def _configuration(self, names: Sequence[str]) -> EvaluateConfig:

@@ -161,6 +161,15 @@ def step_line(row: dict[str, Any], num_steps: int) -> str:
     )
 
 
+def brief_line(row: dict[str, Any], num_steps: int) -> str:
+    """The same for a terminal of 80 columns, below which a bar has more figures."""
+    return (
+        f"step {row['step']:>3}/{num_steps} reward {row.get('reward/mean', 0.0):6.3f} "
+        f"success {row.get('reward/success', 0.0):.2f}{_share(row.get('failed/share', 0.0))} "
+        f"forks {row['rollout/forks']:.0f} {row.get('time/sampled_tokens_per_s', 0.0):.0f} tok/s"
+    )
+
+
 def _share(failed: float) -> str:
     """The share that failed, after a success, which leaves those out."""
     return f" ({_percent(failed)} failed)" if failed else ""
@@ -264,10 +273,11 @@ def final_table(state: RunState, name: str, *, cold_start: bool) -> Table:
 
 
 def _cell(score: BriefFigures) -> str:
+    share = _share(score.failed_share).replace(" ", "\n", 1)  # below, where 80 columns end
     if score.success is None:
-        return f"-{_share(score.failed_share)}"
+        return f"-{share}"
     low, high = score.interval
-    return f"{score.success:.2f} [{low:.2f}, {high:.2f}]{_share(score.failed_share)}"
+    return f"{score.success:.2f} [{low:.2f}, {high:.2f}]{share}"
 
 
 def summarize(
@@ -426,7 +436,8 @@ class StepReport:
         row = self._row(batch.metrics, hits)
         await self.recorder.log(row)
         self.live.row = row
-        self.view.say(step_line(row, self.parts.num_steps))
+        num_steps = self.parts.num_steps
+        self.view.say(step_line(row, num_steps), brief_line(row, num_steps))
         self.view.advance(self.state.step)
         await self.recorder.write_later(f"step-{self.state.step:06d}", batch.delivered)
 

@@ -142,6 +142,7 @@ class Training:
                 await self._start_workers(stack)
                 self.feeder.workers = self.workers
                 await self._announce()
+            self.view.end()
             measuring = asyncio.create_task(self.lag.run())
             stack.callback(measuring.cancel)
             stack.enter_context(watched(self._actors, self.view))
@@ -162,6 +163,7 @@ class Training:
 
     async def _finish(self) -> None:
         """Write the report, and raise if too many rollouts failed."""
+        self.view.wait_for("writing the report and its pictures")
         with self.view.doing("the report"):  # drawing takes seconds on a busy machine
             finish = partial(
                 self.recorder.finish,
@@ -172,6 +174,7 @@ class Training:
                 failures=self.parts.actor.failures.log.lines(),
             )
             await uncancelled(in_thread(finish))
+        self.view.end()
         if self.workers is not None:
             self.workers.is_over = True
         for actor in self._actors():
@@ -320,7 +323,7 @@ class Training:
 
     async def _run_rl(self) -> None:
         """Rollouts, updates, evaluations and checkpoints until the last update."""
-        self.view.begin("RL", self.parts.num_steps, self.state.step)
+        self.view.begin("RL", self.parts.num_steps, self.state.step, "evaluation and report")
         loop = self._loop()
         if self.checkpoint is not None:
             step = self.state.step
@@ -393,6 +396,7 @@ class SelfCriticRun(Training):
         """This number of rounds, each saved when a checkpoint is due."""
         async with AsyncExitStack() as stack:
             await self._set_up(stack)
+            self.view.end()
             critic = self._critic()
             assert critic is not None
             stack.enter_context(watched(self._actors, self.view))

@@ -3,6 +3,7 @@
 runs/NAME/config.json  run.log  servers/*.log  metrics.jsonl  summary.json  curve.png  samples.txt
           entropy.png  entropy.csv               by token position, at the start and after results
           data/  model/                          made by the setup of the quick start
+          inputs/                                rows and model that a Python program gave in memory
           journal/                               turns and trees as they happen, for a resume
           trees/STEP.frames                      every tree of training, with all of its tokens
           trajectories/STEP.jsonl                every trajectory of training, as readable text
@@ -129,13 +130,14 @@ class Lock:
 
 LOG_FILE = "run.log"
 STARTS = "starts"
+INPUTS = "inputs"
 JOURNAL = "journal"  # folder of turns and trees
 PROBE = ".writable"  # there for a moment, or left by a kill in it
 CONFIG_FILE = "config.json"  # written when everything was found in order; marks a run
 LOGS = ("learner.log", "servers", "workers")  # of what was started
 OURS = {
     "timings.jsonl",
-    *("checkpoints", "data", "eval", "model", LOG_FILE, *LOGS),
+    *("checkpoints", "data", "eval", "model", INPUTS, LOG_FILE, *LOGS),
     *(JOURNAL, ARCHIVE, STARTS, "trajectories", "ctl"),
     "steering.jsonl",  # of an earlier version
     *("metrics.jsonl", "skipped", "pairs", "reference.npz", "tensorboard", "wandb", "wandb.json"),

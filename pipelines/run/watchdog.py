@@ -175,7 +175,8 @@ class CommandLoop(Loop):
 
 
 class Watchdog:
-    """A thread that looks whether `loop`, which runs in the main thread, still goes round.
+    """A thread that looks whether `loop`, which runs in the main thread or within `look` in the one
+    that calls it, still goes round.
 
     `report` is called from that thread with who holds the loop while rollouts grow, and with its
     stack. Signals are counted within `watch`.
@@ -190,6 +191,7 @@ class Watchdog:
         self._num_signals = 0
         self._last_signal = 0.0
         self._ending = 0.0  # when the process is ended, after the second signal
+        self._looked_at = threading.main_thread()
         self._signals, self._wakeup = socket.socketpair()
         self._others: list[int] = []  # descriptors of those who heard of signals before
 
@@ -200,14 +202,28 @@ class Watchdog:
         before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         if isinstance(self._loop, CommandLoop):
             self._loop.on_run = self.hear
+        with self._looking():
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(before)
+                if isinstance(self._loop, CommandLoop):
+                    self._loop.on_run = None
+
+    @contextmanager
+    def look(self) -> Iterator[None]:
+        """The same in any thread, without signals."""
+        self._looked_at = threading.current_thread()
+        with self._looking():
+            yield
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
         try:
             yield
         finally:
-            signal.set_wakeup_fd(before)
-            if isinstance(self._loop, CommandLoop):
-                self._loop.on_run = None
             self._wakeup.close()
             self._thread.join(GRACE_S)
             self._signals.close()
@@ -266,7 +282,7 @@ class Watchdog:
     def _look(self) -> None:
         if not self._pending:
             self._pending, self._reported, self._beat = True, 0, time.monotonic()
-            self._queued = queued_s()
+            self._queued = queued_s(self._looked_at.native_id)
             try:
                 self._loop.call_soon_threadsafe(self._go_on)
             except RuntimeError:  # the loop is closed; what is left is the end of the command
@@ -276,7 +292,7 @@ class Watchdog:
             self._end(f"because {self._holder()} held up the event loop for {held_s:.0f} s")
         if _num_rolling and self._reported < len(HELD_S) and held_s > HELD_S[self._reported]:
             self._reported += 1
-            queued = queued_s() - self._queued
+            queued = queued_s(self._looked_at.native_id) - self._queued
             if queued > held_s / 2:  # where it stands says nothing
                 return self._say(
                     f"the event loop has not run for {held_s:.0f} s, and waited for a core for "
@@ -296,7 +312,7 @@ class Watchdog:
         self._pending = False
 
     def _frame(self) -> FrameType | None:
-        return sys._current_frames().get(threading.main_thread().ident or 0)
+        return sys._current_frames().get(self._looked_at.ident or 0)
 
     def _holder(self) -> str:
         return holder(self._frame())
@@ -305,11 +321,11 @@ class Watchdog:
         return "".join(traceback.format_stack(self._frame())[-NUM_FRAMES:]).rstrip()
 
 
-def queued_s() -> float:
-    """Seconds that the main thread has been ready to run while no core was free; 0 where the system
-    does not count them."""
+def queued_s(thread: int | None = None) -> float:
+    """Seconds that a thread, the main one by default, has been ready to run while no core was free;
+    0 where the system does not count them."""
     try:
-        with open(f"/proc/self/task/{os.getpid()}/schedstat", encoding="ascii") as file:
+        with open(f"/proc/self/task/{thread or os.getpid()}/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return 0.0

@@ -57,6 +57,7 @@ def plot_losses(run: Path, name: str, keys: tuple[str, ...]) -> None:
         if held_out.size:
             axes.plot(*held_out, "o-", color="C1", markersize=4, label="held out")
         axes.set(title=key, xlabel="step")
+        axes.locator_params(axis="x", integer=True)
     write_whole(run / "loss.png", png(figure))
 
 
@@ -266,7 +267,7 @@ class SupervisedTraining:
             await self.learner.load(self.checkpoint / "trainer")
         elif not self.state.step:
             await self._measure()
-        self.view.begin(self.objective.name, self.num_steps, self.state.step)
+        self.view.begin(self.objective.name, self.num_steps, self.state.step, "the report")
         try:
             while self.state.step < self.num_steps:
                 with self.view.doing(f"step {self.state.step + 1}"):

@@ -31,6 +31,7 @@ from agentenv.errors import DataError, ForeignError
 from agentenv.pipelines.run.checkpoints import Checkpoints
 from agentenv.pipelines.run.rundir import CONFIG_FILE, LOG_FILE, Holder
 from agentenv.pipelines.viewing.evaluations import Evaluation, JsonLines, compare, size_of
+from agentenv.pipelines.viewing.health import Health, health_of
 from agentenv.pipelines.viewing.trees import Trees
 from agentenv.supervisor import log_tail
 from agentenv.untrusted import decode_loose
@@ -108,6 +109,7 @@ class Folder:
             "config": _json(self.path / CONFIG_FILE) if self.is_run else None,
             "summary": _json(self.path / SUMMARY) if self.is_run else None,
             "status": self.status(),
+            "health": self.health(),
             "checkpoints": [path.name for path in checkpoints],
             "steps": self.trees.steps(),
             "has_texts": any(path.is_file() for path in self._tokenizers()),
@@ -117,6 +119,17 @@ class Folder:
                 for key, one in self.evaluations().items()
             ],
         }
+
+    def health(self) -> Health | None:
+        """Whether the run is well, and why."""
+        if not self.is_run:
+            return None
+        rows, config = self.metrics()["rows"], _json(self.path / CONFIG_FILE)
+        planned = config.get("train") if isinstance(config, dict) else None
+        num_steps = planned.get("num_steps") if isinstance(planned, dict) else None
+        return health_of(
+            [row for row in rows if isinstance(row, dict)], self.status()["is"], num_steps
+        )
 
     def status(self) -> Figures:
         """running, finished, stopped, or elsewhere: another machine holds it, which cannot be

@@ -11,14 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from agentenv.archive import ARCHIVE, Entry, KeptTree, Step, read_step, steps_of
+from agentenv.archive import (
+    ARCHIVE,
+    Entry,
+    KeptTree,
+    Step,
+    changed_forks,
+    read_step,
+    steps_of,
+)
 from agentenv.encoder import token_texts
 from agentenv.errors import DataError
 from agentenv.tree import Node, Scored, TrajectoryTree
 
 COLUMNS = (
     *("step", "tree", "task", "kind", "fate", "why", "rewards", "leaves", "failed", "truncated"),
-    *("roots", "forks", "tokens", "sampled", "version", "staleness"),
+    *("roots", "forks", "tokens", "sampled", "version", "staleness", "changed"),
 )
 MAX_QUESTION_CHARS = 400
 SEARCH_S = 20.0  # of CPU, over the trees of a step
@@ -174,6 +182,7 @@ def _index_row(step: Step, entry: Entry) -> list[Any]:
         *(entry.rewards, entry.num_leaves, entry.num_failed, entry.num_truncated),
         *(entry.num_roots, entry.num_forks, entry.num_tokens, entry.num_action_tokens),
         *(entry.policy_version, step.header.policy_version - entry.oldest_version),
+        entry.num_changed,
     ]
 
 
@@ -194,6 +203,7 @@ def _details(entry: Entry, kept: KeptTree) -> Figures:
         "entropy": _mean(_joined(tree, "entropies")),
         "gap": _mean(np.abs(_gaps(tree))),
         "retaken": tree.num_retaken,
+        "changed": changed_forks(tree),
     }
 
 

@@ -119,7 +119,7 @@ def test_lines_say_what_failed() -> None:
         ((9, 1, 0), "0.90 [", "success 0.900 ["),
         ((990, 9, 1), "(<1% failed)", "1 failed (<1%; success 0.990"),
         ((1, 0, 999), "(>99% failed)", "999 failed (>99%; success 0.001"),
-        ((0, 0, 5), "- (100% failed)", "success - of 0, 5 failed (100%; success 0.000"),
+        ((0, 0, 5), "-\n(100% failed)", "success - of 0, 5 failed (100%; success 0.000"),
         ((0, 0, 0), "-", "success - of 0, reward"),
     ],
 )
@@ -151,16 +151,16 @@ def labels(rows: list[dict[str, Any]]) -> set[str]:
 
 
 def test_the_curve_shows_what_failed() -> None:
-    step = {"trees/offered": 1, "reward/success": 0.9, "reward/mean": 0.9, "failed/share": 0.5}
+    step = {"trees/offered": 1, "reward/success": 0.9, "reward/mean": 0.8, "failed/share": 0.5}
     steps = [step | {"step": n, "reward/success_if_failed_wrong": 0.45} for n in (1, 2)]
     evaluated = {"step": 2, "phase": "after_rl", **report_metrics(asked(2, 9, 89))}
     assert labels([*steps, evaluated]) == {
-        *("success", "reward", "share that failed", "success if failed were wrong", "held"),
+        *("success", "reward", "share that failed", "success if failed were wrong", "held: 0.18"),
         *("held: share that failed", "held: success if failed were wrong"),
     }
     fine = [row | {"failed/share": 0.0} for row in steps]
     found = labels([*fine, {"step": 2, **report_metrics(asked(9, 2, 0))}])
-    assert found == {"success", "reward", "held"}
+    assert found == {"success", "reward", "held: 0.82"}
 
 
 def test_where_there_is_no_terminal_lines_say_how_far_it_is(

@@ -88,10 +88,12 @@ class Viewed:
         command = [sys.executable, str(ROOT / "launchers" / "view.py"), str(folder)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        found = re.search(r"http://\S+", line)
-        assert found is not None, line
-        self.address = found[0]
+        shown = ""
+        while (found := re.search(r"http://\S+\n", shown)) is None:
+            line = self.process.stdout.readline()  # on a busy machine also that it is reading
+            assert line, shown
+            shown += line
+        self.address = found[0].strip()
 
     def at(self, page: str) -> str:
         return f"{self.address}#/{page}"
@@ -408,6 +410,31 @@ def test_an_exported_file_needs_nothing_else(
         page.goto(f"{out.as_uri()}#/{address}")
         page.wait_for_selector(place)
     assert not [url for url in asked if not url.startswith(("file:", "data:"))]
+
+
+def test_the_first_page_says_whether_the_run_is_healthy_and_why(
+    shown: Viewed, open_page: Open
+) -> None:
+    told = text_of(open_page(shown.address), ".health")
+    assert re.search(r"^doubtful +10% of the trajectories of all updates failed", told)
+
+
+def test_trees_whose_forks_changed_the_outcome_are_found(shown: Viewed, open_page: Open) -> None:
+    """Over all steps, and in one."""
+    page = open_page(shown.address)
+    for place, num_steps in (("trees", 3), ("trees/2", 1)):
+        page.goto(shown.at(place))
+        page.wait_for_selector(".grid-row")
+        num_trees = int(text_of(page, ".grid-foot").split()[0])
+        page.select_option("label:has-text('forks') select", "changed")
+        page.wait_for_selector(".changed")
+        page.wait_for_function(
+            f"!document.querySelector('.grid-foot').innerText.startsWith('{num_trees} ')"
+        )
+        fates = {*page.locator(".grid-row .tag").all_inner_texts()}
+        assert fates == {"trained", "failed"}  # filtered ones have equal returns
+        assert 0 < int(text_of(page, ".grid-foot").split()[0]) < num_trees
+        assert num_trees % num_steps == 0
 
 
 def test_a_tree_grows_in_a_picture(shown: Viewed, tmp_path: Path) -> None:

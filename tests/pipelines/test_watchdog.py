@@ -47,7 +47,7 @@ def test_a_tool_that_blocks_is_named_with_its_stack(monkeypatch: pytest.MonkeyPa
 def test_a_machine_that_is_busy_is_blamed_on_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "HELD_S", (0.2, 60.0))
     monkeypatch.setattr(watchdog, "BEAT_S", 0.02)
-    monkeypatch.setattr(watchdog, "queued_s", time.monotonic)  # not a moment on a core
+    monkeypatch.setattr(watchdog, "queued_s", lambda _: time.monotonic())  # not a moment on a core
     told: list[str] = []
     runner = asyncio.Runner()
     with runner, rolling_out(), Watchdog(runner.get_loop(), told.append).watch():

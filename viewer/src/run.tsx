@@ -83,13 +83,15 @@ function Curves(props: { rows: Row[]; keys: string[]; panel: Panel; theme: strin
   );
 }
 
+const PHASES: Record<string, string> = { before_sft: "start", after_sft: "cold start", after_rl: "end" };
+
 /** Evaluations by update, with their intervals. */
 function Evaluations(props: { rows: Row[]; theme: string }) {
   const [byKind, setByKind] = useState(false);
   const found = useMemo(() => {
     const rows = props.rows.filter((row) => Object.keys(row).some((key) => /^eval\/.*\/success$/.test(key)));
     const keys = keysOf(rows).filter((key) => /^eval\/.*\/success$/.test(key) && (byKind || key.split("/").length === 3));
-    return { x: rows.map((_, i) => i), phases: rows.map((row) => String(row["phase"] ?? `step ${String(row["step"])}`).replace(/^step-0*/, "step ")), keys, rows };
+    return { x: rows.map((_, i) => i), phases: rows.map((row) => PHASES[String(row["phase"])] ?? String(row["phase"] ?? `step ${String(row["step"])}`).replace(/^step-0*/, "step ")), keys, rows };
   }, [props.rows, byKind]);
   const series = useMemo<Series[]>(
     () =>
@@ -230,6 +232,11 @@ export function RunPage(props: { run: Run; rows: Row[]; unreadable: number; them
         <span class="muted">{String(path(run.config, "model", "path") ?? "")}</span>
         <span class="muted">{run.folder}</span>
       </div>
+      {run.health && (
+        <p class={cx("health", `health-${run.health.is}`)} role="status">
+          <strong>{run.health.is}</strong> {run.health.text}
+        </p>
+      )}
       <Tiles run={run} rows={rows} steps={steps} />
       {rows.length === 0 && <Absent>{run.status.is === "running" ? "No step is done yet: the first curves come with the first step." : "This run has written no metrics (metrics.jsonl)."}</Absent>}
       {props.unreadable > 0 && <Absent>{plural(props.unreadable, "row")} of metrics.jsonl could not be read.</Absent>}

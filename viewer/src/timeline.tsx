@@ -101,7 +101,10 @@ export function Timeline(props: { rows: Row[]; theme: string }) {
     context.fillStyle = colour("--muted");
     context.textAlign = "center";
     const step = niceStep(end / Math.max(2, width / 110));
-    for (let t = 0; t <= end; t += step) context.fillText(clock(t), Math.min(width - 24, Math.max(LEFT + 10, LEFT + t * scale)), height - BELOW / 2);
+    for (let t = 0; t <= end; t += step) {
+      const half = context.measureText(clock(t)).width / 2 + 1;
+      context.fillText(clock(t), Math.min(width - half, Math.max(LEFT + half, LEFT + t * scale)), height - BELOW / 2);
+    }
   }, [parts, width, height, props.theme]);
 
   const pointed = (event: PointerEvent) => {

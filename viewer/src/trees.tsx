@@ -26,15 +26,16 @@ export interface Item {
   sampled: number;
   version: number;
   staleness: number;
+  changed: number; // forks that ended otherwise than the branch they left; -1: unknown
   more?: TreeDetails;
 }
 
 export function itemsOf(index: Index): Item[] {
   return index.rows.map((row) => {
-    const [step, tree, task, kind, fate, why, rewards, leaves, failed, truncated, roots, forks, tokens, sampled, version, staleness] = row as [number, number, string, string, string, string, number[], number, number, number, number, number, number, number, number, number] & Cell[];
+    const [step, tree, task, kind, fate, why, rewards, leaves, failed, truncated, roots, forks, tokens, sampled, version, staleness, changed = -1] = row as [number, number, string, string, string, string, number[], number, number, number, number, number, number, number, number, number, number?] & Cell[];
     const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
     const spread = mean === null ? null : Math.sqrt(rewards.reduce((a, b) => a + (b - mean) ** 2, 0) / rewards.length);
-    return { step, tree, task, kind, fate, why, rewards, mean, spread, leaves, failed, truncated, roots, forks, tokens, sampled, version, staleness };
+    return { step, tree, task, kind, fate, why, rewards, mean, spread, leaves, failed, truncated, roots, forks, tokens, sampled, version, staleness, changed };
   });
 }
 
@@ -58,7 +59,7 @@ const BASE: Column<Item>[] = [
   { key: "kind", title: "kind", width: "84px", cell: (one) => one.kind, sort: (one) => one.kind },
   { key: "mean", title: "reward", width: "72px", align: "right", about: "mean return of its trajectories", cell: (one) => num(one.mean, 2), sort: (one) => one.mean },
   { key: "rewards", title: "returns", width: "132px", about: "one dot a trajectory", cell: (one) => <Rewards rewards={one.rewards} />, sort: (one) => one.spread },
-  { key: "forks", title: "forks", width: "58px", align: "right", cell: (one) => one.forks, sort: (one) => one.forks },
+  { key: "forks", title: "forks", width: "72px", align: "right", about: "and how many ended otherwise than the branch that they left", cell: (one) => (one.changed > 0 ? <>{one.forks} <span class="changed">({one.changed})</span></> : one.forks), sort: (one) => one.forks },
   { key: "tokens", title: "tokens", width: "74px", align: "right", about: "shared ones once", cell: (one) => num(one.tokens), sort: (one) => one.tokens },
   { key: "staleness", title: "stale", width: "56px", align: "right", about: "learner version minus oldest version of a token", cell: (one) => one.staleness, sort: (one) => one.staleness },
   { key: "failed", title: "failed", width: "62px", align: "right", about: "trajectories that infrastructure ended", cell: (one) => one.failed || "", sort: (one) => one.failed },
@@ -192,10 +193,10 @@ export function TreesPage(props: { run: Run; index: Answer<Index>; step: number 
     const more = new Map((details.value?.trees ?? []).map((one) => [one.tree, one]));
     return itemsOf(props.index.value)
       .filter((one) => step === null || one.step === step)
-      .map((one) => ({ ...one, more: more.get(one.tree) }));
+      .map((one) => ({ ...one, changed: more.get(one.tree)?.changed ?? one.changed, more: more.get(one.tree) }));
   }, [props.index.value, details.value, step]);
 
-  const filters = { fate: query.get("fate") ?? "", kind: query.get("kind") ?? "", env: query.get("env") ?? "", failure: query.get("failure") ?? "", low: query.get("from") ?? "", high: query.get("to") ?? "" };
+  const filters = { fate: query.get("fate") ?? "", kind: query.get("kind") ?? "", env: query.get("env") ?? "", failure: query.get("failure") ?? "", forks: query.get("forks") ?? "", low: query.get("from") ?? "", high: query.get("to") ?? "" };
   const kinds = useMemo(() => [...new Set(items.map((one) => one.kind))].sort(), [items]);
   const envs = useMemo(() => [...new Set(items.flatMap((one) => (one.more ? [one.more.env] : [])))].sort(), [items]);
   const failures = useMemo(() => [...new Set(items.flatMap((one) => Object.keys(one.more?.failures ?? {})))].sort(), [items]);
@@ -210,6 +211,7 @@ export function TreesPage(props: { run: Run; index: Answer<Index>; step: number 
         (!filters.kind || one.kind === filters.kind) &&
         (!filters.env || one.more?.env === filters.env) &&
         (!filters.failure || (filters.failure === "any" ? one.failed > 0 : filters.failure === "truncated" ? one.truncated > 0 : filters.failure in (one.more?.failures ?? {}))) &&
+        (!filters.forks || (filters.forks === "some" ? one.forks > 0 : one.changed > 0)) &&
         ((filters.low === "" && filters.high === "") || (one.mean !== null && one.mean >= low && one.mean <= high)) &&
         (trees === null || trees.has(one.tree) || (found.error !== undefined && (one.more?.question ?? "").toLowerCase().includes(wanted))) &&
         (step !== null || !text || one.task.toLowerCase().includes(wanted)),
@@ -229,6 +231,7 @@ export function TreesPage(props: { run: Run; index: Answer<Index>; step: number 
         <Select label="kind" value={filters.kind} options={[["", "any"], ...kinds.map((one) => [one, one] as [string, string])]} onChange={(kind) => set({ kind })} />
         {step !== null && envs.length > 1 && <Select label="env" value={filters.env} options={[["", "any"], ...envs.map((one) => [one, one] as [string, string])]} onChange={(env) => set({ env })} />}
         <Select label="failure" value={filters.failure} options={[["", "with and without"], ["any", "some failed"], ["truncated", "some cut off"], ...failures.map((one) => [one, one] as [string, string])]} onChange={(failure) => set({ failure })} />
+        <Select label="forks" value={filters.forks} options={[["", "with and without"], ["some", "with forks"], ["changed", "a fork changed the outcome"]]} onChange={(forks) => set({ forks })} />
         <label class="field field-short">
           <span>reward from</span>
           <input type="number" step="any" value={filters.low} onChange={(event) => set({ from: event.currentTarget.value })} />
@@ -247,6 +250,7 @@ export function TreesPage(props: { run: Run; index: Answer<Index>; step: number 
           policy version {details.value.policy_version}; reward {num(metrics["reward/mean"])}, success {num(metrics["reward/success"])}; {plural(metrics["rollout/trajectories"] ?? 0, "trajectory", "trajectories")}, {plural(metrics["rollout/tool_calls"] ?? 0, "tool call")}, mean {seconds(Object.entries(metrics).filter(([key]) => /^tool\/.*\/mean_s$/.test(key)).reduce((sum, [, one], _, all) => sum + one / all.length, 0))}
         </p>
       )}
+      {filters.forks === "changed" && items.some((one) => one.changed < 0 && one.forks > 0) && <Absent>Steps of an earlier version do not say which forks changed the outcome; open one of them to see it.</Absent>}
       <Table label="Trees" columns={columns} rows={shown} href={(one) => link(["trees", one.step, one.tree])} rowKey={(one) => `${one.step}/${one.tree}`} />
       <Scatter items={shown} theme={props.theme} one={step !== null} />
     </>
