@@ -89,7 +89,7 @@ class RolloutHooks:
 
 logger = logging.getLogger(__name__)
 
-PAUSED = "the run, which is paused, to go on"
+PAUSED = "the paused run to resume"
 
 
 class Awaited(NamedTuple):
@@ -186,7 +186,9 @@ class Actor:
             try:
                 return await self._go_on(make, recorded, record, cancelled)
             except* OtherPromptError:
-                logger.warning("task %s has another prompt than its tree: it begins again", task.id)
+                logger.warning(
+                    "task %s has a different prompt than its tree: it starts again", task.id
+                )
         tree = TrajectoryTree(task, index=index, policy_version=self.engine.policy_version)
         tree.add(None)
         if record is not None:

@@ -196,8 +196,8 @@ class Step(NamedTuple):
         except msgspec.DecodeError:
             pass
         raise DataError(
-            f"{self.path}: tree {entry.tree}, at byte {entry.place}, is damaged; the others of the "
-            "file can still be read"
+            f"{self.path}: tree {entry.tree}, at byte {entry.place}, is damaged; the other trees "
+            "of the file are readable"
         )
 
     def trees(self) -> Iterator[KeptTree]:
@@ -221,7 +221,7 @@ def _read_step(path: Path, file: BinaryIO) -> Step:
     except msgspec.DecodeError:
         header = None
     if header is None or header.format != FORMAT:
-        raise DataError(f"{path}: not a file of trees that this version reads")
+        raise DataError(f"{path}: not a tree file that this version can read")
     entries = []
     while (data := read_frame(file)) is not None:
         try:
@@ -311,8 +311,8 @@ class Archive:
             self._prune(path)
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be written: {explain(error, DIR_KEY)}; archive.max_gb bounds "
-                "what is kept there, 0 keeps none"
+                f"{path} cannot be written: {explain(error, DIR_KEY)}; archive.max_gb limits the "
+                "size of the archive, 0 turns it off"
             ) from error
 
     def _prune(self, newest: Path) -> None:

@@ -265,7 +265,7 @@ def as_program(*, is_one: bool = True) -> Iterator[None]:
     except (ConfigError, CrashError, DataError) as error:
         if not is_one:
             raise
-        raise EnvError(f"a call of the program cannot be rendered: {error}") from error
+        raise EnvError(f"cannot render a call of the program: {error}") from error
 
 
 class OpenEnvs:
@@ -317,7 +317,7 @@ class OpenEnvs:
             with self._deadline("close"):
                 await guarded(env.close(), "the environment's close")
         except (AgentEnvError, TimeoutError) as error:
-            logger.warning("task %s: an env did not close: %r", task_id, error)
+            logger.warning("task %s: closing an env failed: %r", task_id, error)
         finally:
             self.count -= 1
 

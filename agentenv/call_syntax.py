@@ -179,7 +179,7 @@ def llama_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, .
         if tool["name"] == "python":
             argument = next(iter(tool["parameters"]["properties"]))
             return (ToolCall("python", {argument: body}),)
-    return (malformed(f"there is no tool that runs code; {EXPECTED}"),)
+    return (malformed(f"no tool runs code; {EXPECTED}"),)
 
 
 def _is_llama_call(body: str) -> bool:
@@ -238,18 +238,18 @@ def _read(text: str, problem: str, expected: str) -> Any:
 def _object(value: object, expected: str = EXPECTED) -> dict[str, Any]:
     """Arguments; some models write them as a text of JSON."""
     if isinstance(value, str):
-        value = _read(value, "the arguments cannot be read", expected)
+        value = _read(value, "the arguments cannot be parsed", expected)
     if not isinstance(value, dict):
-        raise MalformedCall(f"the arguments are not an object; {expected}")
+        raise MalformedCall(f"the arguments are not a JSON object; {expected}")
     return value
 
 
 def _harmony_call(written: tuple[str, str]) -> ToolCall:
     address, body = written
     prefix, _, name = address.partition(".")
-    expected = "expected to=functions.NAME and an object of JSON behind <|message|>"
+    expected = "expected to=functions.NAME and a JSON object after <|message|>"
     if prefix != "functions" or not name:
-        raise MalformedCall(f"the message goes to {address[:60]!r}; {expected}")
+        raise MalformedCall(f"the message is addressed to {address[:60]!r}; {expected}")
     arguments = _read(body, "the arguments are not valid JSON", expected)
     return ToolCall(name, _object(arguments, expected))
 
@@ -389,7 +389,7 @@ def _tagged_call(body: str, tags: _Tags, tools: Sequence[dict[str, Any]]) -> Too
         end = close + len(tags.closing)
     left = rest[end:].strip()
     if left:
-        raise MalformedCall(f"{left[:60]!r} is no argument; {tags.expected}")
+        raise MalformedCall(f"{left[:60]!r} is not an argument; {tags.expected}")
     return ToolCall(name, _unique(pairs))
 
 
@@ -452,7 +452,7 @@ def _python_calls(block: str | MalformedCall) -> list[ToolCall]:
             calls.append(ToolCall(ast.unparse(one.func), _unique(pairs)))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         said = str(error).partition(" (<unknown>")[0]
-        raise MalformedCall(f"the calls cannot be read ({said}); {expected}") from error
+        raise MalformedCall(f"the calls cannot be parsed ({said}); {expected}") from error
     return calls
 
 
@@ -501,7 +501,7 @@ def _unique(pairs: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for key, value in pairs:
         if key is None or key in arguments:
-            raise MalformedCall(f"the argument {str(key)[:60]!r} is written twice")
+            raise MalformedCall(f"the argument {str(key)[:60]!r} is given twice")
         arguments[key] = value
     return arguments
 

@@ -125,7 +125,7 @@ async def _demonstration(
         else:
             raise DataError(
                 f"task {task.id}: the demonstration has not ended after {MAX_TURNS} turns; a turn "
-                "without a call of a tool ends it"
+                "without a tool call ends it"
             )
     finally:
         await env.close()
@@ -229,7 +229,7 @@ def tiny_tokenizer(
 
 def _pieces(texts: Iterable[str], words: Iterable[str]) -> Iterator[str]:
     if isinstance(texts, str):
-        raise ConfigError("tiny_model: texts is one text; expected a list of them")
+        raise ConfigError("tiny_model: texts is a string; expected a list of strings")
     yield from words
     yield from (f"{number:02d}" for number in range(100))
     found = {"user", "assistant"}

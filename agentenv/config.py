@@ -254,7 +254,10 @@ def _leave_out_old_kinds(
             values = {name: new.pop(name) for name in gone}
             lost = [f"{n} = {v!r}" for n, v in values.items() if v != defaults.get(n)]
             if lost:
-                yield f"{key}.{tag} = {chosen.tag} has no such keys, left out: {', '.join(lost)}"
+                yield (
+                    f"{key}.{tag} = {chosen.tag} does not have these keys, ignored: "
+                    f"{', '.join(lost)}"
+                )
 
 
 def _struct_named(name: Any, kind: mi.Type) -> mi.StructType | None:
@@ -319,7 +322,8 @@ def _is_plain_table(config_type: type[msgspec.Struct], key: str, override: str) 
     tag = _tag_field(kind)
     names = sorted(registry.names() if registry else (str(one.tag) for one in structs))
     raise ConfigError(
-        f"override {override!r}: there is always one; choose it by {key}.{tag} = one of {names}"
+        f"override {override!r}: this table always exists; choose its kind by {key}.{tag} = one of "
+        f"{names}"
     )
 
 
@@ -354,7 +358,9 @@ def _hint(kind: mi.Type, path: str, key: str, struct: mi.StructType) -> str:
     kinds = struct_types(_type_at(kind, path)) if path else []
     having = [repr(one.tag) for one in kinds if key in {part.encode_name for part in one.fields}]
     if having:
-        return f"it is one for {field} = {' or '.join(having)}; choose that too, or take this out"
+        return (
+            f"it is valid for {field} = {' or '.join(having)}; choose that too, or remove this key"
+        )
     known = [part.encode_name for part in struct.fields]
     for name in known:
         if len(key) > 1 and "".join(word[:1] for word in name.split("_")) == key:  # lr
@@ -363,8 +369,12 @@ def _hint(kind: mi.Type, path: str, key: str, struct: mi.StructType) -> str:
     if near:
         return f"did you mean {_join(path, near[0])}?"
     if not known:
-        return f"that kind has no keys; others: {[one.tag for one in kinds if one is not struct]}"
-    return f"known: {sorted(known)}" + ("" if path else "; or is the file one of another command?")
+        return (
+            f"this kind has no keys; other kinds: {[one.tag for one in kinds if one is not struct]}"
+        )
+    return f"known: {sorted(known)}" + (
+        "" if path else "; or does the file belong to another command?"
+    )
 
 
 def _upgrade(table: Tree, struct: mi.StructType) -> None:

@@ -415,7 +415,8 @@ async def within(seconds: float, what: str, work: Awaitable[T]) -> T:
         if not limit.expired():  # it is what `work` raised
             raise
         raise StallError(
-            f"{what} gave no answer in {seconds:g} s: a disk, or the server behind it, hangs"
+            f"{what} did not finish within {seconds:g} s: a disk, or the server that provides it, "
+            "hangs"
         ) from error
 
 

@@ -196,16 +196,18 @@ def explain(error: OSError, key: str = "") -> str:
     path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
     if path is not None and any(part.startswith(WEIGHTS_PREFIX) for part in path.parts):
         key = WEIGHTS_KEY
-    elsewhere = f"choose another place with {key}=DIR" if key else "choose another place for it"
+    elsewhere = (
+        f"choose another location with {key}=DIR" if key else "choose another location for it"
+    )
     if key.startswith("--"):
         elsewhere = f"choose another {key}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        full = "no space is left on the device"
+        full = "no space left on the device"
         if path is not None and SHARED_MEMORY in path.parents:
-            elsewhere = f"give {SHARED_MEMORY} more room (docker run --shm-size), or {elsewhere}"
+            elsewhere = f"make {SHARED_MEMORY} larger (docker run --shm-size), or {elsewhere}"
         if error.errno == errno.EDQUOT:
-            full = "the quota of this disk is used up"
-        return f"{full}; free some and resume, or {elsewhere}"
+            full = "disk quota exceeded"
+        return f"{full}; free some space and resume, or {elsewhere}"
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return f"no permission ({error.strerror}); {elsewhere}"
     return error.strerror or str(error)

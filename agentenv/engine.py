@@ -192,11 +192,11 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         "at_once"; `key` is the setting that asks for it."""
         if how == "at_once" and not self.starts_servers:
             raise ConfigError(
-                f"{key} = 'at_once' divides GPUs between the learner and servers that the run "
-                f"starts; engine.name = {self.kind!r} has none here"
+                f"{key} = 'at_once' shares GPUs between the learner and servers that the run "
+                f"starts; engine.name = {self.kind!r} starts no server"
             )
         if not self.can_sleep:
-            raise ConfigError(f"{key}: engine.name = {self.kind!r} has no memory to give back")
+            raise ConfigError(f"{key}: engine.name = {self.kind!r} has no GPU memory to release")
 
     def max_context(self, model: Path, key: str = "engine") -> int:
         """Tokens of prompt and response that the engine, configured in the table `key`, can hold
@@ -205,11 +205,13 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         of_model = self._positions(read_model_config(model))
         if of_model and self.max_model_len > of_model:
             raise ConfigError(
-                f"{key}.max_model_len = {self.max_model_len}: {model} holds {of_model} tokens of "
-                "prompt and response together; give at most that, or 0 for the model's own limit"
+                f"{key}.max_model_len = {self.max_model_len}: {model} has a context of {of_model} "
+                "tokens (prompt and response); set at most that, or 0 for the model's own limit"
             )
         if not (of_model or self.max_model_len):
-            raise ConfigError(f"{key}.max_model_len: must be given, since {model} does not say")
+            raise ConfigError(
+                f"{key}.max_model_len: must be set, since {model} does not state its limit"
+            )
         of_model -= self._reserved if of_model else 0
         return min(filter(None, (self.max_model_len, of_model)))
 
@@ -233,7 +235,8 @@ def check_context(limits: Limits, max_model_len: int) -> None:
         raise ConfigError(
             f"limits: max_prompt_tokens {limits.max_prompt_tokens} + max_response_tokens "
             f"{limits.max_response_tokens} = {needed} exceed the engine's context of "
-            f"{max_model_len} tokens; lower them, or take an engine and a model that hold more"
+            f"{max_model_len} tokens; lower them, or choose an engine and a model with a longer "
+            "context"
         )
 
 
@@ -256,7 +259,7 @@ def check_request(
     low, high = min(prompt), max(prompt)
     if low < 0 or high >= vocab_size:
         raise EngineError(
-            f"the prompt has token ids from {low} to {high}, the vocabulary those from 0 to "
+            f"the prompt has token ids from {low} to {high}, the vocabulary has 0 to "
             f"{vocab_size - 1}; do tokenizer and served model belong together?"
         )
     if sampling.max_tokens < 1:

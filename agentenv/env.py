@@ -181,7 +181,9 @@ def spec(env_id: str) -> EnvSpec:
         raise ConfigError(f"no environment is registered as {env_id!r}; {hint}")
     if len(claims) > 1:
         packages = " and ".join(claim.source for claim in claims)
-        raise ConfigError(f"{env_id!r} is claimed by {packages}; uninstall one of them")
+        raise ConfigError(
+            f"several packages register {env_id!r}: {packages}; uninstall one of them"
+        )
     return claims[0]
 
 
@@ -228,7 +230,7 @@ def check_keywords(env_id: str, kwargs: Mapping[str, Any]) -> None:
     else:
         return
     if unknown := sorted(given.keys() - taken):
-        raise ConfigError(f"{env_id} takes no keywords {unknown}; known: {sorted(taken)}")
+        raise ConfigError(f"{env_id} has no keyword arguments {unknown}; known: {sorted(taken)}")
 
 
 # Resources that all episodes of a process share: search indexes, sandboxes, HTTP sessions.
@@ -345,10 +347,10 @@ def check_observation(messages: Sequence[Message]) -> None:
     for place, message in enumerate(messages):
         if message.role not in ("tool", "user"):
             raise CrashError(
-                f"an observation holds tool results or user messages, not {message.role!r}"
+                f"an observation consists of tool results or user messages, not {message.role!r}"
             )
         if message.role == "tool" and place and messages[place - 1].role == "user":
-            raise CrashError("an observation holds its tool results before its user messages")
+            raise CrashError("an observation must list its tool results before its user messages")
 
 
 def _is_message(one: object) -> bool:
@@ -356,7 +358,9 @@ def _is_message(one: object) -> bool:
 
 
 def _wrong(method: str, form: str, result: Any) -> CrashError:
-    return CrashError(f"the environment's {method} gave no {form} but {repr(result)[:MAX_SHOWN]}")
+    return CrashError(
+        f"the environment's {method} must return {form}, got {repr(result)[:MAX_SHOWN]}"
+    )
 
 
 class Grade(Struct, frozen=True):
@@ -411,4 +415,4 @@ async def graded(
     reward: Any = getattr(found, "reward", None)
     if isinstance(found, Grade) and isinstance(reward, Real):
         return found
-    raise CrashError(f"{who} gave {repr(found)[:200]}, which is no Grade with a number as reward")
+    raise CrashError(f"{who} must return a Grade with a numeric reward, got {repr(found)[:200]}")

@@ -175,7 +175,7 @@ def require_train(*modules: str) -> None:
 
 def needs_train(missing: str) -> str:
     """The error for a missing module of the extra `train`."""
-    return f"this needs {missing}, missing here: {install_hint('train')}"
+    return f"this requires {missing}, which is not installed: {install_hint('train')}"
 
 
 T = TypeVar("T")

@@ -264,7 +264,7 @@ class FailureLog:
             logger.warning("failed rollouts: %s", line, extra=SHOWN if number < NUM_SHOWN else {})
         if len(lines) > NUM_SHOWN:
             left = len(lines) - NUM_SHOWN
-            logger.warning("failed rollouts: %d other texts, see the log", left, extra=SHOWN)
+            logger.warning("failed rollouts: %d other messages, see the log", left, extra=SHOWN)
 
 
 class Failures:
@@ -291,7 +291,7 @@ class Failures:
         if self._strict and failure.is_bug:
             raise TooManyFailuresError(
                 f"limits.strict: the first bug ends the run: {self.log.redactor.text(str(failure))}"
-                "; mend it and go on with --resume"
+                "; fix it and continue with --resume"
             ) from error
         if counts and self._num_recent > self._max_share * WINDOW:
             raise self._too_many(f"more than {self._max_share * WINDOW:g}", f" of {WINDOW}")
@@ -312,8 +312,8 @@ class Failures:
         named = "; ".join(self.log.named(*pair) for pair in causes.most_common(NUM_NAMED))
         error = TooManyFailuresError(
             f"{causes.total()} of the last {len(self._recent)} rollouts failed, {what} "
-            f"(limits.max_failed_share = {self._max_share:g}{of}): {named}; a failure that repeats "
-            "is a bug: mend it and go on (--resume; of an evaluation, the same command), or raise "
+            f"(limits.max_failed_share = {self._max_share:g}{of}): {named}; a repeated failure is "
+            "a bug: fix it and continue (--resume; for an evaluation, the same command), or raise "
             "the limit"
         )
         error.is_of_engine = all(one.startswith("Engine") for one in causes)

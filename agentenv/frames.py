@@ -49,8 +49,8 @@ class JournalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     enabled: Annotated[
         bool,
         Meta(
-            description="write every turn to RUN/journal, so that a run that is killed goes on "
-            "with the trees it had finished and begun"
+            description="write every turn to RUN/journal, so that a killed run resumes with its "
+            "finished and in-flight trees"
         ),
     ] = True
     sync_s: ClassVar[float] = 1.0  # after which frames survive a power failure too
@@ -64,7 +64,7 @@ class ArchiveConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Meta(
             ge=0,
             description="size of RUN/trees, all trees of the latest steps with every token; the "
-            "oldest steps go first; 0: none is kept",
+            "oldest steps are deleted first; 0: no archive",
         ),
     ] = 10.0
 

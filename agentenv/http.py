@@ -134,7 +134,7 @@ def fetch(url: str, headers: Mapping[str, str], body: Any = None) -> Any:
     except (OSError, ValueError) as error:
         raise DataError(f"{url}: no answer: {error}") from error
     except ForeignError as error:
-        raise DataError(f"{url}: its answer is no JSON: {error}") from error
+        raise DataError(f"{url}: the answer is not valid JSON: {error}") from error
 
 
 class JsonSocket:
@@ -143,7 +143,7 @@ class JsonSocket:
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url, self.timeout_s = url, timeout_s
-        self._problem = "it is not open"
+        self._problem = "it is not connected"
         self._ws: aiohttp.ClientWebSocketResponse | None = None
 
     async def connect(self, http: aiohttp.ClientSession) -> None:
@@ -163,14 +163,14 @@ class JsonSocket:
 
         if self._problem or self._ws is None:
             raise EnvError(f"{self.url}: the session is lost: {self._problem}")
-        self._problem = "a request was cut off"
+        self._problem = "a request was interrupted"
         text = msgspec.json.encode(message).decode()
         try:
             async with asyncio.timeout(self.timeout_s):
                 await self._ws.send_str(text)
                 answer = await self._ws.receive()
             if answer.type is not aiohttp.WSMsgType.TEXT:
-                raise ForeignError(f"it was ended ({answer.data or answer.type.name})")
+                raise ForeignError(f"the server closed it ({answer.data or answer.type.name})")
             found = decode(answer.data, kind)
         except TimeoutError as error:
             self._problem = f"no answer within {self.timeout_s:g} s to {text:.200}"
@@ -243,7 +243,7 @@ class HttpClient:
         try:
             return decode(text)
         except ForeignError as error:
-            raise InfraError(f"{method} {path}: its body is no JSON: {error}") from error
+            raise InfraError(f"{method} {path}: the body is not valid JSON: {error}") from error
 
     async def _answer(
         self,
@@ -296,7 +296,7 @@ class _Session:
         try:
             return dict(await login(self._client))
         except ToolError as error:
-            raise ConfigError(f"{self._client.url}: the login is refused: {error}") from error
+            raise ConfigError(f"{self._client.url}: the login was rejected: {error}") from error
 
     async def close(self) -> None:
         if self._login is not None:

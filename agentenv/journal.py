@@ -130,8 +130,7 @@ class Journal:
         for offset, size, is_whole in frames_of(data):
             if not is_whole:
                 logger.warning(
-                    "%s: %d bytes at %d cannot be read; the trees they belong to are rolled out "
-                    "again",
+                    "%s: %d bytes at %d are unreadable; their trees are rolled out again",
                     *(path, size, offset),
                 )
                 continue
@@ -372,7 +371,7 @@ class Journal:
         self._file, self._size, self._last[path] = file, 0, -1
 
     def _closed(self) -> RuntimeError:
-        return RuntimeError(f"the journal in {self.folder} is closed, and takes no more frames")
+        return RuntimeError(f"the journal in {self.folder} is closed and accepts no more frames")
 
     def _failure(self, error: OSError) -> ConfigError:
         self._is_reported = True
@@ -381,7 +380,7 @@ class Journal:
     def _error(self, error: OSError) -> ConfigError:
         return ConfigError(
             f"{self.folder} cannot be written: {error.strerror or error}; free some space there or "
-            "choose another place with run.dir=DIR, then go on with --resume"
+            "choose another location with run.dir=DIR, then continue with --resume"
         )
 
 

@@ -120,7 +120,7 @@ class Link:
             begin = start + PREFIX_BYTES
             end = begin + int.from_bytes(data[start:begin], "little")
             if self.max_bytes is not None and end - begin > self.max_bytes:
-                raise EOFError(f"a frame of {end - begin} bytes is over the bound")
+                raise EOFError(f"a frame of {end - begin} bytes exceeds the limit")
             if end > size:
                 self._missing = end - size
                 break

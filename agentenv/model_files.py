@@ -165,7 +165,7 @@ def check_turn_end(
     path = model / GENERATION
     if not eos_ids:
         raise DataError(
-            f"{model}: no token ends a turn: neither {GENERATION} nor config.json has "
+            f"{model}: no end-of-turn token: neither {GENERATION} nor config.json has "
             f"eos_token_id, and the tokenizer has no eos_token; give eos_token_id in {path}"
         )
     if chat_template_kwargs is None:

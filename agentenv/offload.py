@@ -183,7 +183,7 @@ async def kill(process: asyncio.subprocess.Process) -> None:
                 await process.wait()
         except TimeoutError:
             logger.warning(
-                "process %d was killed and has not ended within %g s; it waits for a disk or a "
+                "process %d was killed but has not exited within %g s; it waits for a disk or a "
                 "device that hangs",
                 *(process.pid, KILL_S),
             )

@@ -74,7 +74,7 @@ def _renamed(error: BaseException) -> str:
             today = name + missing.removeprefix(former)
             with suppress(ImportError):
                 if importlib.util.find_spec(today) is not None:
-                    return f"; that of this project is {today}"
+                    return f"; its new path in this project is {today}"
     return ""
 
 
@@ -197,8 +197,8 @@ class Registry(Generic[T]):
         for point in installed(self.group):
             if found.setdefault(point.name, point.value) != point.value:
                 raise ConfigError(
-                    f"{self.noun} {point.name!r} is claimed by two packages, as {point.value} and "
-                    f"{found[point.name]}; uninstall one of them"
+                    f"{self.noun} {point.name!r} is registered by two packages, as {point.value} "
+                    f"and {found[point.name]}; uninstall one of them"
                 )
         return found
 

@@ -376,7 +376,7 @@ class Rollout:
             if branch.num_led:
                 node.info[LED], branch.num_led = branch.num_led, 0
             if branch.holding:
-                with waiting("the copies of its environment that its forks take"):
+                with waiting("the copies of its environment for its forks"):
                     await branch.held()
             limit = branch.limit_of_action(completion, action, limits)
             if limit is not None:

@@ -57,7 +57,7 @@ def tagged_call(text: str, tool: ToolSchema) -> tuple[ToolCall, ...]:
     alone = _alone(tool)
     is_text = not takes_object(tool) or (alone is not None and not written.startswith("{"))
     if is_text and opened in written:
-        return (malformed(f"{opened} is opened again before </{name}>; expected {form(tool)}"),)
+        return (malformed(f"{opened} is opened twice before </{name}>; expected {form(tool)}"),)
     if not takes_object(tool):
         return (ToolCall(name, dict.fromkeys([*_properties(tool)][:1], written)),)
     if alone is not None and is_text:
@@ -140,14 +140,14 @@ def _problem(tool: ToolSchema) -> str:
     name = tool["name"]
     if name in TAGS:
         return (
-            f"<{name}> is a tag of the protocol itself; give the tool another name, or choose "
-            "renderer.name = 'native'"
+            f"<{name}> is a tag of the protocol itself; rename the tool, or choose renderer.name = "
+            "'native'"
         )
     if not _NAME.fullmatch(name):
-        return "its name is no tag; give it a name without blanks, quotes and brackets"
+        return "its name is not a valid tag; give it a name without spaces, quotes and brackets"
     unknown = sorted(set(tool["parameters"].get("required", ())) - _properties(tool).keys())
     if unknown and _properties(tool):
-        return f"its schema requires {unknown}, which it does not describe; add them to properties"
+        return f"its schema requires {unknown}, which properties lacks; add them there"
     return ""
 
 
@@ -183,10 +183,10 @@ def _object_call(name: str, written: str, tool: ToolSchema) -> ToolCall:
         cut = written.count('"') % 2  # perhaps at a closing tag within a text
         hint = f"; within a text </{name}> is written <\\/{name}>" if cut else ""
         return malformed(
-            f"expected {form(tool)}; what stands between the tags is no JSON: {error}{hint}"
+            f"expected {form(tool)}; the text between the tags is not valid JSON: {error}{hint}"
         )
     if not isinstance(arguments, dict):
-        return malformed(f"expected {form(tool)}; what stands between the tags is no object")
+        return malformed(f"expected {form(tool)}; the text between the tags is not a JSON object")
     return ToolCall(name, arguments)
 
 

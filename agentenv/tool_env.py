@@ -306,7 +306,7 @@ class ToolEnv:
         self._budget.num_calls += 1
         try:
             if call.name == MALFORMED_CALL:
-                problem = call.arguments.get("problem", "there is no such tool")
+                problem = call.arguments.get("problem", "unknown tool")
                 raise ToolError(f"The tool call cannot be read: {problem}")
             if call.name not in self.tools:
                 record["name"] = UNKNOWN_TOOL  # records are counted by name
@@ -340,7 +340,7 @@ class ToolEnv:
         except OutageError as error:
             if limits.required:
                 raise
-            logger.warning("%s; the policy reads that it is not available", error)
+            logger.warning("%s; the policy is informed that it is not available", error)
             raise ToolError(f"The tool {tool.name!r} is not available at the moment.") from error
         record |= {"info": result.info} if result.info else {}
         return result.text
@@ -372,7 +372,7 @@ class ToolEnv:
             delay_s = backoff_s(
                 attempt, key, first_s=FIRST_DELAY_S, max_s=most_s, at_least_s=wanted_s
             )
-            with waiting(f"a break before {who} is called again"):
+            with waiting(f"a pause before {who} is retried"):
                 await asyncio.sleep(delay_s)
         raise AssertionError
 
@@ -411,9 +411,9 @@ async def _within(
     are not part of it."""
     if max_concurrency is None:
         return await call_in_time(timeout_s, tool, arguments, state)
-    key = ("tool places", tool.name, max_concurrency)
+    key = ("tool slots", tool.name, max_concurrency)
     places = shared(key, lambda: asyncio.Semaphore(max_concurrency))
-    async with admitted(places, f"a place at the tool {tool.name!r}"):
+    async with admitted(places, f"a slot of the tool {tool.name!r}"):
         return await call_in_time(timeout_s, tool, arguments, state)
 
 
@@ -442,7 +442,7 @@ def _tell_outage(who: str, problem: str, patience_s: float, now_s: float) -> Non
     if now_s - reported.get(who, -REPORTED_AGAIN_S) >= REPORTED_AGAIN_S:
         reported[who] = now_s
         logger.warning(
-            "%s fails, and is tried again for up to %g s: %s",
+            "%s fails; retrying for up to %g s: %s",
             *(who, patience_s, problem),
             extra=SHOWN,
         )
@@ -458,7 +458,7 @@ async def _called(tool: Tool, arguments: dict[str, Any], state: Any) -> ToolResu
             raise known from error
         raise
     if not (isinstance(result, ToolResult) and isinstance(result.text, str)):
-        raise TypeError(f"no text came back but {repr(result)[:100]}")
+        raise TypeError(f"expected a text as result, got {repr(result)[:100]}")
     return result
 
 

@@ -148,8 +148,8 @@ class FunctionTool(StatelessTool):
             return outcome
         if not isinstance(outcome, str):
             raise TypeError(
-                f"the tool {self.name!r} returned {outcome!r:.100}; a tool returns the text that "
-                "the policy reads, or a ToolResult"
+                f"the tool {self.name!r} returned {outcome!r:.100}; expected the text for the "
+                "policy, or a ToolResult"
             )
         return ToolResult(outcome)
 
@@ -248,7 +248,10 @@ class ToolLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     max_calls: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        Meta(description="calls of the tool in one episode; none: only the total counts"),
+        Meta(
+            description="calls of the tool in one episode; none: only the limit of all calls "
+            "applies"
+        ),
     ] = None
     timeout_s: Annotated[
         Annotated[float, Meta(gt=0)] | None,
@@ -256,17 +259,19 @@ class ToolLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = None
     max_concurrency: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="calls of the tool in flight in this process; none: no bound"),
+        Meta(description="concurrent calls of the tool in this process; none: unlimited"),
     ] = None
     num_retries: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        Meta(description="retries after a failure of machinery; none: as the environment does"),
+        Meta(
+            description="retries after an infrastructure failure; none: the environment's setting"
+        ),
     ] = None
     required: Annotated[
         bool,
         Meta(
-            description="false: a tool that cannot be loaded is left out with a warning, and one "
-            "that fails for good is reported to the policy as not available"
+            description="false: a tool that cannot be loaded is skipped with a warning, and one "
+            "that fails permanently is reported to the policy as unavailable"
         ),
     ] = True
 
@@ -282,9 +287,7 @@ class ToolLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class ToolConfig(ToolLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tool of an episode and its limits. A list of them replaces the environment's own list."""
 
-    name: Annotated[
-        str, Meta(description="a tool that the environment has, by its name, or 'module:name'")
-    ]
+    name: Annotated[str, Meta(description="name of a tool of the environment, or 'module:name'")]
     kwargs: Annotated[
         dict[str, Any], Meta(description="keyword arguments of the class or function named")
     ] = field(default_factory=dict)
@@ -312,8 +315,8 @@ class CallBudget:
         the tool, or of all tools, is left."""
         if self.max_tool_calls is not None and self.num_calls > self.max_tool_calls:
             raise ToolError(
-                f"No tool can be called any more: all {self.max_tool_calls} calls are used. "
-                "Answer with what you know.",
+                f"No tool can be called any more: all {self.max_tool_calls} calls are used. Answer "
+                "with what you know.",
                 {"limit": "max_tool_calls"},
             )
         most = limits.max_calls
@@ -359,7 +362,7 @@ class Toolbox:
             self.add(tool)
         unknown = sorted(self.limits.keys() - self.tools.keys())
         if unknown and not self._sources:
-            raise ConfigError(f"tool_limits: no tools {unknown}; known: {sorted(self.tools)}")
+            raise ConfigError(f"tool_limits: unknown tools {unknown}; known: {sorted(self.tools)}")
 
     @property
     def fork_mode(self) -> ForkMode:
@@ -386,7 +389,7 @@ class Toolbox:
                 if one not in self.tools:
                     raise ConfigError(
                         f"env.tools: {owner} has no tool {one!r}; it has {sorted(self.tools)}; "
-                        "another tool is named as 'module:name'"
+                        "name any other tool as 'module:name'"
                     )
                 one = self.tools[one]
             other.add(one, limits)
@@ -402,8 +405,8 @@ class Toolbox:
             of = state_of(tool)
             if of and (of not in self.tools or state_of(self.tools[of])):
                 raise ConfigError(
-                    f"the tool {tool.name!r} has state_of = {of!r}; expected one of the tools that "
-                    f"have a state of their own: {[name for name, _ in self.owners()]}"
+                    f"the tool {tool.name!r} has state_of = {of!r}; expected one of the stateful "
+                    f"tools: {[name for name, _ in self.owners()]}"
                 )
             await prepare_tool(tool)
 
@@ -449,7 +452,7 @@ def load_tools(
         except AgentEnvError as error:
             if config.required:
                 raise
-            logger.warning("%s: %s is left out: %s", key, config.name, error)
+            logger.warning("%s: %s is skipped: %s", key, config.name, error)
     return chosen
 
 
@@ -466,9 +469,13 @@ def _load(path: str, kwargs: dict[str, Any], key: str) -> Tool | ToolSource:
                 f"{key}: {path} cannot be made with {sorted(kwargs)}: {error}"
             ) from error
     elif kwargs:
-        raise ConfigError(f"{key}.kwargs: {path} is a @tool function, it takes none")
+        raise ConfigError(
+            f"{key}.kwargs: {path} is a @tool function, which has no keyword arguments"
+        )
     missing = [part for part in ("name", "schema", "start", "call") if not hasattr(made, part)]
     if missing and not isinstance(made, ToolSource):
-        raise ConfigError(f"{key}.name: {path} makes no tool: it has no {', '.join(missing)}")
+        raise ConfigError(
+            f"{key}.name: {path} does not create a tool: it lacks {', '.join(missing)}"
+        )
     tool: Tool | ToolSource = made
     return tool

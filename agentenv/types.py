@@ -22,7 +22,7 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=1,
-            description="tokens after the prompt, policy and tool results together",
+            description="tokens after the prompt: policy and tool results together",
             extra=ESSENTIAL,
         ),
     ] = 4096
@@ -42,24 +42,24 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     on_limit: Annotated[
         Literal["end", "result"],
         Meta(
-            description="at the end of tool calls, of all or of one tool: the rollout ends, or the "
-            "policy reads a result that says so"
+            description="when the tool-call limit, total or of one tool, is reached: the rollout "
+            "ends, or the policy reads a result that reports it"
         ),
     ] = "end"
     max_seconds: Annotated[
         float,
         Meta(
             gt=0,
-            description="time in which a server or a tool works for one trajectory; what it waits "
-            "for a place, a rate limit, a pause or an outage does not count",
+            description="working time of servers and tools for one trajectory; waits for a slot, a "
+            "rate limit, a pause or an outage do not count",
             extra=ESSENTIAL,
         ),
     ] = 600.0
     max_tree_seconds: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(
-            description="time in which any trajectory of one tree is worked for; then those that "
-            "are live are truncated and none is tried again; default four times max_seconds"
+            description="working time of one tree (any of its trajectories); then live "
+            "trajectories are truncated and none is retried; default four times max_seconds"
         ),
     ] = None
     env_timeout_s: Annotated[
@@ -69,20 +69,20 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         float,
         Meta(
             ge=0,
-            description="how long a tool, a grader or an environment whose machinery is down is "
-            "waited for before its trajectory begins afresh; counts against no other limit",
+            description="wait for a tool, a grader or an environment whose infrastructure is down, "
+            "before its trajectory restarts; does not count against other limits",
         ),
     ] = 300.0
     max_failures: Annotated[
         int,
-        Meta(ge=0, description="failed trajectories of one tree that are replaced by fresh ones"),
+        Meta(ge=0, description="failed trajectories of one tree that fresh ones replace"),
     ] = 4
     max_turn_retries: Annotated[
         int,
         Meta(
             ge=0,
-            description="times that a turn which the engine failed, or a step which the "
-            "environment failed, is taken again before its trajectory fails",
+            description="retries of a turn after an engine failure, or of a step after an "
+            "environment failure, before the trajectory fails",
         ),
     ] = 3
 
@@ -91,15 +91,15 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             le=1,
-            description="end the run when more than this part of the last 200 trajectories failed, "
-            "of whatever kind; one whose cause is an outage that was waited for does not count",
+            description="end the run when more than this share of the last 200 trajectories "
+            "failed, of any kind; failures by an outage within outage_s do not count",
         ),
     ] = 0.25
     strict: Annotated[
         bool,
         Meta(
-            description="end the run at the first bug: anything but an AgentEnvError that a tool, "
-            "an environment or a grader raises"
+            description="end the run at the first bug: any exception but an AgentEnvError from a "
+            "tool, an environment or a grader"
         ),
     ] = False
 

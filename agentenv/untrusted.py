@@ -69,7 +69,7 @@ def decode_first(text: str, start: int = 0) -> tuple[Any, int]:
 
 
 def _refused(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 _FIRST = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_refused)

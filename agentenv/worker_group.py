@@ -284,7 +284,7 @@ class WorkerGroup(Generic[W]):
             if isinstance(error, msgspec.DecodeError):
                 why = f"it sent a message that cannot be read ({error})"
             elif worker.is_hanging:
-                why = f"it has said nothing for {self.silence_s:g} s"
+                why = f"no heartbeat for {self.silence_s:g} s"
             return self.left(worker, why)
         finally:
             listening.cancel()

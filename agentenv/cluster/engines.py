@@ -344,7 +344,7 @@ class _Held(asyncio.Future[None]):
         if self.done():
             return False
         self.is_over = True
-        reason = self.server.reason or "its weights are in doubt"
+        reason = self.server.reason or "its weight version is uncertain"
         is_dead = self._pool.reason is not None
         self._link.send(pack(BreakOff(self.number, reason, self.server.is_asleep, is_dead)))
         return True

@@ -102,7 +102,7 @@ def _rest(worker: _Worker) -> str:
     moved = sorted(growing.index for growing in worker.trees.values())
     shown = ", ".join(map(str, moved[:NUM_SHOWN]))
     more = f" and {len(moved) - NUM_SHOWN} more" if len(moved) > NUM_SHOWN else ""
-    return f"trees {shown}{more} go on elsewhere" if shown else "it had no trees"
+    return f"trees {shown}{more} resume on other workers" if shown else "it had no trees"
 
 
 class RolloutWorkers(WorkerGroup[_Worker]):
@@ -158,7 +158,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 found = growing.frames.recorded(task)
                 if found is not None and found.is_finished:
                     break
-                self.report(f"tree {index} came from its worker incomplete, and begins again")
+                self.report(f"tree {index} arrived incomplete from its worker and starts again")
                 growing = _Growing(task, index, session, None)
         finally:
             self._release(growing)
@@ -187,11 +187,11 @@ class RolloutWorkers(WorkerGroup[_Worker]):
     def _place(self, growing: _Growing) -> None:
         """Give the tree to the worker with the fewest, unless it is cancelled."""
         if self._poison.is_found(growing.index) and not growing.cancelled:
-            growing.cancelled = f"{NUM_LOSSES + NUM_TRIALS} workers were lost with it"
+            growing.cancelled = f"{NUM_LOSSES + NUM_TRIALS} workers died while growing it"
             self.report(
-                f"tree {growing.index} (task {growing.task.id}) is given up: "
-                f"{NUM_LOSSES + NUM_TRIALS} workers in a row were lost while it came no further; "
-                "look at their logs, and at what its task lets the tools do"
+                f"tree {growing.index} (task {growing.task.id}) is abandoned: "
+                f"{NUM_LOSSES + NUM_TRIALS} workers in a row died while it made no progress; check "
+                "their logs and the tool calls that its task allows"
             )
         if growing.cancelled:
             growing.ended.set_result(None)
@@ -266,7 +266,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
     def left(self, worker: _Worker, why: str) -> Left:
         is_drained = worker.draining is not None and not worker.is_hanging
         if is_drained:
-            why = "its machine is about to end"
+            why = "its machine is about to shut down"
         rest = _rest(worker)
         return Left(why, worker.num_ended, rest, is_drained, worker.has_come_further)
 
@@ -378,7 +378,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
 
     async def _drain(self, worker: _Worker, within_s: float) -> None:
         num = len(worker.trees)
-        self.report(f"{worker.name} leaves within {within_s:.0f} s; trees that end there: {num}")
+        self.report(f"{worker.name} leaves within {within_s:.0f} s; trees that finish there: {num}")
         self._has_less(worker)
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, within_s)):

@@ -186,7 +186,7 @@ class Session:
         """Reply to the call that `next` gave, by the action that the rollout took."""
         call, turn = self._current, action.turn
         if call is None or turn is None:
-            raise EnvError("there is no call of the program to answer")
+            raise EnvError("no call of the program waits for an answer")
         number, thoughts, text = len(self._turns), turn.thoughts, turn.text
         if self.thoughts == "text" and thoughts:
             thoughts, text = "", with_thoughts(thoughts, text)
@@ -234,7 +234,7 @@ class Session:
     async def asked(self, request: Request, delta: Delta | None) -> Sequence[Answer]:
         """The answer to a call, once the rollout has one. Raises ApiError."""
         if request.n > 1 or request.logprobs or request.raw:
-            raise ApiError("unsupported", "n above 1, logprobs and raw cannot be had in a run")
+            raise ApiError("unsupported", "n above 1, logprobs and raw are not supported in a run")
         if self._closed:
             raise ApiError(self._error, self._closed)
         self.counts["calls"] += 1
@@ -296,7 +296,10 @@ class Session:
         if any(self._is(expected, request) for expected in self._expected):
             return None
         number = len(self._turns) - len(self._recorded)
-        stray = "other" if self._recorded else "last", f"call {number} is another one"
+        stray = (
+            "other" if self._recorded else "last",
+            f"call {number} differs from the recorded one",
+        )
         if not self._is_parallel:
             raise ApiError("ended", str(self._diverge(*stray)))
         self._stray = self._stray or stray  # or a thread that is ahead of the others
@@ -304,7 +307,7 @@ class Session:
 
     def _diverge(self, cause: str, text: str) -> DivergedError:
         self.counts[f"diverged/{cause}"] += 1
-        self._diverged = DivergedError(f"the replay is none: {text}", cause)
+        self._diverged = DivergedError(f"the replay failed: {text}", cause)
         self.close(str(self._diverged))
         return self._diverged
 
@@ -501,7 +504,7 @@ class Endpoint:
         if not key:
             key = f"branch-{secrets.token_urlsafe(NUM_KEY_BYTES)}"
         if key in self._sessions:
-            raise AgentEnvError(f"the key {key} is that of another branch")
+            raise AgentEnvError(f"the key {key} belongs to another branch")
         session = self._sessions[key] = Session(key, self.port, after, same, thoughts)
         return session
 

@@ -151,7 +151,9 @@ class ChatRenderer:
         num_calls = sum(len(piece.calls) for piece in self.pieces.read(turn_ids))
         num_results = sum(message.role == "tool" for message in messages)
         if self.native and turn_ids and num_results != num_calls:
-            raise CrashError(f"the environment gave {num_results} results of {num_calls} calls")
+            raise CrashError(
+                f"the environment returned {num_results} results for {num_calls} calls"
+            )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(piece.text for piece in self.pieces.read(token_ids))
@@ -379,7 +381,7 @@ def _ended(reply: Any) -> ChatReply:
     """The reply, if it says why it ended. Raises MalformedReplyError."""
     found = read_chat(reply)
     if found.choices[0].finish_reason is None:
-        raise MalformedReplyError("no chat completion: it has no finish_reason")
+        raise MalformedReplyError("not a chat completion: finish_reason is missing")
     return found
 
 

@@ -99,16 +99,16 @@ def check_turn(request: Request, facts: SGLangFacts) -> None:
     check_request(request.prompt_ids, sampling, facts.vocab_size, facts.info.max_model_len)
     if len(request.prompt_ids) > facts.max_prompt:
         raise EngineError(
-            f"{len(request.prompt_ids)} prompt tokens exceed the {facts.max_prompt} that this "
-            "SGLang server takes"
+            f"{len(request.prompt_ids)} prompt tokens exceed the limit of {facts.max_prompt} of "
+            "this SGLang server"
         )
     if sampling.repetition_penalty != 1:
         raise EngineError(
-            "repetition_penalty must be 1 with SGLang: it penalises sampled tokens only, the other "
-            "engines those of the prompt as well"
+            "repetition_penalty must be 1 with SGLang: it penalizes sampled tokens only, other "
+            "engines also those of the prompt"
         )
     if len(sampling.stop) > MAX_STOPS:
-        raise EngineError(f"SGLang takes at most {MAX_STOPS} stop strings, found {sampling.stop}")
+        raise EngineError(f"SGLang supports at most {MAX_STOPS} stop strings, got {sampling.stop}")
     if is_truncated(sampling) and _top_k(sampling, facts) > facts.max_top_k:
         raise EngineError(
             "SGLang returns log-probs after top_p, top_k or min_p only together with top_k up to "
@@ -351,14 +351,14 @@ class SGLangServer(WeightSync[SGLangFacts]):
         except RefusedError as error:
             if NOTHING_DONE in error.reason:
                 raise
-            raise ServerLostError(f"its weights are unknown: {error}") from error
+            raise ServerLostError(f"its weight version is unknown: {error}") from error
 
     async def _drop_prefixes(self) -> None:
         try:
             # Its own parameter to wait would wait for retracted requests to end.
             await self._http.call("POST", "/flush_cache")
         except RefusedError as error:  # a request that waited may have an old cache salt
-            raise ServerLostError(f"prefixes of old weights remain: {error}") from error
+            raise ServerLostError(f"cached prefixes of old weights remain: {error}") from error
 
     async def _write_label(self, label: str) -> None:
         body = {"new_version": label, "abort_all_requests": False}
@@ -387,7 +387,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
         for name, size in (("dp_size", info.dp_size), ("pp_size", info.pp_size)):
             if size > 1:
                 raise EngineError(
-                    f"{self.name}: SGLang takes no broadcast with {name} = {size}; use "
+                    f"{self.name}: SGLang supports no broadcast with {name} = {size}; use "
                     'engine.weights = "directory"'
                 )
         return info.tp_size
@@ -442,7 +442,8 @@ class SGLangConfig(
         super().__post_init__()
         if self.update_kv == "keep":
             raise ConfigError(
-                'engine.update_kv = "keep" is for vLLM; SGLang recomputes what runs in an update'
+                'engine.update_kv = "keep" is for vLLM; SGLang recomputes running requests at an '
+                "update"
             )
         if self.lora == "adapter":
-            raise ConfigError('engine.lora = "adapter" is for vLLM; to SGLang adapters go "merged"')
+            raise ConfigError('engine.lora = "adapter" is for vLLM; use "merged" with SGLang')

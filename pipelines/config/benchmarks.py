@@ -122,8 +122,8 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         note = f"; {self.note}" if self.note else ""
         return (
             f"{self.title} is published at huggingface.co/datasets/{self.hub} ({self.part}; "
-            f"{self.licence}), columns {', '.join(self.columns)}: "
-            f"`hf download {self.hub} --repo-type dataset --local-dir DIR`{note}"
+            f"{self.licence}), columns {', '.join(self.columns)}: `hf download {self.hub} "
+            f"--repo-type dataset --local-dir DIR`{note}"
         )
 
 
@@ -157,7 +157,7 @@ def known_benchmarks() -> dict[str, Benchmark]:
         with resources.as_file(resources.files(point.module) / FILE) as path:
             found = read_benchmarks(path)
         if twice := found.keys() & known.keys():
-            raise ConfigError(f"{point.module}: there is a benchmark {min(twice)!r} already")
+            raise ConfigError(f"{point.module}: the benchmark {min(twice)!r} already exists")
         known |= found
     return known
 
@@ -244,8 +244,8 @@ class BenchmarkRows:
             boxed = last_boxed(str(_get(row, spec.solution) or ""))
             if boxed is None:
                 raise DataError(
-                    f"expected an answer, or a solution with its answer in \\boxed{{}}, in the "
-                    f"column {spec.solution!r}; the row has {sorted(row)}"
+                    f"expected an answer, or a solution with its answer in \\boxed{{}}, in column "
+                    f"{spec.solution!r}; the row has {sorted(row)}"
                 )
             return boxed
         answer = self._find(row, "answer", ANSWERS)
@@ -345,14 +345,14 @@ def load_benchmark(
     """
     spec, config = benchmark(name), rows or RowsConfig()
     if not path:
-        raise DataError(f"{spec.name}: no file is given; {spec.how_to_get}")
+        raise DataError(f"{spec.name}: no file given; {spec.how_to_get}")
     try:
         files = find_files([path] if isinstance(path, str | Path) else path)
         absent = [str(file) for file in files if not file.exists()]
     except DataError as error:
         raise DataError(f"{spec.name}: {error}; {spec.how_to_get}") from None
     if absent:
-        raise DataError(f"{spec.name}: there is no file {', '.join(absent)}; {spec.how_to_get}")
+        raise DataError(f"{spec.name}: missing files: {', '.join(absent)}; {spec.how_to_get}")
     adapt = BenchmarkRows(spec, config.columns)
     tasks = load_tasks(
         files,
@@ -365,11 +365,11 @@ def load_benchmark(
     )
     if adapt.num_left_out:
         say(
-            f"{spec.name}: {adapt.num_left_out} questions come with something in the column "
-            f"{spec.attachment!r} and are left out; {len(tasks)} are asked"
+            f"{spec.name}: {adapt.num_left_out} questions with an attachment (column "
+            f"{spec.attachment!r}) are skipped; {len(tasks)} remain"
         )
     missing = [field for field in spec.group_by if field not in adapt.fields_seen]
     if missing and len(missing) == len(spec.group_by) and spec.kind == "deep_search":
         columns = [spec.group_by[field] for field in missing]
-        say(f"{spec.name}: no row has {', '.join(columns)}; there are no scores by it")
+        say(f"{spec.name}: no row has {', '.join(columns)}; scores by that column are omitted")
     return tasks

@@ -421,7 +421,7 @@ def refuse_verl_keys(raw: dict[str, Any], source: str) -> None:
     if found:
         lines = [f"  {key}: {advice(*entry)}" for key, entry in found.items()]
         raise ConfigError(
-            f"{source}: keys of verl, which have other names here ({DOCUMENT}):\n"
+            f"{source}: keys of verl, which have different names here ({DOCUMENT}):\n"
             + "\n".join(lines)
         )
 
@@ -429,7 +429,7 @@ def refuse_verl_keys(raw: dict[str, Any], source: str) -> None:
 def advice(ours: str, note: str) -> str:
     """What to use in place of a key."""
     if not ours:
-        return f"there is none; {note}"
+        return f"no such key; {note}"
     return f"use {ours}" + (f" ({note})" if note else "")
 
 

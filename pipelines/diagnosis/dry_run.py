@@ -109,7 +109,7 @@ def _not_cached(config: AnyRun) -> Iterator[str]:
         except DataError as error:
             raise DataError(f"{key}: {error}") from error
         if found is None and hub_id(text) is not None:
-            yield f"{key} = {text}: no such path; the run looks for this {kind} on the hub"
+            yield f"{key} = {text}: no such path; the run will look up this {kind} on the hub"
 
 
 def _missing_parts(config: AnyRun) -> Iterator[str]:
@@ -134,13 +134,13 @@ def _missing_parts(config: AnyRun) -> Iterator[str]:
 def show_values(config: AnyRun, view: View, *, defaults: bool) -> None:
     """What differs from the defaults, and below it, if asked for, all the rest."""
     values = list(values_of(config))
-    view.say("configuration, what is not the default:")
+    view.say("configuration, non-default values:")
     for value in values:
         if value.chosen:
             view.say(f"  {value.key} = {value.text}")
     rest = [value for value in values if not value.chosen]
     if not defaults:
-        view.say(f"  {len(rest)} more keys have their defaults, which --defaults shows")
+        view.say(f"  {len(rest)} more keys have default values; --defaults shows them")
         return
     view.say("\nconfiguration, the defaults:")
     for value in rest:
@@ -164,12 +164,12 @@ def _sizes(config: AnyRun) -> Iterator[str]:
             yield config.dropped_terms
         most = rollouts_of(config)[1]
         prompts = most // config.algorithm.group_size
-        yield f"up to {prompts} prompts = {most} trajectories are under way at a time"
+        yield f"up to {prompts} prompts = {most} trajectories in flight"
         passes = f"{config.train.num_epochs} passes over the questions"
         yield passes if config.train.num_steps is None else f"{config.train.num_steps} updates"
         if config.self_critic is not None:
             asked, answers = config.self_critic.num_questions, config.self_critic.num_samples
-            yield f"a round of the self-critic takes {asked} questions x {answers} answers"
+            yield f"a round of the self-critic uses {asked} questions x {answers} answers"
     elif isinstance(config, SupervisedRunConfig):
         loop = config.loop
         length = f"{loop.num_steps} steps" if loop.num_steps else f"{loop.num_epochs or 3} passes"
@@ -206,7 +206,7 @@ def show_plan(plan: Plan, view: View) -> None:
     for line in (*plan.made, *plan.advice):
         view.say(line)
     if plan.missing:
-        view.say("\nmissing here:")
+        view.say("\nmissing:")
         for line in dict.fromkeys(plan.missing):
             view.say(f"  {line}")
 
@@ -225,7 +225,7 @@ def _row(process: Process) -> tuple[str, ...]:
     on_gpu, main = process.memory.gpu_bytes, process.main_bytes
     return (
         process.name,
-        str(process.count or "runs already"),
+        str(process.count or "already running"),
         span(process.gpus),
         f"{on_gpu / GIB:.1f}" if process.gpus else "",
         f"{main / GIB:.1f}" if main else "",
@@ -243,7 +243,7 @@ def _details(process: Process) -> list[str]:
     return lines
 
 
-NOT_ALL = "what is known of it fits, but not every model's size is known"
+NOT_ALL = "the known part fits, but the size of some models is unknown"
 
 
 def dry_run(
@@ -285,8 +285,8 @@ def dry_run(
     if not plan.missing:
         return 0
     view.say(
-        f"what is missing is listed above (exit code {EXIT_MISSING}); docs/data.md says what files "
-        "are read, docs/reproduce.md where those of the papers are"
+        f"missing items are listed above (exit code {EXIT_MISSING}); docs/data.md describes the "
+        "files that are read, docs/reproduce.md where to get those of the papers"
     )
     return EXIT_MISSING
 
@@ -304,7 +304,7 @@ def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View,
             Path(script).write_text(job, encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"cluster.script = {script}: {error.strerror}; name a file that can be written"
+                f"cluster.script = {script}: {error.strerror}; choose a writable file"
             ) from error
         view.say(f"written to {script}")
     elif job:
@@ -349,7 +349,7 @@ def _read(
         )
     finally:
         if found:
-            view.say("\ndata that is here:")
+            view.say("\navailable data:")
         for text in found:
             view.say(f"  {text}")
 
@@ -435,12 +435,12 @@ def _check_kubernetes(config: TrainConfig, cluster: KubernetesCluster) -> None:
             raise ConfigError(f"cluster.{key}: cluster.kind = kubernetes needs it")
     if config.learner.launch == "external":
         raise ConfigError(
-            "learner.launch = external: on Kubernetes the ranks of the learner run beside the "
+            "learner.launch = external: on Kubernetes the learner's ranks run next to the "
             "controller; remove it"
         )
     if not str(config.run.dir).startswith(f"{cluster.mount}/"):
         raise ConfigError(
-            f"run.dir = {config.run.dir}: workers, and the controller when it starts again, need "
-            f"the run's folder; put it below cluster.mount = {cluster.mount}, as "
+            f"run.dir = {config.run.dir}: workers, and the controller after a restart, need the "
+            f"run's folder; put it under cluster.mount = {cluster.mount}, as "
             f"run.dir={cluster.mount}/runs"
         )

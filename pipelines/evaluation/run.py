@@ -257,8 +257,8 @@ async def ask_into(
         if len(errors) == hopeless:
             last = answer.question.actor.failures.log.redactor.text(row.error or "")
             raise broken(errors)(
-                f"all of the first {hopeless} trajectories failed, so that no others are asked; "
-                f"the last: {last}; the same command asks them again"
+                f"all of the first {hopeless} trajectories failed; the evaluation stops here; the "
+                f"last error: {last}; the same command retries them"
             )
 
     asked = (Question(actors[one.dataset], one.task, one.sample) for one in missing)

@@ -90,7 +90,10 @@ def make_scorer(say: Callable[[str], None], compat: Compat = "") -> Scorer:
     """With math-verify, if it is there."""
     math = importlib.util.find_spec("math_verify") is not None
     if not math:
-        say(f"no math-verify ({install_hint('math')}): expressions are compared as text")
+        say(
+            f"math-verify is not installed ({install_hint('math')}): expressions are compared as "
+            "text"
+        )
     return Scorer(compat=compat, math=math)
 
 

@@ -170,7 +170,7 @@ class ParityCheck:
             raise LearnerError(
                 f"{gap.worst or 'the engine'} and the learner disagree by {gap.worst_mean:.2g} "
                 f"nats a token at policy version {version}, more than train.stop_logprob_gap = "
-                f"{stop:g}: they do not compute the same model; look for another dtype, "
+                f"{stop:g}: they do not compute the same model; check for a different dtype, "
                 "quantization or model path"
             )
         if gap.worst_mean > allowed:
@@ -426,7 +426,9 @@ class MemoryPublisher:
                     else:
                         written = await learner.publish(folder / f"v{before + 1}")
                 except TransferError as error:
-                    logger.warning("weights go by a directory this time: %s", error, extra=SHOWN)
+                    logger.warning(
+                        "this update sends weights through a directory: %s", error, extra=SHOWN
+                    )
                     written = await learner.publish(folder / f"v{before + 1}")
             beside = written is None and self.sender.weights.has_room
             if self.colocation is not None and not beside:
@@ -440,8 +442,8 @@ class MemoryPublisher:
                     await self.engine.take_weights(self.sender, before + 1)
         if written is None and self.sender.num_failures == MAX_FAILURES:
             logger.warning(
-                "servers cannot read the learner's memory: weights go through directories from "
-                "now on",
+                "servers cannot read the learner's memory: weights are sent through directories "
+                "from now on",
                 extra=SHOWN,
             )
         await in_thread(shutil.rmtree, folder / f"v{before}", ignore_errors=True)

@@ -88,8 +88,8 @@ else:
 
 
 _OWN = (
-    "[[monitor.own]]: monitors from elsewhere and their keys; name is 'module:Class', or the entry "
-    "point of an installed package in agentenv.monitors"
+    "[[monitor.own]]: custom monitors and their keys; name is 'module:Class', or an entry point of "
+    "an installed package in agentenv.monitors"
 )
 
 
@@ -117,7 +117,7 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             if getattr(self, key) and not _is_installed(package):
                 raise ConfigError(
                     f"monitor.{key}: the package {package} is not installed; "
-                    f"`{install_hint(extra)}` brings it"
+                    f"`{install_hint(extra)}` installs it"
                 )
 
 
@@ -132,7 +132,8 @@ class RolloutMonitorConfig(MonitorConfig, frozen=True, kw_only=True, forbid_unkn
     """The same for a run with rollouts, of which it shows samples."""
 
     num_trajectories: Annotated[
-        int, Meta(ge=0, description="sample trajectories of each evaluation, and of steps; 0: none")
+        int,
+        Meta(ge=0, description="sample trajectories per evaluation, and per sampled step; 0: none"),
     ] = 8
     trajectories_every: Annotated[
         int, Meta(ge=0, description="steps between samples of training; 0: evaluations only")
@@ -246,7 +247,10 @@ class Monitors:
             self._calls.put_nowait(None)
         thread.join(FINISH_TIMEOUT_S)
         if thread.is_alive() or self._dropped:
-            text = "monitors: not everything was taken within %g s; metrics.jsonl has all of it"
+            text = (
+                "monitors: some records were not delivered within %g s; metrics.jsonl has all of "
+                "them"
+            )
             logger.warning(text, FINISH_TIMEOUT_S)
 
     def _hand(self, name: str, call: Callable[[], None]) -> None:
@@ -272,5 +276,5 @@ class Monitors:
             call()
         except Exception as error:  # whatever a third party raises; the run goes on without it
             self._working = {key: one for key, one in self._working.items() if key != name}
-            text = "%s is not followed any more: %s: %s; metrics.jsonl has all of it"
+            text = "monitor %s is switched off: %s: %s; metrics.jsonl has all records"
             logger.warning(text, name, type(error).__name__, error)

@@ -94,24 +94,24 @@ def _plot(profile: EntropyProfile, target: Path, name: str) -> None:
         for axes, values in ((left, curve.mean[:length]), (right, curve.count)):
             axes.plot(values, label=titles.get(label, label.replace("/", " ")), **style)
     left.set(
-        title="mean entropy, nats, while 5 % of the turns are that long",
+        title="mean entropy, nats, up to the length of the longest 5 % of turns",
         xlabel="token of the turn",
         ylim=(0, None),
     )
-    right.set(title="turns that were that long", xlabel="token of the turn", ylim=(0, None))
+    right.set(title="turns of at least that length", xlabel="token of the turn", ylim=(0, None))
     write_whole(target, png(figure))
 
 
 PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("trees that wait, and that grow", ("queue/ready", "trees/in_flight")),
+    ("trees waiting and in flight", ("queue/ready", "trees/in_flight")),
     ("staleness, in versions of the policy", ("staleness/max", "staleness/trained_mean")),
-    ("forks and roots a step", ("rollout/forks", "rollout/roots")),
-    ("failed trajectories, turns taken again", ("failed/trajectories", "failed/retaken")),
+    ("forks and roots per step", ("rollout/forks", "rollout/roots")),
+    ("failed trajectories, retried turns", ("failed/trajectories", "failed/retaken")),
     (
         "lengths of trajectories, tokens",
         ("length/offered_p50", "length/trained_p50", "length/offered_p90", "length/trained_p90"),
     ),
-    ("turns and calls of a trajectory", ("rollout/turns", "rollout/calls_per_trajectory")),
+    ("turns and calls per trajectory", ("rollout/turns", "rollout/calls_per_trajectory")),
     ("shares of trained tokens clipped", ("learner/clipped_high", "learner/clipped_low")),
     ("KL, nats", ("learner/kl_to_proximal", "learner/kl_to_reference")),
     ("gradient norm", ("learner/grad_norm",)),
@@ -144,8 +144,8 @@ def learning_curve(rows: Sequence[Row], name: str) -> Any:
     curves = [("reward/success", "success", "-"), ("reward/mean", "reward", "--")]
     if any(row.get("failed/share") for row in steps):
         curves += [
-            ("failed/share", "share that failed", ":"),
-            ("reward/success_if_failed_wrong", "success if failed were wrong", "-."),
+            ("failed/share", "share of failed trajectories", ":"),
+            ("reward/success_if_failed_wrong", "success, failed as wrong", "-."),
         ]
     marker = "." if len(steps) < 3 else ""
     for key, label, style in curves:
@@ -182,8 +182,8 @@ def _evaluation(axes: Any, rows: Sequence[Row], key: str, style: str) -> None:
     axes.vlines([row["step"] for row in known], *bounds, color=line.get_color(), alpha=0.5)
     failed = [row for row in rows if row.get(f"{place}/failed_share")]
     for name, what, marker in (
-        ("failed_share", "share that failed", "x"),
-        ("success_if_failed_wrong", "success if failed were wrong", "v"),
+        ("failed_share", "share of failed trajectories", "x"),
+        ("success_if_failed_wrong", "success, failed as wrong", "v"),
     ):
         if failed:
             points = [(row["step"], row[f"{place}/{name}"]) for row in failed]
@@ -209,7 +209,7 @@ def training_figures(rows: Sequence[Row], name: str) -> Any:
     figure, axes = panels(4, 3, (13, 14), f"{name}: by update")
     places = iter(axes)
     calls = sorted({key for row in steps for key in row if _is_tool(key, ("calls", "errors"))})
-    for title, keys in (*PANELS, ("tool calls a step", calls)):
+    for title, keys in (*PANELS, ("tool calls per step", calls)):
         _panel(next(places), title, steps, keys)
     _seconds(next(places), steps)
     return figure
@@ -235,7 +235,7 @@ def _seconds(axes: Any, steps: Sequence[Row]) -> None:
     labels = [key.removeprefix("time/").removesuffix("_s") for key in parts]
     if parts:
         axes.stackplot([row["step"] for row in steps], values, labels=labels)
-    axes.set_title("seconds of a step, by part", fontsize="medium")
+    axes.set_title("seconds per step, by part", fontsize="medium")
     axes.locator_params(axis="x", integer=True)
 
 

@@ -252,7 +252,7 @@ def readable(row: Row) -> str:
     ended = f"{row['end']} by {row['limit']}" if row["limit"] is not None else row["end"]
     lines = [
         f"--- {row['kind']}: {row['question']}",
-        f"    expected {' or '.join(row['answers'])}; {'right' if row['success'] else 'wrong'}, "
+        f"    expected {' or '.join(row['answers'])}; {'correct' if row['success'] else 'wrong'}, "
         f"reward {row['reward']:g}, {ended}",
     ]
     for segment in row["segments"][1:]:

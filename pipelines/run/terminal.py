@@ -325,8 +325,8 @@ class View:
             handler.close()
             if isinstance(handler, LogFile) and handler.num_missing:
                 self.warn(
-                    f"{handler.num_missing} lines are not in {handler.path}: the disk is full, or "
-                    "does not answer"
+                    f"{handler.num_missing} lines are missing in {handler.path}: the disk is full "
+                    "or does not respond"
                 )
         self._handlers = []
 
@@ -405,7 +405,7 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
         num_signals += 1
         if num_signals == 1:
             task.cancel()  # once: a second one would break off what ends the work
-        first = "interrupted" if num_signals == 1 else "still ending"
+        first = "interrupted" if num_signals == 1 else "still shutting down"
         jobs = ", ".join(map(str, running(SHOWN_S)))
         waits = [view.activity and f"waiting for {view.activity}", view.behind(), jobs]
         what = "; ".join(filter(None, [first, *waits]))

@@ -252,7 +252,7 @@ class Watchdog:
             return
         self._num_signals += num_signals
         if self._num_signals >= 3 and (num_signals > 1 or now - self._last_signal < GRACE_S):
-            self._end("at once by a third signal; what was not saved is lost")
+            self._end("at once by a third signal; unsaved work is lost")
         if self._num_signals >= 2 and not self._ending:
             self._ending = now + GRACE_S
         self._last_signal = now
@@ -273,18 +273,18 @@ class Watchdog:
                 return
         held_s = time.monotonic() - self._beat
         if _most_held_s is not None and held_s > _most_held_s:
-            self._end(f"because {self._holder()} held up the event loop for {held_s:.0f} s")
+            self._end(f"because {self._holder()} blocked the event loop for {held_s:.0f} s")
         if _num_rolling and self._reported < len(HELD_S) and held_s > HELD_S[self._reported]:
             self._reported += 1
             queued = queued_s() - self._queued
             if queued > held_s / 2:  # where it stands says nothing
                 return self._say(
                     f"the event loop has not run for {held_s:.0f} s, and waited for a core for "
-                    f"{queued:.1f} s of them: other processes keep the machine busy"
+                    f"{queued:.1f} s of that: other processes keep the machine busy"
                 )
             self._say(
-                f"{self._holder()} holds up every rollout: the event loop has not run for "
-                f"{held_s:.0f} s; work that takes long belongs into a thread or a process\n"
+                f"{self._holder()} blocks every rollout: the event loop has not run for "
+                f"{held_s:.0f} s; long work belongs in a thread or a process\n"
                 f"{self._stack()}"
             )
 

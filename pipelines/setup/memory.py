@@ -151,7 +151,7 @@ def find_shape(path: Path, quantization: str = "") -> ModelShape | None:
         if not names:
             return None
         name = max(names, key=len)
-        shape = replace(KNOWN[name], source=f"the shape of {name} is assumed")
+        shape = replace(KNOWN[name], source=f"assuming the shape of {name}")
     return replace(shape, bits=shape.bits or bits)
 
 
@@ -275,7 +275,7 @@ def learner_memory(
     gpu["log-prob head"] = 3.0 * HEAD_CHUNK_BYTES + head
     gpu["reserve"] = RESERVE_BYTES
     at_once = float(4 * max(shape.embedding, shape.layer))
-    return Memory(gpu, states.host | {"one weight, while it loads or is saved": at_once})
+    return Memory(gpu, states.host | {"one weight, during loading or saving": at_once})
 
 
 def model_states(shape: ModelShape, config: LearnerConfig) -> Memory:
@@ -407,7 +407,7 @@ def find_passage(
     if chosen is not None:
         if problem := lack(chosen, needed):
             raise ConfigError(
-                f"{WEIGHTS_KEY} = {chosen}: {problem}; choose another place, or leave it out for "
+                f"{WEIGHTS_KEY} = {chosen}: {problem}; choose another folder, or omit it for "
                 f"{memory} or the run's folder"
             )
         return Passage(chosen)
@@ -417,15 +417,15 @@ def find_passage(
         if not found:
             return Passage(memory)
         message = (
-            f"new weights pass through {run}, since {memory} {found}; to pass through memory give "
-            f"it more room{_docker(needed)}, or name another place with {WEIGHTS_KEY}=DIR"
+            f"new weights pass through {run}, since {memory} {found}; to pass them through memory "
+            f"make it larger{_docker(needed)}, or choose another folder with {WEIGHTS_KEY}=DIR"
         )
     if problem := lack(run, needed):
         also = f", and {memory} {found}" if message else ""
         raise ConfigError(
-            f"new weights find no room: {run} {problem}{also}; choose another place with "
+            f"no space for new weights: {run} {problem}{also}; choose another folder with "
             f"{DIR_KEY}=DIR or {WEIGHTS_KEY}=DIR"
-            + (f", or give {memory} more" if message else "")
+            + (f", or make {memory} larger" if message else "")
             + (_docker(needed) if message else "")
         )
     return Passage(run, message)
@@ -434,16 +434,16 @@ def find_passage(
 def lack(place: Path, needed: float) -> str:
     """Why `needed` bytes cannot be written there, as what is said of the place; empty: they can."""
     if place == SHARED_MEMORY and not place.is_dir():
-        return "is not there"
+        return "does not exist"
     try:
         folder = existing(place)
         if os.statvfs(folder).f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK | os.X_OK):
-            return "cannot be written"
+            return "is not writable"
         free = free_bytes(folder)
     except OSError as error:
         return f"cannot be used: {explain(error, WEIGHTS_KEY)}"
     if free < needed:
-        return f"has {size(free)} free of the {size(needed)} that {COPIES} copies of them take"
+        return f"has {size(free)} free; {COPIES} copies of them take {size(needed)}"
     return ""
 
 

@@ -191,7 +191,7 @@ class SynthesisSampling:
         missing = self.store.missing(wanted)
         if len(missing) < len(wanted):
             held = f"{len(wanted) - len(missing)} of {len(wanted)} trajectories"
-            self._view.say(f"{stage}: {held} are there already")
+            self._view.say(f"{stage}: {held} exist already")
         if not missing:
             return
         if self._engine is None:
@@ -273,7 +273,7 @@ async def read_questions(
                 seen[plain] = f"{name} {task.id}"
                 pairs.append(TaskPair(name, task, tools[task.id]))
     if not pairs:
-        raise DataError(f"no question is left of {len(dropped)}: all are excluded or duplicates")
+        raise DataError(f"none of {len(dropped)} questions is left: all are excluded or duplicates")
     return pairs, dropped
 
 
@@ -297,8 +297,8 @@ async def tool_names(
         found[env_id] = [str(tool["name"]) for tool in info.get("tools", ())]
         if not found[env_id]:
             raise ConfigError(
-                f"sets.{pair.name}: the environment {env_id} has no tools, so there is nothing "
-                "to learn from answers with tools"
+                f"sets.{pair.name}: the environment {env_id} has no tools, so that answers with "
+                "tools cannot be sampled"
             )
     return found
 

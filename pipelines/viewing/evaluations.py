@@ -127,7 +127,7 @@ class Evaluation:
                 return known[1]
             questions = self.questions()
             if not questions:
-                raise DataError(f"{self.folder} holds no row yet")
+                raise DataError(f"{self.folder} contains no rows yet")
             figures: Figures = msgspec.to_builtins(summary_of(self.name, questions))
             self._figures = state, figures
             return figures

@@ -96,7 +96,7 @@ class Folder:
                 return self.evaluation(name).chunk(_number(chunk))
             case ["compare", first, second]:
                 return compare(self.evaluation(first), self.evaluation(second))
-        raise DataError(f"there is no {path!r} to see")
+        raise DataError(f"no such page: {path!r}")
 
     def run(self) -> Figures:
         """The content of the first picture; reads no tree and no row."""
@@ -178,7 +178,7 @@ class Folder:
         """Raises DataError."""
         found = self.evaluations().get(key)
         if found is None:
-            raise DataError(f"{self.path}: there is no evaluation {key!r}")
+            raise DataError(f"{self.path}: unknown evaluation {key!r}")
         return found
 
     def _evaluation_folders(self) -> Iterator[tuple[Path, str]]:
@@ -209,12 +209,12 @@ def _check_run(path: Path) -> None:
     if (path / CONFIG_FILE).is_file() or (path / METRICS).is_file():
         return
     if not path.is_dir():
-        raise DataError(f"{path}: there is no such folder; expected a run or an evaluation")
+        raise DataError(f"{path}: no such folder; expected a run or an evaluation")
     within = [*path.glob(f"*/{METRICS}"), *path.glob(f"*/{ROWS}")]
     within.sort(key=lambda one: one.stat().st_mtime)
-    hint = f"; there is one in {within[-1].parent}" if within else ""
+    hint = f"; {within[-1].parent} contains one" if within else ""
     raise DataError(
-        f"{path}: neither a run ({CONFIG_FILE}) nor an evaluation ({ROWS}) is there{hint}"
+        f"{path}: contains neither a run ({CONFIG_FILE}) nor an evaluation ({ROWS}){hint}"
     )
 
 

@@ -85,7 +85,7 @@ class Trees:
         step = self._step(self._path(number))
         entry = next((one for one in step.entries if one.tree == tree), None)
         if entry is None:
-            raise DataError(f"{step.path}: tree {tree} is not there")
+            raise DataError(f"{step.path}: no tree {tree}")
         kept = step.tree(entry)
         return {
             "step": number,
@@ -126,7 +126,7 @@ class Trees:
     def _path(self, number: int) -> Path:
         path = steps_of(self.folder).get(number)
         if path is None:
-            raise DataError(f"{self.folder}: step {number} is not there")
+            raise DataError(f"{self.folder}: no step {number}")
         return path
 
     def _step(self, path: Path) -> Step:

@@ -306,5 +306,5 @@ def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
     """Raises EngineError if cuda is asked for and there is none."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise EngineError("device cuda is asked for, but torch finds no GPU")
+        raise EngineError("device cuda was requested, but torch finds no GPU")
     return torch.device("cuda" if available and name != "cpu" else "cpu")

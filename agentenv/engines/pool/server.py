@@ -65,7 +65,7 @@ class Lost(Struct, frozen=True, array_like=True, tag="lost"):
 
 
 Outcome = Done | Aborted | Busy | Starved | Reset | Lost
-SILENT, BROKE = "were left in silence", "broke off"  # kinds of losses
+SILENT, BROKE = "received no tokens", "broke off"  # kinds of losses
 
 # Whether a server and a request on it still give tokens.
 
@@ -389,7 +389,7 @@ class PooledServer(Slot):
                 tries, self.name, first_s=FIRST_CLOSED_S, max_s=MAX_CLOSED_S, at_least_s=wanted_s
             )
         if self._num_refusals > MAX_REFUSALS and self.in_flight <= 1:
-            text = f"{self.name} refuses every request as if it were full"
+            text = f"{self.name} rejects every request as if it were full"
             return self.settle(Lost("were lost", text))
         loop.call_at(self._closed_until, self._on_room)
         return Busy(problem, wanted_s)
@@ -482,11 +482,9 @@ def problems(servers: Sequence[PooledServer]) -> list[str]:
         for kind, count in one.losses.most_common():
             lines.append(f"{one.name}: {count} requests {kind} ({one.last_loss[kind]})")
         if refused := one.counts["refused"]:
-            lines.append(f"{one.name} was full: it refused {refused} requests")
+            lines.append(f"{one.name} was full: it rejected {refused} requests")
         if one.longest_update_s > LONG_UPDATE_S:
-            lines.append(
-                f"{one.name} took up to {one.longest_update_s:.0f} s to change its weights"
-            )
+            lines.append(f"{one.name} took up to {one.longest_update_s:.0f} s to load new weights")
         others = [each.speed for each in servers if each is not one and each.speed is not None]
         if others and one.speed is not None and one.speed < SLOW * median(others):
             lines.append(

@@ -55,7 +55,7 @@ class ForeignWeightsError(EngineError):
     """Tokens were sampled by weights that this client did not label: another process answers at the
     URL, or another run changed the weights. None of them may be used."""
 
-    kind = "met other weights"
+    kind = "ran with different weights"
 
 
 class ServerInfo(Struct, frozen=True):

@@ -113,7 +113,7 @@ class Answer(ABC):
         spans = [self._name_span(span.version, span.start, span.end) for span in self._spans]
         if [0, *(s.end for s in spans)] != [*(s.start for s in spans), self._num_tokens]:
             raise EngineError(
-                f"{self._server} gave version spans {spans} for {self._num_tokens} tokens"
+                f"{self._server} returned version spans {spans} for {self._num_tokens} tokens"
             )
         reason = cast(Literal["stop", "length", "abort"], self._reason)
         kind, num_cached = self._entropy_kind, self._num_cached_tokens
@@ -347,8 +347,8 @@ class RemoteServer(ABC, Generic[F]):
         if not nonce.startswith(self._nonce):
             raise ForeignWeightsError(
                 f"{self.name} sampled tokens {start} to {end} with weights labelled {label!r}, "
-                "which this run did not load: was it restarted, or does someone else load weights "
-                "into it?"
+                "which this run did not load: was it restarted, or does another process load "
+                "weights into it?"
             )
         return VersionSpan(int(version), start, end)
 
@@ -368,16 +368,16 @@ class RemoteServer(ABC, Generic[F]):
         found = [await self._read_label(fresh=True) for _ in range(NUM_LOOKS)]
         if any(label != self._label for label in found):
             raise ConfigError(
-                f"{self.name} does not give back the label of its weights. Are several servers "
-                "behind this URL, or several API servers of one (--api-server-count)? Give each a "
-                "URL of its own in engine.urls. Or does another run load weights into it?"
+                f"{self.name} does not return the label of its weights. Do several servers share "
+                "this URL, or several API servers of one engine (--api-server-count)? List each "
+                "under its own URL in engine.urls. Or does another run load weights into it?"
             )
 
     def _warn_untried(self, version: str) -> None:
         """Its routes are there, what they mean may differ."""
         if not version.startswith(self.tried):
             logger.warning(
-                "%s runs version %s, which was not tried (%s was, see docs/engines.md); watch "
+                "%s runs version %s, which is untested (%s is tested, see docs/engines.md); watch "
                 "parity/logprob_gap_max",
                 self.name,
                 version,

@@ -164,7 +164,8 @@ class HttpClient:
             return decode(body) if body else None
         except ForeignError as error:
             raise MalformedReplyError(
-                f"{self.name}{path} answered no JSON: {_shorten(body)!r}; is this an engine?"
+                f"{self.name}{path} returned invalid JSON: {_shorten(body)!r}; is this an engine "
+                "server?"
             ) from error
 
     async def call_as(
@@ -176,8 +177,8 @@ class HttpClient:
             return decode(body, kind)
         except ForeignError as error:
             raise MalformedReplyError(
-                f"{self.name}{path} answered something else than an engine that is known "
-                f"({error}): {_shorten(body)!r}"
+                f"{self.name}{path} returned an answer that no known engine gives ({error}): "
+                f"{_shorten(body)!r}"
             ) from error
 
     async def read(
@@ -220,8 +221,9 @@ class HttpClient:
             schema = await self.call_as(_Schema, "GET", "/openapi.json")
         except RefusedError as error:
             raise ConfigError(
-                f"{self.name} answers {error.status} to GET /openapi.json, where its routes are "
-                "read: it is no engine, or it was started with --disable-fastapi-docs"
+                f"{self.name} answers {error.status} to GET /openapi.json, which lists the routes "
+                "of an engine: it is not an engine server, or it was started with "
+                "--disable-fastapi-docs"
             ) from error
         except MalformedReplyError as error:
             raise ConfigError(f"{error}; expected the routes of an engine") from error
@@ -314,8 +316,8 @@ class HttpClient:
         if now - self._warned_at >= WARN_S:
             self._warned_at = now
             logger.warning(
-                "requests to %s wait for file descriptors, of which this process has no more; "
-                "raise the hard limit (ulimit -Hn), or lower engine.pool.max_concurrency",
+                "requests to %s wait for file descriptors, since this process has used all of "
+                "them; raise the hard limit (ulimit -Hn), or lower engine.pool.max_concurrency",
                 self.name,
                 extra=SHOWN,
             )

@@ -63,8 +63,8 @@ class Endpoint:
         url, key_env = config.url, config.api_key_env
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
-                f"{table}.url: expected http(s)://HOST of an OpenAI-compatible endpoint, "
-                f"got {url!r}"
+                f"{table}.url: expected http(s)://HOST of an OpenAI-compatible endpoint, got "
+                f"{url!r}"
             )
         base = URL(url.rstrip("/"))
         api = base if base.path.strip("/") else base / "v1"
@@ -83,7 +83,7 @@ class Endpoint:
         self.counts = {"requests": 0.0, "retries": 0.0, "sampled_tokens": 0.0, "prompt_tokens": 0.0}
         self._table = table
         self._slots = asyncio.Semaphore(config.max_concurrency)
-        self._slot = f"a place at {self.api.name}"
+        self._slot = f"a slot at {self.api.name}"
         self._closed = False
 
     async def start(self) -> None:
@@ -103,7 +103,7 @@ class Endpoint:
         if not self.model:
             if len(models) != 1:
                 raise ConfigError(
-                    f"{self._table}.model: {self.api.name} has {sorted(models)}; give one"
+                    f"{self._table}.model: {self.api.name} serves {sorted(models)}; choose one"
                     + (" with --model" if self._table == "engine" else "")
                 )
             (self.model,) = models
@@ -136,7 +136,7 @@ class Endpoint:
                 delay_s = backoff_s(
                     attempt - 1, key, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S, at_least_s=wanted_s
                 )
-                with waiting(f"a break before {self.api.name} is asked again"):
+                with waiting(f"a pause before {self.api.name} is retried"):
                     await asyncio.sleep(delay_s)
             self._check_open()
             try:
@@ -248,7 +248,7 @@ def read_chat(reply: Any) -> ChatReply:
     except ForeignError as error:
         shown = reply if isinstance(reply, bytes) else msgspec.json.encode(reply)
         text = shown[:200].decode(errors="replace")
-        raise MalformedReplyError(f"no chat completion ({error}): {text}") from error
+        raise MalformedReplyError(f"not a chat completion ({error}): {text}") from error
 
 
 def read_said(reply: Any) -> Said:

@@ -157,7 +157,7 @@ class VLLMAnswer(Answer):
         try:
             found = decode(event, self._event)
         except ForeignError as error:
-            text = f"{self._server} streamed what vLLM {VLLM_TRIED} does not: {error}"
+            text = f"{self._server} streamed an event that vLLM {VLLM_TRIED} does not send: {error}"
             raise ServerLostError(text) from None
         if (failure := found.error) is not None:
             text = f"{self._server} aborted the request: {failure.message}"
@@ -191,7 +191,7 @@ class VLLMAnswer(Answer):
             return top_k_entropies([[top.logprob for top in one.top_logprobs] for one in positions])
         ranks = [position.rank or 0 for position in positions]
         if min(ranks) < ENTROPY:
-            raise NoPluginError(f"{self._server} does not have agentenv's plugin")
+            raise NoPluginError(f"{self._server} runs without agentenv's plugin")
         bits = np.array(ranks, np.int64) - ENTROPY
         found: list[float] = bits.astype(np.int32).view(np.float32).tolist()
         return found

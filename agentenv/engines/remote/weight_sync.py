@@ -205,7 +205,7 @@ class WeightSync(RemoteServer[F]):
                 await self._post(routes.receive, body, group.timeout_s + SLACK_S)
             await self._post(routes.finish, routes.empty, self._load_s)
         except EngineError as error:
-            raise ServerLostError(f"its weights are unknown: {error}") from error
+            raise ServerLostError(f"its weight version is unknown: {error}") from error
 
     # what differs
 

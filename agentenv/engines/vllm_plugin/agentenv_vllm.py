@@ -54,7 +54,7 @@ def register() -> None:
             score = _scoring(second.compute_topk_scores)
             replaced.append((second, "compute_topk_scores", score))
     except (ImportError, AttributeError):
-        logger.exception("agentenv's plugin does not fit this version of vLLM")
+        logger.exception("agentenv's plugin does not support this version of vLLM")
         return
     if not hasattr(scheduler, MARK):
         setattr(scheduler, MARK, True)
