@@ -93,53 +93,60 @@ class ProgramConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     folder: Annotated[
         str, Meta(description="initial files, copied into the program's own folder", extra=PATH)
     ] = ""
-    files: Annotated[dict[str, str], Meta(description="more initial files: texts by name")] = field(
-        default_factory=dict
-    )
+    files: Annotated[
+        dict[str, str], Meta(description="additional initial files: texts by name")
+    ] = field(default_factory=dict)
     variables: Annotated[
-        dict[str, str], Meta(description="environment variables beside those of the endpoint")
+        dict[str, str],
+        Meta(description="environment variables in addition to those of the endpoint"),
     ] = field(default_factory=dict)
     read_only: Annotated[
-        tuple[str, ...], Meta(description="files and folders of the host that it may read")
+        tuple[str, ...], Meta(description="files and folders of the host that the program may read")
     ] = ()
-    limits: Annotated[ProgramLimits, Meta(description="bounds of one program")] = ProgramLimits()
+    limits: Annotated[ProgramLimits, Meta(description="resource limits of one program")] = (
+        ProgramLimits()
+    )
     exit_codes: Annotated[
-        tuple[int, ...], Meta(description="with which an episode ends; any other is a failure")
+        tuple[int, ...], Meta(description="exit codes that end an episode; any other is a failure")
     ] = (0,)
     reward: Annotated[
         str,
         Meta(
             pattern=r"\A(message|output|exit|post|file:.+)\Z",
-            description="what is graded: the last message of the policy, the output, a file "
-            "(file:NAME); or exit: 1 for exit code 0; or post: what it posts to "
-            "AGENTENV_REWARD_URL",
+            description="graded text: the last message of the policy, the output, a file "
+            "(file:NAME); or exit: 1 for exit code 0; or post: the reward that the program posts "
+            "to AGENTENV_REWARD_URL",
             extra=ESSENTIAL,
         ),
     ] = "message"
     grade: Annotated[
         str,
         Meta(
-            description="module:function of task and ProgramResult that gives a Grade or a number, "
-            "in place of `reward`"
+            description="module:function of task and ProgramResult that returns a Grade or a "
+            "number, instead of `reward`"
         ),
     ] = ""
     thoughts: Annotated[
         Literal["apart", "text"],
         Meta(
-            description="how it reads the policy's thoughts: in a field of their own, or in the "
-            "text, for a program that would not send them back"
+            description="where the program receives the policy's reasoning: in a separate field, "
+            "or in the text, for a program that would not send it back"
         ),
     ] = "apart"
     allow_unsafe: Annotated[
-        bool, Meta(description="run it as it is, without a sandbox: with your rights")
+        bool, Meta(description="run it without a sandbox, with your own permissions")
     ] = False
     normalise: Annotated[
         dict[str, str],
-        Meta(description="by name, patterns of what differs between equal calls; empty: none"),
+        Meta(description="patterns by name of parts that differ between equal calls; empty: none"),
     ] = field(default_factory=dict)
     min_replay_rate: Annotated[
         float,
-        Meta(ge=0, le=1, description="exact replays below which the run goes on without forks"),
+        Meta(
+            ge=0,
+            le=1,
+            description="share of exact replays below which the run continues without forks",
+        ),
     ] = 0.5
 
     def __post_init__(self) -> None:
@@ -148,7 +155,7 @@ class ProgramConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 re.compile(pattern)
             except re.error as error:
                 raise ConfigError(
-                    f"normalise.{name}: {pattern!r} is no pattern: {error}"
+                    f"normalise.{name}: {pattern!r} is not a regular expression: {error}"
                 ) from error
 
 
@@ -186,7 +193,7 @@ class Replays:
         self.num_exact += not cause
         self.causes.update([cause] if cause else [])
         if self.num_tried == NUM_MEASURED or (was_allowed and not self.allowed):
-            said = "" if self.allowed else "; there are no forks any more"
+            said = "" if self.allowed else "; forks are off from now on"
             causes = ", ".join(f"{number} {name}" for name, number in self.causes.most_common())
             logger.warning(
                 "replays of the program: %d of %d exact%s%s",
@@ -447,7 +454,7 @@ class ProgramEnv:
             return found
         if isinstance(found, int | float):
             return Grade(float(found), found > 0)
-        raise CrashError(f"{who} gave {found!r:.200}; expected a Grade or a number")
+        raise CrashError(f"{who} returned {found!r:.200}; expected a Grade or a number")
 
     def _same(self, recorded: Json, now: Json) -> bool:
         rules = _rules(tuple(self.config.normalise.items()))

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any(text.endswith(".toml") and "=" not in text for text in argv[:1]):
         parser = make_parser(
             "agentenv serve",
-            "Start models beside the policy, until Ctrl-C.",
+            "Serve models that assist the policy, until Ctrl-C.",
             ServeConfig,
             example="configs/server_judge.toml",
             resumes=False,
@@ -81,8 +81,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="agentenv serve",
         usage="agentenv serve SUBJECT [key.sub=value ...] [options]",
-        description="Serve the policy of a run, a checkpoint or a model directory by the APIs of "
-        "OpenAI and Anthropic; with CONFIG.toml as SUBJECT, models beside the policy.",
+        description="Serve the policy of a run, a checkpoint or a model directory over the APIs of "
+        "OpenAI and Anthropic; with CONFIG.toml as SUBJECT, models such as a judge.",
     )
     parser.add_argument(
         "subject", metavar="SUBJECT", help="run, checkpoint, model directory or id on the hub"
@@ -91,7 +91,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of its settings")
     parser.add_argument(
         "--checkpoint", choices=(LAST, BEST, START), default=LAST,
-        help="which one of a run; start: the model that it began with"
+        help="checkpoint of the run; start: its initial model"
     )  # fmt: skip
     parser.set_defaults(env="")
     add_key_help(parser, PolicyConfig)
@@ -105,8 +105,8 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     subject = find_subject(arguments.subject, checkpoint=arguments.checkpoint)
     if subject.model is None or not subject.model.is_dir():
         raise ConfigError(
-            f"{arguments.subject}: there is no such directory; expected a run, a checkpoint or a "
-            "model directory"
+            f"{arguments.subject}: no such directory; expected a run, a checkpoint or a model "
+            "directory"
         )
     known = {key: value for key, value in subject.raw.items() if key in _OF_RUN}
 

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda: _run(arguments, view),
         view,
         writing="writing the data",
-        interrupted="interrupted; the same command goes on with what is missing",
+        interrupted="interrupted; the same command continues with the missing trajectories",
     )
 
 
@@ -86,7 +86,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     out = arguments.out or Path(FOLDER) / f"{subject.name}-{'-'.join(plan.sets)}".replace("/", "-")
     num_failed = run_until_done(synthesize(plan, subject, out, view), view)
     if num_failed:
-        view.say(f"{num_failed} trajectories failed; the same command asks them again")
+        view.say(f"{num_failed} trajectories failed; the same command retries them")
     return 0
 
 
@@ -108,7 +108,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Sample trajectories of questions with and without tools, and sort them into "
         "data for agentenv sft and questions for agentenv train.",
     )
-    out = f"where the data goes, and is taken up again; default {FOLDER}/NAME"
+    out = f"folder of the data, from which the command also resumes; default {FOLDER}/NAME"
     add_dry_run(parser)
     add_subject(parser, SynthesisConfig, out)
     arguments = parser.parse_intermixed_args(argv)
@@ -176,9 +176,9 @@ def _check_hints(plan: SynthesisPlan, engine: ChatEngine | TokensEngine | None) 
     chosen = engine.config.continuation
     if chosen == "turns" or (chosen == "auto" and not engine.endpoint.known):
         raise ConfigError(
-            "hints: this endpoint takes chat messages and does not go on with a text; set "
-            "engine.continuation = 'prefix' if it can, give --tokenizer for a vLLM or SGLang "
-            "server, or take the table out"
+            "hints: this endpoint uses chat messages and does not continue a text; set "
+            "engine.continuation = 'prefix' if it can, pass --tokenizer for a vLLM or SGLang "
+            "server, or remove the table"
         )
 
 

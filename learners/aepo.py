@@ -49,7 +49,8 @@ class AEPO(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aep
     """
 
     budget_split: Annotated[
-        bool, Meta(description="let a probe's entropies split the budget between roots and forks")
+        bool,
+        Meta(description="split the budget between roots and forks by the entropies of a probe"),
     ] = True
     budget_beta: Annotated[
         Annotated[float, Meta(ge=0)] | None,

@@ -98,13 +98,13 @@ class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
     fork_criterion: Annotated[
         Criterion,
         Meta(
-            description="what the weight multiplies: paper, the entropy rise / ln V, which moves "
-            "the probability by less than 0.01 and leaves a coin toss; relative, the rise over "
-            "the sum of both entropies"
+            description="term that the weight multiplies: paper, the entropy rise / ln V, which "
+            "changes the probability by less than 0.01 (nearly a coin toss); relative, the rise "
+            "over the sum of both entropies"
         ),
     ] = "paper"
     entropy_window: Annotated[
-        int, Meta(ge=1, description="tokens after a tool result whose entropy decides")
+        int, Meta(ge=1, description="tokens after a tool result whose entropy is measured")
     ] = 20
     sharing: SharingKey = "soft"
 

@@ -97,7 +97,7 @@ class RankBackend(ABC):
     def take_state_back(self) -> None:
         """Restore the state that was set aside. Raises LearnerError without one."""
         if self._aside is None:
-            raise LearnerError("no optimizer state was set aside")
+            raise LearnerError("no optimizer state was saved")
         for owner, state in self._aside.items():
             self.base_optimizer.state[owner] = {
                 kind: value[0].to(value[1]) if isinstance(value, tuple) else value
@@ -248,8 +248,8 @@ def set_hyperparameters(optimizer: torch.optim.Optimizer, config: OptimizerConfi
     has_muon = any(group["kind"] == "muon" for group in optimizer.param_groups)
     if has_muon != (config.optimizer == "muon_adamw"):
         raise ConfigError(
-            f"optimizer = {config.optimizer}: the optimizer at learner.zero_stage >= 1 can be "
-            "given other rates, but not become one of another kind"
+            f"optimizer = {config.optimizer}: with learner.zero_stage >= 1 the optimizer's rates "
+            "can change, but not its kind"
         )
     for group in optimizer.param_groups:
         group.update(_rates(config, group["kind"]))

@@ -140,8 +140,8 @@ class ReinforcePP(
         super().__post_init__()
         if self.kl_reward > 0:
             raise ConfigError(
-                "algorithm.kl_reward: reinforce_pp normalises over the whole update and takes its "
-                "KL in the loss; set kl_loss"
+                "algorithm.kl_reward: reinforce_pp normalizes over the whole update and has its KL "
+                "in the loss; set kl_loss"
             )
 
     def advantages(self, returns: Floats) -> Floats:

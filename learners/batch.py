@@ -223,7 +223,7 @@ def encode_sequence(token_ids: Sequence[int], mask: Sequence[bool]) -> EncodedTr
     """
     action = np.array(mask, np.bool_)
     if len(action) != len(token_ids) or not action.any() or action[0]:
-        raise DataError("a sequence needs a mask of its length, with a True, not at its start")
+        raise DataError("a sequence needs a mask of its length, with a True after its first token")
     return from_arrays(token_ids, action, [0], [-1], weight=[1.0])
 
 

@@ -215,9 +215,9 @@ class Checkpoint:
                 missing -= high - low
         if missing:
             raise DataError(
-                f"{self.directory}: has no {kind} of {name}; it is of another model, or of "
-                f"optimizer = {self.meta.optimizer}, lora = {self.meta.lora}. To start from its "
-                "weights only, give model.path = the checkpoint's folder"
+                f"{self.directory}: has no {kind} of {name}; it belongs to a different model, or "
+                f"to optimizer = {self.meta.optimizer}, lora = {self.meta.lora}. To start from its "
+                "weights only, set model.path to the checkpoint's folder"
             )
         return out
 

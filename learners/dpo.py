@@ -48,10 +48,10 @@ def encode_pair(chosen: Answer, rejected: Answer) -> EncodedTree:
     differs = (ids[:shorter] != other_ids[:shorter]) | (mask[:shorter] != other_mask[:shorter])
     shared = int(np.argmax(differs)) if differs.any() else shorter
     if shared == len(ids) == len(other_ids):
-        raise DataError("the chosen and the rejected answer are the same")
+        raise DataError("the chosen and the rejected answer are equal")
     shared = min(shared, len(ids) - 1, len(other_ids) - 1)  # both branches have a token
     if shared < 1:
-        raise DataError("the chosen and the rejected answer begin with different prompts")
+        raise DataError("the chosen and the rejected answer have different prompts")
     rest = len(ids) - shared
     return from_arrays(
         np.concatenate([ids, other_ids[shared:]]),
@@ -137,7 +137,7 @@ def preference_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
 def _arrays(answer: Answer) -> tuple[NDArray[np.int32], Bools]:
     ids, mask = np.asarray(answer[0], np.int32), np.asarray(answer[1], np.bool_)
     if len(ids) != len(mask) or not mask.any() or mask[0]:
-        raise DataError("an answer needs a mask of its length, with a True, not at its start")
+        raise DataError("an answer needs a mask of its length, with a True after its first token")
     return ids, mask
 
 

@@ -321,7 +321,7 @@ class Weights:
             names = _open(directory / WEIGHTS).keys()
             files = dict.fromkeys(names, directory / WEIGHTS)
         else:
-            raise DataError(f"{directory}: holds neither {WEIGHTS} nor {INDEX}")
+            raise DataError(f"{directory}: contains neither {WEIGHTS} nor {INDEX}")
         self._files = files
         self._open: dict[Path, Any] = {}
 
@@ -363,9 +363,9 @@ def export(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if out.exists() and any(out.iterdir()):
-        raise DataError(f"{out} is not empty; choose another place to export to")
+        raise DataError(f"{out} is not empty; choose another folder")
     if not (checkpoint / "config.json").is_file():
-        raise DataError(f"{checkpoint} is no checkpoint: it has no config.json")
+        raise DataError(f"{checkpoint} is not a checkpoint: config.json is missing")
     saved = Checkpoint(checkpoint / TRAINER) if (checkpoint / TRAINER).is_dir() else None
     copy_files(checkpoint, out, dtype)
     weights = Weights(_base_of(checkpoint, saved))
@@ -436,7 +436,7 @@ def _base_of(checkpoint: Path, saved: Checkpoint | None) -> Path:
     base = Path(saved.meta.base_model)
     if not base.is_dir():
         raise DataError(
-            f"{base}: the frozen model that the adapters belong to is not there any more; "
-            "the merged model is in the checkpoint itself"
+            f"{base}: the adapters' base model no longer exists; the merged model is in the "
+            "checkpoint itself"
         )
     return base

@@ -35,10 +35,15 @@ class GiGPO(Turnwise, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
         float, Meta(gt=0, le=1, description="discount of a turn's later rewards")
     ] = 0.95
     state_scale: Annotated[
-        Literal["none", "std"], Meta(description="what differences within a state are divided by")
+        Literal["none", "std"], Meta(description="divisor of differences within a state")
     ] = "none"
     evidence: Annotated[
-        float, Meta(ge=0, description="turns at which a comparison counts half; 0: always whole")
+        float,
+        Meta(
+            ge=0,
+            description="number of turns at which a comparison has half its weight; 0: always full "
+            "weight",
+        ),
     ] = 2.0
 
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:

@@ -298,7 +298,7 @@ def prepare(
     if is_measured is None:
         is_measured = np.ones(len(proximal), np.bool_)
     if algorithm.needs_entropies and np.isnan(entropies).any():
-        raise DataError("the algorithm needs entropies and the engine gave none")
+        raise DataError("the algorithm needs entropies, but the engine returned none")
     leaves = LeafMap.of(trees) if algorithm.needs_leaves else None
     adv_pos, adv_neg, weight = tokens.adv_pos, tokens.adv_neg, tokens.weight
     advantages = leaf_weights = np.zeros(0)
@@ -306,7 +306,7 @@ def prepare(
     log_ratio = proximal - tokens.behaviour
     if leaves is not None:
         if np.isnan(leaves.advantages).any():
-            raise DataError("the trees carry no advantages of their leaves")
+            raise DataError("the trees have no advantages of their leaves")
         advantages = leaf_advantages(algorithm, leaves, proximal, reference, gather)
         plain = coefficients(algorithm.aggregation, leaves.lengths)
         mask = sequence_weights(log_ratio, leaves, algorithm.sequence_mask, gather)

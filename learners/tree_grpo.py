@@ -29,8 +29,8 @@ class TreeGRPO(Turnwise, frozen=True, kw_only=True, forbid_unknown_fields=True, 
         super().__post_init__()
         if self.local or self.value != "leaves" or self.step_rewards != "return":
             raise ConfigError(
-                "algorithm: tree_grpo has an advantage of its own for each leaf; local, value and "
-                "step_rewards belong to turnwise"
+                "algorithm: tree_grpo has a separate advantage for each leaf; local, value and "
+                "step_rewards require turnwise"
             )
 
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:

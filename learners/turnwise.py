@@ -27,8 +27,8 @@ Value = Literal["leaves", "children", "softmax"]
 PlanName = Annotated[
     Literal["arpo", "uniform", "rounds", "flat"],
     Meta(
-        description="where trajectories begin: arpo, forks by entropy; uniform, at any tool "
-        "result of a path that has ended; rounds, the same when nothing grows any more; flat"
+        description="fork points: arpo, by entropy; uniform, any tool result of a finished path; "
+        "rounds, the same after all paths have finished; flat"
     ),
 ]
 
@@ -60,17 +60,23 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
     sharing: SharingKey = "hard"
     plan_name: PlanName = "arpo"
     max_children: Annotated[
-        int, Meta(ge=2, description="turns after one tool result, with plan_name uniform or rounds")
+        int,
+        Meta(
+            ge=2,
+            description="maximum number of turns after one tool result, with plan_name uniform or "
+            "rounds",
+        ),
     ] = 4
     local: Annotated[
         float,
-        Meta(ge=0, le=4, description="weight of a turn's value over that of the turn before"),
+        Meta(ge=0, le=4, description="weight of a turn's value relative to the previous turn's"),
     ] = 0.0
     weight_exponent: Annotated[
-        float, Meta(ge=0, le=1, description="e in the weight d ** e of a turn with d leaves")
+        float,
+        Meta(ge=0, le=1, description="exponent e in the weight d ** e of a turn with d leaves"),
     ] = 1.0
     value: Annotated[
-        Value, Meta(description="a turn's value: mean of its leaves, or of its children's values")
+        Value, Meta(description="value of a turn: mean of its leaves, or of its children's values")
     ] = "leaves"
 
     def __post_init__(self) -> None:
@@ -80,13 +86,13 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
         plain = self.local == 0 and self.value == "leaves"
         if self.sharing == "soft" and not plain:
             raise ConfigError(
-                "algorithm.sharing: 'soft' keeps the advantage of each leaf apart, which values of "
-                "turns do not have; set 'hard', or local = 0 and value = 'leaves'"
+                "algorithm.sharing: 'soft' keeps the advantages of leaves separate, which values "
+                "of turns do not have; set 'hard', or local = 0 and value = 'leaves'"
             )
         if self.step_rewards == "to_go" and not plain:
             raise ConfigError(
-                "algorithm.step_rewards: 'to_go' has a value of its own for each turn; set local = "
-                "0 and value = 'leaves'"
+                "algorithm.step_rewards: 'to_go' has a separate value for each turn; set local = 0 "
+                "and value = 'leaves'"
             )
 
     @property

@@ -143,8 +143,8 @@ def check_criterion(rules: ARPO) -> None:
     """Raise ConfigError for fork keys that the released rollout does not read."""
     if (rules.fork_rule, rules.fork_criterion) != ("sample", "paper"):
         raise ConfigError(
-            'algorithm.compat = "reference" has one fork criterion: leave fork_rule and '
-            "fork_criterion out"
+            'algorithm.compat = "reference" has a single fork criterion: remove fork_rule and '
+            "fork_criterion"
         )
 
 
@@ -166,8 +166,8 @@ def released(algorithm: Algorithm) -> Algorithm:
         return algorithm
     if kind not in RELEASED:
         raise ConfigError(
-            f'algorithm.compat = "reference": {kind.__name__} has no released form, only '
-            "grpo, arpo and aepo have; leave compat out"
+            f'algorithm.compat = "reference": {kind.__name__} has no released implementation, '
+            "only grpo, arpo and aepo have; remove compat"
         )
     values = {name: getattr(algorithm, name) for name in kind.__struct_fields__}
     return RELEASED[kind](**values | {"importance_cap": "none"})

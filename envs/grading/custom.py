@@ -52,8 +52,8 @@ class CustomGrader:
         file = Path(path).resolve()
         if not file.is_file():
             raise ConfigError(
-                f"grader.path = {path!r}: there is no such file; expected a Python file that "
-                f"defines {name!r}"
+                f"grader.path = {path!r}: no such file; expected a Python file that defines "
+                f"{name!r}"
             )
         self.path, self.name = str(file), name
         self.timeout_s = timeout_s
@@ -227,7 +227,7 @@ def checked(outcome: Any) -> dict[str, Any]:
 def number(value: Any) -> float:
     """A finite float; numpy and torch scalars count."""
     if isinstance(value, str) or not hasattr(value, "__float__"):
-        raise TypeError(f"expected a number or a dict with 'score', found {value!r:.200}")
+        raise TypeError(f"expected a number or a dict with 'score', got {value!r:.200}")
     if not math.isfinite(float(value)):
         raise ValueError(f"the score is {value!r}; expected a finite number")
     return float(value)

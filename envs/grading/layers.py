@@ -89,17 +89,17 @@ class Layered:
                 unsure.append((gold, found))
             else:
                 misses.append(found.layer)
-        why = f"not equal by {misses[0]}" if misses else "there is no gold"
+        why = f"not equal by {misses[0]}" if misses else "no gold answer"
         layer = misses[0] if misses else ""
         if ONE_ANSWER in misses:
-            why, layer = "the answer names several", ONE_ANSWER
+            why, layer = "the answer lists several", ONE_ANSWER
         for gold, found in unsure if self._asks_math else ():
             right, why = await self._equal(found, gold)
             layer = "math"
             if right:
                 return _right(answer, gold, found.layer if found.agrees else "math")
         if unsure and not self._asks_math:
-            layer, why = "string", "different expressions, and math is switched off"
+            layer, why = "string", "different expressions, and math is off"
         score = self._partial(answer, golds)
         reason = f"wrong: {shown(answer)!r} against {shown(str(list(golds)))}: {why}"
         return Verdict(False, score, reason, layer, {"f1": score} if score else {})
@@ -112,7 +112,7 @@ class Layered:
         verdicts = [(await self._same(part, gold))[0] for part in found.parts]
         if all(verdicts) or not (found.agrees or any(verdicts)):
             return True, why
-        return False, "the answer names several"
+        return False, "the answer lists several"
 
     async def _same(self, answer: str, gold: str) -> tuple[bool, str]:
         return await shared_math(self._limit_s).equal(*expressions(answer, gold))
@@ -136,7 +136,7 @@ class TokenF1:
             return Verdict(False, 0.0, "wrong answer: too long", "f1")
         score = max((f1(answer, gold) for gold in golds), default=0.0)
         if 0 < score < 1 and await in_thread(names_several, answer, golds):
-            return Verdict(False, 0.0, "wrong answer: it names several", ONE_ANSWER)
+            return Verdict(False, 0.0, "wrong answer: it lists several", ONE_ANSWER)
         right = score >= 1.0
         reason = f"{'right' if right else 'wrong'} answer, F1 {score:.3f}: {shown(answer)}"
         return Verdict(right, score, reason, "f1")

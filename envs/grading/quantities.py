@@ -270,7 +270,7 @@ def _money(currency: re.Match[str], text: str) -> Quantity | None:
     scale, rest = letter_scale(rest)
     rest = _MEASURED.sub("", rest.strip()).strip(" ,")
     unit = unit_of(name)
-    assert unit is not None, "every sign of money is in numbers.toml"
+    assert unit is not None, "every currency sign is in numbers.toml"
     if rest.lower() in ("", "usd", "us", "dollars", "dollar", "us dollars", name):
         return Quantity(value * scale, unit.dimension, unit.factor)
     match = re.match(r"(?:per|an?|/|each|every)\s*(?=\w)", rest)

@@ -70,7 +70,7 @@ def check_format(text: str) -> tuple[str, str]:
         return "expected exactly one <answer> and one </answer>", ""
     before, _, rest = text.partition("<answer>")
     if "</answer>" in before:
-        return "</answer> stands before <answer>", ""
+        return "</answer> precedes <answer>", ""
     answer = boxed_answer(rest.partition("</answer>")[0])
     if answer is None:
         return r"no balanced \boxed{} inside the answer", ""

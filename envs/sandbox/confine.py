@@ -463,7 +463,7 @@ class _Program(ctypes.Structure):
 
 def _column_of(machine: str) -> int:
     if machine not in AUDIT_ARCH:
-        raise ValueError(f"there is no system call filter for {machine}, only {[*AUDIT_ARCH]}")
+        raise ValueError(f"no system call filter for {machine}, only for {[*AUDIT_ARCH]}")
     return [*AUDIT_ARCH].index(machine)
 
 

@@ -224,7 +224,7 @@ def each_passage(path: Path) -> Iterator[Passage]:
     seen: dict[str, int] = {}
     for number, passage in _rows(path):
         if not words(f"{passage.title} {passage.text}"):
-            raise DataError(f"corpus {path}, row {number}: no word to search for; {_EXPECTED}")
+            raise DataError(f"corpus {path}, row {number}: no searchable word; {_EXPECTED}")
         if passage.id in seen:
             raise DataError(
                 f"corpus {path}, row {number}: id {passage.id!r} is already that of row "
@@ -279,8 +279,8 @@ def needed(module: str, package: str, extra: str, what: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"{what} needs the package {package!r} ({error}); "
-            f"install it with: {install_hint(extra)}"
+            f"{what} requires the package {package!r} ({error}); install it with: "
+            f"{install_hint(extra)}"
         ) from error
 
 

@@ -86,7 +86,7 @@ class AddressRule:
     def check_port(self, port: int, addresses: Iterable[str]) -> None:
         """Raises RefusedAddress for other ports, unless all these addresses are allowed."""
         if port not in self._ports and not all(map(self._is_allowed, addresses)):
-            raise RefusedAddress(f"its port is none of {', '.join(map(str, self._ports))}")
+            raise RefusedAddress(f"its port is not one of {', '.join(map(str, self._ports))}")
 
     def _is_allowed(self, address: str) -> bool:
         return any(_usual(address) in network for network in self._allowed)
@@ -183,11 +183,11 @@ class PageFetcher:
         for attempt in range(NUM_RETRIES + 1):
             if attempt:
                 delay_s = backoff_s(attempt - 1, url, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S)
-                with waiting("a break before a page is fetched again"):
+                with waiting("a pause before a page is fetched again"):
                     await asyncio.sleep(delay_s)
             try:
                 async with (
-                    admitted(self._slots, "a place to fetch a page"),
+                    admitted(self._slots, "a slot to fetch a page"),
                     asyncio.timeout(self.config.timeout_s),
                 ):
                     reply = await self._follow(url)

@@ -137,10 +137,10 @@ class Upstream:
                     max_s=MAX_DELAY_S,
                     at_least_s=wanted_s or 0.0,
                 )
-                with waiting(f"a break before {self.name} is asked again"):
+                with waiting(f"a pause before {self.name} is retried"):
                     await asyncio.sleep(delay_s)
             await self._bucket.take()
-            async with admitted(self._slots, f"a place at {self.name}"):  # while it is in flight
+            async with admitted(self._slots, f"a slot at {self.name}"):  # while it is in flight
                 self.num_requests += 1
                 self.num_retries += attempt > 0
                 outcome = await self._attempt(request)
@@ -203,7 +203,7 @@ class Upstream:
 
     def _refusal(self, status: int) -> ConfigError:
         return ConfigError(
-            f"{self.name} refused the request with status {status}; {self._refused_hint}"
+            f"{self.name} rejected the request with status {status}; {self._refused_hint}"
         )
 
 
@@ -214,4 +214,4 @@ async def _read(response: aiohttp.ClientResponse, name: str) -> bytes:
         if not more:
             return body
         body += more
-    raise InfraError(f"{name}: the reply is over {MAX_REPLY_BYTES} bytes")
+    raise InfraError(f"{name}: the reply exceeds {MAX_REPLY_BYTES} bytes")
