@@ -133,9 +133,9 @@ DEEP = "[" * 20_000
 BADLY = [
     ("qwen_xml", "<tool_call>{}</tool_call>", "expected <function=NAME>"),
     ("qwen_xml", qwen(("query", "a")).removesuffix("</tool_call>"), "is not closed"),
-    ("qwen_xml", qwen(("query", "a")).replace("</parameter>", ""), "is no argument"),
-    ("qwen_xml", qwen(("query", "a</parameter>b")), "'b\\n</parameter>' is no argument"),
-    ("qwen_xml", qwen(("query", "a"), ("query", "b")), "'query' is written twice"),
+    ("qwen_xml", qwen(("query", "a")).replace("</parameter>", ""), "is not an argument"),
+    ("qwen_xml", qwen(("query", "a</parameter>b")), "'b\\n</parameter>' is not an argument"),
+    ("qwen_xml", qwen(("query", "a"), ("query", "b")), "'query' is given twice"),
     ("qwen_xml", qwen(("query", "a<parameter=count>\n3")), "holds '<parameter='"),
     ("qwen_xml", qwen(("query", "a<tool_call>b")), "holds '<tool_call>'"),
     ("qwen_xml", f"<tool_call>{qwen(('query', 'a'))}", "expected <function=NAME>"),
@@ -148,8 +148,8 @@ BADLY = [
     ("hermes", '<tool_call>{"name": "search"}', "is not closed"),
     ("llama", '{"name": "search", "parameters": {"query": "a</think>b}}', "not valid JSON"),
     ("glm", "<tool_call></tool_call>", "expected NAME"),
-    ("glm", "<tool_call>search Lima</tool_call>", "'Lima' is no argument"),
-    ("atem", '<atem:invoke name="search">Lima</atem:invoke>', "'Lima' is no argument"),
+    ("glm", "<tool_call>search Lima</tool_call>", "'Lima' is not an argument"),
+    ("atem", '<atem:invoke name="search">Lima</atem:invoke>', "'Lima' is not an argument"),
     ("lfm", "<|tool_call_start|>[search('Lima')]<|tool_call_end|>", "expected a list of calls"),
     ("lfm", "<|tool_call_start|>[search(query=f(1))]<|tool_call_end|>", "is not a literal"),
     ("lfm", "<|tool_call_start|>[search(count=1e999)]<|tool_call_end|>", "is not a literal"),
@@ -355,4 +355,4 @@ def test_openings_that_nothing_closes_are_searched_once(style: str, text: str) -
         '<atem:parameter name="a">',
     ):
         (call,) = PARSERS[style](text.format(opening * 40_000), TOOLS)
-        assert "is no argument" in call.arguments["problem"]
+        assert "is not an argument" in call.arguments["problem"]

@@ -324,7 +324,7 @@ def test_a_worker_that_says_nothing_is_given_up() -> None:
         return why.why, await growing
 
     why, tree = clustered(work, "ab", latency_s=100.0)
-    assert "has said nothing for 5 s" in why
+    assert "no heartbeat for 5 s" in why
     assert grown(tree) == grown(alone(0, latency_s=100.0))
 
 

@@ -102,9 +102,9 @@ def test_an_env_that_hangs_is_given_up() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "says"),
     [
-        ({}, "give either tasks"),
-        ({"tasks": []}, "give either tasks"),
-        ({"tasks": TASKS, "data": "x.jsonl"}, "give either tasks"),
+        ({}, "pass either tasks"),
+        ({"tasks": []}, "pass either tasks"),
+        ({"tasks": TASKS, "data": "x.jsonl"}, "pass either tasks"),
     ],
 )
 def test_an_env_needs_tasks(kwargs: dict[str, Any], says: str) -> None:
@@ -191,12 +191,12 @@ def test_the_mode_of_autoreset_is_chosen_when_a_vector_env_is_made(mode: Any) ->
 @pytest.mark.parametrize("action", [3, None, b"done", ["done"], {"a": 1}, 0.5, ("done",)])
 def test_an_action_that_is_no_text_is_refused_and_takes_no_step(env: Any, action: Any) -> None:
     env.reset(seed=1)
-    with pytest.raises(ConfigError, match="an action is the text that the policy writes, got"):
+    with pytest.raises(ConfigError, match="an action must be the text that the policy writes, got"):
         env.step(action)
     assert env.step("<search>a</search>")[0] == " <result>\n1:a\n</result>"
     many = gymnasium.make_vec(ENV_ID, num_envs=2, tasks=TASKS)
     many.reset(seed=1)
-    with pytest.raises(ConfigError, match="an action is the text that the policy writes, got"):
+    with pytest.raises(ConfigError, match="an action must be the text that the policy writes, got"):
         many.step(["<search>a</search>", action])
     shown, *_ = many.step(["<search>a</search>", "done"])
     assert shown[0] == " <result>\n1:a\n</result>"  # the first, too

@@ -280,7 +280,7 @@ def test_an_env_without_copies_begins_its_trajectory_again(tmp_path: Path) -> No
             break
     tree = grown(folder, make_actor(fork_mode="none"), Independent(2), incarnation=2)
     (failed,) = tree.failures()
-    assert "no copies" in str(failed.error)
+    assert "cannot be copied" in str(failed.error)
     assert sum(1 for _ in tree.trajectories()) == 2
 
 

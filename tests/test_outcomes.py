@@ -66,7 +66,7 @@ class PlainEnv(TalkEnv):
 
 ACTIONS = ["Which colour?", "<price>red</price>", "<answer>7</answer>"]
 TEXTS = {
-    SystemEnv: "an observation holds tool results or user messages, not 'system'",
+    SystemEnv: "an observation consists of tool results or user messages, not 'system'",
     PlainEnv: "the environment's step gave no (messages, reward, terminated, truncated, info) but ",
 }
 BAD = pytest.mark.parametrize("env", TEXTS)
@@ -143,7 +143,7 @@ async def test_an_env_that_only_runs_tools_is_not_probed() -> None:
 def test_observations_hold_results_and_users() -> None:
     check_observation([Message("tool", "7"), Message("user", "red")])
     with pytest.raises(
-        CrashError, match="an observation holds tool results or user messages, not 'system'"
+        CrashError, match="an observation consists of tool results or user messages, not 'system'"
     ):
         check_observation([Message("system", "7")])
 

@@ -250,8 +250,14 @@ async def test_without_keys_an_environment_is_as_its_class_says() -> None:
         ({"name": "echo", "kwargs": {"a": 1}}, "only 'module:name' takes keyword arguments"),
         ({"name": "nowhere:tool"}, "env.tools[0].name: 'nowhere:tool' cannot be loaded"),
         ({"name": "tests.test_tool_limits:Slow", "kwargs": {"speed": 1}}, "cannot be made with"),
-        ({"name": "tests.test_tool_limits:Anything"}, "makes no tool: it has no name, schema"),
-        ({"name": "tests.test_tool_limits:echo", "kwargs": {"x": 1}}, "it takes none"),
+        (
+            {"name": "tests.test_tool_limits:Anything"},
+            "does not create a tool: it lacks name, schema",
+        ),
+        (
+            {"name": "tests.test_tool_limits:echo", "kwargs": {"x": 1}},
+            "which has no keyword arguments",
+        ),
     ],
 )
 def test_a_tool_that_cannot_be_had_is_refused(entry: dict[str, Any], says: str) -> None:
@@ -277,5 +283,5 @@ def test_misspelt_keys_of_a_tool_are_refused() -> None:
 
 
 async def test_limits_of_a_tool_that_is_not_there_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tool_limits: no tools \['ehco'\]"):
+    with pytest.raises(ConfigError, match=r"tool_limits: unknown tools \['ehco'\]"):
         ToolEnv(TASK, [echo], Anything(), tool_limits={"ehco": ToolLimits()})

@@ -349,7 +349,7 @@ async def test_a_model_plays_the_user(served: ScriptedEndpoint) -> None:
     other = DeskEnv(TASK, keys)
     await other.reset(seed=0)
     (again,), *_ = await other.step(Message("assistant", ASK))
-    assert (again, len(served.requests)) == (said, 1), "equal dialogues, equal replies"
+    assert (again, len(served.requests)) == (said, 1), "equal dialogues get equal replies"
     *_, terminated, _, _ = await env.step(Message("assistant", "bye"))
     assert terminated
     await env.close()

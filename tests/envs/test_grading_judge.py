@@ -163,8 +163,8 @@ async def test_a_busy_server_is_left_alone_for_as_long_as_it_asks(
         (401, "answered 401: busy; check the API key", 1, False),
         (None, "no answer in time", 2, True),
         (Cut(), "ServerDisconnectedError", 2, True),
-        ({"error": "no such model"}, "no chat completion .*no such model", 2, False),
-        ({"choices": []}, "no chat completion", 2, False),
+        ({"error": "no such model"}, "not a chat completion .*no such model", 2, False),
+        ({"choices": []}, "not a chat completion", 2, False),
     ],
 )
 async def test_a_failing_server_is_no_verdict_and_infrastructure_unless_it_gave_a_reply(
@@ -265,7 +265,7 @@ def test_an_order_that_is_no_yes_or_no_is_refused_by_name(value: Any) -> None:
 
 
 def test_an_order_is_refused_where_no_list_is_read() -> None:
-    with pytest.raises(ConfigError, match=r"grader\.ordered is read by kind layered or judge"):
+    with pytest.raises(ConfigError, match=r"grader\.ordered is only used by kind layered or judge"):
         make_grader({"kind": "exact", "ordered": True})
 
 
@@ -277,7 +277,7 @@ async def test_a_judge_that_cannot_be_asked_is_refused_at_the_start(
     episodes wait for it."""
     server.replies = [status]
     judge = judge_of(server, num_retries=0)
-    says = rf"grader\.judge: .*{status}.* that has the model 'm'"
+    says = rf"grader\.judge: .*{status}.* with the model 'm'"
     with pytest.raises(ConfigError, match=says) as raised:
         await judge.start()
     assert isinstance(raised.value, InfraError) is is_down
@@ -313,7 +313,7 @@ async def test_a_judge_that_gives_no_verdict_is_warned_of_once(
     judge = judge_of(server)
     await asyncio.gather(*(judge.start() for _ in range(3)))
     (record,) = caplog.records
-    assert "gave no verdict but '<think>Well, let me see" in record.message
+    assert "returned no verdict but '<think>Well, let me see" in record.message
     assert "grader.judge.max_tokens = 16" in record.message
     await judge.close()
 

@@ -126,7 +126,7 @@ async def test_an_empty_reply_means_no_results(name: ProviderName) -> None:
 async def test_another_form_is_a_failure_and_not_no_results(
     name: ProviderName, content: str
 ) -> None:
-    with pytest.raises(InfraError, match=f"{name}: the reply has another form"):
+    with pytest.raises(InfraError, match=f"{name}: the reply has an unexpected form"):
         await ask(Service(content), name, Query("x"))
 
 
@@ -280,7 +280,7 @@ async def test_a_missing_key_is_refused_before_anything_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("SERPER_API_KEY")
-    with pytest.raises(ConfigError, match=r"'serper' needs a key .* SERPER_API_KEY.*export"):
+    with pytest.raises(ConfigError, match=r"'serper' requires a key .* SERPER_API_KEY.*export"):
         WebBackend(WebConfig("serper"))
     with pytest.raises(ConfigError, match=r"search\.backend\.url: searxng.*expected the address"):
         WebBackend(WebConfig("searxng"))

@@ -78,7 +78,7 @@ def test_a_resumed_rank_knows_whether_its_weights_are_the_published_ones(
         rank.save(tmp_path / f"moved-{moved}")
         resumed.load(tmp_path / f"moved-{moved}")
         if moved:
-            with pytest.raises(LearnerError, match="no longer those it published"):
+            with pytest.raises(LearnerError, match="no longer the published ones"):
                 resumed.run(published)
         else:
             resumed.run(published)
@@ -150,7 +150,7 @@ def make(checkpoints: Checkpoints, step: int) -> None:
 def test_which_checkpoint_is_resumed(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.to_resume("latest") is None
-    with pytest.raises(ConfigError, match="holds no best checkpoint"):
+    with pytest.raises(ConfigError, match="contains no best checkpoint"):
         checkpoints.to_resume("best")
     for step in (1, 2, 10):
         make(checkpoints, step)

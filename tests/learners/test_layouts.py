@@ -157,7 +157,7 @@ def test_a_kernel_that_fails_or_is_wrong_is_not_used(
 ) -> None:
     assert segments.is_right_on.__wrapped__(CPU)
     assert segments.is_right_on.__wrapped__(torch.device("meta")) is False
-    assert "segments are not computed on meta" in caplog.text
+    assert "segments are not supported on meta" in caplog.text
     right = segments.segment_attention
 
     def wrong(query: torch.Tensor, *rest: Any) -> torch.Tensor:

@@ -90,4 +90,4 @@ def test_bad_rows_can_be_skipped(tmp_path: Path) -> None:
     said: list[str] = []
     found = load(tmp_path, "gaia", *rows, rows=RowsConfig(skip_bad_rows=True), say=said.append)
     assert [task.id for task in found] == ["rows-2"]
-    assert "1 bad rows are left out" in said[0]
+    assert "1 invalid rows are skipped" in said[0]

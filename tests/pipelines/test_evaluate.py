@@ -129,7 +129,7 @@ env = {{ id = "%s" }}
         ),
         ("[sets.a]\nbenchmark = 'gsm9k'", "did you mean gsm8k"),
         ("[sets.a]\nnum_samples = 2", "sets.a.path: no file"),
-        ("data = 'x'\n[sets.a]\npath = 'x'", "give one of them"),
+        ("data = 'x'\n[sets.a]\npath = 'x'", "set only one of them"),
         ("num_samples = 1", "no questions"),
     ],
 )
@@ -151,7 +151,7 @@ def test_names_that_return_are_told_apart(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run("out", f"data={path}", data=False) == 0
     assert sorted(row.task for row in read_rows(tmp_path / "out")) == ["x", "x#2", "x#3"]
-    assert "2 questions have the name of an earlier one" in capsys.readouterr().out
+    assert "2 questions have the id of an earlier one" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ def test_rows_and_report_say_what_the_helpers_did(
     report = (tmp_path / "out" / "report.md").read_text()
     assert "## Helpers" in report
     assert "| debugger | 12 | 1.000 | 100.0% | 540 |" in report
-    assert f"Taken back: {len(taken_back)} calls" in report
+    assert f"Discarded by backtracking: {len(taken_back)} calls" in report
     assert "Helpers" in capsys.readouterr().out
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["overall"]["assist"]["refiner_uses"] * 2 == len(helper.requests) == 24
@@ -157,8 +157,8 @@ def test_equal_seeds_give_equal_rows_and_other_helpers_are_another_evaluation(
     [
         (["assist.debugger.tool=python"], "no set's environment has a tool 'python'"),
         (["assist.debugger.url=http://127.0.0.1:9"], "assist.debugger.url: http://127.0.0.1:9/v1"),
-        (["assist.refiner.min_response_tokens=600"], "never reached: limits.max_response_tokens"),
-        (["assist.refiner.url={role:refiner}/v1"], "there is no [roles.refiner]"),
+        (["assist.refiner.min_response_tokens=600"], "is unreachable: limits.max_response_tokens"),
+        (["assist.refiner.url={role:refiner}/v1"], "[roles.refiner] is missing"),
         (["roles.refiner.url=http://h"], "roles.refiner is not read"),
         (["assist.browser.url=x"], "assist.browser"),
     ],

@@ -98,7 +98,7 @@ def test_a_dry_run_and_a_run_take_ids(
     ids = ["model.path=me/tiny", "data.train=me/rows:train.jsonl", f"run.dir={tmp_path}/runs"]
     assert train.main([str(warehouse), *ids, "--dry-run"]) == 3
     told = capsys.readouterr().out
-    assert "model.path = me/tiny: no such path; the run looks for this model on the hub" in told
+    assert "model.path = me/tiny: no such path; the run will look up this model on the hub" in told
     assert train.main([str(warehouse), *ids]) == 2
     assert "hf download me/tiny" in capsys.readouterr().err
     files = tmp_path / "files"

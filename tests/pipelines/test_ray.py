@@ -282,7 +282,7 @@ def killed_engine_node(recited: Path, nodes: Nodes, calm: Path, keys: list[str],
         assert nodes.kill(training, before["engine-1"]) == ["engine-1"]
         nodes.add()
         await until(lambda: placed(training).get("engine-1") not in (None, before["engine-1"]))
-        await until(lambda: "engine-1 is there again" in log_of(folder))
+        await until(lambda: "engine-1 is back" in log_of(folder))
         told.append("moved")
         await until(lambda: training.state.step >= 6)
         end()

@@ -61,5 +61,5 @@ def test_what_cannot_be(named: list[int], engine: VLLMConfig, visible: int, text
 
 def test_ranks_that_are_started_elsewhere_are_given_no_gpus() -> None:
     elsewhere = LearnerConfig(num_ranks=2, launch="external", address="0.0.0.0:29400")
-    with pytest.raises(ConfigError, match="the ranks are started elsewhere"):
+    with pytest.raises(ConfigError, match="the ranks are started externally"):
         learner_gpus(ResourcesConfig(learner_gpus=[0]), servers(), elsewhere, GpuPlan(["a"]))

@@ -209,7 +209,7 @@ def test_a_worker_that_hangs_is_replaced(
     monkeypatch.setattr(SpreadCluster, "silence_s", 5.0)
     found = run(warehouse, "hanging", *PROCESSES, *SLOW, beside=stop)
     assert trees(found) == trees(calm)
-    assert "it has said nothing for 5 s" in log_of(found)
+    assert "no heartbeat for 5 s" in log_of(found)
 
 
 def test_without_workers_a_run_ends_with_a_checkpoint_and_goes_on_later(

@@ -98,5 +98,5 @@ def test_the_folder_of_a_synthesis_says_where_its_evaluation_is(
     for command in ("regrade", "report"):
         assert evaluate.main([command, str(tmp_path / "out")]) == 2
         told = capsys.readouterr().err.replace("\n", " ")
-        assert f"{tmp_path}/out holds no evaluation" in told
-        assert f"there is one in {tmp_path}/out/trajectories" in told
+        assert f"{tmp_path}/out contains no evaluation" in told
+        assert f"contains one {tmp_path}/out/trajectories" in told

@@ -162,7 +162,7 @@ def test_a_phase_that_did_not_exist_is_not_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"), [(["clean", "mixed"], "other rows than the gate asks for (clean)"),
+    ("rows", "told"), [(["clean", "mixed"], "other rows than the gate measures (clean)"),
                        (["copy", "clean", "clean"], ""), (["copy"], "")]
 )  # fmt: skip
 def test_a_last_stage_of_the_cold_start_that_is_not_the_gates_is_told(
@@ -190,7 +190,7 @@ def test_a_finished_run_is_not_overwritten(
     finished: Path, warehouse: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main([str(warehouse), "run.name=finished"]) == 2
-    assert "already holds a run" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -395,11 +395,11 @@ def test_an_evaluation_alone_and_others_beside_it(run: ViewedRun, tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nowhere"], "nowhere: there is no such folder"),
-        (["{folder}"], r"neither a run .* there is one in .*run"),
+        (["nowhere"], "nowhere: no such folder"),
+        (["{folder}"], r"neither a run .*run contains one"),
         (["{folder}/run", "{folder}"], "neither an evaluation nor a run with evaluations"),
-        (["{folder}/run", "--export", "{folder}/run"], "is not empty and no export"),
-        (["{folder}/run", "--export", "{folder}/is.html"], "is there and not a file"),
+        (["{folder}/run", "--export", "{folder}/run"], "is not empty and not an export"),
+        (["{folder}/run", "--export", "{folder}/is.html"], "exists and is not a file"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -437,7 +437,9 @@ def test_what_does_not_fit_is_left_out_and_said(run: ViewedRun, tmp_path: Path) 
     kept = [path for path in answers if "/trees/" in path]
     assert 0 < len(kept) < 9
     assert kept[0].startswith("steps/3/")
-    assert f"left out: {9 - len(kept)} trees of earlier steps; --max-mb takes more" in lines
+    assert (
+        f"left out: {9 - len(kept)} trees of earlier steps; raise --max-mb to include more" in lines
+    )
     assert answers["run"]["exported"]["left_out"]
 
 
