@@ -262,7 +262,7 @@ def _adapted(raw: RawRow, adapt: Adapt) -> RawRow | None:
 
 
 def _check_env_by(readers: Sequence[RowReader]) -> None:
-    """Refuse a key of env_by that chooses nothing, since a misspelt one would go unnoticed."""
+    """Refuse a key of env_by that chooses nothing, since a misspelled one would go unnoticed."""
     used = {value for reader in readers for value in reader.env_by_used}
     seen = {value for reader in readers for value in reader.env_by_seen}
     for value in readers[0].config.env_by:

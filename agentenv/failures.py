@@ -151,7 +151,7 @@ logger = logging.getLogger(__name__)
 class Failure(Struct, array_like=True, frozen=True):
     """Why a rollout failed: `kind` and `text` of its error, the file and line that raised it or the
     environment, and the last action of the policy. `same` is equal for failures of one cause.
-    `counts`: towards limits.max_failed_share, which outages that were waited out do not;
+    `counts`: toward limits.max_failed_share, which outages that were waited out do not;
     `is_bug`: a CrashError, of which limits.strict allows none."""
 
     task_id: str

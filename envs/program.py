@@ -16,7 +16,7 @@ wall, idle, calls, cpu, memory, processes or disk, which stands in info["limit"]
 ends with another exit code than `exit_codes`, or by a signal, has failed: ProgramDiedError.
 
 A fork is a replay: a fresh program begins in a copy of the initial files, and its calls are
-answered from the record as long as they are those of the record, but for what `NORMALISERS` and
+answered from the record as long as they are those of the record, but for what `NORMALIZERS` and
 `normalise` take for chance. The first ones measure how often that works; below `min_replay_rate`
 there are no forks any more.
 """
@@ -63,7 +63,7 @@ Json = dict[str, Any]
 _COLUMN = re.compile(r"\{(\w+)\}")
 
 # What differs from one run of a program to the next by chance, in the JSON of its calls.
-NORMALISERS: dict[str, str] = {
+NORMALIZERS: dict[str, str] = {
     "uuid": r"\b[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}\b",
     "time": r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?",
     "date": r"\b(?:(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)\w*,? +)?(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|"
@@ -486,7 +486,7 @@ def _posted(posted: Json | None) -> Grade:
 
 @cache
 def _rules(more: tuple[tuple[str, str], ...]) -> Sequence[tuple[re.Pattern[str], str]]:
-    patterns = {**NORMALISERS, **dict(more)}
+    patterns = {**NORMALIZERS, **dict(more)}
     return [(re.compile(one), f"<{name}>") for name, one in patterns.items() if one]
 
 

@@ -243,7 +243,7 @@ from agentenv.data_files import Row
 from agentenv.deadline import admitted
 from agentenv.endpoint.capture import Endpoint, Session
 from agentenv.env import ForkMode, StepResult, shared
-from agentenv.envs.program import NORMALISERS, NUM_MEASURED, ProgramEnv, Replays, program_config
+from agentenv.envs.program import NORMALIZERS, NUM_MEASURED, ProgramEnv, Replays, program_config
 from agentenv.envs.sandbox.program import Ended
 from agentenv.errors import ConfigError, DataError, EnvError, install_hint
 from agentenv.guard import guarded
@@ -311,7 +311,7 @@ class VerifiersEnv(ProgramEnv):
         if not isinstance(made, dict):
             raise ConfigError(f'task {task.id} is not a row of data.train = "verifiers:NAME"')
         own = {"command": ["verifiers"], "reward": "post", "min_replay_rate": 1.0}
-        own |= {"normalise": dict.fromkeys(NORMALISERS, "")}  # nothing passes for chance
+        own |= {"normalise": dict.fromkeys(NORMALIZERS, "")}  # nothing passes for chance
         super().__init__(task, program_config({**own, **(program or {})}))
         self.right, self._row = right, made["row"]
         asked = {name: made[name] for name in MADE}

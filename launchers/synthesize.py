@@ -55,7 +55,7 @@ from agentenv.pipelines.synthesis.sorting import (
     rl_row,
     sft_row,
     sort_question,
-    summarise,
+    summarize,
     write_data,
 )
 from agentenv.types import Message
@@ -156,7 +156,7 @@ async def _write(
         if one.kind == "hard":
             env = plan.sets[name].env
             rl.append(rl_row(task, name, env.id if env is not None else ""))
-    summary = summarise(plan, found, dropped)
+    summary = summarize(plan, found, dropped)
     write_data(out, sft, rl, rejected_rows(found, dropped), summary)
     view.show(class_table(summary))
     view.show(reason_table(summary))

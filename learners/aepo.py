@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class AEPO(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aepo"):
-    """Agentic entropy-balanced policy optimisation (Dong 2025, arXiv 2510.14545).
+    """Agentic entropy-balanced policy optimization (Dong 2025, arXiv 2510.14545).
 
     Four parts, each with a switch of its own; without all four this is ARPO:
 

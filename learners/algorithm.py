@@ -45,7 +45,7 @@ Aggregation = Literal[
 
 
 class Band(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ratios proximal / behaviour that are trusted, bounds included."""
+    """Ratios proximal / behavior that are trusted, bounds included."""
 
     low: Annotated[float, Meta(ge=0, description="smallest trusted ratio")] = 0.5
     high: Annotated[float, Meta(gt=0, description="largest trusted ratio")] = 5.0
@@ -100,7 +100,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     Objective, per token with advantage A (decoupled PPO, Hilton 2022, eq. 3; importance weight
     truncated as in IMPALA, Espeholt 2018):
 
-        min(rho, cap) * l(r, A),   r = current / proximal,   rho = proximal / behaviour
+        min(rho, cap) * l(r, A),   r = current / proximal,   rho = proximal / behavior
 
     rho is detached; importance_cap = "none" leaves the weight out, as the released code and plain
     PPO do. The tree form is l(r, adv_pos) + l(r, adv_neg), which equals the sum over the
@@ -266,7 +266,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     # rollout and credit
 
     def plan(self, vocab_size: int) -> RolloutPlan:
-        """How a rollout of one question grows; vocab_size normalises entropies."""
+        """How a rollout of one question grows; vocab_size normalizes entropies."""
         return Independent(self.group_size)
 
     def advantages(self, returns: Floats) -> Floats:
@@ -346,12 +346,12 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         """Of detached tensors; `part`: each token's share of the metrics' means."""
         from agentenv.learners.losses import ratio_of
 
-        behaviour = ratio_of(batch.proximal, batch.behaviour)
+        behavior = ratio_of(batch.proximal, batch.behavior)
         cap = float("inf") if self.importance_cap == "none" else self.importance_cap
         metrics = {
             "ratio_mean": (part * ratio).sum(),
             "ratio_max": ratio.max() if len(ratio) else ratio.new_tensor(0.0),
-            "importance_capped": (part * (behaviour > cap)).sum(),
+            "importance_capped": (part * (behavior > cap)).sum(),
             "kl_to_proximal": (part * (batch.proximal - logprobs)).sum(),
         }
         if self.clips_sequences:
@@ -392,9 +392,9 @@ class Clipped(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Grouped(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Group-normalised advantages, as in GRPO, and the switch to the released code.
+    """Group-normalized advantages, as in GRPO, and the switch to the released code.
 
-    compat = "reference" selects the behaviour of ARPO's released code, a class of its own:
+    compat = "reference" selects the behavior of ARPO's released code, a class of its own:
     `agentenv.reference.algorithms` builds it from these keys.
     """
 

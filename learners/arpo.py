@@ -44,7 +44,7 @@ SharingKey = Annotated[
 
 
 class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="arpo"):
-    """Agentic reinforced policy optimisation (Dong 2025, arXiv 2507.19849).
+    """Agentic reinforced policy optimization (Dong 2025, arXiv 2507.19849).
 
     Rollout, eq. 3 and section 3.1: see `ARPOPlan`; forks and refills share a budget of group_size
     trajectories. Credit, section 3.2: the advantages of GRPO over all leaves; a token shared by d

@@ -125,7 +125,7 @@ def blocked_attention(
     """softmax(scale q k^T) v over the visible pairs.
 
     query: [1, heads, tokens, width]; key, value: the same with as many heads or fewer, each
-    shared by a group of neighbours. Returns [1, tokens, heads, width] in the dtype of the query;
+    shared by a group of neighbors. Returns [1, tokens, heads, width] in the dtype of the query;
     blocks are merged and gradients added up in at least float32.
     """
     output: Tensor = BlockedAttention.apply(  # type: ignore[no-untyped-call]

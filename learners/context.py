@@ -41,7 +41,7 @@ class ContextGroup(NamedTuple):
 
 
 def join_context_group(size: int, timeout_s: float) -> ContextGroup | None:
-    """The group of this rank, of neighbouring ranks; none for a size of 1. All ranks must call it
+    """The group of this rank, of neighboring ranks; none for a size of 1. All ranks must call it
     at the same time."""
     if size == 1:
         return None

@@ -47,7 +47,7 @@ def report_skipped(
 ) -> None:
     """Warn of an optimizer step that was skipped, and name the trees of its mini-batch with figures
     that are not finite: then the batch is to blame, not the weights."""
-    names = ("behaviour", "entropies", "adv_pos", "adv_neg", "weight")
+    names = ("behavior", "entropies", "adv_pos", "adv_neg", "weight")
     blamed = [
         f"{', '.join(wrong)} of tree {tree.index} ({tree.task.id})"
         for tree, one in zip(trees, encoded, strict=True)

@@ -8,7 +8,7 @@ environment's text is not the policy's to prefer. The mean is over pairs.
 
 A pair is one tree: the common part of both answers, prompt and first turns, is stored and computed
 once. On a token of the chosen answer adv_pos is 1, on one of the rejected answer adv_neg is -1; a
-token of both has both, so that it cancels out of every difference. `behaviour` holds the log-probs
+token of both has both, so that it cancels out of every difference. `behavior` holds the log-probs
 of the reference policy.
 """
 
@@ -66,7 +66,7 @@ def encode_pair(chosen: Answer, rejected: Answer) -> EncodedTree:
 
 def with_reference(pair: EncodedTree, logprobs: Sequence[float]) -> EncodedTree:
     """The pair with the reference policy's log-probs of its trained tokens, in their order."""
-    return replace(pair, behaviour=np.asarray(logprobs, np.float64).tobytes())
+    return replace(pair, behavior=np.asarray(logprobs, np.float64).tobytes())
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class PairTokens:
     def of(cls, pairs: Sequence[EncodedTree]) -> PairTokens:
         tokens = ActionTokens.of(pairs)
         owner = np.repeat(np.arange(len(pairs)), [pair.num_action_tokens for pair in pairs])
-        return cls(len(pairs), owner, tokens.behaviour, tokens.adv_pos, -tokens.adv_neg)
+        return cls(len(pairs), owner, tokens.behavior, tokens.adv_pos, -tokens.adv_neg)
 
     @property
     def sign(self) -> Floats:

@@ -178,7 +178,7 @@ def gathered(model: Any) -> Iterator[Entry]:
 
 
 def buckets(entries: Iterable[Entry], max_bytes: int) -> Iterator[list[Entry]]:
-    """Neighbouring entries of at most max_bytes together; a larger one comes alone, and parts of
+    """Neighboring entries of at most max_bytes together; a larger one comes alone, and parts of
     one parameter stay together, since it is gathered at once."""
     bucket: list[Entry] = []
     size = 0

@@ -18,7 +18,7 @@ STATE = "state_key"  # of the facts of a step or reset: the state that the next 
 
 
 class GiGPO(Turnwise, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="gigpo"):
-    """Group-in-group policy optimisation (Feng 2025, arXiv 2505.10978, eq. 6 to 8).
+    """Group-in-group policy optimization (Feng 2025, arXiv 2505.10978, eq. 6 to 8).
 
         A_n = (V_n - mu) / s + state_weight m / (m + evidence) (Q_n - mean of Q over G) / F
 

@@ -3,7 +3,7 @@
 A random model of the same class, with the layers, windows and positions of its config.json made
 small, scores two sequences and a tree twice: as a micro-batch of ours, and each path for itself by
 the untouched model. A family whose attention looks through a window, whose logits are scaled, or
-whose layers mix neighbours would otherwise train on wrong log-probs without an error. Real weights
+whose layers mix neighbors would otherwise train on wrong log-probs without an error. Real weights
 are compared with the engine's, by the parity gap.
 """
 

@@ -49,7 +49,7 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
         TEMPO, of turns (arXiv 2509.18314)             1      1                leaves
         AT2PO's credit (arXiv 2601.04767)              0      1                softmax
 
-    Weights below d bend the gradient towards the turns after forks, and gave no more signal a call
+    Weights below d bend the gradient toward the turns after forks, and gave no more signal a call
     in the toy of docs/algorithms.md. `local` above 4 is refused: the difference to the parent alone
     has next to no signal with eight leaves.
 

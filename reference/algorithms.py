@@ -56,10 +56,10 @@ def group_advantages(
         return values / (1.0 + epsilon) if norm_by_std else values.copy()
     if values.size == 0:
         return np.zeros_like(values)
-    centred: Floats = values - values.mean()
+    centered: Floats = values - values.mean()
     if norm_by_std:
-        centred /= values.std(ddof=1) + epsilon
-    return centred
+        centered /= values.std(ddof=1) + epsilon
+    return centered
 
 
 def entropy_multiplier(entropies: Tensor, mean: Tensor, std: Tensor, coefficient: float) -> Tensor:

@@ -304,7 +304,7 @@ def test_columns_map_other_names(tmp_path: Path) -> None:
          r"data.columns.question"),
         ({"question": "q", "reward_model": {"ground_truth": ""}},
          "row 1: key 'reward_model.ground_truth' must be .*, got an empty string"),
-        ({"question": 3, "answer": "a"}, r"row 1: key 'question' must be a .*string.* got 3 \(int\)"),
+        ({"question": 3, "answer": "a"}, r"key 'question' must be a .*string.* got 3 \(int\)"),
         ({"question": "q", "answer": float("nan")}, r"row 1: key 'answer' .* got nan \(float\)"),
         ({"question": "q", "answer": [""]}, "row 1: key 'answer'"),
         ({"question": "q", "answer": [None, float("nan")]}, "row 1: key 'answer'"),

@@ -160,7 +160,7 @@ def test_a_message_of_no_tool_has_no_calls() -> None:
 class HandingOn(CountingEnv):
     """Hands its keywords on, as a subclass of ToolEnv does."""
 
-    def __init__(self, task: Task, *, colour: str = "red", **kwargs: Any) -> None:
+    def __init__(self, task: Task, *, color: str = "red", **kwargs: Any) -> None:
         super().__init__(task, **kwargs)
 
 
@@ -172,11 +172,11 @@ register("toy/HandingOn-v0", "tests.test_gym:HandingOn")
 def test_keywords_that_an_environment_does_not_take_are_refused_when_it_is_made(
     env_id: str, make: Any
 ) -> None:
-    for wrong in ({"colours": "red"}, {"autoreset": True}):
+    for wrong in ({"colors": "red"}, {"autoreset": True}):
         with pytest.raises(ConfigError, match=f"{env_id}.*{next(iter(wrong))}"):
             make(env_id, tasks=TASKS, **wrong)
     if env_id != ENV_ID:
-        make(env_id, tasks=TASKS, colour="blue").close()
+        make(env_id, tasks=TASKS, color="blue").close()
 
 
 @pytest.mark.parametrize("mode", [*gymnasium.vector.AutoresetMode, "SameStep", "NextStep", 3])

@@ -64,7 +64,7 @@ class PlainEnv(TalkEnv):
     said = "red"
 
 
-ACTIONS = ["Which colour?", "<price>red</price>", "<answer>7</answer>"]
+ACTIONS = ["Which color?", "<price>red</price>", "<answer>7</answer>"]
 TEXTS = {
     SystemEnv: "an observation consists of tool results or user messages, not 'system'",
     PlainEnv: "the environment's step gave no (messages, reward, terminated, truncated, info) but ",
@@ -102,7 +102,7 @@ def test_demonstrations_refuse_it(env: type[TalkEnv]) -> None:
 
 @BAD
 def test_a_rollout_fails_by_a_bug_with_that_text(env: type[TalkEnv]) -> None:
-    actor = make_actor(lambda *_: "Which colour?", limits=Limits(max_failures=0))
+    actor = make_actor(lambda *_: "Which color?", limits=Limits(max_failures=0))
     actor.make_env = env
     (leaf,) = rollout(actor, Independent(1)).failures()
     assert str(leaf.error).startswith(f"CrashError: {TEXTS[env]}")

@@ -272,7 +272,7 @@ def test_a_tool_that_is_not_required_is_left_out(caplog: pytest.LogCaptureFixtur
     assert "nowhere:tool is left out" in caplog.text
 
 
-def test_misspelt_keys_of_a_tool_are_refused() -> None:
+def test_misspelled_keys_of_a_tool_are_refused() -> None:
     raw = {"model": {"path": "m"}, "data": {"train": "t"}, "train": {"num_steps": 1}}
     raw |= {
         "algorithm": {"name": "grpo"},

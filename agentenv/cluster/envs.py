@@ -412,7 +412,7 @@ class EnvServer:
         self._link.send(pack(Begun(asked.call)))
         self._link.flush()  # user code may now block the loop
         said: Gave | Failed
-        clock = _LabelledClock(partial(self._awaits, asked.call))
+        clock = _LabeledClock(partial(self._awaits, asked.call))
         try:
             with working(clock):
                 try:
@@ -480,7 +480,7 @@ class EnvServer:
         return pack(Alive(Figures(num_open_envs=len(self._envs), env=shared_stats())))
 
 
-class _LabelledClock(ReportingClock):
+class _LabeledClock(ReportingClock):
     """Reports also what is awaited."""
 
     def __init__(self, report: Callable[[str, bool, float], None]) -> None:

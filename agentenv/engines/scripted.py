@@ -1,6 +1,6 @@
 """A deterministic engine for tests and dry runs: replies come from a function, not from a model.
 
-It honours the whole contract (streaming, stop strings, limits, versions, abort), so the rest of
+It honors the whole contract (streaming, stop strings, limits, versions, abort), so the rest of
 the system cannot tell. Under a virtual clock two runs with one seed are equal to the bit.
 """
 

@@ -21,7 +21,7 @@ from msgspec import Struct
 from agentenv.engine import check_request
 from agentenv.engines.pool import PooledEngineConfig
 from agentenv.engines.remote import BusyError, PartEnd, Request, ServerLoad, ServerLostError
-from agentenv.engines.remote.base import HEALTH_S, Answer, LabelledSpan, top_k_entropies
+from agentenv.engines.remote.base import HEALTH_S, Answer, LabeledSpan, top_k_entropies
 from agentenv.engines.remote.client import Count, HttpClient, Logprob, RefusedError
 from agentenv.engines.remote.probes import (
     SGLANG_TRANSFER,
@@ -73,7 +73,7 @@ class Meta(Struct, frozen=True):
     output_top_logprobs: list[list[TokenLogprob] | None] | None = None
     output_token_sampling_mask: list[list[int]] = []
     output_token_sampling_logprobs: list[list[Logprob]] = []
-    weight_versions: list[LabelledSpan] = []
+    weight_versions: list[LabeledSpan] = []
     cached_tokens: Count = 0
 
 

@@ -57,7 +57,7 @@ MAX_QUERY_CHARS = 2000
 
 class Episode(Struct):
     """What a search is for: the question, what the policy has written so far, the queries that
-    were answered, and how many results were summarised."""
+    were answered, and how many results were summarized."""
 
     question: str = ""
     written: list[str] = field(default_factory=list)
@@ -135,7 +135,7 @@ class SearchService:
         return ToolResult(chosen, info)
 
     def stats(self) -> dict[str, float]:
-        """What cache, backend, reader and summariser count."""
+        """What cache, backend, reader and summarizer count."""
         return summed_stats((self.cache, self.backend, self.reader, self.summarizer))
 
     async def close(self) -> None:

@@ -159,7 +159,9 @@ def resolve_sets(raw: Tree, source: str) -> EvaluateConfig:
         sets = {Path(str(first)).stem: {"path": data}}
     if not sets:
         others = {key: value for key, value in raw.items() if key not in ("data", "sets")}
-        build_config(EvaluateConfig, others, source)  # a misspelt key first: it may be their table
+        build_config(
+            EvaluateConfig, others, source
+        )  # a misspelled key first: it may be their table
         raise ConfigError(f"{source}: no questions; give data=FILE or [sets.NAME] with a path")
     raw = {key: value for key, value in raw.items() if key != "data"}
     raw["sets"] = {name: _own_keys(raw, one) for name, one in sets.items()}

@@ -17,7 +17,7 @@ from agentenv.pipelines.evaluation.figures import (
     Estimate,
     Figures,
     Summary,
-    summarise,
+    summarize,
 )
 from agentenv.pipelines.evaluation.scores import Compat, Scorer, make_scorer, stored_rows
 from agentenv.pipelines.evaluation.store import load_saved
@@ -54,7 +54,7 @@ async def figures(
     rows."""
     name = f"{folder.name}: {load_saved(folder).subject.get('name', '')}".rstrip(": ")
     again = bool(scorer.compat)  # stored scores are those without it
-    return await summarise(name, rows, scorer, ks=ks, again=again)
+    return await summarize(name, rows, scorer, ks=ks, again=again)
 
 
 async def show_report(folder: Path, summary: Summary, view: View) -> Summary:

@@ -1,6 +1,6 @@
 """Scores of stored trajectories: em, f1, contains, rule, math, judge, each in [0, 1].
 
-em        equal to a gold after normalising (numbers as numbers)
+em        equal to a gold after normalizing (numbers as numbers)
 f1        SQuAD token F1
 contains  the words of a gold stand in the prediction, in a row (`acc` of the published code)
 rule      the layered grader's verdict: text, numbers, units, dates, lists, words, math-verify

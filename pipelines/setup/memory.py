@@ -320,7 +320,7 @@ def kept_per_token(shape: ModelShape, bytes_each: int, team: int = 1) -> int:
 
     Both norms keep a float32 copy of their input. In the layer's own type are kept: the inputs of
     norms and of projections (4 hidden), queries and attention's output, keys and values, and four
-    of the width of the feed-forward part; with normalised queries and keys a float32 copy and
+    of the width of the feed-forward part; with normalized queries and keys a float32 copy and
     another of each. Experts keep a copy of input and output for each one that a token uses, and
     the router its figures in float32. A team keeps attention's output as attention and as its
     projection have it, and keys and values as often as its members need them.

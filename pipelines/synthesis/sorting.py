@@ -432,7 +432,7 @@ GOES_TO = {
 NUM_RIGHT = ("neither", "tools_only", "direct_only", "both")
 
 
-def summarise(plan: SynthesisPlan, found: Sequence[Sorted], dropped: Sequence[Dropped]) -> Row:
+def summarize(plan: SynthesisPlan, found: Sequence[Sorted], dropped: Sequence[Dropped]) -> Row:
     """All counts. Questions add up over classes and reasons, trajectories over SFT and reasons."""
     classes = Counter(one.kind for one in found)
     pairs = Counter((one.question.task.kind, one.kind) for one in found)

@@ -50,8 +50,8 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     memory: Any = SimpleNamespace(device=torch.device("cuda", 3))
     exports = {shared.device_of(memory): [shared.handle_of(memory)]}
     whole = SharedWeights([], [], [], [], SIZE, exports)
-    travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(whole), type=SharedWeights)
-    return dict(json.loads(json.dumps(travelled.exports_of(0))))
+    traveled = msgspec.msgpack.decode(msgspec.msgpack.encode(whole), type=SharedWeights)
+    return dict(json.loads(json.dumps(traveled.exports_of(0))))
 
 
 def test_a_worker_opens_what_a_rank_exported(

@@ -109,7 +109,7 @@ def test_kill_9_at_random_moments_of_saving_loses_nothing(
     assert half, "no kill fell into a save"
 
 
-def test_a_half_written_checkpoint_is_recognised(model_dir: Path, tmp_path: Path) -> None:
+def test_a_half_written_checkpoint_is_recognized(model_dir: Path, tmp_path: Path) -> None:
     trainer = plain_torch(model_dir, CONFIG, torch.float32)
     path = tmp_path / "checkpoint"
     save(trainer.backend, meta(num_ranks=2), path)

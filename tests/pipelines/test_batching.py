@@ -337,7 +337,7 @@ def test_an_evaluation_in_which_everything_failed_is_refused() -> None:
         refuse_failed("a", rows)
 
 
-def test_what_is_trained_is_normalised_over_the_update() -> None:
+def test_what_is_trained_is_normalized_over_the_update() -> None:
     algorithm = ReinforcePP(group_size=4)
     found = settled(builder(algorithm, equal_groups="drop"), trees()).trained
     expected = credited(trees()[:2], algorithm)

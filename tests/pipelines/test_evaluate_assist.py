@@ -25,7 +25,7 @@ SUMMARY = "The stock tool was asked. Go on to the answer."
 
 def clumsy(prompt: str, rng: Random) -> str:
     """Misspells an item, which the debugger repairs; then often asks for what is not there, which
-    the backtracer takes back; answers what it found once its work has been summarised."""
+    the backtracer takes back; answers what it found once its work has been summarized."""
     if SUMMARY in prompt:
         return f"<answer>{rng.choice([*STOCK.values(), 'unknown'])}</answer>"
     if "<result>" not in prompt:

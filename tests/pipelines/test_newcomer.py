@@ -179,7 +179,7 @@ def test_only_a_share_of_unreadable_verdicts_above_the_bound_is_a_warning(
     assert ("judge.max\\_tokens" in text) is is_above
 
 
-def test_a_misspelt_key_is_told_before_missing_questions(
+def test_a_misspelled_key_is_told_before_missing_questions(
     warehouse: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = str(warehouse.parent / "model")

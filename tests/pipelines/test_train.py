@@ -110,7 +110,7 @@ def test_the_end_names_what_is_there_and_no_phase_that_was_not(finished: Path) -
     assert "before_sft" not in log
 
 
-def test_a_table_has_no_colours_in_the_log(tmp_path: Path) -> None:
+def test_a_table_has_no_colors_in_the_log(tmp_path: Path) -> None:
     view = View()
     view.console = Console(file=StringIO(), force_terminal=True, color_system="standard")
     view.log_to(tmp_path / "run.log")

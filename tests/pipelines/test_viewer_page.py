@@ -210,7 +210,7 @@ def test_a_tree_token_by_token(shown: Viewed, open_page: Open) -> None:
         "probability": "h0",
     }
     for mode, tone in tones.items():
-        page.select_option("label:has-text('colour by') select", mode)
+        page.select_option("label:has-text('color by') select", mode)
         page.wait_for_selector(f".t.{tone}")
 
 

@@ -3,7 +3,7 @@
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 
-import { colour, num, seriesColour, useWidth } from "./ui";
+import { color, num, seriesColor, useWidth } from "./ui";
 
 export interface Series {
   label: string;
@@ -35,7 +35,7 @@ function whiskers(series: Series[]): (plot: uPlot) => void {
     ctx.lineWidth = 1.5 * devicePixelRatio;
     series.forEach((one, place) => {
       if (one.low === undefined || one.high === undefined || plot.series[place + 1]?.show === false) return;
-      ctx.strokeStyle = seriesColour(place);
+      ctx.strokeStyle = seriesColor(place);
       (plot.data[0] as number[]).forEach((x, i) => {
         const low = one.low?.[i];
         const high = one.high?.[i];
@@ -64,7 +64,7 @@ export function Chart(props: Props) {
 
   useEffect(() => {
     if (box.current === null || width === 0) return;
-    const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 }, font: "11px system-ui, sans-serif" };
+    const axis = { stroke: color("--muted"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line"), width: 1 }, font: "11px system-ui, sans-serif" };
     const made = new uPlot(
       {
         width,
@@ -81,11 +81,11 @@ export function Chart(props: Props) {
           { label: props.xLabel ?? "step", value: (_, v) => (v === null ? "" : (props.labels?.[v] ?? num(v))) },
           ...props.series.map((one, place) => ({
             label: one.label,
-            stroke: seriesColour(place),
+            stroke: seriesColor(place),
             width: 1.6,
             dash: one.dash ? [5, 4] : undefined,
             spanGaps: true,
-            points: { show: one.points ?? props.x.length < 40, size: 4, fill: seriesColour(place) },
+            points: { show: one.points ?? props.x.length < 40, size: 4, fill: seriesColor(place) },
             value: (_: uPlot, v: number | null) => (v === null ? "" : num(v)),
           })),
         ],

@@ -59,7 +59,7 @@ function Grouped(props: { groups: Group[]; titles: [string, string?][]; cells: (
 
 const SCORES: [string, string, string][] = [
   ["reward", "reward", "of the environment's grader"],
-  ["em", "EM", "equal to a right answer after normalising"],
+  ["em", "EM", "equal to a right answer after normalizing"],
   ["f1", "F1", "of its tokens"],
   ["contains", "contains", "the words of a right answer stand in it, in a row"],
   ["rule", "rules", "what the layered grader says"],

@@ -114,7 +114,7 @@ const HELP: [string, string][] = [
   ["j k", "in a tree: next branch, branch before; in a transcript: next row"],
   ["] [", "next tree, tree before"],
   ["← →", "token by token"],
-  ["c", "colour tokens by the next figure"],
+  ["c", "color tokens by the next figure"],
   ["b", "two branches side by side"],
   ["t", "light, dark, as the system has it"],
   ["Esc", "one level up"],

@@ -4,13 +4,13 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 
 import type { Row } from "./types";
-import { Card, Select, colour, num, seconds, useWidth } from "./ui";
+import { Card, Select, color, num, seconds, useWidth } from "./ui";
 
 interface Part {
   lane: number;
   from: number;
   to: number;
-  colour: string;
+  color: string;
   height: number; // share of its lane
   text: string;
 }
@@ -41,23 +41,23 @@ export function partsOf(steps: Row[]): { parts: Part[]; end: number } {
     for (const [key, what, fill] of PARTS) {
       const took = of(row, key);
       if (took <= 0) continue;
-      parts.push({ lane: 0, from: at, to: at + took, colour: fill, height: 1, text: `${step}: the learner ${what}, ${seconds(took)}` });
+      parts.push({ lane: 0, from: at, to: at + took, color: fill, height: 1, text: `${step}: the learner ${what}, ${seconds(took)}` });
       if (key === "time/publish_s") {
         const version = num(row["policy_version"]);
         const handover = HANDOVER.map((part) => `${part} ${seconds(of(row, `handover/${part}_s`))}`).join(", ");
         const whole = of(row, "handover/total_s");
-        parts.push({ lane: 1, from: at, to: at + took, colour: "--series-2", height: 1, text: `version ${version} is published in ${seconds(took)}: the learner waits; engines load it between tokens and keep their requests${whole > 0 ? `. Hand-over ${seconds(whole)}: ${handover}` : ""}` });
+        parts.push({ lane: 1, from: at, to: at + took, color: "--series-2", height: 1, text: `version ${version} is published in ${seconds(took)}: the learner waits; engines load it between tokens and keep their requests${whole > 0 ? `. Hand-over ${seconds(whole)}: ${handover}` : ""}` });
       }
       at += took;
     }
     if (at === begin) continue;
     const tokens = of(row, "time/sampled_tokens_per_s");
-    if (tokens > 0) parts.push({ lane: 2, from: begin, to: at, colour: "--series-3", height: tokens / rate, text: `${step}: engines sampled ${num(tokens)} tokens a second` });
+    if (tokens > 0) parts.push({ lane: 2, from: begin, to: at, color: "--series-3", height: tokens / rate, text: `${step}: engines sampled ${num(tokens)} tokens a second` });
     const flight = of(row, "trees/in_flight");
     const ready = of(row, "queue/ready");
     if (flight + ready > 0) {
-      parts.push({ lane: 3, from: begin, to: at, colour: "--idle", height: (flight + ready) / most, text: `${step}: ${num(flight)} trees grow, ${num(ready)} wait in the queue` });
-      parts.push({ lane: 3, from: begin, to: at, colour: "--series-4", height: flight / most, text: `${step}: ${num(flight)} trees grow, ${num(ready)} wait in the queue` });
+      parts.push({ lane: 3, from: begin, to: at, color: "--idle", height: (flight + ready) / most, text: `${step}: ${num(flight)} trees grow, ${num(ready)} wait in the queue` });
+      parts.push({ lane: 3, from: begin, to: at, color: "--series-4", height: flight / most, text: `${step}: ${num(flight)} trees grow, ${num(ready)} wait in the queue` });
     }
   }
   return { parts, end: at };
@@ -83,22 +83,22 @@ export function Timeline(props: { rows: Row[]; theme: string }) {
     context.clearRect(0, 0, width, height);
     context.font = "12px system-ui, sans-serif";
     context.textBaseline = "middle";
-    const colours = new Map<string, string>();
+    const colors = new Map<string, string>();
     LANES.forEach((lane, place) => {
-      context.fillStyle = colour("--muted");
+      context.fillStyle = color("--muted");
       context.fillText(lane, 0, place * LANE + LANE / 2);
-      context.fillStyle = colour("--line");
+      context.fillStyle = color("--line");
       context.fillRect(LEFT, (place + 1) * LANE - 1, width - LEFT, 1);
     });
     for (const part of parts) {
       const x = LEFT + part.from * scale;
       const w = Math.max(part.lane === 1 ? 1.5 : 0.6, (part.to - part.from) * scale - (scale * (part.to - part.from) > 4 ? 0.5 : 0));
       const h = Math.max(1, (LANE - 8) * part.height);
-      if (!colours.has(part.colour)) colours.set(part.colour, colour(part.colour));
-      context.fillStyle = colours.get(part.colour) ?? "";
+      if (!colors.has(part.color)) colors.set(part.color, color(part.color));
+      context.fillStyle = colors.get(part.color) ?? "";
       context.fillRect(x, part.lane * LANE + LANE - 3 - h, w, h);
     }
-    context.fillStyle = colour("--muted");
+    context.fillStyle = color("--muted");
     context.textAlign = "center";
     const step = niceStep(end / Math.max(2, width / 110));
     for (let t = 0; t <= end; t += step) context.fillText(clock(t), Math.min(width - 24, Math.max(LEFT + 10, LEFT + t * scale)), height - BELOW / 2);

@@ -2,7 +2,7 @@
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 
-import { MODES, type Scale, differing, gapOf, legendOf, scaleOf, signs, tone, versionOf } from "./colours";
+import { MODES, type Scale, differing, gapOf, legendOf, scaleOf, signs, tone, versionOf } from "./colors";
 import { Drawing, above, childrenOf, pathTo, returnOf } from "./drawing";
 import { go, link } from "./route";
 import type { Call, Node, Row, Tree } from "./types";
@@ -432,7 +432,7 @@ function View(props: { tree: Tree; branch: string | undefined; query: URLSearchP
       <div class="bar">
         <Select label="branch" value={leaf?.branch ?? ""} options={leaves.map((one) => [one.branch, `${one.branch}: ${one.end === "failed" ? "failed" : `returns ${num(returnOf(tree, one), 2)}`}`])} onChange={(branch) => go(address(branch))} />
         <Select label="beside" value={second?.branch ?? ""} options={[["", "nothing"], ...leaves.filter((one) => one !== leaf).map((one) => [one.branch, `${one.branch}: ${one.end === "failed" ? "failed" : `returns ${num(returnOf(tree, one), 2)}`}`] as [string, string])]} onChange={(beside) => go(address(leaf?.branch, { beside }), true)} />
-        <Select label="colour by" value={color} options={MODES.map(([key, name]) => [key, name])} onChange={(color) => go(address(leaf?.branch, { color }), true)} />
+        <Select label="color by" value={color} options={MODES.map(([key, name]) => [key, name])} onChange={(color) => go(address(leaf?.branch, { color }), true)} />
         <span class="legend-line small">
           {legendOf(scale).map(([name, text]) => (
             <span key={text} class="legend">

@@ -5,7 +5,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { go, link } from "./route";
 import { type Column, Table } from "./table";
 import type { Cell, Index, Run, StepAnswer, TreeDetails } from "./types";
-import { Absent, Card, Search, Select, Tag, type Answer, colour, cx, num, plural, seconds, useAnswer, useWidth } from "./ui";
+import { Absent, Card, Search, Select, Tag, type Answer, color, cx, num, plural, seconds, useAnswer, useWidth } from "./ui";
 
 export interface Item {
   step: number;
@@ -127,8 +127,8 @@ function Scatter(props: { items: Item[]; theme: string; one: boolean }) {
     element.height = height * devicePixelRatio;
     context.scale(devicePixelRatio, devicePixelRatio);
     context.font = "11px system-ui, sans-serif";
-    context.fillStyle = colour("--muted");
-    context.strokeStyle = colour("--line");
+    context.fillStyle = color("--muted");
+    context.strokeStyle = color("--line");
     context.strokeRect(40.5, 10.5, width - 50, height - 36);
     context.textAlign = "right";
     context.fillText(num(placed.highB, 2), 36, 20);
@@ -136,10 +136,10 @@ function Scatter(props: { items: Item[]; theme: string; one: boolean }) {
     context.fillText(num(placed.highA, 2), width - 10, height - 10);
     context.textAlign = "left";
     context.fillText(num(placed.lowA, 2), 42, height - 10);
-    const colours: Record<string, string> = { trained: colour("--good"), filtered: colour("--muted"), failed: colour("--bad") };
+    const colors: Record<string, string> = { trained: color("--good"), filtered: color("--muted"), failed: color("--bad") };
     context.globalAlpha = placed.points.length > 3000 ? 0.35 : 0.75;
     for (const { item, at, up } of placed.points) {
-      context.fillStyle = colours[item.fate] ?? "";
+      context.fillStyle = colors[item.fate] ?? "";
       context.beginPath();
       context.arc(at, up, item === near ? 6 : placed.points.length > 3000 ? 2 : 3.5, 0, 7);
       context.fill();

@@ -192,11 +192,11 @@ export function Interval(props: { value: number | null; low: number | null; high
   );
 }
 
-/** Colours of series, as the style sheet has them now. */
-export function colour(name: string): string {
+/** Colors of series, as the style sheet has them now. */
+export function color(name: string): string {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-export function seriesColour(place: number): string {
-  return colour(`--series-${(place % 8) + 1}`);
+export function seriesColor(place: number): string {
+  return color(`--series-${(place % 8) + 1}`);
 }

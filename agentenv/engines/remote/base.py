@@ -71,7 +71,7 @@ def top_k_entropies(positions: Sequence[Sequence[float]]) -> list[float]:
     return found
 
 
-class LabelledSpan(Struct, frozen=True):
+class LabeledSpan(Struct, frozen=True):
     """Tokens from `start` to `end` were sampled by the weights of a label."""
 
     version: str
@@ -95,7 +95,7 @@ class Answer(ABC):
         self._with_entropies = with_entropies
         self._server, self._name_span, self._vocab_size = server, name_span, vocab_size
         self._reason: str | None = None  # why the turn ended
-        self._spans: list[LabelledSpan] = []
+        self._spans: list[LabeledSpan] = []
         self._entropy_kind: Literal["exact", "top_k"] = entropy_kind
         self._stop: str | None = None
         self._num_cached_tokens = 0
@@ -271,7 +271,7 @@ class RemoteServer(ABC, Generic[F]):
 
     async def keeps_label(self) -> bool:
         """Whether the server gives back the label under which this client put its weights in
-        place. False: another process answers at the URL, or another client labelled other weights.
+        place. False: another process answers at the URL, or another client labeled other weights.
         """
         if self._doubt:
             return False
@@ -346,7 +346,7 @@ class RemoteServer(ABC, Generic[F]):
         version, _, nonce = label.rpartition("-")
         if not nonce.startswith(self._nonce):
             raise ForeignWeightsError(
-                f"{self.name} sampled tokens {start} to {end} with weights labelled {label!r}, "
+                f"{self.name} sampled tokens {start} to {end} with weights labeled {label!r}, "
                 "which this run did not load: was it restarted, or does another process load "
                 "weights into it?"
             )
@@ -438,7 +438,7 @@ class RemoteServer(ABC, Generic[F]):
 
     @abstractmethod
     async def _write_label(self, label: str) -> None:
-        """Tokens from now on are labelled so."""
+        """Tokens from now on are labeled so."""
 
     @abstractmethod
     async def _read_label(self, *, fresh: bool = False) -> str:

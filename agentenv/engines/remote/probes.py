@@ -31,7 +31,7 @@ VLLM_TRIED = "0.32"  # version of vLLM that this client was tested with
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
 # A tied output head and experts stay stale on the CPU (vLLM 0.32 packs them once and for all), so
-# that a worker extension has to pack them again; this is the method by which it is recognised.
+# that a worker extension has to pack them again; this is the method by which it is recognized.
 REPACK = "reload_and_repack"
 EXTENSION = "agentenv_vllm_cpu.WorkerExtension"
 

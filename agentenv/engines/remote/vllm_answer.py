@@ -17,7 +17,7 @@ from agentenv.engines.remote import (
     Request,
     ServerLostError,
 )
-from agentenv.engines.remote.base import Answer, LabelledSpan, top_k_entropies
+from agentenv.engines.remote.base import Answer, LabeledSpan, top_k_entropies
 from agentenv.engines.remote.client import (
     Count,
     FailedError,
@@ -58,7 +58,7 @@ class _Choice(Struct, Generic[P], gc=False):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     logprobs: _Logprobs[P] | None = None
-    weight_versions: list[LabelledSpan] | None = None
+    weight_versions: list[LabeledSpan] | None = None
 
 
 class _Details(Struct):

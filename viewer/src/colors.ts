@@ -1,4 +1,4 @@
-// What colours a token, and what of it is said in numbers.
+// What colors a token, and what of it is said in numbers.
 
 import type { Node, Tree } from "./types";
 import { num } from "./ui";
