@@ -131,7 +131,7 @@ def test_the_run(shown: Viewed, open_page: Open) -> None:
     assert re.search(r"tokens a second\s+180\s+over the run", tiles)
     assert re.search(r"failed trajectories\s+3\s+10.0 % of all", tiles)
     titles = page.locator(".card-head h2").all_inner_texts()
-    assert {"Where the time went", "Failed trajectories of a step, by kind"} <= set(titles)
+    assert {"Time line", "Failed trajectories per step, by kind"} <= set(titles)
     assert "Gradient norm" in text_of(page, ".absent >> nth=-1")  # which this run lacks
     page.wait_for_selector("pre.log:not(:empty)")
     log = page.locator("pre.log")
@@ -232,7 +232,7 @@ def test_why_a_tree_was_filtered(shown: Viewed, open_page: Open) -> None:
     page = open_page(shown.at("trees/1/1"))
     page.wait_for_selector(".why")
     assert "with equal returns" in text_of(page, ".why")
-    assert "returned 1, so none is better" in text_of(page, ".why")
+    assert "returned 1, so that every advantage is 0" in text_of(page, ".why")
 
 
 def test_evaluations(shown: Viewed, open_page: Open) -> None:
@@ -246,7 +246,7 @@ def test_evaluations(shown: Viewed, open_page: Open) -> None:
         assert said in told
     assert "maj@k" not in told  # nobody has compared the wrong answers
     bars = page.locator(".histogram >> nth=0").locator("title").all_text_contents()
-    assert bars == ["1: 5 right, 3 wrong"]
+    assert bars == ["1: 5 correct, 3 wrong"]
     assert page.locator(".grid-row").count() == 8
     page.select_option("label:has-text('outcome') select", "wrong")
     page.wait_for_selector(".grid-foot:text-is('3 rows')")

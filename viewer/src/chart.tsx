@@ -89,13 +89,13 @@ export function Chart(props: Props) {
             value: (_: uPlot, v: number | null) => (v === null ? "" : num(v)),
           })),
         ],
-        hooks: { draw: [whiskers(props.series)], setLegend: [(self) => self.legend.idx === null && told(self)] },
+        hooks: { draw: [whiskers(props.series)], setLegend: [(self) => self.legend.idx === null && showLast(self)] },
       },
       [props.x, ...props.series.map((one) => one.values)] as uPlot.AlignedData,
       box.current,
     );
     plot.current = made;
-    told(made);
+    showLast(made);
     return () => {
       made.destroy();
       plot.current = null;
@@ -104,13 +104,13 @@ export function Chart(props: Props) {
 
   useEffect(() => {
     plot.current?.setData([props.x, ...props.series.map((one) => one.values)] as uPlot.AlignedData);
-    if (plot.current) told(plot.current);
+    if (plot.current) showLast(plot.current);
   }, [props.x, props.series]);
 
   return <div class="chart" ref={box} />;
 }
 
-/** As many names as there is room for. */
+/** As many labels as fit. */
 function named(labels: string[], place: number, width: number): string {
   const every = Math.ceil((labels.length * 76) / Math.max(1, width - 60));
   return Number.isInteger(place) && place % every === 0 ? (labels[place] ?? "") : "";
@@ -121,8 +121,8 @@ function tick(value: number): string {
   return Math.abs(value) < 0.001 ? value.toExponential(0) : String(Number(value.toPrecision(2)));
 }
 
-/** Without a cursor the legend says the last values. */
-function told(plot: uPlot): void {
+/** Without a cursor the legend shows the last values. */
+function showLast(plot: uPlot): void {
   if (plot.cursor.idx === null || plot.cursor.idx === undefined) plot.setLegend({ idx: plot.data[0].length - 1 }, false);
 }
 

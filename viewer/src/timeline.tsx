@@ -1,5 +1,5 @@
-// Where the time of a run went, as its metrics know it: what the learner did, when weights were
-// published and what waited for it, how busy engines and actors were, evaluations between.
+// Time line of a run from its metrics: activity of the learner, publishing of weights and
+// waits for it, load of engines and actors, evaluations.
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 
@@ -52,7 +52,7 @@ export function partsOf(steps: Row[]): { parts: Part[]; end: number } {
     }
     if (at === begin) continue;
     const tokens = of(row, "time/sampled_tokens_per_s");
-    if (tokens > 0) parts.push({ lane: 2, from: begin, to: at, color: "--series-3", height: tokens / rate, text: `${step}: engines sampled ${num(tokens)} tokens a second` });
+    if (tokens > 0) parts.push({ lane: 2, from: begin, to: at, color: "--series-3", height: tokens / rate, text: `${step}: engines sampled ${num(tokens)} tokens per second` });
     const flight = of(row, "trees/in_flight");
     const ready = of(row, "queue/ready");
     if (flight + ready > 0) {
@@ -67,7 +67,7 @@ export function Timeline(props: { rows: Row[]; theme: string }) {
   const [box, width] = useWidth<HTMLDivElement>();
   const canvas = useRef<HTMLCanvasElement>(null);
   const [count, setCount] = useState("all");
-  const [told, setTold] = useState("");
+  const [hint, setHint] = useState("");
   const steps = useMemo(() => props.rows.filter((row) => "trees/offered" in row), [props.rows]);
   const { parts, end } = useMemo(() => partsOf(count === "all" ? steps : steps.slice(-Number(count))), [steps, count]);
   const height = LANES.length * LANE + BELOW;
@@ -109,13 +109,13 @@ export function Timeline(props: { rows: Row[]; theme: string }) {
     const t = (event.clientX - area.left - LEFT) / scale;
     const lane = Math.floor((event.clientY - area.top) / LANE);
     const part = parts.find((one) => one.lane === lane && one.from <= t && t < Math.max(one.to, one.from + 2 / scale));
-    setTold(part?.text ?? "");
+    setHint(part?.text ?? "");
   };
 
   const lacks = ["time/update_s", "trees/in_flight", "time/sampled_tokens_per_s"].filter((key) => !steps.some((row) => key in row));
   return (
     <Card
-      title="Where the time went"
+      title="Time line"
       aside={
         <Select
           label="steps"
@@ -130,7 +130,7 @@ export function Timeline(props: { rows: Row[]; theme: string }) {
       }
     >
       <div class="timeline" ref={box}>
-        <canvas ref={canvas} style={{ width: "100%", height: `${height}px` }} onPointerMove={pointed} onPointerLeave={() => setTold("")} role="img" aria-label={`Time line of ${steps.length} steps, ${seconds(end)}`} />
+        <canvas ref={canvas} style={{ width: "100%", height: `${height}px` }} onPointerMove={pointed} onPointerLeave={() => setHint("")} role="img" aria-label={`Time line of ${steps.length} steps, ${seconds(end)}`} />
       </div>
       <p class="small legend-line">
         {PARTS.map(([key, what, fill]) => (
@@ -139,7 +139,7 @@ export function Timeline(props: { rows: Row[]; theme: string }) {
           </span>
         ))}
       </p>
-      <p class="small told">{told || <span class="muted">{end > 0 ? "Each step in the order of its parts; evaluations and the cold start before the first step are left out. Point at a part to read it." : `This run has no ${lacks.join(", ")}.`}</span>}</p>
+      <p class="small hint">{hint || <span class="muted">{end > 0 ? "The parts of each step in order; evaluations and the cold start before the first step are omitted. Hover over a part for details." : `This run has no ${lacks.join(", ")}.`}</span>}</p>
     </Card>
   );
 }
