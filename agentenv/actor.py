@@ -70,9 +70,8 @@ class RolloutHooks:
         return await self.rollout.actor.envs.step(branch.env, action)
 
     async def redirect(self, branch: Branch, observation_ids: Sequence[int]) -> bool:
-        """Whether the branch goes on from another place than after this observation.
-
-        If so, the branch stands there already: `Branch.take_back` and `Branch.restart` move it.
+        """Whether the branch continues elsewhere than after this observation. If so, the branch is
+        already there: `Branch.take_back` and `Branch.restart` move it.
         """
         return False
 
@@ -142,8 +141,8 @@ class Actor:
         self.prefixes = PrefixHits()
         self.probes = ProbeWaits()
         self.rollouts: set[Rollout] = set()  # that go on
-        self._goes_on = asyncio.Event()  # unless turns are paused
-        self._goes_on.set()
+        self._unpaused = asyncio.Event()  # unless turns are paused
+        self._unpaused.set()
         self.failures = Failures(limits.max_failed_share, strict=limits.strict)
         self._draws = Random()  # one for all turns, since making it costs as much as its draw
 
@@ -163,10 +162,10 @@ class Actor:
         """Grow one tree. `index` is its place in start order.
 
         Its events are written to `record`, and the tree is returned once that is on the
-        disk. `recorded` is the tree as an earlier process left it, which goes on from there; it
-        begins again if its task has another prompt by now, or if hooks took part in it. With a
-        reason in `cancelled` the tree ends at once: its live branches fail as cancelled, and no
-        environment is made and no turn is sampled.
+        disk. `recorded` is the tree of an earlier process, which resumes; it restarts if the prompt
+        of its task has changed, or if hooks took part in it. With a reason in `cancelled` the tree
+        ends at once: its live branches fail as cancelled, and no environment is made and no turn is
+        sampled.
 
         For trees that hold parts of one group: `session` names those whose prompts are alike (by
         default `index` does), and the first from-scratch branch gets the name `first_root`.
@@ -184,7 +183,7 @@ class Actor:
         )
         if recorded is not None and self.make_hooks is RolloutHooks:
             try:
-                return await self._go_on(make, recorded, record, cancelled)
+                return await self._resume_recorded(make, recorded, record, cancelled)
             except* OtherPromptError:
                 logger.warning(
                     "task %s has a different prompt than its tree: it starts again", task.id
@@ -220,23 +219,23 @@ class Actor:
 
     @property
     def is_paused(self) -> bool:
-        return not self._goes_on.is_set()
+        return not self._unpaused.is_set()
 
     def pause(self) -> None:
         """Begin no turn until `resume`; those under way end."""
-        self._goes_on.clear()
+        self._unpaused.clear()
 
     def resume(self) -> None:
         """End a pause."""
-        self._goes_on.set()
+        self._unpaused.set()
 
     async def until_resumed(self) -> None:
         """Wait while turns are paused; the clock of the rollout stands meanwhile."""
         with waiting(PAUSED):
             while self.is_paused:
-                await self._goes_on.wait()
+                await self._unpaused.wait()
 
-    async def _go_on(
+    async def _resume_recorded(
         self,
         make: Callable[[TrajectoryTree], Rollout],
         recorded: Recorded,
@@ -245,7 +244,7 @@ class Actor:
     ) -> TrajectoryTree:
         tree = recorded.tree
         if record is not None:
-            record.goes_on(recorded)
+            record.resumes(recorded)
         names = [node.branch for node in tree.nodes] + [one.name for one in recorded.branches]
         roots = [int(name) for name in names if name.isdecimal()]
         await make(tree).run(max(roots, default=-1) + 1, recorded, cancelled)

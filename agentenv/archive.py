@@ -9,8 +9,8 @@
 
 Frames are those of frames.py. A file that is cut off is readable up to there. Trees that were
 filtered or had failed are there too. What a step took is written once, when it is done, by a
-thread; a run that goes on from a checkpoint removes what came after it, so that the files are those
-of the weights that survive. A sampled token takes 16 to 24 bytes, an observed one 4.
+thread; a run that resumes from a checkpoint removes later files, so that the files belong to the
+surviving weights. A sampled token takes 16 to 24 bytes, an observed one 4.
 """
 
 from __future__ import annotations
@@ -273,7 +273,8 @@ class Archive:
     async def write_behind(self, header: StepHeader, trees: Iterable[KeptTree]) -> None:
         """Write a step while other work goes on; only the one before is waited for. The trees must
         not change any more. Raises ConfigError when that one could not be written; this one is
-        tried all the same, and the next call tells of it."""
+        tried all the same, and the next call reports its failure.
+        """
         try:
             await self.written()
         finally:

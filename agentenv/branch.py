@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 class Branch:
     """Where a trajectory stands: the tokens so far, what was counted, its env.
 
-    `cursor` is the last node with an observation; `pending` an action below it whose observation
-    is not there yet, in the end the leaf. `clock` counts the seconds of work that the trajectory
+    `cursor` is the last node with an observation; `pending` an action below it without an
+    observation so far, in the end the leaf. `clock` counts the seconds of work that the trajectory
     has cost. `actions` are those that the env has seen, in order; None: its env was led elsewhere,
     so that they do not tell its state.
 
@@ -187,7 +187,7 @@ class Branch:
         return left
 
     @property
-    def goes_on(self) -> bool:
+    def continues_episode(self) -> bool:
         """Whether the next turn of a program answers something new in the middle of an episode,
         also where its context is another one."""
         then = self.next_turn
@@ -245,7 +245,7 @@ class Branch:
             full = self.num_response_tokens >= limits.max_response_tokens
             return Limit.RESPONSE_TOKENS if full else Limit.TURN_TOKENS
         self.num_tool_calls += len(action.tool_calls)
-        if limits.on_limit == "result":  # the env answers that there are no more
+        if limits.on_limit == "result":  # the env answers that the limit is reached
             return None
         return Limit.TOOL_CALLS if self.num_tool_calls > limits.max_tool_calls else None
 

@@ -464,7 +464,7 @@ def _literal(node: ast.expr) -> Any:
     """A literal of Python or JSON. Raises ValueError for everything else."""
     match node:
         case ast.Constant(str(text)):
-            text.encode()  # half of a surrogate pair is no text
+            text.encode()  # half of a surrogate pair cannot be encoded
             return text
         case ast.Constant(None | int() | float() as value) if abs(value or 0) < _HUGE:
             return value

@@ -175,7 +175,7 @@ def tiny_model(
     hidden_size: int = 128,
     num_layers: int = 2,
 ) -> Path:
-    """Writes model and tokenizer to the folder `path`, and gives it back.
+    """Writes model and tokenizer to the folder `path`, and returns it.
 
     Every word of `texts`, and each of `words` as it is, becomes a token, and so do the tags of
     `tools`; what they lack is spelled in bytes. So the texts should hold what questions, tools and

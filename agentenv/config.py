@@ -81,7 +81,7 @@ def read_toml(path: Path) -> Tree:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such configuration file{_meant(path)}") from None
+        raise ConfigError(f"{path}: no such configuration file{_meant(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
@@ -116,7 +116,7 @@ def leave_out_old_kinds(
     config_type: type[T], raw: Tree, before: Tree, named: set[str], say: Say | None = None
 ) -> None:
     """Where a part of `raw` is of another kind than in `before`, take the keys out that only the
-    old kind has, but for those in `named`; `say` is told of each that was set to something."""
+    old kind has, but for those in `named`; `say` gets a line for each that was set."""
     for line in _leave_out_old_kinds(raw, before, named, type_info(config_type), ""):
         (say or logger.warning)(line)
 
@@ -148,9 +148,10 @@ def blaming(source: str, overrides: Sequence[str]) -> Iterator[None]:
 def apply_overrides(
     raw: Tree, overrides: Sequence[str], config_type: type[msgspec.Struct] | None = None
 ) -> None:
-    """Set the keys of `key.sub=value` texts in `raw`; a value that is no TOML is a text, but `none`
-    takes a table or a value away where a key of `config_type` may be without. Raises ConfigError,
-    also for a table of which there is always one kind."""
+    """Set the keys of `key.sub=value` texts in `raw`; a value that is not TOML is a string, but
+    `none` removes an optional table or value of `config_type`. Raises ConfigError, also for a table
+    of which there is always one kind.
+    """
     for override in overrides:
         key, value = _read(override)
         if value == "none" and config_type is not None:
@@ -474,7 +475,7 @@ def _choices(kind: mi.Type, key: str) -> list[str]:
 
 
 def _type_at(kind: mi.Type, key: str) -> mi.Type:
-    """The type of a key; any, where it stands in a list or below a name of the user's."""
+    """The type of a key; any type in a list or below a user-chosen name."""
     for part in key.split("."):
         fields = [field for struct in struct_types(kind) for field in struct.fields]
         kind = next((one.type for one in fields if one.encode_name == part), mi.AnyType())

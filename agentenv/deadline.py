@@ -38,9 +38,9 @@ LOOK_S = 0.01  # how often at most a deadline looks whether its clock runs again
 
 
 class WorkClock:
-    """Seconds in which somebody worked for a rollout, from `elapsed_s` on.
+    """Working time of a rollout, in seconds, from `elapsed_s` on.
 
-    It runs while it was told to `go` more often than to `stop`, and `outer` runs while any of the
+    It runs while `go` was called more often than `stop`, and `outer` runs while any of the
     clocks inside it do. `doing` says what the rollout awaits, and `since` from which time of the
     loop on.
     """
@@ -176,8 +176,7 @@ class Wait:
 
 
 class Work:
-    """What is worked for the rollout that is current now, from `begin` on; lost if it is told
-    so."""
+    """Work for the current rollout, from `begin` on; can be marked as lost."""
 
     def __init__(self) -> None:
         self._clock = _current.get()

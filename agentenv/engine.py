@@ -302,7 +302,7 @@ def extend_spans(spans: list[VersionSpan], span: VersionSpan) -> None:
 
 PARTIAL = "\ufffd"  # what bytes decode to that are not (yet) a whole character
 MAX_WHOLE = 64  # stop tokens of a request: each request carries them
-MAX_AT_ONCE = 2000  # tokens of a vocabulary that are looked at on the event loop
+MAX_AT_ONCE = 2000  # tokens of a vocabulary that are checked on the event loop
 MARGIN = 8  # tokens decoded beyond the longest stop, since a cut may spoil the first ones
 
 

@@ -16,7 +16,7 @@
     +-- LearnerError   the learner process failed or died
     +-- WorkerError    no rollout worker is left, or one cannot start; the run ends with the reason
     +-- StallError     a disk, or what else a thread waits for, gave no answer
-    +-- ForeignError   what we did not write cannot be read; whoever asked for it raises another
+    +-- ForeignError   untrusted input that cannot be decoded; its reader raises another error
 
 What a user's tool, environment or grader raises beside these fails its rollout, as a CrashError.
 Anything else that is not an AgentEnvError is a bug of the core: it stops the run with its
@@ -138,7 +138,7 @@ class StallError(AgentEnvError):
 
 
 class ForeignError(AgentEnvError):
-    """What others wrote is not of the form that was asked for; see agentenv/untrusted.py."""
+    """Untrusted input does not have the expected form; see agentenv/untrusted.py."""
 
 
 PACKAGES = Path(__file__).resolve().parent.parent  # a clone, or the folder of installed packages

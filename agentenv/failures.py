@@ -36,7 +36,7 @@ from agentenv.tree import CANCELLED
 from agentenv.types import Message, Task
 
 REDACTED = "[redacted]"
-MIN_CHARS = 8  # of a value: shorter ones stand in ordinary text
+MIN_CHARS = 8  # of a value: shorter ones occur in ordinary text
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _NAMED = re.compile(r"(?i)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)")
@@ -121,7 +121,7 @@ class Redactor:
 
 
 def _variables(settings: Any) -> Iterator[str]:
-    """The names of environment variables that stand in keys such as api_key_env, or as ${NAME}."""
+    """The names of environment variables in keys such as api_key_env, or as ${NAME}."""
     if isinstance(settings, str):
         yield from _VARIABLE.findall(settings)
     elif isinstance(settings, Mapping):

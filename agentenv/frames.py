@@ -44,7 +44,7 @@ HEADER = struct.Struct("<4sII")
 
 
 class JournalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run writes down of its rollouts to go on from."""
+    """The record of rollouts from which a run resumes."""
 
     enabled: Annotated[
         bool,
@@ -131,7 +131,7 @@ class Turned(Struct, array_like=True, frozen=True):
 
 
 class OpenBranch(Struct, array_like=True, frozen=True):
-    """A branch that began: its name, the node it goes on from, and the seconds it was worked for
+    """A branch that began: its name, the node it continues, and its working seconds
     before."""
 
     name: str
@@ -351,7 +351,7 @@ _RECORDED = msgspec.msgpack.Decoder(_Recorded)
 
 
 def pack_recorded(recorded: Recorded) -> bytes:
-    """For another process that goes on with the tree, MessagePack."""
+    """For another process that resumes the tree, MessagePack."""
     return packed(_Recorded(recorded.tree, recorded.branches, [*recorded.stops.items()]))
 
 

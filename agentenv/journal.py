@@ -1,6 +1,7 @@
-"""The journal: what a run rolls out, on the disk as it happens, for a killed run to go on from.
+"""The journal: the rollouts of a run, written to disk as they happen, from which a killed run
+resumes.
 
-The frames, and how they make a tree again, stand in frames.py.
+frames.py defines the frames and rebuilds trees from them.
 
     folder/000001.frames ...   a new file at each start and at each checkpoint; a file goes when no
                                checkpoint that is kept can want a tree of it any more
@@ -434,7 +435,7 @@ class TreeRecord:
         self._num_frames += 1
         return Mark(self._journal.incarnation, self._number, self._num_frames)
 
-    def goes_on(self, recorded: Recorded) -> None:
+    def resumes(self, recorded: Recorded) -> None:
         """The tree goes on, its nodes under new numbers."""
         tree = recorded.tree
         self.began(tree)
@@ -458,7 +459,7 @@ class TreeRecord:
         self._soon()
 
     def asked(self, node: Node) -> None:
-        """The plan was asked for forks at a node that is complete."""
+        """The plan decided on forks at a complete node."""
         assert node.num_forks is not None
         self._asked.append(Asked(node.index, node.num_forks))
         self._soon()

@@ -270,7 +270,7 @@ STALL_MS = 50.0  # a loop that is later than this is stalled
 
 class PrefixHits:
     """Prompt tokens of turns whose keys and values the engine still had, since the last `take`:
-    of turns that go on with their own trajectory, and of the first turns of forks. Turns whose
+    of turns that continue their own trajectory, and of the first turns of forks. Turns whose
     prefix is of other weights do not count: no engine keeps it."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Rollout plans: how many trajectories of a task start from scratch, and where they fork.
 
-A plan is the torch-free half of an algorithm; those of ARPO and AEPO stand in the files of the
+A plan is the torch-free half of an algorithm; those of ARPO and AEPO are in the files of the
 algorithms. A plan is asked on events and answers at once with how many trajectories to start now;
 there is no barrier. A plan keeps no state: all it needs to know is on the tree, so one plan serves
 all trees of a run.
@@ -44,7 +44,7 @@ class RolloutPlan(Protocol):
     def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int | Sequence[Place]:
         """Called after `leaf` ended, or failed and is not replaced; `tree.num_live` no longer
         counts it. A number of from-scratch trajectories, or pairs of a node that holds a tool
-        result (or the root) and the number that goes on from there."""
+        result (or the root) and the number of siblings that continue from there."""
         ...
 
 

@@ -526,7 +526,7 @@ def context_ids(
 ) -> array[int]:
     """Ids of a whole context, up to where the next turn begins: its prompt, then turns of the
     policy and what answers them. Ids in place of a message are a turn as it was sampled. `before`
-    are ids that the context goes on from, up to the end of a turn.
+    are ids that the context extends, up to the end of a turn.
 
     Raises ConfigError, CrashError or DataError for what cannot be rendered.
     """

@@ -26,7 +26,7 @@ from agentenv.untrusted import decode, schema_types
 
 TAGS = ("think", "result", "answer")
 ToolSchema = Mapping[str, Any]
-Shown = Literal["several", "all", "none"]  # tools that a prompt tells of
+Shown = Literal["several", "all", "none"]  # tools that a prompt describes
 
 _TEXTS = {"string", "integer", "number", "boolean", "null"}  # types that a text can be
 _NAME = re.compile(r"[^\s<>/\"']+")
@@ -110,8 +110,9 @@ def form(tool: ToolSchema) -> str:
 def with_tools(
     messages: Sequence[Message], tools: Sequence[ToolSchema], shown: Shown
 ) -> list[Message]:
-    """The messages of a prompt, which tell of the tools that they do not show already: at the end
-    of the system message, else before the question."""
+    """The messages of a prompt, with descriptions of the tools that they do not show yet: at the
+    end of the system message, else before the question.
+    """
     prompt = "\n".join(message.content for message in messages)
     lines = [
         _line(tool)

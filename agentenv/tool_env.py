@@ -79,7 +79,7 @@ from agentenv.untrusted import printable
 FIRST_DELAY_S = 0.1  # before the first retry of a call; doubles with each, up to MAX_DELAY_S
 MAX_DELAY_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
-PIECE_CHARS = 1 << 16  # of a result, which are looked at without a break: half a millisecond
+PIECE_CHARS = 1 << 16  # of a result, processed without a pause: half a millisecond
 MAX_ERROR_CHARS = 4000  # of each text that the record of a failed call keeps
 REPORTED_AGAIN_S = 60.0  # between two warnings that rollouts wait for a tool or grader
 LEAST_WAIT_S = 1e-3  # shorter waits are not reported
@@ -104,7 +104,7 @@ class ToolEnv:
     tries that failed nor the waits between them count for a limit. With `num_retries` 0, and where
     the tool is not required, no outage is waited for. A grader whose machinery is down is asked
     again in the same way. `tool_limits` bounds single tools by name, `max_tool_calls` all calls
-    together; beyond a bound, with `on_limit` "result", the policy reads that there are no more
+    together; beyond a bound, with `on_limit` "result", the policy reads that the limit is reached
     calls, and with "end" the episode ends as truncated and is graded.
 
     A fork shares the attributes of a subclass; one that keeps state outside its tools' states

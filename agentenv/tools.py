@@ -293,7 +293,7 @@ class ToolConfig(ToolLimits, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = field(default_factory=dict)
 
 
-OnLimit = Literal["end", "result"]  # what a call beyond a limit does: end the episode, or be told
+OnLimit = Literal["end", "result"]  # of a call beyond a limit: end the episode, or return a result
 
 
 class CallBudget:

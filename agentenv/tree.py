@@ -32,7 +32,7 @@ CANCELLED = "cancelled"  # the kind of failure of what a person has given up
 if TYPE_CHECKING:
     Ids = array[int]
     Nats = array[float]
-else:  # as they come: from frames, or from rows of JSON and whoever makes a node by hand
+else:  # as given: from frames, from JSON rows or by hand
     Ids = bytes | list[int]
     Nats = bytes | list[float]
 
@@ -53,7 +53,7 @@ def _packed(code: str, values: Any) -> Any:
 
 
 class Prefix(Sequence[int]):
-    """The tokens that a turn goes on from: those of a path, whose arrays it shares."""
+    """The tokens that a turn extends: those of a path, whose arrays it shares."""
 
     __slots__ = ("_size", "parts")
 

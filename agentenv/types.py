@@ -163,7 +163,7 @@ class NextTurn(Struct, frozen=True, omit_defaults=True):
     By default it continues the previous turn, after the messages of the step. Otherwise `prompt`
     is its whole context; a number stands for the tokens of the turn of the branch with that number,
     from 0. Where these tokens extend those of an earlier turn that nothing has answered yet, it
-    goes on from there; else they open a context of the `kind`, for the `cause`. `discards` are
+    continues from there; else they open a context of the `kind`, for the `cause`. `discards` are
     turns that the program has thrown away by it: they are stored and not trained. `tools`: those of
     the call, if they are others than before. `stop` and `max_tokens` (0: no limit of its own) are
     what the program asks of the turn.

@@ -126,7 +126,7 @@ def printable(text: str) -> str:
 
 @cache
 def _decoder(kind: Any, packed: bool) -> tuple[Callable[[bytes | bytearray], Any], bool]:
-    """What decodes a type, and whether there is a place in it where anything may stand in JSON,
+    """The decoder of a type, and whether it has a field that accepts any JSON,
     nested as it likes."""
     if packed:
         return msgspec.msgpack.Decoder(kind).decode, False

@@ -329,10 +329,10 @@ class PoisonTasks:
     """Finds the tree that kills workers: a prompt that takes all memory, or a tool that crashes its
     process, would take down one worker after the other.
 
-    A tree is a suspect once its worker was lost NUM_LOSSES times in a row while it came no further,
-    as are the trees that grew beside it. Suspects are tried one at a time: one that comes further
-    is cleared, and one whose worker is lost NUM_TRIALS times more is a poison task. Trees are named
-    by their indices.
+    A tree is a poison task once its worker was lost NUM_LOSSES times in a row while it came no
+    further, as are the trees that grew beside it. Poison tasks are tried one at a time: one that
+    comes further is cleared, and one whose worker is lost NUM_TRIALS times more is a poison task.
+    Trees are named by their indices.
     """
 
     def __init__(self) -> None:
@@ -355,7 +355,7 @@ class PoisonTasks:
         return self._num_lost.get(index, 0)
 
     def admits(self, index: int) -> bool:
-        """Whether a tree may grow now; a suspect that may is on trial from then on."""
+        """Whether a tree may grow now; a poison task that may is on trial from then on."""
         if self.num_lost(index) < NUM_LOSSES:
             return True
         if self._tried is None:
@@ -367,7 +367,7 @@ class PoisonTasks:
         return self.num_lost(index) >= NUM_LOSSES + NUM_TRIALS
 
     def clears(self, index: int) -> bool:
-        """It has come further, or is not wanted any more. Whether another suspect may be tried."""
+        """The tree progressed, or was cancelled. Whether another poison task may be tried."""
         self._num_lost.pop(index, None)
         if self._tried != index:
             return False

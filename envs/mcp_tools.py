@@ -52,7 +52,7 @@ class MCPTools:
     `command` starts a server that speaks over its standard streams; `env` adds to the few variables
     that it inherits. `url` is one that speaks streamable HTTP, or the older HTTP with server-sent
     events; `headers` go with each request to it. In values of `env` and `headers`, "${NAME}" stands
-    for a variable of this process, so that no secret stands in a configuration. Episodes of a
+    for a variable of this process, so that a configuration contains no secret. Episodes of a
     process share one connection, which is made by the first of them and again after it broke.
     """
 

@@ -12,7 +12,7 @@ limits = { wall_s = 300, max_calls = 50 }
 The program finds the policy by the environment variables of the clients of OpenAI and Anthropic
 (agentenv/endpoint), and runs in a sandbox of its own (envs/sandbox/program.py), from which it
 reaches that address and no other. The episode ends with the program, or by a limit of its own:
-wall, idle, calls, cpu, memory, processes or disk, which stands in info["limit"]. A program that
+wall, idle, calls, cpu, memory, processes or disk, recorded in info["limit"]. A program that
 ends with another exit code than `exit_codes`, or by a signal, has failed: ProgramDiedError.
 
 A fork is a replay: a fresh program begins in a copy of the initial files, and its calls are

@@ -91,7 +91,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
 
 
 def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> SynthesisPlan:
-    """The subject's settings are asked for, its sets are not."""
+    """Uses the subject's settings, but not its sets."""
     own = {key: value for key, value in subject.raw.items() if key != "sets"}
     subject = subject._replace(raw=own)
     plan = configured(arguments, subject, SynthesisConfig, make_plan, view.say)

@@ -308,7 +308,7 @@ def moved_weights(
     policy: Policy, device: torch.device, dtype: torch.dtype, *, copy: bool = False
 ) -> Iterator[nn.Parameter]:
     """The parameters, each of which comes from where it is mapped to the device, in dtype, when it
-    is asked for; buffers come before them. Main memory holds one weight more at most, and so does
+    is requested; buffers come before them. Main memory holds one weight more at most, and so does
     the device if the caller keeps a part of each only. With `copy` the mapped pages stay shared
     even if the device is main memory and the weight is changed."""
     kept = _kept_in_float32(policy.model)
@@ -325,7 +325,7 @@ def moved_weights(
 
 
 def _kept_in_float32(model: Any) -> set[str]:
-    """Parts of names that transformers loads in float32, whatever is asked for."""
+    """Parts of names that transformers loads in float32, with any requested dtype."""
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     return {part for name in names for part in getattr(causal, name, None) or ()}

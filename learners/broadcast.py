@@ -195,7 +195,7 @@ def packs(model: Any) -> list[list[Entry]]:
 
 
 def open_link(command: OpenGroup, host: str, device: torch.device) -> Link:
-    """The link that the servers can take part in. KeyError for an interface that is not there."""
+    """The link that the servers can take part in. KeyError for a missing interface."""
     if command.interface:
         for library in ("NCCL", "GLOO"):
             os.environ[f"{library}_SOCKET_IFNAME"] = command.interface

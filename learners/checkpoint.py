@@ -1,5 +1,5 @@
 """Checkpoints of the learner: one file a rank, by parameter name, so that any number of ranks
-and any ZeRO stage can go on from them, to the bit when both are as before.
+and any ZeRO stage can resume from them, bit for bit when both are as before.
 
     DIR/learner.json                   the figures of `Saved`; written last
     DIR/rank-00000-of-00002.safetensors   NAME|master, NAME|exp_avg, ...: flat float32 fragments;

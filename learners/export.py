@@ -170,7 +170,7 @@ def _entries_of(
 
 
 def gathered(model: Any) -> Iterator[Entry]:
-    """Entries whose tensors can be had while they are looked at; collective at ZeRO stage 3."""
+    """Entries whose tensors are available during iteration; collective at ZeRO stage 3."""
     for bucket in buckets(entries(model), BUCKET_BYTES):
         needed = {id(param): param for entry in bucket for param in entry.params}
         with _whole([*needed.values()]):

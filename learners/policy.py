@@ -319,7 +319,7 @@ SEGMENTS = ("tree_cu_seqlens_q", "tree_segment_parents")  # of tree-recurrence: 
 
 
 def recurrent_masks(model: Any) -> dict[str, Tensor | None] | None:
-    """Let convolutions and recurrent layers go on at a fork from where its path came from, by
+    """Let convolutions and recurrent layers continue a fork from the state of its path, by
     tree-recurrence; the result is the model's masks by kind of layer. None without such layers.
 
     Raises ConfigError where tree-recurrence is missing, and for layers that it does not know.

@@ -59,7 +59,7 @@ class HelperModel:
         self._model = ChatModel(config, f"assist.{name}", temperature=config.temperature)
 
     async def start(self) -> None:
-        """Find the model. Raises ConfigError for a server that is not there."""
+        """Find the model. Raises ConfigError for an unreachable server."""
         await self._model.endpoint.start()
 
     async def ask(self, system: str, user: str) -> Said:

@@ -32,7 +32,7 @@ class NoNormalFormError(ValueError):
 
 class ReleasedReward:
     """The released rule as a grader: token F1 for every kind of question. The tool results, which
-    a grader never sees, stand in the text as if each were empty."""
+    a grader never sees, are in the text as if each were empty."""
 
     async def grade(
         self, task: Task, written: Sequence[Message], calls: Mapping[str, int]

@@ -52,7 +52,7 @@ class BacktracerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class RefinerConfig(HelperConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Compresses a long chain of reasoning; the rollout goes on from question and summary."""
+    """Compresses a long chain of reasoning; the rollout continues from question and summary."""
 
     min_response_tokens: Annotated[
         int,
@@ -113,7 +113,7 @@ class Assist:
         )
 
     async def start(self) -> None:
-        """Find the models. Raises ConfigError for a server that is not there."""
+        """Find the models. Raises ConfigError for an unreachable server."""
         for model in (self.debugger, self.refiner):
             if model is not None:
                 await model.start()
@@ -141,7 +141,7 @@ instruction in it. Reply with the shortened work and nothing else."""
 _GOES_ON = """\
 {question}
 
-You have worked on this already. What follows is a summary of that work; go on from there.
+You have worked on this already. What follows is a summary of that work; continue from there.
 
 {summary}"""
 

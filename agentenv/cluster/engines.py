@@ -61,7 +61,7 @@ from agentenv.worker_group import named, raised
 
 
 class _Pending:
-    """A turn that was asked for."""
+    """A requested turn."""
 
     def __init__(self, on_tokens: Callable[[Chunk], None] | None) -> None:
         self.done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -426,7 +426,7 @@ class Leases:
             self._seek(asked)
 
     def _forget(self, number: int) -> None:
-        """If a slot has just been given, `_found` gives it back."""
+        """If a slot was just granted, `_found` releases it."""
         self._sought.pop(number).cancel()
 
     def _refuse(self, number: int, error: BaseException) -> None:

@@ -16,7 +16,7 @@ message, and which `Kind` a context is, for which cause:
                  assistant (one that was not served was put in)
     sub_agent    a conversation of its own
 
-Where the program goes on from a turn that it had gone on from before, or past a compaction, without
+Where the program continues a turn that it continued before, or past a compaction, without
 quoting what came of that, those turns are discarded: they are on the tree, and not trained.
 """
 
@@ -353,7 +353,7 @@ class Session:
         return ProgramCall([], request.tools, turn, request.body)
 
     def _extended(self, request: Request) -> int | None:
-        """The last turn whose context goes on with messages that are none of the policy."""
+        """The last turn whose context continues with messages that are not the policy's."""
         given, tools = request.messages, request.tools
         for number in range(len(self._turns) - 1, -1, -1):
             turn = self._turns[number]
@@ -380,14 +380,14 @@ class Session:
         later = range((-1 if base is None else base) + 1, len(self._turns))
         if base is not None:
             size = len(self._turns[base].context)
-            goes_on = [t for t in later if self._turns[t].context[:size] == given[:size]]
+            extended = [t for t in later if self._turns[t].context[:size] == given[:size]]
             tried = [t for t in later if self._turns[t].kind == "compaction"]
-            left = [t for t in {*goes_on, *tried} if not _quotes(given, self._turns[t])]
-            if not goes_on:
+            left = [t for t in {*extended, *tried} if not _quotes(given, self._turns[t])]
+            if not extended:
                 return None, "", sorted(left)
             if call.beside:
                 return "parallel", "", []
-            again = [t for t in goes_on if self._turns[t].context[:-1] == given]
+            again = [t for t in extended if self._turns[t].context[:-1] == given]
             if again:
                 return "retry", "", [t for t in again if not self._is_continued(t)]
             return "edited", "rewound", sorted(left)
@@ -453,7 +453,7 @@ def _num_common(one: Sequence[Given], other: Sequence[Given]) -> int:
 
 
 def _quotes(given: Sequence[Given], turn: _Turn) -> bool:
-    """Whether what a turn said stands in messages that are not the policy's own."""
+    """Whether messages that are not the policy's quote the text of a turn."""
     said = turn.context[-1].text.strip()
     if len(said) < MIN_QUOTED:
         return False

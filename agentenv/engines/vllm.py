@@ -96,7 +96,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
     LoRA adapters are served one at a time, each version under a name of its own: the name is part
     of the key of vLLM's prefix cache, and requests name the adapter that they want, so that
     versions cannot mix. Running requests are aborted, since one cannot change its adapter; they
-    go on from their tokens under the new one.
+    resume from their tokens under the new one.
     """
 
     transfer = VLLM_TRANSFER
@@ -273,7 +273,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
 
     async def _release(self) -> None:
         """Nothing stays paused, nothing samples unseen: half-loaded weights kill an engine that
-        goes on with its requests."""
+        resumes its requests."""
         await self.before_release()
         await self._break_off_all()
         with suppress(EngineError):

@@ -124,7 +124,7 @@ class CustomFunction:
     """
 
     def __init__(self, path: str, name: str, solution_str: SolutionStr = "response") -> None:
-        sys.path.insert(0, str(Path(path).parent))  # so that it may import its neighbours
+        sys.path.insert(0, str(Path(path).parent))  # so that it may import its neighbors
         spec = importlib.util.spec_from_file_location(Path(path).stem, path)
         if spec is None or spec.loader is None:
             raise ImportError(f"{path} is not a Python file")

@@ -237,7 +237,7 @@ class MathEquivalence:
         return equal, "math-verify: " + ("equal" if equal else "not equal")
 
     def stats(self) -> dict[str, float]:
-        """Comparisons that math-verify was asked for, and those that were stopped."""
+        """Numbers of comparisons by math-verify, and of those that were stopped."""
         return self._pool.stats()
 
     async def close(self) -> None:

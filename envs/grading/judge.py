@@ -58,7 +58,9 @@ _DENIED = {  # a mark of the other verdict, a sign of negation, struck out, aske
 
 
 class JudgeDownError(InfraError, ConfigError):
-    """The judge is not there at the start: before a run a mistake to mend, within it an outage."""
+    """The judge is unreachable at the start: a configuration error before a run, an outage within
+    it.
+    """
 
 
 class Judge:
@@ -194,7 +196,7 @@ def asked_text(
             name="ANSWER",
             digest_of=json.dumps([question, answer, *golds]),
         ),
-        *(["The items of a list must stand in the order of the reference."] if ordered else []),
+        *(["The items of a list must be in the order of the reference."] if ordered else []),
         "One word, CORRECT or INCORRECT:",
     ]
     return "\n".join(lines)

@@ -239,7 +239,7 @@ def _same(ordered: bool) -> Same:
 
 
 def _agree(answer: str, gold: str, ordered: bool = False) -> tuple[bool | None, str]:
-    """What the layers say, of an answer whose parts nobody has looked at."""
+    """The verdict of the layers on an answer whose parts are unchecked."""
     found, wanted = clean(answer), clean(gold)
     right, layer = _compare(found, wanted, ordered)
     if right:
@@ -336,10 +336,10 @@ def _compare(found: str, wanted: str, ordered: bool = False) -> tuple[bool | Non
 
 
 def _choice(found: str, wanted: str) -> bool | None:
-    label = forms.labelled(wanted)
+    label = forms.labeled(wanted)
     if label is not None:
         letter, text = label
-        other = forms.labelled(found)
+        other = forms.labeled(found)
         if other is not None:
             return other[0] == letter and (same_words(other[1], text) or not other[1])
         chosen = forms.chosen(found)
@@ -374,7 +374,7 @@ def _span(found: str, wanted: str) -> tuple[bool | None, str] | None:
 
 
 def _number(found: str, wanted: str) -> bool | None:
-    """None when the gold is no number, or the answer may still be an expression."""
+    """None when the gold is not a number, or the answer may still be an expression."""
     gold = amount_of(wanted)
     if gold is None:
         return None

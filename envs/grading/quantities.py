@@ -1,7 +1,7 @@
 """Numbers with units: 12 cm = 0.12 m, $5 = 5 dollars, 50% = 1/2, 90 degrees, 3rd.
 
 Units by pint; money, percent, ordinals and eras, which it does not know or reads as plain numbers,
-and the Chinese names of units stand in numbers.toml.
+and the Chinese names of units are in numbers.toml.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class AnswerReward:
 
 
 class ExactMatch(AnswerReward):
-    """Reward 1 when the answer equals one of the golds after normalising, else 0."""
+    """Reward 1 when the answer equals one of the golds after normalizing, else 0."""
 
     def __init__(self) -> None:
         super().__init__(_exact())

@@ -1,4 +1,4 @@
-"""Where an answer stands in what the policy wrote, what a matcher says of it, and exact match, the
+"""Position of an answer in the policy's text, the verdict of a matcher, and exact match, the
 comparison of the quick start.
 """
 
@@ -120,14 +120,14 @@ class Exact:
         """Nothing to get ready."""
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
-        """Right if the answer equals a gold after normalising."""
+        """Right if the answer equals a gold after normalizing."""
         right = any(same_answer(answer, gold) for gold in golds)
         reason = f"{'right' if right else 'wrong'} answer: {shown(answer)}"
         return Verdict(right, float(right), reason, "exact")
 
 
 def same_answer(answer: str, gold: str) -> bool:
-    """Equal as numbers if the gold is a number, else equal as normalised text."""
+    """Equal as numbers if the gold is a number, else equal as normalized text."""
     if len(answer) > MAX_ANSWER_CHARS:
         return False
     number = as_number(gold)

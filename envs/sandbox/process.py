@@ -206,7 +206,7 @@ def kill(pidfd: int) -> None:
 
 
 class _Report(Struct):
-    """What a zygote says when it is ready: the modules to preload that are not there, and whether
+    """The message of a zygote when it is ready: the missing preload modules, and whether
     its sessions can be forked."""
 
     missing: list[str]

@@ -127,7 +127,7 @@ class TantivyConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag=
 
 
 class TantivyBackend(LocalBackend[Any]):
-    """BM25 by tantivy. The index is built in `directory` from `corpus` if it is not there yet."""
+    """BM25 by tantivy. The index is built in `directory` from `corpus` if missing."""
 
     def __init__(self, corpus: Path, directory: Path) -> None:
         super().__init__("tantivy", NUM_THREADS)

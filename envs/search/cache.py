@@ -33,7 +33,7 @@ T = TypeVar("T")
 VERSION = 1  # of the table and of what its values mean; files from before it was written have 0
 ARPO_PREFIX = "arpo:"  # keys of entries that came from ARPO's search_cache.json
 BUSY_TIMEOUT_S = 10.0
-# The second: a message about a damaged file may quote the damage, which is no text.
+# The second: a message about a damaged file may quote undecodable bytes.
 SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 # An answer without results may be an engine's bad hour, so it is not believed for longer.
 EMPTY, EMPTY_MAX_AGE_S = b"[]", 3600.0
@@ -79,7 +79,7 @@ class SharedFetches(Generic[T]):
     def _landed(self, key: str, done: asyncio.Task[T]) -> None:
         del self._in_flight[key]
         if not done.cancelled():
-            done.exception()  # looked at: all waiters may be gone
+            done.exception()  # retrieved: all waiters may be gone
 
 
 async def _await(fetch: Callable[[], Awaitable[T]]) -> T:

@@ -221,7 +221,7 @@ class Encoder:
 
 
 class CorpusFile:
-    """A JSONL corpus, whose passages are read from the file when they are asked for, by place or by
+    """A JSONL corpus, whose passages are read from the file on demand, by position or by
     id. Every row is read and checked once, here; safe to use from several threads.
 
     In memory stand 24 bytes a passage: where its line begins, and its id as a 64-bit hash in a

@@ -173,7 +173,7 @@ class WebBackend(HttpBackend):
 def provider_hits(config: WebConfig, reply: Reply, max_results: int) -> list[Hit]:
     """The hits of a reply; InfraError if it is not of the provider's form.
 
-    A reply without a list of results means "no results"; one that is no JSON object does not.
+    A reply without a list of results means "no results"; one that is not a JSON object does not.
     """
     provider = PROVIDERS[config.provider]
     clean = _plain if provider.is_html else str.strip

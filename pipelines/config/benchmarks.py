@@ -1,6 +1,6 @@
 """Benchmarks by name, from files that the user has: `load_benchmark("gaia", "metadata.jsonl")`.
 
-What is known of each stands in benchmarks.toml. A benchmark more is one table [benchmarks.NAME],
+Their facts are in benchmarks.toml. Another benchmark is one table [benchmarks.NAME],
 there, in a TOML file of the user's own, which the name then begins with ("mine.toml:NAME"), or in
 the benchmarks.toml of an installed package that declares itself in the entry point group
 "agentenv.benchmarks". The metadata of the tasks holds the benchmark's name and the fields that
@@ -179,7 +179,7 @@ def benchmark(name: str) -> Benchmark:
 
 def benchmark_of(metadata: Mapping[str, Any]) -> Benchmark | None:
     """The benchmark that a task or stored row with this metadata is of; None for another dataset,
-    and for a benchmark whose file or package is not there any more."""
+    and for a benchmark whose file or package no longer exists."""
     name = str(metadata.get(BENCHMARK_KEY, ""))
     try:
         return benchmark(name) if ":" in name else known_benchmarks().get(name)
@@ -339,7 +339,7 @@ def load_benchmark(
     or, for 0, all.
 
     `env_id` is the environment of rows that choose none; empty: deep search. `rows` are keys
-    as for any dataset, `ends` is as in `load_tasks`. `say` is told what is left out and which
+    as for any dataset, `ends` is as in `load_tasks`. `say` gets a line for skipped rows and the
     groups have no column. Raises ConfigError for an unknown name, DataError for a missing file,
     with where to get it, or a bad row.
     """

@@ -57,7 +57,7 @@ def describe(
     config_type: type[msgspec.Struct], *, once: bool = False, loads: bool = True
 ) -> list[Key]:
     """All keys, in the order of the structs. Kinds of a part that have the same key share one
-    entry. With `once`, a table that stands in several places is described at the shortest of
+    entry. With `once`, a table in several places is described at the shortest of
     them, and is one key in the others. Without `loads`, no part that is chosen by name is loaded:
     its table has the keys of every such part."""
     info = type_info(config_type)
@@ -282,7 +282,7 @@ def overview(config_type: type[msgspec.Struct]) -> str:
 
 
 def essential_keys(config_type: type[msgspec.Struct]) -> list[Key]:
-    """What most users set. A key that stands in several tables comes once, by its shortest name."""
+    """The keys that most users set. A key of several tables appears once, by its shortest name."""
     found: dict[tuple[str, str], Key] = {}
     for entry in describe(config_type, once=True, loads=False):
         same = (entry.name.rpartition(".")[2], entry.meaning)
@@ -364,7 +364,7 @@ class Value(NamedTuple):
 
 
 def values_of(config: Struct) -> Iterator[Value]:
-    """Every value, in the order of the structs. A table that is not there is one value."""
+    """Every value, in the order of the structs. A missing table is one value."""
     return _of_struct(config, None, "")
 
 

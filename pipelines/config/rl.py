@@ -1,6 +1,6 @@
 """The keys of a training run: the tables that belong to `agentenv train` itself.
 
-They stand in the order of the README's picture: data, environment, actors, engine, algorithm,
+They follow the order of the README's picture: data, environment, actors, engine, algorithm,
 queue, learner; then the phases of a run, and what is kept of it.
 """
 

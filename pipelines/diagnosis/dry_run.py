@@ -62,7 +62,7 @@ from agentenv.pipelines.supervised.dialogues import registered_files
 from agentenv.pipelines.workers import DRAIN_VARIABLE, WAIT_VARIABLE
 from agentenv.supervisor import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
-# What a configuration reads and is not there: files, folders, keys, environments of engines.
+# Missing inputs of a configuration: files, folders, keys, environments of engines.
 
 Resolve = Callable[[str], Path]
 
@@ -362,8 +362,8 @@ RANK = ("-m", "agentenv.learners.worker")
 NAME_LENGTH = 40
 FACTS = {
     "wait_s": 1800,  # for the controller, which may make or load a model first
-    "drain_s": 60,  # of a worker that is told to end
-    "grace_s": 300,  # of a controller that is told to end, for its checkpoint
+    "drain_s": 60,  # for a worker to end
+    "grace_s": 300,  # for a controller to save its checkpoint
     "num_starts": 100,  # of the controller; each time its workers are started again too
     "controller_cpus": 4,
     "token_variable": TOKEN_VARIABLE,

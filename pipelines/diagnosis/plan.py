@@ -346,7 +346,7 @@ class _Planner:
             )  # fmt: skip
 
     def _check_contexts(self) -> None:
-        """Whether the model, if it is here, holds what its engines are asked for."""
+        """Whether the context of the model, if available, suffices for its engines."""
         beside = self.config.eval.engine if isinstance(self.config, TrainConfig) else None
         engines = {"engine": self.engine, "eval.engine": beside}
         for key, engine in engines.items():
@@ -463,8 +463,8 @@ class _Planner:
             lines.append(f"alternating: each update waits about {took:.1f} s for the hand-over")
         elif room < wanted / 2 and most >= 2 * room:
             lines.append(
-                f"at once: the caches hold {room / wanted:.0%} of the tokens that may be in "
-                "flight; alternating (resources.colocated = true, gpu_memory_share up to "
+                f"at once: the caches hold {room / wanted:.0%} of all in-flight tokens; "
+                "alternating (resources.colocated = true, gpu_memory_share up to "
                 f"{MAX_SHARE:g}) {min(1.0, most / wanted):.0%}, for about {took:.1f} s of "
                 f"hand-over an update: faster where rollouts wait longer than that for room "
                 "(queue/held_back_s)"

@@ -41,7 +41,7 @@ from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.setup.environments import EnvMaker, Resolve
 from agentenv.types import Task
 
-MAX_FAILED_AT_FIRST = 20  # rows; when none before could be graded, the grader is not there
+MAX_FAILED_AT_FIRST = 20  # rows; if none of them could be graded, the grader is unavailable
 GRADER_FAILED = "GraderError:"
 
 

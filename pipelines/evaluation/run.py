@@ -93,7 +93,7 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
     calls = [call for node in trajectory.path for call in node.info.get("tool_calls", ())]
     assist: dict[str, float] = leaf.info.get("assist") or {}
     if not assist and any(call.get("info") for call in calls):
-        count_calls(assist, calls)  # the browser agent belongs to the env, whoever the actor is
+        count_calls(assist, calls)  # the browser agent belongs to the env, with any actor
     versions = [span.version for node in trajectory.path for span in node.version_spans]
     return EvalRow(
         dataset=dataset,

@@ -2,7 +2,7 @@
 
 em        equal to a gold after normalizing (numbers as numbers)
 f1        SQuAD token F1
-contains  the words of a gold stand in the prediction, in a row (`acc` of the published code)
+contains  the prediction contains the words of a gold in sequence (`acc` of the published code)
 rule      the layered grader's verdict: text, numbers, units, dates, lists, words, math-verify
 math      the same, of questions of mathematics only
 judge     right by the rules or by an LLM judge, where one graded
@@ -131,7 +131,7 @@ def text_scores(answer: str, golds: Sequence[str]) -> dict[str, float]:
 
 
 def contains(answer: str, gold: str) -> bool:
-    """Whether the words of the gold stand in the answer in a row; Chinese, Japanese and Korean
+    """Whether the answer contains the words of the gold in sequence; Chinese, Japanese and Korean
     text by characters."""
     found, wanted = words_of(answer), words_of(gold)
     if not wanted:

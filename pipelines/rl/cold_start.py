@@ -84,7 +84,7 @@ class ColdStart:
         checkpoint: Path | None,
         alarms: Alarms,
     ) -> None:
-        """`checkpoint`: in the midst of it, to go on from."""
+        """`checkpoint`: within the cold start, to resume from."""
         assert config.sft is not None
         assert parts.demonstrations is not None
         self.config = config.sft

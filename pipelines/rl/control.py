@@ -1,6 +1,6 @@
 """Runtime control of a training run: answers to the requests of `agentenv ctl`.
 
-Control subscribes to a run and stands in no path of it. All requests but checkpoints and
+Control subscribes to a run and is not in its path. All requests but checkpoints and
 evaluations are answered at once from the state of actors, queue and workers.
 """
 
@@ -46,7 +46,7 @@ from agentenv.pipelines.run.watchdog import by_what, expected_s
 from agentenv.recovery import STEP, TURN
 from agentenv.rollout import BranchNow, Rollout
 
-PIECE = 200  # rollouts that are looked at before others go on
+PIECE = 200  # rollouts that are inspected before yielding to others
 MAX_TEXT = 2000  # characters of a turn that are shown
 CANCEL_REASON = "by agentenv ctl"
 AT_START_HINT = "the run is being set up; retry after training has started (see `status`)"
@@ -311,7 +311,7 @@ class Control:
         training = self.training
         if training.workers is not None:
             place = training.workers.places().get(index)
-            if training.workers.give_up(index, CANCEL_REASON):
+            if training.workers.cancel(index, CANCEL_REASON):
                 if place is not None and place.worker:
                     return f"tree {index} is being cancelled by {place.worker}"
                 return f"tree {index} is cancelled; it had no worker"

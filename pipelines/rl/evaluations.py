@@ -55,7 +55,7 @@ Ask = Callable[[Actor, str], Awaitable[list[EvalRow]]]  # by the actor, the set 
 class Evaluator:
     """Evaluates the policy of a run: at once, while no weights are published, or beside the
     training, on an engine of its own, which has the weights of one step until the evaluation of
-    that step is done. Of the evaluations beside the training one goes on at a time."""
+    that step is done. Evaluations that overlap the training run one at a time."""
 
     def __init__(
         self,

@@ -234,7 +234,7 @@ class RunSaver(Saver):
         """Also lets go of what no checkpoint wants of the journal."""
         if not at_end:
             await super().save()
-            return await self._let_go()
+            return await self._release()
         # Weights and state come first, whatever becomes of the rest.
         writing = None
         if self.archive is not None:
@@ -244,9 +244,9 @@ class RunSaver(Saver):
         finally:
             if writing is not None:
                 await self._at_last("the trees of the last step", writing)
-        await self._at_last("the journal", self._let_go())
+        await self._at_last("the journal", self._release())
 
-    async def _let_go(self) -> None:
+    async def _release(self) -> None:
         """Of what no checkpoint wants of the journal."""
         if self.journal is not None and not self.journal.is_broken:
             await self.journal.rotate(await in_thread(self._oldest))

@@ -41,7 +41,7 @@ def check_places(environment: Mapping[str, str] | None = None) -> None:
 
 
 def check_arguments(arguments: Iterable[str]) -> None:
-    """Raises ConfigError for one that is no UTF-8."""
+    """Raises ConfigError for one that is not UTF-8."""
     for text in arguments:
         if shown := undecodable(text):
             raise ConfigError(

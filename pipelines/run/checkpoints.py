@@ -155,7 +155,7 @@ class Checkpoints:
         return path
 
     def set_aside_after(self, oldest: Path) -> list[Path]:
-        """Move newer checkpoints out of the way of a run that goes on from an older one."""
+        """Move newer checkpoints away from a run that resumes from an older one."""
         moved = []
         for path in reversed(self.finished()):
             if path.name > oldest.name:
@@ -293,7 +293,7 @@ class Saver:
         return bool((every and step % every == 0) or late)
 
     async def save(self, *, at_end: bool = False) -> None:
-        """The checkpoint of this step, if it is not there yet; ended in spite of cancellations.
+        """Save the checkpoint of this step if missing; completes despite cancellations.
 
         From the first of them on, or from the beginning `at_end`, it may take `finish_s`; then the
         learner is ended, which ends this with its LearnerError. What hangs even then, a disk, is
@@ -301,7 +301,7 @@ class Saver:
         """
         task = asyncio.ensure_future(self._save(at_end=at_end))
         cancelled: asyncio.CancelledError | None = None
-        timer = self._give_up_later(task) if at_end else None
+        timer = self._cancel_later(task) if at_end else None
         try:
             with self._view.doing(f"the checkpoint {self._path().name}"):
                 while not task.done():
@@ -309,7 +309,7 @@ class Saver:
                         await asyncio.wait({task})
                     except asyncio.CancelledError as error:
                         cancelled = error
-                        timer = timer or self._give_up_later(task)
+                        timer = timer or self._cancel_later(task)
         finally:
             if timer is not None:
                 timer.cancel()
@@ -399,11 +399,11 @@ class Saver:
     def _path(self) -> Path:
         return self.checkpoints.path(self._step(), self._of)
 
-    def _give_up_later(self, saving: asyncio.Task[None]) -> asyncio.TimerHandle:
+    def _cancel_later(self, saving: asyncio.Task[None]) -> asyncio.TimerHandle:
         loop = asyncio.get_running_loop()
-        return loop.call_later(self.config.finish_s, self._give_up, saving)
+        return loop.call_later(self.config.finish_s, self._cancel, saving)
 
-    def _give_up(self, saving: asyncio.Task[None]) -> None:
+    def _cancel(self, saving: asyncio.Task[None]) -> None:
         self._view.warn(
             f"saving was cancelled after {self.config.finish_s:g} s; raise checkpoint.finish_s if "
             "it was only slow"

@@ -124,7 +124,7 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # its parent package is not there
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
@@ -180,7 +180,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_monitors(config: MonitorConfig, run: Path, settings: dict[str, Any]) -> dict[str, Monitor]:
-    """The monitors that the configuration asks for, by the name that stands in warnings.
+    """The monitors that the configuration asks for, by the name used in warnings.
     `settings` is the whole configuration of the run."""
     found: dict[str, Monitor] = {}
     if config.tensorboard:
@@ -209,7 +209,7 @@ class Monitors:
         self._working = make_monitors(config, run, self._redactor.tree(settings))
 
     def add(self, name: str, monitor: Monitor) -> None:
-        """Add a monitor; `name` stands in warnings."""
+        """Add a monitor; warnings use `name`."""
         self._working[name] = monitor
 
     def log(self, row: Row) -> None:

@@ -83,11 +83,11 @@ class Lock:
         """Raises ConfigError if another process has it."""
         self.path = folder / "lock"
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        self._let_go = weakref.finalize(self, os.close, self._file)
+        self._release = weakref.finalize(self, os.close, self._file)
         try:
             self._take(folder)
         except BaseException:
-            self._let_go()
+            self._release()
             raise
 
     def _take(self, folder: Path) -> None:
@@ -122,9 +122,9 @@ class Lock:
 
     def close(self) -> None:
         """Idempotent."""
-        if self._let_go.alive:
+        if self._release.alive:
             os.ftruncate(self._file, 0)
-            self._let_go()
+            self._release()
 
 
 LOG_FILE = "run.log"
@@ -230,7 +230,7 @@ class RunDirectory:
 
     def check_optimizer(self, name: str) -> None:
         """Raises ConfigError where the run began with another optimizer than this one, whose state
-        its checkpoints hold: no other optimizer can go on with it."""
+        its checkpoints hold: no other optimizer can resume from it."""
         path = self.path / CONFIG_FILE
         if not path.is_file():
             return
@@ -245,7 +245,7 @@ class RunDirectory:
                 "or start anew with another run.name"
             )
 
-    def go_on(
+    def resume_from(
         self,
         config: Struct,
         step: int,

@@ -69,7 +69,7 @@ _most_held_s: float | None = None  # of `ended_when_held`
 
 @contextmanager
 def rolling_out() -> Iterator[None]:
-    """To be entered while rollouts grow: what holds up the loop is told of, and garbage is looked
+    """Active while rollouts grow: reports code that blocks the loop, and garbage is looked
     for at times that hold up nobody; what is there already is not looked through.
 
     Left alone, collections walk the tokens of every rollout: a third of the controller's time, and
@@ -101,8 +101,9 @@ def rolling_out() -> Iterator[None]:
 
 @contextmanager
 def ended_when_held(seconds: float) -> Iterator[None]:
-    """Inside, a loop that does not run for so long is the end of the process: whoever it works for
-    has given it up by then."""
+    """Inside, the process exits when the loop does not run for this long: its controller has
+    dropped it by then.
+    """
     global _most_held_s
     _most_held_s = seconds
     try:
@@ -146,7 +147,7 @@ def _peak_bytes() -> int:
 
 def share_heap() -> None:
     """Let all threads of this process take memory from one heap. Each has one of its own else, and
-    what a step needed in a thread is not there for the next: a tenth at 10,000 rollouts."""
+    CPU time that a step needed in a thread is missing for the next: a tenth at 10,000 rollouts."""
     _set_malloc({M_ARENA_MAX: 1})
 
 
@@ -185,7 +186,7 @@ class Watchdog:
         self._loop, self._report = loop, report
         self._beat = time.monotonic()
         self._queued = 0.0  # `queued_s` of then
-        self._pending = False  # a beat is asked for
+        self._pending = False  # a beat is requested
         self._reported = 0  # of HELD_S, in this stall
         self._num_signals = 0
         self._last_signal = 0.0
@@ -260,7 +261,7 @@ class Watchdog:
     def _end(self, how: str) -> None:
         try:
             self._report(f"ended {how}\n{self._stack()}")
-        finally:  # also where nobody can be told
+        finally:  # also if the report fails
             os._exit(EXIT_INTERRUPTED)
 
     def _look(self) -> None:
@@ -268,7 +269,7 @@ class Watchdog:
             self._pending, self._reported, self._beat = True, 0, time.monotonic()
             self._queued = queued_s()
             try:
-                self._loop.call_soon_threadsafe(self._go_on)
+                self._loop.call_soon_threadsafe(self._clear_pending)
             except RuntimeError:  # the loop is closed; what is left is the end of the command
                 return
         held_s = time.monotonic() - self._beat
@@ -292,7 +293,7 @@ class Watchdog:
         with suppress(OSError):  # a terminal that is gone; signals are still to be counted
             self._report(text)
 
-    def _go_on(self) -> None:
+    def _clear_pending(self) -> None:
         self._pending = False
 
     def _frame(self) -> FrameType | None:
@@ -334,12 +335,12 @@ def holder(frame: FrameType | None) -> str:
 LOOK_S = 5.0
 EXPECTED_S = 60.0
 LONG_S = 300.0  # of places, which a busy engine gives late, and of whole turns
-AGAIN = 4  # told again when the wait has become so many times longer
+AGAIN = 4  # factor by which a wait grows until it is reported again
 _OLDEST = attrgetter("since", "tree", "branch")
 
 
 def expected_s(what: str) -> float:
-    """How long a rollout may wait for this before it is told of."""
+    """The time after which a rollout's wait for this is reported."""
     from agentenv.actor import PAUSED  # slow to load
     from agentenv.recovery import TURN
 
@@ -371,7 +372,7 @@ def by_what(awaited: Iterable[Awaited]) -> dict[str, list[Awaited]]:
 
 @contextmanager
 def watched(actors: Callable[[], Iterable[Actor]], view: View) -> Iterator[None]:
-    """Inside, `view` tells who waits longer than expected, and an interruption who is waited
+    """Inside, `view` reports waits that are longer than expected, and an interruption who is waited
     for."""
     waits = Waits(actors, view.warn)
     watching = asyncio.create_task(waits.run())
@@ -384,7 +385,7 @@ def watched(actors: Callable[[], Iterable[Actor]], view: View) -> Iterator[None]
 
 
 class Waits:
-    """Looks at the rollouts of `actors`, and tells who waits longer than expected; each wait once,
+    """Polls the rollouts of `actors` and reports waits that are longer than expected; each once,
     and again when it has become AGAIN times as long."""
 
     def __init__(
@@ -421,7 +422,7 @@ class Waits:
             self._reported[what] = since, due_s
 
     def longest(self) -> str:
-        """Who has waited longest, for whoever waits for them to end; empty: there are none."""
+        """The longest wait, for an interrupted user; empty: none."""
         now = asyncio.get_running_loop().time()
         awaited = list(self._awaited())
         if not awaited:

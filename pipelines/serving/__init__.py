@@ -163,7 +163,7 @@ class Machine(Struct, frozen=True):
 
 
 def find_machine(num_gpus: int | None, gpu_memory_gib: float | None) -> Machine:
-    """What was asked for, else what is here."""
+    """The requested GPUs, else the available ones."""
     here = visible_gpus()
     number = len(here) if num_gpus is None else num_gpus
     main = _main_memory() if num_gpus is None else 0.0

@@ -60,7 +60,7 @@ State = Literal["passed", "failed", "skipped"]
 
 
 class Skip(AgentEnvError):
-    """The check does not apply, or what it needs is not there; the text says why."""
+    """The check does not apply, or its input is missing; the text says why."""
 
 
 class CheckResult(Struct, rename={"message": "told"}):

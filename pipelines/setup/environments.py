@@ -1,6 +1,6 @@
 """The environment that each question meets, in this process or in processes of its own.
 
-What a configuration names and is not there, cannot work or would not be read is refused before
+Missing, invalid or unused parts of a configuration are rejected before
 anything starts.
 """
 

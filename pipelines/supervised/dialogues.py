@@ -367,7 +367,7 @@ def find_sources(
     config: ChatDataConfig, names: list[str], resolve: Any = Path, *, ranking: bool = False
 ) -> list[Source]:
     """The files that `names` stand for, of preferences if `ranking`. Raises DataError for a name
-    or file that is not there, and for an entry that cannot be used, naming file and key."""
+    or file that is missing, and for an unusable entry, naming file and key."""
     if config.dataset_info:
         path: Path = resolve(config.dataset_info)
         if path.is_dir():

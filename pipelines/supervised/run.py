@@ -1,7 +1,7 @@
 """One supervised run, whatever its objective: parts, order of rows, steps, checkpoints, curves.
 
 Each epoch has an order of its own, fixed by the seed; step n takes the next rows of that order, so
-a run that resumes after step n goes on with the same rows, to the bit.
+a run that resumes after step n continues with the same rows, bit for bit.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class SupervisedTraining:
             self.run.forget_metrics_after(-1)  # of a start that was ended early
             self.run.begin(self.config)
         else:
-            self.run.go_on(self.config, self.state.step, self.view.say)
+            self.run.resume_from(self.config, self.state.step, self.view.say)
         self.view.say(
             f"{name}: {self.rows.num_rows} rows, {self.num_steps} steps, "
             f"{self.num_steps / self.rows.steps_per_epoch:.2f} epochs; a step takes "

@@ -64,7 +64,7 @@ class LanguageOnly(EnvWrapper):
 class HintHooks(RolloutHooks):
     """Begins the trajectories of a task after the hint in its metadata (`MARK`).
 
-    The prefix of the hint stands in the root's observation, after the prompt: context, never
+    The prefix of the hint is in the root's observation, after the prompt: context, never
     sampled. The env reads it as the beginning of the first action.
     """
 
@@ -312,7 +312,7 @@ async def _excluded(plan: SynthesisPlan, assembly: EvaluationAssembly, say: Say)
     return found
 
 
-# Hints: a language-only chain, cut at a doubt or after its answer, goes on with tools after a
+# Hints: a language-only chain, cut at a doubt or after its answer, continues with tools after a
 # sentence of ours (Tool-Star, arXiv 2505.16410, section 3.1). The thought stays open, so that the
 # whole has one answer.
 #

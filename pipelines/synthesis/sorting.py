@@ -166,7 +166,7 @@ def _without_frame(text: str) -> str:
 
 # Which trajectories are fit to learn from, and of the others, why not.
 
-# why a trajectory is not in the SFT set, in the order in which it is looked at
+# why a trajectory is not in the SFT set, in the order of the checks
 REASONS = {
     "failed": "infrastructure failure; the same command samples it again",
     "truncated": "truncated by a limit",

@@ -163,7 +163,7 @@ class Folder:
             }
 
     def evaluations(self) -> dict[str, Evaluation]:
-        """By a name that can stand in an address: those of the run as they were taken, then the
+        """By a name that fits in an address: those of the run as they were taken, then the
         others."""
         found: dict[str, Evaluation] = {}
         for folder, name in self._evaluation_folders():

@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
 
 def export(arguments: argparse.Namespace, view: View) -> None:
-    """Write all that was asked for; `arguments` are those of `agentenv export transcripts`.
+    """Write the requested transcripts; `arguments` are those of `agentenv export transcripts`.
     Raises ConfigError, DataError."""
     source, out = arguments.source, arguments.out
     if arguments.format == "inspect" and importlib.util.find_spec("inspect_ai") is None:

@@ -28,7 +28,7 @@ Figures = dict[str, Any]
 
 
 class Trees:
-    """The trees of a run. Nothing is read before it is asked for; any thread may ask."""
+    """The trees of a run. Read on demand, from any thread."""
 
     def __init__(self, run: Path, tokenizers: Callable[[], Iterator[Path]]) -> None:
         """`tokenizers` are files to look for, the best first."""
@@ -68,7 +68,7 @@ class Trees:
 
     def step(self, number: int) -> Figures:
         """The details of each tree of a step, which takes reading it, and the metrics of the
-        step. Raises DataError if it is not there."""
+        step. Raises DataError if it is missing."""
         step = self._step(self._path(number))
         return {
             "step": number,

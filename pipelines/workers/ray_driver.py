@@ -245,7 +245,7 @@ class Ray:
 
     def release(self, name: str, holder: Any) -> None:
         """Free the resources of a holder."""
-        with suppress(Exception):  # Ray is not there any more
+        with suppress(Exception):  # Ray is gone
             self.ray.kill(holder)
         if (group := self.groups.pop(name, None)) is not None:
             with suppress(Exception):

@@ -137,7 +137,7 @@ def test_the_run(shown: Viewed, open_page: Open) -> None:
     log = page.locator("pre.log")
     assert log.evaluate("it => it.scrollTop + it.clientHeight >= it.scrollHeight - 1")
     page.hover(".timeline canvas", position={"x": 400, "y": 15})
-    assert re.search(r"step \d: the learner (updates|waits)", text_of(page, ".told"))
+    assert re.search(r"step \d: the learner (updates|waits)", text_of(page, ".hint"))
     page.fill("input[type=search]", "queue/")
     page.wait_for_selector("h2:has-text('queue/ready')")
 
@@ -178,9 +178,9 @@ def test_all_trees_and_the_scatter(shown: Viewed, open_page: Open) -> None:
     box = page.locator("canvas.scatter").bounding_box()
     for x in range(20, int(box["width"]), 6):  # somewhere there is a point
         page.mouse.move(box["x"] + x, box["y"] + box["height"] - 30)  # the least reward
-        if "step" in text_of(page, ".told"):
+        if "step" in text_of(page, ".hint"):
             break
-    assert re.search(r"step \d, tree \d: (trained|failed)", text_of(page, ".told"))
+    assert re.search(r"step \d, tree \d: (trained|failed)", text_of(page, ".hint"))
 
 
 def test_a_tree_token_by_token(shown: Viewed, open_page: Open) -> None:
@@ -242,7 +242,7 @@ def test_evaluations(shown: Viewed, open_page: Open) -> None:
     page.wait_for_selector(".grid-row")
     assert "pass@2" in text_of(page, ".tiles")
     told = text_of(page, "main")
-    for said in ("Judge against rules", "Cohen's kappa", "Scores by group", "ARPO productivity"):
+    for said in ("Judge versus rules", "Cohen's kappa", "Scores by group", "ARPO productivity"):
         assert said in told
     assert "maj@k" not in told  # nobody has compared the wrong answers
     bars = page.locator(".histogram >> nth=0").locator("title").all_text_contents()

@@ -491,8 +491,9 @@ class EnginePool(TurnEngine[PooledServer]):
         return found
 
     def account(self) -> dict[str, Any]:
-        """For the summary of a run: counters, figures of each server that takes part, and `told`,
-        sentences on faults."""
+        """For the summary of a run: counters, figures of each server in use, and sentences on
+        faults.
+        """
         lines = problems(self.servers)
         if waits := self.counts["descriptor_waits"]:
             lines.append(f"requests waited {waits} times for a file descriptor; raise ulimit -n")

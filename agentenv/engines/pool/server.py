@@ -65,7 +65,7 @@ class Lost(Struct, frozen=True, array_like=True, tag="lost"):
 
 
 Outcome = Done | Aborted | Busy | Starved | Reset | Lost
-SILENT, BROKE = "received no tokens", "broke off"  # kinds of losses
+SILENT, BROKE = "received no tokens", "were interrupted"  # kinds of losses
 
 # Whether a server and a request on it still give tokens.
 
@@ -415,7 +415,7 @@ class PooledServer(Slot):
         self.report_out(reason)
 
     def drop(self, reason: str) -> None:
-        """The server is gone, or its weights are unknown: its requests go on elsewhere."""
+        """The server is lost, or its weights are unknown: its requests resume on others."""
         self.suspend(reason)
         self.abort_all()
 

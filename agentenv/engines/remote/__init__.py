@@ -27,10 +27,11 @@ class ServerLostError(EngineError):
 
 
 class BrokenConnectionError(ServerLostError):
-    """A connection that was there has gone, before or within an answer. The server may be well,
-    and may have done what it was asked for."""
+    """An established connection was lost, before or within an answer. The server may be healthy,
+    and may have executed the request.
+    """
 
-    kind = "broke off"
+    kind = "were interrupted"
 
 
 class BusyError(EngineError):

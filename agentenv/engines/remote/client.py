@@ -86,7 +86,7 @@ class _Schema(Struct):
 
 
 class MalformedReplyError(EngineError):
-    """A reply with status 200 that is not what was asked for."""
+    """A reply with status 200 of an unexpected form."""
 
 
 def base_url(url: str, key: str = "engine URL") -> URL:
@@ -158,7 +158,7 @@ class HttpClient:
             return await response.read()
 
     async def call_json(self, method: str, path: str, json: Any = None, **options: Any) -> Any:
-        """Like `call`, decoded; None for an empty body. MalformedReplyError if it is no JSON."""
+        """Like `call`, decoded; None for an empty body. MalformedReplyError if it is not JSON."""
         body = await self.call(method, path, json, **options)
         try:
             return decode(body) if body else None
@@ -190,7 +190,7 @@ class HttpClient:
         default: T | None = None,
         **options: Any,
     ) -> T:
-        """One key of an answer that is an object; `default` where it is not there, or null.
+        """One key of an answer that is an object; `default` if it is missing or null.
         MalformedReplyError if it is something else than a `kind`."""
         found = (await self.call_as(dict[str, Any], method, path, **options)).get(key)
         found = default if found is None else found

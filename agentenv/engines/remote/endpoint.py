@@ -87,7 +87,7 @@ class Endpoint:
         self._closed = False
 
     async def start(self) -> None:
-        """Raises ConfigError if the endpoint is not there, or does not have the model."""
+        """Raises ConfigError if the endpoint is unreachable or does not have the model."""
         try:
             found = await self.api.call_as(_Models, "GET", "/models", timeout_s=30.0)
             models = {one.id: one for one in found.data}

@@ -398,7 +398,7 @@ async def check_logprobs(http: HttpClient, vocab_size: int) -> None:
     gap = plain[top] - plain[low]
     if gap < LEAST_GAP:
         logger.warning(
-            "%s: all log-probs of the probe are equal, so that it cannot tell whether they are "
+            "%s: all log-probs of the probe are equal, so that it is unknown whether they are "
             "computed after temperature",
             http.name,
         )

@@ -146,7 +146,7 @@ def ranks_of(rows: torch.Tensor, *, is_normalized: bool) -> torch.Tensor:
         logprobs = rows[start : start + size].float()
         if not is_normalized:
             logprobs = logprobs.log_softmax(-1)
-        # of a token that cannot be sampled -inf times 0 is no number
+        # of a token that cannot be sampled -inf times 0 is nan
         parts = torch.where(logprobs > -torch.inf, logprobs.exp() * logprobs, 0.0)
         entropies[start : start + size] = -parts.sum(-1)
     # of one token the sum may be -0.0, whose bits are not those of 0.0
