@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WAITING = ROOT / "tests" / "words.txt"  # pages that are being rewritten; goes with the last one
 CHECKED = re.compile(
-    r"(agentenv|envs|learners|launchers|pipelines|reference|benchmarks)/.*\.py|.*\.md"
+    r"(agentenv|envs|learners|launchers|pipelines|reference|benchmarks)/.*\.py|viewer/src/.*\.tsx?|.*\.md"
 )
 WORDS = {  # the word, and the field's
     r"whoever|whomever": "a noun: the caller, the user",
