@@ -381,7 +381,7 @@ class RankGroup:
         silent = [link for link, task in zip(self._links, tasks, strict=True) if not task.done()]
         states = ", ".join(f"rank {link.rank} ({link.state()})" for link in silent)
         logger.warning(
-            "no heartbeat of the learner for %.0f s in %s%s: waiting for %s; after %.0f s "
+            "no answer from the learner for %.0f s in %s%s: waiting for %s; after %.0f s "
             "(learner.command_timeout_s) the run ends",
             *(seconds, name, usual, states, timeout_s),
             extra=SHOWN,

@@ -320,7 +320,7 @@ def test_a_worker_that_says_nothing_is_given_up() -> None:
         why = await joined
         assert SILENCE_S < asyncio.get_running_loop().time() - begin < SILENCE_S + 4 * BEAT_S
         serving.cancel()
-        assert why.rest == "trees 0 go on elsewhere"
+        assert why.rest == "trees 0 resume on other workers"
         return why.why, await growing
 
     why, tree = clustered(work, "ab", latency_s=100.0)

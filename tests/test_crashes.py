@@ -103,7 +103,7 @@ CASES: dict[str, tuple[Callable[[Task], Any], str]] = {
     "making": (boom, "making the environment raised KeyError"),
     "reset": (broken("reset", boom), "the environment's reset raised KeyError"),
     "step": (broken("step", boom), "the environment's step raised KeyError"),
-    "result": (broken("step", nothing), "the environment's step gave no .* but None"),
+    "result": (broken("step", nothing), "the environment's step must return .*, got None"),
 }
 
 

@@ -102,7 +102,7 @@ async def test_an_overlong_prompt_is_left_out_and_counted() -> None:
     assert [task.id for task in await fitting.fitter.fit(tasks(32, 5, 50, 31))] == ["1", "3"]
     (text,) = fitting.said
     assert text.startswith("data.overlong_prompt: 2 of 4 prompts are longer")
-    assert text.endswith("they are left out")
+    assert text.endswith("they are skipped")
     with pytest.raises(DataError, match="'skip' skipped all 1 questions"):
         await fitting.fitter.fit(tasks(99))
 

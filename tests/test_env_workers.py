@@ -320,8 +320,8 @@ def test_a_bug_is_told_as_it_would_be_here() -> None:
     reset, step, form, finish = bugs_of(far)
     assert reset == "the environment's reset must return (messages, info), got None"
     assert step.startswith("the environment's step raised KeyError: 'nothing' (test_env_workers.py")
-    assert form.startswith("the environment's step gave no (messages, reward, ")
-    assert finish == "the environment's finish gave no (reward, info) but 'finished'"
+    assert form.startswith("the environment's step must return (messages, reward, ")
+    assert finish == "the environment's finish must return (reward, info), got 'finished'"
 
 
 def test_bugs_here_fail_a_rollout_and_not_the_run() -> None:

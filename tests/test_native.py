@@ -99,7 +99,7 @@ def test_several_calls_of_one_turn_are_answered_together() -> None:
         ("<tool_call>{oops}</tool_call>", "not valid JSON"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
         ('<tool_call>{"arguments": {}}</tool_call>', "no name"),
-        ('<tool_call>{"name": "search", "arguments": [1]}</tool_call>', "not an object"),
+        ('<tool_call>{"name": "search", "arguments": [1]}</tool_call>', "not a JSON object"),
         ('<tool_call>{"name": "search"}', "not closed"),
     ],
 )

@@ -67,7 +67,8 @@ class PlainEnv(TalkEnv):
 ACTIONS = ["Which color?", "<price>red</price>", "<answer>7</answer>"]
 TEXTS = {
     SystemEnv: "an observation consists of tool results or user messages, not 'system'",
-    PlainEnv: "the environment's step gave no (messages, reward, terminated, truncated, info) but ",
+    PlainEnv: "the environment's step must return (messages, reward, "
+    "terminated, truncated, info), got ",
 }
 BAD = pytest.mark.parametrize("env", TEXTS)
 
@@ -150,9 +151,9 @@ def test_observations_hold_results_and_users() -> None:
 
 @pytest.mark.parametrize("reward", [nan, float("inf"), None, "1"])
 def test_a_reward_is_a_finite_number(reward: Any) -> None:
-    with pytest.raises(CrashError, match="step gave no"):
+    with pytest.raises(CrashError, match="step must return"):
         check_step(([], reward, False, False, {}))
-    with pytest.raises(CrashError, match="finish gave no"):
+    with pytest.raises(CrashError, match="finish must return"):
         check_finish((reward, {}))
 
 

@@ -131,7 +131,7 @@ def test_rows_of_dialogues_give_theirs(tmp_path: Path, row: dict[str, object]) -
     [
         (
             [chat(SAID), chat("Another.")],
-            "row 2: a different system prompt than row 1; expected one",
+            "row 2: a different system prompt than row 1; expected the same",
         ),
         ([chat(SAID), {"question": "q"}], r"row 2: no system prompt; .*row has \['question'\]"),
         ([], "no rows; expected rows with a system prompt"),

@@ -117,7 +117,7 @@ def test_an_env_that_answers_otherwise_the_second_time_gives_way_to_a_fresh_root
     actor.make_env = ForgetfulEnv
     tree = rollout(actor, Independent(1))
     assert [leaf.branch for leaf in tree.failures()] == ["0", "1"]
-    assert all("answers otherwise" in str(leaf.error) for leaf in tree.failures())
+    assert all("answers differently" in str(leaf.error) for leaf in tree.failures())
 
 
 class DownEnv(CountingEnv):

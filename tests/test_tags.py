@@ -227,10 +227,10 @@ def named(name: str, **parameters: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("one", "remedy"),
     [
-        (named("answer"), "another name"),
+        (named("answer"), "rename the tool"),
         (named("think"), "renderer.name = 'native'"),
-        (named("a b"), "without blanks"),
-        (named("", properties={}), "without blanks"),
+        (named("a b"), "without spaces"),
+        (named("", properties={}), "without spaces"),
         (
             named("find", properties={"a": {}}, required=["a", "b"]),
             "which properties lacks; add them there",

@@ -170,7 +170,7 @@ class WordyEnv(ShoutingEnv):
         (EndlessEnv, "the last action does not end the episode"),
         (EagerEnv, "action 0 already ends the episode"),
         (LeakyEnv, "asyncio tasks left"),
-        (WordyEnv, "the environment's step gave no .* but"),
+        (WordyEnv, "the environment's step must return .*, got"),
     ],
 )
 async def test_the_kit_finds_envs_that_do_not_conform(

@@ -269,7 +269,7 @@ def test_a_tool_that_cannot_be_had_is_refused(entry: dict[str, Any], says: str) 
 def test_a_tool_that_is_not_required_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert load_tools([ToolConfig(name="nowhere:tool", required=False)]) == []
-    assert "nowhere:tool is left out" in caplog.text
+    assert "nowhere:tool is skipped" in caplog.text
 
 
 def test_misspelled_keys_of_a_tool_are_refused() -> None:

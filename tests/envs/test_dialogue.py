@@ -411,5 +411,5 @@ def test_an_endpoint_reads_users_as_users(way: str) -> None:
     assert "tool_calls" not in body["messages"][1]
     if native:
         turn = renderer.pieces.add(found[3], 1)
-        with pytest.raises(CrashError, match="0 results of 1 calls"):
+        with pytest.raises(CrashError, match="0 results for 1 calls"):
             renderer.observation([Message("user", "red")], [], 100, turn)

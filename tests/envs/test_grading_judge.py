@@ -255,7 +255,7 @@ async def test_a_judge_is_told_that_the_order_counts(server: JudgeServer) -> Non
         grade = await grader.grade(task, [Message("assistant", rf"\boxed{{{answer}}}")], {})
         assert grade.success is success
     (request,) = server.requests
-    assert "must stand in the order of the reference" in request["messages"][1]["content"]
+    assert "must be in the order of the reference" in request["messages"][1]["content"]
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None, [True]])
@@ -458,9 +458,9 @@ async def test_compat_finds_right_what_is_equal_whatever_the_judge_says(
     [
         ("none.py", None, "none.py cannot be read: .*expected evaluation/src/llm_evaluator_sds.py"),
         ("broken.py", "(", "broken.py cannot be read"),
-        ("empty.py", "A = 1", r"holds 0 texts with \{question\}, \{labeled_answer\}"),
-        ("twice.py", f"A = {PROMPT!r}\nB = {PROMPT!r}", "holds 2 texts .*expected one"),
-        ("half.txt", "{question}", "holds 0 texts"),
+        ("empty.py", "A = 1", r"contains 0 texts with \{question\}, \{labeled_answer\}"),
+        ("twice.py", f"A = {PROMPT!r}\nB = {PROMPT!r}", "contains 2 texts .*expected one"),
+        ("half.txt", "{question}", "contains 0 texts"),
     ],
 )
 def test_compat_needs_the_prompt_of_the_users_copy(

@@ -122,7 +122,7 @@ def test_a_wrong_market_is_refused() -> None:
 
 
 def test_a_missing_package_says_how_to_get_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"needs the package 'nosuch'.*\[dense\]"):
+    with pytest.raises(ConfigError, match=r"requires the package 'nosuch'.*\[dense\]"):
         extras.needed("no_such_module", "nosuch", "dense", "this")
 
 

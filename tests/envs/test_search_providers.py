@@ -166,7 +166,7 @@ async def test_a_spent_plan_or_a_wrong_key_is_no_fact(
     name: ProviderName, status: int, content: Any
 ) -> None:
     service = Service(content, status, status)
-    with pytest.raises(ConfigError, match=f"{name} refuse.*status {status}"):
+    with pytest.raises(ConfigError, match=f"{name} reject.*status {status}"):
         await ask(service, name, Query("x"))
     assert len(service.statuses) == 1  # paid for once
 
@@ -184,7 +184,7 @@ async def test_a_provider_that_refuses_every_search_is_configured_wrongly() -> N
         for _ in range(19):
             with pytest.raises(ToolError):
                 await backend.search(Query("x"))
-        with pytest.raises(ConfigError, match=r"serper refused 20 searches in a row.*unknown par"):
+        with pytest.raises(ConfigError, match=r"serper rejected 20 searches in a row.*unknown par"):
             await backend.search(Query("x"))
         await backend.close()
 
@@ -295,9 +295,9 @@ async def test_no_error_names_the_key(name: ProviderName) -> None:
 
 
 async def test_a_refusal_says_what_to_check() -> None:
-    with pytest.raises(ConfigError, match=r"searxng refused .* 403; expected .*json among"):
+    with pytest.raises(ConfigError, match=r"searxng rejected .* 403; expected .*json among"):
         await ask(Service({}, 403), "searxng", Query("x"))
-    with pytest.raises(ConfigError, match=r"serper refused .* 401; check the key in SERPER_API"):
+    with pytest.raises(ConfigError, match=r"serper rejected .* 401; check the key in SERPER_API"):
         await ask(Service({}, 401), "serper", Query("x"))
 
 

@@ -61,7 +61,7 @@ def test_a_file_adds_what_ours_leaves_open(tmp_path: Path) -> None:
             {"offload": "optimizer"},
             r"device = 'nvme' contradicts 'cpu' from learner\.offload",
         ),
-        ({"zero_optimization": {}}, {}, r"'zero_optimization' is not read"),
+        ({"zero_optimisation": {}}, {}, r"'zero_optimisation' is not supported"),
         (
             {"activation_checkpointing": {"cpu_checkpointing": True}},
             {},

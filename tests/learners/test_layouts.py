@@ -189,7 +189,7 @@ def test_a_layout_is_given_or_refused(trees: list[EncodedTree], tmp_path: Path) 
             assert {one.layout for one in found.pack(trees)} == {layout}
     for layout in ("auto", "measured"):
         assert Layouts(two_ranks(layout=layout), hybrid, CPU).is_measured is False
-    with pytest.raises(ConfigError, match=r"learner.layout = padded: here it can be tree; "):
+    with pytest.raises(ConfigError, match=r"learner.layout = padded: supported here: tree; "):
         Layouts(two_ranks(layout="padded"), hybrid, CPU)
     hybrid.model.config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"learner.layout: .* conv, which follow trees only"):

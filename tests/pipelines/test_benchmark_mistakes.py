@@ -68,7 +68,7 @@ def test_answers_that_are_private_are_refused(tmp_path: Path) -> None:
         ("math", {"problem": "q", "solution": "it is 4"}, r"its answer in \\boxed"),
         ("SimpleQA", {"problem": "q", "answer": "a", "metadata": "{'topic'"},
          "column 'metadata': not a readable object"),
-        ("hle", {"question": " ", "answer": "a"}, "key 'question' must be a text"),
+        ("hle", {"question": " ", "answer": "a"}, "key 'question' must be a non-empty string"),
     ],
 )  # fmt: skip
 def test_a_row_of_another_schema_is_refused(tmp_path: Path, name: str, row: Row, says: str) -> None:

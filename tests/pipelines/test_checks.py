@@ -62,7 +62,7 @@ def test_the_names_of_checks_differ_and_those_loaded_late_are_there() -> None:
          "an outer deadline must be longer than the inner one"),
         ("limits.max_response_tokens=2000", ["context"], "exceed the engine's context",
          "lower them, or choose an engine"),
-        ("python={}", ["environments"], "[python]: not read by me/Warehouse-v0",
+        ("python={}", ["environments"], "[python]: not used by me/Warehouse-v0",
          "remove the table"),
         ("train={num_epochs=0.01,max_logprob_gap=1}", ["number of updates"],
          "train.num_epochs = 0.01 of 24 questions are less than one step", ""),

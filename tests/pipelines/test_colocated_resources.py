@@ -103,7 +103,7 @@ async def test_servers_that_share_a_gpu_get_a_cache_of_their_own(
     [
         (ScriptedConfig(), "has no GPU memory to release"),
         (VLLMConfig(weights="broadcast"), 'weights = "broadcast" needs servers that are awake'),
-        (VLLMConfig(servers=ServersConfig(gpu_memory_share=0.95)), "at most 0.9 is left"),
+        (VLLMConfig(servers=ServersConfig(gpu_memory_share=0.95)), "at most 0.9 is available"),
         (VLLMConfig(urls=["http://127.0.0.1:1"], weights="ipc"), "servers that the run starts"),
     ],
 )
@@ -160,7 +160,7 @@ def test_flags_of_servers_that_sleep_or_take_adapters(model: Path) -> None:
     for rank, known in ((1, "1"), (4, "8"), (16, "16"), (100, "128")):
         found = flags("vllm", gpu, lora_rank=rank)
         assert found[found.index("--max-lora-rank") + 1] == known
-    with pytest.raises(ConfigError, match="rank 512 at most"):
+    with pytest.raises(ConfigError, match="up to rank 512"):
         flags("vllm", gpu, lora_rank=513)
     served = Served("vllm", model, "policy", 512, True, gate=Path("/ready"))
     assert environment(served, ServersConfig())["AGENTENV_LEARNER_READY"] == "/ready"

@@ -147,7 +147,7 @@ def test_every_form_of_a_preference(row: dict[str, Any]) -> None:
     ("row", "message"),
     [
         ({"prompt": "Who?", "chosen": "me"}, "key 'rejected' is missing"),
-        ({"chosen": "me", "rejected": "no"}, "there is no prompt"),
+        ({"chosen": "me", "rejected": "no"}, "no prompt"),
         ({"prompt": "Who?", "chosen": MESSAGES[:1], "rejected": "no"},
          "key 'chosen': expected an answer that starts with the policy's turn"),
     ],

@@ -38,7 +38,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = tra
         (("learner.activation_checkpointing=false",), r"GPU 0 needs \S+ of 80 GiB"),
         (("engine.servers.gpu_memory_share=0.15",), r"engine.servers: 0.15 of a GPU with 80 GiB"),
         (("learner.num_ranks=5",), r"engine.servers.gpus: 4 GPUs are needed, 3 of 8 are free"),
-        (("resources.learner_gpus=[0,1,2,9]",), r"there is no GPU 9"),
+        (("resources.learner_gpus=[0,1,2,9]",), r"no GPU 9"),
         (("cluster.workers=2",), r"cluster.workers: unknown key for cluster.kind = 'local'"),
         (("cluster.kind=procesess",), r"cluster.kind: .*'local', 'processes'"),
         (("limits.max_response_tokens=90000",), r"exceed the context of 5632 tokens"),

@@ -370,7 +370,7 @@ def test_weights_of_half_a_step_are_not_saved(
         patch.setattr(ToyRank, "at", staticmethod(failing))
         assert train.main(arguments(warehouse, "half", "checkpoint.every=1")) == 1
     err = capsys.readouterr().err.replace("\n", " ")
-    assert "within a step" in err
+    assert "in the middle of a step" in err
     assert "step-000002" in err
     assert last_checkpoint(warehouse.parent / "runs" / "half")[0] == 2
     goes_on(warehouse, "half")

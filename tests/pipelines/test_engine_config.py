@@ -86,7 +86,7 @@ def test_roles_are_read_by_name() -> None:
     assert filled.env == {"url": "http://judge:1/v1", "list": ["http://judge:1", 3]}
     with pytest.raises(ConfigError, match=r"env uses \{role:refiner\}, but"):
         check_roles(Reader({"judge": role}, {"a": "{role:refiner} {role:judge}"}))
-    with pytest.raises(ConfigError, match=r"roles\.judge is not read"):
+    with pytest.raises(ConfigError, match=r"roles\.judge is unused"):
         check_roles(Reader({"judge": role}, {}))
     with pytest.raises(ConfigError, match=r"roles\.policy: \[engine\]"):
         check_roles(Reader({"policy": role}, {}))

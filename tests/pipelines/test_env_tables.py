@@ -127,7 +127,7 @@ async def test_rows_choose_tools_and_grader_by_a_variant() -> None:
          "env.kwargs.search: unknown to agentenv/QAGrader-v0; it has grader, prompt"),
         ({"id": "agentenv/QAGrader-v0",
           "variants": {"a": {"id": "agentenv/QAGrader-v0", "search": {}}}}, {},
-         "env.variants.a.search: not read by agentenv/QAGrader-v0"),
+         "env.variants.a.search: not used by agentenv/QAGrader-v0"),
         ({"id": "agentenv/QAGrader-v0", "variants": {"a": {"id": "agentenv/QAGrader-v0"}}}, {},
          "env.variants.a: no row selects it"),
         ({"id": "agentenv/QAGrader-v0", "variants": {"a": {"id": "agentenv/QAGradr-v0"}}}, {},

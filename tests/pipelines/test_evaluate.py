@@ -63,7 +63,7 @@ def test_a_directory_of_something_else_or_in_use_is_refused(
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("do not touch")
     assert run("mine") == 2
-    assert "holds 'thesis.tex'" in refused(capsys)
+    assert "contains 'thesis.tex'" in refused(capsys)
 
 
 def test_sets_of_a_file_have_their_own_keys(
@@ -117,7 +117,7 @@ env = {{ id = "%s" }}
     assert len(read_rows(tmp_path / "out")) == 2
     config.write_text(text % "agentenv/QAGrader-v0")
     assert run("other", "--config", str(config), data=False) == 2
-    assert "[python]: not read by" in refused(capsys)
+    assert "[python]: not used by" in refused(capsys)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ env = {{ id = "%s" }}
             "sets.a.limits.max_turn: unknown",
         ),
         ("[sets.a]\nbenchmark = 'gsm9k'", "did you mean gsm8k"),
-        ("[sets.a]\nnum_samples = 2", "sets.a.path: no file"),
+        ("[sets.a]\nnum_samples = 2", "sets.a.path: no question file"),
         ("data = 'x'\n[sets.a]\npath = 'x'", "set only one of them"),
         ("num_samples = 1", "no questions"),
     ],

@@ -159,7 +159,7 @@ def test_equal_seeds_give_equal_rows_and_other_helpers_are_another_evaluation(
         (["assist.debugger.url=http://127.0.0.1:9"], "assist.debugger.url: http://127.0.0.1:9/v1"),
         (["assist.refiner.min_response_tokens=600"], "is unreachable: limits.max_response_tokens"),
         (["assist.refiner.url={role:refiner}/v1"], "[roles.refiner] is missing"),
-        (["roles.refiner.url=http://h"], "roles.refiner is not read"),
+        (["roles.refiner.url=http://h"], "roles.refiner is unused"),
         (["assist.browser.url=x"], "assist.browser"),
     ],
 )

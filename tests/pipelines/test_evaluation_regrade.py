@@ -149,7 +149,7 @@ def test_a_grader_that_the_environment_does_not_read_is_refused(tmp_path, capsys
     rows = rows_of({"1": ["Paris"]})
     folder = write_evaluation(tmp_path / "e", rows, env="test/SelfGraded-v0")
     assert evaluate.main(["regrade", str(folder), "grader.kind=exact"]) == 2
-    assert "[grader]: not read by test/SelfGraded-v0" in capsys.readouterr().err
+    assert "[grader]: not used by test/SelfGraded-v0" in capsys.readouterr().err
 
 
 class JudgeServer(BaseHTTPRequestHandler):

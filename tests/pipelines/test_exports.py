@@ -253,7 +253,7 @@ def test_a_file_that_a_kill_left_empty_is_left_out(
     assert len(list((tmp_path / "out").rglob("*.json"))) == 8
     told = caplog.records[0]
     assert str(empty) in told.getMessage()
-    assert "left out" in told.getMessage()
+    assert "skipped" in told.getMessage()
 
 
 @pytest.mark.parametrize(

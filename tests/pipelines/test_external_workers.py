@@ -379,8 +379,14 @@ def test_manifests_fit_the_schemas(
     [
         (("cluster.kind=kubernetes",), "cluster.image: cluster.kind = kubernetes needs it"),
         ((*KUBERNETES, "run.dir=runs"), "put it under cluster.mount = /shared"),
-        ((*KUBERNETES, "cluster.claim=My Claim"), "cluster.claim = 'My Claim': expected a name"),
-        (("cluster.kind=slurm", "cluster.time=soon"), "cluster.time = 'soon': expected a time"),
+        (
+            (*KUBERNETES, "cluster.claim=My Claim"),
+            "cluster.claim = 'My Claim': expected a Kubernetes name",
+        ),
+        (
+            ("cluster.kind=slurm", "cluster.time=soon"),
+            "cluster.time = 'soon': expected a Slurm time",
+        ),
         (
             ("cluster.kind=slurm", "cluster.workers=2", "cluster.min_workers=3"),
             "cluster.min_workers = 3 is above cluster.workers = 2",
@@ -409,4 +415,4 @@ def test_placement_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert "rank-0: one placement group each with 1 CPU, 1 GPU" in told
     assert "worker-0 to worker-3: one placement group each with 1 CPU" in told
-    assert "the run begins with 2" in told
+    assert "the run starts with 2" in told

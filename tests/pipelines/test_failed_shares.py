@@ -135,7 +135,7 @@ def test_no_share_and_no_success_is_said_that_was_not_measured(
     assert ("failed" in rows) is bool(counts[2])
     assert ("failed" in rows["all"][1]) is bool(counts[2])
     drawn, row = labels([{"step": 2, **report_metrics(report)}]), report_metrics(report)
-    assert ("held: share that failed" in drawn) is bool(counts[2])
+    assert ("held: share of failed trajectories" in drawn) is bool(counts[2])
     was_measured = counts[0] + counts[1] > 0
     for figure in ("success", "success_low", "success_high", "reward", "tool_calls"):
         assert (f"eval/held/{figure}" in row) is was_measured
@@ -155,8 +155,8 @@ def test_the_curve_shows_what_failed() -> None:
     steps = [step | {"step": n, "reward/success_if_failed_wrong": 0.45} for n in (1, 2)]
     evaluated = {"step": 2, "phase": "after_rl", **report_metrics(asked(2, 9, 89))}
     assert labels([*steps, evaluated]) == {
-        *("success", "reward", "share that failed", "success, failed as wrong", "held"),
-        *("held: share that failed", "held: success, failed as wrong"),
+        *("success", "reward", "share of failed trajectories", "success, failed as wrong", "held"),
+        *("held: share of failed trajectories", "held: success, failed as wrong"),
     }
     fine = [row | {"failed/share": 0.0} for row in steps]
     found = labels([*fine, {"step": 2, **report_metrics(asked(9, 2, 0))}])

@@ -96,7 +96,8 @@ def test_one_that_raises_is_left_alone_with_a_warning_and_the_others_go_on(
     assert len(broken.heard) == 1
     assert len(listener.heard) == 4
     assert [record.getMessage() for record in caplog.records] == [
-        "Elsewhere is switched off: RuntimeError: no such host; metrics.jsonl has all records"
+        "monitor Elsewhere is switched off: RuntimeError: no such host; metrics.jsonl has all "
+        "records"
     ]
 
 

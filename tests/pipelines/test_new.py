@@ -56,7 +56,7 @@ def test_what_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_it_tells_what_to_do_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert new.main(["dice_game", "--folder", str(tmp_path)]) == 0
     told = capsys.readouterr().out
-    assert "made " in told
+    assert "created " in told
     for command in ("-m pytest dice_game", "dice_game/train.toml --dry-run", f"cd {tmp_path}"):
         assert command in told
     text = "".join(path.read_text() for path in (tmp_path / "dice_game").iterdir())

@@ -71,7 +71,7 @@ def test_the_configuration_of_the_readme_is_enough(
     more += [f"model.path={folder}/model", "limits.max_prompt_tokens=256"]
     more += ["limits.max_response_tokens=512", "limits.max_turn_tokens=256"]
     assert train.main([str(tmp_path / "mine.toml"), *more, "--dry-run"]) == 0
-    assert "data: 24 rows are read" in capsys.readouterr().out
+    assert "data: read 24 rows" in capsys.readouterr().out
 
 
 async def test_the_grader_of_the_readme_grades() -> None:

@@ -228,7 +228,9 @@ def test_a_receiver_that_refuses_is_told_once_and_left_alone(
     receiver.refuse = 401
     followed(receiver, tmp_path)
     assert len(receiver.headers) == 1
-    told = [text for text in caplog.messages if text.startswith("OpenTelemetry is switched off")]
+    told = [
+        text for text in caplog.messages if text.startswith("monitor OpenTelemetry is switched off")
+    ]
     assert len(told) == 1
     assert f"{receiver.url} did not accept metrics" in told[0]
 

@@ -43,7 +43,7 @@ from benchmarks.parts.chaos import (
     make_model,
     write_workspace,
 )
-from benchmarks.parts.mock_server import TOKEN_S, Recital, RecitingServer
+from benchmarks.parts.mock_server import TOKEN_S, Replayed, MockServer
 from tests.support import forks
 from tests.support.runs import rows_of
 from tests.support.toy_rank import toy_ranks
@@ -78,7 +78,7 @@ def run(
     *overrides: str,
     beside: Callable[[Training], Awaitable[None]] | None = None,
     resume: str = "",
-    servers: Sequence[RecitingServer] = (),
+    servers: Sequence[MockServer] = (),
 ) -> Path:
     """The run's directory; `beside` goes on beside the run, on open `servers`."""
     config = load_config(TrainConfig, warehouse, [f"run.name=workers-{name}", *overrides])
@@ -272,8 +272,8 @@ def recited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, li
 def run_served(recited: tuple[Path, list[int]], name: str, *overrides: str, **others: Any) -> Path:
     path, ports = recited
     model, scale = path.parent / "model", SIZE.token_s / TOKEN_S
-    recital = Recital(model)
-    servers = [RecitingServer("", port, recital, model, scale) for port in ports]
+    recital = Replayed(model)
+    servers = [MockServer("", port, recital, model, scale) for port in ports]
     return run(path, name, *SERVED, *overrides, servers=servers, **others)
 
 

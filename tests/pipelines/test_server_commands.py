@@ -35,7 +35,7 @@ def test_each_gpu_belongs_to_one_server(monkeypatch: pytest.MonkeyPatch) -> None
         plan.assign("roles.refiner.gpus", [2], 1)
     with pytest.raises(ConfigError, match=r"no GPU 4; visible are 4"):
         plan.assign("roles.refiner.gpus", [4], 1)
-    with pytest.raises(ConfigError, match="2 GPUs are needed, 1 are named"):
+    with pytest.raises(ConfigError, match="2 GPUs are needed, 1 are given"):
         plan.assign("roles.refiner.gpus", [3], 2)
     with pytest.raises(ConfigError, match="2 GPUs are needed, 1 of 4 are free"):
         plan.assign("roles.refiner.gpus", [], 2)

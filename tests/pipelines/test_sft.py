@@ -180,9 +180,7 @@ def test_sequences_longer_than_the_model_are_refused(
     path.write_text(json.dumps({"conversations": turns}) + "\n")
     keys = ["run.name=long", f"data.train={path}", "data.max_length=15000"]
     assert sft.main([str(workspace / "small.toml"), *keys]) == 2
-    assert "was made for 1024; set data.max_length=1024" in capsys.readouterr().err.replace(
-        "\n", " "
-    )
+    assert "is 1024; set data.max_length=1024" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_each_epoch_takes_every_row_once_in_an_order_of_its_own() -> None:

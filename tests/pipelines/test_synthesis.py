@@ -218,7 +218,7 @@ def test_a_directory_of_something_else_is_refused(
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("do not touch")
     assert run("mine") == 2
-    assert "holds 'thesis.tex'" in refused(capsys)
+    assert "contains 'thesis.tex'" in refused(capsys)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
 
 

@@ -311,7 +311,7 @@ def test_an_older_run_shows_what_it_has(run: ViewedRun, tmp_path: Path) -> None:
     assert (found["steps"], found["evaluations"], found["checkpoints"]) == ([], [], [])
     assert found["status"]["is"] == "stopped"
     assert folder.answer("steps")["rows"] == []
-    with pytest.raises(DataError, match="step 1 is not there"):
+    with pytest.raises(DataError, match="no step 1"):
         folder.answer("steps/1")
 
 
@@ -385,7 +385,7 @@ def test_an_evaluation_alone_and_others_beside_it(run: ViewedRun, tmp_path: Path
         *("after_rl", "other-before_sft", "other-after_rl", "before_sft")
     ]
     assert folder.answer("compare/after_rl/before_sft")["num_questions"] == 4
-    with pytest.raises(DataError, match="no evaluation 'x'"):
+    with pytest.raises(DataError, match="unknown evaluation 'x'"):
         folder.answer("evaluations/x")
 
 

@@ -53,11 +53,11 @@ export function partsOf(steps: Row[]): { parts: Part[]; end: number } {
     if (at === begin) continue;
     const tokens = of(row, "time/sampled_tokens_per_s");
     if (tokens > 0) parts.push({ lane: 2, from: begin, to: at, color: "--series-3", height: tokens / rate, text: `${step}: engines sampled ${num(tokens)} tokens per second` });
-    const flight = of(row, "trees/in_flight");
+    const growing = of(row, "trees/in_flight");
     const ready = of(row, "queue/ready");
-    if (flight + ready > 0) {
-      parts.push({ lane: 3, from: begin, to: at, color: "--idle", height: (flight + ready) / most, text: `${step}: ${num(flight)} trees grow, ${num(ready)} wait in the queue` });
-      parts.push({ lane: 3, from: begin, to: at, color: "--series-4", height: flight / most, text: `${step}: ${num(flight)} trees grow, ${num(ready)} wait in the queue` });
+    if (growing + ready > 0) {
+      parts.push({ lane: 3, from: begin, to: at, color: "--idle", height: (growing + ready) / most, text: `${step}: ${num(growing)} trees grow, ${num(ready)} wait in the queue` });
+      parts.push({ lane: 3, from: begin, to: at, color: "--series-4", height: growing / most, text: `${step}: ${num(growing)} trees grow, ${num(ready)} wait in the queue` });
     }
   }
   return { parts, end: at };
