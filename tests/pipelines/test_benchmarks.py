@@ -147,7 +147,7 @@ def test_what_comes_with_a_file_or_an_image_is_left_out_counted_and_said(
     tasks = load(tmp_path, name, *rows, say=said.append)
     assert [task.id for task in tasks] == ["rows-1", "rows-3"]
     assert said == [
-        f"{name}: 2 questions with an attachment (column {column!r} are skipped; 2 remain"
+        f"{name}: 2 questions with an attachment (column {column!r}) are skipped; 2 remain"
     ]
 
 
