@@ -1,4 +1,4 @@
-"""The archive: every tree that a run took for a step, as it was trained, for people and programs.
+"""The archive: every tree of every training step, as it was trained, for people and programs.
 
     RUN/trees/step-000001.frames    a header; then of each tree a line of an index, and the tree
 

@@ -1,4 +1,4 @@
-"""A branch: one growing trajectory of a tree, and the envs that the branches of an actor hold."""
+"""A branch: one growing trajectory of a tree, and the open envs of an actor's branches."""
 
 from __future__ import annotations
 

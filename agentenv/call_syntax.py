@@ -1,4 +1,4 @@
-"""Forms in which models write tool calls, and the parsers that read them from a turn's text.
+"""Tool-call formats of models, and parsers that extract calls from the text of a turn.
 
     hermes    <tool_call>{"name": "search", "arguments": {"query": "Lima"}}</tool_call>   Qwen2.5, 3
     llama     {"name": "search", "parameters": {"query": "Lima"}} and nothing else, or code behind

@@ -1,4 +1,4 @@
-"""What a cold start needs: demonstrations, and a small untrained model with words of one's own.
+"""Inputs of a cold start: demonstrations, and a small untrained model with a custom vocabulary.
 
     def solve(task, results):                       # the whole text of the next turn
         if not results:

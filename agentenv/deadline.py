@@ -1,4 +1,4 @@
-"""How long the project waits for something, and what it waits for to the end.
+"""Deadlines and time budgets of waits, and sections that complete despite cancellation.
 
     with Deadline(when, clock, error): ...         raises `error` once the clock has passed `when`
     with working(clock): ...                       the clock of what happens inside runs ...

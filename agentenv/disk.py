@@ -1,5 +1,6 @@
-"""Files and folders that are whole whenever somebody reads them, also after a crash; and folders
-of a process that the next one removes, if a crash leaves them."""
+"""Atomic writes of files and folders, also across crashes; and process folders that the next
+process removes after a crash.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizing beside the event loop: a worker process that encodes the texts of all rollouts.
+"""Tokenization off the event loop: a worker process that encodes the texts of all rollouts.
 
     loop       texts of the last COLLECT_S -----> WorkerPool of one worker
     worker     [their ids]                 -----> loop

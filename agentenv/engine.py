@@ -1,5 +1,6 @@
-"""The seam between actors and whatever samples tokens, and the configuration that starts it: also
-the settings of engines that are servers, apart from their clients so that reading them is cheap."""
+"""The interface between actors and engines, and the configuration of engines, apart from their
+clients so that reading it is cheap.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every failure has one vocabulary.
+"""The errors of the project, one class per kind of failure.
 
     AgentEnvError
     +-- ConfigError    a key of the configuration is wrong; refused before anything starts

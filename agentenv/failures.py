@@ -1,5 +1,5 @@
-"""Failures of rollouts: each text is logged once with its place and counted, and too many end the
-run; and secrets out of what is logged, and of whatever else leaves a run (`Redactor`).
+"""Failures of rollouts: each message is logged once with its location and counted, and too many end
+the run. `Redactor` removes secrets from logs and other outputs of a run.
 
     failures.add(None)                                 as a rollout ends well
     failures.add(failure_of(error, task, action))      as it fails

@@ -1,4 +1,4 @@
-"""Frames in files, of which journal and archive are written, and the keys of both.
+"""Frames in files, the format of journal and archive, and the keys of both.
 
 A frame is MARK, length and CRC-32 of the payload (little-endian uint32), and the payload as
 MessagePack. Whole frames are found again whatever lies between them, and cut ones are known as

@@ -1,4 +1,4 @@
-"""Our environments as real Gymnasium ones, single and vector; actions and observations are texts.
+"""Environments as Gymnasium ones, single and vector; actions and observations are texts.
 
     import gymnasium, agentenv.gym
     env = gymnasium.make("agentenv/QAGrader-v0", data="questions.jsonl")

@@ -1,4 +1,4 @@
-"""APIs over HTTP as tools: one client for all episodes of an event loop, and what a status means.
+"""HTTP APIs as tools: one client for all episodes of an event loop, and errors by status.
 
     api = HttpClient("https://host/v1", login=log_in)
 

@@ -1,4 +1,4 @@
-"""Connections: links between a process and its workers, and ports that nobody else is given.
+"""Connections: links between a process and its workers, and reserved ports.
 
 A link carries frames over a stream, in order, each delivered once: 8 bytes little-endian length,
 then a message.

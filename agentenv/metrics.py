@@ -1,4 +1,4 @@
-"""Figures of rollouts: of one step's trees, of the engine's prefix cache, of the event loop.
+"""Metrics of rollouts: of a step's trees, of the engine's prefix cache, of the event loop.
 
 rollout_metrics    lengths, rewards, failures and staleness of the trees of a step
 trained_metrics    what of them was trained, beside what was offered

@@ -1,5 +1,5 @@
-"""A Hugging Face model directory: what must be in it, its tokenizer, vocabulary, ends of a turn;
-and models and datasets by their id on the hub: found in its cache, else fetched.
+"""Hugging Face model directories: required files, tokenizer, vocabulary, end-of-turn tokens; and
+models and datasets by hub id, from the cache or downloaded.
 
     model.path = "Qwen/Qwen3-0.6B"                    the newest that is cached, else of the hub
     model.path = "Qwen/Qwen3-0.6B@c1899de289a0"       pinned to a revision

@@ -1,4 +1,4 @@
-"""Native tool calls: messages by the model's own chat template, rendered append-only.
+"""Native tool calls: messages in the model's chat template, rendered append-only.
 
 The template is asked once for what it writes between the turns, with stand-ins for their texts;
 from then on only those frames are used. What was sampled is never rendered again, so a template

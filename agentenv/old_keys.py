@@ -1,5 +1,5 @@
-"""Deleted keys of stored configurations, keys that had another default, and where this package's
-functions have moved.
+"""Deleted keys of stored configurations, keys with a former default, and new paths of moved
+functions.
 
 A deleted key at its former default is ignored, so that a run or an evaluation which an earlier
 version wrote can be resumed; any other value is refused with the reason.

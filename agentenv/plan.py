@@ -1,4 +1,4 @@
-"""Rollout plans: how many trajectories of a task start from scratch, and where they fork.
+"""Rollout plans: the number of root trajectories of a task, and their fork points.
 
 A plan is the torch-free half of an algorithm; those of ARPO and AEPO are in the files of the
 algorithms. A plan is asked on events and answers at once with how many trajectories to start now;

@@ -1,5 +1,5 @@
-"""Recovery of rollouts: a turn, a step, a fork or a grade is tried again after infrastructure
-failed, and an interrupted branch is resumed.
+"""Recovery of rollouts: retries of turns, steps, forks and grades after infrastructure failures,
+and resumption of interrupted branches.
 
 A fresh env is led to the place of a branch by the branch's own actions; where its answers differ
 from those in the tree, the branch fails.

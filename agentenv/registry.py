@@ -1,4 +1,4 @@
-"""Parts that a configuration chooses by name, from this project or from anybody's package.
+"""Registries of parts that a configuration chooses by name, from this project or another package.
 
     [algorithm]
     name = "arpo"                # one of ours

@@ -1,4 +1,4 @@
-"""Messages outside, tokens inside: the seam of renderers, and the one of the tag protocol.
+"""Renderers convert messages to tokens: their interface, and the renderer of the tag protocol.
 
 The policy writes   <think>..</think><search>query</search>
 the env answers      <result>\\n..\\n</result>

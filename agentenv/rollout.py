@@ -1,4 +1,4 @@
-"""A rollout: grows the trajectory tree of a task, one coroutine a branch.
+"""A rollout: grows the trajectory tree of a task, one coroutine per branch.
 
     branch   generate a turn -> add a node -> env.step -> render the observation -> again
     fork     the first k tokens after a tool result have streamed in -> the plan is asked ->

@@ -1,4 +1,4 @@
-"""Raw rows into tasks, whichever of the known schemas they follow.
+"""Conversion of raw rows of all known schemas into tasks.
 
     question   question, Question, problem, prompt (a text, or chat messages), input,
                extra_info.question

@@ -1,4 +1,4 @@
-"""Settings of engines that are servers, apart from their clients so that reading them is cheap."""
+"""Settings of engine servers, apart from their clients so that reading them is cheap."""
 
 from __future__ import annotations
 

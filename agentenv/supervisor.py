@@ -1,4 +1,4 @@
-"""Processes that work for this one: one process, where processes run, and their supervisor.
+"""Worker processes: a process, its placement, and the supervisor.
 
     Supervisor --Placement.start--> a process: on this machine, started elsewhere, or placed by Ray
         |                              |

@@ -1,4 +1,4 @@
-"""Calls of the tag protocol: how they are read, written and described, and what cannot be called.
+"""Calls of the tag protocol: parsing, writing, descriptions, and checks of tool names.
 
     <stock>bolts</stock>                            a tool with one parameter: its value
     <order>{"item": "bolts", "count": 3}</order>    with more of them: an object of JSON

@@ -1,4 +1,4 @@
-"""A conformance kit for environments: run it on yours.
+"""A conformance test kit for environments.
 
 async def test_weather() -> None:
     call = "<weather>Lima</weather>"  # or Message("assistant", "..", (ToolCall(..),))

@@ -1,4 +1,4 @@
-"""ToolEnv: the one environment that runs tool calls and grades; an env of your own is a subclass.
+"""ToolEnv: the base of environments, which runs tool calls and grades; derive custom envs from it.
 
     class WeatherEnv(ToolEnv):
         def __init__(self, task: Task) -> None:

@@ -1,4 +1,4 @@
-"""Tools: what the policy can call, what bounds each, and which ones an episode has.
+"""Tools: definition, limits, and the selection for an episode.
 
     @tool
     async def weather(city: str, days: int = 1) -> str:

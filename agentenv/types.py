@@ -1,4 +1,4 @@
-"""The nouns that every part shares: messages, tasks, limits, sampling parameters, completions."""
+"""The common types: messages, tasks, limits, sampling parameters, completions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What we did not write, decoded in one place: replies of servers, frames of processes, arguments
-of tool calls, files that others made.
+"""Decoding of all untrusted input: replies of servers, frames of processes, arguments of tool
+calls, files.
 
     try:
         rows = decode(reply.body, list[Row])

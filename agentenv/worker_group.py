@@ -1,4 +1,4 @@
-"""Workers and the groups they take part in: the handshake, the heartbeat, the end.
+"""Workers and their groups: handshake, heartbeat, shutdown.
 
 worker                          supervisor
 Hello, token     ----->         Reception: who knows the token is admitted

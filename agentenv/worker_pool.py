@@ -1,4 +1,4 @@
-"""Worker pools: jobs that may hang, crash or fill the memory, in processes that can be killed.
+"""Worker pools: jobs that may hang, crash or exhaust memory, in killable processes.
 
     WorkerPool --- control socket ---> fork server: imports the handler once, forks on request
         \\------- a socket each -----> workers: one job at a time, many one after the other

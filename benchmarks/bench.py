@@ -1,4 +1,4 @@
-"""What the learner gains, what the controller costs, what faults and other settings do to a run.
+"""Benchmarks of the learner, the controller, faults and settings.
 
     python benchmarks/bench.py learner [--json FILE] [--shapes NAME ...] [--repeats N] [--dense]
     python benchmarks/bench.py server [--json FILE] [--engine NAME] [--lengths N ...] [--rounds N]

@@ -1,4 +1,4 @@
-"""Environments of verifiers as they are, in an interpreter of their own (extra `verifiers`).
+"""Unmodified environments of verifiers, in a separate interpreter (extra `verifiers`).
 
     [env]
     id = "agentenv/Verifiers-v0"

@@ -1,4 +1,4 @@
-"""What the commands of training have in common: arguments, run directory, exit code."""
+"""Common code of the training commands: arguments, run directory, exit code."""
 
 from __future__ import annotations
 

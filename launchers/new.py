@@ -1,4 +1,4 @@
-"""Makes an environment of one's own to begin with: `agentenv new NAME [--folder DIR]`.
+"""Creates a project with a custom environment: `agentenv new NAME [--folder DIR]`.
 
 The folder NAME has tools, grader, questions, demonstrations, a configuration and a test. It trains
 as it is, on a laptop within minutes, and is changed from there.

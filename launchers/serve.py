@@ -1,6 +1,7 @@
 """Serves models: `agentenv serve SUBJECT [key.sub=value ...]` the policy, a run, a checkpoint or a
-model directory, by OpenAI's and Anthropic's APIs (docs/serve.md); `agentenv serve CONFIG.toml` the
-models beside it, a judge or a summarizer, for runs and evaluations to share; until Ctrl-C."""
+model directory, over OpenAI's and Anthropic's APIs (docs/serve.md); `agentenv serve CONFIG.toml`
+auxiliary models such as a judge or a summarizer, shared by runs and evaluations; until Ctrl-C.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serves an environment by the protocol of OpenEnv:
+"""Serves an environment over the OpenEnv protocol:
 `agentenv serve-env SUBJECT [key.sub=value ...]`.
 
 SUBJECT is a run, the configuration of one, or the id of an environment, with its questions in

@@ -1,5 +1,6 @@
-"""Trains a policy: `agentenv train CONFIG [key.sub=value ...] [--resume [WHICH]]`, with
-`--view` seen in the browser meanwhile."""
+"""Trains a policy: `agentenv train CONFIG [key.sub=value ...] [--resume [WHICH]]`, with `--view`
+shown in the browser.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tree as packed arrays, and micro-batches of trees side by side (numpy only).
+"""Trees as packed arrays, and micro-batches of trees (numpy only).
 
 The learner's ranks receive a tree as `EncodedTree`: its tokens in pre-order, each stored once.
 

@@ -1,4 +1,4 @@
-"""Context parallelism: ranks that compute their micro-batches together, a context group.
+"""Context parallelism: groups of ranks that share each micro-batch.
 
 A group of N has the same trees and packs them into the same micro-batches, of N times the token
 budget. A member computes one N-th of the tokens; inside attention it has all tokens instead, and

@@ -1,4 +1,4 @@
-"""From the returns of a tree's leaves to credit on its shared tokens (numpy only).
+"""Credit of shared tokens from the returns of a tree's leaves (numpy only).
 
 The leaves of a tree are the group. A token shared by d leaves has d advantages and one ratio;
 losses of PPO's kind are exact when the advantages are summed by sign, so the credit of a node is

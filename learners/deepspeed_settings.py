@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: ours, and the user's own JSON where it does not contradict ours."""
+"""DeepSpeed's configuration: the learner's, merged with a compatible JSON file of the user."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""GiGPO: turns that were taken from the same state are compared with each other, across roots.
-Loads no torch."""
+"""GiGPO: compares turns from the same state, across roots. Does not load torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layout of a rank's micro-batches: tried in the first updates, then the fastest.
+"""The layout of a rank's micro-batches: measured in the first updates, then the fastest.
 
     tree      every shared token once, attention in the form of the device (`learners.attention`)
     segments  the same tokens, attention by `learners.segments`

@@ -1,4 +1,4 @@
-"""A mini-batch with all that its loss needs, computed once before it is cut into micro-batches.
+"""A mini-batch with all inputs of its loss, computed once before the split into micro-batches.
 
 A mode of aggregation, how token losses become one number, is a coefficient c_i a trajectory and a
 denominator over the mini-batch of N trajectories with lengths |y_i| (policy tokens):

@@ -1,4 +1,4 @@
-"""Whether a model is computed here as transformers computes it, asked before its weights load.
+"""Check that a model's forward pass equals that of transformers, before its weights load.
 
 A random model of the same class, with the layers, windows and positions of its config.json made
 small, scores two sequences and a tree twice: as a micro-batch of ours, and each path for itself by

@@ -1,4 +1,4 @@
-"""The optimizer and the schedule of its rates, as keys."""
+"""Keys of the optimizer and its learning rate schedule."""
 
 from __future__ import annotations
 

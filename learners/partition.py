@@ -1,4 +1,4 @@
-"""Partition of trees over the learner's ranks and their micro-batches, and figures back into trees.
+"""Partition of trees over the learner's ranks and micro-batches, and the way back for results.
 
 Whole trees are assigned first, in decreasing order of cost, each to the rank with the least cost so
 far (Graham 1969). Then, while it pays, trajectories of one tree move from the most to the least

@@ -1,4 +1,4 @@
-"""Training on a rank: updates, imitation and scores of encoded trees on some backend.
+"""Training on a rank: updates, imitation and scoring of encoded trees, for any backend.
 
 `Reference` is the reference policy of a KL term.
 """

@@ -1,4 +1,4 @@
-"""Tree-GRPO: each leaf is compared with all leaves, and with those of its own root. No torch."""
+"""Tree-GRPO: compares each leaf with all leaves, and with those of its root. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turnwise: a turn has one advantage, the value of what follows it, and a weight of its own.
+"""Turnwise: each turn has one advantage, from the value of its continuation, and its own weight.
 
 The credits that are published for trees differ in three figures, which are keys here (`Turnwise`);
 so does the plan: that of ARPO, trajectories from scratch, or forks at any depth of paths that have

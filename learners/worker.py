@@ -1,4 +1,4 @@
-"""The process of one learner rank, which runs the commands of the controller.
+"""The process of one learner rank, which executes the controller's commands.
 
     python -m agentenv.learners.worker
 

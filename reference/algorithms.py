@@ -1,4 +1,4 @@
-"""GRPO, ARPO and AEPO as the released code has them, and how a configuration gets them.
+"""GRPO, ARPO and AEPO of the released code, and their selection by a configuration.
 
 The only member of a group keeps its reward, the log-ratio is not bounded; AEPO's z is over the
 micro-batch, from current entropies, not clamped. Equal rewards leave rounding noise, which no

@@ -1,4 +1,4 @@
-"""Tool-Star's code debugger, and the models that help at inference time.
+"""Tool-Star's code debugger, and its helper models at inference time.
 
 The code debugger stands around the tool that runs code. Where the code of a call fails, a model
 reads code and error (neither question nor answer) and writes the code anew; that runs in the same

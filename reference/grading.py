@@ -1,4 +1,4 @@
-r"""Reward, equivalence and evaluation metrics as the released code of ARPO and Tool-Star has them.
+r"""Reward, equivalence and evaluation metrics of the released code of ARPO and Tool-Star.
 
 Token F1 for mathematics too, tags of tool results take part, a bonus for the mere text </search>
 and </python>. Source: reward rule, section 5 of the ARPO paper, and its released evaluation;

@@ -1,4 +1,4 @@
-"""The engine of a rollout worker: the controller's, over their link.
+"""The engine of a rollout worker: the controller's engine, over their link.
 
 The engine is a pool of servers: the controller grants slots on them, and the worker asks the
 servers itself.

@@ -1,4 +1,4 @@
-"""Environments in processes of their own: their host's end of the link, and the process's.
+"""Environments in separate processes: the host's end of the link, and the process's.
 
     EnvWorkers.make(task) --> WorkerEnv, an Env --Call--> EnvServer: the process with the fewest
                                   ^                        |            environments

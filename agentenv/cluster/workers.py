@@ -1,5 +1,5 @@
-"""The rollout workers of a run as the controller sees them: which worker grows which tree, and
-where a tree goes on when its worker is lost.
+"""The controller's view of its rollout workers: assignment of trees to workers, and reassignment
+after a worker is lost.
 
     rollout(task, index) --Grow--> the worker with the fewest trees
             ^                          | TreeFrame by TreeFrame: to the journal, and kept here

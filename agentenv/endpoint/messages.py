@@ -1,4 +1,4 @@
-"""Requests and replies in one form, whatever API they came by, and the errors of all of them.
+"""Requests and replies in one form for all APIs, and their errors.
 
 What a client sends is decoded here alone; every fault is an `ApiError` with a name.
 """

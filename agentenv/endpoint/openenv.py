@@ -1,4 +1,4 @@
-"""Our environments as a server of OpenEnv (1.x): sessions over WebSockets and JSON-RPC.
+"""Environments as an OpenEnv (1.x) server: sessions over WebSockets and JSON-RPC.
 
     /ws        {"type": "reset" | "step" | "state" | "mcp" | "close", "data": {..}}; a session each
     /mcp       JSON-RPC, by POST or as a WebSocket: tools/list, tools/call, openenv/session/create,

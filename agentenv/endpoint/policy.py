@@ -1,4 +1,4 @@
-"""The policy answers: where no run captures, calls are rendered, sampled and streamed here.
+"""Answers from the policy outside of a run: calls are rendered, sampled and streamed here.
 
 A message of the assistant that the client returns as it was served stands for the tokens that were
 sampled, so that a conversation goes on in the very tokens of a rollout; everything else is

@@ -1,4 +1,4 @@
-"""Episodes of environments by the ids of their sessions, for servers that offer them to others.
+"""Episodes of environments by session id, for servers of environments.
 
     sessions = Sessions(make_env, most=4096, idle_s=3600.0, timeout_s=600.0)
     (session,) = sessions.add(1)

@@ -1,4 +1,4 @@
-"""Chat messages in place of token ids, for endpoints that give no tokens.
+"""Chat messages instead of token ids, for endpoints without token access.
 
 Actor, env, tools and limits stay as they are: they see lists of ids, whose length counts. Here the
 first id of a piece of text names the piece and the others only fill its length in tokens: exact

@@ -1,5 +1,5 @@
-"""Engines over an OpenAI-compatible endpoint that is only asked: its keys, what both engines
-share, and the one that speaks in token ids (the one of chat messages: agentenv/engines/chat.py).
+"""Engines over an OpenAI-compatible endpoint, for inference only: their keys, their common base,
+and the engine for token ids (for chat messages: agentenv/engines/chat.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A deterministic engine for tests and dry runs: replies come from a function, not from a model.
+"""A deterministic engine for tests and dry runs: replies come from a function instead of a model.
 
 It honors the whole contract (streaming, stop strings, limits, versions, abort), so the rest of
 the system cannot tell. Under a virtual clock two runs with one seed are equal to the bit.

@@ -1,4 +1,4 @@
-"""Client of an SGLang server; SGLang itself is needed only on the other side of the connection.
+"""Client of an SGLang server; SGLang itself is only required on the server side.
 
 request_body, SGLangAnswer   one request as SGLang takes it, and its answer, read into chunks
 read_load                    load figures

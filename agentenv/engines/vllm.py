@@ -1,4 +1,4 @@
-"""Client of a vLLM server; vLLM itself is needed only on the other side of the connection.
+"""Client of a vLLM server; vLLM itself is only required on the server side.
 
 VLLMServer   POST /inference/v1/generate (stream) --> chunks --> PartEnd (remote/vllm_answer.py);
              cancelled or failed --> POST /inference/v1/abort_requests, at once; and the steps of a

@@ -1,4 +1,4 @@
-"""Does entropy after a tool result say where a fork is worth something?
+"""Does entropy after a tool result predict the value of a fork?
 
     python benchmarks/experiments/forks.py --out FILE.json [RUN ...]
                                 [--steps 0 3 6 12] [--questions 100] [--siblings 8]

@@ -1,4 +1,4 @@
-"""The keys of the Python interpreter, [python]: where model-written code runs, in which bounds."""
+"""The keys of the Python interpreter, [python]: location and limits of model-written code."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""How a zygote is started: the interpreter, what this machine allows, the command line that puts it
-into bubblewrap, and its settings."""
+"""Launch of a zygote: the interpreter, the capabilities of this machine, the bubblewrap command
+line, and its settings.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of the sandbox, as the host sees them: the zygote, and the sessions that it forks.
+"""The host's view of sandbox processes: the zygote and its sessions.
 
 Host and session speak length-prefixed JSON over a socket; what a session says is capped and never
 trusted.

@@ -1,4 +1,4 @@
-"""A program in a sandbox of its own, as the host sees it: start, limits, end, output, files.
+"""The host's view of a program in its own sandbox: start, limits, end, output, files.
 
 The sandbox is bubblewrap's: namespaces of processes, files and the network. The program sees a
 read-only system (/usr, the interpreter of this process, `read_only`), its own folder /home/agent,

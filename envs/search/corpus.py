@@ -1,4 +1,4 @@
-"""What searching is: queries, hits and backends; the rows of a corpus, and their words.
+"""The search interface: queries, hits and backends; the rows of a corpus, and their words.
 
 A corpus is a JSONL file of rows with id, title and text, or with id and contents as FlashRAG has
 them.

@@ -1,4 +1,4 @@
-"""The keys of search, [search]: where results come from, in which sizes, and how pages are read.
+"""The keys of search, [search]: sources and sizes of results, and reading of pages.
 
 A backend is a class with the methods of `corpus.Backend`; its keys are a struct beside the class,
 with `build` and `cache_name`, and one entry in `BACKENDS`.

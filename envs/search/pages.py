@@ -1,4 +1,4 @@
-"""Pages as text: which addresses may be opened, fetching, and reading.
+"""Web pages as text: allowed addresses, fetching, and extraction.
 
 A page is fetched directly or by Jina's reader; its text is cached.
 """

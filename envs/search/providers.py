@@ -1,4 +1,4 @@
-"""Backends that others serve over HTTP: web search providers, and retrievers with /retrieve.
+"""HTTP search backends: web search providers, and retrievers with /retrieve.
 
 Keys come from the environment only. A provider is a pair of pure functions, so that each can be
 read beside its documentation.

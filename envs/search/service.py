@@ -1,4 +1,4 @@
-"""Web search: the service that all episodes share, its tools, and summaries of pages by a model."""
+"""Web search: the shared service of all episodes, its tools, and page summaries by a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An HTTP service that others run: rate limit, retries, a break after many failures.
+"""Client of an external HTTP service: rate limit, retries, circuit breaker.
 
 429 and 5xx, broken connections and time-outs are failures of infrastructure: they are retried,
 then raised as InfraError, and never come back as a reply.

@@ -1,5 +1,5 @@
-"""The processes of a run: where its rollouts grow, in the controller or in rollout workers, and the
-setup that a worker is sent; and the models that `agentenv serve` starts.
+"""Keys of a run's processes: rollouts in the controller or in rollout workers, and the setup of a
+worker; and the models that `agentenv serve` starts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The keys of `agentenv evaluate`: named sets of questions, and how each is asked differently; and
-those of `agentenv synthesize`, an evaluation whose trajectories become training data.
+"""The keys of `agentenv evaluate`: named sets of questions with their own settings; and those of
+`agentenv synthesize`, which turns evaluated trajectories into training data.
 """
 
 from __future__ import annotations

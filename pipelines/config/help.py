@@ -1,5 +1,5 @@
-"""Every key of a configuration, with type, default and meaning, for people; and our names for keys
-of verl in a configuration that was refused.
+"""Help on configuration keys: type, default and meaning; and equivalents of verl's keys in a
+rejected configuration.
 """
 
 from __future__ import annotations

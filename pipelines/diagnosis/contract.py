@@ -1,5 +1,6 @@
-"""Whether the parts of a run keep their promises: policy, renderer, engine and learner agree;
-environments, tools and graders keep their contract; services answer."""
+"""Contract checks of a run's parts: policy, renderer, engine and learner agree; environments, tools
+and graders conform; services answer.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The doctor: all checks of this machine and of a configuration, one after the other; and those of
-the machine: versions, memory, disk, descriptors, sandbox, and whether a configuration fits it."""
+"""The doctor: runs all checks of a configuration and of this machine: versions, memory, disk,
+descriptors, sandbox, and whether the configuration fits.
+"""
 
 from __future__ import annotations
 

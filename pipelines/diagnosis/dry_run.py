@@ -1,5 +1,4 @@
-"""--dry-run: print what a run would be, read what is here of its data, and refuse what would not
-work. Nothing is started."""
+"""--dry-run: print the plan of a run, check its available data, and reject errors. Starts nothing."""
 
 from __future__ import annotations
 

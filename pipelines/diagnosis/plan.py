@@ -1,4 +1,4 @@
-"""The processes of a run, their GPUs, and what each GPU has to hold."""
+"""The processes of a run, their GPUs, and the memory needed on each GPU."""
 
 from __future__ import annotations
 

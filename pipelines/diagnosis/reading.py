@@ -1,4 +1,5 @@
-"""What a dry run reads: both ends of every data file that is here, a prompt and a gold of each set.
+"""Data checks of a dry run: both ends of every available data file, a prompt and a gold of each
+set.
 
 The checks are those of the run itself, as far as what they need is here. Nothing is started: the
 servers of roles have no address, the set-up is not run, and search has the shipped sample of

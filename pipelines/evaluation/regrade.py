@@ -1,4 +1,4 @@
-"""Grades the trajectories of a stored evaluation again, without generating.
+"""Regrades the trajectories of a stored evaluation, without generating.
 
 DIR/rows.jsonl is replaced at once, the former rows are kept in rows.before.jsonl; DIR/config.json
 gets the new grader, regrade.md lists the changes, and the report is written anew.

@@ -1,4 +1,4 @@
-"""Runs an evaluation into its directory, where stored trajectories are not asked again."""
+"""Runs an evaluation into its directory and skips stored trajectories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The directory of an evaluation, which any moment may cut off and the same command takes up.
+"""The directory of an evaluation, from which an interrupted evaluation resumes.
 
 DIR/config.json    the subject and the configuration; another evaluation is refused
 DIR/rows.jsonl     one EvalRow a line, written as each trajectory ends

@@ -1,6 +1,5 @@
-"""From trees to the batch of an update: which trees fill it, the credit of each, its fate (trained,
-filtered since all returns are equal and not counted, or failed), and warnings about a step that
-goes wrong without failing.
+"""The batch of an update: selection of trees, their credit, their fate (trained, filtered for equal
+returns, or failed), and warnings about steps that go wrong without failing.
 """
 
 from __future__ import annotations

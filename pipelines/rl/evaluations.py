@@ -1,4 +1,4 @@
-"""Evaluations of a training run: around its phases, after steps, or beside the training.
+"""Evaluations of a training run: between phases, after steps, or concurrent with training.
 
 RUN/eval/step-000040/           a whole evaluation, for `evaluate report`, `compare`, `regrade`
 RUN/eval/step-000040.partial/   an evaluation that goes on, or was cut off

@@ -1,4 +1,4 @@
-"""The parts of a training run: questions, environments, learner, engine, and what joins them."""
+"""The parts of a training run: questions, environments, learner, engine, and their wiring."""
 
 from __future__ import annotations
 

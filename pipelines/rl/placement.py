@@ -1,5 +1,5 @@
-"""Where the processes of a training run are: rollout workers on this machine, on a Ray cluster, or
-started by somebody else; on Ray, engine servers and learner ranks too.
+"""Placement of a training run's processes: rollout workers on this machine, on a Ray cluster, or
+started externally; on Ray also engine servers and learner ranks.
 """
 
 from __future__ import annotations

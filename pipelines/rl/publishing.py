@@ -1,5 +1,5 @@
-"""New weights from learner to engine: four ways to send them, whether both then agree, and who has
-the GPUs meanwhile.
+"""Publishing of new weights from learner to engine: four transports, the parity check, and the
+hand-over of shared GPUs.
 """
 
 from __future__ import annotations

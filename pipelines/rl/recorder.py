@@ -1,4 +1,4 @@
-"""The records of a run: seconds, metrics, trajectories, evaluations, and the report at its end."""
+"""The records of a run: timings, metrics, trajectories, evaluations, and the final report."""
 
 from __future__ import annotations
 

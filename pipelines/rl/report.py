@@ -1,5 +1,5 @@
-"""The figures of a training run: the row of metrics of each step, the lines and tables that people
-read, and the summary.
+"""Reporting of a training run: the metrics of each step, terminal lines and tables, and the
+summary.
 """
 
 from __future__ import annotations

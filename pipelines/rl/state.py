@@ -1,5 +1,4 @@
-"""The state of a run beside the learner's own, figures of evaluations among it, and how both are
-saved."""
+"""The state of a run besides the learner's, including evaluation results, and saving of both."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The arguments of every command, the keys that all runs have, and exit codes. An argument that is
-not UTF-8 is refused by name, before anything starts.
+not UTF-8 is rejected before anything starts.
 
 Python reads such bytes as lone surrogates, which no log, JSON or TOML can hold: a run would fail
 where it first writes one of them down.

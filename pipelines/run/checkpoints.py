@@ -1,5 +1,5 @@
-"""The checkpoints of a run: which there are, when one is due, that state and weights in it belong
-together, and that whatever ends the run is preceded by a last one.
+"""The checkpoints of a run: listing, schedule, consistency of state and weights, and the last
+checkpoint at any end of the run.
 
     async with saver.moving(): ...   weights and state go on to the next step together
     await saver.save()               to its end, however often it is cancelled

@@ -1,4 +1,4 @@
-"""Runtime control of a run: the requests of `agentenv ctl`, and the socket they arrive at.
+"""Runtime control of a run: the requests of `agentenv ctl`, and their socket.
 
     agentenv ctl  --a Request, a line of JSON-->  RUN/ctl/socket   the training process
                       <--a Reply, a line of JSON----

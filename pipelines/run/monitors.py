@@ -1,5 +1,5 @@
 """Monitors of a run, besides metrics.jsonl: TensorBoard, Weights & Biases, Trackio, OpenTelemetry,
-or one of your own.
+or a custom one.
 
 A monitor is a class with the three methods of `Monitor`; `make_monitors` makes those that the
 table [monitor] asks for. `Monitors` runs them in a thread of its own, so that nothing waits for

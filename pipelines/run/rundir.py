@@ -1,4 +1,4 @@
-"""The directory of a run: what is written where, and which checkpoints are kept.
+"""The directory of a run: its files, its lock, and its checkpoints.
 
 runs/NAME/config.json  run.log  servers/*.log  metrics.jsonl  summary.json  curve.png  samples.txt
           entropy.png  entropy.csv               by token position, at the start and after results

@@ -1,5 +1,5 @@
-"""The terminal: a live line or plain lines while a command goes on, tables, and how every command
-ends, with which exit code.
+"""The terminal: a live line or plain lines during a command, tables, and the end of every command
+with its exit code.
 """
 
 from __future__ import annotations

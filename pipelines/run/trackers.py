@@ -1,5 +1,5 @@
-"""Experiment trackers as monitors: Weights & Biases; Trackio, which takes the same calls; and any
-receiver of OpenTelemetry, to which metrics and spans go by OTLP.
+"""Experiment trackers as monitors: Weights & Biases; Trackio, which has the same API; and any
+OpenTelemetry receiver, for metrics and spans over OTLP.
 
     invoke_agent    one trajectory: question's kind, reward, how it ended
     +-- turn        one turn of it

@@ -1,5 +1,5 @@
-"""The watchdogs of a command: one names what holds up the event loop and lets Ctrl-C through, one
-names what rollouts wait for longer than expected.
+"""The watchdogs of a command: one reports code that blocks the event loop and lets Ctrl-C through,
+one reports waits of rollouts that are longer than expected.
 
 Everything of a run shares one loop. A tool that sleeps, or computes for seconds, holds up every
 rollout, and nothing on the loop can say so; a thread beside it can. It also counts signals (Ctrl-C,

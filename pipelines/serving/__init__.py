@@ -1,5 +1,5 @@
 """GPUs of this machine; command line and environment of an engine server: scale-out and dev routes,
-log-probs of the sampled distribution, and on the CPU its many traps.
+log-probs of the sampled distribution, and workarounds on the CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine servers of a run: their processes, and models beside the policy.
+"""The engine servers of a run: their processes, and auxiliary models.
 
 GPUs to servers, ports, logs in the run's directory, readiness with progress, restarts of servers
 that died, and no process left over, even after kill -9 of the run (agentenv/supervisor.py). Roles:

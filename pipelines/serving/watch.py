@@ -1,4 +1,4 @@
-"""Whether a server that a run has started waits for its own processors while its GPU idles.
+"""Detection of engine servers that are CPU-bound while their GPU idles.
 
 One process of a server reads and writes all requests, and one schedules all steps of its engine,
 each on one core. Small models, short turns and log-probs of many rivals can keep either busy while

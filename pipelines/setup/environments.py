@@ -1,4 +1,4 @@
-"""The environment that each question meets, in this process or in processes of its own.
+"""The environment of each question, in this process or in separate ones.
 
 Missing, invalid or unused parts of a configuration are rejected before
 anything starts.

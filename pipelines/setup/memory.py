@@ -1,5 +1,5 @@
-"""How much memory a learner rank and an engine server need on a GPU, counted, not measured; and the
-room for new weights on their way from the one to the other.
+"""Memory estimates of learner ranks and engine servers on a GPU, computed, not measured; and space
+for new weights in transfer between them.
 
 Bytes of P weights on each of R ranks, b bytes each (ZeRO: Rajbhandari 2020, figure 1; DeepSpeed's
 estimate_zero2/3_model_states_mem_needs are the same sums):

@@ -1,5 +1,6 @@
-"""The checks that every start makes, in the order of the list in `checks.py`: of the configuration,
-its files, the model and the parts."""
+"""The checks of every start, in the order of the list in `checks.py`: configuration, files, model
+and parts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training data in tokens: sequences to imitate, pairs to prefer one of, demonstrations.
+"""Tokenized training data: sequences, preference pairs, demonstrations.
 
 Rows are dialogues (`pipelines/supervised/dialogues.py`) or, for pairs, the results of rollouts:
 

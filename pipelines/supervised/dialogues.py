@@ -1,4 +1,4 @@
-"""Rows of dialogues into messages.
+"""Conversion of dialogue rows into messages.
 
     sharegpt   {"conversations": [{"from": "human", "value": ..}, {"from": "gpt", ..}], "system"}
     messages   {"messages": [{"role": "user", "content": ..}, ..], "tools"}, calls in "tool_calls"

@@ -1,4 +1,4 @@
-"""Conversations into token ids and masks, by the renderer that rolls out the same policy.
+"""Conversion of conversations into token ids and masks, by the renderer of rollouts.
 
     prompt      the system and user messages before the first answer: as the prompt of an episode
     answer      the policy's text, trained; then its end-of-turn token, unless a call of the

@@ -1,4 +1,4 @@
-"""One supervised run, whatever its objective: parts, order of rows, steps, checkpoints, curves.
+"""A supervised run with any objective: parts, order of rows, steps, checkpoints, curves.
 
 Each epoch has an order of its own, fixed by the seed; step n takes the next rows of that order, so
 a run that resumes after step n continues with the same rows, bit for bit.

@@ -1,4 +1,4 @@
-"""Samples the missing trajectories of a synthesis, by the actor and engines of evaluation."""
+"""Samples the missing trajectories of a synthesis, with the actor and engines of evaluation."""
 
 from __future__ import annotations
 

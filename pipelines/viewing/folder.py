@@ -1,5 +1,5 @@
-"""The viewed folder: a run, or an evaluation. Every picture of the page is an answer to
-a path, which the server gives as it is asked and an export writes down:
+"""The viewed folder: a run, or an evaluation. Every part of the page is an answer to a path, which
+the server computes on request and an export writes to files:
 
     run                           kind, state, list of contents
     state                         figures that change whenever there is more to see

@@ -1,4 +1,4 @@
-"""The page of a run or an evaluation: served over HTTP, or written down.
+"""The page of a run or an evaluation: served over HTTP, or exported.
 
 The server is for one person on this machine and listens on loopback. Whoever asks has to know the
 token of the address that was printed: the page is opened with it and gets a cookie for later

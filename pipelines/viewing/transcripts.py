@@ -1,4 +1,4 @@
-"""Trajectories in the formats of others: `agentenv export transcripts SOURCE OUT`.
+"""Trajectories in other formats: `agentenv export transcripts SOURCE OUT`.
 
 SOURCE is a run, of which the archived trees are taken, or the directory of an evaluation.
 """

@@ -1,5 +1,5 @@
-"""The common life of worker processes: each connects to its controller, is set up, and ends with
-that connection (agentenv/supervisor.py).
+"""Common life cycle of worker processes: connect to the controller, set up, end with the connection
+(agentenv/supervisor.py).
 """
 
 from __future__ import annotations

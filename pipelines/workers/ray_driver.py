@@ -1,4 +1,4 @@
-"""The one process of a run that talks to Ray: `python -m agentenv.pipelines.workers.ray_driver`,
+"""The process of a run that talks to Ray: `python -m agentenv.pipelines.workers.ray_driver`,
 which pipelines/workers/ray_placement.py starts.
 
 Each process gets a placement group of one bundle, on the node with the fewest of ours where there

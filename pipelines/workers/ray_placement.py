@@ -1,5 +1,5 @@
-"""A Ray cluster as the placement of processes. Ray places and starts them, and nothing more: they
-connect to this process by themselves, live in sessions of their own, and outlive Ray.
+"""A Ray cluster as the placement of processes. Ray only places and starts them: they connect to
+this process themselves, have their own sessions, and outlive Ray.
 
     RayPlacement --TCP--> pipelines/workers/ray_driver.py --Ray--> Holder, on a node --> process
         Place ---------------->                                   holds CPUs and GPUs, starts it

@@ -1,4 +1,4 @@
-"""The engine in this process. Reading its settings loads no torch."""
+"""Settings of the in-process engine; importing them does not load torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded engine: samples in this process with torch, in a thread beside the event loop.
+"""The embedded engine: samples in this process with torch, in a thread next to the event loop.
 
 generate() --Request--> queue of commands --> thread: Scheduler.step, step, step ...
     ^                                            |

@@ -1,4 +1,4 @@
-"""A server of a pool: the requests on it, how many it may hold, and how requests end.
+"""A server of a pool: its requests, its concurrency limit, and the outcomes of requests.
 
 Outcome         how the requests of a turn on one server ended, one of six
 Slot            one server as a turn sees it

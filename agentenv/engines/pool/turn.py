@@ -1,4 +1,4 @@
-"""A turn: its tokens, which one or more servers sample, and the requests for them.
+"""A turn: its tokens, sampled by one or more servers, and the requests for them.
 
 TurnEngine.generate --acquire--> Slot --request--> Outcome --release--> ...
     ^                                                 |

@@ -1,4 +1,4 @@
-"""Requests to an engine server behind HTTP, and how they end.
+"""Requests to an engine server over HTTP, and their outcomes.
 
 EnginePool (pool/pool.py)    which server, retries, continuation after a loss, concurrency, versions
     |

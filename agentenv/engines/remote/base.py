@@ -1,4 +1,4 @@
-"""The part that the clients of vLLM and SGLang share: connections, requests, labels of weights.
+"""Common base of the vLLM and SGLang clients: connections, requests, labels of weights.
 
 Changes of the weights themselves: weight_sync.py.
 """

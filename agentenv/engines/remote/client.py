@@ -1,4 +1,4 @@
-"""HTTP to one engine server: calls with deadlines, streams of events, errors one can read.
+"""HTTP client of one engine server: calls with deadlines, event streams, readable errors.
 
 no connection, deadline passed, 5xx -> ServerLostError: the request may be sent again
 connection aborted                  -> BrokenConnectionError: nothing is known of the server

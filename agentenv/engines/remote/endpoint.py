@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint: requests with retries, chat replies, a model that is asked.
+"""An OpenAI-compatible endpoint: requests with retries, chat replies, auxiliary models.
 
 408, 429, 5xx, a lost connection, no reply in time, a reply that is none   sent again
 any other status                                                           RefusedError at once

@@ -1,4 +1,4 @@
-"""What a vLLM or an SGLang server is and can do, found out before the first request."""
+"""Probes of a vLLM or SGLang server: its version and features, before the first request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request as vLLM takes it, and its stream, read into chunks and their end.
+"""A request in vLLM's format, and its stream, parsed into chunks and an outcome.
 
 A server with the plugin returns exact entropies in the ranks of its tokens. From any other server
 the client requests the top log-probs of a token where entropies are needed.

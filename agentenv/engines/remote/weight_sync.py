@@ -1,4 +1,4 @@
-"""Changes of the weights of a server behind HTTP, from a directory or by broadcast.
+"""Weight updates of a server over HTTP, from a directory or by broadcast.
 
 load_weights, receive (a broadcast):
     check --> pause --> change --> drop old prefixes --> name --> resume

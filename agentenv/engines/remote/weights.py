@@ -1,4 +1,4 @@
-"""Weights for engines: what a transfer says, and whether weights fit the model that is served.
+"""Weights for engines: metadata of a transfer, and a check that weights fit the served model.
 
     learner's rank 0 --join, send--+                        rank 0 sends, all others receive; a
                                    |  group of world_size   bucket is one tensor of bytes, in which

@@ -1,4 +1,4 @@
-"""What vLLM computes for agentenv in its engine and not in its API server, which is one core.
+"""The plugin that computes in vLLM's engine instead of its API server, which has one core.
 
 A general plugin: vLLM calls `register` in each of its processes where this folder is on PYTHONPATH.
 Then the rank of a sampled token holds the entropy of the distribution that it was sampled from
