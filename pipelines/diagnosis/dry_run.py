@@ -1,4 +1,4 @@
-"""--dry-run: print the plan of a run, check its available data, and reject errors. Starts nothing."""
+"""--dry-run: print the plan of a run, check its available data, reject errors; starts nothing."""
 
 from __future__ import annotations
 

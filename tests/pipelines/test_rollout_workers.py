@@ -43,7 +43,7 @@ from benchmarks.parts.chaos import (
     make_model,
     write_workspace,
 )
-from benchmarks.parts.mock_server import TOKEN_S, Replayed, MockServer
+from benchmarks.parts.mock_server import TOKEN_S, MockServer, Replayed
 from tests.support import forks
 from tests.support.runs import rows_of
 from tests.support.toy_rank import toy_ranks
