@@ -1,4 +1,4 @@
-"""Dialogues: an environment whose policy talks to a user, and simulated users.
+"""Dialogues: an environment in which the policy talks to a user, and simulated users.
 
     class DeskEnv(DialogueEnv):
         def __init__(self, task: Task) -> None:

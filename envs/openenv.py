@@ -1,4 +1,4 @@
-"""The environment `agentenv/OpenEnv-v0`: a server of OpenEnv (1.x), whatever it serves.
+"""The environment `agentenv/OpenEnv-v0`: a client of any OpenEnv (1.x) server.
 
     [env]
     id = "agentenv/OpenEnv-v0"

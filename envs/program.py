@@ -1,4 +1,4 @@
-"""A program that speaks to a chat API, as it is: each call that it makes is a turn of the policy.
+"""An unmodified program that uses a chat API: each of its calls is a turn of the policy.
 
 [env]
 id = "agentenv/Program-v0"

@@ -1,4 +1,4 @@
-"""Makes everything the quick start trains on: tokenizer, untrained model, tasks, demonstrations.
+"""Creates the inputs of the quick start: tokenizer, untrained model, tasks, demonstrations.
 
 All of it is generated on the spot from a seed; nothing is downloaded.
 """

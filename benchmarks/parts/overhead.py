@@ -1,4 +1,4 @@
-"""What the controller costs with thousands of rollouts in flight: CPU of an env step, lag, memory.
+"""Cost of the controller with thousands of rollouts in flight: CPU per env step, lag, memory.
 
     benchmarks/bench.py overhead [--workers N] --json -
 

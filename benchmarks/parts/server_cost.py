@@ -1,4 +1,4 @@
-"""What a token costs the API server of vLLM or SGLang, and its engine.
+"""Cost of a token in the API server of vLLM or SGLang, and in its engine.
 
 Requests are those of a run: with entropies and tags to stop at (ARPO), with either, and with
 neither, by the length of a turn. `rivals` and `strings` are requested as of a server without our

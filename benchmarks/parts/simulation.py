@@ -1,4 +1,4 @@
-"""A run as it would be with other settings: the real loop under the virtual clock, on an engine,
+"""Simulation of a run with other settings: the real loop under the virtual clock, on an engine,
 tools and a learner that take the time which a recorded run says they take.
 
     python benchmarks/bench.py simulate CONFIG [key=value ...] [--trace RUN]

@@ -1,4 +1,4 @@
-"""What our controller costs an env step, beside peers that are given the same work.
+"""Cost of the controller per env step, next to peers with the same work.
 
     python benchmarks/bench.py peers [--json FILE] [--only NAME ...] [--sizes N ...] [--rounds N]
 

@@ -1,4 +1,4 @@
-"""Graders of the user's own: a function in a file, run in killable workers.
+"""Custom graders: a function in a file, run in killable workers.
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...   # verl's
 async def grade(task, written, calls): ...                                         # ours

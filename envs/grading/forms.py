@@ -1,4 +1,4 @@
-r"""Answers of a set form: letters of a multiple choice, yes and no, values such as infinity, and
+r"""Answers of a fixed form: letters of a multiple choice, yes and no, values such as infinity, and
 lists: 1, 2 and 3; {1, 2}; (3, 4); x = 1 or x = -1; \pm 2.
 """
 

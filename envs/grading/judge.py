@@ -1,4 +1,4 @@
-"""An LLM as judge, behind any OpenAI-compatible server.
+"""An LLM judge on any OpenAI-compatible server.
 
 The judged text is written by a policy that is paid for a good verdict, so it is untrusted: it is
 cut, its special tokens are broken, it stands as one JSON string between marks that it cannot

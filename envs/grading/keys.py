@@ -1,4 +1,4 @@
-"""The keys of a grader, [grader]: which one compares answers, and how."""
+"""The keys of a grader, [grader]."""
 
 from __future__ import annotations
 

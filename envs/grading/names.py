@@ -1,4 +1,4 @@
-"""Names, phrases and places that are the same but for form."""
+"""Names, phrases and places that differ in form only."""
 
 from __future__ import annotations
 
