@@ -45,26 +45,25 @@ class Engine(Protocol):
     ) -> Completion:
         """Sample one turn.
 
-        `session` names the tree: requests of one session share prefixes, so they should meet the
-        same cache. `on_tokens` is called on the event loop with the tokens not yet reported each
-        time at least `stream_interval` of them are known, and never after generate has returned;
-        tokens of an incomplete last chunk appear only in the Completion. Entropies that cost an
-        engine time may be NaN but for the tokens of the first chunk. Where turns wait for a slot,
-        those of the smallest `order` go first: (1 for the first turn of a trajectory, else 0;
-        number of the tree in start order), so that a tree goes on while its prefixes are still in
-        the cache. While the turn waits the clock of its rollout stands still
-        (agentenv/deadline.py). Cancelling the call aborts the request. Raises EngineError for a
-        request the engine cannot serve (empty or too long prompt, ids outside the vocabulary,
-        max_tokens < 1), and EngineDeadError when the engine is gone for good.
+        `session` names the tree: requests of one session share prefixes, so that they should reach
+        the same cache. `on_tokens` is called on the event loop with the tokens not yet reported
+        each time at least `stream_interval` of them are known, and never after generate has
+        returned; tokens of an incomplete last chunk appear only in the Completion. Entropies that
+        cost an engine time may be NaN but for the tokens of the first chunk. Where turns wait for a
+        slot, those of the smallest `order` go first: (1 for the first turn of a trajectory, else 0;
+        number of the tree in start order), so that a tree continues while its prefixes are still in
+        the cache. The clock of a rollout stops while its turn waits (agentenv/deadline.py).
+        Cancelling the call aborts the request. Raises EngineError for a request the engine cannot
+        serve (empty or too long prompt, ids outside the vocabulary, max_tokens < 1), and
+        EngineDeadError when the engine is permanently lost.
         """
         ...
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
         """Replace the weights by those of a Hugging Face directory while requests are running.
-
-        Running requests keep their tokens and go on under the new weights, their version spans
-        say where. No new request meets a prefix cache of another version. Raises EngineError and
-        keeps the old weights and version if the directory does not fit.
+        Running requests keep their tokens and continue under the new weights, as their version
+        spans record. New requests never use a prefix cache of another version. Raises EngineError
+        and keeps the old weights and version if the directory does not fit.
         """
         ...
 
@@ -79,21 +78,23 @@ class Engine(Protocol):
 
 @runtime_checkable
 class SleepingEngine(Engine, Protocol):
-    """An engine that can give the memory of its device back for a while."""
+    """An engine that can temporarily release its device memory."""
 
     @property
     def outage_s(self) -> float:
-        """Seconds so far in which the engine could not sample, asleep or gone. They count for no
-        deadline of a rollout (agentenv/deadline.py)."""
+        """Seconds so far in which the engine could not sample, asleep or lost. They do not count
+        against deadlines of rollouts (agentenv/deadline.py).
+        """
         ...
 
     async def sleep(self) -> None:
-        """Give back cache and weights. Requests that run keep their tokens and go on after
-        `wake`, or after `load_weights`, which wakes it up too; so do those that come meanwhile."""
+        """Release cache and weights. Running requests keep their tokens and resume after `wake`, or
+        after `load_weights`, which also wakes the engine; so do requests that arrive meanwhile.
+        """
         ...
 
     async def wake(self) -> None:
-        """Serve again, with the weights from before the sleep. An engine that is awake stays so."""
+        """Serve again, with the weights from before the sleep. Idempotent."""
         ...
 
 
@@ -101,17 +102,17 @@ class ServerStarter(Protocol):
     """Starts engine servers for a run, and stops them with it."""
 
     async def start(self, served: Served, config: LaunchConfig, key: str) -> list[str]:
-        """URLs of the servers, which answer. `key` is the setting that errors name. Raises
+        """URLs of the ready servers. `key` is the setting for error messages. Raises
         ConfigError and EngineError."""
         ...
 
     def follow(self, added: Callable[[str], None], removed: Callable[[str], None]) -> None:
-        """Tell from now on which URLs come and go, of servers that may move."""
+        """Report added and removed URLs of servers that may move."""
         ...
 
 
 class EngineStart(Struct, frozen=True, kw_only=True):
-    """What an engine is started with: the engine serves `model` as `policy_version`, `stack` closes
+    """Arguments of an engine's start: the engine serves `model` as `policy_version`, `stack` closes
     it. With an `adapter`, the policy is that LoRA adapter on top of `model`. Servers that start
     beside the learner, on its GPUs, look at their memory once the file `gate` is there."""
 
@@ -139,17 +140,18 @@ class LocalModel(Struct, frozen=True):
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of an engine, tagged with the engine's name. Besides keys, an engine's
-    configuration answers what the rest of the system asks about the engine before it runs."""
+    """The keys of an engine, tagged with the engine's name. Besides keys, an engine's configuration
+    answers questions about the engine before it runs.
+    """
 
     max_model_len: Annotated[
         int,
         Meta(ge=0, description="most tokens of prompt and output; 0: the model's", extra=ESSENTIAL),
     ] = 0
 
-    has_weights: ClassVar[bool] = True  # False: it is only asked, whatever weights it has
+    has_weights: ClassVar[bool] = True  # False: inference only, with any weights
     is_exact: ClassVar[bool] = False  # its log-probs and entropies are those of the learner's model
-    can_sleep: ClassVar[bool] = False  # its memory can be given back while the learner works
+    can_sleep: ClassVar[bool] = False  # its memory can be released while the learner works
     can_map: ClassVar[bool] = False
     _reserved: ClassVar[int] = 0  # tokens of the context that are never filled
 
@@ -169,12 +171,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def runs_elsewhere(self) -> bool:
-        """Whether servers that run already are used."""
+        """Whether running servers are used."""
         return False
 
     @property
     def new_weights(self) -> Literal["directory", "adapter", "broadcast", "ipc"]:
-        """How new weights reach this engine."""
+        """Transport of new weights to this engine."""
         return "directory"
 
     @property
@@ -230,7 +232,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def check_context(limits: Limits, max_model_len: int) -> None:
-    """Refuse limits that the engine's context cannot hold."""
+    """Reject limits that exceed the engine's context."""
     needed = limits.max_prompt_tokens + limits.max_response_tokens
     if needed > max_model_len:
         raise ConfigError(
@@ -253,8 +255,9 @@ def check_request(
     max_model_len: int,
     min_temperature: float = MIN_TEMPERATURE,
 ) -> None:
-    """Raises EngineError for a request that a server would clamp, cut short, silently change or die
-    of."""
+    """Raises EngineError for a request that a server would clamp, truncate, silently change or
+    crash on.
+    """
     if not len(prompt):
         raise EngineError("the prompt is empty; it needs at least one token id")
     low, high = min(prompt), max(prompt)

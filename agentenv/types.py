@@ -13,7 +13,7 @@ SYSTEM_KEY = "system_prompt"  # of Task.metadata: the system prompt that a row b
 
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Budgets of one trajectory, and deadlines of what its coroutine awaits."""
+    """Budgets of one trajectory, and deadlines of its waits."""
 
     max_prompt_tokens: Annotated[
         int, Meta(ge=1, description="tokens of the rendered prompt", extra=ESSENTIAL)
@@ -115,20 +115,21 @@ Role = Literal["system", "user", "assistant", "tool"]
 Info = dict[str, Any]
 
 
-UNKNOWN_TOOL = "unknown"  # stands for whatever name a policy gives a tool that does not exist
+UNKNOWN_TOOL = "unknown"  # replaces any name of a tool that does not exist
 MALFORMED_CALL = "<malformed>"  # name of a call that cannot be read; arguments["problem"] says why
 
 
 class ToolCall(Struct, frozen=True):
-    """One call the policy asks for, e.g. ToolCall("search", {"query": "capital of Peru"})."""
+    """One tool call of the policy, e.g. ToolCall("search", {"query": "capital of Peru"})."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class Turn(Struct, frozen=True, omit_defaults=True):
-    """How a turn was sampled, for an environment that hands it on to a program: its thoughts, what
-    it says beside them and its calls, why it ended, and its tokens."""
+    """A sampled turn, for an environment that passes it to a program: its reasoning, its text
+    besides reasoning and calls, its finish reason, and its tokens.
+    """
 
     thoughts: str
     text: str
@@ -139,7 +140,7 @@ class Turn(Struct, frozen=True, omit_defaults=True):
 
 
 class Message(Struct, frozen=True, omit_defaults=True):
-    """What envs exchange with the policy; tokens exist only in the actor and its renderer.
+    """A message between envs and the policy; tokens exist only in the actor and its renderer.
 
     An assistant message keeps the text as the policy wrote it in `content` (tags included) and
     the calls parsed from it in `tool_calls`. A tool result has role "tool" and the tool's `name`.
@@ -157,7 +158,7 @@ Kind = Literal["retry", "parallel", "compaction", "sub_agent", "altered", "edite
 
 
 class NextTurn(Struct, frozen=True, omit_defaults=True):
-    """How the next turn begins, from an environment that hands on the calls of a program
+    """The start of the next turn, from an environment that relays the calls of a program
     (agentenv/endpoint), in `info["turn"]` of `reset` and `step`.
 
     By default it continues the previous turn, after the messages of the step. Otherwise `prompt`
@@ -190,7 +191,7 @@ class Task(Struct, frozen=True):
 
 
 class Limit(StrEnum):
-    """Limits of ours that end a trajectory as truncated. Units: tokens, turns, calls, seconds."""
+    """Limits that end a trajectory as truncated. Units: tokens, turns, calls, seconds."""
 
     TURN_TOKENS = "turn_tokens"
     RESPONSE_TOKENS = "response_tokens"
@@ -201,7 +202,8 @@ class Limit(StrEnum):
 
 
 class SamplingParams(Struct, frozen=True):
-    """How one turn is sampled. `stop` strings stay in the output; `seed` makes a turn repeatable.
+    """Sampling parameters of one turn. `stop` strings stay in the output; `seed` makes a turn
+    reproducible.
 
     temperature 0 is greedy. top_p 1, top_k -1 and min_p 0 switch truncation off, as training
     requires, and repetition_penalty 1 the penalty. In order: the penalty divides the positive
@@ -258,7 +260,7 @@ class Completion(Struct):
 
 
 class ToolResult(Struct, frozen=True):
-    """What a tool gives back: the text the policy reads, and facts for the metrics."""
+    """The result of a tool: the text for the policy, and info for the metrics."""
 
     text: str
     info: Info = field(default_factory=dict)
