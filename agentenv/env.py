@@ -400,7 +400,7 @@ async def start_grader(grader: Grader) -> None:
 async def graded(
     grader: Grader, task: Task, written: Sequence[Message], calls: Mapping[str, int]
 ) -> Grade:
-    """The grader's result. Raises GraderError, InfraError, and CrashError for a bug of the grader."""
+    """The grader's result. Raises GraderError, InfraError, and CrashError for its bugs."""
     who = f"the grader {type(grader).__name__}"
 
     async def grade() -> Grade:

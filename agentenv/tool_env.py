@@ -465,7 +465,7 @@ async def _called(tool: Tool, arguments: dict[str, Any], state: Any) -> ToolResu
 
 
 def _kept(found: Any) -> Any:
-    """The recorded part of a failed call: head and tail of long texts, also within dicts and lists."""
+    """The recorded part of a failed call: head and tail of long texts, also nested ones."""
     if isinstance(found, str) and len(found) > MAX_ERROR_CHARS:
         half = MAX_ERROR_CHARS // 2
         return f"{found[:half]}\n...\n{found[-half:]}"

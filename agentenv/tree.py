@@ -294,7 +294,7 @@ class TrajectoryTree(Struct):
                 yield Trajectory(self.history(leaf) if self.is_captured else self.path(leaf))
 
     def failures(self) -> list[Node]:
-        """The leaves ended by infrastructure failures: they are not trajectories and get no reward."""
+        """The leaves ended by infrastructure failures: not trajectories, without reward."""
         return [node for node in self.nodes if node.end == "failed"]
 
     @property
