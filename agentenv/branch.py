@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Branch:
-    """Where a trajectory stands: the tokens so far, what was counted, its env.
+    """State of a trajectory: its tokens so far, its counts, its env.
 
     `cursor` is the last node with an observation; `pending` an action below it without an
     observation so far, in the end the leaf. `clock` counts the seconds of work that the trajectory
@@ -258,8 +258,7 @@ class Branch:
 
 @contextmanager
 def as_program(*, is_one: bool = True) -> Iterator[None]:
-    """What a program asks for, and cannot be rendered, fails its own trajectory. Raises
-    EnvError."""
+    """A program's request that cannot be rendered fails its own trajectory. Raises EnvError."""
     try:
         yield
     except (ConfigError, CrashError, DataError) as error:
@@ -300,7 +299,7 @@ class OpenEnvs:
             return check_finish(found)
 
     async def step(self, env: Env, action: Message) -> StepResult:
-        """What the env answers. The tools have deadlines of their own."""
+        """The env's answer. Tools have their own deadlines."""
         result = await guarded(env.step(action), "the environment's step")
         return check_step(result)
 

@@ -43,12 +43,13 @@ ValueEnd = Callable[[str, int], int]  # where the value that begins there ends; 
 
 
 class MalformedCall(Exception):
-    """What is wrong with a call."""
+    """An invalid call."""
 
 
 class Markers(NamedTuple):
-    """What stands around a call, where the value in it ends, and what stands around a thought: None
-    where a style keeps its thoughts in messages of their own."""
+    """Markers around a call, the end of its value, and markers around a thought: None if a style
+    has thoughts in separate messages.
+    """
 
     opening: str
     closing: str
@@ -57,7 +58,7 @@ class Markers(NamedTuple):
 
 
 def after_thoughts(text: str) -> str:
-    """What follows the last thought of a text without calls; nothing while one is still open."""
+    """The text after the last thought of a turn without calls; empty while a thought is open."""
     after = text.rpartition(THOUGHT_CLOSE)[2]
     return "" if THOUGHT_OPEN in after else after
 
@@ -165,7 +166,7 @@ def hermes_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, 
 
 
 def llama_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
-    """The one call that a turn is behind its thoughts, or none."""
+    """The single call that follows the thoughts of a turn, or none."""
     body = text.strip()
     markers = Markers(PYTHON_TAG, "", json_end)
     while not _is_llama_call(body) and (end := thought_end(body, 0, markers)) >= 0:

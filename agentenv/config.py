@@ -89,7 +89,7 @@ def read_toml(path: Path) -> Tree:
 
 
 def _meant(path: Path) -> str:
-    """What may have been meant by a path that leads nowhere."""
+    """A suggestion for a path that does not exist."""
     if "=" in path.name:
         return "; the file comes first, then key.sub=value"
     try:
@@ -115,8 +115,9 @@ def override_kinds(
 def leave_out_old_kinds(
     config_type: type[T], raw: Tree, before: Tree, named: set[str], say: Say | None = None
 ) -> None:
-    """Where a part of `raw` is of another kind than in `before`, take the keys out that only the
-    old kind has, but for those in `named`; `say` gets a line for each that was set."""
+    """If a part of `raw` is of a different kind than in `before`, remove the keys that only the old
+    kind has, but for those in `named`; `say` gets a line for each that was set.
+    """
     for line in _leave_out_old_kinds(raw, before, named, type_info(config_type), ""):
         (say or logger.warning)(line)
 
@@ -222,7 +223,7 @@ def to_plain(config: msgspec.Struct) -> Tree:
 
 
 def changes(before: Any, after: Any, path: str = "") -> Iterator[str]:
-    """What differs between two plain configurations, as "key: old -> new"."""
+    """Differences of two plain configurations, as "key: old -> new"."""
     if not isinstance(before, dict) or not isinstance(after, dict):
         if before != after:
             yield f"{path}: {before!r} -> {after!r}"
@@ -354,7 +355,7 @@ def _check_keys(raw: Tree, kind: mi.Type, source: str) -> None:
 
 
 def _hint(kind: mi.Type, path: str, key: str, struct: mi.StructType) -> str:
-    """What may have been meant by a key that a table of this struct does not have."""
+    """A suggestion for an unknown key of a table of this struct."""
     field = f"{path}.{struct.tag_field}"
     kinds = struct_types(_type_at(kind, path)) if path else []
     having = [repr(one.tag) for one in kinds if key in {part.encode_name for part in one.fields}]
@@ -452,7 +453,9 @@ def _chosen(raw: Tree, kind: mi.Type, path: str, source: str) -> mi.StructType |
 
 
 def registry_at(config_type: type[msgspec.Struct], key: str) -> Registry[Any] | None:
-    """Of the parts that a table of a configuration chooses from; None: it does not choose."""
+    """The registry of parts from which a table of a configuration chooses; None: it does not
+    choose.
+    """
     return registry_of(_type_at(type_info(config_type), key))
 
 

@@ -362,7 +362,7 @@ class PromptFitter:
         return kept
 
     def _report_not_begun(self, num_tasks: int) -> None:
-        """What would fail when it is rolled out, if it fails again."""
+        """Tasks that would fail in a rollout, if they fail again."""
         if self._not_begun:
             task_id, problem = next(iter(self._not_begun.items()))
             self.say(

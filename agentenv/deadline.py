@@ -68,7 +68,7 @@ class WorkClock:
         return self._loop_time()
 
     def at(self, now: float) -> float:
-        """What it shows at this time of the loop."""
+        """The reading at this time of the loop."""
         return self._elapsed_s + (now - self._since if self._count > 0 else 0.0)
 
     def go(self) -> None:
@@ -91,7 +91,7 @@ class WorkClock:
         self.since = self._now()
 
     def marks(self, now: float) -> tuple[float, float]:
-        """Where it stands at this time of the loop, and the one that it is inside of."""
+        """The reading at this loop time, and the outer clock's."""
         return self.at(now), 0.0 if self._outer is None else self._outer.at(now)
 
     def lose(self, seconds: float) -> None:
@@ -100,8 +100,7 @@ class WorkClock:
         self.give_back((at - seconds, outer - seconds))
 
     def give_back(self, marks: tuple[float, float]) -> None:
-        """What was worked since then is lost and does not count. Of the outer clock, what others
-        have given back of the same time counts once."""
+        """Discard the work since then. On the outer clock, shared time counts once."""
         self._elapsed_s -= max(0.0, self() - marks[0])
         if self._outer is not None:
             self._outer._elapsed_s -= max(0.0, self._outer() - marks[1])
@@ -183,7 +182,7 @@ class Work:
         self.begin()
 
     def begin(self) -> None:
-        """What was worked so far is not lost any more."""
+        """Keep the work so far."""
         if self._clock is not None:
             self._clock.since = now = self._clock._now()
             self._marks = self._clock.marks(now)
@@ -235,7 +234,7 @@ class doubting:
 
 
 class waiting:
-    """What is awaited inside is no work; see Wait."""
+    """Waits inside do not count as work; see Wait."""
 
     __slots__ = ("_doing", "_wait")
 
@@ -297,7 +296,7 @@ _timers: Timers | None = None  # of the loop that set an alarm last
 
 
 class _Timed:
-    """What happens as soon as `clock()` has passed `when`; see `ring`."""
+    """A callback as soon as `clock()` has passed `when`; see `ring`."""
 
     __slots__ = ("_clock", "_when", "look_at", "span", "timer")
 
@@ -420,7 +419,7 @@ async def within(seconds: float, what: str, work: Awaitable[T]) -> T:
 
 
 def end(waited_for: asyncio.Future[None], work: object = None) -> None:
-    """What somebody waits for has ended, however often that is said."""
+    """The awaited event happened; idempotent."""
     if not waited_for.done():
         waited_for.set_result(None)
 

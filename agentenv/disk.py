@@ -82,8 +82,7 @@ def removing(*paths: Path) -> Iterator[None]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """What the system says of a file that is written inside, such as that the disk is full, says
-    which file it was."""
+    """Errors of the system on writing a file inside, such as a full disk, name the file."""
     try:
         yield
     except OSError as error:

@@ -133,8 +133,7 @@ class WorkerError(AgentEnvError):
 
 
 class StallError(AgentEnvError):
-    """What a thread waits for, a disk most often, gave no answer within a time that is far longer
-    than it needs."""
+    """A blocking call of a thread, usually on a disk, did not finish within a generous time."""
 
 
 class ForeignError(AgentEnvError):

@@ -142,7 +142,7 @@ MAX_TEXTS = 100  # counted separately; all others are counted by kind
 NUM_NAMED = 3  # in the error that ends a run
 NUM_SHOWN = 10  # on the terminal at the end
 
-# What differs between two failures of one cause: numbers, addresses, digests.
+# Parts that differ between failures of one cause: numbers, addresses, digests.
 _VARIES = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-f]{8,}(?:-[0-9a-f]{4,})*\b|\d+(?:[.,:]\d+)*")
 
 logger = logging.getLogger(__name__)

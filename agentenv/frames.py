@@ -57,7 +57,7 @@ class JournalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class ArchiveConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run keeps of the trees that it took."""
+    """The archive of the trees of a run."""
 
     max_gb: Annotated[
         float,
@@ -98,7 +98,7 @@ def frames_of(data: bytes | mmap) -> Iterator[tuple[int, int, bool]]:
 
 
 def read_frame(file: BinaryIO) -> bytes | None:
-    """What the next frame holds; None where there is none that is whole."""
+    """The content of the next frame; None if there is no complete one."""
     size, checksum = _read_head(file)
     data = file.read(size)
     return data if len(data) == size and zlib.crc32(data) == checksum else None
@@ -184,7 +184,7 @@ class Asked(Struct, array_like=True, frozen=True):
 
 
 class Grown(Struct, array_like=True, frozen=True, tag=2):
-    """What happened in one go."""
+    """A batch of events."""
 
     tree: int
     opened: list[OpenBranch]
@@ -274,7 +274,7 @@ class Packed(NamedTuple):
 
 
 class Sink(Protocol):
-    """Where the record of a tree writes: a journal, or the link to one."""
+    """The target of a tree's record: a journal, or the link to one."""
 
     @property
     def settings(self) -> str: ...
@@ -291,7 +291,7 @@ class Sink(Protocol):
 
 
 class Place(NamedTuple):
-    """Where a frame lies."""
+    """Position of a frame."""
 
     path: Path
     offset: int  # of its payload
@@ -356,13 +356,13 @@ def pack_recorded(recorded: Recorded) -> bytes:
 
 
 def unpack_recorded(data: bytes) -> Recorded:
-    """What `pack_recorded` packed."""
+    """The inverse of `pack_recorded`."""
     found = _RECORDED.decode(data)
     return Recorded(found.tree, False, found.branches, dict(found.stops))
 
 
 def assembled(began: Began, rest: Sequence[Frame], task: Task) -> Recorded | None:
-    """What these frames leave of a tree, if nothing is missing between them."""
+    """The tree of these frames, if none is missing between them."""
     frames = [frame for frame in rest if isinstance(frame, Grown | Finished)]
     if not frames or len(frames) < len(rest) or not _is_chain([began, *frames]):
         return None

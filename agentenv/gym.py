@@ -244,7 +244,7 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
 
 
 class _Protocol(NamedTuple):
-    """How calls are read, and what stands around a tool result."""
+    """The parser of calls, and the markers around a tool result."""
 
     parse: Parser
     opening: str
@@ -398,7 +398,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
         return self._within(_as_step(env.start(seed, options)))
 
     async def _within(self, step: Coroutine[Any, Any, Step]) -> Step:
-        """What the step gives, or a truncated end that says what went wrong."""
+        """The result of the step, or a truncated end with the error."""
         async with self._places:
             try:
                 late = AgentEnvError(f"no answer within {self._timeout_s:g} s")

@@ -60,8 +60,9 @@ _CONNECTION = {  # of them: no answer, or half of one
 def status_error(
     status: int, text: str = "", headers: Mapping[str, str] | None = None
 ) -> ToolError | InfraError:
-    """What an answer with this status, which is none of 2xx, means to a tool. `text` is its body,
-    which the policy reads of a ToolError."""
+    """The error of a tool for this status, other than 2xx. `text` is the body, which the policy
+    reads in a ToolError.
+    """
     said = _reason(text)[:MAX_REASON_CHARS]
     if status in BUSY or status >= 500:
         wanted_s = retry_after_s(headers or {}) or 0.0
@@ -70,7 +71,7 @@ def status_error(
 
 
 def meaning(error: BaseException) -> AgentEnvError | None:
-    """What an error of an HTTP library means to a tool; None for other errors."""
+    """The error of a tool for an error of an HTTP library; None for other errors."""
     if type(error).__module__.partition(".")[0] not in _LIBRARIES:
         return None
     response = getattr(error, "response", None)
@@ -272,7 +273,7 @@ class HttpClient:
 
 
 class _Session:
-    """What the episodes of one loop share: connections, and the token of a login."""
+    """Shared state of the episodes of one loop: connections, and the token of a login."""
 
     def __init__(self, client: HttpClient) -> None:
         import aiohttp

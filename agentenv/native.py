@@ -277,7 +277,7 @@ class NativeRenderer(TextCodec):
         return calls != _SAMPLE_CALLS
 
     def _sampled(self, calls: Sequence[ToolCall], as_text: bool, said: str = "") -> str:
-        """What the policy would have sampled of a turn that makes these calls."""
+        """The tokens that the policy would have sampled for a turn with these calls."""
         results = [
             {"role": "tool", "name": call.name, "tool_call_id": _call_id(n), "content": _result(n)}
             for n, call in enumerate(calls)
@@ -309,7 +309,7 @@ class NativeRenderer(TextCodec):
         return text[:place], text[place - size :]
 
     def _check_appends(self) -> None:
-        """What was written must stay when messages are added."""
+        """Appending messages must not change earlier text."""
         chat: list[dict[str, Any]] = [_QUESTION]
         self._must_start(self._try(chat, generation=True), self._try(chat), "the answer's header")
         shorter = self._try(chat)
@@ -367,7 +367,7 @@ class NativeRenderer(TextCodec):
         return [*frames, rest], quoted
 
     def _not_read(self, style: str, written: str, parsers: dict[str, Parser]) -> ConfigError:
-        """What the template writes for a call, and what came back."""
+        """The text of the template for a call, and the parsed result."""
         if style == "auto":
             came = f"which none of the styles {sorted(parsers)} reads as that call"
             return self._refusal(f"writes a call as {written[-600:]!r}, {came}")

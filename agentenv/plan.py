@@ -25,8 +25,10 @@ Place = tuple[Node, int]
 
 
 class RolloutPlan(Protocol):
-    """What the actor asks. `group_size` trajectories are wanted per task; `fork_window` is the
-    number of tokens after a tool result that `on_fork_point` wants to see, 0 for never."""
+    """The interface of plans for the actor. `group_size` trajectories are wanted per task;
+    `fork_window` is the number of tokens after a tool result that `on_fork_point` wants to see, 0
+    for never.
+    """
 
     @property
     def group_size(self) -> int: ...

@@ -34,8 +34,9 @@ TAG = "name"  # the key of a table that names its part
 
 
 def loaded(path: str) -> Any:
-    """What 'module' or 'module:name' names, imported. Raises ConfigError with what is wrong, also
-    with the module itself."""
+    """The import of 'module' or 'module:name'. Raises ConfigError with the cause, also of errors
+    within the module.
+    """
     module, _, name = path.partition(":")
     try:
         found = _imported(module)
@@ -99,7 +100,7 @@ def not_one_of(name: object, known: Sequence[str], other: str = "") -> str:
 
 
 class _Instances(type):
-    """What msgspec asks for after a part was read: whether the part is of that kind."""
+    """The check of msgspec after reading a part: whether the part is of that kind."""
 
     registry: Registry[Any]
 

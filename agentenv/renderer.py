@@ -336,8 +336,9 @@ class TextCodec:
         return decoder(self.tokenizer)
 
     def written(self, completion: Completion, prefix_ids: Sequence[int]) -> str:
-        """What a turn says: without its end-of-sequence token, with the <think> that the prompt
-        may have opened for it."""
+        """The text of a turn: without its end-of-sequence token, with the <think> that the prompt
+        may have opened.
+        """
         ids = completion.token_ids
         if ids and completion.stop is None and ids[-1] in self.eos_ids:
             ids = ids[:-1]

@@ -37,10 +37,8 @@ Overlong = Literal["error", "skip", "cut"]
 
 
 class ColumnsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a row keeps what a task needs; a dot goes into an object (`extra_info.question`).
-
-    An empty name means the known ones, in the order of `agentenv/rows.py`. A column that is
-    named here must be in every row.
+    """Columns of a row; a dot accesses an object (`extra_info.question`). An empty name means the
+    known ones, in the order of `agentenv/rows.py`. A column that is set here must be in every row.
     """
 
     question: Annotated[str, Meta(description="column of the question, or of a chat prompt")] = ""
@@ -63,7 +61,7 @@ class ColumnsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class RowsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How rows become tasks, and what happens to those that cannot."""
+    """Conversion of rows into tasks, and the handling of invalid rows."""
 
     columns: ColumnsConfig = ColumnsConfig()
     env_by: Annotated[
@@ -97,7 +95,7 @@ class RowsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class CurriculumConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which questions are drawn more often, by the success of their latest trees."""
+    """Weights of questions, by the success of their latest trees."""
 
     prefer: Annotated[
         Literal["half", "easy", "hard"],

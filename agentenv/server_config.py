@@ -29,7 +29,7 @@ MAX_SHARE = 0.9  # of a GPU's memory, for servers beside the CUDA contexts of ot
 
 
 class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one server is started."""
+    """Start settings of one server."""
 
     gpus: Annotated[
         list[int],
@@ -207,7 +207,7 @@ class Served(Struct, frozen=True):
 
 
 class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a pool treats its servers and the requests on them."""
+    """Settings of a pool for its servers and their requests."""
 
     # Not keys: nobody had a reason to set them.
     poll_interval_s: ClassVar[float] = 1.0  # between two looks at a server's health and load

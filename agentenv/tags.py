@@ -86,8 +86,7 @@ def tag_calls(text: str, tools: Sequence[ToolSchema]) -> tuple[ToolCall, ...]:
 
 
 def written_arguments(arguments: Mapping[str, Any], tool: ToolSchema | None) -> str:
-    """What stands between the tags in a call with these arguments; `tool` is its schema, if it is
-    known."""
+    """The text between the tags of a call with these arguments; `tool` is its schema, if known."""
     if takes_object(tool) if tool is not None else len(arguments) > 1:
         return json.dumps(dict(arguments), ensure_ascii=False).replace("</", "<\\/")
     value = next(iter(arguments.values()), "")

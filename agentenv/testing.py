@@ -407,6 +407,6 @@ class Leftovers(NamedTuple):
         return last
 
     def beyond(self, before: Leftovers) -> str:
-        """What there is more of than before, in words; "" for nothing."""
+        """Resources that increased, as text; "" for none."""
         found = zip(("asyncio tasks", "file descriptors", "processes"), self, before, strict=True)
         return ", ".join(f"{now - then} {what} left" for what, now, then in found if now > then)

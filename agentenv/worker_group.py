@@ -93,7 +93,7 @@ class WorkerSpec(NamedTuple):
 
     @property
     def least(self) -> int:
-        """How many must be there at the start."""
+        """Minimum number at the start."""
         return self.num if self.min_num is None else self.min_num
 
     def key(self, name: str) -> str:

@@ -46,7 +46,7 @@ Function = Callable[[Task, Sequence[Message]], Reply | Awaitable[Reply]]
 
 
 class User(Protocol):
-    """Who answers the policy. One object serves all episodes, also at the same time."""
+    """The user of a dialogue. One object serves all episodes concurrently."""
 
     async def reply(self, task: Task, dialogue: Sequence[Message]) -> Reply:
         """The next message; None: the user leaves, and the episode is graded.

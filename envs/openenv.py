@@ -187,7 +187,7 @@ class OpenEnvTool(StatelessTool):
 
 
 class Server:
-    """What the sessions of a server share, and the source of their tools."""
+    """Shared state of a server's sessions, and the source of their tools."""
 
     http: ClientSession  # once there are tools
 
@@ -381,8 +381,7 @@ def _messages(observation: Json) -> list[Message]:
 
 
 def _shown(observation: Json) -> str:
-    """What the policy reads: a text as it is, else JSON. Raises ToolError for a call that
-    failed."""
+    """The result for the policy: a text verbatim, else JSON. Raises ToolError for a failed call."""
     if failure := "tool_name" in observation and observation.get("error"):
         raise ToolError(str(failure.get("message")))
     if "tool_name" in observation:

@@ -62,7 +62,7 @@ Json = dict[str, Any]
 
 _COLUMN = re.compile(r"\{(\w+)\}")
 
-# What differs from one run of a program to the next by chance, in the JSON of its calls.
+# Random differences between runs of a program, in the JSON of its calls.
 NORMALIZERS: dict[str, str] = {
     "uuid": r"\b[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}\b",
     "time": r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?",
@@ -83,7 +83,7 @@ class ProgramDiedError(CrashError):
 
 
 class ProgramConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the program is, where it runs, and how its episode is graded. {NAME} in the texts of
+    """The program, its sandbox, and the grading of its episode. {NAME} in the texts of
     command, folder, files and variables stands for the question, a column of the row, or a variable
     of the endpoint, such as {OPENAI_BASE_URL}."""
 
@@ -160,7 +160,7 @@ class ProgramConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class ProgramResult(Struct, frozen=True):
-    """What a function that grades may look at: `messages` of the policy, how the program ended,
+    """Input of a grading function: `messages` of the policy, how the program ended,
     what it posted, and its files."""
 
     messages: tuple[Message, ...]
@@ -174,7 +174,7 @@ class ProgramResult(Struct, frozen=True):
 
 
 class Replays:
-    """How often replays were exact, of all episodes with these keys."""
+    """Share of exact replays, over all episodes with these keys."""
 
     def __init__(self, least: float) -> None:
         self.least = least
@@ -472,7 +472,7 @@ def program_config(values: Mapping[str, Any] | ProgramConfig) -> ProgramConfig:
 
 
 def _described(ended: Ended) -> str:
-    """How it ended, with the end of its output."""
+    """Its outcome, with the end of its output."""
     said = ended.output.strip()[-MAX_SHOWN:]
     return f"{ended.text}; its output: {said or 'none'}"
 

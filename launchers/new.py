@@ -85,7 +85,7 @@ def make_folder(name: str, parent: Path) -> Path:
 
 
 def next_commands(name: str, parent: Path) -> Iterator[str]:
-    """What to type after it, from the folder that the environment lies in."""
+    """The next commands, from the parent folder of the environment."""
     if parent.resolve() != Path.cwd():
         yield f"cd {shlex.quote(str(parent))}"
     train = f"agentenv train {name}/train.toml"

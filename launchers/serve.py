@@ -177,7 +177,7 @@ class PolicyAssembly(Assembly[PolicyConfig]):
         return await self.own_model(str(self.subject.model))
 
     async def handler(self) -> PolicyHandler:
-        """What answers, with its engine started."""
+        """The endpoint's handler, with its engine started."""
         from agentenv.endpoint.policy import PolicyHandler
         from agentenv.engine import EngineStart
 

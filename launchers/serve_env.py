@@ -50,7 +50,7 @@ from agentenv.types import Limits
 
 
 class ServeEnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `agentenv serve-env` reads; of a run, all but the last keys come from the run."""
+    """The keys of `agentenv serve-env`; for a run, all but the last come from the run."""
 
     env: EnvConfig
     data: DataConfig

@@ -55,7 +55,7 @@ class Band(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError("algorithm: a band of ratios must contain 1: low < 1 < high")
 
     def holds(self, ratio: Floats) -> NDArray[np.bool_]:
-        """Which of the ratios are trusted."""
+        """Mask of the trusted ratios."""
         return (ratio >= self.low) & (ratio <= self.high)
 
 
@@ -260,13 +260,13 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     @property
     def credit_sharing(self) -> Sharing:
-        """How shared tokens get their advantage."""
+        """Advantages of shared tokens."""
         return "soft"
 
     # rollout and credit
 
     def plan(self, vocab_size: int) -> RolloutPlan:
-        """How a rollout of one question grows; vocab_size normalizes entropies."""
+        """The rollout plan of one question; vocab_size normalizes entropies."""
         return Independent(self.group_size)
 
     def advantages(self, returns: Floats) -> Floats:

@@ -90,7 +90,7 @@ def _our_settings(config: LearnerConfig) -> Settings:
     return settings
 
 
-# Where each of our values comes from, for the text of a contradiction.
+# The key of each of the learner's values, for error messages.
 KEYS = {
     ("zero_optimization", "stage"): "learner.zero_stage",
     ("zero_optimization", "offload_optimizer", "device"): "learner.offload",

@@ -32,7 +32,7 @@ Agreement = Literal["exact", "close", "unknown"]
 
 
 class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the learner's ranks run and how an update is cut into optimizer steps."""
+    """Keys of the learner's ranks and of the optimizer steps of an update."""
 
     backend: Annotated[
         Literal["deepspeed", "torch"],

@@ -99,7 +99,7 @@ class RankLink:
         self._link.abort()
 
     def state(self) -> str:
-        """What the system says about a process that does not answer."""
+        """The system's state of a process that does not answer."""
         if not self.is_here:
             return f"process {self.pid} on {self.host}"
         with contextlib.suppress(psutil.Error):
@@ -164,7 +164,7 @@ class RankGroup:
 
     @property
     def store(self) -> str:
-        """Where the ranks meet; see `Hello`."""
+        """Rendezvous of the ranks; see `Hello`."""
         return self._links[0].store
 
     async def start(self, timeout_s: float) -> None:
@@ -364,12 +364,12 @@ class RankGroup:
         return problem
 
     def _usual_s(self, name: str) -> float | None:
-        """How long the command takes, in seconds; None: it was never answered."""
+        """Usual duration of the command, in seconds; None: never answered."""
         seconds = self._seconds.get(name)
         return median(seconds) if seconds else None
 
     def _silent_s(self, name: str) -> float:
-        """How long the command may take before silent ranks are reported."""
+        """Time of the command after which silent ranks are reported."""
         usual_s = self._usual_s(name)
         return max(LEAST_SILENT_S, SILENT * (FIRST_S if usual_s is None else usual_s))
 

@@ -60,7 +60,7 @@ LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 
 class Position(Struct, frozen=True):
-    """Which of the ranks this process is, and which of those on its machine."""
+    """The rank of this process, overall and on its machine."""
 
     rank: int
     num_ranks: int

@@ -68,7 +68,7 @@ class RefinerConfig(HelperConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class AssistConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which helpers an evaluation has; the table [assist]."""
+    """The helpers of an evaluation; the table [assist]."""
 
     debugger: Annotated[DebuggerConfig | None, Meta(description="the code debugger")] = None
     backtracer: Annotated[BacktracerConfig | None, Meta(description="the tool-use backtracer")] = (

@@ -292,7 +292,7 @@ def test_a_tree_that_kills_its_workers_is_given_up_and_no_other_one(
         while not rollouts[2].done():
             where = cluster.workers.places()[2].worker
             await asyncio.sleep(kills_after_s)
-            if any("is given up" in text for text in cluster.told):
+            if any("is abandoned" in text for text in cluster.told):
                 break
             if where:
                 num_killed += 1

@@ -144,7 +144,7 @@ def test_a_tree_that_is_given_up_kills_no_worker_any_more(
     found, cluster = run_virtual(main())
     # the first ones may have told how the tree begins, which is further than before
     assert TRIALS <= cluster.num_killed <= TRIALS + 2
-    assert len([text for text in cluster.told if "is given up" in text]) == 1
+    assert len([text for text in cluster.told if "is abandoned" in text]) == 1
     for index in (0, 1, 3):
         assert grown(found[index]) == grown(alone(index, **keys))
     leaves = found[KILLER].leaves()

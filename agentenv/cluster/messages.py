@@ -151,8 +151,7 @@ Asked = Grow | Drop | Steer | GiveUp | Look | Over | OfTurn | OfPlace
 
 
 class TreeFrame(Struct, array_like=True, frozen=True, tag=1):
-    """What happened to a tree: one frame of the journal with its head, and the tag of its
-    content."""
+    """An event of a tree: one frame of the journal with its head, and the tag of its content."""
 
     number: int
     tag: int
@@ -245,7 +244,7 @@ class Leaving(Struct, array_like=True, frozen=True, tag=10):
 
 
 class Looked(Struct, array_like=True, frozen=True, tag=11):
-    """What the live branches of a tree await."""
+    """Waits of the live branches of a tree."""
 
     number: int
     branches: list[BranchNow]

@@ -98,7 +98,7 @@ class Placed(NamedTuple):
 
 
 def _rest(worker: _Worker) -> str:
-    """Where the trees of a lost worker go."""
+    """Destination of the trees of a lost worker."""
     moved = sorted(growing.index for growing in worker.trees.values())
     shown = ", ".join(map(str, moved[:NUM_SHOWN]))
     more = f" and {len(moved) - NUM_SHOWN} more" if len(moved) > NUM_SHOWN else ""
@@ -444,7 +444,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         return next((one for one in self._wanted() if one.index == index), None)
 
     def places(self) -> dict[int, Placed]:
-        """Where each tree grows, by index."""
+        """The worker of each tree, by index."""
         waiting = [*self._homeless, *self._held_back]
         found = {one.index: Placed("", one.since) for one in waiting}
         for worker in self.workers.values():
@@ -456,7 +456,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
 
     @property
     def num_open_envs(self) -> int:
-        """Of all workers, by their last figures."""
+        """Totals of all workers, from their last figures."""
         return sum(one.figures.num_open_envs for one in self.workers.values())
 
     def figures(self) -> list[Figures]:
@@ -464,7 +464,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         return [one.figures for one in self.workers.values()]
 
     def stats(self) -> dict[str, float]:
-        """Of the workers together, and of each by name."""
+        """Totals of the workers, and of each by name."""
         found: dict[str, float] = {
             "up": len(self.workers),
             "lost": self.num_lost,

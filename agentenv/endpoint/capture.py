@@ -208,7 +208,7 @@ class Session:
         self._add(call, found, self._opened)
 
     async def reward(self) -> Json | None:
-        """What the program posts, once it has."""
+        """The reward that the program posts."""
         await self._rewarded.wait()
         return self.posted
 
@@ -408,7 +408,7 @@ class Session:
         return any(other[: len(context)] == context for other in others)
 
     def _difference(self, request: Request) -> tuple[Kind, str]:
-        """How the messages differ from the context that they share most with."""
+        """Differences of the messages from the context with the longest shared prefix."""
         given = request.messages
         shared, held = -1, self._turns[-1]
         for turn in self._turns:
@@ -435,7 +435,7 @@ class Session:
 
 
 def _shown(request: Request) -> Json:
-    """What a replay compares: {"messages": [..], "tools": [..]}, whatever API they came by."""
+    """Compared values of a replay: {"messages": [..], "tools": [..]}, for any API."""
     messages = [
         {**given._asdict(), "calls": [call._asdict() for call in given.calls]}
         for given in request.messages
@@ -515,7 +515,7 @@ class Endpoint:
         self._sessions.pop(session.key, None)
 
     def stats(self) -> dict[str, float]:
-        """What closed sessions have counted."""
+        """Counters of closed sessions."""
         return {f"endpoint/{name}": float(count) for name, count in self._counts.items()}
 
     async def close(self) -> None:

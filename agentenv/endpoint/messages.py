@@ -342,7 +342,7 @@ def served(
 
 
 def alteration(now: Given, then: Given) -> str:
-    """What a client has changed of a message that was served as `then`."""
+    """Changes of a client to a message that was served as `then`."""
     if now.thoughts != then.thoughts and now._replace(thoughts="") == then._replace(thoughts=""):
         return "thoughts_changed" if now.thoughts else "thoughts_dropped"
     if [call[1:] for call in now.calls] == [call[1:] for call in then.calls] != []:

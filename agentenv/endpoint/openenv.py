@@ -70,7 +70,7 @@ class Observation(Struct):
 
 
 class State(Struct):
-    """Where a session is."""
+    """State of a session."""
 
     episode_id: str | None = None
     step_count: int = 0

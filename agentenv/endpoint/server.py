@@ -148,7 +148,7 @@ class ApiServer(Listener):
         return json_response({"input_tokens": await handler.count(request)})
 
     async def _reward(self, http: web.Request) -> web.Response:
-        """Of a program whose calls are captured."""
+        """The reward of a program with captured calls."""
         rewarded = getattr(self._handler(http), "rewarded", None)
         if rewarded is None:
             raise ApiError("no_route", "only a program with captured calls has a reward")

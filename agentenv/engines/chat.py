@@ -75,7 +75,7 @@ class Pieces:
 
 
 class _Markers:
-    """What TextCodec needs of a tokenizer to break strings that could forge."""
+    """The tokenizer interface that TextCodec needs to break forging strings."""
 
     eos_token_id = None
     all_special_tokens = MARKERS
@@ -291,7 +291,7 @@ class ChatEngine(EndpointEngine):
         return body | config.extra_body
 
     def _way(self) -> str:
-        """How the tag protocol goes on after a result."""
+        """Continuation of the tag protocol after a result."""
         chosen = self.config.continuation
         if chosen != "auto":
             return chosen

@@ -85,8 +85,9 @@ HOPELESS = (401, 403, 404)  # no request can succeed
 
 
 class EndpointEngine:
-    """What the engines over an Endpoint share. An endpoint that refuses everybody, or that nothing
-    reaches, ends the run: EngineDeadError."""
+    """Common base of the engines over an Endpoint. A rejecting or unreachable endpoint ends the
+    run: EngineDeadError.
+    """
 
     policy_version = 0
 

@@ -43,7 +43,7 @@ from agentenv.untrusted import decode
 QUEUE_FULL = "queue is full"  # a refusal by --max-queued-requests
 NOTHING_DONE = "Failed to get weights iterator"  # a refusal before any weight was touched
 
-# What one request says to SGLang, and how its answer becomes chunks and their end.
+# A request in SGLang's format, and its answer, parsed into chunks and an outcome.
 
 MAX_STOPS = 32  # of one request, in SGLang
 
@@ -336,8 +336,9 @@ class SGLangServer(WeightSync[SGLangFacts]):
     # weights
 
     async def _pause(self) -> None:
-        """What runs goes back to the queue, keeps its tokens, and has its keys and values computed
-        again under the new weights."""
+        """Running requests return to the queue, keep their tokens, and have their KV cache
+        recomputed under the new weights.
+        """
         await self._post("/pause_generation", {"mode": "retract"})
 
     async def _reload(self, directory: Path) -> None:
@@ -371,7 +372,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
         await self._post("/continue_generation", {})
 
     async def _fall_asleep(self) -> None:
-        """What is left is aborted: it must be idle to sleep."""
+        """The remaining requests are aborted: it must be idle to sleep."""
         await self._post("/pause_generation", {"mode": "abort"})
         await self._post("/release_memory_occupation", {}, self._load_s)
 

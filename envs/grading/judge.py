@@ -185,7 +185,7 @@ def asked_text(
     *,
     ordered: bool = False,
 ) -> str:
-    """What the judge reads. The mark depends on the answer, so the answer cannot hold it."""
+    """The judge's prompt. The mark depends on the answer, so that the answer cannot contain it."""
     answer = shortened(answer, MAX_ANSWER_CHARS, " ... ")
     answer = _BREAKS.sub(" ", _MARKUP.sub(r"\g<0> ", answer))
     lines = [

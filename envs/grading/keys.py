@@ -21,7 +21,7 @@ Reward = Literal["answer", "tools"]
 
 
 class JudgeConfig(ChatModelConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the judge is and how it is asked."""
+    """Server and requests of the judge."""
 
     url: Annotated[
         str,
@@ -207,7 +207,7 @@ class WeightedConfig(GraderKeys, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class GraderConfig(GraderKeys, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How answers are graded."""
+    """Grading of answers."""
 
     combined: Annotated[
         dict[str, WeightedConfig],

@@ -52,7 +52,7 @@ def final_answer(text: str) -> str:
 
 
 def _tagged(text: str) -> list[tuple[str, str]]:
-    """What answer tags hold, each with the text before it."""
+    """The contents of answer tags, each with the text before it."""
     return _TAGGED.findall(text) if "<answer>" in text else []  # the search alone is quadratic
 
 
@@ -62,7 +62,7 @@ def _boxed_or_all(body: str) -> str:
 
 
 def check_format(text: str) -> tuple[str, str]:
-    r"""What is wrong with the format ("" if nothing), and the content of the boxes."""
+    r"""The format error ("" if none), and the content of the boxes."""
     num_open, num_close = text.count("<think>"), text.count("</think>")
     if num_open != num_close or not num_open:
         return f"{num_open} <think> and {num_close} </think>, expected pairs", ""
@@ -92,7 +92,7 @@ class Verdict(Struct, frozen=True):
 
 
 class GraderDownError(InfraError, GraderError):
-    """What a grader asks is down: there is no verdict now, and one later."""
+    """A service of a grader is down: no verdict now, but later."""
 
 
 class Matcher(Protocol):

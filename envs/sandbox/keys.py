@@ -42,7 +42,7 @@ class SandboxLimits(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PythonConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where model-written code runs, and within which bounds."""
+    """Location and limits of model-written code."""
 
     interpreter: Annotated[
         str | None,

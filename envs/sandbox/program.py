@@ -110,7 +110,7 @@ class ProgramSpec(Struct, frozen=True, kw_only=True):
 
 
 class Ended(Struct, frozen=True):
-    """How a program ended: by itself, with an exit code or by a signal, or by the name of a limit.
+    """The end of a program: by itself, with an exit code or by a signal, or by the name of a limit.
     `num_left` of its processes were still there, and are gone."""
 
     exit: int | None = None

@@ -41,7 +41,7 @@ CODE_TOO_LONG = f"The code is longer than {MAX_CODE_CHARS} characters."
 
 
 class RunResult(Struct, frozen=True):
-    """How a cell went: what the policy reads, and whether it ended without an error.
+    """The result of a cell: the text for the policy, and whether it ended without an error.
 
     `end` says how: "done", "raised", "timed_out", or "died" (exit, crash, out of memory).
     `output` ends with `problem`, the end of the traceback, if the cell raised.
@@ -360,7 +360,7 @@ class Sandbox:
         self._freed.set()
 
     def stats(self) -> dict[str, float]:
-        """What happened here so far, as metrics."""
+        """Counters so far, as metrics."""
         return self.counters.stats()
 
     async def close(self) -> None:

@@ -151,7 +151,7 @@ class ResultCache:
         return value
 
     def stats(self) -> dict[str, float]:
-        """How often `get` found something, and how often nothing."""
+        """Hits and misses of `get`."""
         return {"cache/num_hits": self.num_hits, "cache/num_misses": self.num_misses}
 
     def put(self, key: str, value: bytes, *, lasts: bool = True) -> None:

@@ -39,7 +39,7 @@ class Hit(Struct, frozen=True, omit_defaults=True):
 
 
 class Query(Struct, frozen=True):
-    """What is searched for. `market` is of the form "en-US": language, then country."""
+    """A query. `market` is of the form "en-US": language, then country."""
 
     text: str
     max_results: int = 10
@@ -57,7 +57,7 @@ class Query(Struct, frozen=True):
 
 
 class Backend(Protocol):
-    """Where results come from. Shared by all episodes of a process."""
+    """A source of results. Shared by all episodes of a process."""
 
     async def start(self) -> None:
         """Build or load what searching needs, off the event loop; later calls are free.
@@ -123,8 +123,9 @@ class BackendConfig(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
     @property
     def cache_name(self) -> str:
-        """What the cache keeps the results under: all that they depend on, and no secret. Empty:
-        searching is cheaper than a cache."""
+        """The cache key of results: everything that they depend on, without secrets. Empty:
+        searching is cheaper than a cache.
+        """
         return ""
 
     @property

@@ -43,7 +43,7 @@ else:
 
 
 class TrafficConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How a service is called. The limits hold for each process."""
+    """Requests to a service. The limits hold for each process."""
 
     rate_per_s: Annotated[float, Meta(ge=0, description="requests per second; 0: no limit")] = 20.0
     max_concurrency: Annotated[int, Meta(ge=1, description="concurrent requests")] = 64
@@ -54,7 +54,7 @@ class TrafficConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FetchConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How pages are fetched. Private and loopback addresses are refused."""
+    """Fetching of pages. Private and loopback addresses are rejected."""
 
     timeout_s: Annotated[
         float, Meta(gt=0, description="deadline of a page, including its redirects")
@@ -65,7 +65,7 @@ class FetchConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How pages are fetched and read."""
+    """Fetching and reading of pages."""
 
     reader: Annotated[
         Literal["direct", "jina"], Meta(description="service that fetches and extracts pages")

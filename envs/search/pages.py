@@ -415,7 +415,7 @@ class _Text(HTMLParser):
 
 
 def plain_text(page: str) -> str:
-    """What is left of a page without its tags and boilerplate."""
+    """The text of a page without tags and boilerplate."""
     parser = _Text()
     parser.feed(page)
     parser.close()

@@ -56,8 +56,9 @@ MAX_QUERY_CHARS = 2000
 
 
 class Episode(Struct):
-    """What a search is for: the question, what the policy has written so far, the queries that
-    were answered, and how many results were summarized."""
+    """Context of a search: the question, the policy's text so far, the answered queries, and how
+    many results were summarized.
+    """
 
     question: str = ""
     written: list[str] = field(default_factory=list)
@@ -89,8 +90,9 @@ class SearchService:
         await self.backend.start()
 
     async def search(self, text: str, episode: Episode, *, links: bool = False) -> ToolResult:
-        """What the policy reads: "Page i: ..." for each result, with title and address if `links`;
-        or one summary of them."""
+        """The result for the policy: "Page i: ..." for each result, with title and address if
+        `links`; or one summary of them.
+        """
         text = text.strip()[:MAX_QUERY_CHARS]
         if not text:
             return ToolResult(NO_RESULTS, {"ids": []})
@@ -135,7 +137,7 @@ class SearchService:
         return ToolResult(chosen, info)
 
     def stats(self) -> dict[str, float]:
-        """What cache, backend, reader and summarizer count."""
+        """Counters of cache, backend, reader and summarizer."""
         return summed_stats((self.cache, self.backend, self.reader, self.summarizer))
 
     async def close(self) -> None:

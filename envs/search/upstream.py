@@ -21,7 +21,7 @@ from agentenv.http import retry_after_s
 
 
 class Reply(Struct, frozen=True, omit_defaults=True):
-    """What came back: HTTP status, body, and for pages their type and final address."""
+    """A reply: HTTP status, body, and for pages their type and final address."""
 
     status: int
     body: bytes
@@ -93,7 +93,7 @@ class HttpRequest(Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """What equal requests share."""
+        """Shared state of equal requests."""
         public = [self.method, self.url, self.params, self.json]
         return msgspec.json.encode(public, order="sorted").decode()
 

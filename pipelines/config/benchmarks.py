@@ -127,7 +127,7 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
 
-# Which benchmarks there are.
+# The known benchmarks.
 
 FILE = "benchmarks.toml"
 ENTRY_POINT_GROUP = "agentenv.benchmarks"

@@ -155,7 +155,7 @@ class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
         return bool(self.address)
 
     def of_worker(self) -> dict[str, float]:
-        """What a rollout worker takes of a node."""
+        """The resources of a rollout worker on a node."""
         return {"CPU": float(self.cpus_per_worker)}
 
     def of_engine(self, launched: LaunchConfig) -> dict[str, float]:
@@ -201,7 +201,7 @@ class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
         return self.host or "0.0.0.0"
 
     def token(self) -> str:
-        """What workers say to be let in. Raises ConfigError where there is none."""
+        """The secret of workers. Raises ConfigError if it is not set."""
         from agentenv.supervisor import TOKEN_VARIABLE  # slow to load
 
         found = os.environ.get(TOKEN_VARIABLE, "")
@@ -338,7 +338,7 @@ read_setup = msgspec.msgpack.Decoder(Setup).decode
 
 
 class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `agentenv serve` reads."""
+    """The keys of `agentenv serve`."""
 
     run: Annotated[RunConfig, Meta(description="folder of the logs; the seed is ignored")] = (
         RunConfig()

@@ -85,7 +85,7 @@ class QuestionSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an evaluation reads; of a run, everything comes from the run."""
+    """The keys of an evaluation; for a run, they come from the run."""
 
     env: Annotated[
         EnvConfig | None, Meta(description="environment of all sets; none: each set has its own")
@@ -123,7 +123,7 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class PolicyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `agentenv serve SUBJECT` reads; of a run, all but the last keys come from the run."""
+    """The keys of `agentenv serve SUBJECT`; for a run, all but the last come from the run."""
 
     prompt: Annotated[
         PromptConfig,
@@ -258,7 +258,7 @@ class HintsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class FilterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which trajectories are fit to learn from. Changing it samples nothing anew."""
+    """Filter of trajectories for training. A change needs no new samples."""
 
     max_tool_calls: Annotated[
         int, Meta(ge=1, description="trajectories with more tool calls are dropped")

@@ -427,7 +427,7 @@ def refuse_verl_keys(raw: dict[str, Any], source: str) -> None:
 
 
 def advice(ours: str, note: str) -> str:
-    """What to use in place of a key."""
+    """The replacement of a key."""
     if not ours:
         return f"no such key; {note}"
     return f"use {ours}" + (f" ({note})" if note else "")

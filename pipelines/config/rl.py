@@ -79,7 +79,7 @@ else:
     AnyEngine = ENGINES.key
 
 
-# What a run starts with. `{run}` in a path stands for the run's directory.
+# The configuration of a run. `{run}` in a path is the run's directory.
 
 
 class DataConfig(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -167,11 +167,11 @@ class EnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 0
 
 
-# How the policy is sampled, and what lies between actors and learner.
+# Sampling of the policy, and the queue between actors and learner.
 
 
 class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are sampled."""
+    """Sampling of tokens."""
 
     temperature: Annotated[float, Meta(ge=0, description="0: greedy; training uses 1")] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1, description="1 is off")] = 1.0
@@ -213,7 +213,7 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
 
-# What makes the distribution that is sampled from another one than that of the policy.
+# Keys that make the sampling distribution differ from the policy's.
 OFF = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -285,7 +285,7 @@ class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long to train: `num_steps` or `num_epochs`, one of them."""
+    """Length of the training: either `num_steps` or `num_epochs`."""
 
     num_steps: Annotated[
         Annotated[int, Meta(ge=0)] | None, Meta(description="updates", extra=ESSENTIAL)
@@ -394,7 +394,7 @@ MAX_TRAJECTORY_BYTES = 500e6  # of RUN/trajectories, after which no more are wri
 
 
 class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is written beside the metrics."""
+    """Records besides the metrics."""
 
     trajectories: Annotated[
         bool, Meta(description="write every trajectory of each training step as JSONL")

@@ -31,7 +31,7 @@ Format = Literal["auto", "sharegpt", "messages", "alpaca", "turns"]
 
 
 class ChatColumns(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a row keeps its dialogue. The names are those of LLaMA-Factory's dataset_info.json."""
+    """Columns of a dialogue in a row. The names are those of LLaMA-Factory's dataset_info.json."""
 
     messages: Annotated[
         str,
@@ -204,7 +204,7 @@ class KeepingConfig(SavingConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class SupervisedRunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `agentenv sft` and `agentenv dpo` both read."""
+    """The common keys of `agentenv sft` and `agentenv dpo`."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig

@@ -232,7 +232,7 @@ class Regrader:
             return None, str(error)
 
     async def second_guess(self, again: Sequence[Graded]) -> str:
-        """What was right is wrong beside another answer, whichever comes first."""
+        """A correct answer becomes wrong next to another answer, in either order."""
         right = [one for one in again if one.again is not None and one.again.success]
         golds = list(dict.fromkeys(one.task.answers[0] for one in again if one.task.answers))
         asked: list[Guess] = []
@@ -275,7 +275,7 @@ class Regrader:
         return await guess_twice(is_right, answer, one.task.answers, candidates)
 
     async def changed_golds(self, again: Sequence[Graded]) -> str:
-        """What was right is wrong against another gold."""
+        """A correct answer becomes wrong against another gold."""
         right = [one for one in again if one.again is not None and one.again.success]
         if not right:
             raise Skip("no trajectory is correct")

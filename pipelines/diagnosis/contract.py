@@ -32,7 +32,7 @@ ARGUMENT = "1"
 
 
 async def calls(assembly: TrainingAssembly) -> str:
-    """What a policy writes to call each tool comes back from the parser as that call."""
+    """The parser returns the call that the renderer writes for each tool."""
     renderers, episodes = await assembly.renderers(), await assembly.episodes()
     renderer, (messages, info) = renderers[TRAINED], episodes[TRAINED]
     tools = info.get("tools", ())
@@ -366,7 +366,7 @@ def _kind(text: str) -> str:
 
 
 def remedy(guesses: Sequence[Guess]) -> str:
-    """What to do about a grader that pays for some of these guesses."""
+    """The remedy for a grader that rewards some of these guesses."""
     orders = {one.right_first for one in guesses if one.is_paid}
     if len(orders) == 2:
         found = "it rewards guessing twice, which a policy learns"

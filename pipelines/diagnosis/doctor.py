@@ -117,7 +117,7 @@ RUNGS: tuple[Rung, ...] = ("namespaces", "landlock")  # of the sandbox
 
 
 async def packages(folder: Path) -> str:
-    """What the distribution asks for is installed, in the versions that it asks for."""
+    """The requirements of the distribution are installed in matching versions."""
     try:
         asked = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -206,7 +206,7 @@ async def sandbox(folder: Path) -> str:
     return f"{', '.join(offered)}: every tested escape was stopped"
 
 
-# What a configuration takes of the machine.
+# The resources that a configuration needs.
 
 
 async def checkpoints(assembly: TrainingAssembly) -> str:

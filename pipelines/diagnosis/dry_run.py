@@ -131,7 +131,7 @@ def _missing_parts(config: AnyRun) -> Iterator[str]:
 
 
 def show_values(config: AnyRun, view: View, *, defaults: bool) -> None:
-    """What differs from the defaults, and below it, if asked for, all the rest."""
+    """Non-default values, and on request all others below them."""
     values = list(values_of(config))
     view.say("configuration, non-default values:")
     for value in values:
@@ -147,7 +147,7 @@ def show_values(config: AnyRun, view: View, *, defaults: bool) -> None:
 
 
 def show_sizes(config: AnyRun, view: View) -> None:
-    """What an update, a step or an evaluation takes."""
+    """The sizes of an update, a step or an evaluation."""
     view.say("\nsizes:")
     for line in _sizes(config):
         view.say(f"  {line}")
@@ -291,7 +291,7 @@ def dry_run(
 
 
 def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View, run: Path) -> None:
-    """Which machines the processes are on, and what starts them there."""
+    """The machines of the processes, and their launcher."""
     if not isinstance(config.cluster, WideCluster):
         return
     for line in config.cluster.lines(config):

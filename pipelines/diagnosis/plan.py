@@ -45,7 +45,7 @@ from agentenv.pipelines.setup.memory import (
 from agentenv.server_config import MAX_SHARE, LaunchConfig, RoleConfig
 from agentenv.types import Limits
 
-# What a plan is made of: a machine, processes on it, and what does not fit.
+# A plan: a machine, its processes, and the parts that do not fit.
 
 
 class Process(Struct, frozen=True):
@@ -245,7 +245,7 @@ class _Planner:
         return self._shape(place, "model.path")
 
     def _shape(self, path: Path, key: str, quantization: str = "") -> ModelShape | None:
-        """What is not here, or of an unknown size, is reported as missing."""
+        """Missing models and models of unknown size are reported."""
         shape = find_shape(path, quantization)
         if not path.is_dir():
             why = shape.source if shape is not None else NO_SHAPE
@@ -480,7 +480,7 @@ SAVED_PER_S = 1e9  # bytes a second: a plain NVMe disk, or a network file system
 
 
 def saving_line(size: float, finish_s: float) -> str:
-    """How long a checkpoint takes, for people, and whether a run that ends waits for it."""
+    """The duration of a checkpoint, as text, and whether an ending run waits for it."""
     needed_s = size / SAVED_PER_S
     line = f"a checkpoint takes {size / GIB:.1f} GiB: about {needed_s:.0f} s at 1 GB a second"
     if needed_s <= finish_s:
@@ -492,8 +492,9 @@ def saving_line(size: float, finish_s: float) -> str:
 
 
 def disk_line(checkpoint: float, num_checkpoints: int, files: dict[str, float]) -> str:
-    """What a run has on the disk at most, for people, in its checkpoints and in what a key bounds;
-    a journal is small beside them."""
+    """Maximum disk usage of a run, as text: its checkpoints and the parts limited by keys; a
+    journal is small in comparison.
+    """
     sizes = {f"{num_checkpoints} checkpoints": num_checkpoints * checkpoint, **files}
     parts = [f"{size / GIB:.1f} GiB ({name})" for name, size in sizes.items() if size]
     return f"on the disk: up to {sum(sizes.values()) / GIB:.1f} GiB = {' + '.join(parts)}"
@@ -516,7 +517,7 @@ def rate_advice(optimizer: OptimizerConfig, num_params: int) -> str:
 
 
 def in_flight(num_paths: int, path_tokens: int, room: int) -> str:
-    """What may be under way against what the caches of all servers hold."""
+    """Tokens that may be in flight versus the caches of all servers."""
     most = num_paths * path_tokens
     line = (
         f"in flight: up to {num_paths} trajectories of at most {path_tokens} tokens, "

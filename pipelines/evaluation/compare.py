@@ -248,11 +248,11 @@ async def compare(first: Path, second: Path, out: Path | None, view: View) -> No
 
 
 def paired_line(pairing: Pairing) -> str:
-    """How many questions are compared, and how many are left out."""
+    """The numbers of compared and of excluded questions."""
     counts = {"only in A": pairing.only_first, "only in B": pairing.only_second}
     counts["failed in one of them"] = pairing.failed
     missing = [f"{count} {where}" for where, count in counts.items() if count]
-    rest = f"; excluded: {', '.join(missing)}" if missing else "; none is excluded"
+    rest = f"; left out: {', '.join(missing)}" if missing else "; none is left out"
     return f"{len(pairing.pairs)} questions are in both{rest}"
 
 
@@ -297,7 +297,7 @@ def _failed_table(pairing: Pairing) -> list[Table]:
             for one in sides
         ]
         rows.append([name, *shares, *(number(one.success_if_wrong) for one in sides)])
-    title = "Failed trajectories, and success if all of them counted as wrong"
+    title = "Failed trajectories, and success if all of them were wrong"
     columns = ["questions", "A failed", "B failed", "A, at least", "B, at least"]
     return [Table(title=title, columns=columns, rows=rows)] if has_failed else []
 

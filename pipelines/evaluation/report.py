@@ -295,7 +295,7 @@ def _ends(figures: Figures) -> Table:
 
 
 def _agreement(found: Agreement) -> Table:
-    """How often judge and rules agree."""
+    """Agreement of judge and rules."""
     kappa = "not defined" if found.kappa is None else f"{found.kappa:.3f}"
     total = found.both_right + found.only_judge + found.only_rules + found.both_wrong
     note = (

@@ -163,7 +163,7 @@ def _counts(trajectory: Trajectory, renderer: Renderer) -> tuple[int, int]:
 
 
 class Outcome(NamedTuple):
-    """How many trajectories failed, and the error of too large a share of them."""
+    """The number of failed trajectories, and the error if their share is too large."""
 
     num_failed: int = 0
     problem: TooManyFailuresError | None = None

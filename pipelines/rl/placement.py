@@ -95,7 +95,7 @@ def far_servers(
 
 
 def ray_ranks(cluster: RayCluster, placement: RayPlacement) -> RemoteRanks:
-    """Where the ranks of the learner run."""
+    """Placement of the learner's ranks."""
     own = {name: os.environ[name] for name in cluster.env if name in os.environ}
     return RemoteRanks(placement, cluster.python, own, cluster.of_rank())
 

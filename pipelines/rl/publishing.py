@@ -253,8 +253,8 @@ class Handover:
 
 
 class Colocation:
-    """Who has the GPUs, where engine and learner share them. Every command to the learner takes
-    the GPUs for itself; `learner.turn`, which is `turn` here, keeps them for several commands.
+    """Ownership of GPUs that engine and learner share. Every command to the learner acquires the
+    GPUs; `learner.turn`, which is `turn` here, keeps them for several commands.
 
         all serve --> sleep --> all train --> wake --> all serve
                                 publish -----^  with the new weights
@@ -468,7 +468,7 @@ def make_publisher(
     colocation: Colocation | None,
     handover: Handover,
 ) -> Publisher:
-    """How new weights reach the engine, by its configuration."""
+    """Transport of new weights to the engine, by its configuration."""
     if config.engine.new_weights == "adapter":
         return AdapterPublisher(engine, learner, folder, colocation, handover)
     if config.engine.new_weights == "directory":

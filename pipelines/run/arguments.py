@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the run writes, and the seed of everything random in it."""
+    """Folder and seed of the run."""
 
     dir: Annotated[str, Meta(description="parent folder of the runs", extra=ESSENTIAL)] = "runs"
     name: Annotated[

@@ -187,7 +187,7 @@ Reply = Refused | Status | Waits | Why | Done
 Answer = Callable[[Request], Awaitable[Reply]]
 
 
-# Where the socket is.
+# Path of the socket.
 
 
 def _user_of(connection: Any) -> int:

@@ -94,7 +94,7 @@ _OWN = (
 
 
 class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where metrics go beside metrics.jsonl."""
+    """Destinations of metrics besides metrics.jsonl."""
 
     tensorboard: Annotated[bool, Meta(description="write RUN/tensorboard", extra=ESSENTIAL)] = False
     wandb: Annotated[WandbConfig | None, Meta(description="log to Weights & Biases")] = None
@@ -219,7 +219,7 @@ class Monitors:
             self._hand(name, partial(monitor.log, figures(row), self._axis))
 
     def num_wanted(self, name: str) -> int:
-        """How many trajectories of "step-N" or "eval-SET-WHEN" are to be shown."""
+        """Number of trajectories of "step-N" or "eval-SET-WHEN" to show."""
         config = self._config
         if not self._working or not isinstance(config, RolloutMonitorConfig):
             return 0

@@ -149,7 +149,7 @@ def is_result(segment: dict[str, str]) -> bool:
 
 
 def calls_that_ran(row: EvalRow) -> Counter[str]:
-    """How many calls of each tool ran without error."""
+    """Number of successful calls of each tool."""
     return Counter(call["name"] for call in row.tool_calls if call.get("ok", True))
 
 

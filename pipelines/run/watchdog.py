@@ -317,7 +317,9 @@ def queued_s() -> float:
 
 
 def holder(frame: FrameType | None) -> str:
-    """Who runs in this frame: a tool by its name, else the innermost code that is not Python's."""
+    """The code that runs in this frame: a tool by name, else the innermost code outside of Python's
+    library.
+    """
     place = "the event loop"
     inner = True
     while frame is not None:
@@ -350,7 +352,7 @@ def expected_s(what: str) -> float:
 
 
 def line_of(what: str, waiting: Sequence[Awaited], now: float) -> str:
-    """Who waits for `what`, for people; `now` is the loop's time."""
+    """The rollouts that wait for `what`, as text; `now` is the loop's time."""
     first = min(waiting, key=_OLDEST)
     seconds = now - first.since
     who = "1 rollout waits" if len(waiting) == 1 else f"{len(waiting)} rollouts wait"
@@ -363,7 +365,7 @@ def line_of(what: str, waiting: Sequence[Awaited], now: float) -> str:
 
 
 def by_what(awaited: Iterable[Awaited]) -> dict[str, list[Awaited]]:
-    """Those that wait for the same."""
+    """Rollouts with the same wait."""
     found: dict[str, list[Awaited]] = {}
     for one in awaited:
         found.setdefault(one.what, []).append(one)

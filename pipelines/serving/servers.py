@@ -216,7 +216,7 @@ class ServerFactory:
 
     @cached_property
     def gpus(self) -> GpuPlan:
-        """Which GPUs there are, and which are taken."""
+        """Visible GPUs and their owners."""
         return GpuPlan()
 
     async def start(self, served: Served, config: LaunchConfig, key: str) -> list[str]:

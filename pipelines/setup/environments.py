@@ -48,8 +48,9 @@ Tables = Mapping[str, msgspec.Struct | None]
 
 
 class Recipe(NamedTuple):
-    """How the environment of some rows is made. `read` names the tables of the run that the
-    environment takes."""
+    """The construction of the environment of some rows. `read` names the tables of the run that it
+    uses.
+    """
 
     env_id: str
     kwargs: dict[str, Any]

@@ -105,7 +105,7 @@ def _after(trajectory: Trajectory, start: int) -> tuple[list[int], list[int]]:
 
 
 def num_kinds(trees: Sequence[TrajectoryTree], threshold: float) -> dict[str, int]:
-    """How many questions had only chosen, only rejected, or both kinds of answers."""
+    """The numbers of questions with only chosen, only rejected, or both kinds of answers."""
     counts = {"all_chosen": 0, "all_rejected": 0, "mixed": 0}
     for tree in trees:
         found = {trajectory.reward >= threshold for trajectory in tree.trajectories()}

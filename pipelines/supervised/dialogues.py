@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class ChatTags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a message names its parts and roles; empty: as its format has it. The names are those of
+    """Keys of a message and names of roles; empty: those of its format. The names are those of
     LLaMA-Factory's dataset_info.json."""
 
     role_tag: str = ""
@@ -47,7 +47,7 @@ MESSAGE_TAGS = ("role", "content", "user", "assistant", "tool", "function", "sys
 
 
 class RowFormat(Struct, frozen=True):
-    """How the rows of one file are read."""
+    """The format of the rows of one file."""
 
     format: Format = "auto"
     columns: ChatColumns = ChatColumns()

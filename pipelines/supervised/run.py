@@ -159,7 +159,7 @@ async def with_reference_scores(
 async def preference_figures(
     learner: Learner, pairs: Sequence[EncodedTree], beta: float
 ) -> Metrics:
-    """How the learner's weights prefer: see `agentenv.learners.dpo.preference_metrics`."""
+    """Preferences under the learner's weights: see `agentenv.learners.dpo.preference_metrics`."""
     scores = await score_all(learner, pairs)
     logprobs = np.concatenate([score.logprobs for score in scores])
     return preference_metrics([preference_sums(PairTokens.of(pairs), logprobs, beta)])
@@ -195,7 +195,7 @@ class Objective(Protocol):
 
 
 class Rows:
-    """Which rows a step takes."""
+    """The rows of a step."""
 
     def __init__(self, num_rows: int, rows_per_step: int, seed: int) -> None:
         self.num_rows = num_rows

@@ -247,7 +247,7 @@ class SynthesisSampling:
         return judged
 
 
-# Which questions are asked: each once, and none that must not be in the data.
+# The questions to sample: each once, without excluded ones.
 
 
 async def read_questions(
@@ -304,7 +304,7 @@ async def tool_names(
 
 
 async def _excluded(plan: SynthesisPlan, assembly: EvaluationAssembly, say: Say) -> dict[str, str]:
-    """Where each question is from that must not be asked."""
+    """The source of each excluded question."""
     found: dict[str, str] = {}
     for path in plan.config.exclude:
         tasks = await load_set(path, "", RowsConfig(), assembly.resolve, say, "exclude")

@@ -164,7 +164,7 @@ def _without_frame(text: str) -> str:
     return text.strip().removeprefix("<result>").removesuffix("</result>").strip()
 
 
-# Which trajectories are fit to learn from, and of the others, why not.
+# The trajectories suitable for training, and the reasons against the others.
 
 # why a trajectory is not in the SFT set, in the order of the checks
 REASONS = {

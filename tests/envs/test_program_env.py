@@ -372,7 +372,7 @@ def test_below_the_bound_there_are_no_forks_any_more(caplog: pytest.LogCaptureFi
         assert replays.allowed
         replays.add("other" if number % 4 else "")
     assert not replays.allowed
-    assert "2 of 8 exact (else: 6 other); there are no forks any more" in caplog.text
+    assert "2 of 8 exact (else: 6 other); forks are off from now on" in caplog.text
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
@@ -392,13 +392,13 @@ def test_each_normalizer_takes_two_of_its_kind_for_one(name: str) -> None:
     one, other = (f"a {text} b" for text in pairs[name])
     env = ProgramEnv(TASK, keys())
     assert env._same({"messages": [{"content": one}]}, {"messages": [{"content": other}]})
-    off = ProgramEnv(TASK, keys(normalize=dict.fromkeys(NORMALIZERS, "")))
+    off = ProgramEnv(TASK, keys(normalise=dict.fromkeys(NORMALIZERS, "")))
     assert not off._same({"x": one}, {"x": other})
     assert not env._same({"x": "a 12 b"}, {"x": "a 13 b"})
 
 
 def test_a_table_of_ones_own_extends_it() -> None:
-    env = ProgramEnv(TASK, keys(normalize={"ticket": r"T-\d+"}))
+    env = ProgramEnv(TASK, keys(normalise={"ticket": r"T-\d+"}))
     assert env._same({"x": "T-12"}, {"x": "T-13"})
 
 

@@ -166,7 +166,7 @@ def test_two_evaluations_are_compared_question_by_question(tmp_path, capsys):
     out = tmp_path / "c.md"
     assert evaluate.main(["compare", str(first), str(second), "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "10 questions are in both; excluded: 2 only in A" in said
+    assert "10 questions are in both; left out: 2 only in A" in said
     assert "Changed: 1 worse and 6 better in B" in said
     text = out.read_text()
     assert "| all | 10 | 0.400 | 0.900 | +0.500" in text
@@ -211,7 +211,7 @@ def test_failed_samples_stand_beside_the_success_that_leaves_them_out(tmp_path, 
     folders = [write_evaluation(tmp_path / n, r, QUICK) for n, r in (("a", one), ("b", two))]
     assert evaluate.main(["compare", *map(str, folders)]) == 0
     said = capsys.readouterr().out
-    assert "3 questions are in both; excluded: 1 failed in one of them" in said
+    assert "3 questions are in both; left out: 1 failed in one of them" in said
     assert re.search(r"all +3 +1.000 +1.000 ", said)
     assert re.search(r"all +0 of 8 \(0.0%\) +3 of 8 \(37.5%\) +1.000 +0.625", said)
 

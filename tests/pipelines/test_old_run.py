@@ -80,7 +80,7 @@ def test_its_evaluations_are_compared_with_new_ones(
     arguments = [str(workspace / "runs" / "old"), "--n", "6", "num_samples=2"]
     assert evaluate.main([*arguments, "--out", str(new)]) == 0
     assert evaluate.main(["compare", str(old), str(new)]) == 0
-    assert "6 questions are in both; none is excluded" in capsys.readouterr().out
+    assert "6 questions are in both; none is left out" in capsys.readouterr().out
     assert [row.segments for row in read_rows(new)] == [row.segments for row in read_rows(old)]
     assert evaluate.main(["report", str(old)]) == 0
     assert json.loads((old / "summary.json").read_text())["overall"]["num_trajectories"] == 12

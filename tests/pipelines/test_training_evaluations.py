@@ -93,7 +93,7 @@ def test_a_run_says_where_its_evaluations_are(
 def test_the_first_and_the_last_are_compared(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, last = run / "eval" / "before_sft", run / "eval" / "after_rl"
     assert evaluate.main(["compare", str(first), str(last)]) == 0
-    assert "24 questions are in both; none is excluded" in capsys.readouterr().out
+    assert "24 questions are in both; none is left out" in capsys.readouterr().out
 
 
 def test_regrading_gives_the_stored_grades(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

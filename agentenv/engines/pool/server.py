@@ -252,7 +252,7 @@ SLOW = 0.5  # share of the other servers' speed below which one is reported as s
 
 
 class State(Enum):
-    """What a server of a pool may be asked for.
+    """State of a server of a pool.
 
     OUT      nothing: it is not connected, lost a request, refused or has unknown weights; its
              keeper finds out which, and brings it back with the weights that it lacks

@@ -426,7 +426,7 @@ class TurnEngine(ABC, Generic[S]):
     def _failure(
         self, slot: S, turn: Turn, monitor: RequestMonitor, error: BaseException | None
     ) -> Outcome:
-        """Of a request that was cancelled, or raised. Raises an error that is not the server's."""
+        """The outcome of a cancelled or failed request. Raises errors that are not the server's."""
         if slot.is_asleep:
             return Aborted()
         if error is None or isinstance(error, ServerLostError | ForeignWeightsError):

@@ -60,11 +60,9 @@ class ForeignWeightsError(EngineError):
 
 
 class ServerInfo(Struct, frozen=True):
-    """What a server said of itself when it was probed.
-
-    `model` is the name it serves under, `max_model_len` tokens of prompt and turn together;
-    `features` are the names of what not every server can do: "adapters" (as directories),
-    "broadcast", "sleep".
+    """Properties of a server from its probe. `model` is its served name, `max_model_len` tokens of
+    prompt and turn together; `features` are the names of what not every server can do: "adapters"
+    (as directories), "broadcast", "sleep".
     """
 
     engine: str
@@ -107,7 +105,7 @@ class Request(Struct, frozen=True):
 
 
 class PartEnd(Struct, frozen=True):
-    """How a request came to its end; its `num_tokens` tokens were in the chunks. See Completion."""
+    """The end of a request; its `num_tokens` tokens were in the chunks. See Completion."""
 
     finish_reason: Literal["stop", "length", "abort"]
     version_spans: list[VersionSpan]

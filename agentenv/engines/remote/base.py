@@ -80,8 +80,9 @@ class LabeledSpan(Struct, frozen=True):
 
 
 class Answer(ABC):
-    """What a server streams for one request, event by event. `name_span` turns the label of weights
-    into their version; see RemoteServer."""
+    """The stream of a server for one request, event by event. `name_span` turns the label of
+    weights into their version; see RemoteServer.
+    """
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class Answer(ABC):
 
 
 class Facts(Struct, frozen=True):
-    """What a probe found out. `layout` is of the directory that the server was started from, None
+    """The result of a probe. `layout` is of the directory that the server was started from, None
     if that cannot be read from here; `num_ranks` are data-parallel."""
 
     info: ServerInfo

@@ -216,7 +216,7 @@ class HttpClient:
             yield self._events(response, path)
 
     async def routes(self) -> frozenset[str]:
-        """What it serves by its own /openapi.json, as "POST /path". ConfigError if it hides it."""
+        """The routes in its /openapi.json, as "POST /path"; ConfigError if hidden."""
         try:
             schema = await self.call_as(_Schema, "GET", "/openapi.json")
         except RefusedError as error:
@@ -392,7 +392,7 @@ def _lacks_descriptors() -> bool:
 
 
 def _reason(body: bytes) -> str:
-    """What an error body says: {"error": {"message"}}, {"message"}, {"detail"}, or its text."""
+    """The message of an error body: {"error": {"message"}}, {"message"}, {"detail"}, or text."""
     try:
         found = decode(body)
     except ForeignError:
@@ -407,7 +407,7 @@ def _shorten(body: bytes) -> str:
     return body[: 4 * MAX_REASON].decode(errors="replace")[:MAX_REASON]
 
 
-# Where the prefixes of a session are: ranks, and what routers read.
+# Location of a session's prefixes: ranks, router headers.
 
 SESSION_HEADER, RANK_HEADER = "X-Session-ID", "X-data-parallel-rank"
 MAX_SESSIONS = 65536  # whose rank is remembered

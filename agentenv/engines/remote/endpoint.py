@@ -182,7 +182,7 @@ class _Models(Struct):
 
 
 class ChatFunction(Struct):
-    """What a tool call calls, in the model's own words: they are checked when it is called.
+    """A tool call in the model's words, which are checked at the call.
     `arguments` are JSON as a text, or as it is."""
 
     name: Any = None
@@ -252,7 +252,7 @@ def read_chat(reply: Any) -> ChatReply:
 
 
 def read_said(reply: Any) -> Said:
-    """What the model said. Raises MalformedReplyError."""
+    """The model's reply. Raises MalformedReplyError."""
     found = read_chat(reply)
     choice, usage = found.choices[0], found.usage or ChatUsage()
     raw = choice.message.content or ""

@@ -102,7 +102,7 @@ class _ModelSettings(Struct):
 
 
 class _Settings(Struct):
-    """What vLLM was started with, as far as it is read."""
+    """The used part of vLLM's start arguments."""
 
     device_config: dict[str, Any]
     model_config: _ModelSettings
@@ -189,7 +189,7 @@ def _check_logprobs(name: str, settings: _ModelSettings, entropy_top_k: int) -> 
 
 
 def _check_packed(name: str, version: str, layout: Layout) -> None:
-    """What the CPU's kernels keep a packed copy of."""
+    """Weights of which the CPU's kernels keep a packed copy."""
     for is_there, model, what, other in (
         (layout.tied, "tied embeddings", "output head", "an untied model"),
         (layout.has_experts, "experts", "experts", "a model without"),

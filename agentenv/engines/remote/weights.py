@@ -29,13 +29,13 @@ class TransferError(EngineError):
     """The sender's side of a broadcast failed or was called off; the learner itself goes on."""
 
 
-# How a group is made: "torch", a torch.distributed group over a store, as SGLang makes its own;
+# Formation of a group: "torch", a torch.distributed group over a store, as SGLang makes its own;
 # "nccl", a bare NCCL communicator from a unique id, as vLLM makes its own.
 Wire = Literal["torch", "nccl"]
 
 
 class Address(Struct, frozen=True):
-    """Where the sender waits for the others: a store's host and port and the torch backend that the
+    """Rendezvous of the sender: a store's host and port and the torch backend that the
     group will have, or NCCL's unique id (128 bytes as base64)."""
 
     host: str = ""
@@ -45,7 +45,7 @@ class Address(Struct, frozen=True):
 
 
 class Group(Struct, frozen=True):
-    """Who takes part. The sender has rank 0. `name` is never used twice; `timeout_s` is the
+    """The members. The sender has rank 0. `name` is never used twice; `timeout_s` is the
     deadline of joining, and of one bucket."""
 
     name: str
@@ -116,7 +116,7 @@ class Sender(Protocol):
     and LearnerError where the learner does; what they run is ended early by `abort`."""
 
     async def manifest(self) -> Manifest:
-        """What `send` will send."""
+        """Metadata of the next `send`."""
         ...
 
     async def open(self, kind: Wire) -> Address:
