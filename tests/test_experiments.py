@@ -13,12 +13,22 @@ import numpy as np
 import pytest
 
 from agentenv.config import build_config
+from agentenv.envs.grading.reward import ToolReward
+from agentenv.envs.quickstart import PEOPLE
 from agentenv.errors import DataError
 from agentenv.learners.aepo import AEPO
 from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.sets.curves import (
+    Curve,
+    calls_to,
+    difference_at,
+    gain,
+    ratio_of_calls,
+    success_at,
+)
 from agentenv.tree import Node, TrajectoryTree
-from agentenv.types import Task
-from benchmarks.experiments import algorithms, tables
+from agentenv.types import Message, Task
+from benchmarks.experiments import algorithms, mend, tables
 from benchmarks.experiments.algorithms import against_best, seeds_of
 from benchmarks.experiments.chain import demonstration
 from benchmarks.experiments.forks import fork_points
@@ -41,14 +51,6 @@ from benchmarks.experiments.signals import (
     rise,
     spearman,
     worth,
-)
-from benchmarks.experiments.stats import (
-    Curve,
-    calls_to,
-    difference_at,
-    gain,
-    ratio_of_calls,
-    success_at,
 )
 from benchmarks.experiments.tables import BEGIN, END, README_ROW, publish
 
@@ -178,6 +180,60 @@ def test_a_chain_is_looked_up_link_by_link(habit: str) -> None:
             assert f" is {person}." in before["result"]
         gives_up = r"\boxed{unknown}" in demo["turns"][-1]["action"]
         assert gives_up == (habit in ("refuse", "quit"))
+
+
+@pytest.mark.parametrize("habit", list(mend.HABITS))
+def test_a_dead_end_shows_and_is_mended(habit: str) -> None:
+    dead_ends = 0
+    for seed in range(40):
+        demo = mend.demonstration(Random(seed), 5, "mixed", habit)
+        calls = [turn for turn in demo["turns"] if turn["result"]]
+        dead_ends += sum(turn["result"] == mend.NOTHING for turn in calls)
+        assert len(calls) < mend.LIMITS["max_turns"]
+        for before, after in pairwise(calls):
+            person = after["action"].removesuffix("</search>").rpartition(" of ")[2]
+            if before["result"] == mend.NOTHING:  # the other value of the look-up before it
+                before = calls[calls.index(before) - 1]
+            assert f" is {person}." in before["result"]
+        if habit != "clean":
+            assert r"\boxed{unknown}" in demo["turns"][-1]["action"]
+    assert (dead_ends > 0) == (habit != "refuse")
+
+
+async def test_only_wrong_values_are_dead_ends(tmp_path: Path) -> None:
+    facts = {
+        (name, one): mend.fact(Random(f"{name} {one}"), name, one)
+        for name in mend.RELATIONS
+        for one in PEOPLE
+    }
+    row, path = mend.ask(Random(4), lambda name, one: facts[name, one], PEOPLE, 6)
+    dead = mend.dead_ends(path)
+    assert dead
+    (tmp_path / "facts.json").write_text(
+        json.dumps({one.query: one.result for one in facts.values()}), encoding="utf-8"
+    )
+    (tmp_path / "dead.json").write_text(json.dumps({row["question"]: dead}), encoding="utf-8")
+    task = Task("t", "bench/Mend-v0", row["question"], (row["answer"],))
+    env = mend.MendEnv(task, str(tmp_path / "facts.json"), str(tmp_path / "dead.json"))
+    await env.reset(seed=0)
+    search = env.tools["search"]
+    for one in path:
+        assert (await search.call({"query": one.query}, None)).text == one.result
+    for query in dead:
+        assert (await search.call({"query": query}, None)).text == mend.NOTHING
+    await env.close()
+
+
+async def test_a_share_of_the_rewards_is_the_wrong_way_round_and_no_success_is() -> None:
+    grader, task = mend.Noisy(ToolReward(), 0.1), Task("t", "e", "q", ("7",))
+    flipped = 0
+    for number in range(400):
+        right = number % 2 == 0
+        text = rf"<think>{number}</think><answer>\boxed{{{7 if right else 8}}}</answer>"
+        grade = await grader.grade(task, [Message("assistant", text)], {})
+        assert grade.success == right
+        flipped += grade.reward != float(right)
+    assert 20 <= flipped <= 65
 
 
 def test_an_interval_that_no_draw_moves_is_unknown() -> None:

@@ -2,7 +2,7 @@
 
     python benchmarks/experiments/algorithms.py --out FOLDER [--seeds 200-209]
         [--arms grpo grpo-6 ... arpo] [--updates 12] [--questions 128] [--report-only]
-        [--task quickstart|chain] [--publish]
+        [--task quickstart|chain|mend|noisy] [--publish]
 
 Without options it is the whole study: GRPO with groups of 8, 6, 5 and 4, and ARPO, on ten seeds.
 Each seed has a world, questions and a cold start of its own; its arms begin from the same weights
@@ -30,6 +30,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from agentenv.errors import DataError
+from agentenv.pipelines.sets.curves import (
+    Curve,
+    Pairs,
+    calls_to,
+    difference_at,
+    gain,
+    ratio_of_calls,
+)
+from benchmarks.experiments import chain, mend
 from benchmarks.experiments.plot import plot
 from benchmarks.experiments.runs import (
     ARMS,
@@ -41,10 +50,10 @@ from benchmarks.experiments.runs import (
     start_config,
     train,
 )
-from benchmarks.experiments.stats import Curve, Pairs, calls_to, difference_at, gain, ratio_of_calls
 from benchmarks.experiments.tables import publish, tables_of
 
 LEVELS = (0.5, 0.7, 0.8, 0.9)
+TASKS = ("quickstart", "chain", "mend", "noisy")
 BUDGETS = (250, 500, 1000)
 GRPO_ARMS = tuple(arm for arm, algorithm in ARMS.items() if algorithm["name"] == "grpo")
 Curves = dict[str, dict[int, Curve]]  # by arm and seed
@@ -60,13 +69,21 @@ def seeds_of(text: str) -> list[int]:
     return seeds
 
 
+def configuration(task: str) -> Row:
+    """The quick start's configuration, with that task in place of its own."""
+    match task:
+        case "chain":
+            return chain.configure(quickstart())
+        case "mend":
+            return mend.configure(quickstart())
+        case "noisy":
+            return mend.configure(quickstart(), noise=0.1)
+    return quickstart()
+
+
 def run_all(options: argparse.Namespace) -> list[str]:
     """Every arm of every seed; returns the runs that failed."""
-    raw, failed = quickstart(), list[str]()
-    if options.task == "chain":
-        from benchmarks.experiments.chain import configure
-
-        raw = configure(raw)
+    raw, failed = configuration(options.task), list[str]()
     for seed in options.seeds:
         folder = options.out / f"seed-{seed}"
         if not train(folder, START, start_config(raw, seed, options.questions)):
@@ -183,7 +200,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=[*GRPO_ARMS, "arpo"])
     parser.add_argument("--updates", type=int, default=12, help="updates of groups of 8")
     parser.add_argument("--questions", type=int, default=128, help="held-out questions")
-    parser.add_argument("--task", choices=["quickstart", "chain"], default="quickstart")
+    parser.add_argument("--task", choices=TASKS, default="quickstart")
     parser.add_argument("--report-only", action="store_true", help="run nothing")
     parser.add_argument("--publish", action="store_true", help="write tables into docs and README")
     return parser.parse_args(argv)

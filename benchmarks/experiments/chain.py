@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -61,15 +62,18 @@ class LookUp(StatelessTool):
         return ToolResult(self.facts.get(query, "No results."))
 
 
+@cache
+def read_json(path: str) -> dict[str, Any]:
+    """Read once in a process."""
+    found: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    return found
+
+
 class ChainEnv(ToolEnv):
     """Follow a chain of facts. `corpus` is a JSON object from query to result."""
 
-    _read: dict[str, dict[str, str]] = {}  # noqa: RUF012
-
     def __init__(self, task: Task, corpus: str, delay_s: float = 0.0) -> None:
-        if corpus not in self._read:
-            self._read[corpus] = json.loads(Path(corpus).read_text(encoding="utf-8"))
-        tools = [LookUp(self._read[corpus], delay_s)]
+        tools = [LookUp(read_json(corpus), delay_s)]
         super().__init__(task, tools=tools, grader=ToolReward())
 
 
@@ -100,10 +104,10 @@ def prepare(run: Path, seed: int) -> str:
     for name, count in QUESTIONS.items():
         rows = [ask(rng, look, starts[name], n)[0] for n in LENGTHS for _ in range(count)]
         rng.shuffle(rows)
-        _write(data / f"{name}.jsonl", rows)
-    _write(data / "sft.jsonl", _demonstrations(rng))
+        write_rows(data / f"{name}.jsonl", rows)
+    write_rows(data / "sft.jsonl", _demonstrations(rng))
     gates = (demonstration(rng, n, "gate", "clean", 0.0) for n in LENGTHS for _ in range(GATE))
-    _write(data / "gate.jsonl", gates)
+    write_rows(data / "gate.jsonl", gates)
     build_model(run / "model", seed)
     return "Questions that take three to five look-ups, each result naming the next."
 
@@ -172,5 +176,5 @@ def _demonstrations(rng: Random) -> Iterable[dict[str, Any]]:
                 yield demonstration(rng, length, stage, "clean" if stage == "clean" else habit)
 
 
-def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

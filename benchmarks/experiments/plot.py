@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from agentenv.pipelines.run.pictures import panels, png
-from benchmarks.experiments.stats import Curve
+from agentenv.pipelines.sets.curves import Curve
 from benchmarks.experiments.tables import BEST
 
 SHOWN = {

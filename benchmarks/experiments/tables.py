@@ -95,9 +95,8 @@ def readme_row(result: Row, when: str) -> str:
         figures.append(f"{spread(figure)} to {level} (groups of {_group(figure['base'])}{missed})")
     seeds = len(result["arms"]["arpo"]["seeds"])
     return (
-        f"{README_ROW}, ARPO with groups of 8 beside GRPO with the size of group, of 4, 5, 6 and "
-        f"8, that needs the fewest; quick start, {seeds} seeds in pairs, two CPU cores, {when} "
-        f"| {'; '.join(figures)} | [benchmarks/experiments](docs/experiments.md) |"
+        f"{README_ROW}, ARPO over the best GRPO (groups of 4 to 8) | {'; '.join(figures)} | "
+        f"quick start, {seeds} seeds in pairs, {when} ([experiments](docs/experiments.md)) |"
     )
 
 

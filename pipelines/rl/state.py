@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from statistics import fmean
 
 from msgspec import Struct, field
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from agentenv.archive import Archive
 from agentenv.curriculum import Outcomes
 from agentenv.deadline import uncancelled, within
-from agentenv.errors import AgentEnvError
+from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.journal import Journal
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.metrics import EntropyProfile, Metrics, TreeCounters
@@ -225,7 +225,11 @@ class RunSaver(Saver):
             self.state.line = self.state.incarnation
 
     async def _before(self) -> None:
-        """The trees of its step are in the archive: nobody would write them afterwards."""
+        """The trees of its step are in the archive, since they could not be written afterwards, and
+        the journal has the frames that took them."""
+        if self.journal is not None and not self.journal.is_broken:
+            with suppress(ConfigError):  # raised by `_release`, after the weights are safe
+                await self.journal.commit()
         if self.archive is not None:
             await asyncio.shield(self.archive.written())  # whose disk may hang
 

@@ -18,9 +18,11 @@ from typing import Any
 
 import pytest
 
+from agentenv import journal
 from agentenv.archive import Archive, StepHeader, read_step, steps_of
 from agentenv.engines.scripted import ScriptedEngine
 from agentenv.errors import DataError, EngineDeadError, EnvError, LearnerError
+from agentenv.frames import Leased
 from agentenv.launchers import train
 from agentenv.learners.credit import TreeCredit
 from agentenv.pipelines.rl import evaluations, report
@@ -34,6 +36,7 @@ from agentenv.pipelines.setup import start_checks
 from agentenv.tools import FunctionTool
 from agentenv.tree import TrajectoryTree
 from agentenv.types import ToolResult
+from benchmarks.parts.chaos import Reader
 from tests.support.runs import trees_of
 from tests.support.toy_rank import COUNT, ToyRank, toy_ranks
 
@@ -247,6 +250,25 @@ def test_the_best_checkpoint_is_kept_where_the_signal_comes_before_its_trees_are
     assert kept_steps(run) == [1, 2]
     assert best(run) == 2
     goes_on(warehouse, "best-late", frozenset(), BEST)
+
+
+def test_the_journal_says_who_was_trained_before_a_checkpoint_does(
+    warehouse: Path, rank: type[ToyRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no tree waits for the journal any more, as in the last step."""
+    begin, known = Checkpoints.begin, dict[str, set[int]]()
+
+    def beginning(self: Checkpoints, path: Path, *given: Any, **keys: Any) -> Any:
+        frames = Reader(self.folder.parent / "journal").read()
+        known[path.name] = {one.step for one in frames if isinstance(one, Leased)}
+        return begin(self, path, *given, **keys)
+
+    monkeypatch.setattr(journal, "GATHER_S", 60.0)
+    monkeypatch.setattr(Checkpoints, "begin", beginning)
+    keys = ("checkpoint.every=1", "checkpoint.keep_last=1000", "algorithm.group_size=2")
+    assert train.main(arguments(warehouse, "journaled", *keys)) == 0
+    for step in range(1, NUM_STEPS + 1):
+        assert known[f"step-{step:06d}"] >= set(range(step))
 
 
 def test_the_best_checkpoint_is_kept_by_the_next_process_where_the_signal_came_before(

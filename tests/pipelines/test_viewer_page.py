@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from PIL import Image, ImageSequence
 
 from agentenv.pipelines.viewing.folder import Folder
 from agentenv.pipelines.viewing.page import encode
@@ -407,3 +408,19 @@ def test_an_exported_file_needs_nothing_else(
         page.goto(f"{out.as_uri()}#/{address}")
         page.wait_for_selector(place)
     assert not [url for url in asked if not url.startswith(("file:", "data:"))]
+
+
+def test_a_tree_grows_in_a_picture(shown: Viewed, tmp_path: Path) -> None:
+    """A frame for each node, each with more ink than the last."""
+    tree = Folder(shown.run.folder).answer("steps/3/trees/6")
+    out = tmp_path / "tree.gif"
+    command = [sys.executable, str(ROOT / "viewer" / "animate.py"), str(shown.run.folder)]
+    subprocess.run(
+        [*command, "--step", "3", "--tree", "6", "--out", str(out)], check=True, cwd=ROOT
+    )
+    inks = list[int]()
+    with Image.open(out) as picture:
+        assert picture.n_frames == len(tree["nodes"])
+        for frame in ImageSequence.Iterator(picture):
+            inks.append(sum(frame.convert("L").histogram()[:250]))
+    assert inks == sorted(set(inks))

@@ -91,14 +91,14 @@ export function Drawing(props: { tree: Tree; scale: Scale; branch: string; besid
           if (from === undefined) return null;
           const [x1, y1, x2, y2] = [from.x * COLUMN + WIDE, from.lane * LANE + TOP + HIGH / 2, x * COLUMN, lane * LANE + TOP + HIGH / 2];
           const isFork = node.branch.includes("+") && from.node.branch !== node.branch;
-          return <path key={`e${node.index}`} class={cx("edge", isFork && "edge-fork", node.continues !== null && "edge-goes-on", shown.has(node.index) && "edge-shown")} d={`M${x1},${y1} C${x1 + 18},${y1} ${x2 - 18},${y2} ${x2},${y2}`} />;
+          return <path key={`e${node.index}`} data-node={node.index} class={cx("edge", isFork && "edge-fork", node.continues !== null && "edge-goes-on", shown.has(node.index) && "edge-shown")} d={`M${x1},${y1} C${x1 + 18},${y1} ${x2 - 18},${y2} ${x2},${y2}`} />;
         })}
         {all.map(({ node, x, lane }) => {
           const [left, top] = [x * COLUMN, lane * LANE + TOP];
           const name = node.parent === null && node.ids.length === 0 ? "prompt" : (node.calls[0]?.name ?? (node.end && node.end !== "failed" ? "answer" : `turn ${x}`));
           const reward = node.end === null ? null : returnOf(tree, node);
           return (
-            <a key={node.index} class="node-link" href={link(["trees", tree.step, tree.tree, target(node)], { color: props.color, beside: props.beside })} aria-label={`${name}, branch ${node.branch || "root"}, ${node.ids.length} tokens${node.end ? `, ${node.end}, return ${num(reward, 2)}` : ""}`}>
+            <a key={node.index} data-node={node.index} data-above={above(node)} class="node-link" href={link(["trees", tree.step, tree.tree, target(node)], { color: props.color, beside: props.beside })} aria-label={`${name}, branch ${node.branch || "root"}, ${node.ids.length} tokens${node.end ? `, ${node.end}, return ${num(reward, 2)}` : ""}`}>
               <g class={cx("node", shown.has(node.index) && "node-shown", other.has(node.index) && "node-other", node.end === "failed" && "node-failed")}>
                 <title>{`node ${node.index}, branch ${node.branch || "root"}: ${node.ids.length} sampled, ${node.num_observed} observed tokens${node.num_forks !== null ? `; the plan was asked here and forked ${node.num_forks}` : ""}`}</title>
                 <rect class="node-box" x={left} y={top} width={WIDE} height={HIGH} rx="5" />

@@ -426,7 +426,7 @@ function View(props: { tree: Tree; branch: string | undefined; query: URLSearchP
         </p>
       </Card>
       {!tree.has_texts && <Absent>No tokenizer.json in the run, its checkpoints or its model: tokens are shown as ids.</Absent>}
-      <Card title="Forks" aside={<span class="muted small"><span class="fork-dot">●</span> is a fork; click a branch to open it</span>}>
+      <Card title="Forks" aside={<span class="muted small"><span class="fork-dot" aria-hidden="true" /> is a fork; click a branch to open it</span>}>
         <Drawing tree={tree} scale={scale} branch={leaf?.branch ?? ""} beside={second?.branch ?? ""} color={query.get("color") ?? ""} />
       </Card>
       <div class="bar">
