@@ -193,7 +193,7 @@ def test_a_worker_that_is_killed_costs_no_tree(warehouse: Path, calm: Path) -> N
     assert trees(found) == trees(calm)
     last = [row for row in rows_of(found) if "workers/up" in row][-1]
     assert re.search(
-        r"worker-\d is lost: it was killed by SIGKILL .*; trees [\d, ]+ go on", log_of(found)
+        r"worker-\d is lost: it was killed by SIGKILL .*; trees [\d, ]+ resume", log_of(found)
     )
     assert last["workers/lost"] >= 2
     assert last["workers/trees_moved"] > 0

@@ -129,7 +129,7 @@ def test_the_run(shown: Viewed, open_page: Open) -> None:
     assert re.search(r"updates\s+3\s+of 9", tiles)
     assert re.search(r"75.0 %\s+from 25.0 %, 20.0 % failed", tiles)
     assert re.search(r"training success, last step\s+30.0 %\s+10.0 % failed", tiles)
-    assert re.search(r"tokens a second\s+180\s+over the run", tiles)
+    assert re.search(r"tokens per second\s+180\s+over the run", tiles)
     assert re.search(r"failed trajectories\s+3\s+10.0 % of all", tiles)
     titles = page.locator(".card-head h2").all_inner_texts()
     assert {"Time line", "Failed trajectories per step, by kind"} <= set(titles)
