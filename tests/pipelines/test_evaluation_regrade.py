@@ -247,5 +247,5 @@ def test_a_command_with_the_new_grader_goes_on(tmp_path: Path) -> None:
     Store(folder, saved_with(folder, "layered")).close()
     assert evaluate.main(["regrade", str(folder), "grader.kind=exact"]) == 0
     Store(folder, saved_with(folder, "exact")).close()
-    with pytest.raises(ConfigError, match="another configuration"):
+    with pytest.raises(ConfigError, match="different configuration"):
         Store(folder, saved_with(folder, "layered"))
