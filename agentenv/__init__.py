@@ -1,8 +1,8 @@
 """agentenv: asynchronous agentic reinforcement learning on trees of trajectories.
 
-`agentenv.train` and `agentenv.evaluate` are those of agentenv.pipelines, loaded when asked for.
+`agentenv.train` and `agentenv.evaluate` are those of agentenv.pipelines, loaded on first use.
 
-What an environment of your own needs can be imported from here; the rest lives in these files:
+Custom environments can import their names from here; the rest is in these files:
 
     nouns      types      task, message, tool call, completion, limits
                tree       node, trajectory, tree

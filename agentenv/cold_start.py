@@ -1,4 +1,4 @@
-"""What a cold start needs: demonstrations, and a small untrained model with words of one's own.
+"""Inputs of a cold start: demonstrations, and a small untrained model with a custom vocabulary.
 
     def solve(task, results):                       # the whole text of the next turn
         if not results:
@@ -136,7 +136,7 @@ async def _demonstration(
         else:
             raise DataError(
                 f"task {task.id}: the demonstration has not ended after {MAX_TURNS} turns; a turn "
-                "without a call of a tool ends it"
+                "without a tool call ends it"
             )
     finally:
         await env.close()
@@ -198,7 +198,7 @@ def tiny_model(
     hidden_size: int = 128,
     num_layers: int = 2,
 ) -> Path:
-    """Writes model and tokenizer to the folder `path`, and gives it back.
+    """Writes model and tokenizer to the folder `path`, and returns it.
 
     Every word of `texts`, and each of `words` as it is, becomes a token, and so do the tags of
     `tools`; what they lack is spelled in bytes. So the texts should hold what questions, tools and
@@ -252,7 +252,7 @@ def tiny_tokenizer(
 
 def _pieces(texts: Iterable[str], words: Iterable[str]) -> Iterator[str]:
     if isinstance(texts, str):
-        raise ConfigError("tiny_model: texts is one text; expected a list of them")
+        raise ConfigError("tiny_model: texts is a string; expected a list of strings")
     yield from words
     yield from (f"{number:02d}" for number in range(100))
     found = {"user", "assistant"}

@@ -1,4 +1,4 @@
-"""Work that does not run on the event loop: the one seam of threads and processes.
+"""Work off the event loop: the single interface to threads and processes.
 
     await in_thread(read, path)             a function that waits for a disk, or computes a little
     await OwnThread("journal")(write, frames)   the same, in a thread that nothing else can hold up
@@ -198,7 +198,7 @@ async def kill(process: asyncio.subprocess.Process) -> None:
                 await process.wait()
         except TimeoutError:
             logger.warning(
-                "process %d was killed and has not ended within %g s; it waits for a disk or a "
+                "process %d was killed but has not exited within %g s; it waits for a disk or a "
                 "device that hangs",
                 *(process.pid, KILL_S),
             )

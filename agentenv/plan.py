@@ -1,6 +1,6 @@
-"""Rollout plans: how many trajectories of a task start from scratch, and where they fork.
+"""Rollout plans: the number of root trajectories of a task, and their fork points.
 
-A plan is the torch-free half of an algorithm; those of ARPO and AEPO stand in the files of the
+A plan is the torch-free half of an algorithm; those of ARPO and AEPO are in the files of the
 algorithms. A plan is asked on events and answers at once with how many trajectories to start now;
 there is no barrier. A plan keeps no state: all it needs to know is on the tree, so one plan serves
 all trees of a run.
@@ -25,8 +25,10 @@ Place = tuple[Node, int]
 
 
 class RolloutPlan(Protocol):
-    """What the actor asks. `group_size` trajectories are wanted per task; `fork_window` is the
-    number of tokens after a tool result that `on_fork_point` wants to see, 0 for never."""
+    """The interface of plans for the actor. `group_size` trajectories are wanted per task;
+    `fork_window` is the number of tokens after a tool result that `on_fork_point` wants to see, 0
+    for never.
+    """
 
     @property
     def group_size(self) -> int: ...
@@ -44,7 +46,7 @@ class RolloutPlan(Protocol):
     def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int | Sequence[Place]:
         """Called after `leaf` ended, or failed and is not replaced; `tree.num_live` no longer
         counts it. A number of from-scratch trajectories, or pairs of a node that holds a tool
-        result (or the root) and the number that goes on from there."""
+        result (or the root) and the number of siblings that continue from there."""
         ...
 
 
@@ -173,7 +175,7 @@ class Spread:
                 depth[index] = place
                 if place:
                     above[index] = indices[place - 1]
-        found, chance = {}, {}
+        found, chance = dict[int, float](), dict[int, float]()
         for index in sorted(depth):  # parents come before their children
             before = chance[above[index]] if index in above else 0.5
             weight = self.prior_weight

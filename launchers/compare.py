@@ -28,7 +28,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Compare the arms of a sweep, or runs: held-out success against tool calls.",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a sweep, or its runs")
-    parser.add_argument("--baseline", default="", metavar="ARM", help="default: of the sweep")
+    parser.add_argument("--baseline", default="", metavar="ARM", help="default: the sweep's")
     parser.add_argument(
         "--set", default="", metavar="NAME", help="evaluation set; default: reported"
     )
@@ -76,7 +76,7 @@ def _run(options: argparse.Namespace, view: View) -> int:
     for table in comparison.tables(found):
         view.console.print(as_rich(table))
     if unfinished:
-        view.warn(f"left out, since they are not finished: {', '.join(map(str, unfinished))}")
+        view.warn(f"skipped, since unfinished: {', '.join(map(str, unfinished))}")
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / "comparison.json", comparison.as_json(found))
     comparison.plot(curves, out / "comparison.png")

@@ -47,15 +47,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="agentenv doctor",
         usage="agentenv doctor [--config CONFIG [key.sub=value ...]] [options]",
-        description="Check this machine and a configuration of training.",
+        description="Check this machine and a training configuration.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", type=Path, help="of agentenv train; none: the machine alone")
+    parser.add_argument(
+        "--config", type=Path, help="configuration of agentenv train; none: check the machine alone"
+    )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
-    parser.add_argument("--json", action="store_true", help="the results as JSON")
-    parser.add_argument("--offline", action="store_true", help="ask nothing outside this machine")
-    parser.add_argument("--quick", action="store_true", help="start neither learner nor engine")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--offline", action="store_true", help="no requests to other machines")
+    parser.add_argument("--quick", action="store_true", help="do not start learner and engine")
     return parser
 
 

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--self-critic",
         type=_rounds,
         metavar="N",
-        help="N rounds on the policy's own answers; CONFIG is that of a training run",
+        help="N rounds on the policy's own answers; CONFIG is a configuration of agentenv train",
     )
     arguments = parse(parser, argv)
     if arguments.self_critic is None:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _rounds(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise ArgumentTypeError(f"expected a number of rounds, at least 1, found {text}")
+        raise ArgumentTypeError(f"expected a number of rounds, at least 1, got {text}")
     return number
 
 
@@ -67,7 +67,7 @@ class SelfCriticRunConfig(TrainConfig, frozen=True, kw_only=True, forbid_unknown
         super().__post_init__()
         if self.self_critic is None:
             raise ConfigError(
-                "self_critic: --self-critic needs the table [self_critic], or one key of it, as "
+                "self_critic: --self-critic requires the table [self_critic], or one key of it, as "
                 "self_critic.num_questions=32"
             )
 

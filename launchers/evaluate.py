@@ -39,7 +39,9 @@ from agentenv.pipelines.run.checkpoints import BEST
 from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
 from agentenv.pipelines.serving import gpus_for_others
 
-EPILOG = "Of stored ones: agentenv evaluate report DIR, compare A B, regrade DIR [grader.key=value]"
+EPILOG = (
+    "Stored evaluations: agentenv evaluate report DIR, compare A B, regrade DIR [grader.key=value]"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda: _run(arguments, view),
         view,
         writing="writing the evaluation",
-        interrupted="interrupted; the same command goes on with the missing trajectories",
+        interrupted="interrupted; the same command continues with the missing trajectories",
     )
 
 
@@ -71,8 +73,8 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     )
     if not (arguments.dry_run or subject.model is None or subject.model.is_dir()):
         raise ConfigError(
-            f"{arguments.subject}: there is no such directory; expected a run, a checkpoint or a "
-            "model directory, or http(s)://HOST[:PORT]"
+            f"{arguments.subject}: no such directory; expected a run, a checkpoint or a model "
+            "directory, or http(s)://HOST[:PORT]"
         )
     config = configured(arguments, subject, EvaluateConfig, resolve_sets, view.say)
     config = chosen_sets(config, names, arguments.n)
@@ -87,7 +89,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     with gpus_for_others(config):
         outcome = run_until_done(run_evaluation(config, subject, out, view), view)
     if outcome.num_failed:
-        view.say(f"{outcome.num_failed} trajectories failed; the same command asks them again")
+        view.say(f"{outcome.num_failed} trajectories failed; the same command retries them")
     view.wait_for("scoring", "the report")
     write_report(out, view)
     view.end()
@@ -120,19 +122,21 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="agentenv evaluate",
         usage="agentenv evaluate SUBJECT [key.sub=value ...] [options]",
-        description="Evaluate a run, a checkpoint, a model directory, or an endpoint by its URL, "
-        f"through the env API. {EPILOG}.",
+        description="Evaluate a run, a checkpoint, a model directory, or an endpoint by its URL. "
+        f"{EPILOG}.",
     )
-    out = f"where rows and report go, and are taken up again; default {FOLDER}/NAME"
+    out = f"folder of rows and report, from which the command also resumes; default {FOLDER}/NAME"
     add_dry_run(parser)
     add_subject(parser, EvaluateConfig, out)
     parser.add_argument(
-        "--set", default="", metavar="NAMES", help="sets by name, with commas; of a run: the one "
-        "that it reports"
-    )  # fmt: skip
+        "--set",
+        default="",
+        metavar="NAMES",
+        help="sets by name, separated by commas; default for a run: the one that it reports",
+    )
     parser.add_argument(
         "--checkpoint", choices=(LAST, BEST, START), default=LAST,
-        help="which one of a run; start: the model that it began with"
+        help="checkpoint of the run; start: its initial model"
     )  # fmt: skip
     arguments = parser.parse_intermixed_args(argv)
     check_arguments(parser, arguments)
@@ -145,15 +149,18 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _report(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="agentenv evaluate report",
-        description="Report a stored evaluation: terminal, summary.json, report.md.",
+        description="Report a stored evaluation: on the terminal, in summary.json and in "
+        "report.md.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("--k", default="", help="of pass@k and maj@k, e.g. 1,3,5; default 1,2,4,..")
+    parser.add_argument(
+        "--k", default="", help="k of pass@k and maj@k, e.g. 1,3,5; default 1,2,4,.."
+    )
     parser.add_argument(
         "--compat",
         choices=("reference",),
         default="",
-        help="reference: em, F1, contains and math as the published code has them",
+        help="reference: em, F1, contains and math of the published code",
     )
     arguments = parser.parse_args(argv)
     ks = [int(k) if k.strip().isdecimal() else 0 for k in arguments.k.split(",") if k]
@@ -171,11 +178,11 @@ def _report(argv: Sequence[str]) -> int:
 def _compare(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="agentenv evaluate compare",
-        description="Compare two stored evaluations on the questions that both asked, in pairs.",
+        description="Compare two stored evaluations, paired by the questions that both contain.",
     )
     parser.add_argument("first", type=Path, metavar="A")
     parser.add_argument("second", type=Path, metavar="B")
-    parser.add_argument("--out", type=Path, help="Markdown file with all questions that changed")
+    parser.add_argument("--out", type=Path, help="Markdown file of all changed questions")
     given, view = parser.parse_args(argv), View()
 
     def work() -> None:
@@ -191,10 +198,10 @@ def _compare(argv: Sequence[str]) -> int:
 def _regrade(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="agentenv evaluate regrade",
-        description="Grade the stored trajectories of an evaluation again, without generating.",
+        description="Regrade the stored trajectories of an evaluation, without generating.",
         epilog="grader.kind=KIND starts from that kind's defaults; other grader.key=value change "
-        "the grader that the evaluation had; sets.NAME.grader.key=value that of one set. Without "
-        "any, the same grader grades again.",
+        "the evaluation's grader, sets.NAME.grader.key=value that of one set. Without any, the "
+        "same grader regrades.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("overrides", nargs="*", default=[], metavar="grader.key=value")

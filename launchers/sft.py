@@ -71,7 +71,7 @@ class Imitation:
 
     @classmethod
     async def of(cls, assembly: SupervisedAssembly) -> Imitation:
-        """What the configuration wants to be imitated."""
+        """The rows to imitate by the configuration."""
         config, loaded = assembly.config, await assembly.rows()
         rows = [[place] for place in range(len(loaded.train))]
         if isinstance(config.loop, SFTLoopConfig) and config.loop.packing:

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda: _run(options, view),
         view,
         writing="writing the sweep",
-        interrupted="interrupted; the same command goes on, finished runs are kept",
+        interrupted="interrupted; the same command continues and keeps finished runs",
     )
 
 
@@ -50,26 +50,26 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("subject", type=Path, metavar="SUBJECT", help="TOML file of a run or sweep")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
     parser.add_argument(
-        "--seeds", metavar="LIST", help="such as 0-4,7; default: of the file, or 0-2"
+        "--seeds", metavar="LIST", help="such as 0-4,7; default: the file's, or 0-2"
     )
     parser.add_argument(
         "--vary", action="append", default=[], metavar="key.sub=V,V",
-        help="an arm for each value; given again: for each combination",
+        help="one arm per value; if repeated, per combination",
     )  # fmt: skip
     parser.add_argument("--arms", nargs="+", metavar="NAME", help="only these arms of the file")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: sweeps/NAME of SUBJECT")
     parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="runs at a time; default 1"
+        "--jobs", type=int, default=1, metavar="N", help="concurrent runs; default 1"
     )
     parser.add_argument("--nice", type=int, default=0, metavar="N", help="priority of the runs")
     parser.add_argument(
-        "--dry-run", action="store_true", help="check all, list the runs, start none"
+        "--dry-run", action="store_true", help="check everything, list the runs, start none"
     )
     options = parser.parse_intermixed_args(argv)
     if options.jobs < 1:
-        parser.error("--jobs is at least 1")
+        parser.error("--jobs must be at least 1")
     if not 0 <= options.nice <= 19:
-        parser.error("--nice is from 0 to 19")
+        parser.error("--nice must be from 0 to 19")
     return options
 
 
@@ -78,7 +78,7 @@ def _config(options: argparse.Namespace) -> SweepConfig:
         if options.overrides or options.vary:
             raise ConfigError(
                 f"{options.subject} is a sweep file, which names overrides and arms itself; "
-                "expected none beside it"
+                "expected none on the command line"
             )
         config = read_sweep(options.subject)
         unknown = set(options.arms or ()) - set(config.arms)
@@ -91,7 +91,7 @@ def _config(options: argparse.Namespace) -> SweepConfig:
             config.baseline = config.baseline if config.baseline in config.arms else ""
     else:
         if options.arms:
-            raise ConfigError("--arms belongs to a sweep file; of a configuration, give --vary")
+            raise ConfigError("--arms requires a sweep file; for a configuration, pass --vary")
         arms = grid(options.vary) if options.vary else {"all": []}
         config = SweepConfig(
             config=str(options.subject.resolve()),
@@ -129,7 +129,7 @@ def _run(options: argparse.Namespace, view: View) -> int:
     for run in runner.failed:
         view.warn(f"{run} failed: see {run.log}")
     if runner.failed:
-        view.say("next: mend the cause and give the same command; finished runs are kept")
+        view.say("next: fix the cause and repeat the command; finished runs are kept")
         return 1
     view.say(f"next: agentenv compare {folder}")
     return 0

@@ -1,5 +1,6 @@
-"""Trains a policy: `agentenv train CONFIG [key.sub=value ...] [--resume [WHICH]]`, with
-`--view` seen in the browser meanwhile."""
+"""Trains a policy: `agentenv train CONFIG [key.sub=value ...] [--resume [WHICH]]`, with `--view`
+shown in the browser.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,10 @@ def reinforce(
 def warn_of_values_set(path: Path, view: View) -> None:
     """Keys that an earlier version changed in flight have the values of the configuration again."""
     if path.exists() and b'"command":"set"' in path.read_bytes():
-        view.warn(f"{path} holds values set in flight, which are ignored; set them as overrides")
+        view.warn(
+            f"{path} contains values that were set at run time; they are ignored; set them as "
+            "overrides"
+        )
 
 
 if __name__ == "__main__":

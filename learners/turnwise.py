@@ -1,4 +1,4 @@
-"""Turnwise: a turn has one advantage, the value of what follows it, and a weight of its own.
+"""Turnwise: each turn has one advantage, from the value of its continuation, and its own weight.
 
 The credits that are published for trees differ in three figures, which are keys here (`Turnwise`);
 so does the plan: that of ARPO, trajectories from scratch, or forks at any depth of paths that have
@@ -27,9 +27,9 @@ Value = Literal["leaves", "children", "softmax"]
 PlanName = Annotated[
     Literal["arpo", "uniform", "rounds", "spread", "flat"],
     Meta(
-        description="where trajectories begin: arpo, forks by entropy; uniform, at any tool "
-        "result of a path that has ended; rounds, the same when nothing grows any more; spread, "
-        "where a call is likely to teach most; flat"
+        description="fork points: arpo, by entropy; uniform, any tool result of a finished path; "
+        "rounds, the same after all paths have finished; spread, where a call is likely to teach "
+        "most; flat, none"
     ),
 ]
 
@@ -50,7 +50,7 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
         TEMPO, of turns (arXiv 2509.18314)             1      1                leaves
         AT2PO's credit (arXiv 2601.04767)              0      1                softmax
 
-    Weights below d bend the gradient towards the turns after forks, and gave no more signal a call
+    Weights below d bend the gradient toward the turns after forks, and gave no more signal a call
     in the toy of docs/algorithms.md. `local` above 4 is refused: the difference to the parent alone
     has next to no signal with eight leaves.
 
@@ -62,7 +62,12 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
     sharing: SharingKey = "hard"
     plan_name: PlanName = "arpo"
     max_children: Annotated[
-        int, Meta(ge=2, description="turns after one tool result, with forks of ended paths")
+        int,
+        Meta(
+            ge=2,
+            description="maximum number of turns after one tool result, with forks of finished "
+            "paths",
+        ),
     ] = 4
     led_cost: Annotated[
         float,
@@ -75,13 +80,14 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
     ] = 1.0
     local: Annotated[
         float,
-        Meta(ge=0, le=4, description="weight of a turn's value over that of the turn before"),
+        Meta(ge=0, le=4, description="weight of a turn's value relative to the previous turn's"),
     ] = 0.0
     weight_exponent: Annotated[
-        float, Meta(ge=0, le=1, description="e in the weight d ** e of a turn with d leaves")
+        float,
+        Meta(ge=0, le=1, description="exponent e in the weight d ** e of a turn with d leaves"),
     ] = 1.0
     value: Annotated[
-        Value, Meta(description="a turn's value: mean of its leaves, or of its children's values")
+        Value, Meta(description="value of a turn: mean of its leaves, or of its children's values")
     ] = "leaves"
 
     def __post_init__(self) -> None:
@@ -91,13 +97,13 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
         plain = self.local == 0 and self.value == "leaves"
         if self.sharing == "soft" and not plain:
             raise ConfigError(
-                "algorithm.sharing: 'soft' keeps the advantage of each leaf apart, which values of "
-                "turns do not have; set 'hard', or local = 0 and value = 'leaves'"
+                "algorithm.sharing: 'soft' keeps the advantages of leaves separate, which values "
+                "of turns do not have; set 'hard', or local = 0 and value = 'leaves'"
             )
         if self.step_rewards == "to_go" and not plain:
             raise ConfigError(
-                "algorithm.step_rewards: 'to_go' has a value of its own for each turn; set local = "
-                "0 and value = 'leaves'"
+                "algorithm.step_rewards: 'to_go' has a separate value for each turn; set local = 0 "
+                "and value = 'leaves'"
             )
 
     @property

@@ -155,7 +155,7 @@ def test_a_file_that_is_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
         following = [*whole.entries[1:], None][len(cut.entries)]
         assert following is None or following.place > place
     path.write_bytes(data[:8])
-    with pytest.raises(DataError, match="not a file of trees"):
+    with pytest.raises(DataError, match="not a tree file"):
         read_step(path)
 
 

@@ -52,7 +52,7 @@ def test_forks_are_taken_at_any_depth_until_the_group_is_whole(at_once: bool) ->
             assert node.end or 1 <= begun == 1 + (node.num_forks or 0) <= plan.max_children
         depths.update(turn_of(tree, leaf) for leaf in tree.leaves() if "+" in leaf.branch)
     assert set(depths) >= {1, 2, 3}
-    assert max(depths.values()) < 3 * min(depths[one] for one in (1, 2, 3)), "no depth is favoured"
+    assert max(depths.values()) < 3 * min(depths[one] for one in (1, 2, 3)), "no depth is favored"
 
 
 def test_a_fork_goes_on_from_the_tokens_and_the_state_of_its_place() -> None:
@@ -95,7 +95,7 @@ def test_an_env_that_answers_otherwise_fails_the_fork_and_a_root_takes_its_place
     tree = rollout(actor, Uniform(group_size=4, num_roots=2))
     failed = tree.failures()
     assert failed
-    assert all("answers otherwise" in str(leaf.error) for leaf in failed)
+    assert all("answers differently" in str(leaf.error) for leaf in failed)
     assert tree.num_roots == len(list(tree.trajectories())) >= 3
 
 

@@ -1,4 +1,4 @@
-"""Runs an evaluation into its directory, where stored trajectories are not asked again."""
+"""Runs an evaluation into its directory and skips stored trajectories."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
     calls = [call for node in trajectory.path for call in node.info.get("tool_calls", ())]
     assist: dict[str, float] = leaf.info.get("assist") or {}
     if not assist and any(call.get("info") for call in calls):
-        count_calls(assist, calls)  # the browser agent belongs to the env, whoever the actor is
+        count_calls(assist, calls)  # the browser agent belongs to the env, with any actor
     versions = [span.version for node in trajectory.path for span in node.version_spans]
     return EvalRow(
         dataset=dataset,
@@ -167,7 +167,7 @@ def _counts(trajectory: Trajectory, renderer: Renderer) -> tuple[int, int]:
 
 
 class Outcome(NamedTuple):
-    """How many trajectories failed, and the error of too large a share of them."""
+    """The number of failed trajectories, and the error if their share is too large."""
 
     num_failed: int = 0
     problem: TooManyFailuresError | None = None
@@ -289,8 +289,8 @@ async def ask_into(
         if len(errors) == hopeless:
             last = answer.question.actor.failures.log.redactor.text(row.error or "")
             raise broken(errors)(
-                f"all of the first {hopeless} trajectories failed, so that no others are asked; "
-                f"the last: {last}; the same command asks them again"
+                f"all of the first {hopeless} trajectories failed; the evaluation stops here; the "
+                f"last error: {last}; the same command retries them"
             )
 
     asked = (Question(actors[one.dataset], one.task, one.sample) for one in missing)

@@ -268,7 +268,9 @@ class Training:
             imitating = self.state.imitating
             self.recorder.archive.forget_after(self.state.step)
             done = imitating.step if imitating else None
-            goes_back = self.run.go_on(config, self.state.step, self.view.say, is_recorded, done)
+            goes_back = self.run.resume_from(
+                config, self.state.step, self.view.say, is_recorded, done
+            )
             if goes_back and self.journal is not None:
                 await self.journal.rotate(sys.maxsize)  # trees of abandoned weights
         self.view.say(
@@ -312,7 +314,7 @@ class Training:
         await self.saver.amend()
 
     async def _saved_at_end(self, evaluation: Coroutine[Any, Any, None]) -> None:
-        """The evaluation; where it is broken off, the checkpoint remembers that it goes on."""
+        """The evaluation; if it is interrupted, the checkpoint notes that it resumes."""
         try:
             await evaluation
         except BaseException:
@@ -406,7 +408,7 @@ class SelfCriticRun(Training):
                 self.run.begin(self.config)
                 await self._evaluate_all("before_rl")
             else:
-                self.run.go_on(self.config, self.state.step, self.view.say)
+                self.run.resume_from(self.config, self.state.step, self.view.say)
             while self.state.step < num_rounds:
                 try:
                     trees = await critic.sample(self.state.step)

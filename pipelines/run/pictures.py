@@ -101,26 +101,26 @@ def _plot(profile: EntropyProfile, target: Path, name: str) -> None:
         for axes, values in ((left, curve.mean[:length]), (right, curve.count)):
             axes.plot(values, label=titles.get(label, label.replace("/", " ")), **style)
     left.set(
-        title="mean entropy, nats, while 5 % of the turns are that long",
+        title="mean entropy, nats, up to the length of the longest 5 % of turns",
         xlabel="token of the turn",
         ylim=(0, None),
     )
-    right.set(title="turns that were that long", xlabel="token of the turn", ylim=(0, None))
+    right.set(title="turns of at least that length", xlabel="token of the turn", ylim=(0, None))
     for axes in (left, right):
         axes.locator_params(axis="x", integer=True)
     write_whole(target, png(figure))
 
 
 PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("trees that wait, and that grow", ("queue/ready", "trees/in_flight")),
+    ("trees waiting and in flight", ("queue/ready", "trees/in_flight")),
     ("staleness, in versions of the policy", ("staleness/max", "staleness/trained_mean")),
-    ("forks and roots a step", ("rollout/forks", "rollout/roots")),
-    ("failed trajectories, turns taken again", ("failed/trajectories", "failed/retaken")),
+    ("forks and roots per step", ("rollout/forks", "rollout/roots")),
+    ("failed trajectories, retried turns", ("failed/trajectories", "failed/retaken")),
     (
         "lengths of trajectories, tokens",
         ("length/offered_p50", "length/trained_p50", "length/offered_p90", "length/trained_p90"),
     ),
-    ("turns and calls of a trajectory", ("rollout/turns", "rollout/calls_per_trajectory")),
+    ("turns and calls per trajectory", ("rollout/turns", "rollout/calls_per_trajectory")),
     ("shares of trained tokens clipped", ("learner/clipped_high", "learner/clipped_low")),
     ("KL, nats", ("learner/kl_to_proximal", "learner/kl_to_reference")),
     ("gradient norm", ("learner/grad_norm",)),
@@ -154,8 +154,8 @@ def learning_curve(rows: Sequence[Row], name: str) -> Any:
         curves = [("reward/success", "success, which is the reward", "-")]
     if any(row.get("failed/share") for row in steps):
         curves += [
-            ("failed/share", "share that failed", ":"),
-            ("reward/success_if_failed_wrong", "success if failed were wrong", "-."),
+            ("failed/share", "share of failed trajectories", ":"),
+            ("reward/success_if_failed_wrong", "success, failed as wrong", "-."),
         ]
     marker = "." if len(steps) < 3 else ""
     for key, label, style in curves:
@@ -235,8 +235,8 @@ def _evaluation(
         )
     failed = [row for row in rows if row.get(f"{place}/failed_share")]
     for name, what, sign in (
-        ("failed_share", "share that failed", "x"),
-        ("success_if_failed_wrong", "success if failed were wrong", "v"),
+        ("failed_share", "share of failed trajectories", "x"),
+        ("success_if_failed_wrong", "success, failed as wrong", "v"),
     ):
         if failed:
             points = [(at(row), row[f"{place}/{name}"]) for row in failed]
@@ -264,7 +264,7 @@ def training_figures(rows: Sequence[Row], name: str) -> Any:
     steps = _steps(rows)
     calls = sorted({key for row in steps for key in row if _is_tool(key, ("calls", "errors"))})
     drawn, zero = [], []
-    for title, keys in (*PANELS, ("tool calls a step", calls)):
+    for title, keys in (*PANELS, ("tool calls per step", calls)):
         there = [key for key in keys if any(key in row for row in steps)]
         nonzero = [key for key in there if any(row.get(key) for row in steps)]
         zero += [key for key in there if key not in nonzero]
@@ -310,7 +310,7 @@ def _seconds(axes: Any, steps: Sequence[Row]) -> None:
     labels = [key.removeprefix("time/").removesuffix("_s") for key in parts]
     if parts:
         axes.stackplot([row["step"] for row in steps], values, labels=labels)
-    axes.set_title("seconds of a step, by part", fontsize="medium")
+    axes.set_title("seconds per step, by part", fontsize="medium")
     axes.locator_params(axis="x", integer=True)
 
 

@@ -1,5 +1,5 @@
-"""The terminal: a live line or plain lines while a command goes on, tables, and how every command
-ends, with which exit code.
+"""The terminal: a live line or plain lines during a command, tables, and the end of every command
+with its exit code.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class _Stream:
                 raise
             self.lost = self.lost or error
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Nothing fails any more for what is still to be written, at the end of the process."""
         if self.lost is not None:
             with suppress(OSError, ValueError):
@@ -223,7 +223,7 @@ class View:
         self._pulse: Pulse | None = None
         self.said_s = 0.0  # when a line was said last, of time.monotonic
         self._logger = logging.getLogger("run")
-        if not self._logger.handlers:  # else what fails early is told twice
+        if not self._logger.handlers:  # else early failures are reported twice
             self._logger.addHandler(logging.NullHandler())
         self._handlers: list[logging.Handler] = []
         self.folder: Path | None = None  # of a run, whose log is there
@@ -232,7 +232,7 @@ class View:
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:
-        """Inside, an interruption waits until this has come to its end; it is told so."""
+        """Inside, an interruption waits until this has finished, and is notified of that."""
         before, self.activity = self.activity, activity
         try:
             yield
@@ -380,14 +380,14 @@ class View:
             if stream.lost is not None:
                 reason = explain(stream.lost)
                 self._logger.warning("the terminal, or its file, could not be written: %s", reason)
-            stream.let_go()
+            stream.release()
         for handler in self._handlers:
             logging.getLogger().removeHandler(handler)
             handler.close()
             if isinstance(handler, LogFile) and handler.num_missing:
                 self.warn(
-                    f"{handler.num_missing} lines are not in {handler.path}: the disk is full, or "
-                    "does not answer"
+                    f"{handler.num_missing} lines are missing in {handler.path}: the disk is full "
+                    "or does not respond"
                 )
         self._handlers = []
 
@@ -486,9 +486,10 @@ SHOWN_S = 2.0  # in a thread, until it is shown that somebody waits for it
 
 def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
     """Run the work of a command to its end. The first Ctrl-C, SIGTERM or SIGHUP cancels the work,
-    which may save before it ends; after that this raises KeyboardInterrupt. A second one is told
-    what it waits for, and a third ends the process (see Watchdog). `view` tells who holds up the
-    loop."""
+    which may save before it ends; after that this raises KeyboardInterrupt. A second one prints
+    what it waits for, and a third ends the process (see Watchdog). `view` reports code that blocks
+    the loop.
+    """
     runner = asyncio.Runner(loop_factory=CommandLoop)
     loop = runner.get_loop()
     dog = Watchdog(loop, view.warn_at_once)
@@ -498,8 +499,8 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
         nonlocal num_signals
         num_signals += 1
         if num_signals == 1:
-            task.cancel()  # once: a second one would break off what ends the work
-        first = "interrupted" if num_signals == 1 else "still ending"
+            task.cancel()  # once: a second one would interrupt the clean-up
+        first = "interrupted" if num_signals == 1 else "still shutting down"
         jobs = ", ".join(map(str, running(SHOWN_S)))
         waits = [view.activity and f"waiting for {view.activity}", view.behind(), jobs]
         what = "; ".join(filter(None, [first, *waits]))

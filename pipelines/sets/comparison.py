@@ -77,7 +77,7 @@ def read_curve(run: Path, dataset: str = "") -> tuple[Curve, dict[str, Any]]:
         text = (run / "metrics.jsonl").read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise DataError(
-            f"{run} is no finished run: it has no {Path(error.filename).name}"
+            f"{run} is not a finished run: it has no {Path(error.filename).name}"
         ) from None
     except json.JSONDecodeError as error:
         raise DataError(f"{run / 'summary.json'}: {error}") from error
@@ -97,11 +97,11 @@ def read_curve(run: Path, dataset: str = "") -> tuple[Curve, dict[str, Any]]:
             points.append((*made, right))
     if len(points) < 2 or points[0][0]:
         raise DataError(
-            f"{run}: its curve needs evaluations of set {dataset!r} before and after updates; give "
-            f"the runs `eval.sets.{dataset or 'NAME'}.every`"
+            f"{run}: its curve needs evaluations of set {dataset!r} before and after updates; set "
+            f"for the runs `eval.sets.{dataset or 'NAME'}.every`"
         )
     if len({len(right) for *_, right in points}) > 1:
-        raise DataError(f"{run}: its evaluations of set {dataset!r} are of different questions")
+        raise DataError(f"{run}: its evaluations of set {dataset!r} have different questions")
     made_calls, made_tokens, rights = zip(*points, strict=True)
     curve = Curve(
         np.array(made_calls, float), np.array(rights, float), np.array(made_tokens, float)
@@ -129,7 +129,7 @@ def arms_by_keys(runs: Sequence[Path]) -> dict[str, dict[int, Path]]:
         try:
             plain[run] = json.loads((run / "config.json").read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError) as error:
-            raise DataError(f"{run} is no run: {error}") from error
+            raise DataError(f"{run} is not a run: {error}") from error
     flat = {
         run: dict(_flat({k: v for k, v in raw.items() if k not in OF_RUN}))
         for run, raw in plain.items()
@@ -310,7 +310,7 @@ def tables(found: Comparison) -> list[Table]:
             note="means over seeds; 95 % interval over seeds and questions",
         ),
         Table(
-            title=f"Needed for a success, beside {found.baseline}",
+            title=f"Needed per success, relative to {found.baseline}",
             columns=["arm", "", *levels],
             rows=ratios,
             left=[0, 1],

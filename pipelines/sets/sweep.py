@@ -4,7 +4,7 @@
     FOLDER/ARM/seed-N/           the run
     FOLDER/ARM/seed-N.log        its output
 
-A run with a summary is finished and never begun again; one that was cut off goes on with --resume.
+A run with a summary is finished and not repeated; an interrupted one resumes with --resume.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def check(config: SweepConfig) -> Made:
                 f"arms.{name}: a name has letters, digits and ._+=- and is not {START!r}"
             )
     if config.baseline and config.baseline not in config.arms:
-        raise ConfigError(f"baseline {config.baseline!r} is no arm: {', '.join(config.arms)}")
+        raise ConfigError(f"baseline {config.baseline!r} is not an arm: {', '.join(config.arms)}")
     seeds = seeds_of(config.seeds)
     if not seeds:
         raise ConfigError("seeds: a sweep needs at least one")
@@ -195,9 +195,9 @@ def read_made(folder: Path) -> Made:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Made)
     except FileNotFoundError:
-        raise ConfigError(f"{folder} is no folder of a sweep: it has no {SWEEP_FILE}") from None
+        raise ConfigError(f"{folder} is not a sweep: it has no {SWEEP_FILE}") from None
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} cannot be read: {error}; give another --out") from error
+        raise ConfigError(f"{path} cannot be read: {error}; choose another --out") from error
 
 
 def remember(folder: Path, made: Made) -> Made:
@@ -207,7 +207,7 @@ def remember(folder: Path, made: Made) -> Made:
         old = read_made(folder)
         problem = next(_differences(old, made), "")
         if problem:
-            raise ConfigError(f"{folder} holds another sweep: {problem}; give another --out")
+            raise ConfigError(f"{folder} contains another sweep: {problem}; choose another --out")
         made = msgspec.structs.replace(
             made, arms=old.arms | made.arms, seeds=list(dict.fromkeys([*old.seeds, *made.seeds]))
         )
@@ -218,7 +218,7 @@ def remember(folder: Path, made: Made) -> Made:
 
 def _differences(old: Made, new: Made) -> Iterator[str]:
     if old.config_digest != new.config_digest:
-        yield f"{new.config} was changed, or is another file than {old.config}"
+        yield f"{new.config} was changed, or differs from {old.config}"
     for name in ("overrides", "start", "after_start"):
         if getattr(old, name) != getattr(new, name):
             yield f"{name}: {getattr(old, name)} -> {getattr(new, name)}"

@@ -36,7 +36,7 @@ Figures = dict[str, Any]
 
 
 class Trees:
-    """The trees of a run. Nothing is read before it is asked for; any thread may ask."""
+    """The trees of a run. Read on demand, from any thread."""
 
     def __init__(self, run: Path, tokenizers: Callable[[], Iterator[Path]]) -> None:
         """`tokenizers` are files to look for, the best first."""
@@ -76,7 +76,7 @@ class Trees:
 
     def step(self, number: int) -> Figures:
         """The details of each tree of a step, which takes reading it, and the metrics of the
-        step. Raises DataError if it is not there."""
+        step. Raises DataError if it is missing."""
         step = self._step(self._path(number))
         return {
             "step": number,
@@ -93,7 +93,7 @@ class Trees:
         step = self._step(self._path(number))
         entry = next((one for one in step.entries if one.tree == tree), None)
         if entry is None:
-            raise DataError(f"{step.path}: tree {tree} is not there")
+            raise DataError(f"{step.path}: no tree {tree}")
         kept = step.tree(entry)
         return {
             "step": number,
@@ -134,7 +134,7 @@ class Trees:
     def _path(self, number: int) -> Path:
         path = steps_of(self.folder).get(number)
         if path is None:
-            raise DataError(f"{self.folder}: step {number} is not there")
+            raise DataError(f"{self.folder}: no step {number}")
         return path
 
     def _step(self, path: Path) -> Step:

@@ -79,7 +79,7 @@ def quickstart(**keys: Any) -> SweepConfig:
         ({"arms": {"start": []}}, "is not 'start'"),
         ({"arms": {"a": ["learner.lr=1"]}}, "did you mean"),
         ({"arms": {"a": ["model.path={start}"]}}, "needs the key `start`"),
-        ({"baseline": "b"}, "baseline 'b' is no arm"),
+        ({"baseline": "b"}, "baseline 'b' is not an arm"),
         ({"seeds": []}, "needs at least one"),
         ({"start": ["train.num_steps=x"]}, "train.num_steps"),
     ],
@@ -105,9 +105,9 @@ def test_a_folder_holds_one_sweep_to_which_arms_and_seeds_may_come(tmp_path: Pat
     first = remember(tmp_path / "s", check(quickstart()))
     more = remember(tmp_path / "s", check(quickstart(seeds="1-2", arms={"b": ["run.seed=1"]})))
     assert (first.seeds, more.seeds, list(more.arms)) == ([0, 1], [0, 1, 2], ["a", "b"])
-    with pytest.raises(ConfigError, match=r"holds another sweep: arms\.b"):
+    with pytest.raises(ConfigError, match=r"contains another sweep: arms\.b"):
         remember(tmp_path / "s", check(quickstart(arms={"b": []})))
-    with pytest.raises(ConfigError, match=r"holds another sweep: overrides"):
+    with pytest.raises(ConfigError, match=r"contains another sweep: overrides"):
         remember(tmp_path / "s", check(quickstart(overrides=["train.num_steps=3"])))
     (tmp_path / "s" / "sweep.json").write_text("{")
     with pytest.raises(ConfigError, match=r"sweep\.json cannot be read"):
@@ -217,7 +217,7 @@ def test_arms_are_the_keys_in_which_runs_differ(made_up: dict[str, dict[int, Pat
 @pytest.mark.parametrize(
     ("missing", "error"),
     [
-        ("summary.json", "is no finished run: it has no summary.json"),
+        ("summary.json", "is not a finished run: it has no summary.json"),
         ("eval/before_sft/rows.jsonl", "needs evaluations of set 'heldout' before and after"),
     ],
 )

@@ -109,7 +109,7 @@ def test_the_end_names_what_is_there_and_no_phase_that_was_not(finished: Path) -
     assert "before_sft" not in log
 
 
-def test_a_table_has_no_colours_in_the_log(tmp_path: Path) -> None:
+def test_a_table_has_no_colors_in_the_log(tmp_path: Path) -> None:
     view = View()
     view.console = Console(file=StringIO(), force_terminal=True, color_system="standard")
     view.log_to(tmp_path / "run.log")
@@ -157,7 +157,7 @@ def test_a_phase_that_did_not_exist_is_not_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"), [(["clean", "mixed"], "other rows than the gate asks for (clean)"),
+    ("rows", "told"), [(["clean", "mixed"], "other rows than the gate measures (clean)"),
                        (["copy", "clean", "clean"], ""), (["copy"], "")]
 )  # fmt: skip
 def test_a_last_stage_of_the_cold_start_that_is_not_the_gates_is_told(
@@ -185,7 +185,7 @@ def test_a_finished_run_is_not_overwritten(
     finished: Path, warehouse: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main([str(warehouse), "run.name=finished"]) == 2
-    assert "already holds a run" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
 
 
 @pytest.mark.slow

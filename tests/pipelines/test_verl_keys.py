@@ -122,7 +122,7 @@ def test_overrides_of_verl_are_refused_all_at_once(capsys: pytest.CaptureFixture
         "data.train_batch_size: use queue.groups_per_step (prompts)",
         "actor_rollout_ref.rollout.n: use algorithm.group_size",
         "search.params.cache_file: use search.arpo_cache, search.cache",
-        "critic.optim.lr: there is none; no critic",
+        "critic.optim.lr: no such key; no critic",
         "ENABLE_DYNAMIC_ROLLOUTS: use algorithm.budget_split",
         "docs/from-verl.md",
     ):
