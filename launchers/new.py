@@ -88,7 +88,7 @@ def next_commands(name: str, parent: Path) -> dict[str, str]:
     train = f"agentenv train {name}/train.toml"
     return ({} if is_here else {f"cd {shlex.quote(str(parent))}": "its folder"}) | {
         f"python -m pytest {name}": "test of the environment",
-        f"{train} --dry-run": "checks everything, starts nothing",
+        f"{train} --dry-run": "checks everything",
         train: "cold start, then ARPO: minutes",
     }
 

@@ -189,9 +189,9 @@ def train(
     keys: `model` (and `tokenizer`) a model of transformers, which is copied, or a directory; `env`
     an environment's class, any function from a Task to an Env, an id, or tools, which `grader`
     grades (default: ExactMatch); `data` and `held_out` the questions, rows or files. What other
-    processes are to import (env.workers, cluster.workers) has to stand in a module.
+    processes are to import (env.workers, cluster.workers) must be in a module.
 
-    `resume` goes on from a checkpoint: "latest" (or True), "best", or its path. Raises as said at
+    `resume` continues from a checkpoint: "latest" (or True), "best", or its path. Raises as said at
     the top of this file.
     """
     from agentenv.pipelines.rl.control import controlled  # slow to load
@@ -286,7 +286,7 @@ def evaluate(
             )
         if found.model is not None and not found.model.is_dir():
             raise ConfigError(
-                f"{subject}: there is no such directory; expected a run, a checkpoint or a model "
+                f"{subject}: no such directory; expected a run, a checkpoint or a model "
                 "directory, http(s)://HOST[:PORT], or a model of transformers"
             )
         if data is not None:

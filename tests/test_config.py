@@ -196,7 +196,7 @@ def test_a_refusal_may_be_explained(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.toml: there is no such"):
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: no such"):
         load_config(Outer, tmp_path / "nowhere.toml")
 
 

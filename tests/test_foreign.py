@@ -37,6 +37,8 @@ OURS = {
     "agentenv/archive.py": "a run directory",
     "agentenv/config.py": "configuration",
     "pipelines/api.py": "a run directory",
+    "pipelines/sets/comparison.py": "run directories",
+    "pipelines/sets/sweep.py": "a sweep file, and a folder of ours",
     "agentenv/cluster/envs.py": "a process of ours",
     "agentenv/cluster/messages.py": "a process of ours",
     "agentenv/engines/remote/base.py": "a client of ours in another process",

@@ -100,6 +100,7 @@ ALLOWED = {
     "pipelines/run/watchdog.py Watchdog._run: self._signals.recv": "settimeout(BEAT_S)",
     "pipelines/run/monitors.py Monitors._run: self._calls.get": HERE,
     "launchers/retriever.py serve: stop.wait": FOREVER,
+    "pipelines/sets/sweep.py Runner._train: process.wait": "a run takes as long as it takes",
     "launchers/serve_env.py _until_stopped: stop.wait": FOREVER,
     "envs/openenv.py Session.begin: self.server.freed.wait": SAME,
     "pipelines/rl/feeder.py Feeder.until_resumed: self._goes_on.wait": PERSON,

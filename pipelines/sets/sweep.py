@@ -26,6 +26,7 @@ from msgspec import Struct, field
 from agentenv.config import load_config, read_toml
 from agentenv.disk import make_folder, write_whole
 from agentenv.errors import ConfigError
+from agentenv.offload import in_thread, start_process
 from agentenv.pipelines.config.rl import TrainConfig
 
 SWEEP_FILE = "sweep.json"
@@ -283,20 +284,21 @@ class Runner:
             self.report(run, "finished", "")
             return True
         self.failed.append(run)
-        self.report(run, f"failed with exit status {code}", last_line(run.log))
+        why = await in_thread(last_line, run.log)
+        self.report(run, f"failed with exit status {code}", why)
         return False
 
     async def _train(self, run: SweepRun) -> int:
         """The exit status; a cancellation interrupts the run, and waits until it has saved."""
-        make_folder(run.path.parent)
+        await in_thread(make_folder, run.path.parent)
         command = [sys.executable, "-m", "agentenv.launchers", "train", self.config, *run.overrides]
         command += [f"run.seed={run.seed}", f"run.dir={run.path.parent.resolve()}"]
         command += [f"run.name={run.path.name}"]
         command += ["--resume"] if run.state() == "interrupted" else []
         if self.nice:
             command = ["nice", "-n", str(self.nice), *command]
-        with run.log.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
+        with await in_thread(run.log.open, "ab") as log:
+            process = await start_process(
                 *command,
                 stdout=log,
                 stderr=log,

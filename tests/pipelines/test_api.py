@@ -205,7 +205,7 @@ def test_mistakes_are_errors_with_the_text_of_the_command(
         assert " ".join(capsys.readouterr().err.split()) == f"error: {caught.value}"
     assert state() == before
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match="there is no such configuration file"):
+    with pytest.raises(ConfigError, match="no such configuration file"):
         train("nowhere.toml")
     with pytest.raises(ConfigError, match="expected a run, a checkpoint"):
         evaluate(tmp_path / "nowhere")
@@ -218,7 +218,7 @@ def test_mistakes_are_errors_with_the_text_of_the_command(
 def test_a_run_goes_on_and_is_refused_where_it_is(warehouse: Path, tmp_path: Path) -> None:
     more = {"run.dir": str(tmp_path), "run.name": "long"}
     train(warehouse, {**more, "train.num_steps": 1}, is_quiet=True)
-    with pytest.raises(ConfigError, match="already holds a run"):
+    with pytest.raises(ConfigError, match="already contains a run"):
         train(warehouse, more, is_quiet=True)
     result = train(warehouse, {**more, "train.num_steps": 2}, resume=True, is_quiet=True)
     assert result.summary["num_steps"] == 2
@@ -281,7 +281,7 @@ def test_a_tool_that_holds_up_the_loop_is_named(
     path = warehouse.parent / "model"
     evaluate(path, ASKED, env=slow, data=ROWS[:3], out=tmp_path / "slow", is_quiet=True)
     told = capsys.readouterr().err
-    assert "holds up every rollout" in told or "waited for a core" in told
+    assert "blocks every rollout" in told or "waited for a core" in told
 
 
 def test_one_run_at_a_time_in_a_process(warehouse: Path, tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_a_configuration_file_that_is_not_there(
 ) -> None:
     monkeypatch.chdir(ROOT)
     told = refused(capsys, train.main([argument]))
-    assert f"{argument}: there is no such configuration file{hint}" in told
+    assert f"{argument}: no such configuration file{hint}" in told
 
 
 def test_a_line_that_is_no_json_has_one_number(

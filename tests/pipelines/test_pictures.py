@@ -90,7 +90,7 @@ def test_evaluations_have_intervals_and_the_share_that_failed() -> None:
     (bars,) = axes.containers
     low, high = bars.lines[2][0].get_segments()[0][:, 1]
     assert (low, high) == (pytest.approx(0.18), pytest.approx(0.23))
-    assert "held: share that failed" in labels(axes)
+    assert "held: share of failed trajectories" in labels(axes)
 
 
 def test_success_that_is_the_reward_is_one_curve() -> None:
@@ -104,7 +104,11 @@ def test_figures_of_nothing_have_no_panel() -> None:
              "time/update_s": 1.0} for step in (1, 2, 3)]  # fmt: skip
     figure = training_figures(rows, "run")
     titles = [axes.get_title() for axes in figure.axes]
-    assert titles == ["forks and roots a step", "tool calls a step", "seconds of a step, by part"]
+    assert titles == [
+        "forks and roots per step",
+        "tool calls per step",
+        "seconds per step, by part",
+    ]
     assert all(axes.has_data() for axes in figure.axes)
     assert figure.get_supxlabel() == "0 throughout: failed/trajectories, tool/x/errors"
 
