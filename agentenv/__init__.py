@@ -1,6 +1,8 @@
 """agentenv: asynchronous agentic reinforcement learning on trees of trajectories.
 
-What an environment of your own needs can be imported from here; the rest lives in these files:
+`agentenv.train` and `agentenv.evaluate` are those of agentenv.pipelines, loaded on first use.
+
+Custom environments can import their names from here; the rest is in these files:
 
     nouns      types      task, message, tool call, completion, limits
                tree       node, trajectory, tree
@@ -49,6 +51,8 @@ What an environment of your own needs can be imported from here; the rest lives 
                disk          files that are whole whenever somebody reads them
 """
 
+from typing import Any
+
 from agentenv.cold_start import demonstrate, texts_of, tiny_model, write_rows
 from agentenv.env import Env, EnvWrapper, Grade, Grader, StepResult, env_ids, make, register, shared
 from agentenv.errors import (
@@ -62,6 +66,7 @@ from agentenv.errors import (
     LearnerError,
     ToolError,
 )
+from agentenv.registry import loaded
 from agentenv.tool_env import ToolEnv
 from agentenv.tools import StatelessTool, Tool, ToolLimits, tool
 from agentenv.tree import Trajectory, TrajectoryTree
@@ -103,3 +108,11 @@ __all__ = [
     "tool",
     "write_rows",
 ]
+
+_OFFERED = {name: f"agentenv.pipelines:{name}" for name in ("evaluate", "train")}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OFFERED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return loaded(_OFFERED[name])

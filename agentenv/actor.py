@@ -1,8 +1,8 @@
 """The actor: rolls out tasks with one engine, renderer and kind of environment.
 
-It serves any number of rollouts at a time, each of which grows one tree (`rollout.py`), in which
-`RolloutHooks` take part. Evaluation (`ask`, `evaluate`) is the same rollout with the plan
-`Independent`, and a list for a queue.
+It serves any number of concurrent rollouts, each of which grows one tree (`rollout.py`) with
+`RolloutHooks`. Evaluation (`ask`, `evaluate`) is the same rollout with the plan `Independent` and a
+list instead of a queue.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ from agentenv.types import Info, Limit, Limits, Message, SamplingParams, Task
 
 
 class RolloutHooks:
-    """Hooks of a rollout; these change nothing.
+    """Hooks of a rollout; the base class changes nothing.
 
-    One object a rollout. A subclass overrides the calls that it changes, in the order of a
-    trajectory:
+    One object per rollout. A subclass overrides some of the calls, in the order of a trajectory:
 
         prefix     the prompt was rendered
         sampling   a turn will be sampled
@@ -46,22 +45,21 @@ class RolloutHooks:
         finish     a limit ends the episode: the env is to grade
         end        the branch is over in any way, cancelled too
 
-    Its constructor may refuse the rollout with a ConfigError.
+    Its constructor may reject the rollout with a ConfigError.
     """
 
     def __init__(self, rollout: Rollout) -> None:
         self.rollout = rollout
 
     def prefix(self, branch: Branch, prompt_ids: list[int]) -> list[int]:
-        """Token ids that the first turn of every root begins with; asked once a tree.
-
-        They are context and not sampled, so that no loss mask covers them, and they count as
-        response, not as prompt.
+        """Token ids with which the first turn of every root begins; called once per tree. They are
+        context, not sampled, and excluded from the loss mask; they count as response, not as
+        prompt.
         """
         return []
 
     def sampling(self, branch: Branch) -> SamplingParams:
-        """How the next turn of the branch is sampled."""
+        """Sampling parameters of the branch's next turn."""
         return self.rollout.actor.sampling
 
     async def step(self, branch: Branch, action: Message) -> StepResult:
@@ -70,26 +68,25 @@ class RolloutHooks:
         return await self.rollout.actor.envs.step(branch.env, action)
 
     async def redirect(self, branch: Branch, observation_ids: Sequence[int]) -> bool:
-        """Whether the branch goes on from another place than after this observation.
-
-        If so, the branch stands there already: `Branch.take_back` and `Branch.restart` move it.
+        """Whether the branch continues elsewhere than after this observation. If so, the branch is
+        already there: `Branch.take_back` and `Branch.restart` move it.
         """
         return False
 
     async def finish(
         self, branch: Branch, limit: Limit, action: Message | None
     ) -> tuple[float, Info]:
-        """The reward of an episode that a limit ends, and facts; `action` was not stepped."""
+        """Reward and info of an episode that a limit ends; `action` was not stepped."""
         assert branch.env is not None
         return await self.rollout.actor.envs.finish(branch.env, limit, action)
 
     async def end(self, branch: Branch) -> None:
-        """Free what belongs to the branch."""
+        """Free the resources of the branch."""
 
 
 logger = logging.getLogger(__name__)
 
-PAUSED = "the run, which is paused, to go on"
+PAUSED = "the paused run to resume"
 
 
 class Awaited(NamedTuple):
@@ -104,8 +101,9 @@ class Awaited(NamedTuple):
 
 
 def awaited_by(rollout: Rollout) -> Iterator[Awaited]:
-    """The wait of each live branch, or of the tree when all have ended; none of a branch that is
-    only starting."""
+    """The wait of each live branch, or of the tree when all have ended; none for a branch that is
+    just starting.
+    """
     task, index = rollout.tree.task.id, rollout.tree.index
     clocks = [(branch.name, branch.clock) for branch in rollout.branches] or [("", rollout.clock)]
     for name, clock in clocks:
@@ -116,9 +114,9 @@ def awaited_by(rollout: Rollout) -> Iterator[Awaited]:
 class Actor:
     """Rolls out tasks. One actor serves any number of concurrent rollouts.
 
-    `sampling` gives temperature, truncation, penalty and stop strings beside those of the renderer;
-    max_tokens and seed are set turn by turn. `make_hooks` gives each rollout its hooks.
-    All randomness is keyed by (seed, index, task, branch, turn).
+    `sampling` gives temperature, truncation, penalty and stop strings in addition to the
+    renderer's; max_tokens and seed are set per turn. `make_hooks` gives each rollout its hooks. All
+    randomness is keyed by (seed, index, task, branch, turn).
     """
 
     def __init__(
@@ -142,10 +140,10 @@ class Actor:
         self.prefixes = PrefixHits()
         self.probes = ProbeWaits()
         self.rollouts: set[Rollout] = set()  # that go on
-        self._goes_on = asyncio.Event()  # unless turns are paused
-        self._goes_on.set()
+        self._unpaused = asyncio.Event()  # unless turns are paused
+        self._unpaused.set()
         self.failures = Failures(limits.max_failed_share, strict=limits.strict)
-        self._draws = Random()  # one for all turns, since making it costs as much as its draw
+        self._draws = Random()  # one for all turns, since creating it costs as much as a draw
 
     async def rollout(
         self,
@@ -162,18 +160,18 @@ class Actor:
     ) -> TrajectoryTree:
         """Grow one tree. `index` is its place in start order.
 
-        Its events are written to `record`, and the tree is returned once that is on the
-        disk. `recorded` is the tree as an earlier process left it, which goes on from there; it
-        begins again if its task has another prompt by now, or if hooks took part in it. With a
-        reason in `cancelled` the tree ends at once: its live branches fail as cancelled, and no
-        environment is made and no turn is sampled.
+        Its events are written to `record`, and the tree is returned once they are on disk.
+        `recorded` is the tree of an earlier process, which resumes; it restarts if the prompt of
+        its task has changed, or if hooks took part in it. With a reason in `cancelled` the tree
+        ends at once: its live branches fail as cancelled, and no environment is made and no turn is
+        sampled.
 
         For trees that hold parts of one group: `session` names those whose prompts are alike (by
         default `index` does), and the first from-scratch branch gets the name `first_root`.
         `max_failures` takes the place of that of the limits.
 
         Raises EngineDeadError when no engine is left, DataError for a prompt that is too long,
-        ConfigError for what no retry mends, and TooManyFailuresError as `limits` say; every other
+        ConfigError for permanent errors, and TooManyFailuresError as `limits` say; every other
         failure is a failed leaf.
         """
         limits = self.limits
@@ -184,9 +182,11 @@ class Actor:
         )
         if recorded is not None and self.make_hooks is RolloutHooks:
             try:
-                return await self._go_on(make, recorded, record, cancelled)
+                return await self._resume_recorded(make, recorded, record, cancelled)
             except* OtherPromptError:
-                logger.warning("task %s has another prompt than its tree: it begins again", task.id)
+                logger.warning(
+                    "task %s has a different prompt than its tree: it starts again", task.id
+                )
         tree = TrajectoryTree(task, index=index, policy_version=self.engine.policy_version)
         tree.add(None)
         if record is not None:
@@ -196,11 +196,11 @@ class Actor:
 
     def seed_of(self, key: str) -> int:
         """The seed of a turn, 63 bits of its key."""
-        self._draws.seed(key)  # what earlier versions sampled, they would sample again
+        self._draws.seed(key)  # earlier versions reproduce their samples
         return self._draws.getrandbits(63)
 
     def awaited(self) -> list[Awaited]:
-        """The waits of all branches of all rollouts."""
+        """The current waits of all branches of all rollouts."""
         return [one for rollout in self.rollouts for one in awaited_by(rollout)]
 
     def longest(self) -> dict[str, float]:
@@ -213,28 +213,28 @@ class Actor:
         return found
 
     def growing(self, index: int) -> Rollout | None:
-        """The rollout of the tree with this index, while it goes on."""
+        """The running rollout of the tree with this index."""
         return next((one for one in self.rollouts if one.tree.index == index), None)
 
     @property
     def is_paused(self) -> bool:
-        return not self._goes_on.is_set()
+        return not self._unpaused.is_set()
 
     def pause(self) -> None:
-        """Begin no turn until `resume`; those under way end."""
-        self._goes_on.clear()
+        """Start no turn until `resume`; running turns finish."""
+        self._unpaused.clear()
 
     def resume(self) -> None:
         """End a pause."""
-        self._goes_on.set()
+        self._unpaused.set()
 
     async def until_resumed(self) -> None:
-        """Wait while turns are paused; the clock of the rollout stands meanwhile."""
+        """Wait while turns are paused; the rollout's clock stops meanwhile."""
         with waiting(PAUSED):
             while self.is_paused:
-                await self._goes_on.wait()
+                await self._unpaused.wait()
 
-    async def _go_on(
+    async def _resume_recorded(
         self,
         make: Callable[[TrajectoryTree], Rollout],
         recorded: Recorded,
@@ -243,7 +243,7 @@ class Actor:
     ) -> TrajectoryTree:
         tree = recorded.tree
         if record is not None:
-            record.goes_on(recorded)
+            record.resumes(recorded)
         names = [node.branch for node in tree.nodes] + [one.name for one in recorded.branches]
         roots = [int(name) for name in names if name.isdecimal()]
         await make(tree).run(max(roots, default=-1) + 1, recorded, cancelled)
@@ -251,7 +251,7 @@ class Actor:
 
 
 class Question(NamedTuple):
-    """One trajectory to ask for: sample number `sample` of a task, by an actor."""
+    """A requested trajectory: sample number `sample` of a task, by an actor."""
 
     actor: Actor
     task: Task
@@ -259,8 +259,9 @@ class Question(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came of a question: a tree with one leaf, how often it was tried again after a
-    failure, and the seconds that the last attempt took."""
+    """The result of a question: a tree with one leaf, the number of retries after failures, and the
+    seconds of the last attempt.
+    """
 
     question: Question
     tree: TrajectoryTree
@@ -274,12 +275,12 @@ async def ask(
     *,
     concurrency: int,
 ) -> None:
-    """Ask all questions, `concurrency` at a time and in order; `on_answer` gets each answer as
-    soon as it is there, and is awaited if it wants that.
+    """Run all questions, `concurrency` at a time and in order; `on_answer` gets each answer
+    immediately and is awaited if it returns an awaitable.
 
-    What is sampled depends on the actor's seed, the task and the number of the sample, never on
-    order, concurrency, or how many samples are asked. A failed trajectory is tried again with
-    the same seeds, up to `max_failures` of the limits. Raises what Actor.rollout raises.
+    Samples depend on the actor's seed, the task and the sample number, never on order, concurrency
+    or the number of samples. A failed trajectory is retried with the same seeds, up to
+    `max_failures` of the limits. Raises what Actor.rollout raises.
     """
     waiting = iter(questions)
 
@@ -297,8 +298,9 @@ async def ask(
 async def evaluate(
     actor: Actor, tasks: Sequence[Task], *, num_samples: int = 1, concurrency: int = 256
 ) -> list[TrajectoryTree]:
-    """Roll out every task `num_samples` times, at most `concurrency` trajectories at a time if one
-    task has no more; a tree a task, in the order of the tasks. Seeds are those of `ask`."""
+    """Roll out every task `num_samples` times, at most `concurrency` trajectories at a time unless
+    one task has more; one tree per task, in the order of the tasks. Seeds are those of `ask`.
+    """
     places = asyncio.Semaphore(max(1, concurrency // num_samples))
 
     async def grow(number: int, task: Task) -> TrajectoryTree:

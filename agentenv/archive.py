@@ -1,4 +1,4 @@
-"""The archive: every tree that a run took for a step, as it was trained, for people and programs.
+"""The archive: every tree of every training step, as it was trained, for people and programs.
 
     RUN/trees/step-000001.frames    a header; then of each tree a line of an index, and the tree
 
@@ -7,10 +7,10 @@
     kept = step.tree(entry)         one tree, from its place in the file
     kept.columns(leaf)              its tokens as arrays: ids, log-probs, credit, versions, mask
 
-Frames are those of frames.py. A file that is cut off is readable up to there. Trees that were
-filtered or had failed are there too. What a step took is written once, when it is done, by a
-thread; a run that goes on from a checkpoint removes what came after it, so that the files are those
-of the weights that survive. A sampled token takes 16 to 24 bytes, an observed one 4.
+Frames are those of frames.py. A truncated file is readable up to the cut. Filtered and failed trees
+are included. A thread writes a step once, after the update; a run that resumes from a checkpoint
+removes later files, so that the files belong to the surviving weights. A sampled token takes 16 to
+24 bytes, an observed one 4.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ Fate = Literal["trained", "filtered", "failed"]
 
 
 class StepHeader(Struct, frozen=True):
-    """Of a step. `policy_version` is the learner's when it took the trees, `incarnation` counts
-    starts of the run; `settings` names what trees depend on, `vocab_size` what plans are made with.
-    `metrics` are those of the update."""
+    """Header of a step. `policy_version` is the learner's when it took the trees, `incarnation`
+    counts starts of the run; `settings` names what trees depend on, `vocab_size` what plans are
+    made with. `metrics` are those of the update.
+    """
 
     step: int
     policy_version: int
@@ -58,8 +59,9 @@ class StepHeader(Struct, frozen=True):
 
 
 class Entry(Struct, frozen=True):
-    """A tree in the index. `why` says of one that was not trained what was wrong; `rewards` are the
-    returns of its trajectories, failed ones left out; tokens that are shared count once."""
+    """A tree in the index. `why` is the reason if it was not trained; `rewards` are the returns of
+    its trajectories without failed ones; shared tokens count once.
+    """
 
     tree: int
     task_id: str
@@ -74,9 +76,10 @@ class Entry(Struct, frozen=True):
     num_forks: int
     num_tokens: int
     num_action_tokens: int
-    policy_version: int  # of the engine when the tree began
+    policy_version: int  # the engine's, when the tree began
     oldest_version: int  # that chose a token
     place: int = -1  # of the tree's frame in the file
+    num_changed: int = -1  # forks that ended otherwise than the branch they left; -1: not counted
 
     @classmethod
     def of(cls, kept: KeptTree) -> Entry:
@@ -98,7 +101,19 @@ class Entry(Struct, frozen=True):
             num_action_tokens=tree.num_action_tokens,
             policy_version=tree.policy_version,
             oldest_version=tree.oldest_version(),
+            num_changed=changed_forks(tree),
         )
+
+
+def changed_forks(tree: TrajectoryTree) -> int:
+    """The forks that ended with another success than the branch that they left, or, where the env
+    reports none, with another return; of two that did not fail."""
+    ends = {
+        path.leaf.branch: path.success if "success" in path.leaf.info else path.reward
+        for path in tree.trajectories()
+    }
+    left = {branch: branch.rpartition(".")[0] for branch in ends}
+    return sum(parent in ends and ends[branch] != ends[parent] for branch, parent in left.items())
 
 
 class Credit(Struct, array_like=True):
@@ -113,8 +128,9 @@ class Credit(Struct, array_like=True):
 
 
 class Columns(NamedTuple):
-    """The tokens of one trajectory, an entry each; what is not known, such as a log-prob of a token
-    that was observed, is nan. `version` is -1 there."""
+    """The tokens of one trajectory, one entry each; unknown values, such as log-probs of observed
+    tokens, are nan, and their `version` is -1.
+    """
 
     token_ids: NDArray[np.int32]
     mask: NDArray[np.bool_]  # sampled by the policy
@@ -129,7 +145,7 @@ class Columns(NamedTuple):
 
 
 class KeptTree(Struct):
-    """A tree as a step had it. `credit` is None where too few leaves counted for a group."""
+    """An archived tree. `credit` is None if too few leaves counted for a group."""
 
     tree: TrajectoryTree
     fate: Fate
@@ -178,7 +194,7 @@ _read_tree = msgspec.msgpack.Decoder(KeptTree).decode
 
 
 class Step(NamedTuple):
-    """One file. `is_whole` is False if it was cut off, or is being written."""
+    """One file. `is_whole` is False if it is truncated or being written."""
 
     path: Path
     header: StepHeader
@@ -196,8 +212,8 @@ class Step(NamedTuple):
         except msgspec.DecodeError:
             pass
         raise DataError(
-            f"{self.path}: tree {entry.tree}, at byte {entry.place}, is damaged; the others of the "
-            "file can still be read"
+            f"{self.path}: tree {entry.tree}, at byte {entry.place}, is damaged; the other trees "
+            "of the file are readable"
         )
 
     def trees(self) -> Iterator[KeptTree]:
@@ -206,7 +222,9 @@ class Step(NamedTuple):
 
 
 def read_step(path: Path) -> Step:
-    """Header and index of a file of RUN/trees, whole or cut off. Raises DataError if it is none."""
+    """Header and index of a file of RUN/trees, complete or truncated. Raises DataError for other
+    files.
+    """
     try:
         with path.open("rb") as file:
             return _read_step(path, file)
@@ -221,7 +239,7 @@ def _read_step(path: Path, file: BinaryIO) -> Step:
     except msgspec.DecodeError:
         header = None
     if header is None or header.format != FORMAT:
-        raise DataError(f"{path}: not a file of trees that this version reads")
+        raise DataError(f"{path}: not a tree file that this version can read")
     entries = []
     while (data := read_frame(file)) is not None:
         try:
@@ -242,8 +260,9 @@ def steps_of(folder: Path) -> dict[int, Path]:
 
 
 def readable_steps(folder: Path, say: Callable[[str], None]) -> list[Step]:
-    """The files of RUN/trees, oldest first. Of one that cannot be read it says so, and goes on:
-    the last one of a killed run may be empty."""
+    """The files of RUN/trees, oldest first. Unreadable ones are logged and skipped: the last one of
+    a killed run may be empty.
+    """
     found = []
     for path in steps_of(folder).values():
         try:
@@ -265,15 +284,16 @@ class Archive:
         self._writing: asyncio.Task[None] | None = None
 
     def forget_after(self, step: int) -> None:
-        """Remove the files of later steps, which the weights that go on do not know."""
+        """Remove the files of later steps, which do not belong to the resumed weights."""
         for number, path in steps_of(self.folder).items():
             if number > step:
                 path.unlink()
 
     async def write_behind(self, header: StepHeader, trees: Iterable[KeptTree]) -> None:
-        """Write a step while other work goes on; only the one before is waited for. The trees must
-        not change any more. Raises ConfigError when that one could not be written; this one is
-        tried all the same, and the next call tells of it."""
+        """Write a step in the background, after waiting for the previous one. The trees must not
+        change any more. Raises ConfigError when that one could not be written; this one is tried
+        all the same, and the next call reports its failure.
+        """
         try:
             await self.written()
         finally:
@@ -288,15 +308,16 @@ class Archive:
             await uncancelled(writing)
 
     async def close(self) -> None:
-        """Wait for what is being written, whatever becomes of it."""
+        """Wait for pending writes, ignoring their errors."""
         try:
             await self.written()
         except ConfigError as error:
             logger.warning("%s", error)
 
     def write(self, header: StepHeader, trees: Iterable[KeptTree]) -> None:
-        """Write the file of a step, in place of one that is there, and remove the oldest files that
-        are too many. Raises ConfigError."""
+        """Write the file of a step, replacing an existing one, and remove the oldest files beyond
+        the limit. Raises ConfigError.
+        """
         path = self.folder / f"step-{header.step:06d}{SUFFIX}"
         try:
             make_folder(self.folder)
@@ -311,8 +332,8 @@ class Archive:
             self._prune(path)
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be written: {explain(error, DIR_KEY)}; archive.max_gb bounds "
-                "what is kept there, 0 keeps none"
+                f"{path} cannot be written: {explain(error, DIR_KEY)}; archive.max_gb limits the "
+                "size of the archive, 0 turns it off"
             ) from error
 
     def _prune(self, newest: Path) -> None:

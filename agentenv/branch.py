@@ -1,4 +1,4 @@
-"""A branch: one growing trajectory of a tree, and the envs that the branches of an actor hold."""
+"""A branch: one growing trajectory of a tree, and the open envs of an actor's branches."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 class Branch:
-    """Where a trajectory stands: the tokens so far, what was counted, its env.
+    """State of a trajectory: its tokens so far, its counts, its env.
 
-    `cursor` is the last node with an observation; `pending` an action below it whose observation
-    is not there yet, in the end the leaf. `clock` counts the seconds of work that the trajectory
+    `cursor` is the last node with an observation; `pending` an action below it without an
+    observation so far, in the end the leaf. `clock` counts the seconds of work that the trajectory
     has cost. `actions` are those that the env has seen, in order; None: its env was led elsewhere,
     so that they do not tell its state.
 
@@ -187,7 +187,7 @@ class Branch:
         return left
 
     @property
-    def goes_on(self) -> bool:
+    def continues_episode(self) -> bool:
         """Whether the next turn of a program answers something new in the middle of an episode,
         also where its context is another one."""
         then = self.next_turn
@@ -245,7 +245,7 @@ class Branch:
             full = self.num_response_tokens >= limits.max_response_tokens
             return Limit.RESPONSE_TOKENS if full else Limit.TURN_TOKENS
         self.num_tool_calls += len(action.tool_calls)
-        if limits.on_limit == "result":  # the env answers that there are no more
+        if limits.on_limit == "result":  # the env answers that the limit is reached
             return None
         return Limit.TOOL_CALLS if self.num_tool_calls > limits.max_tool_calls else None
 
@@ -258,14 +258,13 @@ class Branch:
 
 @contextmanager
 def as_program(*, is_one: bool = True) -> Iterator[None]:
-    """What a program asks for, and cannot be rendered, fails its own trajectory. Raises
-    EnvError."""
+    """A program's request that cannot be rendered fails its own trajectory. Raises EnvError."""
     try:
         yield
     except (ConfigError, CrashError, DataError) as error:
         if not is_one:
             raise
-        raise EnvError(f"a call of the program cannot be rendered: {error}") from error
+        raise EnvError(f"cannot render a call of the program: {error}") from error
 
 
 class OpenEnvs:
@@ -300,7 +299,7 @@ class OpenEnvs:
             return check_finish(found)
 
     async def step(self, env: Env, action: Message) -> StepResult:
-        """What the env answers. The tools have deadlines of their own."""
+        """The env's answer. Tools have their own deadlines."""
         result = await guarded(env.step(action), "the environment's step")
         return check_step(result)
 
@@ -317,7 +316,7 @@ class OpenEnvs:
             with self._deadline("close"):
                 await guarded(env.close(), "the environment's close")
         except (AgentEnvError, TimeoutError) as error:
-            logger.warning("task %s: an env did not close: %r", task_id, error)
+            logger.warning("task %s: closing an env failed: %r", task_id, error)
         finally:
             self.count -= 1
 

@@ -1,4 +1,4 @@
-"""Forms in which models write tool calls, and the parsers that read them from a turn's text.
+"""Tool-call formats of models, and parsers that extract calls from the text of a turn.
 
     hermes    <tool_call>{"name": "search", "arguments": {"query": "Lima"}}</tool_call>   Qwen2.5, 3
     llama     {"name": "search", "parameters": {"query": "Lima"}} and nothing else, or code behind
@@ -43,12 +43,13 @@ ValueEnd = Callable[[str, int], int]  # where the value that begins there ends; 
 
 
 class MalformedCall(Exception):
-    """What is wrong with a call."""
+    """An invalid call."""
 
 
 class Markers(NamedTuple):
-    """What stands around a call, where the value in it ends, and what stands around a thought: None
-    where a style keeps its thoughts in messages of their own."""
+    """Markers around a call, the end of its value, and markers around a thought: None if a style
+    has thoughts in separate messages.
+    """
 
     opening: str
     closing: str
@@ -57,7 +58,7 @@ class Markers(NamedTuple):
 
 
 def after_thoughts(text: str) -> str:
-    """What follows the last thought of a text without calls; nothing while one is still open."""
+    """The text after the last thought of a turn without calls; empty while a thought is open."""
     after = text.rpartition(THOUGHT_CLOSE)[2]
     return "" if THOUGHT_OPEN in after else after
 
@@ -165,7 +166,7 @@ def hermes_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, 
 
 
 def llama_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
-    """The one call that a turn is behind its thoughts, or none."""
+    """The single call that follows the thoughts of a turn, or none."""
     body = text.strip()
     markers = Markers(PYTHON_TAG, "", json_end)
     while not _is_llama_call(body) and (end := thought_end(body, 0, markers)) >= 0:
@@ -179,7 +180,7 @@ def llama_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, .
         if tool["name"] == "python":
             argument = next(iter(tool["parameters"]["properties"]))
             return (ToolCall("python", {argument: body}),)
-    return (malformed(f"there is no tool that runs code; {EXPECTED}"),)
+    return (malformed(f"no tool runs code; {EXPECTED}"),)
 
 
 def _is_llama_call(body: str) -> bool:
@@ -238,18 +239,18 @@ def _read(text: str, problem: str, expected: str) -> Any:
 def _object(value: object, expected: str = EXPECTED) -> dict[str, Any]:
     """Arguments; some models write them as a text of JSON."""
     if isinstance(value, str):
-        value = _read(value, "the arguments cannot be read", expected)
+        value = _read(value, "the arguments cannot be parsed", expected)
     if not isinstance(value, dict):
-        raise MalformedCall(f"the arguments are not an object; {expected}")
+        raise MalformedCall(f"the arguments are not a JSON object; {expected}")
     return value
 
 
 def _harmony_call(written: tuple[str, str]) -> ToolCall:
     address, body = written
     prefix, _, name = address.partition(".")
-    expected = "expected to=functions.NAME and an object of JSON behind <|message|>"
+    expected = "expected to=functions.NAME and a JSON object after <|message|>"
     if prefix != "functions" or not name:
-        raise MalformedCall(f"the message goes to {address[:60]!r}; {expected}")
+        raise MalformedCall(f"the message is addressed to {address[:60]!r}; {expected}")
     arguments = _read(body, "the arguments are not valid JSON", expected)
     return ToolCall(name, _object(arguments, expected))
 
@@ -389,7 +390,7 @@ def _tagged_call(body: str, tags: _Tags, tools: Sequence[dict[str, Any]]) -> Too
         end = close + len(tags.closing)
     left = rest[end:].strip()
     if left:
-        raise MalformedCall(f"{left[:60]!r} is no argument; {tags.expected}")
+        raise MalformedCall(f"{left[:60]!r} is not an argument; {tags.expected}")
     return ToolCall(name, _unique(pairs))
 
 
@@ -452,7 +453,7 @@ def _python_calls(block: str | MalformedCall) -> list[ToolCall]:
             calls.append(ToolCall(ast.unparse(one.func), _unique(pairs)))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         said = str(error).partition(" (<unknown>")[0]
-        raise MalformedCall(f"the calls cannot be read ({said}); {expected}") from error
+        raise MalformedCall(f"the calls cannot be parsed ({said}); {expected}") from error
     return calls
 
 
@@ -464,7 +465,7 @@ def _literal(node: ast.expr) -> Any:
     """A literal of Python or JSON. Raises ValueError for everything else."""
     match node:
         case ast.Constant(str(text)):
-            text.encode()  # half of a surrogate pair is no text
+            text.encode()  # half of a surrogate pair cannot be encoded
             return text
         case ast.Constant(None | int() | float() as value) if abs(value or 0) < _HUGE:
             return value
@@ -501,7 +502,7 @@ def _unique(pairs: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for key, value in pairs:
         if key is None or key in arguments:
-            raise MalformedCall(f"the argument {str(key)[:60]!r} is written twice")
+            raise MalformedCall(f"the argument {str(key)[:60]!r} is given twice")
         arguments[key] = value
     return arguments
 

@@ -1,4 +1,4 @@
-"""What a cold start needs: demonstrations, and a small untrained model with words of one's own.
+"""Inputs of a cold start: demonstrations, and a small untrained model with a custom vocabulary.
 
     def solve(task, results):                       # the whole text of the next turn
         if not results:
@@ -20,6 +20,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ from agentenv.errors import (
     OutageError,
     require_train,
 )
+from agentenv.offload import apart
 from agentenv.rows import RowReader, RowsConfig
 from agentenv.tags import TAGS, tag_calls
 from agentenv.types import Message, Task
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
 
 
 Make = Callable[[Task], Env]
-Turn = Callable[[Task, Sequence[str]], str]
+Turn = Callable[[Task, Sequence[str]], str | Message]
 
 MAX_TURNS = 100
 MAX_FAILURES = 4  # of an episode, which is then played again
@@ -65,9 +67,10 @@ def demonstrate(
     """A row for each task, or row of a dataset: its messages, prompt included, "kind", "stage",
     and what it earned as "reward" and "success".
 
-    `turn` writes the next turn of the policy in the tag protocol, from the task and the texts of
-    all results so far; a turn without a call ends the episode. Not to be called where an event
-    loop runs; `run.setup` is called in a thread. An episode that fails is played again, as in a
+    `turn` writes the next turn of the policy, from the task and the texts of all results so far: a
+    text in the tag protocol, or a Message with `tool_calls`, whose rows suit any renderer (they
+    have "tools" too). A turn without a call ends the episode. Where an event loop runs, as in a
+    notebook, the episodes are played in a thread. An episode that fails is played again, as in a
     run. Raises DataError for one that does not end, CrashError for what a rollout refuses too, and
     what the environment raises for a bug and for an outage that lasts.
     """
@@ -76,7 +79,12 @@ def demonstrate(
         one if isinstance(one, Task) else reader.task(RawRow(Path("row"), number, plain(one)))
         for number, one in enumerate(tasks, 1)
     ]
-    return asyncio.run(_demonstrate(make, read, turn, stage, seed))
+    played = partial(_demonstrate, make, read, turn, stage, seed)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:  # none runs
+        return asyncio.run(played())
+    return apart(lambda: asyncio.run(played()), "demonstrate").result()
 
 
 async def _demonstrate(
@@ -112,9 +120,12 @@ async def _demonstration(
         messages, info = check_reset(await env.reset(seed=seed))
         shown, results = list(messages), list[str]()
         for _ in range(MAX_TURNS):
-            text = turn(task, results)
-            action = Message("assistant", text, tag_calls(text, info.get("tools", ())))
-            shown.append(Message("assistant", text))
+            action = turn(task, results)
+            if isinstance(action, str):
+                shown.append(Message("assistant", action))
+                action = Message("assistant", action, tag_calls(action, info.get("tools", ())))
+            else:
+                shown.append(action)
             outcome = check_step(await env.step(action))
             found, reward, terminated, truncated, step_info = outcome
             shown += found
@@ -125,17 +136,29 @@ async def _demonstration(
         else:
             raise DataError(
                 f"task {task.id}: the demonstration has not ended after {MAX_TURNS} turns; a turn "
-                "without a call of a tool ends it"
+                "without a tool call ends it"
             )
     finally:
         await env.close()
-    return {
+    row = {
         "stage": stage,
         "kind": task.kind,
         "reward": reward,
         "success": bool(step_info.get("success", reward > 0)),
-        "messages": [{"role": one.role, "content": one.content} for one in shown],
+        "messages": [_message(one) for one in shown],
     }
+    calls = any(one.tool_calls for one in shown)
+    return {**row, "tools": list(info.get("tools", ()))} if calls else row
+
+
+def _message(message: Message) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {"function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return found
 
 
 def texts_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -175,7 +198,7 @@ def tiny_model(
     hidden_size: int = 128,
     num_layers: int = 2,
 ) -> Path:
-    """Writes model and tokenizer to the folder `path`, and gives it back.
+    """Writes model and tokenizer to the folder `path`, and returns it.
 
     Every word of `texts`, and each of `words` as it is, becomes a token, and so do the tags of
     `tools`; what they lack is spelled in bytes. So the texts should hold what questions, tools and
@@ -229,7 +252,7 @@ def tiny_tokenizer(
 
 def _pieces(texts: Iterable[str], words: Iterable[str]) -> Iterator[str]:
     if isinstance(texts, str):
-        raise ConfigError("tiny_model: texts is one text; expected a list of them")
+        raise ConfigError("tiny_model: texts is a string; expected a list of strings")
     yield from words
     yield from (f"{number:02d}" for number in range(100))
     found = {"user", "assistant"}

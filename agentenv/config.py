@@ -65,14 +65,28 @@ def load_config(
     `say` is given what `override_kinds` leaves out. `explain` is given refused values and the path,
     and may raise a better error.
     """
-    raw = read_toml(path)
+    return resolve_config(
+        config_type, read_toml(path), str(path), overrides, say=say, explain=explain
+    )
+
+
+def resolve_config(
+    config_type: type[T],
+    raw: Tree,
+    source: str,
+    overrides: Sequence[str] = (),
+    *,
+    say: Say | None = None,
+    explain: Callable[[Tree, str], None] | None = None,
+) -> T:
+    """`load_config` of plain values, which are changed; errors name `source`."""
     override_kinds(config_type, raw, overrides, say)
-    with blaming(str(path), overrides):
+    with blaming(source, overrides):
         try:
-            return build_config(config_type, raw, str(path))
+            return build_config(config_type, raw, source)
         except ConfigError:
             if explain is not None:
-                explain(raw, str(path))
+                explain(raw, source)
             raise
 
 
@@ -81,7 +95,7 @@ def read_toml(path: Path) -> Tree:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such configuration file{_meant(path)}") from None
+        raise ConfigError(f"{path}: no such configuration file{_meant(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
@@ -89,7 +103,7 @@ def read_toml(path: Path) -> Tree:
 
 
 def _meant(path: Path) -> str:
-    """What may have been meant by a path that leads nowhere."""
+    """A suggestion for a path that does not exist."""
     if "=" in path.name:
         return "; the file comes first, then key.sub=value"
     try:
@@ -115,8 +129,9 @@ def override_kinds(
 def leave_out_old_kinds(
     config_type: type[T], raw: Tree, before: Tree, named: set[str], say: Say | None = None
 ) -> None:
-    """Where a part of `raw` is of another kind than in `before`, take the keys out that only the
-    old kind has, but for those in `named`; `say` is told of each that was set to something."""
+    """If a part of `raw` is of a different kind than in `before`, remove the keys that only the old
+    kind has, but for those in `named`; `say` gets a line for each that was set.
+    """
     for line in _leave_out_old_kinds(raw, before, named, type_info(config_type), ""):
         (say or logger.warning)(line)
 
@@ -148,9 +163,10 @@ def blaming(source: str, overrides: Sequence[str]) -> Iterator[None]:
 def apply_overrides(
     raw: Tree, overrides: Sequence[str], config_type: type[msgspec.Struct] | None = None
 ) -> None:
-    """Set the keys of `key.sub=value` texts in `raw`; a value that is no TOML is a text, but `none`
-    takes a table or a value away where a key of `config_type` may be without. Raises ConfigError,
-    also for a table of which there is always one kind."""
+    """Set the keys of `key.sub=value` texts in `raw`; a value that is not TOML is a string, but
+    `none` removes an optional table or value of `config_type`. Raises ConfigError, also for a table
+    of which there is always one kind.
+    """
     for override in overrides:
         key, value = _read(override)
         if value == "none" and config_type is not None:
@@ -221,7 +237,7 @@ def to_plain(config: msgspec.Struct) -> Tree:
 
 
 def changes(before: Any, after: Any, path: str = "") -> Iterator[str]:
-    """What differs between two plain configurations, as "key: old -> new"."""
+    """Differences of two plain configurations, as "key: old -> new"."""
     if not isinstance(before, dict) or not isinstance(after, dict):
         if before != after:
             yield f"{path}: {before!r} -> {after!r}"
@@ -254,7 +270,10 @@ def _leave_out_old_kinds(
             values = {name: new.pop(name) for name in gone}
             lost = [f"{n} = {v!r}" for n, v in values.items() if v != defaults.get(n)]
             if lost:
-                yield f"{key}.{tag} = {chosen.tag} has no such keys, left out: {', '.join(lost)}"
+                yield (
+                    f"{key}.{tag} = {chosen.tag} does not have these keys, ignored: "
+                    f"{', '.join(lost)}"
+                )
 
 
 def _struct_named(name: Any, kind: mi.Type) -> mi.StructType | None:
@@ -319,7 +338,8 @@ def _is_plain_table(config_type: type[msgspec.Struct], key: str, override: str) 
     tag = _tag_field(kind)
     names = sorted(registry.names() if registry else (str(one.tag) for one in structs))
     raise ConfigError(
-        f"override {override!r}: there is always one; choose it by {key}.{tag} = one of {names}"
+        f"override {override!r}: this table always exists; choose its kind by {key}.{tag} = one of "
+        f"{names}"
     )
 
 
@@ -349,12 +369,14 @@ def _check_keys(raw: Tree, kind: mi.Type, source: str) -> None:
 
 
 def _hint(kind: mi.Type, path: str, key: str, struct: mi.StructType) -> str:
-    """What may have been meant by a key that a table of this struct does not have."""
+    """A suggestion for an unknown key of a table of this struct."""
     field = f"{path}.{struct.tag_field}"
     kinds = struct_types(_type_at(kind, path)) if path else []
     having = [repr(one.tag) for one in kinds if key in {part.encode_name for part in one.fields}]
     if having:
-        return f"it is one for {field} = {' or '.join(having)}; choose that too, or take this out"
+        return (
+            f"it is valid for {field} = {' or '.join(having)}; choose that too, or remove this key"
+        )
     known = [part.encode_name for part in struct.fields]
     for name in known:
         if len(key) > 1 and "".join(word[:1] for word in name.split("_")) == key:  # lr
@@ -363,8 +385,12 @@ def _hint(kind: mi.Type, path: str, key: str, struct: mi.StructType) -> str:
     if near:
         return f"did you mean {_join(path, near[0])}?"
     if not known:
-        return f"that kind has no keys; others: {[one.tag for one in kinds if one is not struct]}"
-    return f"known: {sorted(known)}" + ("" if path else "; or is the file one of another command?")
+        return (
+            f"this kind has no keys; other kinds: {[one.tag for one in kinds if one is not struct]}"
+        )
+    return f"known: {sorted(known)}" + (
+        "" if path else "; or does the file belong to another command?"
+    )
 
 
 def _upgrade(table: Tree, struct: mi.StructType) -> None:
@@ -441,7 +467,9 @@ def _chosen(raw: Tree, kind: mi.Type, path: str, source: str) -> mi.StructType |
 
 
 def registry_at(config_type: type[msgspec.Struct], key: str) -> Registry[Any] | None:
-    """Of the parts that a table of a configuration chooses from; None: it does not choose."""
+    """The registry of parts from which a table of a configuration chooses; None: it does not
+    choose.
+    """
     return registry_of(_type_at(type_info(config_type), key))
 
 
@@ -464,7 +492,7 @@ def _choices(kind: mi.Type, key: str) -> list[str]:
 
 
 def _type_at(kind: mi.Type, key: str) -> mi.Type:
-    """The type of a key; any, where it stands in a list or below a name of the user's."""
+    """The type of a key; any type in a list or below a user-chosen name."""
     for part in key.split("."):
         fields = [field for struct in struct_types(kind) for field in struct.fields]
         kind = next((one.type for one in fields if one.encode_name == part), mi.AnyType())

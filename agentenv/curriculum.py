@@ -1,4 +1,4 @@
-"""A curriculum: questions are drawn by the success that the policy has with them.
+"""A curriculum: questions are drawn by the policy's success rate on them.
 
 The weight of a question is floor + (1 - floor) * f(p), where p estimates the share of its
 trajectories that succeed and f is 4 p (1 - p) for "half", p for "easy", 1 - p for "hard". A group

@@ -61,13 +61,13 @@ def find_files(paths: Iterable[str | Path]) -> list[Path]:
         else:
             files = [Path(name) for name in sorted(glob.glob(path, recursive=True))]
             if not files:
-                raise DataError(f"{path}: there is no such dataset file; the pattern matches none")
+                raise DataError(f"{path}: no dataset file matches this pattern")
         for file in files:
             if shown := undecodable(str(file)):
-                raise DataError(f"{shown}: the name of this file is no UTF-8; rename it")
+                raise DataError(f"{shown}: the name of this file is not valid UTF-8; rename it")
         found |= dict.fromkeys(files)
     if not found:
-        raise DataError("no dataset file is named; expected a file, a folder or a pattern")
+        raise DataError("no dataset file given; expected a file, a folder or a pattern")
     return list(found)
 
 
@@ -92,7 +92,7 @@ def read_rows(path: Path, ends: int = 0) -> Iterator[RawRow]:
     """The rows of one file, or the first and the last `ends` of them. Raises DataError for a file
     that cannot be read at all, and ConfigError where pyarrow is needed and not installed."""
     if not path.exists():
-        raise DataError(f"{path}: there is no such dataset file")
+        raise DataError(f"{path}: no such dataset file")
     readers = {
         ".jsonl": _read_jsonl,
         ".json": _read_json,
@@ -104,8 +104,8 @@ def read_rows(path: Path, ends: int = 0) -> Iterator[RawRow]:
     reader = readers.get(path.suffix.lower())
     if reader is None or not path.is_file():
         raise DataError(
-            f"{path}: of an unknown kind; expected a file that ends in "
-            f"{', '.join(SUFFIXES)}, or a folder of them"
+            f"{path}: unknown file type; expected a file that ends in {', '.join(SUFFIXES)}, or a "
+            "folder of such files"
         )
     try:
         if ends and reader in (_read_jsonl, _read_arrow):  # which need not parse what lies between
@@ -145,19 +145,19 @@ def _files_of(folder: Path) -> list[Path]:
     if splits is not None:
         names = [str(name) for name in splits.get("splits", ())]
         if len(names) != 1:
-            raise DataError(f"{folder}: holds the splits {names}; name one, as {folder}/SPLIT")
+            raise DataError(f"{folder}: contains the splits {names}; choose one, as {folder}/SPLIT")
         return _files_of(folder / names[0])
     files = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
     if not files:
         raise DataError(
-            f"{folder}: holds no dataset file; expected files that end in {', '.join(SUFFIXES)}, "
-            "or what the datasets library saves"
+            f"{folder}: contains no dataset file; expected files that end in "
+            f"{', '.join(SUFFIXES)}, or a folder saved by the datasets library"
         )
     found = {match[1] for file in files if (match := SPLIT.match(file.name))}
     if len(found) > 1:
         raise DataError(
-            f"{folder}: its files belong to several splits {sorted(found)}; name one by a pattern, "
-            f"as {folder}/{min(found)}*"
+            f"{folder}: its files belong to several splits {sorted(found)}; choose one by a "
+            f"pattern, as {folder}/{min(found)}*"
         )
     return files
 
@@ -182,7 +182,7 @@ def _read_jsonl(path: Path, ends: int = 0) -> Iterator[RawRow]:
             except ForeignError as error:
                 reason = re.sub(r"(?: at)?: line \d+ (column \d+).*", r" at \1", str(error))
                 is_list = number == 1 and line.lstrip().startswith(b"[")
-                hint = "; a file that holds one JSON list is named .json" if is_list else ""
+                hint = "; name a file that contains a single JSON list .json" if is_list else ""
                 yield RawRow(path, number, {}, f"not valid JSON: {reason}{hint}")
                 continue
             yield _checked(path, number, row)
@@ -224,8 +224,8 @@ def _read_squad(path: Path, articles: list[Row]) -> Iterator[RawRow]:
                     yield _checked(path, number, {**question, **about})
     except (KeyError, TypeError) as error:
         raise DataError(
-            f"{path}: after question {number}: expected SQuAD's data, paragraphs, qas and "
-            f"context; found a mistake at {error}"
+            f"{path}: after question {number}: expected SQuAD's data, paragraphs, qas and context; "
+            f"the error is at {error}"
         ) from error
 
 
@@ -249,7 +249,9 @@ def _read_csv(path: Path) -> Iterator[RawRow]:
             except csv.Error as error:
                 raise DataError(f"{path}, row {number}: not valid CSV: {error}") from error
             if "" in row or None in row.values():
-                problem = f"expected {len(names)} fields as in the first line, got another number"
+                problem = (
+                    f"expected {len(names)} fields as in the first line, got a different number"
+                )
                 yield RawRow(path, number, {}, problem)
             else:
                 nulls: Row = {name: text or None for name, text in row.items()}
@@ -273,8 +275,8 @@ def _batches(path: Path) -> Iterator[Any]:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         raise ConfigError(
-            f"{path}: reading it needs pyarrow, which cannot be imported ({error}); install it "
-            f"with: {install_hint('data')}"
+            f"{path}: reading this file requires pyarrow, which cannot be imported ({error}); "
+            f"install it with: {install_hint('data')}"
         ) from error
     try:
         if path.suffix.lower() == ".parquet":

@@ -214,7 +214,7 @@ def _read(
     files, source = find_files(paths), reader.config.source
     if source and not any(map(is_generated, files)):
         raise ConfigError(
-            f"source = {source} is for rows that are made ({', '.join(GENERATORS)}:NAME), and "
+            f"source = {source} is for generated rows ({', '.join(GENERATORS)}:NAME), and "
             f"{files[0]} is a file; remove it"
         )
     tasks: list[Task] = []
@@ -239,7 +239,7 @@ def _read(
             break
     names = ", ".join(map(str, files[:3])) + (" and others" if len(files) > 3 else "")
     if not tasks:
-        why = f"; all {len(bad)} rows are bad, the first: {bad[0]}" if bad else ""
+        why = f"; all {len(bad)} rows are invalid, the first: {bad[0]}" if bad else ""
         raise DataError(f"{names}: the dataset is empty; expected a question in each row{why}")
     for path, found in reader.doubts.items():
         for what, (number, first) in found.items():
@@ -247,7 +247,7 @@ def _read(
     if bad:
         more = f"\n  and {len(bad) - MAX_LISTED} more" if len(bad) > MAX_LISTED else ""
         listed = "".join(f"\n  {text}" for text in bad[:MAX_LISTED])
-        say(f"{names}: {len(bad)} bad rows are left out, {len(tasks)} are used:{listed}{more}")
+        say(f"{names}: {len(bad)} invalid rows are skipped, {len(tasks)} are used:{listed}{more}")
     return tasks
 
 
@@ -262,14 +262,14 @@ def _adapted(raw: RawRow, adapt: Adapt) -> RawRow | None:
 
 
 def _check_env_by(readers: Sequence[RowReader]) -> None:
-    """Refuse a key of env_by that chooses nothing, since a misspelt one would go unnoticed."""
+    """Refuse a key of env_by that chooses nothing, since a misspelled one would go unnoticed."""
     used = {value for reader in readers for value in reader.env_by_used}
     seen = {value for reader in readers for value in reader.env_by_seen}
     for value in readers[0].config.env_by:
         if value not in used:
             raise ConfigError(
-                f"env_by: no row is sent to an environment by {value!r}; values of data_source "
-                f"and ability in the rows: {sorted(seen)[:20]}"
+                f"env_by: {value!r} selects no row's environment; values of data_source and "
+                f"ability in the rows: {sorted(seen)[:20]}"
             )
 
 
@@ -358,16 +358,16 @@ class PromptFitter:
         if overlong:
             self._report(overlong, len(tasks))
         if not kept:
-            raise DataError(f"{self.key} = 'skip' left none of {len(tasks)} questions")
+            raise DataError(f"{self.key} = 'skip' skipped all {len(tasks)} questions")
         return kept
 
     def _report_not_begun(self, num_tasks: int) -> None:
-        """What would fail when it is rolled out, if it fails again."""
+        """Tasks that would fail in a rollout, if they fail again."""
         if self._not_begun:
             task_id, problem = next(iter(self._not_begun.items()))
             self.say(
-                f"{len(self._not_begun)} of {num_tasks} environments did not begin when they were "
-                "tried, and their rollouts fail if they do so again; the first of them is that of "
+                f"{len(self._not_begun)} of {num_tasks} environments failed to reset in the trial "
+                "before the start, and their rollouts fail if that repeats; the first is that of "
                 f"task {task_id}: {problem}"
             )
 
@@ -379,7 +379,9 @@ class PromptFitter:
         found = f"{len(overlong)} of {num_tasks} prompts are longer than {limit}: {listed}"
         if self.mode == "error":
             raise DataError(f"{found}; raise the limit, or set {self.key} to 'skip' or 'cut'")
-        done = "are left out" if self.mode == "skip" else "are cut in the middle of the question"
+        done = (
+            "are skipped" if self.mode == "skip" else "are truncated in the middle of the question"
+        )
         self.say(f"{self.key}: {found}; they {done}")
 
     async def _prompt(self, task: Task) -> _Prompt | AgentEnvError | None:
@@ -417,7 +419,7 @@ class PromptFitter:
                 await env.close()
         except TimeoutError:
             return EnvError(
-                f"task {task.id}: its environment did not close in limits.env_timeout_s"
+                f"task {task.id}: closing its environment exceeded limits.env_timeout_s"
             )
         return found
 

@@ -1,4 +1,4 @@
-"""How long the project waits for something, and what it waits for to the end.
+"""Deadlines and time budgets of waits, and sections that complete despite cancellation.
 
     with Deadline(when, clock, error): ...         raises `error` once the clock has passed `when`
     with working(clock): ...                       the clock of what happens inside runs ...
@@ -38,9 +38,9 @@ LOOK_S = 0.01  # how often at most a deadline looks whether its clock runs again
 
 
 class WorkClock:
-    """Seconds in which somebody worked for a rollout, from `elapsed_s` on.
+    """Working time of a rollout, in seconds, from `elapsed_s` on.
 
-    It runs while it was told to `go` more often than to `stop`, and `outer` runs while any of the
+    It runs while `go` was called more often than `stop`, and `outer` runs while any of the
     clocks inside it do. `doing` says what the rollout awaits, and `since` from which time of the
     loop on.
     """
@@ -68,7 +68,7 @@ class WorkClock:
         return self._loop_time()
 
     def at(self, now: float) -> float:
-        """What it shows at this time of the loop."""
+        """The reading at this time of the loop."""
         return self._elapsed_s + (now - self._since if self._count > 0 else 0.0)
 
     def go(self) -> None:
@@ -91,7 +91,7 @@ class WorkClock:
         self.since = self._now()
 
     def marks(self, now: float) -> tuple[float, float]:
-        """Where it stands at this time of the loop, and the one that it is inside of."""
+        """The reading at this loop time, and the outer clock's."""
         return self.at(now), 0.0 if self._outer is None else self._outer.at(now)
 
     def lose(self, seconds: float) -> None:
@@ -100,8 +100,7 @@ class WorkClock:
         self.give_back((at - seconds, outer - seconds))
 
     def give_back(self, marks: tuple[float, float]) -> None:
-        """What was worked since then is lost and does not count. Of the outer clock, what others
-        have given back of the same time counts once."""
+        """Discard the work since then. On the outer clock, shared time counts once."""
         self._elapsed_s -= max(0.0, self() - marks[0])
         if self._outer is not None:
             self._outer._elapsed_s -= max(0.0, self._outer() - marks[1])
@@ -176,15 +175,14 @@ class Wait:
 
 
 class Work:
-    """What is worked for the rollout that is current now, from `begin` on; lost if it is told
-    so."""
+    """Work for the current rollout, from `begin` on; can be marked as lost."""
 
     def __init__(self) -> None:
         self._clock = _current.get()
         self.begin()
 
     def begin(self) -> None:
-        """What was worked so far is not lost any more."""
+        """Keep the work so far."""
         if self._clock is not None:
             self._clock.since = now = self._clock._now()
             self._marks = self._clock.marks(now)
@@ -236,7 +234,7 @@ class doubting:
 
 
 class waiting:
-    """What is awaited inside is no work; see Wait."""
+    """Waits inside do not count as work; see Wait."""
 
     __slots__ = ("_doing", "_wait")
 
@@ -298,7 +296,7 @@ _timers: Timers | None = None  # of the loop that set an alarm last
 
 
 class _Timed:
-    """What happens as soon as `clock()` has passed `when`; see `ring`."""
+    """A callback as soon as `clock()` has passed `when`; see `ring`."""
 
     __slots__ = ("_clock", "_when", "look_at", "span", "timer")
 
@@ -415,12 +413,13 @@ async def within(seconds: float, what: str, work: Awaitable[T]) -> T:
         if not limit.expired():  # it is what `work` raised
             raise
         raise StallError(
-            f"{what} gave no answer in {seconds:g} s: a disk, or the server behind it, hangs"
+            f"{what} did not finish within {seconds:g} s: a disk, or the server that provides it, "
+            "hangs"
         ) from error
 
 
 def end(waited_for: asyncio.Future[None], work: object = None) -> None:
-    """What somebody waits for has ended, however often that is said."""
+    """The awaited event happened; idempotent."""
     if not waited_for.done():
         waited_for.set_result(None)
 

@@ -1,5 +1,6 @@
-"""Files and folders that are whole whenever somebody reads them, also after a crash; and folders
-of a process that the next one removes, if a crash leaves them."""
+"""Atomic writes of files and folders, also across crashes; and process folders that the next
+process removes after a crash.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +82,7 @@ def removing(*paths: Path) -> Iterator[None]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """What the system says of a file that is written inside, such as that the disk is full, says
-    which file it was."""
+    """Errors of the system on writing a file inside, such as a full disk, name the file."""
     try:
         yield
     except OSError as error:
@@ -196,16 +196,18 @@ def explain(error: OSError, key: str = "") -> str:
     path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
     if path is not None and any(part.startswith(WEIGHTS_PREFIX) for part in path.parts):
         key = WEIGHTS_KEY
-    elsewhere = f"choose another place with {key}=DIR" if key else "choose another place for it"
+    elsewhere = (
+        f"choose another location with {key}=DIR" if key else "choose another location for it"
+    )
     if key.startswith("--"):
         elsewhere = f"choose another {key}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        full = "no space is left on the device"
+        full = "no space left on the device"
         if path is not None and SHARED_MEMORY in path.parents:
-            elsewhere = f"give {SHARED_MEMORY} more room (docker run --shm-size), or {elsewhere}"
+            elsewhere = f"make {SHARED_MEMORY} larger (docker run --shm-size), or {elsewhere}"
         if error.errno == errno.EDQUOT:
-            full = "the quota of this disk is used up"
-        return f"{full}; free some and resume, or {elsewhere}"
+            full = "disk quota exceeded"
+        return f"{full}; free some space and resume, or {elsewhere}"
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return f"no permission ({error.strerror}); {elsewhere}"
     return error.strerror or str(error)

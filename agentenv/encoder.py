@@ -1,4 +1,4 @@
-"""Tokenizing beside the event loop: a worker process that encodes the texts of all rollouts.
+"""Tokenization off the event loop: a worker process that encodes the texts of all rollouts.
 
     loop       texts of the last COLLECT_S -----> WorkerPool of one worker
     worker     [their ids]                 -----> loop
@@ -159,8 +159,8 @@ class Encoder:
     async def encode(self, text: str) -> array[int]:
         """The ids, int32. Raises EncoderLostError."""
         if self.rests:
-            raise EncoderLostError("the process that tokenizes is gone")
-        check_outside("a process that tokenizes")
+            raise EncoderLostError("the tokenizer process has died")
+        check_outside("a tokenizer process")
         loop = asyncio.get_running_loop()
         if not self._texts:
             loop.call_later(COLLECT_S, self._send)
@@ -182,13 +182,13 @@ class Encoder:
         self, texts: list[str], waiting: Sequence[asyncio.Future[array[int]]]
     ) -> None:
         found: list[array[int]] = []
-        why = "the process that tokenizes is gone"
+        why = "the tokenizer process has died"
         try:
             if not self.rests:
                 found = [array("i", ids) for ids in await self._worker().run(texts, ANSWER_S)]
                 self._restarts.progressed()
         except (JobError, AgentEnvError) as error:
-            why = f"the process that tokenizes gave no answer ({error})"
+            why = f"the tokenizer process did not answer ({error})"
             self._lose(why)
         finally:
             for index, future in enumerate(waiting):
@@ -226,7 +226,7 @@ class Encoder:
             logger.warning(text, why, MAX_LOST, extra=SHOWN)
             return
         self._rests_until = asyncio.get_running_loop().time() + pause_s
-        text = "%s; texts are tokenized on the event loop for %.0f s, then it starts again"
+        text = "%s; texts are tokenized on the event loop for %.0f s, then the process restarts"
         logger.warning(text, why, pause_s, extra=SHOWN)
 
     async def close(self) -> None:

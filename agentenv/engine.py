@@ -1,5 +1,6 @@
-"""The seam between actors and whatever samples tokens, and the configuration that starts it: also
-the settings of engines that are servers, apart from their clients so that reading them is cheap."""
+"""The interface between actors and engines, and the configuration of engines, apart from their
+clients so that reading it is cheap.
+"""
 
 from __future__ import annotations
 
@@ -44,26 +45,25 @@ class Engine(Protocol):
     ) -> Completion:
         """Sample one turn.
 
-        `session` names the tree: requests of one session share prefixes, so they should meet the
-        same cache. `on_tokens` is called on the event loop with the tokens not yet reported each
-        time at least `stream_interval` of them are known, and never after generate has returned;
-        tokens of an incomplete last chunk appear only in the Completion. Entropies that cost an
-        engine time may be NaN but for the tokens of the first chunk. Where turns wait for a slot,
-        those of the smallest `order` go first: (1 for the first turn of a trajectory, else 0;
-        number of the tree in start order), so that a tree goes on while its prefixes are still in
-        the cache. While the turn waits the clock of its rollout stands still
-        (agentenv/deadline.py). Cancelling the call aborts the request. Raises EngineError for a
-        request the engine cannot serve (empty or too long prompt, ids outside the vocabulary,
-        max_tokens < 1), and EngineDeadError when the engine is gone for good.
+        `session` names the tree: requests of one session share prefixes, so that they should reach
+        the same cache. `on_tokens` is called on the event loop with the tokens not yet reported
+        each time at least `stream_interval` of them are known, and never after generate has
+        returned; tokens of an incomplete last chunk appear only in the Completion. Entropies that
+        cost an engine time may be NaN but for the tokens of the first chunk. Where turns wait for a
+        slot, those of the smallest `order` go first: (1 for the first turn of a trajectory, else 0;
+        number of the tree in start order), so that a tree continues while its prefixes are still in
+        the cache. The clock of a rollout stops while its turn waits (agentenv/deadline.py).
+        Cancelling the call aborts the request. Raises EngineError for a request the engine cannot
+        serve (empty or too long prompt, ids outside the vocabulary, max_tokens < 1), and
+        EngineDeadError when the engine is permanently lost.
         """
         ...
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
         """Replace the weights by those of a Hugging Face directory while requests are running.
-
-        Running requests keep their tokens and go on under the new weights, their version spans
-        say where. No new request meets a prefix cache of another version. Raises EngineError and
-        keeps the old weights and version if the directory does not fit.
+        Running requests keep their tokens and continue under the new weights, as their version
+        spans record. New requests never use a prefix cache of another version. Raises EngineError
+        and keeps the old weights and version if the directory does not fit.
         """
         ...
 
@@ -78,21 +78,23 @@ class Engine(Protocol):
 
 @runtime_checkable
 class SleepingEngine(Engine, Protocol):
-    """An engine that can give the memory of its device back for a while."""
+    """An engine that can temporarily release its device memory."""
 
     @property
     def outage_s(self) -> float:
-        """Seconds so far in which the engine could not sample, asleep or gone. They count for no
-        deadline of a rollout (agentenv/deadline.py)."""
+        """Seconds so far in which the engine could not sample, asleep or lost. They do not count
+        against deadlines of rollouts (agentenv/deadline.py).
+        """
         ...
 
     async def sleep(self) -> None:
-        """Give back cache and weights. Requests that run keep their tokens and go on after
-        `wake`, or after `load_weights`, which wakes it up too; so do those that come meanwhile."""
+        """Release cache and weights. Running requests keep their tokens and resume after `wake`, or
+        after `load_weights`, which also wakes the engine; so do requests that arrive meanwhile.
+        """
         ...
 
     async def wake(self) -> None:
-        """Serve again, with the weights from before the sleep. An engine that is awake stays so."""
+        """Serve again, with the weights from before the sleep. Idempotent."""
         ...
 
 
@@ -100,17 +102,17 @@ class ServerStarter(Protocol):
     """Starts engine servers for a run, and stops them with it."""
 
     async def start(self, served: Served, config: LaunchConfig, key: str) -> list[str]:
-        """URLs of the servers, which answer. `key` is the setting that errors name. Raises
+        """URLs of the ready servers. `key` is the setting for error messages. Raises
         ConfigError and EngineError."""
         ...
 
     def follow(self, added: Callable[[str], None], removed: Callable[[str], None]) -> None:
-        """Tell from now on which URLs come and go, of servers that may move."""
+        """Report added and removed URLs of servers that may move."""
         ...
 
 
 class EngineStart(Struct, frozen=True, kw_only=True):
-    """What an engine is started with: the engine serves `model` as `policy_version`, `stack` closes
+    """Arguments of an engine's start: the engine serves `model` as `policy_version`, `stack` closes
     it. With an `adapter`, the policy is that LoRA adapter on top of `model`. Servers that start
     beside the learner, on its GPUs, look at their memory once the file `gate` is there."""
 
@@ -138,17 +140,18 @@ class LocalModel(Struct, frozen=True):
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of an engine, tagged with the engine's name. Besides keys, an engine's
-    configuration answers what the rest of the system asks about the engine before it runs."""
+    """The keys of an engine, tagged with the engine's name. Besides keys, an engine's configuration
+    answers questions about the engine before it runs.
+    """
 
     max_model_len: Annotated[
         int,
         Meta(ge=0, description="most tokens of prompt and output; 0: the model's", extra=ESSENTIAL),
     ] = 0
 
-    has_weights: ClassVar[bool] = True  # False: it is only asked, whatever weights it has
+    has_weights: ClassVar[bool] = True  # False: inference only, with any weights
     is_exact: ClassVar[bool] = False  # its log-probs and entropies are those of the learner's model
-    can_sleep: ClassVar[bool] = False  # its memory can be given back while the learner works
+    can_sleep: ClassVar[bool] = False  # its memory can be released while the learner works
     can_map: ClassVar[bool] = False
     _reserved: ClassVar[int] = 0  # tokens of the context that are never filled
 
@@ -168,12 +171,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def runs_elsewhere(self) -> bool:
-        """Whether servers that run already are used."""
+        """Whether running servers are used."""
         return False
 
     @property
     def new_weights(self) -> Literal["directory", "adapter", "broadcast", "ipc"]:
-        """How new weights reach this engine."""
+        """Transport of new weights to this engine."""
         return "directory"
 
     @property
@@ -192,11 +195,11 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         "at_once"; `key` is the setting that asks for it."""
         if how == "at_once" and not self.starts_servers:
             raise ConfigError(
-                f"{key} = 'at_once' divides GPUs between the learner and servers that the run "
-                f"starts; engine.name = {self.kind!r} has none here"
+                f"{key} = 'at_once' shares GPUs between the learner and servers that the run "
+                f"starts; engine.name = {self.kind!r} starts no server"
             )
         if not self.can_sleep:
-            raise ConfigError(f"{key}: engine.name = {self.kind!r} has no memory to give back")
+            raise ConfigError(f"{key}: engine.name = {self.kind!r} has no GPU memory to release")
 
     def max_context(self, model: Path, key: str = "engine") -> int:
         """Tokens of prompt and response that the engine, configured in the table `key`, can hold
@@ -205,11 +208,13 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         of_model = self._positions(read_model_config(model))
         if of_model and self.max_model_len > of_model:
             raise ConfigError(
-                f"{key}.max_model_len = {self.max_model_len}: {model} holds {of_model} tokens of "
-                "prompt and response together; give at most that, or 0 for the model's own limit"
+                f"{key}.max_model_len = {self.max_model_len}: {model} has a context of {of_model} "
+                "tokens (prompt and response); set at most that, or 0 for the model's own limit"
             )
         if not (of_model or self.max_model_len):
-            raise ConfigError(f"{key}.max_model_len: must be given, since {model} does not say")
+            raise ConfigError(
+                f"{key}.max_model_len: must be set, since {model} does not state its limit"
+            )
         of_model -= self._reserved if of_model else 0
         return min(filter(None, (self.max_model_len, of_model)))
 
@@ -227,13 +232,14 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def check_context(limits: Limits, max_model_len: int) -> None:
-    """Refuse limits that the engine's context cannot hold."""
+    """Reject limits that exceed the engine's context."""
     needed = limits.max_prompt_tokens + limits.max_response_tokens
     if needed > max_model_len:
         raise ConfigError(
             f"limits: max_prompt_tokens {limits.max_prompt_tokens} + max_response_tokens "
             f"{limits.max_response_tokens} = {needed} exceed the engine's context of "
-            f"{max_model_len} tokens; lower them, or take an engine and a model that hold more"
+            f"{max_model_len} tokens; lower them, or choose an engine and a model with a longer "
+            "context"
         )
 
 
@@ -249,14 +255,15 @@ def check_request(
     max_model_len: int,
     min_temperature: float = MIN_TEMPERATURE,
 ) -> None:
-    """Raises EngineError for a request that a server would clamp, cut short, silently change or die
-    of."""
+    """Raises EngineError for a request that a server would clamp, truncate, silently change or
+    crash on.
+    """
     if not len(prompt):
         raise EngineError("the prompt is empty; it needs at least one token id")
     low, high = min(prompt), max(prompt)
     if low < 0 or high >= vocab_size:
         raise EngineError(
-            f"the prompt has token ids from {low} to {high}, the vocabulary those from 0 to "
+            f"the prompt has token ids from {low} to {high}, the vocabulary has 0 to "
             f"{vocab_size - 1}; do tokenizer and served model belong together?"
         )
     if sampling.max_tokens < 1:
@@ -299,7 +306,7 @@ def extend_spans(spans: list[VersionSpan], span: VersionSpan) -> None:
 
 PARTIAL = "\ufffd"  # what bytes decode to that are not (yet) a whole character
 MAX_WHOLE = 64  # stop tokens of a request: each request carries them
-MAX_AT_ONCE = 2000  # tokens of a vocabulary that are looked at on the event loop
+MAX_AT_ONCE = 2000  # tokens of a vocabulary that are checked on the event loop
 MARGIN = 8  # tokens decoded beyond the longest stop, since a cut may spoil the first ones
 
 

@@ -1,16 +1,16 @@
 """The environment contract and the registry of environments.
 
-An environment speaks Gymnasium's words, asynchronously and in messages. One instance is one
-episode of one task. Registration is lazy: an id maps to "module:Class", and nothing is imported
-until an environment of that id is made.
+An environment has Gymnasium's methods, asynchronous and with messages. An instance is one episode
+of one task. Registration is lazy: an id maps to "module:Class", and nothing is imported until an
+environment of that id is made.
 
 An installed package adds its environments by entry points, and needs no import to be listed:
 
     [project.entry-points."agentenv.envs"]
     "acme/Dice-v0" = "acme_envs.dice:DiceEnv"
 
-`check_reset`, `check_step`, `check_finish` and `check_observation` say what an environment may
-return; anything else is a bug of it, a CrashError.
+`check_reset`, `check_step`, `check_finish` and `check_observation` validate results of
+environments; invalid ones raise CrashError.
 """
 
 from __future__ import annotations
@@ -19,8 +19,16 @@ import copy
 import difflib
 import inspect
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager
 from importlib import metadata
 from math import isfinite
 from numbers import Real
@@ -62,8 +70,8 @@ class Env(Protocol):
         ...
 
     async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
-        """Grade what the policy wrote so far; called when a limit of the actor ends a leaf, and
-        again after an InfraError or `limits.env_timeout_s`.
+        """Grade the policy's text so far; called when a limit of the actor ends a leaf, and again
+        after an InfraError or `limits.env_timeout_s`.
 
         `action` is a last, possibly unfinished action that `step` never saw.
         """
@@ -74,14 +82,13 @@ class Env(Protocol):
         ...
 
     async def close(self) -> None:
-        """Free everything; called once for each env and each fork; idempotent."""
+        """Free all resources; called once for each env and each fork; idempotent."""
         ...
 
 
 class EnvWrapper:
-    """An env around another one, which answers every call; a subclass overrides what it changes.
-
-    A fork is a wrapper of the same class and attributes around a fork of `env`.
+    """An env that delegates every call to another one; subclasses override some methods. A fork is
+    a wrapper of the same class and attributes around a fork of `env`.
     """
 
     def __init__(self, env: Env) -> None:
@@ -112,17 +119,18 @@ class EnvWrapper:
 
 
 class EnvSpec(NamedTuple):
-    """A registered id: where its class is, and the keyword arguments it is made with.
-
-    `source` names what registered it, for error messages.
+    """A registered id: the path of its class, or the class or function itself, and its keyword
+    arguments. `source` names the registering package, for error messages.
     """
 
-    entry_point: str
+    entry_point: str | Callable[..., Env]
     kwargs: dict[str, Any]
     source: str = "agentenv.register"
 
     def load(self) -> Any:
-        """The class; a ConfigError says what cannot be imported, and who registered it."""
+        """The class. Raises ConfigError with the import error and the registering package."""
+        if not isinstance(self.entry_point, str):
+            return self.entry_point
         try:
             return loaded(self.entry_point)
         except ConfigError as error:
@@ -137,7 +145,7 @@ _installed: dict[str, list[EnvSpec]] | None = None
 
 
 def register(env_id: str, entry_point: str, **kwargs: Any) -> None:
-    """Make `env_id` known, e.g. register("me/Dice-v0", "my_envs.dice:DiceEnv", sides=6).
+    """Register `env_id`, e.g. register("me/Dice-v0", "my_envs.dice:DiceEnv", sides=6).
 
     The class is called as Class(task, **kwargs). Registering an id again replaces it.
     """
@@ -150,8 +158,21 @@ def register(env_id: str, entry_point: str, **kwargs: Any) -> None:
         listener(env_id)
 
 
+@contextmanager
+def registered(env_id: str, maker: Callable[..., Env]) -> Iterator[None]:
+    """Inside, `env_id` is made by this class or function, which need not be importable: it is known
+    to this process alone."""
+    before = _registry.get(env_id)
+    _registry[env_id] = EnvSpec(maker, {}, "the caller")
+    try:
+        yield
+    finally:
+        _registry.pop(env_id)
+        _registry.update({} if before is None else {env_id: before})
+
+
 def on_register(listener: Callable[[str], None]) -> None:
-    """Have `listener` called with every known id now, and with each that is registered later."""
+    """Call `listener` with every known id now, and with each id registered later."""
     _listeners.append(listener)
     for env_id in env_ids():
         listener(env_id)
@@ -163,11 +184,9 @@ def env_ids() -> list[str]:
 
 
 def spec(env_id: str) -> EnvSpec:
-    """The registration of `env_id`, which comes before what an installed package says; an id of
-    the form "module:Class" needs none.
-
-    A ConfigError names the nearest ids when there is none, and both packages when two of them
-    claim the id.
+    """The registration of `env_id`, which takes precedence over installed packages; an id of the
+    form "module:Class" needs none. Raises ConfigError with the nearest ids if there is none, and
+    with both packages if two register the id.
     """
     if env_id in _registry:
         return _registry[env_id]
@@ -181,12 +200,14 @@ def spec(env_id: str) -> EnvSpec:
         raise ConfigError(f"no environment is registered as {env_id!r}; {hint}")
     if len(claims) > 1:
         packages = " and ".join(claim.source for claim in claims)
-        raise ConfigError(f"{env_id!r} is claimed by {packages}; uninstall one of them")
+        raise ConfigError(
+            f"several packages register {env_id!r}: {packages}; uninstall one of them"
+        )
     return claims[0]
 
 
 def installed_envs() -> dict[str, list[EnvSpec]]:
-    """What installed packages declare in the group "agentenv.envs"; read once a process."""
+    """Entry points of installed packages in the group "agentenv.envs"; read once per process."""
     global _installed
     if _installed is None:
         _installed = {}
@@ -208,15 +229,16 @@ def make(env_id: str, task: Task, **kwargs: Any) -> Env:
 
 
 def check_keywords(env_id: str, kwargs: Mapping[str, Any]) -> None:
-    """Raises ConfigError for keywords that the constructor of an environment does not take, or
-    lacks, without making one. Those that it hands on are looked for in its base classes."""
+    """Raises ConfigError for unknown or missing keyword arguments of an environment's constructor,
+    without calling it. Keywords that it passes on are looked up in its base classes.
+    """
     found = spec(env_id)
     made, given = found.load(), {**found.kwargs, **kwargs}
     try:
         inspect.signature(made).bind(None, **given)
     except TypeError as error:
         raise ConfigError(f"{env_id} cannot be made with {sorted(kwargs)}: {error}") from error
-    except ValueError:  # it has no signature, as some that are written in C
+    except ValueError:  # no signature, as for some classes written in C
         return
     taken: set[str] = set()
     for maker in inspect.getmro(made)[:-1] if inspect.isclass(made) else (made,):
@@ -228,17 +250,15 @@ def check_keywords(env_id: str, kwargs: Mapping[str, Any]) -> None:
     else:
         return
     if unknown := sorted(given.keys() - taken):
-        raise ConfigError(f"{env_id} takes no keywords {unknown}; known: {sorted(taken)}")
+        raise ConfigError(f"{env_id} has no keyword arguments {unknown}; known: {sorted(taken)}")
 
 
 # Resources that all episodes of a process share: search indexes, sandboxes, HTTP sessions.
-#
-# An env class asks for one by key when it is made; the first asker builds it. Whoever started the
-# run closes them all at its end. So an env needs no factory and no global of its own:
+# An env class requests one by key in its constructor; the first request builds it. The run closes
+# all of them at its end, so that envs need no factories and no globals:
 #
 #     index = shared(("bm25", corpus), lambda: BM25Index.load(corpus))
-#
-# What a resource counts, its `stats() -> dict[str, float]` says, by names such as
+# A resource reports its counters by `stats() -> dict[str, float]`, with names such as
 # "sandbox/num_calls"; training and evaluation report the sums.
 
 T = TypeVar("T")
@@ -247,19 +267,19 @@ _resources: dict[Hashable, Any] = {}
 
 
 def shared(key: Hashable, build: Callable[[], T]) -> T:
-    """The live resource of `key`, built now if there is none. `build` may raise ConfigError."""
+    """The live resource of `key`, built on first use. `build` may raise ConfigError."""
     if key not in _resources:
         _resources[key] = build()
     return cast(T, _resources[key])
 
 
 def shared_stats() -> dict[str, float]:
-    """What all shared resources have counted since each was built, equal names added up."""
+    """Counters of all shared resources since each was built; equal names are added up."""
     return summed_stats(_resources.values())
 
 
 def summed_stats(resources: Iterable[Any]) -> dict[str, float]:
-    """The `stats()` of those resources that have such a method, equal names added up."""
+    """The `stats()` of all resources with this method; equal names are added up."""
     total: Counter[str] = Counter()
     for resource in resources:
         if hasattr(resource, "stats"):
@@ -274,7 +294,7 @@ def forget_shared() -> None:
 
 @asynccontextmanager
 async def shared_apart() -> AsyncIterator[None]:
-    """Resources of its own for a block that runs in an event loop of its own, closed at its end."""
+    """Separate resources for a block with its own event loop, closed at its end."""
     kept = dict(_resources)
     _resources.clear()
     try:
@@ -302,11 +322,11 @@ async def _close_shared() -> None:
                 await outcome
 
 
-MAX_SHOWN = 200  # characters of what came instead
+MAX_SHOWN = 200  # characters of an invalid result
 
 
 def check_reset(result: tuple[list[Message], Info]) -> tuple[list[Message], Info]:
-    """The result of an env's `reset`, if it is one."""
+    """The validated result of an env's `reset`."""
     try:
         messages, info = result
         if isinstance(info, dict) and all(map(_is_message, messages)):
@@ -317,7 +337,7 @@ def check_reset(result: tuple[list[Message], Info]) -> tuple[list[Message], Info
 
 
 def check_finish(result: tuple[float, Info]) -> tuple[float, Info]:
-    """The result of an env's `finish`, if it is one."""
+    """The validated result of an env's `finish`."""
     try:
         reward, info = result
         if isinstance(info, dict) and isfinite(reward):
@@ -328,7 +348,7 @@ def check_finish(result: tuple[float, Info]) -> tuple[float, Info]:
 
 
 def check_step(result: StepResult) -> StepResult:
-    """The result of an env's `step`, if it is one."""
+    """The validated result of an env's `step`."""
     try:
         given, reward, terminated, truncated, info = result
         messages = list(given)
@@ -340,15 +360,16 @@ def check_step(result: StepResult) -> StepResult:
 
 
 def check_observation(messages: Sequence[Message]) -> None:
-    """Refuse messages of a step that the episode goes on after and that no renderer renders: an
-    observation holds tool results, then messages of a user."""
+    """Reject messages of a step that no renderer can render in a continuing episode: an observation
+    consists of tool results, then user messages.
+    """
     for place, message in enumerate(messages):
         if message.role not in ("tool", "user"):
             raise CrashError(
-                f"an observation holds tool results or user messages, not {message.role!r}"
+                f"an observation consists of tool results or user messages, not {message.role!r}"
             )
         if message.role == "tool" and place and messages[place - 1].role == "user":
-            raise CrashError("an observation holds its tool results before its user messages")
+            raise CrashError("an observation must list its tool results before its user messages")
 
 
 def _is_message(one: object) -> bool:
@@ -356,12 +377,15 @@ def _is_message(one: object) -> bool:
 
 
 def _wrong(method: str, form: str, result: Any) -> CrashError:
-    return CrashError(f"the environment's {method} gave no {form} but {repr(result)[:MAX_SHOWN]}")
+    return CrashError(
+        f"the environment's {method} must return {form}, got {repr(result)[:MAX_SHOWN]}"
+    )
 
 
 class Grade(Struct, frozen=True):
-    """A verdict: the reward, whether the answer counts as right, the parts of the reward
-    (metric name -> value), and why."""
+    """A verdict: the reward, whether the answer counts as correct, the parts of the reward (metric
+    name -> value), and the reason.
+    """
 
     reward: float
     success: bool
@@ -370,27 +394,27 @@ class Grade(Struct, frozen=True):
 
 
 class GraderOutageError(OutageError, GraderError):
-    """An outage of a service that a grader needs lasted beyond its deadline."""
+    """A service of a grader was down beyond its deadline."""
 
 
 class Grader(Protocol):
-    """Grades a finished or cut-off episode. Must be quick or do its work off the event loop.
+    """Grades a finished or truncated episode. Must be fast or work off the event loop.
 
-    A grader may have a method `async def start(self)`, awaited before each episode, that gets it
-    ready once and raises ConfigError when it cannot work.
+    A grader may have a method `async def start(self)`, awaited before each episode, that prepares
+    it once and raises ConfigError if it cannot work.
     """
 
     async def grade(
         self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
     ) -> Grade:
-        """`written` holds only the policy's own messages; `calls` counts, by tool, the calls
-        that really ran without error. Raises GraderError, and InfraError where what it asks is
-        down: it is asked again."""
+        """`written` has only the policy's own messages; `calls` counts the successful calls by
+        tool. Raises GraderError, and InfraError if its service is down: the grader is then retried.
+        """
         ...
 
 
 async def start_grader(grader: Grader) -> None:
-    """Get a grader ready, if it has a `start`. Raises ConfigError when the grader cannot work."""
+    """Prepare a grader that has a `start`. Raises ConfigError if the grader cannot work."""
     start = getattr(grader, "start", None)
     if start is not None:
         await start()
@@ -399,8 +423,7 @@ async def start_grader(grader: Grader) -> None:
 async def graded(
     grader: Grader, task: Task, written: Sequence[Message], calls: Mapping[str, int]
 ) -> Grade:
-    """What the grader gives. Raises GraderError, InfraError, and CrashError for a bug of the
-    grader."""
+    """The grader's result. Raises GraderError, InfraError, and CrashError for its bugs."""
     who = f"the grader {type(grader).__name__}"
 
     async def grade() -> Grade:
@@ -411,4 +434,4 @@ async def graded(
     reward: Any = getattr(found, "reward", None)
     if isinstance(found, Grade) and isinstance(reward, Real):
         return found
-    raise CrashError(f"{who} gave {repr(found)[:200]}, which is no Grade with a number as reward")
+    raise CrashError(f"{who} must return a Grade with a numeric reward, got {repr(found)[:200]}")

@@ -1,4 +1,4 @@
-"""Every failure has one vocabulary.
+"""The errors of the project, one class per kind of failure.
 
     AgentEnvError
     +-- ConfigError    a key of the configuration is wrong; refused before anything starts
@@ -16,7 +16,7 @@
     +-- LearnerError   the learner process failed or died
     +-- WorkerError    no rollout worker is left, or one cannot start; the run ends with the reason
     +-- StallError     a disk, or what else a thread waits for, gave no answer
-    +-- ForeignError   what we did not write cannot be read; whoever asked for it raises another
+    +-- ForeignError   untrusted input that cannot be decoded; its reader raises another error
 
 What a user's tool, environment or grader raises beside these fails its rollout, as a CrashError.
 Anything else that is not an AgentEnvError is a bug of the core: it stops the run with its
@@ -133,12 +133,11 @@ class WorkerError(AgentEnvError):
 
 
 class StallError(AgentEnvError):
-    """What a thread waits for, a disk most often, gave no answer within a time that is far longer
-    than it needs."""
+    """A blocking call of a thread, usually on a disk, did not finish within a generous time."""
 
 
 class ForeignError(AgentEnvError):
-    """What others wrote is not of the form that was asked for; see agentenv/untrusted.py."""
+    """Untrusted input does not have the expected form; see agentenv/untrusted.py."""
 
 
 PACKAGES = Path(__file__).resolve().parent.parent  # a clone, or the folder of installed packages
@@ -175,7 +174,7 @@ def require_train(*modules: str) -> None:
 
 def needs_train(missing: str) -> str:
     """The error for a missing module of the extra `train`."""
-    return f"this needs {missing}, missing here: {install_hint('train')}"
+    return f"this requires {missing}, which is not installed: {install_hint('train')}"
 
 
 T = TypeVar("T")

@@ -1,5 +1,5 @@
-"""Failures of rollouts: each text is logged once with its place and counted, and too many end the
-run; and secrets out of what is logged, and of whatever else leaves a run (`Redactor`).
+"""Failures of rollouts: each message is logged once with its location and counted, and too many end
+the run. `Redactor` removes secrets from logs and other outputs of a run.
 
     failures.add(None)                                 as a rollout ends well
     failures.add(failure_of(error, task, action))      as it fails
@@ -36,7 +36,7 @@ from agentenv.tree import CANCELLED
 from agentenv.types import Message, Task
 
 REDACTED = "[redacted]"
-MIN_CHARS = 8  # of a value: shorter ones stand in ordinary text
+MIN_CHARS = 8  # of a value: shorter ones occur in ordinary text
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _NAMED = re.compile(r"(?i)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)")
@@ -121,7 +121,7 @@ class Redactor:
 
 
 def _variables(settings: Any) -> Iterator[str]:
-    """The names of environment variables that stand in keys such as api_key_env, or as ${NAME}."""
+    """The names of environment variables in keys such as api_key_env, or as ${NAME}."""
     if isinstance(settings, str):
         yield from _VARIABLE.findall(settings)
     elif isinstance(settings, Mapping):
@@ -142,7 +142,7 @@ MAX_TEXTS = 100  # counted separately; all others are counted by kind
 NUM_NAMED = 3  # in the error that ends a run
 NUM_SHOWN = 10  # on the terminal at the end
 
-# What differs between two failures of one cause: numbers, addresses, digests.
+# Parts that differ between failures of one cause: numbers, addresses, digests.
 _VARIES = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-f]{8,}(?:-[0-9a-f]{4,})*\b|\d+(?:[.,:]\d+)*")
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ logger = logging.getLogger(__name__)
 class Failure(Struct, array_like=True, frozen=True):
     """Why a rollout failed: `kind` and `text` of its error, the file and line that raised it or the
     environment, and the last action of the policy. `same` is equal for failures of one cause.
-    `counts`: towards limits.max_failed_share, which outages that were waited out do not;
+    `counts`: toward limits.max_failed_share, which outages that were waited out do not;
     `is_bug`: a CrashError, of which limits.strict allows none."""
 
     task_id: str
@@ -264,7 +264,7 @@ class FailureLog:
             logger.warning("failed rollouts: %s", line, extra=SHOWN if number < NUM_SHOWN else {})
         if len(lines) > NUM_SHOWN:
             left = len(lines) - NUM_SHOWN
-            logger.warning("failed rollouts: %d other texts, see the log", left, extra=SHOWN)
+            logger.warning("failed rollouts: %d other messages, see the log", left, extra=SHOWN)
 
 
 class Failures:
@@ -291,7 +291,7 @@ class Failures:
         if self._strict and failure.is_bug:
             raise TooManyFailuresError(
                 f"limits.strict: the first bug ends the run: {self.log.redactor.text(str(failure))}"
-                "; mend it and go on with --resume"
+                "; fix it and continue with --resume"
             ) from error
         if counts and self._num_recent > self._max_share * WINDOW:
             raise self._too_many(f"more than {self._max_share * WINDOW:g}", f" of {WINDOW}")
@@ -312,8 +312,8 @@ class Failures:
         named = "; ".join(self.log.named(*pair) for pair in causes.most_common(NUM_NAMED))
         error = TooManyFailuresError(
             f"{causes.total()} of the last {len(self._recent)} rollouts failed, {what} "
-            f"(limits.max_failed_share = {self._max_share:g}{of}): {named}; a failure that repeats "
-            "is a bug: mend it and go on (--resume; of an evaluation, the same command), or raise "
+            f"(limits.max_failed_share = {self._max_share:g}{of}): {named}; a repeated failure is "
+            "a bug: fix it and continue (--resume; for an evaluation, the same command), or raise "
             "the limit"
         )
         error.is_of_engine = all(one.startswith("Engine") for one in causes)

@@ -1,4 +1,4 @@
-"""Frames in files, of which journal and archive are written, and the keys of both.
+"""Frames in files, the format of journal and archive, and the keys of both.
 
 A frame is MARK, length and CRC-32 of the payload (little-endian uint32), and the payload as
 MessagePack. Whole frames are found again whatever lies between them, and cut ones are known as
@@ -44,27 +44,27 @@ HEADER = struct.Struct("<4sII")
 
 
 class JournalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run writes down of its rollouts to go on from."""
+    """The record of rollouts from which a run resumes."""
 
     enabled: Annotated[
         bool,
         Meta(
-            description="write every turn to RUN/journal, so that a run that is killed goes on "
-            "with the trees it had finished and begun"
+            description="write every turn to RUN/journal, so that a killed run resumes with its "
+            "finished and in-flight trees"
         ),
     ] = True
     sync_s: ClassVar[float] = 1.0  # after which frames survive a power failure too
 
 
 class ArchiveConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run keeps of the trees that it took."""
+    """The archive of the trees of a run."""
 
     max_gb: Annotated[
         float,
         Meta(
             ge=0,
             description="size of RUN/trees, all trees of the latest steps with every token; the "
-            "oldest steps go first; 0: none is kept",
+            "oldest steps are deleted first; 0: no archive",
         ),
     ] = 10.0
 
@@ -98,7 +98,7 @@ def frames_of(data: bytes | mmap) -> Iterator[tuple[int, int, bool]]:
 
 
 def read_frame(file: BinaryIO) -> bytes | None:
-    """What the next frame holds; None where there is none that is whole."""
+    """The content of the next frame; None if there is no complete one."""
     size, checksum = _read_head(file)
     data = file.read(size)
     return data if len(data) == size and zlib.crc32(data) == checksum else None
@@ -131,7 +131,7 @@ class Turned(Struct, array_like=True, frozen=True):
 
 
 class OpenBranch(Struct, array_like=True, frozen=True):
-    """A branch that began: its name, the node it goes on from, and the seconds it was worked for
+    """A branch that began: its name, the node it continues, and its working seconds
     before."""
 
     name: str
@@ -184,7 +184,7 @@ class Asked(Struct, array_like=True, frozen=True):
 
 
 class Grown(Struct, array_like=True, frozen=True, tag=2):
-    """What happened in one go."""
+    """A batch of events."""
 
     tree: int
     opened: list[OpenBranch]
@@ -274,7 +274,7 @@ class Packed(NamedTuple):
 
 
 class Sink(Protocol):
-    """Where the record of a tree writes: a journal, or the link to one."""
+    """The target of a tree's record: a journal, or the link to one."""
 
     @property
     def settings(self) -> str: ...
@@ -291,7 +291,7 @@ class Sink(Protocol):
 
 
 class Place(NamedTuple):
-    """Where a frame lies."""
+    """Position of a frame."""
 
     path: Path
     offset: int  # of its payload
@@ -351,18 +351,18 @@ _RECORDED = msgspec.msgpack.Decoder(_Recorded)
 
 
 def pack_recorded(recorded: Recorded) -> bytes:
-    """For another process that goes on with the tree, MessagePack."""
+    """For another process that resumes the tree, MessagePack."""
     return packed(_Recorded(recorded.tree, recorded.branches, [*recorded.stops.items()]))
 
 
 def unpack_recorded(data: bytes) -> Recorded:
-    """What `pack_recorded` packed."""
+    """The inverse of `pack_recorded`."""
     found = _RECORDED.decode(data)
     return Recorded(found.tree, False, found.branches, dict(found.stops))
 
 
 def assembled(began: Began, rest: Sequence[Frame], task: Task) -> Recorded | None:
-    """What these frames leave of a tree, if nothing is missing between them."""
+    """The tree of these frames, if none is missing between them."""
     frames = [frame for frame in rest if isinstance(frame, Grown | Finished)]
     if not frames or len(frames) < len(rest) or not _is_chain([began, *frames]):
         return None

@@ -1,4 +1,4 @@
-"""Runs one process ("the server") and ends all its descendants with the process that started it.
+"""Runs one process ("the server") and ends all its descendants with the starting process.
 
     python -I -S guard.py GRACE_S COMMAND ...
     python -I -S guard.py --stdin GRACE_S COMMAND ...      the command reads the standard input

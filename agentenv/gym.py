@@ -1,4 +1,4 @@
-"""Our environments as real Gymnasium ones, single and vector; actions and observations are texts.
+"""Environments as Gymnasium ones, single and vector; actions and observations are texts.
 
     import gymnasium, agentenv.gym
     env = gymnasium.make("agentenv/QAGrader-v0", data="questions.jsonl")
@@ -115,7 +115,7 @@ class AnyText(Text):  # type: ignore[misc]  # gymnasium is not typed for us
 @create_shared_memory.register(AnyText)  # type: ignore[untyped-decorator]
 def _refuse_shared_memory(*_: Any) -> Any:
     """Gymnasium's "async" mode then says that it wants shared_memory=False."""
-    raise CustomSpaceError("texts of any characters have no form in shared memory")
+    raise CustomSpaceError("strings of arbitrary characters cannot be placed in shared memory")
 
 
 class TextEnv(gymnasium.Env):  # type: ignore[misc]
@@ -144,12 +144,14 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
     ) -> None:
         if (tasks is None) == (data is None) or (tasks is not None and not tasks):
             raise ConfigError(
-                f"gymnasium.make({env_id!r}): give either tasks=[Task(...), ...] or data='FILE'"
+                f"gymnasium.make({env_id!r}): pass either tasks=[Task(...), ...] or data='FILE'"
             )
         if render_mode not in (None, "ansi"):
-            raise ConfigError(f"{env_id}: render_mode is 'ansi' or None, not {render_mode!r}")
+            raise ConfigError(f"{env_id}: render_mode must be 'ansi' or None, not {render_mode!r}")
         if protocol not in _PROTOCOLS:
-            raise ConfigError(f"{env_id}: protocol is one of {[*_PROTOCOLS]}, not {protocol!r}")
+            raise ConfigError(
+                f"{env_id}: protocol must be one of {[*_PROTOCOLS]}, not {protocol!r}"
+            )
         self.tasks = tasks if tasks is not None else load_tasks(Path(str(data)), env_id)
         self.action_space = AnyText(max_chars, min_length=0)
         self.observation_space = AnyText(max_chars, min_length=0)
@@ -204,7 +206,7 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
         number = (options or {}).get("task", drawn)
         if type(number) is not int or not 0 <= number < len(self.tasks):
             raise ConfigError(
-                f'{self._env_id}: options["task"] is a number below {len(self.tasks)}, '
+                f'{self._env_id}: options["task"] must be a number below {len(self.tasks)}, '
                 f"got {number!r}"
             )
         await self.stop()
@@ -242,7 +244,7 @@ class TextEnv(gymnasium.Env):  # type: ignore[misc]
 
 
 class _Protocol(NamedTuple):
-    """How calls are read, and what stands around a tool result."""
+    """The parser of calls, and the markers around a tool result."""
 
     parse: Parser
     opening: str
@@ -260,7 +262,7 @@ def checked_action(action: Any) -> str:
     """An action as a plain text. Raises ConfigError for one that is none."""
     if not isinstance(action, str):
         raise ConfigError(
-            f"an action is the text that the policy writes, got {type(action).__name__}: "
+            f"an action must be the text that the policy writes, got {type(action).__name__}: "
             f"{action!r:.80}"
         )
     return str(action)  # of numpy's texts too
@@ -308,7 +310,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
                 f"offered, not {autoreset_mode!r}"
             )
         if num_envs < 1:
-            raise ConfigError(f"{env_id}: num_envs is at least 1, not {num_envs}")
+            raise ConfigError(f"{env_id}: num_envs must be at least 1, not {num_envs}")
         first = TextEnv(env_id, timeout_s=timeout_s, **kwargs)
         kwargs |= {"tasks": first.tasks, "data": None}
         others = (TextEnv(env_id, timeout_s=timeout_s, **kwargs) for _ in range(num_envs - 1))
@@ -396,7 +398,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):  # type: ignore[misc]
         return self._within(_as_step(env.start(seed, options)))
 
     async def _within(self, step: Coroutine[Any, Any, Step]) -> Step:
-        """What the step gives, or a truncated end that says what went wrong."""
+        """The result of the step, or a truncated end with the error."""
         async with self._places:
             try:
                 late = AgentEnvError(f"no answer within {self._timeout_s:g} s")

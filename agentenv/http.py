@@ -1,4 +1,4 @@
-"""APIs over HTTP as tools: one client for all episodes of an event loop, and what a status means.
+"""HTTP APIs as tools: one client for all episodes of an event loop, and errors by status.
 
     api = HttpClient("https://host/v1", login=log_in)
 
@@ -60,8 +60,9 @@ _CONNECTION = {  # of them: no answer, or half of one
 def status_error(
     status: int, text: str = "", headers: Mapping[str, str] | None = None
 ) -> ToolError | InfraError:
-    """What an answer with this status, which is none of 2xx, means to a tool. `text` is its body,
-    which the policy reads of a ToolError."""
+    """The error of a tool for this status, other than 2xx. `text` is the body, which the policy
+    reads in a ToolError.
+    """
     said = _reason(text)[:MAX_REASON_CHARS]
     if status in BUSY or status >= 500:
         wanted_s = retry_after_s(headers or {}) or 0.0
@@ -70,7 +71,7 @@ def status_error(
 
 
 def meaning(error: BaseException) -> AgentEnvError | None:
-    """What an error of an HTTP library means to a tool; None for other errors."""
+    """The error of a tool for an error of an HTTP library; None for other errors."""
     if type(error).__module__.partition(".")[0] not in _LIBRARIES:
         return None
     response = getattr(error, "response", None)
@@ -134,7 +135,7 @@ def fetch(url: str, headers: Mapping[str, str], body: Any = None) -> Any:
     except (OSError, ValueError) as error:
         raise DataError(f"{url}: no answer: {error}") from error
     except ForeignError as error:
-        raise DataError(f"{url}: its answer is no JSON: {error}") from error
+        raise DataError(f"{url}: the answer is not valid JSON: {error}") from error
 
 
 class JsonSocket:
@@ -143,7 +144,7 @@ class JsonSocket:
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url, self.timeout_s = url, timeout_s
-        self._problem = "it is not open"
+        self._problem = "it is not connected"
         self._ws: aiohttp.ClientWebSocketResponse | None = None
 
     async def connect(self, http: aiohttp.ClientSession) -> None:
@@ -163,14 +164,14 @@ class JsonSocket:
 
         if self._problem or self._ws is None:
             raise EnvError(f"{self.url}: the session is lost: {self._problem}")
-        self._problem = "a request was cut off"
+        self._problem = "a request was interrupted"
         text = msgspec.json.encode(message).decode()
         try:
             async with asyncio.timeout(self.timeout_s):
                 await self._ws.send_str(text)
                 answer = await self._ws.receive()
             if answer.type is not aiohttp.WSMsgType.TEXT:
-                raise ForeignError(f"it was ended ({answer.data or answer.type.name})")
+                raise ForeignError(f"the server closed it ({answer.data or answer.type.name})")
             found = decode(answer.data, kind)
         except TimeoutError as error:
             self._problem = f"no answer within {self.timeout_s:g} s to {text:.200}"
@@ -243,7 +244,7 @@ class HttpClient:
         try:
             return decode(text)
         except ForeignError as error:
-            raise InfraError(f"{method} {path}: its body is no JSON: {error}") from error
+            raise InfraError(f"{method} {path}: the body is not valid JSON: {error}") from error
 
     async def _answer(
         self,
@@ -272,7 +273,7 @@ class HttpClient:
 
 
 class _Session:
-    """What the episodes of one loop share: connections, and the token of a login."""
+    """Shared state of the episodes of one loop: connections, and the token of a login."""
 
     def __init__(self, client: HttpClient) -> None:
         import aiohttp
@@ -296,7 +297,7 @@ class _Session:
         try:
             return dict(await login(self._client))
         except ToolError as error:
-            raise ConfigError(f"{self._client.url}: the login is refused: {error}") from error
+            raise ConfigError(f"{self._client.url}: the login was rejected: {error}") from error
 
     async def close(self) -> None:
         if self._login is not None:

@@ -1,6 +1,7 @@
-"""The journal: what a run rolls out, on the disk as it happens, for a killed run to go on from.
+"""The journal: the rollouts of a run, written to disk as they happen, from which a killed run
+resumes.
 
-The frames, and how they make a tree again, stand in frames.py.
+frames.py defines the frames and rebuilds trees from them.
 
     folder/000001.frames ...   a new file at each start and at each checkpoint; a file goes when no
                                checkpoint that is kept can want a tree of it any more
@@ -130,8 +131,7 @@ class Journal:
         for offset, size, is_whole in frames_of(data):
             if not is_whole:
                 logger.warning(
-                    "%s: %d bytes at %d cannot be read; the trees they belong to are rolled out "
-                    "again",
+                    "%s: %d bytes at %d are unreadable; their trees are rolled out again",
                     *(path, size, offset),
                 )
                 continue
@@ -372,7 +372,7 @@ class Journal:
         self._file, self._size, self._last[path] = file, 0, -1
 
     def _closed(self) -> RuntimeError:
-        return RuntimeError(f"the journal in {self.folder} is closed, and takes no more frames")
+        return RuntimeError(f"the journal in {self.folder} is closed and accepts no more frames")
 
     def _failure(self, error: OSError) -> ConfigError:
         self._is_reported = True
@@ -381,7 +381,7 @@ class Journal:
     def _error(self, error: OSError) -> ConfigError:
         return ConfigError(
             f"{self.folder} cannot be written: {error.strerror or error}; free some space there or "
-            "choose another place with run.dir=DIR, then go on with --resume"
+            "choose another location with run.dir=DIR, then continue with --resume"
         )
 
 
@@ -435,7 +435,7 @@ class TreeRecord:
         self._num_frames += 1
         return Mark(self._journal.incarnation, self._number, self._num_frames)
 
-    def goes_on(self, recorded: Recorded) -> None:
+    def resumes(self, recorded: Recorded) -> None:
         """The tree goes on, its nodes under new numbers."""
         tree = recorded.tree
         self.began(tree)
@@ -459,7 +459,7 @@ class TreeRecord:
         self._soon()
 
     def asked(self, node: Node) -> None:
-        """The plan was asked for forks at a node that is complete."""
+        """The plan decided on forks at a complete node."""
         assert node.num_forks is not None
         self._asked.append(Asked(node.index, node.num_forks))
         self._soon()

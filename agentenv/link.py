@@ -1,4 +1,4 @@
-"""Connections: links between a process and its workers, and ports that nobody else is given.
+"""Connections: links between a process and its workers, and reserved ports.
 
 A link carries frames over a stream, in order, each delivered once: 8 bytes little-endian length,
 then a message.
@@ -120,7 +120,7 @@ class Link:
             begin = start + PREFIX_BYTES
             end = begin + int.from_bytes(data[start:begin], "little")
             if self.max_bytes is not None and end - begin > self.max_bytes:
-                raise EOFError(f"a frame of {end - begin} bytes is over the bound")
+                raise EOFError(f"a frame of {end - begin} bytes exceeds the limit")
             if end > size:
                 self._missing = end - size
                 break

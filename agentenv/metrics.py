@@ -1,4 +1,4 @@
-"""Figures of rollouts: of one step's trees, of the engine's prefix cache, of the event loop.
+"""Metrics of rollouts: of a step's trees, of the engine's prefix cache, of the event loop.
 
 rollout_metrics    lengths, rewards, failures and staleness of the trees of a step
 trained_metrics    what of them was trained, beside what was offered
@@ -270,7 +270,7 @@ STALL_MS = 50.0  # a loop that is later than this is stalled
 
 class PrefixHits:
     """Prompt tokens of turns whose keys and values the engine still had, since the last `take`:
-    of turns that go on with their own trajectory, and of the first turns of forks. Turns whose
+    of turns that continue their own trajectory, and of the first turns of forks. Turns whose
     prefix is of other weights do not count: no engine keeps it."""
 
     def __init__(self) -> None:

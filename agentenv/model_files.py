@@ -1,5 +1,5 @@
-"""A Hugging Face model directory: what must be in it, its tokenizer, vocabulary, ends of a turn;
-and models and datasets by their id on the hub: found in its cache, else fetched.
+"""Hugging Face model directories: required files, tokenizer, vocabulary, end-of-turn tokens; and
+models and datasets by hub id, from the cache or downloaded.
 
     model.path = "Qwen/Qwen3-0.6B"                    the newest that is cached, else of the hub
     model.path = "Qwen/Qwen3-0.6B@c1899de289a0"       pinned to a revision
@@ -74,7 +74,7 @@ def num_stretched_positions(model_config: dict[str, Any]) -> int:
     return max(positions, int(trained * float(rope.get("factor") or 1.0)))
 
 
-# What ends a turn.
+# End-of-turn tokens.
 
 
 def read_eos_ids(model: Path, tokenizer: Any = None) -> frozenset[int]:
@@ -85,7 +85,7 @@ def read_eos_ids(model: Path, tokenizer: Any = None) -> frozenset[int]:
 
 
 def _eos_sources(model: Path, tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
-    """Where an end of a turn is given, and its tokens there."""
+    """Source of an end of a turn, and its tokens."""
     generation = _eos_of(model / GENERATION)
     yield f"eos_token_id of {GENERATION}", generation
     own = _eos_of(model / "config.json")
@@ -165,7 +165,7 @@ def check_turn_end(
     path = model / GENERATION
     if not eos_ids:
         raise DataError(
-            f"{model}: no token ends a turn: neither {GENERATION} nor config.json has "
+            f"{model}: no end-of-turn token: neither {GENERATION} nor config.json has "
             f"eos_token_id, and the tokenizer has no eos_token; give eos_token_id in {path}"
         )
     if chat_template_kwargs is None:
@@ -215,7 +215,7 @@ def load_tokenizer(model: Path, with_weights: bool = True) -> Any:
 
 PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")  # the class of tokenizer.json alone
 QWEN = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
-# What AutoTokenizer finds, by model_type and the tokenizer_class of tokenizer_config.json.
+# The result of AutoTokenizer, by model_type and the tokenizer_class of tokenizer_config.json.
 KNOWN_CLASSES = {
     **{("llama", name): "TokenizersBackend" for name in PLAIN},
     **{("qwen2", name): "Qwen2Tokenizer" for name in (*QWEN, *PLAIN)},
@@ -270,7 +270,7 @@ def hub_id(text: str) -> HubId | None:
 
 
 def place_on_hub(text: str) -> Path | None:
-    """Where the id was found before."""
+    """The earlier location of the id."""
     return _places.get(text)
 
 

@@ -1,4 +1,4 @@
-"""Native tool calls: messages by the model's own chat template, rendered append-only.
+"""Native tool calls: messages in the model's chat template, rendered append-only.
 
 The template is asked once for what it writes between the turns, with stand-ins for their texts;
 from then on only those frames are used. What was sampled is never rendered again, so a template
@@ -74,9 +74,7 @@ class NativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     style: Annotated[
         Style,
-        Meta(
-            description="form of the calls; auto: the one in which the chat template writes a call"
-        ),
+        Meta(description="form of the calls; auto: the form that the chat template writes"),
     ] = "auto"
 
 
@@ -111,8 +109,8 @@ class NativeRenderer(TextCodec):
         self.prompt_config = prompt or PromptConfig()
         if not self.prompt_config.apply_chat_template:
             raise ConfigError(
-                "renderer.name = 'native' speaks through the chat template; with "
-                "prompt.apply_chat_template = false use renderer.name = 'tags'"
+                "renderer.name = 'native' uses the chat template; with prompt.apply_chat_template "
+                "= false use renderer.name = 'tags'"
             )
         if getattr(tokenizer, "chat_template", None) is None:
             raise ConfigError("renderer.name = 'native': the tokenizer has no chat template")
@@ -135,7 +133,7 @@ class NativeRenderer(TextCodec):
             text = self._render(chat, tools, generation=True)
         except template_errors() as error:
             raise DataError(
-                f"the chat template refuses a prompt of {[turn['role'] for turn in chat]}: {error}"
+                f"the chat template rejects a prompt of {[turn['role'] for turn in chat]}: {error}"
             ) from error
         return self.single_bos(self.encode(text))
 
@@ -146,8 +144,8 @@ class NativeRenderer(TextCodec):
             fits = _PYTHON_NAME if self.style == "lfm" else _CALLED_NAME
             if not fits.fullmatch(name):
                 raise ConfigError(
-                    f"the form of tool calls {self.style!r} cannot call the tool {name!r}; give it "
-                    "a name of letters, digits and underscores"
+                    f"the tool-call form {self.style!r} cannot express the tool name {name!r}; "
+                    "rename it with letters, digits and underscores"
                 )
 
     def stop(self, tools: ToolSchemas) -> tuple[str, ...]:
@@ -243,7 +241,7 @@ class NativeRenderer(TextCodec):
     def _check_tools_shown(self) -> None:
         """Tools must have a place."""
         if self._try([_QUESTION]) == self._try([_QUESTION], tools=()):
-            raise self._refusal("has no place for tools")
+            raise self._refusal("ignores the list of tools")
 
     def _find_form(self) -> _CallForm:
         """The form in which a call that the template writes comes back equal."""
@@ -260,7 +258,7 @@ class NativeRenderer(TextCodec):
                 if parse(written, [_SAMPLE_TOOL]) == _SAMPLE_CALLS[:1]:
                     return _CallForm(name, parse, as_text, self._is_one_a_turn(parse, as_text))
             if "sample_tool" not in written:
-                problem = self._refusal("leaves out the calls of earlier turns")
+                problem = self._refusal("omits the calls of earlier turns")
             elif not as_text or not problem.args:
                 problem = self._not_read(style, written, parsers)
         raise problem
@@ -279,7 +277,7 @@ class NativeRenderer(TextCodec):
         return calls != _SAMPLE_CALLS
 
     def _sampled(self, calls: Sequence[ToolCall], as_text: bool, said: str = "") -> str:
-        """What the policy would have sampled of a turn that makes these calls."""
+        """The tokens that the policy would have sampled for a turn with these calls."""
         results = [
             {"role": "tool", "name": call.name, "tool_call_id": _call_id(n), "content": _result(n)}
             for n, call in enumerate(calls)
@@ -305,13 +303,13 @@ class NativeRenderer(TextCodec):
         if 0 <= first < place or not places:
             between = text[:first] if first >= 0 else text
             raise self._refusal(
-                f"writes {between[-60:]!r} between a turn and what answers it, which holds none of "
-                f"the end tokens {sorted(ends)}; check eos_token_id in generation_config.json"
+                f"writes {between[-60:]!r} between a turn and its answer, without any of the end "
+                f"tokens {sorted(ends)}; check eos_token_id in generation_config.json"
             )
         return text[:place], text[place - size :]
 
     def _check_appends(self) -> None:
-        """What was written must stay when messages are added."""
+        """Appending messages must not change earlier text."""
         chat: list[dict[str, Any]] = [_QUESTION]
         self._must_start(self._try(chat, generation=True), self._try(chat), "the answer's header")
         shorter = self._try(chat)
@@ -364,12 +362,12 @@ class NativeRenderer(TextCodec):
                 stand_in.replace('"', r"\"") if quoted else stand_in
             )
             if not found:
-                raise self._refusal("leaves out or changes the text of tool results")
+                raise self._refusal("omits or changes the text of tool results")
             frames.append(before)
         return [*frames, rest], quoted
 
     def _not_read(self, style: str, written: str, parsers: dict[str, Parser]) -> ConfigError:
-        """What the template writes for a call, and what came back."""
+        """The text of the template for a call, and the parsed result."""
         if style == "auto":
             came = f"which none of the styles {sorted(parsers)} reads as that call"
             return self._refusal(f"writes a call as {written[-600:]!r}, {came}")

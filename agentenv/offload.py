@@ -1,9 +1,10 @@
-"""Work that does not run on the event loop: the one seam of threads and processes.
+"""Work off the event loop: the single interface to threads and processes.
 
     await in_thread(read, path)             a function that waits for a disk, or computes a little
     await OwnThread("journal")(write, frames)   the same, in a thread that nothing else can hold up
     await start_process(*command, ...)      a program
     start_thread(serve, name="..")          a thread that lives on its own
+    apart(run, name="..").result()          a function with an event loop of its own
     check_outside("the sandbox")            before threads and processes that it cannot start
     await look_again(0.02)                  between two looks of a part that only watches
     await kill(process)                     ends a program
@@ -20,7 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
@@ -163,6 +164,20 @@ def start_thread(function: Callable[..., None], name: str) -> threading.Thread:
     return _current.start_thread(function, name)
 
 
+def apart(function: Callable[[], T], name: str) -> Future[T]:
+    """The outcome of a function in a thread of its own, such as one that runs an event loop."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    start_thread(run, name)
+    return outcome
+
+
 def check_outside(what: str) -> None:
     """See Machine."""
     _current.check_outside(what)
@@ -183,7 +198,7 @@ async def kill(process: asyncio.subprocess.Process) -> None:
                 await process.wait()
         except TimeoutError:
             logger.warning(
-                "process %d was killed and has not ended within %g s; it waits for a disk or a "
+                "process %d was killed but has not exited within %g s; it waits for a disk or a "
                 "device that hangs",
                 *(process.pid, KILL_S),
             )

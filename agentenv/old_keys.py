@@ -1,5 +1,5 @@
-"""Deleted keys of stored configurations, keys that had another default, and where this package's
-functions have moved.
+"""Deleted keys of stored configurations, keys with a former default, and new paths of moved
+functions.
 
 A deleted key at its former default is ignored, so that a run or an evaluation which an earlier
 version wrote can be resumed; any other value is refused with the reason.
@@ -26,10 +26,10 @@ class Deleted(NamedTuple):
 
 
 def _always(value: Any, remedy: str = "") -> Deleted:
-    return Deleted(value, f"the key was deleted, its value is always {value!r}{remedy}")
+    return Deleted(value, f"the key was removed; its value is always {value!r}{remedy}")
 
 
-_OF_PRESET = Deleted(None, "it is that of search.preset, whose sizes were published")
+_OF_PRESET = Deleted(None, "search.preset sets it to its published sizes")
 _LAUNCH = {
     "kv_cache_gb": _always(1, "; of vLLM set env.VLLM_CPU_KVCACHE_SPACE of the same table"),
     "max_restarts": _always(10),
@@ -100,7 +100,7 @@ DELETED: dict[str, dict[str, Deleted]] = {
         "window_chars": _OF_PRESET,
         "repeated": _OF_PRESET,
         "show_links": Deleted(None, "results have links where pages can be opened"),
-        "snapshot": Deleted("", "the frozen web is gone; search.cache keeps results and pages"),
+        "snapshot": Deleted("", "the frozen web was removed; search.cache keeps results and pages"),
         "snapshot_mode": _always("replay"),
         "snapshot_sha256": _always(""),
         "on_miss": _always("fail"),

@@ -1,6 +1,6 @@
-"""Rollout plans: how many trajectories of a task start from scratch, and where they fork.
+"""Rollout plans: the number of root trajectories of a task, and their fork points.
 
-A plan is the torch-free half of an algorithm; those of ARPO and AEPO stand in the files of the
+A plan is the torch-free half of an algorithm; those of ARPO and AEPO are in the files of the
 algorithms. A plan is asked on events and answers at once with how many trajectories to start now;
 there is no barrier. A plan keeps no state: all it needs to know is on the tree, so one plan serves
 all trees of a run.
@@ -25,8 +25,10 @@ Place = tuple[Node, int]
 
 
 class RolloutPlan(Protocol):
-    """What the actor asks. `group_size` trajectories are wanted per task; `fork_window` is the
-    number of tokens after a tool result that `on_fork_point` wants to see, 0 for never."""
+    """The interface of plans for the actor. `group_size` trajectories are wanted per task;
+    `fork_window` is the number of tokens after a tool result that `on_fork_point` wants to see, 0
+    for never.
+    """
 
     @property
     def group_size(self) -> int: ...
@@ -44,7 +46,7 @@ class RolloutPlan(Protocol):
     def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> int | Sequence[Place]:
         """Called after `leaf` ended, or failed and is not replaced; `tree.num_live` no longer
         counts it. A number of from-scratch trajectories, or pairs of a node that holds a tool
-        result (or the root) and the number that goes on from there."""
+        result (or the root) and the number of siblings that continue from there."""
         ...
 
 
@@ -105,6 +107,82 @@ class Uniform:
             free = [index for index, most in room.items() if drawn[index] < most]
             drawn[rng.choice(free) if free else 0] += 1
         return [(tree.nodes[index], count) for index, count in drawn.items()]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """`num_roots` trajectories from scratch; then, at each end, one more where a call is likely to
+    teach most, until there are `group_size`: at the tool result of a path that has ended, or from
+    scratch, with the highest
+
+        score(c) = p (1 - p) / (1 + d) / (turns after c + led_cost * turns before c)
+
+    p is the estimated success after c: the mean of the d returns below c (each 1 if it is above the
+    middle of the lowest and highest return of the tree, else 0) and of `prior_weight` times the p
+    of the turn before, 0.5 at the root. Prefixes after which all succeed or all fail lose their
+    budget, and a value that many leaves support gains less from one more. A share `explore` is
+    drawn uniformly. `led_cost` is the price of a turn that leads a fresh environment back to c,
+    beside one of the policy.
+
+    The idea is that of TRACE (arXiv 2606.11119), which spends rollouts where outcomes are mixed;
+    the score is this project's, from the tree alone, so that the plan keeps no state.
+    """
+
+    group_size: int
+    num_roots: int
+    max_children: int = 4
+    led_cost: float = 1.0
+    prior_weight: float = 3.0
+    explore: float = 0.1
+    fork_window: int = 0
+
+    def on_start(self, tree: TrajectoryTree) -> int:
+        return min(self.num_roots, self.group_size)
+
+    def on_fork_point(
+        self, tree: TrajectoryTree, node: Node, entropies: Sequence[float], rng: Random
+    ) -> int:
+        return 0
+
+    def on_leaf_end(self, tree: TrajectoryTree, leaf: Node) -> Sequence[Place]:
+        if tree.num_started >= self.group_size:
+            return []
+        rng = Random(f"{tree.index}/{tree.task.id}/{tree.num_started}")
+        free = [one for one in _places(tree) if _num_children(one) < self.max_children]
+        places = [tree.root, *free]
+        if rng.random() < self.explore:
+            return [(rng.choice(places), 1)]
+        scores = self.scores(tree)
+        best = max(scores[one.index] for one in places)
+        return [(rng.choice([one for one in places if scores[one.index] >= best - 1e-12]), 1)]
+
+    def scores(self, tree: TrajectoryTree) -> dict[int, float]:
+        """By the index of a node on paths that ended and did not fail, the root included."""
+        paths = list(tree.trajectories())
+        returns = [path.reward for path in paths]
+        middle = (min(returns) + max(returns)) / 2 if returns else 0.0
+        if returns and min(returns) == max(returns):
+            middle = 0.0  # all alike: right if they are above 0
+        right, count, after = Counter[int](), Counter[int](), Counter[int]()
+        above: dict[int, int] = {}
+        depth = {tree.root.index: 0}
+        for path, reward in zip(paths, returns, strict=True):
+            indices = [tree.root.index, *(node.index for node in path.turns)]
+            for place, index in enumerate(indices):
+                right[index] += reward > middle
+                count[index] += 1
+                after[index] += len(indices) - 1 - place
+                depth[index] = place
+                if place:
+                    above[index] = indices[place - 1]
+        found, chance = dict[int, float](), dict[int, float]()
+        for index in sorted(depth):  # parents come before their children
+            before = chance[above[index]] if index in above else 0.5
+            weight = self.prior_weight
+            chance[index] = (right[index] + weight * before) / (count[index] + weight)
+            calls = after[index] / max(count[index], 1) + self.led_cost * depth[index]
+            found[index] = chance[index] * (1 - chance[index]) / (1 + count[index]) / max(calls, 1)
+        return found
 
 
 def _places(tree: TrajectoryTree) -> list[Node]:

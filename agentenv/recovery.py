@@ -1,5 +1,5 @@
-"""Recovery of rollouts: a turn, a step, a fork or a grade is tried again after infrastructure
-failed, and an interrupted branch is resumed.
+"""Recovery of rollouts: retries of turns, steps, forks and grades after infrastructure failures,
+and resumption of interrupted branches.
 
 A fresh env is led to the place of a branch by the branch's own actions; where its answers differ
 from those in the tree, the branch fails.
@@ -120,7 +120,7 @@ class Recovery:
             there = there and not (branch.next_turn is not None and branch.next_turn.prompt)
         if not there:
             branch.actions = None  # nor would another env be
-            raise EnvError("a fresh env answers otherwise than the first did")
+            raise EnvError("a fresh env answers differently from the first one")
 
     async def through_outage(self, branch: Branch, use: str, call: Callable[[], Awaitable[T]]) -> T:
         """Call until infrastructure works again, for `outage_s` of the limits at most. The time
@@ -143,7 +143,7 @@ class Recovery:
         """Wait before a turn or a step is taken again."""
         self._tree.num_retaken += 1
         key = self._rollout.key(branch, use)
-        with waiting(f"a break before the {use} is tried again"):
+        with waiting(f"a pause before the {use} is retried"):
             await asyncio.sleep(backoff_s(attempt, key, first_s=FIRST_RETRY_S, max_s=MAX_RETRY_S))
 
     async def open_again(self, branch: Branch, stops: dict[int, str]) -> None:
@@ -161,7 +161,7 @@ class Recovery:
         assert branch.actions is not None
         path = tree.path(branch.cursor)[1:]
         if tree.history(branch.cursor) != tree.path(branch.cursor):
-            raise OutageError("its program had several contexts, and ended with an earlier process")
+            raise OutageError("its program had several contexts and died with an earlier process")
         for node in path:
             stop = stops.get(node.index)
             done = Completion(list(node.action_ids), [], [], "stop", [], stop)
@@ -176,7 +176,7 @@ class Recovery:
         branch.num_turns = len(path)
         assert branch.env is not None
         if path and branch.env.fork_mode == "none":
-            raise OutageError("its env, which has no copies, ended with an earlier process")
+            raise OutageError("its env, which cannot be copied, died with an earlier process")
         await self._lead(branch, there=messages == rollout.prompt_messages)
         may_ask = bool(path) and branch.cursor.num_forks is None
         branch.may_fork = may_ask and rollout.has_room_to_fork(branch)

@@ -1,4 +1,4 @@
-"""Parts that a configuration chooses by name, from this project or from anybody's package.
+"""Registries of parts that a configuration chooses by name, from this project or another package.
 
     [algorithm]
     name = "arpo"                # one of ours
@@ -34,8 +34,9 @@ TAG = "name"  # the key of a table that names its part
 
 
 def loaded(path: str) -> Any:
-    """What 'module' or 'module:name' names, imported. Raises ConfigError with what is wrong, also
-    with the module itself."""
+    """The import of 'module' or 'module:name'. Raises ConfigError with the cause, also of errors
+    within the module.
+    """
     module, _, name = path.partition(":")
     try:
         found = _imported(module)
@@ -74,7 +75,7 @@ def _renamed(error: BaseException) -> str:
             today = name + missing.removeprefix(former)
             with suppress(ImportError):
                 if importlib.util.find_spec(today) is not None:
-                    return f"; that of this project is {today}"
+                    return f"; its new path in this project is {today}"
     return ""
 
 
@@ -99,7 +100,7 @@ def not_one_of(name: object, known: Sequence[str], other: str = "") -> str:
 
 
 class _Instances(type):
-    """What msgspec asks for after a part was read: whether the part is of that kind."""
+    """The check of msgspec after reading a part: whether the part is of that kind."""
 
     registry: Registry[Any]
 
@@ -197,8 +198,8 @@ class Registry(Generic[T]):
         for point in installed(self.group):
             if found.setdefault(point.name, point.value) != point.value:
                 raise ConfigError(
-                    f"{self.noun} {point.name!r} is claimed by two packages, as {point.value} and "
-                    f"{found[point.name]}; uninstall one of them"
+                    f"{self.noun} {point.name!r} is registered by two packages, as {point.value} "
+                    f"and {found[point.name]}; uninstall one of them"
                 )
         return found
 

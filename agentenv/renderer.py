@@ -1,4 +1,4 @@
-"""Messages outside, tokens inside: the seam of renderers, and the one of the tag protocol.
+"""Renderers convert messages to tokens: their interface, and the renderer of the tag protocol.
 
 The policy writes   <think>..</think><search>query</search>
 the env answers      <result>\\n..\\n</result>
@@ -48,30 +48,33 @@ class PromptConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         str,
         Meta(
             description="system prompt: 'search+python', 'search', 'python', 'no_tools', "
-            "'chinese', 'direct', or a text file; a file that holds {question} is the whole "
-            "user message; a file of rows, as data/train.parquet: the one system prompt of its "
-            "rows; empty: that of the environment",
+            "'chinese', 'direct', or a text file; a file that contains {question} is the whole "
+            "user message; a file of rows, such as data/train.parquet: the system prompt that all "
+            "its rows share; empty: that of the environment",
             extra=ESSENTIAL,
         ),
     ] = ""
     override_row: Annotated[
         bool,
-        Meta(description="the template wins over a system prompt that a dataset row brings along"),
+        Meta(description="the template overrides the system prompt of a dataset row"),
     ] = False
     apply_chat_template: Annotated[
         bool,
-        Meta(description="false: a base model reads the messages as plain text, blank lines apart"),
+        Meta(
+            description="false: for base models, the messages as plain text separated by blank "
+            "lines"
+        ),
     ] = True
     chat_template_kwargs: Annotated[
         dict[str, Any],
-        Meta(description="passed on to the chat template, such as {enable_thinking = false}"),
+        Meta(description="passed to the chat template, such as {enable_thinking = false}"),
     ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.chat_template_kwargs and not self.apply_chat_template:
             raise ConfigError(
-                "prompt.chat_template_kwargs: nothing reads them with "
-                "prompt.apply_chat_template = false; remove one of the two"
+                "prompt.chat_template_kwargs: unused with prompt.apply_chat_template = false; "
+                "remove one of the two"
             )
 
 
@@ -109,7 +112,7 @@ def load_instruction(config: PromptConfig, resolve: Callable[[str], Path] = Path
     if is_rows(config.template):
         if not path.exists():
             raise ConfigError(
-                f"prompt.template: there is no file {path}; expected the rows that the policy was "
+                f"prompt.template: no such file: {path}; expected the rows that the policy was "
                 f"trained on, or a preset: {', '.join(presets())}"
             )
         try:
@@ -122,8 +125,8 @@ def load_instruction(config: PromptConfig, resolve: Callable[[str], Path] = Path
         near = difflib.get_close_matches(config.template, presets(), n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"presets: {', '.join(presets())}"
         raise ConfigError(
-            f"prompt.template: {config.template!r} is neither a preset nor a text file that can "
-            f"be read ({error}); {hint}"
+            f"prompt.template: {config.template!r} is neither a preset nor a text file that can be "
+            f"read ({error}); {hint}"
         ) from error
     if not text:
         raise ConfigError(f"prompt.template: the file {path} is empty")
@@ -173,8 +176,8 @@ class TagsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     tools_in_prompt: Annotated[
         Shown,
         Meta(
-            description="tools that the prompt tells of, unless it shows their tags already: those "
-            "with several parameters, how they are written; all; none"
+            description="tools that the prompt describes, unless it already shows their tags: "
+            "those with several parameters and their call format; all; none"
         ),
     ] = "several"
 
@@ -333,8 +336,9 @@ class TextCodec:
         return decoder(self.tokenizer)
 
     def written(self, completion: Completion, prefix_ids: Sequence[int]) -> str:
-        """What a turn says: without its end-of-sequence token, with the <think> that the prompt
-        may have opened for it."""
+        """The text of a turn: without its end-of-sequence token, with the <think> that the prompt
+        may have opened.
+        """
         ids = completion.token_ids
         if ids and completion.stop is None and ids[-1] in self.eos_ids:
             ids = ids[:-1]
@@ -523,7 +527,7 @@ def context_ids(
 ) -> array[int]:
     """Ids of a whole context, up to where the next turn begins: its prompt, then turns of the
     policy and what answers them. Ids in place of a message are a turn as it was sampled. `before`
-    are ids that the context goes on from, up to the end of a turn.
+    are ids that the context extends, up to the end of a turn.
 
     Raises ConfigError, CrashError or DataError for what cannot be rendered.
     """

@@ -1,4 +1,4 @@
-"""A rollout: grows the trajectory tree of a task, one coroutine a branch.
+"""A rollout: grows the trajectory tree of a task, one coroutine per branch.
 
     branch   generate a turn -> add a node -> env.step -> render the observation -> again
     fork     the first k tokens after a tool result have streamed in -> the plan is asked ->
@@ -144,7 +144,7 @@ class Rollout:
                         self._probes_since = asyncio.get_running_loop().time()
                     self._start_roots(number)
                 else:
-                    self._go_on(recorded)
+                    self._resume(recorded)
                 if cancelled:  # no branch has run yet
                     self.cancel(cancelled)
             if self._record is not None:
@@ -186,7 +186,7 @@ class Rollout:
 
     # starting branches
 
-    def _go_on(self, recorded: Recorded) -> None:
+    def _resume(self, recorded: Recorded) -> None:
         """Start the branches that were live when the tree was recorded."""
         self._stops |= recorded.stops
         for one in recorded.branches:
@@ -376,7 +376,7 @@ class Rollout:
             if branch.num_led:
                 node.info[LED], branch.num_led = branch.num_led, 0
             if branch.holding:
-                with waiting("the copies of its environment that its forks take"):
+                with waiting("the copies of its environment for its forks"):
                     await branch.held()
             limit = branch.limit_of_action(completion, action, limits)
             if limit is not None:
@@ -399,7 +399,7 @@ class Rollout:
                 if left is not None:
                     self._complete(left, branch, completion.stop)
                 self._complete(branch.cursor, branch, completion.stop if left is None else None)
-                branch.may_fork = branch.goes_on and self.has_room_to_fork(branch)
+                branch.may_fork = branch.continues_episode and self.has_room_to_fork(branch)
                 if len(branch.prefix_ids) >= limits.max_prompt_tokens + limits.max_response_tokens:
                     return Limit.RESPONSE_TOKENS, None
                 limit = branch.limit_of_observation((), limits)

@@ -1,4 +1,4 @@
-"""Raw rows into tasks, whichever of the known schemas they follow.
+"""Conversion of raw rows of all known schemas into tasks.
 
     question   question, Question, problem, prompt (a text, or chat messages), input,
                extra_info.question
@@ -37,22 +37,18 @@ Overlong = Literal["error", "skip", "cut"]
 
 
 class ColumnsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a row keeps what a task needs; a dot goes into an object (`extra_info.question`).
-
-    An empty name means the known ones, in the order of `agentenv/rows.py`. A column that is
-    named here must be in every row.
+    """Columns of a row; a dot accesses an object (`extra_info.question`). An empty name means the
+    known ones, in the order of `agentenv/rows.py`. A column that is set here must be in every row.
     """
 
     question: Annotated[str, Meta(description="column of the question, or of a chat prompt")] = ""
-    answer: Annotated[str, Meta(description="column of the right answer, or of a list of them")] = (
-        ""
-    )
-    id: Annotated[str, Meta(description="column of the row's name; empty: id, else FILE-ROW")] = ""
+    answer: Annotated[str, Meta(description="column of the gold answer, or of a list of them")] = ""
+    id: Annotated[str, Meta(description="column of the row's id; empty: id, else FILE-ROW")] = ""
     kind: Annotated[
         str,
         Meta(
-            description="column that groups the metrics; empty: kind, else data_source, else "
-            "ability, the first that the row has"
+            description="column that groups the metrics; empty: kind, data_source or ability, the "
+            "first that the row has"
         ),
     ] = ""
     env_id: Annotated[
@@ -65,24 +61,24 @@ class ColumnsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class RowsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How rows become tasks, and what happens to those that cannot."""
+    """Conversion of rows into tasks, and the handling of invalid rows."""
 
     columns: ColumnsConfig = ColumnsConfig()
     env_by: Annotated[
         dict[str, str],
         Meta(
             description="environment id by the value of a row's data_source, else of its ability; "
-            "a row's own env_id comes first, env.id last"
+            "a row's own env_id takes precedence, env.id comes last"
         ),
     ] = field(default_factory=dict)
     skip_bad_rows: Annotated[
-        bool, Meta(description="leave out bad rows and list them, instead of refusing the file")
+        bool, Meta(description="skip and list invalid rows instead of rejecting the file")
     ] = False
     overlong_prompt: Annotated[
         Overlong,
         Meta(
-            description="a prompt beyond limits.max_prompt_tokens: 'error' refuses it, 'skip' "
-            "leaves its row out, 'cut' takes the middle out of its question; found before the start"
+            description="a prompt beyond limits.max_prompt_tokens: 'error' rejects it, 'skip' "
+            "drops its row, 'cut' removes the middle of its question; checked before the start"
         ),
     ] = "error"
     compat: Annotated[
@@ -92,26 +88,29 @@ class RowsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: Annotated[
         dict[str, Any],
         Meta(
-            description="of rows that are made (reasoning_gym:NAME): size, seed, difficulties by "
-            "their own names"
+            description="parameters of generated rows (reasoning_gym:NAME): size, seed, "
+            "difficulties under their own names"
         ),
     ] = field(default_factory=dict)
 
 
 class CurriculumConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which questions are drawn more often, by the success of their latest trees."""
+    """Weights of questions, by the success of their latest trees."""
 
     prefer: Annotated[
         Literal["half", "easy", "hard"],
-        Meta(description="those that succeed in nearly half of all cases, mostly, or rarely"),
+        Meta(
+            description="prefer questions that succeed in about half of all cases, usually, or "
+            "rarely"
+        ),
     ] = "half"
     by: Annotated[
         Literal["question", "kind"],
-        Meta(description="success of the question itself, or of all questions of its kind"),
+        Meta(description="success rate of the question itself, or of all questions of its kind"),
     ] = "question"
     floor: Annotated[
         float,
-        Meta(gt=0, le=1, description="least weight of a question; the greatest is 1"),
+        Meta(gt=0, le=1, description="minimum weight of a question; the maximum is 1"),
     ] = 0.1
 
 
@@ -126,14 +125,14 @@ class MixPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         float, Meta(gt=0, le=1e6, description="share of the questions, relative to other parts")
     ] = 1.0
     env_id: Annotated[
-        str, Meta(description="environment of its rows that choose none; empty: env.id")
+        str, Meta(description="environment of rows that name none; empty: env.id")
     ] = ""
     columns: Annotated[
         ColumnsConfig | None, Meta(description="columns of this part, instead of data.columns")
     ] = None
     max_samples: Annotated[int, Meta(ge=0, description="first n rows; 0: all")] = 0
     source: Annotated[
-        dict[str, Any], Meta(description="of rows that are made, instead of data.source")
+        dict[str, Any], Meta(description="source of generated rows, instead of data.source")
     ] = field(default_factory=dict)
 
 
@@ -157,12 +156,12 @@ BROKEN_BOXED = "\x08oxed"  # "\boxed" whose \b was read as an escape
 
 
 A_SOLUTION = (
-    "golds look like whole solutions, which no answer equals; expected the answer alone, or '#### "
-    "ANSWER' as last line: name its column by data.columns.answer"
+    "gold answers look like whole solutions, which no answer equals; expected the answer alone, or "
+    "'#### ANSWER' as last line: set its column by data.columns.answer"
 )
 NO_KNOWN_KEY = (
-    "golds are objects that hold an answer under none of text, answer, target: only a grader of "
-    "your own (grader.path, grader.own) can read them"
+    "gold answers are objects without any of the keys text, answer, target: only a custom grader "
+    "(grader.path, grader.own) can read them"
 )
 
 
@@ -238,7 +237,7 @@ class RowReader:
         if isinstance(value, list):
             value, system = _chat(value, asked.column)
         if not isinstance(value, str) or not value.strip():
-            raise DataError(_expected("question", "a text that is not empty", asked, raw.row))
+            raise DataError(_expected("question", "a non-empty string", asked, raw.row))
         return self._repaired(value), system
 
     def _answers(self, gold: Found, raw: RawRow) -> tuple[tuple[str, ...], str]:
@@ -256,7 +255,7 @@ class RowReader:
             values = [json.dumps(values[0], ensure_ascii=False, default=str)]
             self._doubt(raw, NO_KNOWN_KEY, values[0])
         if not values or not all(map(_is_answer, values)):
-            wanted = "a text, a number, or a list of them that is not empty"
+            wanted = "a string, a number, or a non-empty list of them"
             raise DataError(_expected("answer", wanted, gold, raw.row))
         texts = [self._repaired(str(value)) for value in values]
         for text in texts:
@@ -324,11 +323,11 @@ def shared_system_prompt(path: Path) -> str:
             first = raw.number, text
         elif text != first[1]:
             raise DataError(
-                f"{path}, row {raw.number}: another system prompt than row {first[0]}; expected "
-                "one and the same in all rows: put the wanted one into a text file"
+                f"{path}, row {raw.number}: a different system prompt than row {first[0]}; "
+                "expected the same in all rows: put the one to use into a text file"
             )
     if first is None:
-        raise DataError(f"{path}: no row; expected rows with a system prompt")
+        raise DataError(f"{path}: no rows; expected rows with a system prompt")
     return first[1]
 
 
@@ -464,7 +463,7 @@ def _text(found: Found) -> str:
     if found.value is None or isinstance(found.value, str | int | float):
         return "" if found.value is None else str(found.value)
     raise DataError(
-        f"key {found.column!r}: expected a text or a number, got {type(found.value).__name__}"
+        f"key {found.column!r}: expected a string or a number, got {type(found.value).__name__}"
     )
 
 
@@ -480,11 +479,11 @@ def _expected(key: str, wanted: str, found: Found, row: Row) -> str:
         known = {"question": QUESTIONS, "answer": ANSWERS}[key]
         return (
             f"key {key!r} must be {wanted}, and is missing, as are {', '.join(known[1:])}; the row "
-            f"has {sorted(row)}: name the column by data.columns.{key} (of an evaluation's set: by "
+            f"has {sorted(row)}: set the column by data.columns.{key} (for an evaluation set: by "
             f"its columns.{key})"
         )
     if isinstance(found.value, str) and not found.value.strip():
-        got = "an empty text"
+        got = "an empty string"
     else:
         got = f"{found.value!r:.60} ({type(found.value).__name__})"
     return f"key {found.column!r} must be {wanted}, got {got}"

@@ -1,4 +1,4 @@
-"""Settings of engines that are servers, apart from their clients so that reading them is cheap."""
+"""Settings of engine servers, apart from their clients so that reading them is cheap."""
 
 from __future__ import annotations
 
@@ -29,19 +29,23 @@ MAX_SHARE = 0.9  # of a GPU's memory, for servers beside the CUDA contexts of ot
 
 
 class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one server is started."""
+    """Start settings of one server."""
 
     gpus: Annotated[
         list[int],
-        Meta(description="GPUs by number, among those visible; empty: free ones in order"),
+        Meta(description="GPUs by number among the visible ones; empty: free ones in order"),
     ] = field(default_factory=list)
     port: Annotated[
         int,
-        Meta(ge=0, le=65535, description="port of the first server, the next ones follow; 0: free"),
+        Meta(
+            ge=0,
+            le=65535,
+            description="port of the first server, the others follow; 0: any free port",
+        ),
     ] = 0
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     tensor_parallel_size: Annotated[
-        int, Meta(ge=1, description="GPUs that share a layer", extra=ESSENTIAL)
+        int, Meta(ge=1, description="GPUs that share each layer", extra=ESSENTIAL)
     ] = 1
     data_parallel_size: Annotated[
         int, Meta(ge=1, description="copies of the model behind one server")
@@ -53,31 +57,34 @@ class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ),
     ] = 0.9
     max_num_seqs: Annotated[
-        int, Meta(ge=0, description="requests that run at a time; 0: the engine's choice")
+        int, Meta(ge=0, description="maximum number of running requests; 0: the engine's default")
     ] = 0
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], Meta(description="auto: GPUs if there are any")
+        Literal["auto", "cpu", "cuda"], Meta(description="auto: GPUs if available")
     ] = "auto"
     dtype: Annotated[
         Literal["model", "float32", "bfloat16", "float16"],
-        Meta(description="of weights and cache; model: what its config.json says"),
+        Meta(description="dtype of weights and cache; model: that of its config.json"),
     ] = "model"
-    quantization: Annotated[str, Meta(description="method by the engine's name; empty: none")] = ""
+    quantization: Annotated[
+        str, Meta(description="method, by the engine's name for it; empty: none")
+    ] = ""
     python: Annotated[
         str,
         Meta(
-            description="interpreter of the engine's environment; empty: this one if the engine "
-            "is installed in it, else .venv-vllm/bin/python or .venv-sglang/bin/python"
+            description="interpreter of the engine's environment; empty: this one if the engine is "
+            "installed in it, else .venv-vllm/bin/python or .venv-sglang/bin/python"
         ),
     ] = ""
     args: Annotated[
-        list[str], Meta(description="more arguments of the engine's own command line, as they are")
+        list[str],
+        Meta(description="extra arguments for the engine's command line, passed verbatim"),
     ] = field(default_factory=list)
-    env: Annotated[dict[str, str], Meta(description="more environment variables of the server")] = (
-        field(default_factory=dict)
-    )
+    env: Annotated[
+        dict[str, str], Meta(description="extra environment variables of the server")
+    ] = field(default_factory=dict)
     start_timeout_s: Annotated[
-        float, Meta(gt=0, description="deadline for a server to come up")
+        float, Meta(gt=0, description="deadline for a server to become ready")
     ] = 900.0
 
     @property
@@ -113,8 +120,8 @@ class ServersConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fiel
         int,
         Meta(
             ge=1,
-            description="vLLM servers that share a GPU, each with its gpu_memory_share; a small "
-            "model keeps the one thread of its server busy and not the GPU",
+            description="vLLM servers that share a GPU, each with its gpu_memory_share; with a "
+            "small model the server's single thread is the bottleneck, not the GPU",
         ),
     ] = 1
 
@@ -149,21 +156,23 @@ class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     url: Annotated[
         str,
         Meta(
-            description="http://HOST:PORT of a server that runs already; empty: start one. NAME is "
+            description="http://HOST:PORT of a running server; empty: start one. NAME is "
             "summarizer, judge, debugger, refiner or user; {role:NAME} in texts of [env], "
             "[grader], [search] and [python] stands for the URL, e.g. grader.judge.url = "
             "'{role:judge}/v1'"
         ),
     ] = ""
-    model: Annotated[str, Meta(description="Hugging Face directory; needed to start one")] = ""
-    engine: Annotated[Literal["vllm", "sglang"], Meta(description="what serves it")] = "vllm"
+    model: Annotated[
+        str, Meta(description="Hugging Face directory; required to start a server")
+    ] = ""
+    engine: Annotated[Literal["vllm", "sglang"], Meta(description="engine that serves it")] = "vllm"
     max_model_len: Annotated[
         int, Meta(ge=0, description="tokens of prompt and answer; 0: the model's")
     ] = 0
 
     def __post_init__(self) -> None:
         if bool(self.url) == bool(self.model):
-            raise ConfigError("roles.NAME: give exactly one of url and model")
+            raise ConfigError("roles.NAME: set exactly one of url and model")
 
 
 class Served(Struct, frozen=True):
@@ -198,7 +207,7 @@ class Served(Struct, frozen=True):
 
 
 class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a pool treats its servers and the requests on them."""
+    """Settings of a pool for its servers and their requests."""
 
     # Not keys: nobody had a reason to set them.
     poll_interval_s: ClassVar[float] = 1.0  # between two looks at a server's health and load
@@ -207,50 +216,57 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     initial_concurrency: ClassVar[int] = 64  # of a server whose load is not known; it doubles
 
     max_retries: Annotated[
-        int, Meta(ge=0, description="times a turn is sent again after its server was lost")
+        int, Meta(ge=0, description="retries of a turn after its server was lost")
     ] = 5
     max_outage_s: Annotated[
-        float, Meta(gt=0, description="the run ends when all servers are gone for this long")
+        float, Meta(gt=0, description="the run ends after an outage of all servers of this length")
     ] = 600.0
     first_token_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="a server that has a request for this long and gives no token of it is "
-            "lost; after silence_s if it gives none of any request, and the trajectory has no time "
-            "left; pauses for new weights do not count",
+            description="a server that returns no token of a request for this long is lost; after "
+            "silence_s if it returns none for any request, and the trajectory has no time left; "
+            "pauses for new weights do not count",
         ),
     ] = 300.0
     silence_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="the same, after the first token: between two events, unless "
-            "requests wait in the server and it speaks to others",
+            description="the same after the first token: maximum time between two events, unless "
+            "requests queue in the server while it serves others",
         ),
     ] = 30.0
     broadcast_timeout_s: Annotated[
         float,
-        Meta(gt=0, description="deadline of a broadcast for its group, and for each 512 MiB"),
+        Meta(
+            gt=0, description="deadline of a broadcast for forming its group, and for each 512 MiB"
+        ),
     ] = 60.0
     broadcast_port: Annotated[
         int,
         Meta(
             ge=0,
             le=65535,
-            description="port of the learner's machine at which SGLang servers meet it for a "
-            "broadcast; 0: any that is free (NCCL itself chooses its ports, as with vLLM)",
+            description="port on the learner's machine to which SGLang servers connect for a "
+            "broadcast; 0: any free port (NCCL itself chooses its ports, as with vLLM)",
         ),
     ] = 0
     broadcast_interface: Annotated[
         str,
         Meta(
             description="network interface of the learner's machine for broadcasts, e.g. eth1; "
-            "empty: NCCL's choice, and the address by which the controller knows the machine"
+            "empty: NCCL's choice and the address that the controller has for the machine"
         ),
     ] = ""
     max_concurrency: Annotated[
-        int, Meta(ge=1, description="most requests in flight on one server, whatever its load")
+        int,
+        Meta(
+            ge=1,
+            description="maximum number of requests in flight on one server, regardless of its "
+            "load",
+        ),
     ] = 2048
 
     def backoff_s(self, retry: int, key: str) -> float:
@@ -264,16 +280,18 @@ class ChatModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     url: Annotated[
         str, Meta(description='base URL, e.g. "http://HOST:8000/v1" or "{role:summarizer}/v1"')
     ]
-    model: Annotated[str, Meta(description="its name at that server")]
+    model: Annotated[str, Meta(description="name of the model at that server")]
     api_key_env: Annotated[
-        str, Meta(description="environment variable that holds the key; empty: no key; not logged")
+        str, Meta(description="environment variable with the key; empty: no key; never logged")
     ] = ""
-    max_tokens: Annotated[int, Meta(ge=1, description="of a reply, thoughts included")] = 4096
-    timeout_s: Annotated[float, Meta(gt=0, description="limit of one request, seconds")] = 120.0
+    max_tokens: Annotated[
+        int, Meta(ge=1, description="maximum length of a reply, reasoning included")
+    ] = 4096
+    timeout_s: Annotated[float, Meta(gt=0, description="deadline of one request, seconds")] = 120.0
     num_retries: Annotated[
-        int, Meta(ge=0, description="after 429, 5xx, lost connections, malformed replies")
+        int, Meta(ge=0, description="retries after 429, 5xx, lost connections, malformed replies")
     ] = 5
     max_concurrency: Annotated[int, Meta(ge=1, description="requests in flight")] = 64
     extra_body: Annotated[
-        dict[str, Any], Meta(description="more keys of each request, e.g. chat_template_kwargs")
+        dict[str, Any], Meta(description="extra keys of each request, e.g. chat_template_kwargs")
     ] = field(default_factory=dict)

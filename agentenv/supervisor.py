@@ -1,4 +1,4 @@
-"""Processes that work for this one: one process, where processes run, and their supervisor.
+"""Worker processes: a process, its placement, and the supervisor.
 
     Supervisor --Placement.start--> a process: on this machine, started elsewhere, or placed by Ray
         |                              |
@@ -275,8 +275,7 @@ class Supervisor:
             await self._reception.open(host, port)
         except OSError as error:
             raise ConfigError(
-                f"{self._spec.table}.host and port: nothing can listen on {host}:{port} here: "
-                f"{error}"
+                f"{self._spec.table}.host and port: cannot listen on {host}:{port}: {error}"
             ) from error
         self._kept = set(range(self._spec.num))
         starting = [asyncio.create_task(self._start(number)) for number in self._kept]
@@ -331,9 +330,9 @@ class Supervisor:
                         num_there += error is None
         except TimeoutError as error:
             raise WorkerError(
-                f"{num_there} of at least {spec.least} came within "
-                f"{spec.start_timeout_s:g} s, each a {spec.one} that "
-                f"connects to {self.address}; start more{spec.key('min_workers')}"
+                f"{num_there} of at least {spec.least} connected within {spec.start_timeout_s:g} "
+                f"s, each a {spec.one} that connects to {self.address}; start "
+                f"more{spec.key('min_workers')}"
             ) from error
 
     # One worker
@@ -356,10 +355,10 @@ class Supervisor:
                 first = read_first(await link.receive())
         except TimeoutError as error:
             await placement.stop(name)
-            late = f"did not come up within {spec.start_timeout_s:g} s"
+            late = f"did not start within {spec.start_timeout_s:g} s"
             raise await in_thread(self._failure, number, late) from error
         except EOFError as error:
-            raise await in_thread(self._failure, number, f"has gone: {error}") from error
+            raise await in_thread(self._failure, number, f"disconnected: {error}") from error
         finally:
             ended.cancel()
         if isinstance(first, Refusal):
@@ -398,9 +397,9 @@ class Supervisor:
         here = await in_thread(own_code)
         if hello.code != here:
             self._report(
-                f"a {self._spec.one} (process {hello.pid} on {peer}) runs other code than this "
+                f"a {self._spec.one} (process {hello.pid} on {peer}) runs different code from this "
                 f"process: its sources have the digest {hello.code or 'of an earlier version'}, "
-                f"here it is {here}; what it does may differ"
+                f"here it is {here}; its behavior may differ"
             )
 
     def _expected(self, hello: Hello) -> asyncio.Future[Link] | None:
@@ -420,10 +419,10 @@ class Supervisor:
             try:
                 link = await starting
             except Exception as error:
-                why = f"{name} does not start: {error}"
+                why = f"{name} failed to start: {error}"
             else:
                 if is_late:
-                    self._report(f"{name} is there{' again' if restarts.num else ''}")
+                    self._report(f"{name} is {'back' if restarts.num else 'ready'}")
                 self._links.discard(link)  # `join` closes it
                 left = await self._group.join(name, link)
                 if self._is_closing:
@@ -439,12 +438,12 @@ class Supervisor:
                 break
             await asyncio.sleep(pause_s)
             starting, is_late = asyncio.create_task(self._start(number)), True
-        self._report(f"{name} is not started again")
+        self._report(f"{name} is not restarted")
         self._kept.discard(number)
         if not self._kept:
             self._group.end(
-                f"no {spec.one} is left: each of them died more than {spec.max_restarts} times in "
-                f"a row; the last of them: {why}"
+                f"no {spec.one} is left: each died more than {spec.max_restarts} times in a row; "
+                f"the last of them: {why}"
             )
 
     async def _watch_outage(self) -> None:
@@ -457,12 +456,13 @@ class Supervisor:
                 since, is_reported = loop.time(), False
             elif loop.time() - since > spec.max_outage_s:
                 return self._group.end(
-                    f"no {spec.one} was there for {spec.max_outage_s:g} s{spec.key('max_outage_s')}"
+                    f"no {spec.one} was available for {spec.max_outage_s:g} "
+                    f"s{spec.key('max_outage_s')}"
                 )
             elif not is_reported and loop.time() - since > REPORT_S:
                 is_reported = True
                 self._report(
-                    f"no {spec.one} is there; the run waits {spec.max_outage_s:g} s"
+                    f"no {spec.one} is available; the run waits {spec.max_outage_s:g} s"
                     f"{spec.key('max_outage_s')} for one that connects to {self.address}"
                 )
 
@@ -493,5 +493,7 @@ class Supervisor:
     def _failure(self, number: int, what: str) -> WorkerError:
         log = self._log(number)
         if isinstance(self._placement, ExternalPlacement):
-            return WorkerError(f"{self.name_of(number)} {what}; its log is where it was started")
+            return WorkerError(
+                f"{self.name_of(number)} {what}; its log is on the machine that started it"
+            )
         return WorkerError(f"{self.name_of(number)} {what}; log {log}\n{log_tail(log)}".rstrip())

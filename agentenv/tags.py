@@ -1,4 +1,4 @@
-"""Calls of the tag protocol: how they are read, written and described, and what cannot be called.
+"""Calls of the tag protocol: parsing, writing, descriptions, and checks of tool names.
 
     <stock>bolts</stock>                            a tool with one parameter: its value
     <order>{"item": "bolts", "count": 3}</order>    with more of them: an object of JSON
@@ -26,7 +26,7 @@ from agentenv.untrusted import decode, schema_types
 
 TAGS = ("think", "result", "answer")
 ToolSchema = Mapping[str, Any]
-Shown = Literal["several", "all", "none"]  # tools that a prompt tells of
+Shown = Literal["several", "all", "none"]  # tools that a prompt describes
 
 _TEXTS = {"string", "integer", "number", "boolean", "null"}  # types that a text can be
 _NAME = re.compile(r"[^\s<>/\"']+")
@@ -57,7 +57,7 @@ def tagged_call(text: str, tool: ToolSchema) -> tuple[ToolCall, ...]:
     alone = _alone(tool)
     is_text = not takes_object(tool) or (alone is not None and not written.startswith("{"))
     if is_text and opened in written:
-        return (malformed(f"{opened} is opened again before </{name}>; expected {form(tool)}"),)
+        return (malformed(f"{opened} is opened twice before </{name}>; expected {form(tool)}"),)
     if not takes_object(tool):
         return (ToolCall(name, dict.fromkeys([*_properties(tool)][:1], written)),)
     if alone is not None and is_text:
@@ -86,8 +86,7 @@ def tag_calls(text: str, tools: Sequence[ToolSchema]) -> tuple[ToolCall, ...]:
 
 
 def written_arguments(arguments: Mapping[str, Any], tool: ToolSchema | None) -> str:
-    """What stands between the tags in a call with these arguments; `tool` is its schema, if it is
-    known."""
+    """The text between the tags of a call with these arguments; `tool` is its schema, if known."""
     if takes_object(tool) if tool is not None else len(arguments) > 1:
         return json.dumps(dict(arguments), ensure_ascii=False).replace("</", "<\\/")
     value = next(iter(arguments.values()), "")
@@ -110,8 +109,9 @@ def form(tool: ToolSchema) -> str:
 def with_tools(
     messages: Sequence[Message], tools: Sequence[ToolSchema], shown: Shown
 ) -> list[Message]:
-    """The messages of a prompt, which tell of the tools that they do not show already: at the end
-    of the system message, else before the question."""
+    """The messages of a prompt, with descriptions of the tools that they do not show yet: at the
+    end of the system message, else before the question.
+    """
     prompt = "\n".join(message.content for message in messages)
     lines = [
         _line(tool)
@@ -140,14 +140,14 @@ def _problem(tool: ToolSchema) -> str:
     name = tool["name"]
     if name in TAGS:
         return (
-            f"<{name}> is a tag of the protocol itself; give the tool another name, or choose "
-            "renderer.name = 'native'"
+            f"<{name}> is a tag of the protocol itself; rename the tool, or choose renderer.name = "
+            "'native'"
         )
     if not _NAME.fullmatch(name):
-        return "its name is no tag; give it a name without blanks, quotes and brackets"
+        return "its name is not a valid tag; give it a name without spaces, quotes and brackets"
     unknown = sorted(set(tool["parameters"].get("required", ())) - _properties(tool).keys())
     if unknown and _properties(tool):
-        return f"its schema requires {unknown}, which it does not describe; add them to properties"
+        return f"its schema requires {unknown}, which properties lacks; add them there"
     return ""
 
 
@@ -183,10 +183,10 @@ def _object_call(name: str, written: str, tool: ToolSchema) -> ToolCall:
         cut = written.count('"') % 2  # perhaps at a closing tag within a text
         hint = f"; within a text </{name}> is written <\\/{name}>" if cut else ""
         return malformed(
-            f"expected {form(tool)}; what stands between the tags is no JSON: {error}{hint}"
+            f"expected {form(tool)}; the text between the tags is not valid JSON: {error}{hint}"
         )
     if not isinstance(arguments, dict):
-        return malformed(f"expected {form(tool)}; what stands between the tags is no object")
+        return malformed(f"expected {form(tool)}; the text between the tags is not a JSON object")
     return ToolCall(name, arguments)
 
 

@@ -1,4 +1,4 @@
-"""A conformance kit for environments: run it on yours.
+"""A conformance test kit for environments.
 
 async def test_weather() -> None:
     call = "<weather>Lima</weather>"  # or Message("assistant", "..", (ToolCall(..),))
@@ -82,12 +82,12 @@ async def _check_env(make: Make, task: Task, actions: Sequence[Message]) -> None
     for observation, *_ in reference[:-1]:
         _refuse(check_observation, observation)
     again = await play(make, task, actions, held[1])
-    same(reference, again, "two episodes with one seed")
+    same(reference, again, "two episodes with the same seed")
     for number, seconds in enumerate(map(min, *held)):  # the first call may load something
         assert seconds <= HELD_S, (
-            f"step {number} held up the event loop for {seconds:.1f} s, and with it every other "
-            "rollout: let what waits be awaited, and what computes run in a thread "
-            "(asyncio.to_thread) or a process"
+            f"step {number} blocked the event loop, and with it every other rollout, for "
+            f"{seconds:.1f} s: await I/O, and run computations in a thread (asyncio.to_thread) or "
+            "a process"
         )
     await _check_reset_and_close(make, task)
     await _check_second_reset(make, task, actions, reference)
@@ -136,7 +136,7 @@ async def _check_reset_and_close(make: Make, task: Task) -> None:
     except AgentEnvError:
         pass
     else:
-        raise AssertionError("step before reset raised no EnvError")
+        raise AssertionError("step before reset must raise EnvError")
     await unused.close()  # an env that was never reset
     prompts = []
     choices: tuple[dict[str, Any] | None, ...] = (None, {})
@@ -144,14 +144,16 @@ async def _check_reset_and_close(make: Make, task: Task) -> None:
         env = make(task)
         outcome = await env.reset(seed=SEED, options=options)
         messages, _ = _refuse(check_reset, outcome)
-        assert messages, "reset gave no prompt"
+        assert messages, "reset returned no prompt"
         prompts.append(messages)
         await env.close()
         await env.close()  # idempotent
     env = make(task)
     await env.reset()  # no seed is allowed too
     await env.close()
-    assert prompts[0] == prompts[1], f"two resets with one seed gave two prompts: {prompts}"
+    assert prompts[0] == prompts[1], (
+        f"two resets with the same seed returned different prompts: {prompts}"
+    )
 
 
 async def _check_second_reset(
@@ -212,7 +214,7 @@ async def _check_cancellation(make: Make, task: Task, actions: Sequence[Message]
 def _check_ending(ending: Ending, what: str, suspension: int) -> None:
     """A deadline ends what it is set for, so a cancellation must come through."""
     assert ending not in ("went on", "stuck"), (
-        f"{what}, cancelled at its wait number {suspension}, {ending}: no deadline could end it"
+        f"{what}, cancelled at its wait number {suspension}, {ending}: a deadline could not stop it"
     )
 
 
@@ -302,7 +304,7 @@ def check_end(outcomes: list[Outcome]) -> None:
         ended = terminated or truncated
         if number < len(outcomes) - 1:
             assert not ended, (
-                f"action {number} already ends the episode; an action that calls a tool is a "
+                f"action {number} already ends the episode; an action with a tool call is a "
                 "Message with tool_calls, or a text such as '<stock>bolts</stock>'"
             )
         else:
@@ -405,6 +407,6 @@ class Leftovers(NamedTuple):
         return last
 
     def beyond(self, before: Leftovers) -> str:
-        """What there is more of than before, in words; "" for nothing."""
+        """Resources that increased, as text; "" for none."""
         found = zip(("asyncio tasks", "file descriptors", "processes"), self, before, strict=True)
         return ", ".join(f"{now - then} {what} left" for what, now, then in found if now > then)

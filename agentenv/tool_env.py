@@ -1,11 +1,11 @@
-"""ToolEnv: the one environment that runs tool calls and grades; an env of your own is a subclass.
+"""ToolEnv: the base of environments, which runs tool calls and grades; derive custom envs from it.
 
     class WeatherEnv(ToolEnv):
         def __init__(self, task: Task) -> None:
             super().__init__(task, tools=[weather], grader=ExactMatch())
 
-An action with tool calls is answered with one tool message a call. An action without any ends
-the episode: the grader sees what the policy wrote, never what the tools said.
+An action with tool calls is answered with one tool message per call. An action without calls ends
+the episode: the grader sees the policy's text, never the tool results.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ from agentenv.untrusted import printable
 FIRST_DELAY_S = 0.1  # before the first retry of a call; doubles with each, up to MAX_DELAY_S
 MAX_DELAY_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
-PIECE_CHARS = 1 << 16  # of a result, which are looked at without a break: half a millisecond
+PIECE_CHARS = 1 << 16  # of a result, processed without a pause: half a millisecond
 MAX_ERROR_CHARS = 4000  # of each text that the record of a failed call keeps
 REPORTED_AGAIN_S = 60.0  # between two warnings that rollouts wait for a tool or grader
 LEAST_WAIT_S = 1e-3  # shorter waits are not reported
@@ -98,16 +98,16 @@ class ToolEnv:
     """One episode of `task` with these tools and this grader.
 
     `prompt` is the text of a system message, or a function from the task to all prompt messages;
-    without it the question alone is the prompt. A call that fails by infrastructure, or takes
-    over `tool_timeout_s`, is tried `num_retries` more times, and on until `outage_s` have passed
-    since it first failed; then it raises OutageError. The policy never reads about it, and neither
-    tries that failed nor the waits between them count for a limit. With `num_retries` 0, and where
-    the tool is not required, no outage is waited for. A grader whose machinery is down is asked
-    again in the same way. `tool_limits` bounds single tools by name, `max_tool_calls` all calls
-    together; beyond a bound, with `on_limit` "result", the policy reads that there are no more
-    calls, and with "end" the episode ends as truncated and is graded.
+    without it the question alone is the prompt. A call with an infrastructure failure, or beyond
+    `tool_timeout_s`, is retried `num_retries` times, and then until `outage_s` after its first
+    failure; then it raises OutageError. The policy is not informed, and neither failed attempts nor
+    the pauses between them count against a limit. With `num_retries` 0, or if the tool is not
+    required, outages are not waited for. A grader with an infrastructure failure is retried in the
+    same way. `tool_limits` bounds single tools by name, `max_tool_calls` all calls together; beyond
+    a bound, with `on_limit` "result", the policy reads that the limit is reached calls, and with
+    "end" the episode ends as truncated and is graded.
 
-    A fork shares the attributes of a subclass; one that keeps state outside its tools' states
+    A fork shares the attributes of a subclass; a subclass with state outside its tools' states
     overrides `fork`.
     """
 
@@ -149,16 +149,16 @@ class ToolEnv:
 
     @property
     def tools(self) -> dict[str, Tool]:
-        """The tools of the episode by name; those of a source from `reset` on."""
+        """The tools of the episode by name; tools of a source are included after `reset`."""
         return self._toolbox.tools
 
     @property
     def tool_limits(self) -> dict[str, ToolLimits]:
-        """The bounds of single tools by name."""
+        """The limits of single tools by name."""
         return self._toolbox.limits
 
     def add_tool(self, tool: Tool | ToolSource, limits: ToolLimits | None = None) -> None:
-        """One more tool, before `reset`; for a subclass of an env that has tools already."""
+        """Add a tool, before `reset`; for subclasses of an env with tools."""
         self._toolbox.add(tool, limits)
 
     def configure(
@@ -170,9 +170,8 @@ class ToolEnv:
         outage_s: float | None = None,
         instruction: Instruction | None = None,
     ) -> None:
-        """What a configuration says, before `reset`: it comes before what the class says.
-
-        `tools`, unless empty, are all tools of the episode; a name means one that the class has.
+        """Apply a configuration, before `reset`; it overrides the class. `tools`, unless empty, are
+        all tools of the episode; a name refers to a tool of the class.
         """
         if tools:
             self._toolbox = self._toolbox.chosen(tools, type(self).__name__)
@@ -201,10 +200,9 @@ class ToolEnv:
     async def step(self, action: Message) -> StepResult:
         """Run the calls of `action` in order; without any, grade and end the episode.
 
-        info["tool_calls"] says of each call: name (UNKNOWN_TOOL for any that no tool has),
-        arguments, ok, error (of a long text head and tail), duration_s, and waited_s, the part of
-        it in which nobody worked for the call: it waited for a place, a rate limit, or the next
-        try, or a try failed.
+        info["tool_calls"] has for each call: name (UNKNOWN_TOOL for an unknown tool), arguments,
+        ok, error (head and tail of a long text), duration_s, and waited_s, its idle part: waits for
+        a slot, a rate limit or the next attempt, and failed attempts.
         """
         states = self._open_states("step")
         self._written.append(action)
@@ -224,8 +222,9 @@ class ToolEnv:
         return messages, 0.0, False, False, {"tool_calls": records}
 
     async def finish(self, reason: Limit, action: Message | None) -> tuple[float, Info]:
-        """Grade what the policy wrote so far, as if the episode had ended by itself. May be called
-        again if it fails."""
+        """Grade the policy's text so far, as if the episode had ended. May be called again if it
+        fails.
+        """
         self._open_states("finish")
         written = self._written if action is None else [*self._written, action]
         return await self._grade(written)
@@ -251,7 +250,7 @@ class ToolEnv:
         return other
 
     def close_now(self) -> bool:
-        """Close an env whose tools keep nothing, without waiting; whether it was such a one."""
+        """Close an env with stateless tools, without waiting; returns whether that was possible."""
         states = self._states or {}
         if self._closing is not None or any(has_close(self.tools[name]) for name in states):
             return False
@@ -261,7 +260,7 @@ class ToolEnv:
         return True
 
     async def close(self) -> None:
-        """Close each tool's state once, also when cancelled meanwhile; idempotent."""
+        """Close each tool's state once, also under cancellation; idempotent."""
         if self._closing is None:
             if self._states is None or self.close_now():
                 return
@@ -299,14 +298,14 @@ class ToolEnv:
         return grade.reward, info
 
     async def _run(self, call: ToolCall, states: dict[str, Any]) -> tuple[str, Info]:
-        """The text that the policy reads, and the record of the call."""
+        """The text for the policy, and the record of the call."""
         loop, clock = asyncio.get_running_loop(), work_clock()
         start, worked_s = loop.time(), 0.0 if clock is None else clock()
         record: Info = {"name": call.name, "arguments": call.arguments, "ok": False, "error": None}
         self._budget.num_calls += 1
         try:
             if call.name == MALFORMED_CALL:
-                problem = call.arguments.get("problem", "there is no such tool")
+                problem = call.arguments.get("problem", "unknown tool")
                 raise ToolError(f"The tool call cannot be read: {problem}")
             if call.name not in self.tools:
                 record["name"] = UNKNOWN_TOOL  # records are counted by name
@@ -327,8 +326,9 @@ class ToolEnv:
         return await printable_text(text), record
 
     async def _call(self, call: ToolCall, state: Any, record: Info, limits: ToolLimits) -> str:
-        """The text of one call's result; facts that the tool reports go to record["info"]. Raises
-        ToolError, and OutageError when retries and patience are used up."""
+        """The text of a call's result; the tool's info goes to record["info"]. Raises ToolError,
+        and OutageError when retries and `outage_s` are exhausted.
+        """
         tool = self.tools[call.name]
         timeout_s = self.tool_timeout_s if limits.timeout_s is None else limits.timeout_s
         num_retries = self.num_retries if limits.num_retries is None else limits.num_retries
@@ -340,7 +340,7 @@ class ToolEnv:
         except OutageError as error:
             if limits.required:
                 raise
-            logger.warning("%s; the policy reads that it is not available", error)
+            logger.warning("%s; the policy is informed that it is not available", error)
             raise ToolError(f"The tool {tool.name!r} is not available at the moment.") from error
         record |= {"info": result.info} if result.info else {}
         return result.text
@@ -348,8 +348,9 @@ class ToolEnv:
     async def _through_outage(
         self, who: str, call: Callable[[], Awaitable[T]], num_retries: int, patience_s: float
     ) -> T:
-        """What `call` gives. Failures of machinery are retried with jittered delays, and what was
-        worked for them is given back. Raises OutageError when retries and patience are used up."""
+        """The result of `call`. Infrastructure failures are retried with jittered delays, and their
+        working time is not charged. Raises OutageError when retries and `outage_s` are exhausted.
+        """
         began_s: float | None = None
         for attempt in count():
             work = Work()
@@ -372,7 +373,7 @@ class ToolEnv:
             delay_s = backoff_s(
                 attempt, key, first_s=FIRST_DELAY_S, max_s=most_s, at_least_s=wanted_s
             )
-            with waiting(f"a break before {who} is called again"):
+            with waiting(f"a pause before {who} is retried"):
                 await asyncio.sleep(delay_s)
         raise AssertionError
 
@@ -407,13 +408,14 @@ class ToolEnv:
 async def _within(
     timeout_s: float, max_concurrency: int | None, tool: Tool, arguments: dict[str, Any], state: Any
 ) -> ToolResult:
-    """One try of a call. The deadline raises InfraError; waits for a place or for a rate limit
-    are not part of it."""
+    """One attempt of a call. Its deadline raises InfraError; waits for a slot or a rate limit do
+    not count.
+    """
     if max_concurrency is None:
         return await call_in_time(timeout_s, tool, arguments, state)
-    key = ("tool places", tool.name, max_concurrency)
+    key = ("tool slots", tool.name, max_concurrency)
     places = shared(key, lambda: asyncio.Semaphore(max_concurrency))
-    async with admitted(places, f"a place at the tool {tool.name!r}"):
+    async with admitted(places, f"a slot of the tool {tool.name!r}"):
         return await call_in_time(timeout_s, tool, arguments, state)
 
 
@@ -437,12 +439,12 @@ async def call_in_time(
 
 
 def _tell_outage(who: str, problem: str, patience_s: float, now_s: float) -> None:
-    """Say who is waited for, once a minute for all that wait."""
+    """Report the outage, once a minute for all waiting rollouts."""
     reported: dict[str, float] = shared("outages reported", dict)
     if now_s - reported.get(who, -REPORTED_AGAIN_S) >= REPORTED_AGAIN_S:
         reported[who] = now_s
         logger.warning(
-            "%s fails, and is tried again for up to %g s: %s",
+            "%s fails; retrying for up to %g s: %s",
             *(who, patience_s, problem),
             extra=SHOWN,
         )
@@ -458,13 +460,12 @@ async def _called(tool: Tool, arguments: dict[str, Any], state: Any) -> ToolResu
             raise known from error
         raise
     if not (isinstance(result, ToolResult) and isinstance(result.text, str)):
-        raise TypeError(f"no text came back but {repr(result)[:100]}")
+        raise TypeError(f"expected a text as result, got {repr(result)[:100]}")
     return result
 
 
 def _kept(found: Any) -> Any:
-    """What the record of a failed call keeps: of a text that is too long, also of those within
-    dicts and lists, head and tail."""
+    """The recorded part of a failed call: head and tail of long texts, also nested ones."""
     if isinstance(found, str) and len(found) > MAX_ERROR_CHARS:
         half = MAX_ERROR_CHARS // 2
         return f"{found[:half]}\n...\n{found[-half:]}"
@@ -476,7 +477,7 @@ def _kept(found: Any) -> Any:
 
 
 async def printable_text(text: str) -> str:
-    """`printable`, which lets others go on between two pieces of a text that takes long."""
+    """`printable`, which yields to the event loop between pieces of a long text."""
     if text.isascii():
         return text
     pieces = list[str]()

@@ -1,14 +1,14 @@
-"""Tools: what the policy can call, what bounds each, and which ones an episode has.
+"""Tools: definition, limits, and the selection for an episode.
 
     @tool
     async def weather(city: str, days: int = 1) -> str:
         '''Forecast for a city.'''
 
-A tool object is shared by all episodes; what belongs to one episode is its `state`. A configuration
-names tools, those of the environment or others that are loaded:
+All episodes share a tool object; its `state` belongs to one episode. A configuration names tools of
+the environment, or others to load:
 
     [[env.tools]]
-    name = "search"                  # a tool that the environment has
+    name = "search"                  # a tool of the environment
     max_calls = 10
 
     [[env.tools]]
@@ -52,15 +52,14 @@ T = TypeVar("T")
 
 
 class Tool(Protocol):
-    """One tool. `schema` is the JSON schema of its arguments. The tag protocol fills the only one
-    with the text between the tags; for several it wants an object of JSON there.
+    """One tool. `schema` is the JSON schema of its arguments. In the tag protocol the text between
+    the tags is the only argument; several arguments are a JSON object.
 
-    A tool may have a method `async def prepare(self)`, awaited before each episode, that gets
-    ready once what all episodes share and raises ConfigError when the tool cannot work, and a
-    method `async def release(self)` that ends it again: called once wherever shared resources are
-    closed, at the end of each command and of each event loop that it has. One with an
-    attribute `state_of`, the name of another tool, is called with the state of that tool, and has
-    none of its own.
+    A tool may have a method `async def prepare(self)`, awaited before each episode, that prepares
+    shared resources once and raises ConfigError if the tool cannot work, and a method `async def
+    release(self)` that frees them: called once when shared resources are closed, at the end of each
+    command and of each of its event loops. A tool with an attribute `state_of`, the name of another
+    tool, is called with the state of that tool, and has none itself.
     """
 
     @property
@@ -73,7 +72,7 @@ class Tool(Protocol):
     def fork_mode(self) -> ForkMode: ...
 
     def start(self, seed: int | None) -> Any:
-        """The state of a new episode; cheap, since many episodes never call the tool."""
+        """The state of a new episode; must be cheap, since many episodes never call the tool."""
         ...
 
     async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
@@ -91,15 +90,15 @@ class Tool(Protocol):
 
 @runtime_checkable
 class ToolSource(Protocol):
-    """Where several tools come from, known only once it is asked, such as a tool server."""
+    """A source of tools that are only known after a request, such as a tool server."""
 
     async def load(self) -> Sequence[Tool]:
-        """The tools, the same ones each time. Raises ConfigError when they cannot be had."""
+        """The tools, the same ones each time. Raises ConfigError if loading fails."""
         ...
 
 
 class StatelessTool:
-    """Base of tools that keep nothing between calls."""
+    """Base of stateless tools."""
 
     name: str
     description: str
@@ -120,17 +119,17 @@ class StatelessTool:
 
 
 def state_of(tool: Tool) -> str:
-    """The tool whose state this one is called with; "" for its own."""
+    """The tool whose state this one uses; "" for its own."""
     return str(getattr(tool, "state_of", ""))
 
 
 def has_close(tool: Tool) -> bool:
-    """Whether there is anything to free when an episode ends."""
+    """Whether an episode has resources to free at its end."""
     return getattr(type(tool), "close", None) is not StatelessTool.close
 
 
 class FunctionTool(StatelessTool):
-    """A tool made from a function; arguments are checked and converted by their annotations."""
+    """A tool from a function; arguments are checked and converted by their annotations."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = function.__name__
@@ -148,18 +147,18 @@ class FunctionTool(StatelessTool):
             return outcome
         if not isinstance(outcome, str):
             raise TypeError(
-                f"the tool {self.name!r} returned {outcome!r:.100}; a tool returns the text that "
-                "the policy reads, or a ToolResult"
+                f"the tool {self.name!r} returned {outcome!r:.100}; expected the text for the "
+                "policy, or a ToolResult"
             )
         return ToolResult(outcome)
 
 
 def tool(function: Callable[..., Any]) -> FunctionTool:
-    """Make a tool of a sync or async function; name, description and schema come from it.
+    """A tool from a sync or async function, with its name, docstring and annotations.
 
     Every parameter needs a type annotation. The function returns text (or a ToolResult) and
-    raises ToolError for a call that is the policy's fault. A sync function must be quick: it
-    runs on the event loop.
+    raises ToolError for invalid calls of the policy. A sync function must be fast: it runs on the
+    event loop.
     """
     return FunctionTool(function)
 
@@ -173,8 +172,9 @@ def read_arguments(name: str, arguments: dict[str, Any], kind: type[T], strict: 
 
 
 async def prepare_tool(tool: Tool) -> None:
-    """Get a tool ready, if it has a `prepare`; what it has opened ends by its `release`. Raises
-    ConfigError when the tool cannot work."""
+    """Prepare a tool that has a `prepare`; its `release` frees the resources. Raises ConfigError if
+    the tool cannot work.
+    """
     prepare, release = getattr(tool, "prepare", None), getattr(tool, "release", None)
     try:
         if prepare is not None:
@@ -185,7 +185,7 @@ async def prepare_tool(tool: Tool) -> None:
 
 
 class _Release:
-    """Closed as shared resources are. Holds the tool, whose id is the key."""
+    """Closed with the shared resources. Keeps the tool alive, whose id is the key."""
 
     def __init__(self, name: str, release: Callable[[], Awaitable[None]]) -> None:
         self._name = name
@@ -213,7 +213,7 @@ def argument_schema(arguments: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]) -> Any:
-    """A schema with what its references name in their place; one that holds itself stays open."""
+    """A schema with its references inlined; a recursive one stays open."""
     if isinstance(schema, list):
         return [inlined(one, definitions, within) for one in schema]
     if not isinstance(schema, dict):
@@ -244,11 +244,14 @@ def _arguments_struct(function: Callable[..., Any]) -> type[msgspec.Struct]:
 
 
 class ToolLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bounds of one tool; what is None is left to the environment."""
+    """Limits of one tool; None means the environment's setting."""
 
     max_calls: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        Meta(description="calls of the tool in one episode; none: only the total counts"),
+        Meta(
+            description="calls of the tool in one episode; none: only the limit of all calls "
+            "applies"
+        ),
     ] = None
     timeout_s: Annotated[
         Annotated[float, Meta(gt=0)] | None,
@@ -256,22 +259,24 @@ class ToolLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = None
     max_concurrency: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="calls of the tool in flight in this process; none: no bound"),
+        Meta(description="concurrent calls of the tool in this process; none: unlimited"),
     ] = None
     num_retries: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        Meta(description="retries after a failure of machinery; none: as the environment does"),
+        Meta(
+            description="retries after an infrastructure failure; none: the environment's setting"
+        ),
     ] = None
     required: Annotated[
         bool,
         Meta(
-            description="false: a tool that cannot be loaded is left out with a warning, and one "
-            "that fails for good is reported to the policy as not available"
+            description="false: a tool that cannot be loaded is skipped with a warning, and one "
+            "that fails permanently is reported to the policy as unavailable"
         ),
     ] = True
 
     def filled(self, timeout_s: float, num_retries: int) -> ToolLimits:
-        """These limits, with what the environment says where they say nothing."""
+        """These limits, with unset ones from the environment."""
         return replace(
             self,
             timeout_s=timeout_s if self.timeout_s is None else self.timeout_s,
@@ -280,21 +285,19 @@ class ToolLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ToolConfig(ToolLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tool of an episode and its limits. A list of them replaces the environment's own list."""
+    """A tool of an episode and its limits. A list of these replaces the environment's list."""
 
-    name: Annotated[
-        str, Meta(description="a tool that the environment has, by its name, or 'module:name'")
-    ]
+    name: Annotated[str, Meta(description="name of a tool of the environment, or 'module:name'")]
     kwargs: Annotated[
         dict[str, Any], Meta(description="keyword arguments of the class or function named")
     ] = field(default_factory=dict)
 
 
-OnLimit = Literal["end", "result"]  # what a call beyond a limit does: end the episode, or be told
+OnLimit = Literal["end", "result"]  # of a call beyond a limit: end the episode, or return a result
 
 
 class CallBudget:
-    """How many calls of an episode are used, and what is left of its limits."""
+    """Used and remaining calls of an episode."""
 
     def __init__(self, max_tool_calls: int | None) -> None:
         self.max_tool_calls = max_tool_calls
@@ -308,12 +311,13 @@ class CallBudget:
         return other
 
     def use(self, name: str, limits: ToolLimits) -> None:
-        """Count a call of a tool, which `num_calls` holds already. Raises ToolError when no call of
-        the tool, or of all tools, is left."""
+        """Count a call of a tool, already included in `num_calls`. Raises ToolError if no call of
+        the tool, or of all tools, is left.
+        """
         if self.max_tool_calls is not None and self.num_calls > self.max_tool_calls:
             raise ToolError(
-                f"No tool can be called any more: all {self.max_tool_calls} calls are used. "
-                "Answer with what you know.",
+                f"No tool can be called any more: all {self.max_tool_calls} calls are used. Answer "
+                "with what you know.",
                 {"limit": "max_tool_calls"},
             )
         most = limits.max_calls
@@ -325,7 +329,7 @@ class CallBudget:
         self._num_of[name] += 1
 
     def beyond(self, names: Sequence[str], limits: Mapping[str, ToolLimits]) -> str:
-        """The limit that calls of these tools would break, in words; "" for none."""
+        """The limit that calls of these tools would exceed, as text; "" for none."""
         total = self.max_tool_calls
         if total is not None and self.num_calls + len(names) > total:
             return "max_tool_calls"
@@ -359,16 +363,16 @@ class Toolbox:
             self.add(tool)
         unknown = sorted(self.limits.keys() - self.tools.keys())
         if unknown and not self._sources:
-            raise ConfigError(f"tool_limits: no tools {unknown}; known: {sorted(self.tools)}")
+            raise ConfigError(f"tool_limits: unknown tools {unknown}; known: {sorted(self.tools)}")
 
     @property
     def fork_mode(self) -> ForkMode:
-        """The weakest of the tools' modes."""
+        """The weakest fork mode of the tools."""
         modes = {tool.fork_mode for tool in self.tools.values()}
         return next((mode for mode in _WEAKEST_FIRST if mode in modes), "pure")
 
     def add(self, tool: Tool | ToolSource, limits: ToolLimits | None = None) -> None:
-        """One more tool, or a source of several. Raises ConfigError for a name taken twice."""
+        """Add a tool, or a source of tools. Raises ConfigError for a duplicate name."""
         if hasattr(tool, "load"):  # isinstance would look through both classes in each episode
             self._sources.append((cast(ToolSource, tool), limits or ToolLimits()))
             return
@@ -379,21 +383,23 @@ class Toolbox:
             self.limits[tool.name] = limits
 
     def chosen(self, tools: Sequence[ChosenTool], owner: str) -> Toolbox:
-        """A toolbox of these only; a name means a tool of this one, which is that of `owner`."""
+        """A toolbox of these tools only; names refer to tools of this toolbox, which belongs to
+        `owner`.
+        """
         other = Toolbox()
         for one, limits in tools:
             if isinstance(one, str):
                 if one not in self.tools:
                     raise ConfigError(
                         f"env.tools: {owner} has no tool {one!r}; it has {sorted(self.tools)}; "
-                        "another tool is named as 'module:name'"
+                        "name any other tool as 'module:name'"
                     )
                 one = self.tools[one]
             other.add(one, limits)
         return other
 
     async def load(self) -> None:
-        """Ask the sources for their tools, and get all tools ready; later calls are free."""
+        """Load the tools of all sources and prepare all tools; later calls are free."""
         for source, limits in self._sources:
             for tool in await source.load():
                 self.add(tool, limits)
@@ -402,17 +408,17 @@ class Toolbox:
             of = state_of(tool)
             if of and (of not in self.tools or state_of(self.tools[of])):
                 raise ConfigError(
-                    f"the tool {tool.name!r} has state_of = {of!r}; expected one of the tools that "
-                    f"have a state of their own: {[name for name, _ in self.owners()]}"
+                    f"the tool {tool.name!r} has state_of = {of!r}; expected one of the stateful "
+                    f"tools: {[name for name, _ in self.owners()]}"
                 )
             await prepare_tool(tool)
 
     def owners(self) -> list[tuple[str, Tool]]:
-        """The tools that have a state of their own, by name."""
+        """The stateful tools, by name."""
         return [(name, tool) for name, tool in self.tools.items() if not state_of(tool)]
 
     def share(self, states: dict[str, Any]) -> None:
-        """Give the other tools the states of those that they name."""
+        """Share states with the tools that name another tool's."""
         for name, tool in self.tools.items():
             if of := state_of(tool):
                 states[name] = states[of]
@@ -428,9 +434,8 @@ class Toolbox:
 def load_tools(
     configs: Sequence[ToolConfig], resolve: Callable[[str], Any] = str
 ) -> list[ChosenTool]:
-    """The tools of a configuration: made, or still the name of one that the environment has.
-
-    `resolve` turns text arguments that hold "{run}" into paths.
+    """The tools of a configuration: created, or the name of a tool of the environment. `resolve`
+    expands "{run}" in text arguments.
     """
     chosen: list[ChosenTool] = []
     for number, config in enumerate(configs):
@@ -449,7 +454,7 @@ def load_tools(
         except AgentEnvError as error:
             if config.required:
                 raise
-            logger.warning("%s: %s is left out: %s", key, config.name, error)
+            logger.warning("%s: %s is skipped: %s", key, config.name, error)
     return chosen
 
 
@@ -466,9 +471,13 @@ def _load(path: str, kwargs: dict[str, Any], key: str) -> Tool | ToolSource:
                 f"{key}: {path} cannot be made with {sorted(kwargs)}: {error}"
             ) from error
     elif kwargs:
-        raise ConfigError(f"{key}.kwargs: {path} is a @tool function, it takes none")
+        raise ConfigError(
+            f"{key}.kwargs: {path} is a @tool function, which has no keyword arguments"
+        )
     missing = [part for part in ("name", "schema", "start", "call") if not hasattr(made, part)]
     if missing and not isinstance(made, ToolSource):
-        raise ConfigError(f"{key}.name: {path} makes no tool: it has no {', '.join(missing)}")
+        raise ConfigError(
+            f"{key}.name: {path} does not create a tool: it lacks {', '.join(missing)}"
+        )
     tool: Tool | ToolSource = made
     return tool

@@ -27,18 +27,18 @@ from agentenv.untrusted import packed
 
 End = Literal["terminated", "truncated", "failed"]
 LED = "led_calls"  # of Node.info: tool calls taken again to lead an environment to the turn
-CANCELLED = "cancelled"  # the kind of failure of what a person has given up
+CANCELLED = "cancelled"  # the kind of failure of cancelled trajectories
 
 if TYPE_CHECKING:
     Ids = array[int]
     Nats = array[float]
-else:  # as they come: from frames, or from rows of JSON and whoever makes a node by hand
+else:  # as given: from frames, from JSON rows or by hand
     Ids = bytes | list[int]
     Nats = bytes | list[float]
 
 
 def packed_ids(ids: Iterable[int]) -> Ids:
-    """Token ids as nodes have them, int32."""
+    """Token ids in the form of nodes, int32."""
     return array("i", ids)
 
 
@@ -53,7 +53,7 @@ def _packed(code: str, values: Any) -> Any:
 
 
 class Prefix(Sequence[int]):
-    """The tokens that a turn goes on from: those of a path, whose arrays it shares."""
+    """The tokens that a turn extends: those of a path, whose arrays it shares."""
 
     __slots__ = ("_size", "parts")
 
@@ -110,10 +110,10 @@ class Node(Struct):
     `branch` names the coroutine that grew the node: "0", "1", ... for from-scratch trajectories,
     "0.2+1" for the first fork taken from branch "0" after its second turn. `num_forks` is how many
     siblings the plan started at this node, None if it was never asked. A leaf has `end`; a
-    truncated one also says which `limit`, a failed one which `error`. A trajectory may go on in a
-    context of its own, such as a shorter one: the prompt of that is a node without a parent, and
-    `continues` is the index of the last node of the context before. Its `info` has the `kind` of
-    the context, and with `discards` the nodes that the program of the branch threw away by it.
+    truncated one also `limit`, a failed one `error`. A trajectory may continue in a new context,
+    such as a shorter one: its prompt is a node without a parent, and `continues` is the index of
+    the last node of the context before. Its `info` has the `kind` of the context, and with
+    `discards` the nodes that the program of the branch threw away by it.
     """
 
     index: int
@@ -139,7 +139,7 @@ class Node(Struct):
 
     @property
     def is_of_user(self) -> bool:
-        """Whether the observation is what a user said, and no tool result."""
+        """Whether the observation is a user message instead of a tool result."""
         return bool(self.info.get("user_messages")) and not self.info.get("tool_calls")
 
 
@@ -162,7 +162,7 @@ class Trajectory:
 
     @property
     def success(self) -> bool:
-        """Whether the grader found the answer right."""
+        """Whether the grader accepted the answer."""
         return bool(self.leaf.info.get("success", False))
 
     @cached_property
@@ -195,7 +195,7 @@ class Trajectory:
 
 
 class Scored(Struct, array_like=True):
-    """What the learner found of the tokens of a node's action, one entry each or none at all.
+    """The learner's results for the tokens of a node's action, one entry each or none at all.
 
     `proximal` are log-probs under the weights before the update, nan where those of the engine were
     taken for them; `logprobs` those under which the token was trained first; `entropies` go with
@@ -294,12 +294,12 @@ class TrajectoryTree(Struct):
                 yield Trajectory(self.history(leaf) if self.is_captured else self.path(leaf))
 
     def failures(self) -> list[Node]:
-        """The leaves that infrastructure ended: they are no trajectories and get no reward."""
+        """The leaves ended by infrastructure failures: not trajectories, without reward."""
         return [node for node in self.nodes if node.end == "failed"]
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether a person has given it up while it grew."""
+        """Whether a user cancelled it."""
         return any((leaf.error or "").startswith(f"{CANCELLED}:") for leaf in self.failures())
 
     @property
@@ -329,7 +329,7 @@ def to_frame(tree: TrajectoryTree) -> bytes:
 
 
 def of_frame(frame: bytes) -> TrajectoryTree:
-    """What `to_frame` packed."""
+    """The inverse of `to_frame`."""
     return _read_frame(frame)
 
 
@@ -337,5 +337,5 @@ _read_frame = msgspec.msgpack.Decoder(TrajectoryTree).decode
 
 
 def to_json(tree: TrajectoryTree) -> str:
-    """The tree as one line of JSON, which `agentenv dpo` takes as a row."""
+    """The tree as one line of JSON, a row of `agentenv dpo`."""
     return json.dumps(msgspec.to_builtins(tree, enc_hook=list), separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""The nouns that every part shares: messages, tasks, limits, sampling parameters, completions."""
+"""The common types: messages, tasks, limits, sampling parameters, completions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SYSTEM_KEY = "system_prompt"  # of Task.metadata: the system prompt that a row b
 
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Budgets of one trajectory, and deadlines of what its coroutine awaits."""
+    """Budgets of one trajectory, and deadlines of its waits."""
 
     max_prompt_tokens: Annotated[
         int, Meta(ge=1, description="tokens of the rendered prompt", extra=ESSENTIAL)
@@ -22,7 +22,7 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=1,
-            description="tokens after the prompt, policy and tool results together",
+            description="tokens after the prompt: policy and tool results together",
             extra=ESSENTIAL,
         ),
     ] = 4096
@@ -42,24 +42,24 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     on_limit: Annotated[
         Literal["end", "result"],
         Meta(
-            description="at the end of tool calls, of all or of one tool: the rollout ends, or the "
-            "policy reads a result that says so"
+            description="when the tool-call limit, total or of one tool, is reached: the rollout "
+            "ends, or the policy reads a result that reports it"
         ),
     ] = "end"
     max_seconds: Annotated[
         float,
         Meta(
             gt=0,
-            description="time in which a server or a tool works for one trajectory; what it waits "
-            "for a place, a rate limit, a pause or an outage does not count",
+            description="working time of servers and tools for one trajectory; waits for a slot, a "
+            "rate limit, a pause or an outage do not count",
             extra=ESSENTIAL,
         ),
     ] = 600.0
     max_tree_seconds: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(
-            description="time in which any trajectory of one tree is worked for; then those that "
-            "are live are truncated and none is tried again; default four times max_seconds"
+            description="working time of one tree (any of its trajectories); then live "
+            "trajectories are truncated and none is retried; default four times max_seconds"
         ),
     ] = None
     env_timeout_s: Annotated[
@@ -69,20 +69,20 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         float,
         Meta(
             ge=0,
-            description="how long a tool, a grader or an environment whose machinery is down is "
-            "waited for before its trajectory begins afresh; counts against no other limit",
+            description="wait for a tool, a grader or an environment whose infrastructure is down, "
+            "before its trajectory restarts; does not count against other limits",
         ),
     ] = 300.0
     max_failures: Annotated[
         int,
-        Meta(ge=0, description="failed trajectories of one tree that are replaced by fresh ones"),
+        Meta(ge=0, description="failed trajectories of one tree that fresh ones replace"),
     ] = 4
     max_turn_retries: Annotated[
         int,
         Meta(
             ge=0,
-            description="times that a turn which the engine failed, or a step which the "
-            "environment failed, is taken again before its trajectory fails",
+            description="retries of a turn after an engine failure, or of a step after an "
+            "environment failure, before the trajectory fails",
         ),
     ] = 3
 
@@ -91,15 +91,15 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             le=1,
-            description="end the run when more than this part of the last 200 trajectories failed, "
-            "of whatever kind; one whose cause is an outage that was waited for does not count",
+            description="end the run when more than this share of the last 200 trajectories "
+            "failed, of any kind; failures by an outage within outage_s do not count",
         ),
     ] = 0.25
     strict: Annotated[
         bool,
         Meta(
-            description="end the run at the first bug: anything but an AgentEnvError that a tool, "
-            "an environment or a grader raises"
+            description="end the run at the first bug: any exception but an AgentEnvError from a "
+            "tool, an environment or a grader"
         ),
     ] = False
 
@@ -115,20 +115,21 @@ Role = Literal["system", "user", "assistant", "tool"]
 Info = dict[str, Any]
 
 
-UNKNOWN_TOOL = "unknown"  # stands for whatever name a policy gives a tool that does not exist
+UNKNOWN_TOOL = "unknown"  # replaces any name of a tool that does not exist
 MALFORMED_CALL = "<malformed>"  # name of a call that cannot be read; arguments["problem"] says why
 
 
 class ToolCall(Struct, frozen=True):
-    """One call the policy asks for, e.g. ToolCall("search", {"query": "capital of Peru"})."""
+    """One tool call of the policy, e.g. ToolCall("search", {"query": "capital of Peru"})."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class Turn(Struct, frozen=True, omit_defaults=True):
-    """How a turn was sampled, for an environment that hands it on to a program: its thoughts, what
-    it says beside them and its calls, why it ended, and its tokens."""
+    """A sampled turn, for an environment that passes it to a program: its reasoning, its text
+    besides reasoning and calls, its finish reason, and its tokens.
+    """
 
     thoughts: str
     text: str
@@ -139,7 +140,7 @@ class Turn(Struct, frozen=True, omit_defaults=True):
 
 
 class Message(Struct, frozen=True, omit_defaults=True):
-    """What envs exchange with the policy; tokens exist only in the actor and its renderer.
+    """A message between envs and the policy; tokens exist only in the actor and its renderer.
 
     An assistant message keeps the text as the policy wrote it in `content` (tags included) and
     the calls parsed from it in `tool_calls`. A tool result has role "tool" and the tool's `name`.
@@ -157,13 +158,13 @@ Kind = Literal["retry", "parallel", "compaction", "sub_agent", "altered", "edite
 
 
 class NextTurn(Struct, frozen=True, omit_defaults=True):
-    """How the next turn begins, from an environment that hands on the calls of a program
+    """The start of the next turn, from an environment that relays the calls of a program
     (agentenv/endpoint), in `info["turn"]` of `reset` and `step`.
 
     By default it continues the previous turn, after the messages of the step. Otherwise `prompt`
     is its whole context; a number stands for the tokens of the turn of the branch with that number,
     from 0. Where these tokens extend those of an earlier turn that nothing has answered yet, it
-    goes on from there; else they open a context of the `kind`, for the `cause`. `discards` are
+    continues from there; else they open a context of the `kind`, for the `cause`. `discards` are
     turns that the program has thrown away by it: they are stored and not trained. `tools`: those of
     the call, if they are others than before. `stop` and `max_tokens` (0: no limit of its own) are
     what the program asks of the turn.
@@ -190,7 +191,7 @@ class Task(Struct, frozen=True):
 
 
 class Limit(StrEnum):
-    """Limits of ours that end a trajectory as truncated. Units: tokens, turns, calls, seconds."""
+    """Limits that end a trajectory as truncated. Units: tokens, turns, calls, seconds."""
 
     TURN_TOKENS = "turn_tokens"
     RESPONSE_TOKENS = "response_tokens"
@@ -201,7 +202,8 @@ class Limit(StrEnum):
 
 
 class SamplingParams(Struct, frozen=True):
-    """How one turn is sampled. `stop` strings stay in the output; `seed` makes a turn repeatable.
+    """Sampling parameters of one turn. `stop` strings stay in the output; `seed` makes a turn
+    reproducible.
 
     temperature 0 is greedy. top_p 1, top_k -1 and min_p 0 switch truncation off, as training
     requires, and repetition_penalty 1 the penalty. In order: the penalty divides the positive
@@ -258,7 +260,7 @@ class Completion(Struct):
 
 
 class ToolResult(Struct, frozen=True):
-    """What a tool gives back: the text the policy reads, and facts for the metrics."""
+    """The result of a tool: the text for the policy, and info for the metrics."""
 
     text: str
     info: Info = field(default_factory=dict)

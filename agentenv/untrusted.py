@@ -1,5 +1,5 @@
-"""What we did not write, decoded in one place: replies of servers, frames of processes, arguments
-of tool calls, files that others made.
+"""Decoding of all untrusted input: replies of servers, frames of processes, arguments of tool
+calls, files.
 
     try:
         rows = decode(reply.body, list[Row])
@@ -69,7 +69,7 @@ def decode_first(text: str, start: int = 0) -> tuple[Any, int]:
 
 
 def _refused(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 _FIRST = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_refused)
@@ -126,7 +126,7 @@ def printable(text: str) -> str:
 
 @cache
 def _decoder(kind: Any, packed: bool) -> tuple[Callable[[bytes | bytearray], Any], bool]:
-    """What decodes a type, and whether there is a place in it where anything may stand in JSON,
+    """The decoder of a type, and whether it has a field that accepts any JSON,
     nested as it likes."""
     if packed:
         return msgspec.msgpack.Decoder(kind).decode, False

@@ -1,4 +1,4 @@
-"""Workers and the groups they take part in: the handshake, the heartbeat, the end.
+"""Workers and their groups: handshake, heartbeat, shutdown.
 
 worker                          supervisor
 Hello, token     ----->         Reception: who knows the token is admitted
@@ -93,7 +93,7 @@ class WorkerSpec(NamedTuple):
 
     @property
     def least(self) -> int:
-        """How many must be there at the start."""
+        """Minimum number at the start."""
         return self.num if self.min_num is None else self.min_num
 
     def key(self, name: str) -> str:
@@ -284,7 +284,7 @@ class WorkerGroup(Generic[W]):
             if isinstance(error, msgspec.DecodeError):
                 why = f"it sent a message that cannot be read ({error})"
             elif worker.is_hanging:
-                why = f"it has said nothing for {self.silence_s:g} s"
+                why = f"no heartbeat for {self.silence_s:g} s"
             return self.left(worker, why)
         finally:
             listening.cancel()
@@ -329,10 +329,10 @@ class PoisonTasks:
     """Finds the tree that kills workers: a prompt that takes all memory, or a tool that crashes its
     process, would take down one worker after the other.
 
-    A tree is a suspect once its worker was lost NUM_LOSSES times in a row while it came no further,
-    as are the trees that grew beside it. Suspects are tried one at a time: one that comes further
-    is cleared, and one whose worker is lost NUM_TRIALS times more is a poison task. Trees are named
-    by their indices.
+    A tree is a poison task once its worker was lost NUM_LOSSES times in a row while it came no
+    further, as are the trees that grew beside it. Poison tasks are tried one at a time: one that
+    comes further is cleared, and one whose worker is lost NUM_TRIALS times more is a poison task.
+    Trees are named by their indices.
     """
 
     def __init__(self) -> None:
@@ -355,7 +355,7 @@ class PoisonTasks:
         return self._num_lost.get(index, 0)
 
     def admits(self, index: int) -> bool:
-        """Whether a tree may grow now; a suspect that may is on trial from then on."""
+        """Whether a tree may grow now; a poison task that may is on trial from then on."""
         if self.num_lost(index) < NUM_LOSSES:
             return True
         if self._tried is None:
@@ -367,7 +367,7 @@ class PoisonTasks:
         return self.num_lost(index) >= NUM_LOSSES + NUM_TRIALS
 
     def clears(self, index: int) -> bool:
-        """It has come further, or is not wanted any more. Whether another suspect may be tried."""
+        """The tree progressed, or was cancelled. Whether another poison task may be tried."""
         self._num_lost.pop(index, None)
         if self._tried != index:
             return False

@@ -1,4 +1,4 @@
-"""Worker pools: jobs that may hang, crash or fill the memory, in processes that can be killed.
+"""Worker pools: jobs that may hang, crash or exhaust memory, in killable processes.
 
     WorkerPool --- control socket ---> fork server: imports the handler once, forks on request
         \\------- a socket each -----> workers: one job at a time, many one after the other
@@ -125,7 +125,7 @@ class WorkerPool:
         runs out of memory is tried once more in a fresh one: others may have used up what it
         lacked.
         """
-        async with admitted(self._places, f"a place for {self.handler}"):
+        async with admitted(self._places, f"a worker slot for {self.handler}"):
             num_closed = self._num_closed
             self._num_jobs += 1
             for last in (False, True):

@@ -1,1 +1,1 @@
-"""Benches, their peers and experiments, on which the documentation rests; not installed."""
+"""Benchmarks, peers and experiments behind the figures of the documentation; not installed."""

@@ -1,4 +1,4 @@
-"""What the learner gains, what the controller costs, what faults and other settings do to a run.
+"""Benchmarks of the learner, the controller, faults and settings.
 
     python benchmarks/bench.py learner [--json FILE] [--shapes NAME ...] [--repeats N] [--dense]
     python benchmarks/bench.py server [--json FILE] [--engine NAME] [--lengths N ...] [--rounds N]
@@ -147,7 +147,7 @@ def is_alone(options: argparse.Namespace) -> bool:
 def check_target(file: Path) -> None:
     """Raises ConfigError for what figures cannot be written to; what is there stays as it is."""
     if not file.absolute().parent.is_dir():
-        raise ConfigError(f"--json {file}: there is no such folder")
+        raise ConfigError(f"--json {file}: no such folder")
     is_new = not os.path.lexists(file)
     try:
         with file.open("ab"):
@@ -161,7 +161,7 @@ def check_target(file: Path) -> None:
 
 
 def say_of(options: argparse.Namespace, view: View) -> Say:
-    """How a part tells how far it is."""
+    """Reports the progress of a part."""
     return (lambda text: None) if is_alone(options) else view.say
 
 

@@ -1,4 +1,4 @@
-"""Tool environments and what they are made of.
+"""Tool environments and their parts.
 
 Where agentenv is installed, these ids are known by its entry points (pyproject.toml) already; here
 the same ones are registered for a bare checkout.

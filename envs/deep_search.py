@@ -46,7 +46,7 @@ class DeepSearchEnv(WebSearchEnv):
     ) -> None:
         interpreter = python_config(python)
         if compat and grader is not None:
-            raise ConfigError("env.kwargs.compat: beside a grader of its own, set grader.compat")
+            raise ConfigError("env.kwargs.compat: with a custom grader, set grader.compat instead")
         super().__init__(
             task,
             search=search,

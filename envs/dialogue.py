@@ -1,4 +1,4 @@
-"""Dialogues: an environment whose policy talks to a user, and simulated users.
+"""Dialogues: an environment in which the policy talks to a user, and simulated users.
 
     class DeskEnv(DialogueEnv):
         def __init__(self, task: Task) -> None:
@@ -46,7 +46,7 @@ Function = Callable[[Task, Sequence[Message]], Reply | Awaitable[Reply]]
 
 
 class User(Protocol):
-    """Who answers the policy. One object serves all episodes, also at the same time."""
+    """The user of a dialogue. One object serves all episodes concurrently."""
 
     async def reply(self, task: Task, dialogue: Sequence[Message]) -> Reply:
         """The next message; None: the user leaves, and the episode is graded.
@@ -86,11 +86,17 @@ class ModelUserConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown
 
     instruction: Annotated[
         str,
-        Meta(description="who the user is and wants; {NAME} stands for a column of the row"),
+        Meta(description="persona and goal of the user; {NAME} is replaced by a column of the row"),
     ]
-    temperature: Annotated[float, Meta(ge=0, description="0: equal dialogues, equal replies")] = 0.0
+    temperature: Annotated[
+        float, Meta(ge=0, description="0: equal dialogues get equal replies")
+    ] = 0.0
     leaves: Annotated[
-        str, Meta(min_length=1, description="the user leaves with a reply that holds this text")
+        str,
+        Meta(
+            min_length=1,
+            description="the user ends the dialogue with a reply that contains this text",
+        ),
     ] = "###STOP###"
 
 
@@ -139,9 +145,9 @@ class ModelUser:
         try:
             return read_said(await self._model.reply(body)).text
         except (RefusedError, MalformedReplyError) as error:
-            raise EnvError(f"the user's model failed: {error}") from error
+            raise EnvError(f"the user model failed: {error}") from error
         except EngineError as error:
-            raise InfraError(f"the user's model failed: {error}") from error
+            raise InfraError(f"the user model failed: {error}") from error
 
     def stats(self) -> dict[str, float]:
         """Requests to the model."""

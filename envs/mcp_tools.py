@@ -52,7 +52,7 @@ class MCPTools:
     `command` starts a server that speaks over its standard streams; `env` adds to the few variables
     that it inherits. `url` is one that speaks streamable HTTP, or the older HTTP with server-sent
     events; `headers` go with each request to it. In values of `env` and `headers`, "${NAME}" stands
-    for a variable of this process, so that no secret stands in a configuration. Episodes of a
+    for a variable of this process, so that a configuration contains no secret. Episodes of a
     process share one connection, which is made by the first of them and again after it broke.
     """
 
@@ -69,17 +69,17 @@ class MCPTools:
     ) -> None:
         if (not command) == (not url) or isinstance(command, str):
             raise ConfigError(
-                "MCPTools: give either command = ['program', 'argument', ...] or url = 'http..'"
+                "MCPTools: set either command = ['program', 'argument', ...] or url = 'http..'"
             )
         if url and urlsplit(url).scheme not in ("http", "https"):
             raise ConfigError("MCPTools: url: expected http://HOST/.. or https://HOST/..")
         if (headers and not url) or (env and url):
-            raise ConfigError("MCPTools: headers belong to url, and env to command")
+            raise ConfigError("MCPTools: headers require url, and env requires command")
         if isinstance(only, str):
             raise ConfigError(f"MCPTools: only: expected a list of names, such as [{only!r}]")
         if importlib.util.find_spec("mcp") is None:
             raise ConfigError(
-                f"MCPTools needs the package mcp, which is missing: {install_hint('mcp')}"
+                f"MCPTools requires the package mcp, which is not installed: {install_hint('mcp')}"
             )
         extra, secrets = (
             expanded("MCPTools", "headers", headers) if url else expanded("MCPTools", "env", env)
@@ -103,8 +103,8 @@ class MCPTools:
         for tool in offered:
             if not isinstance(tool.input_schema.get("properties", {}), dict):
                 raise ConfigError(
-                    f"MCPTools: {self.connection.place} gives {tool.name!r} a schema whose "
-                    "properties are no object"
+                    f"MCPTools: {self.connection.place} returns a schema for {tool.name!r} whose "
+                    "properties are not an object"
                 )
         return [
             MCPTool(self, tool.name, tool.description or "", dict(tool.input_schema))
@@ -335,10 +335,10 @@ async def _all_tools(session: Any) -> list[Any]:
         if not page.next_cursor:
             return tools
         if page.next_cursor in cursors:
-            raise ConfigError(f"its list of tools comes back to the cursor {page.next_cursor!r}")
+            raise ConfigError(f"its list of tools repeats the cursor {page.next_cursor!r}")
         cursors.append(page.next_cursor)
         if len(cursors) == MAX_PAGES:
-            raise ConfigError(f"its list of tools has no end within {MAX_PAGES} pages")
+            raise ConfigError(f"its list of tools exceeds {MAX_PAGES} pages")
 
 
 def expanded(
@@ -350,7 +350,7 @@ def expanded(
     if values and not (
         isinstance(values, Mapping) and all(isinstance(one, str) for one in values.values())
     ):
-        raise ConfigError(f"{owner}: {key}: expected a table of texts, NAME = 'VALUE'")
+        raise ConfigError(f"{owner}: {key}: expected a table of strings, NAME = 'VALUE'")
     for name, value in (values or {}).items():
         for variable in _VARIABLE.findall(value):
             if not os.environ.get(variable):

@@ -1,4 +1,4 @@
-"""The environment `agentenv/OpenEnv-v0`: a server of OpenEnv (1.x), whatever it serves.
+"""The environment `agentenv/OpenEnv-v0`: a client of any OpenEnv (1.x) server.
 
     [env]
     id = "agentenv/OpenEnv-v0"
@@ -143,7 +143,7 @@ class OpenEnv(ToolEnv):
     def _session(self, what: str) -> Session:
         session = self._open_states(what).get(SESSION)
         if not isinstance(session, Session):
-            raise ConfigError("env.tools: the tools of OpenEnv-v0 are the server's; take it out")
+            raise ConfigError("env.tools: OpenEnv-v0 uses the server's tools; remove it")
         return session
 
     def _judged(self, session: Session) -> Info:
@@ -187,7 +187,7 @@ class OpenEnvTool(StatelessTool):
 
 
 class Server:
-    """What the sessions of a server share, and the source of their tools."""
+    """Shared state of a server's sessions, and the source of their tools."""
 
     http: ClientSession  # once there are tools
 
@@ -232,9 +232,9 @@ class Server:
             version, action = str(api["info"]["version"]), schema["action"]
             tools = listed.get("result", {}).get("tools", ())
         except (DataError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"no server of OpenEnv 1.x is at {self.url}: {error}") from error
+            raise ConfigError(f"no OpenEnv 1.x server at {self.url}: {error}") from error
         if not version.startswith("1."):
-            raise ConfigError(f"{self.url}: expected OpenEnv of version 1.x, got {version}")
+            raise ConfigError(f"{self.url}: expected OpenEnv version 1.x, got {version}")
         self.can_fork = "fork" in api["info"].get("x-openenv-capabilities", ())
         action = inlined(action, action.get("$defs", {}), ())
         fields = {k: v for k, v in action.get("properties", {}).items() if k != "metadata"}
@@ -314,7 +314,7 @@ class Session:
                 raise InfraError(str(made["error"]))
             return await other._connect(made["result"]["session_ids"][0])
         except (DataError, LookupError, InfraError) as error:
-            raise EnvError(f"{self.server.url}: a session is not copied: {error}") from error
+            raise EnvError(f"{self.server.url}: a session cannot be copied: {error}") from error
 
     async def replay(self, record: Record) -> None:
         """Take another session's way. Raises EnvError where the answers differ."""
@@ -325,7 +325,7 @@ class Session:
         self.server.num_replays += 1
         if self.record != record:
             self.server.num_refused += 1
-            raise EnvError(f"{self.server.url}: a replay answered otherwise than the first time")
+            raise EnvError(f"{self.server.url}: a replay got different answers than the first time")
 
     async def close(self) -> None:
         """End the session; idempotent."""
@@ -381,8 +381,7 @@ def _messages(observation: Json) -> list[Message]:
 
 
 def _shown(observation: Json) -> str:
-    """What the policy reads: a text as it is, else JSON. Raises ToolError for a call that
-    failed."""
+    """The result for the policy: a text verbatim, else JSON. Raises ToolError for a failed call."""
     if failure := "tool_name" in observation and observation.get("error"):
         raise ToolError(str(failure.get("message")))
     if "tool_name" in observation:
@@ -399,7 +398,7 @@ def rows(url: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Js
     url = url.rstrip("/").replace("://", ":/").replace(":/", "://", 1)  # a path keeps one of two
     known = ("split", "size", "seed", "question", "headers")
     if unknown := sorted(options.keys() - set(known)):
-        raise DataError(f"openenv:{url}: source has no {unknown}; it takes {', '.join(known)}")
+        raise DataError(f"openenv:{url}: source has no {unknown}; known: {', '.join(known)}")
     headers, _ = expanded("source", "headers", options.get("headers"))
 
     def ask(path: str, body: Json | None = None) -> Any:
@@ -409,7 +408,7 @@ def rows(url: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[Js
     splits = [one["name"] for one in ask(f"/{name}/splits") or ()]
     split = options.get("split", "test" if held_out else "train")
     if splits and split not in splits:
-        raise DataError(f"openenv:{url}: no split {split!r}; source.split is one of {splits}")
+        raise DataError(f"openenv:{url}: no split {split!r}; source.split must be one of {splits}")
     about = (ask("/metadata") or {}).get("description")
     first = options.get("seed", HELD_OUT_SEED if held_out else 0)
     number = options.get("size", SIZE)

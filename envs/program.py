@@ -1,4 +1,4 @@
-"""A program that speaks to a chat API, as it is: each call that it makes is a turn of the policy.
+"""An unmodified program that uses a chat API: each of its calls is a turn of the policy.
 
 [env]
 id = "agentenv/Program-v0"
@@ -12,11 +12,11 @@ limits = { wall_s = 300, max_calls = 50 }
 The program finds the policy by the environment variables of the clients of OpenAI and Anthropic
 (agentenv/endpoint), and runs in a sandbox of its own (envs/sandbox/program.py), from which it
 reaches that address and no other. The episode ends with the program, or by a limit of its own:
-wall, idle, calls, cpu, memory, processes or disk, which stands in info["limit"]. A program that
+wall, idle, calls, cpu, memory, processes or disk, recorded in info["limit"]. A program that
 ends with another exit code than `exit_codes`, or by a signal, has failed: ProgramDiedError.
 
 A fork is a replay: a fresh program begins in a copy of the initial files, and its calls are
-answered from the record as long as they are those of the record, but for what `NORMALISERS` and
+answered from the record as long as they are those of the record, but for what `NORMALIZERS` and
 `normalise` take for chance. The first ones measure how often that works; below `min_replay_rate`
 there are no forks any more.
 """
@@ -62,8 +62,8 @@ Json = dict[str, Any]
 
 _COLUMN = re.compile(r"\{(\w+)\}")
 
-# What differs from one run of a program to the next by chance, in the JSON of its calls.
-NORMALISERS: dict[str, str] = {
+# Random differences between runs of a program, in the JSON of its calls.
+NORMALIZERS: dict[str, str] = {
     "uuid": r"\b[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}\b",
     "time": r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?",
     "date": r"\b(?:(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)\w*,? +)?(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|"
@@ -83,7 +83,7 @@ class ProgramDiedError(CrashError):
 
 
 class ProgramConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the program is, where it runs, and how its episode is graded. {NAME} in the texts of
+    """The program, its sandbox, and the grading of its episode. {NAME} in the texts of
     command, folder, files and variables stands for the question, a column of the row, or a variable
     of the endpoint, such as {OPENAI_BASE_URL}."""
 
@@ -93,53 +93,60 @@ class ProgramConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     folder: Annotated[
         str, Meta(description="initial files, copied into the program's own folder", extra=PATH)
     ] = ""
-    files: Annotated[dict[str, str], Meta(description="more initial files: texts by name")] = field(
-        default_factory=dict
-    )
+    files: Annotated[
+        dict[str, str], Meta(description="additional initial files: texts by name")
+    ] = field(default_factory=dict)
     variables: Annotated[
-        dict[str, str], Meta(description="environment variables beside those of the endpoint")
+        dict[str, str],
+        Meta(description="environment variables in addition to those of the endpoint"),
     ] = field(default_factory=dict)
     read_only: Annotated[
-        tuple[str, ...], Meta(description="files and folders of the host that it may read")
+        tuple[str, ...], Meta(description="files and folders of the host that the program may read")
     ] = ()
-    limits: Annotated[ProgramLimits, Meta(description="bounds of one program")] = ProgramLimits()
+    limits: Annotated[ProgramLimits, Meta(description="resource limits of one program")] = (
+        ProgramLimits()
+    )
     exit_codes: Annotated[
-        tuple[int, ...], Meta(description="with which an episode ends; any other is a failure")
+        tuple[int, ...], Meta(description="exit codes that end an episode; any other is a failure")
     ] = (0,)
     reward: Annotated[
         str,
         Meta(
             pattern=r"\A(message|output|exit|post|file:.+)\Z",
-            description="what is graded: the last message of the policy, the output, a file "
-            "(file:NAME); or exit: 1 for exit code 0; or post: what it posts to "
-            "AGENTENV_REWARD_URL",
+            description="graded text: the last message of the policy, the output, a file "
+            "(file:NAME); or exit: 1 for exit code 0; or post: the reward that the program posts "
+            "to AGENTENV_REWARD_URL",
             extra=ESSENTIAL,
         ),
     ] = "message"
     grade: Annotated[
         str,
         Meta(
-            description="module:function of task and ProgramResult that gives a Grade or a number, "
-            "in place of `reward`"
+            description="module:function of task and ProgramResult that returns a Grade or a "
+            "number, instead of `reward`"
         ),
     ] = ""
     thoughts: Annotated[
         Literal["apart", "text"],
         Meta(
-            description="how it reads the policy's thoughts: in a field of their own, or in the "
-            "text, for a program that would not send them back"
+            description="where the program receives the policy's reasoning: in a separate field, "
+            "or in the text, for a program that would not send it back"
         ),
     ] = "apart"
     allow_unsafe: Annotated[
-        bool, Meta(description="run it as it is, without a sandbox: with your rights")
+        bool, Meta(description="run it without a sandbox, with your own permissions")
     ] = False
     normalise: Annotated[
         dict[str, str],
-        Meta(description="by name, patterns of what differs between equal calls; empty: none"),
+        Meta(description="patterns by name of parts that differ between equal calls; empty: none"),
     ] = field(default_factory=dict)
     min_replay_rate: Annotated[
         float,
-        Meta(ge=0, le=1, description="exact replays below which the run goes on without forks"),
+        Meta(
+            ge=0,
+            le=1,
+            description="share of exact replays below which the run continues without forks",
+        ),
     ] = 0.5
 
     def __post_init__(self) -> None:
@@ -148,12 +155,12 @@ class ProgramConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 re.compile(pattern)
             except re.error as error:
                 raise ConfigError(
-                    f"normalise.{name}: {pattern!r} is no pattern: {error}"
+                    f"normalise.{name}: {pattern!r} is not a regular expression: {error}"
                 ) from error
 
 
 class ProgramResult(Struct, frozen=True):
-    """What a function that grades may look at: `messages` of the policy, how the program ended,
+    """Input of a grading function: `messages` of the policy, how the program ended,
     what it posted, and its files."""
 
     messages: tuple[Message, ...]
@@ -167,7 +174,7 @@ class ProgramResult(Struct, frozen=True):
 
 
 class Replays:
-    """How often replays were exact, of all episodes with these keys."""
+    """Share of exact replays, over all episodes with these keys."""
 
     def __init__(self, least: float) -> None:
         self.least = least
@@ -186,7 +193,7 @@ class Replays:
         self.num_exact += not cause
         self.causes.update([cause] if cause else [])
         if self.num_tried == NUM_MEASURED or (was_allowed and not self.allowed):
-            said = "" if self.allowed else "; there are no forks any more"
+            said = "" if self.allowed else "; forks are off from now on"
             causes = ", ".join(f"{number} {name}" for name, number in self.causes.most_common())
             logger.warning(
                 "replays of the program: %d of %d exact%s%s",
@@ -447,7 +454,7 @@ class ProgramEnv:
             return found
         if isinstance(found, int | float):
             return Grade(float(found), found > 0)
-        raise CrashError(f"{who} gave {found!r:.200}; expected a Grade or a number")
+        raise CrashError(f"{who} returned {found!r:.200}; expected a Grade or a number")
 
     def _same(self, recorded: Json, now: Json) -> bool:
         rules = _rules(tuple(self.config.normalise.items()))
@@ -465,7 +472,7 @@ def program_config(values: Mapping[str, Any] | ProgramConfig) -> ProgramConfig:
 
 
 def _described(ended: Ended) -> str:
-    """How it ended, with the end of its output."""
+    """Its outcome, with the end of its output."""
     said = ended.output.strip()[-MAX_SHOWN:]
     return f"{ended.text}; its output: {said or 'none'}"
 
@@ -479,7 +486,7 @@ def _posted(posted: Json | None) -> Grade:
 
 @cache
 def _rules(more: tuple[tuple[str, str], ...]) -> Sequence[tuple[re.Pattern[str], str]]:
-    patterns = {**NORMALISERS, **dict(more)}
+    patterns = {**NORMALIZERS, **dict(more)}
     return [(re.compile(one), f"<{name}>") for name, one in patterns.items() if one]
 
 

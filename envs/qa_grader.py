@@ -1,4 +1,4 @@
-r"""The environment `agentenv/QAGrader-v0`, which is a grader only.
+r"""The environment `agentenv/QAGrader-v0`, a grader without tools.
 
 Only what the policy wrote is graded: a page that says \boxed{Paris} earns nothing. The graders are
 in `agentenv.envs.grading`; the `GraderConfig` there lists the keys.

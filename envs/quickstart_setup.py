@@ -1,4 +1,4 @@
-"""Makes everything the quick start trains on: tokenizer, untrained model, tasks, demonstrations.
+"""Creates the inputs of the quick start: tokenizer, untrained model, tasks, demonstrations.
 
 All of it is generated on the spot from a seed; nothing is downloaded.
 """
@@ -35,20 +35,19 @@ MIXED = 1000
 GATE = 32  # never trained on; they measure the skill of each kind
 
 
-TOLD = """\
-Made on the spot: an untrained model of half a million parameters, a knowledge base of invented
-companies, and questions that need search, Python, or both; held-out ones are about others.
-The cold start imitates demonstrations. The last of them are poor on purpose: in most the agent
-gives up at once or after its first tool result. So it can do the task and mostly does not.
-Reinforcement learning then sees only the reward of its own attempts; what it adds is the habit of
-going through with the tools."""
+INTRODUCTION = """\
+Created at the start: a randomly initialized model of half a million parameters, a knowledge base
+of invented companies, and questions that need search, Python, or both. The cold start imitates
+demonstrations. The last ones are poor on purpose: in most the agent gives up at once or after its
+first tool result, so that the policy can do the task but rarely does. Reinforcement learning sees
+only the reward of the policy's own attempts and teaches it to finish."""
 
 
 def prepare(run: Path, seed: int) -> str:
     """Everything below the directory of a run: data/ and model/. Returns the text for the user."""
     write_data(run / "data", seed)
     build_model(run / "model", seed)
-    return TOLD
+    return INTRODUCTION
 
 
 def write_data(directory: str | Path, seed: int) -> None:
@@ -138,8 +137,8 @@ def prepare_chat(run: Path, seed: int) -> str:
     write_dialogues(run / "data", seed)
     build_model(run / "model", seed)
     return (
-        "Made on the spot: an untrained model of half a million parameters, dialogues that search "
-        "and calculate, and preferences for them over giving up."
+        "Created at the start: a randomly initialized model of half a million parameters, "
+        "dialogues that search and calculate, and preferences for them over giving up."
     )
 
 

@@ -62,7 +62,7 @@ def score(task: Task, written: Sequence[Message], calls: Mapping[str, int]) -> d
     made = task.metadata.get(KEY)
     if not isinstance(made, dict):
         raise DataError(
-            f"task {task.id} is no question of reasoning-gym, whose scorer grader.own names; "
+            f"task {task.id} is not a question of reasoning-gym, whose scorer grader.own uses; "
             'expected data.train = "reasoning_gym:NAME"'
         )
     answer = final_answer(written[-1].content) if written else ""
@@ -90,11 +90,11 @@ def _dataset(name: str, keys: Mapping[str, Any]) -> Any:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         hint = install_hint("reasoning-gym")
-        raise DataError(f"reasoning_gym:{name}: reasoning-gym is missing: {hint}") from error
+        raise DataError(f"reasoning_gym:{name}: reasoning-gym is not installed: {hint}") from error
     if name not in DATASETS:
         close = get_close_matches(name, DATASETS, 1)
-        listed = f"did you mean {close[0]}?" if close else f"there are {', '.join(DATASETS)}"
-        raise DataError(f"reasoning_gym:{name}: there is no such task; {listed}")
+        listed = f"did you mean {close[0]}?" if close else f"known: {', '.join(DATASETS)}"
+        raise DataError(f"reasoning_gym:{name}: unknown task; {listed}")
     try:
         return create_dataset(name, **keys)
     except (TypeError, AssertionError, ValueError) as error:

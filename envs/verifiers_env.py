@@ -1,4 +1,4 @@
-"""Environments of verifiers as they are, in an interpreter of their own (extra `verifiers`).
+"""Unmodified environments of verifiers, in a separate interpreter (extra `verifiers`).
 
     [env]
     id = "agentenv/Verifiers-v0"
@@ -57,7 +57,9 @@ class Classic:
 
         self.env = vf.load_environment(name, **args)
         if getattr(self.env, "requires_group_rollouts", False):
-            raise ValueError("it rewards groups of rollouts, and a rollout here has its own reward")
+            raise ValueError(
+                "it rewards groups of rollouts, but each rollout here needs its own reward"
+            )
 
     def rows(self, held_out: bool) -> Iterator[Json]:
         """Those of training, or those that are held out."""
@@ -95,7 +97,7 @@ class Tasks:
         roles = agent_config_fields(loaders.resolve_env_config(raw))
         own = [role for role, agent in roles.items() if agent.client is None]
         if len(own) != 1:
-            raise ValueError(f"its agents {own} would all be the policy, which plays one")
+            raise ValueError(f"its agents {own} would all be the policy, which can play only one")
         agent = {"runtime": {"type": "subprocess"}, **raw.get(own[0], {})}
         if loaders.default_harness_id(name) == "bash":
             agent.setdefault("harness", {"id": INLINE})
@@ -179,7 +181,7 @@ def _opened(asked: Json) -> Classic | Tasks:
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
     version = metadata.version("verifiers")  # which raises where there is none
     if not (0, 1, 11) <= tuple(map(int, re.findall(r"\d+", version)[:3])) < (0, 5):
-        raise ImportError(f"verifiers {version} is none of 0.1.11 to 0.4, which are known here")
+        raise ImportError(f"verifiers {version} is unsupported; expected 0.1.11 to 0.4")
     module = name.rsplit("/", 1)[-1].partition("@")[0].replace("-", "_")
     found = __import__(module)
     return (Classic if hasattr(found, "load_environment") else Tasks)(name, asked["args"])
@@ -241,7 +243,7 @@ from agentenv.data_files import Row
 from agentenv.deadline import admitted
 from agentenv.endpoint.capture import Endpoint, Session
 from agentenv.env import ForkMode, StepResult, shared
-from agentenv.envs.program import NORMALISERS, NUM_MEASURED, ProgramEnv, Replays, program_config
+from agentenv.envs.program import NORMALIZERS, NUM_MEASURED, ProgramEnv, Replays, program_config
 from agentenv.envs.sandbox.program import Ended
 from agentenv.errors import ConfigError, DataError, EnvError, install_hint
 from agentenv.guard import guarded
@@ -255,11 +257,11 @@ SIZE, MAX_STARTS = 10_000, 8  # rows unless `size` says so; rollouts that start 
 # for a process to end by itself and by a signal, for a rollout that is cut off to be scored, and
 # for rows, perhaps of a hub
 CLOSE_S, GRACE_S, STOP_S, ROWS_S = 10.0, 2.0, 60.0, 3600.0
-CUT = "the trajectory is cut here: it has reached the model's maximum context length"
+CUT = "the trajectory is truncated: it has reached the model's maximum context length"
 HINTS = {  # by what a problem holds
-    "^PackageNotFound": "install it: {install}, or name its interpreter: source.python",
-    "^(ModuleNotFound|Import)Error": "install what fits into the environment of {python}",
-    r"(?i)\bhub\b|offline|connect|doesn't exist": "its files may lie in {folder}/OWNER/NAME",
+    "^PackageNotFound": "install it: {install}, or set its interpreter: source.python",
+    "^(ModuleNotFound|Import)Error": "install a supported version into the environment of {python}",
+    r"(?i)\bhub\b|offline|connect|doesn't exist": "its files may be in {folder}/OWNER/NAME",
 }
 
 
@@ -269,13 +271,13 @@ def rows(name: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[R
     hub that cannot be had, and for other options."""
     taken = {"size": SIZE, "args": {}, "python": sys.executable, "folder": "."}
     if unknown := sorted({*options} - {*taken}):
-        raise DataError(f"verifiers:{name}: source takes {', '.join(taken)}, not {unknown}")
+        raise DataError(f"verifiers:{name}: source has the keys {', '.join(taken)}, not {unknown}")
     asked = {**taken, **options, "name": name, "held_out": held_out}
     command = [asked["python"], __file__, json.dumps(asked)]
     try:
         done = subprocess.run(command, capture_output=True, input=b"", timeout=ROWS_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise DataError(f"verifiers:{name}: its rows cannot be had: {error}") from error
+        raise DataError(f"verifiers:{name}: loading its rows failed: {error}") from error
     found = [*map(decode_loose, done.stdout.splitlines())]
     if not found or isinstance(found[-1], dict):
         problem = found[-1]["problem"] if found else done.stderr.decode(errors="replace")
@@ -307,9 +309,9 @@ class VerifiersEnv(ProgramEnv):
     ) -> None:
         made = task.metadata.get(KEY)
         if not isinstance(made, dict):
-            raise ConfigError(f'task {task.id} is no row of data.train = "verifiers:NAME"')
+            raise ConfigError(f'task {task.id} is not a row of data.train = "verifiers:NAME"')
         own = {"command": ["verifiers"], "reward": "post", "min_replay_rate": 1.0}
-        own |= {"normalise": dict.fromkeys(NORMALISERS, "")}  # nothing passes for chance
+        own |= {"normalise": dict.fromkeys(NORMALIZERS, "")}  # nothing passes for chance
         super().__init__(task, program_config({**own, **(program or {})}))
         self.right, self._row = right, made["row"]
         asked = {name: made[name] for name in MADE}
@@ -361,7 +363,7 @@ class VerifiersEnv(ProgramEnv):
 
     async def _grade(self, ended: Ended) -> tuple[float, Info]:
         session = cast(Session, self._session)
-        found = session.posted or {"error": f"its process {ended.text}; its own errors say why"}
+        found = session.posted or {"error": f"its process {ended.text}; see its own errors"}
         if found.get("error"):
             raise EnvError(f"the rollout of verifiers failed: {found['error']}")
         parts = {name: one for name, one in found["metrics"].items() if one is not None}

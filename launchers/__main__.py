@@ -11,19 +11,21 @@ from importlib import metadata
 from agentenv.errors import DISTRIBUTION
 
 COMMANDS = {
-    "new": "make a folder with an environment of your own, which trains as it is",
+    "new": "create a project with a custom environment, ready to train",
     "train": "train a policy with asynchronous agentic reinforcement learning",
+    "sweep": "train several arms on several seeds",
+    "compare": "compare the arms of a sweep, or runs, by their learning curves",
     "evaluate": "evaluate a run, a checkpoint, a model directory, or an endpoint by its URL",
     "view": "show a run or an evaluation in the browser",
-    "ctl": "ask a run in progress for its state, pause it, save a checkpoint",
+    "ctl": "control a running training: state, pause, checkpoint",
     "sft": "fine-tune a policy on dialogues",
     "dpo": "train a policy on preferences",
-    "synthesize": "make data for sft and train from questions",
-    "export": "write a checkpoint as a Hugging Face directory, or transcripts for other viewers",
-    "serve": "start models beside the policy, such as a judge",
-    "serve-env": "serve an environment by the protocol of OpenEnv",
+    "synthesize": "generate data for sft and train from questions",
+    "export": "export a checkpoint as a Hugging Face directory, or transcripts for other viewers",
+    "serve": "serve a policy, or models such as a judge",
+    "serve-env": "serve an environment over the OpenEnv protocol",
     "retriever": "serve a corpus over HTTP",
-    "doctor": "check a machine, a configuration, the rewards of a run",
+    "doctor": "check a machine, a configuration, or the rewards of a run",
 }
 
 
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(COMMANDS)}"
-        sys.stderr.write(f"agentenv: error: there is no command {name!r}; {hint}\n")
+        sys.stderr.write(f"agentenv: error: unknown command {name!r}; {hint}\n")
         return 2
     code: int = importlib.import_module(f"agentenv.launchers.{name.replace('-', '_')}").main(
         given[1:]

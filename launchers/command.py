@@ -1,9 +1,9 @@
-"""What the commands of training have in common: arguments, run directory, exit code."""
+"""Common code of the training commands: arguments, run directory, exit code."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=msgspec.Struct)
 Work = Callable[[Any, "RunDirectory", "View", str], Coroutine[Any, Any, None]]
+Suggest = Callable[[argparse.Namespace, Path], Mapping[str, str]]
 
 
 def make_parser(
@@ -45,7 +46,7 @@ def make_parser(
         nargs="*",
         default=[],
         metavar="key.sub=value",
-        help="values that replace the file's; none where there may be no value or table",
+        help="values that override the file's; none removes an optional value or table",
     )
     parser.set_defaults(resume="", view=False)
     if resumes:
@@ -58,7 +59,7 @@ def make_parser(
         )
     if views:
         parser.add_argument(
-            "--view", action="store_true", help="show it in the browser while it goes on"
+            "--view", action="store_true", help="show the run in the browser while it trains"
         )
     add_dry_run(parser)
     add_key_help(parser, config_type)
@@ -70,15 +71,17 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="start nothing: print what the configuration chooses, the processes, their GPUs and "
-        "an estimate of their memory; read the first and last 1,000 rows of each data file; refuse "
-        f"what the run would refuse; exit code {EXIT_MISSING} if something is not here yet",
+        help="start nothing: print the configuration, the processes, their GPUs and an estimate of "
+        "their memory; check the first and last 1,000 rows of each data file; report the same "
+        f"errors as a start; exit code {EXIT_MISSING} if something is missing",
     )
     parser.add_argument(
-        "--defaults", action="store_true", help="with --dry-run: the keys at their defaults too"
+        "--defaults",
+        action="store_true",
+        help="with --dry-run: also print keys with default values",
     )
     parser.add_argument(
-        "--gpus", type=int, metavar="N", help="dry run for N GPUs; default: those of this machine"
+        "--gpus", type=int, metavar="N", help="dry run for N GPUs; default: this machine's"
     )
     parser.add_argument(
         "--gpu-memory",
@@ -91,13 +94,13 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
 def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Refuse what only a dry run reads."""
     if arguments.defaults and not arguments.dry_run:
-        parser.error("--defaults belongs to --dry-run")
+        parser.error("--defaults requires --dry-run")
     for name in ("gpus", "gpu_memory"):
         value = getattr(arguments, name)
         if value is not None and not arguments.dry_run:
-            parser.error(f"--{name.replace('_', '-')} belongs to --dry-run")
+            parser.error(f"--{name.replace('_', '-')} requires --dry-run")
         if value is not None and value < 0:
-            parser.error(f"--{name.replace('_', '-')} is not negative")
+            parser.error(f"--{name.replace('_', '-')} must not be negative")
 
 
 def add_subject(parser: Parser, config_type: type[msgspec.Struct], out: str) -> None:
@@ -108,12 +111,12 @@ def add_subject(parser: Parser, config_type: type[msgspec.Struct], out: str) -> 
     )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of its settings")
-    parser.add_argument("--env", default="", help="environment id; of a run: its own")
+    parser.add_argument("--env", default="", help="environment id; default for a run: its own")
     parser.add_argument("--n", type=int, default=0, help="first n questions of each set; 0: all")
-    parser.add_argument("--model", default="", help="of an endpoint: the model's name there")
+    parser.add_argument("--model", default="", help="for an endpoint: name of the model")
     parser.add_argument(
         "--tokenizer", default="", metavar="DIR",
-        help="of a vLLM or SGLang server: its tokenizer, so that token ids go in and out"
+        help="for a vLLM or SGLang server: its tokenizer, to send and receive token ids"
     )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR", help=out)
     add_key_help(parser, config_type)
@@ -129,18 +132,34 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     return arguments
 
 
-def run_command(arguments: argparse.Namespace, config_type: type[T], work: Work) -> int:
+def run_command(
+    arguments: argparse.Namespace,
+    config_type: type[T],
+    work: Work,
+    then: str = "",
+    suggest: Suggest | None = None,
+) -> int:
     """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input, 3 not all is here (of a
-    dry run), 130 interrupted."""
+    dry run), 130 interrupted. `then` is said to come after the start, and what `suggest` gives of
+    the arguments and the run's folder after a run that ended well."""
     from agentenv.pipelines.run.terminal import View, to_its_end  # --help answers sooner
 
     view = View()
     return to_its_end(
-        lambda: _run(arguments, config_type, work, view), view, writing="writing the run"
+        lambda: _run(arguments, config_type, work, view, then, suggest),
+        view,
+        writing="writing the run",
     )
 
 
-def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: View) -> int:
+def _run(
+    arguments: argparse.Namespace,
+    config_type: type[T],
+    work: Work,
+    view: View,
+    then: str,
+    suggest: Suggest | None,
+) -> int:
     """Read the configuration, then do the work or say what it would need; the exit code."""
     from agentenv.pipelines.run.monitors import MonitorConfig
     from agentenv.pipelines.run.rundir import LOG_FILE, RunDirectory
@@ -172,14 +191,18 @@ def _run(arguments: argparse.Namespace, config_type: type[T], work: Work, view: 
     for line in left_out:
         view.say(line)
     code = EXIT_FAILED
+    view.wait_for(f"getting {folder} ready", then)
     try:
         looked_at = _looked_at(run.path, view) if arguments.view else nullcontext()
         with looked_at, gpus_for_others(config):
             run_until_done(work(config, run, view, arguments.resume), view)
         code = 0
+        if suggest is not None:
+            view.suggest(suggest(arguments, folder))
     except KeyboardInterrupt:
-        goes_on = "the command with --resume goes on from the last checkpoint"
-        view.say(f"interrupted; {goes_on if run.has_begun else 'the run had not begun'}")
+        view.end()
+        goes_on = "the command with --resume continues from the last checkpoint"
+        view.say(f"interrupted; {goes_on if run.has_begun else 'training had not started'}")
         code = EXIT_INTERRUPTED
     finally:
         run.monitors.finish(code)

@@ -27,14 +27,14 @@ from agentenv.untrusted import decode
 MakeRequest = Callable[[argparse.Namespace], Request]
 
 EPILOG = """commands:
-  status                  phase, step, trees, queue, engine, who waits longest (the default)
-  why [TREE]              what rollouts wait for: all of them, or one tree in detail
+  status                  phase, step, trees, queue, engine, longest wait (the default)
+  why [TREE]              waits of all rollouts, or of one tree in detail
   cancel TREE ...         cancel trees: they fail, with the kind `cancelled`, and are not trained
-  pause, resume           between them no tree, no turn and no update begins
-  checkpoint              write one before the next update
+  pause, resume           no tree, turn or update starts between the two
+  checkpoint              save a checkpoint before the next update
   evaluate [SET ...]      evaluate before the next update (default: all sets)
 
-exit codes: 0 done, 1 no process trains in RUN, or it gives no answer, 2 refused or bad arguments"""
+exit codes: 0 done, 1 no process trains in RUN or it does not answer, 2 rejected or bad arguments"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,13 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Of the command line: a run, a command, and what that takes."""
+    """The command line: a run, a command, and its arguments."""
     common = Parser(add_help=False)
     common.add_argument(
-        "--json", action="store_true", default=argparse.SUPPRESS, help="the reply as JSON"
+        "--json", action="store_true", default=argparse.SUPPRESS, help="print the reply as JSON"
     )  # no default: what stands before the command holds
     texts = Parser(add_help=False)
-    texts.add_argument("--text", action="store_true", help="also questions and generated text")
+    texts.add_argument(
+        "--text", action="store_true", help="also print questions and generated text"
+    )
     parser = Parser(
         prog="agentenv ctl",
         usage="agentenv ctl RUN [COMMAND ...] [--json]",
@@ -59,7 +61,9 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="its folder, e.g. runs/quickstart")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="folder of the run, e.g. runs/quickstart"
+    )
     parser.set_defaults(request=lambda _: ask.AskStatus(), json=False, text=False)
     commands = parser.add_subparsers(metavar="COMMAND", prog="agentenv ctl RUN")
 
@@ -78,14 +82,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("checkpoint", lambda _: ask.Checkpoint())
     evaluate = add("evaluate", lambda given: ask.Evaluate(given.sets))
     evaluate.add_argument("sets", nargs="*", metavar="SET")
-    parser.add_argument("--json", action="store_true", help="the reply as JSON")
+    parser.add_argument("--json", action="store_true", help="print the reply as JSON")
     return parser
 
 
 def _run(arguments: argparse.Namespace, view: View) -> int:
     run = arguments.run
     if not run.is_dir():
-        raise ConfigError(f"{run}: there is no such folder; expected the folder of a run")
+        raise ConfigError(f"{run}: no such folder; expected the folder of a run")
     try:
         reply = ask.ask(run, arguments.request(arguments))
     except UnreachableError as error:
@@ -107,16 +111,16 @@ def _who(run: Path) -> str:
     if holder is None:
         is_evaluation = (run / "rows.jsonl").is_file()
         if is_evaluation or not (run / "config.json").is_file():
-            return f"{run} holds no run"
+            return f"{run} is not a run"
         return f"no process trains in {run} now (start it again with --resume)"
     if holder.host != socket.gethostname():
         return (
-            f"{run} is trained by process {holder.pid} on {holder.host}, which can be controlled "
-            "from there only"
+            f"{run} is trained by process {holder.pid} on {holder.host}, which can only be "
+            "controlled from that host"
         )
     if not os.path.exists(f"/proc/{holder.pid}"):
         return f"the process that trained in {run} was killed (start it again with --resume)"
-    return f"process {holder.pid} trains in {run} since {holder.since}, but cannot be asked"
+    return f"process {holder.pid} trains in {run} since {holder.since}, but does not answer"
 
 
 # For people.
@@ -179,7 +183,7 @@ def _show_waits(reply: ask.Waits, view: View) -> None:
         view.show(Table(title=title, columns=columns, rows=rows, left=[0, 4], note=note))
         _say_advice(((one.what, one.advice) for one in reply.waits), view)
     else:
-        view.say("no rollout waits in this process")
+        view.say("no rollout of this process waits")
     for line in reply.lines:
         view.say(line)
 

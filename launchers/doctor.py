@@ -9,6 +9,7 @@ docs/doctor.md.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,15 +47,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="agentenv doctor",
         usage="agentenv doctor [--config CONFIG [key.sub=value ...]] [options]",
-        description="Check this machine and a configuration of training.",
+        description="Check this machine and a training configuration.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", type=Path, help="of agentenv train; none: the machine alone")
+    parser.add_argument(
+        "--config", type=Path, help="configuration of agentenv train; none: check the machine alone"
+    )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
-    parser.add_argument("--json", action="store_true", help="the results as JSON")
-    parser.add_argument("--offline", action="store_true", help="ask nothing outside this machine")
-    parser.add_argument("--quick", action="store_true", help="start neither learner nor engine")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--offline", action="store_true", help="no requests to other machines")
+    parser.add_argument("--quick", action="store_true", help="do not start learner and engine")
     return parser
 
 
@@ -68,7 +71,9 @@ async def _run(arguments: argparse.Namespace, view: View) -> int:
         is_offline=arguments.offline,
         is_quick=arguments.quick,
         say=lambda text: None if arguments.json else view.console.print(f"[dim]{escape(text)}[/]"),
+        on_begin=lambda name: None if arguments.json else view.wait_for(f"checking {name}"),
     ):
+        view.end()
         results.append(result)
         if not arguments.json:
             show(result, view)
@@ -80,7 +85,22 @@ async def _run(arguments: argparse.Namespace, view: View) -> int:
             f"\n{states.count('passed')} passed, {states.count('failed')} failed, "
             f"{states.count('skipped')} skipped"
         )
+        view.suggest(next_commands(arguments, "failed" in states))
     return EXIT_FAILED if "failed" in states else 0
+
+
+def next_commands(arguments: argparse.Namespace, has_failed: bool) -> dict[str, str]:
+    """What to type after the checks."""
+    if arguments.config is None:
+        again = {"agentenv doctor": "again, once that is mended"}
+        return (again if has_failed else {}) | {
+            "agentenv doctor --config CONFIG": "what a run would need",
+            "agentenv new NAME": "an environment of your own, which trains as it is",
+        }
+    given = shlex.join([str(arguments.config), *arguments.overrides])
+    if has_failed:
+        return {f"agentenv doctor --config {given}": "again, once that is mended"}
+    return {f"agentenv train {given}": "starts the run"}
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 
 from agentenv.errors import ConfigError
 from agentenv.launchers.command import Work, make_parser, parse, run_command
+from agentenv.launchers.sft import next_commands
 from agentenv.learners.batch import EncodedTree
 from agentenv.learners.learner import Learner, Metrics
 from agentenv.pipelines.config.rl import TrainConfig
@@ -42,18 +43,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--self-critic",
         type=_rounds,
         metavar="N",
-        help="N rounds on the policy's own answers; CONFIG is that of a training run",
+        help="N rounds on the policy's own answers; CONFIG is a configuration of agentenv train",
     )
     arguments = parse(parser, argv)
     if arguments.self_critic is None:
-        return run_command(arguments, DPORunConfig, partial(train_supervised, Preference.of))
-    return run_command(arguments, SelfCriticRunConfig, self_critic(arguments.self_critic))
+        work = partial(train_supervised, Preference.of)
+        return run_command(arguments, DPORunConfig, work, "the first step", next_commands)
+    rounds = self_critic(arguments.self_critic)
+    return run_command(arguments, SelfCriticRunConfig, rounds, "the first round", next_commands)
 
 
 def _rounds(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise ArgumentTypeError(f"expected a number of rounds, at least 1, found {text}")
+        raise ArgumentTypeError(f"expected a number of rounds, at least 1, got {text}")
     return number
 
 
@@ -64,7 +67,7 @@ class SelfCriticRunConfig(TrainConfig, frozen=True, kw_only=True, forbid_unknown
         super().__post_init__()
         if self.self_critic is None:
             raise ConfigError(
-                "self_critic: --self-critic needs the table [self_critic], or one key of it, as "
+                "self_critic: --self-critic requires the table [self_critic], or one key of it, as "
                 "self_critic.num_questions=32"
             )
 

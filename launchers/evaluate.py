@@ -12,37 +12,36 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve o
 
 import argparse
 import asyncio
-import hashlib
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-from msgspec.structs import replace
-
-from agentenv.config import to_plain
 from agentenv.errors import ConfigError, require_train
 from agentenv.launchers.command import add_dry_run, add_subject, check_arguments
 from agentenv.model_files import fetch_from_hub, find_on_hub
 from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
 from agentenv.pipelines.config.help import Parser
 from agentenv.pipelines.evaluation.report import write_report
-from agentenv.pipelines.evaluation.run import run_evaluation
-from agentenv.pipelines.evaluation.store import Saved, identity
+from agentenv.pipelines.evaluation.run import (
+    FOLDER,
+    chosen_sets,
+    default_folder,
+    run_evaluation,
+)
 from agentenv.pipelines.evaluation.subject import (
     LAST,
     START,
-    Subject,
     configured,
     find_subject,
-    weights_digest,
 )
 from agentenv.pipelines.run.checkpoints import BEST
 from agentenv.pipelines.run.terminal import View, run_until_done, to_its_end
 from agentenv.pipelines.serving import gpus_for_others
 
-FOLDER = "evals"
-EPILOG = "Of stored ones: agentenv evaluate report DIR, compare A B, regrade DIR [grader.key=value]"
+EPILOG = (
+    "Stored evaluations: agentenv evaluate report DIR, compare A B, regrade DIR [grader.key=value]"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda: _run(arguments, view),
         view,
         writing="writing the evaluation",
-        interrupted="interrupted; the same command goes on with the missing trajectories",
+        interrupted="interrupted; the same command continues with the missing trajectories",
     )
 
 
@@ -74,26 +73,39 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     )
     if not (arguments.dry_run or subject.model is None or subject.model.is_dir()):
         raise ConfigError(
-            f"{arguments.subject}: there is no such directory; expected a run, a checkpoint or a "
-            "model directory, or http(s)://HOST[:PORT]"
+            f"{arguments.subject}: no such directory; expected a run, a checkpoint or a model "
+            "directory, or http(s)://HOST[:PORT]"
         )
-    config = _configuration(arguments, subject, view)
-    config = _chosen(config, names, arguments.n)
+    config = configured(arguments, subject, EvaluateConfig, resolve_sets, view.say)
+    config = chosen_sets(config, names, arguments.n)
     if arguments.dry_run:
         from agentenv.pipelines.diagnosis.dry_run import dry_run  # slow to load
 
         return dry_run(config, arguments, view, subject.run, str(subject.model or ""))
     if subject.model is not None:
         require_train("torch", "transformers")
-    out = arguments.out or Path(FOLDER) / _name(config, subject)
+    view.wait_for("getting ready", "the questions")
+    out = arguments.out or default_folder(config, subject)
     with gpus_for_others(config):
         outcome = run_until_done(run_evaluation(config, subject, out, view), view)
     if outcome.num_failed:
-        view.say(f"{outcome.num_failed} trajectories failed; the same command asks them again")
+        view.say(f"{outcome.num_failed} trajectories failed; the same command retries them")
+    view.wait_for("scoring", "the report")
     write_report(out, view)
+    view.end()
+    view.suggest(next_commands(out))
     if outcome.problem is not None:
         raise outcome.problem
     return 0
+
+
+def next_commands(out: Path) -> dict[str, str]:
+    """What to type after an evaluation."""
+    path = shlex.quote(str(out))
+    return {
+        f"agentenv view {path}": "every trajectory, in the browser",
+        f"agentenv evaluate compare {path} OTHER": "with another one, in pairs",
+    }
 
 
 def _find_on_hub(arguments: argparse.Namespace, view: View) -> None:
@@ -106,49 +118,25 @@ def _find_on_hub(arguments: argparse.Namespace, view: View) -> None:
         fetch_from_hub(arguments.subject, "model", view.say)
 
 
-def _configuration(arguments: argparse.Namespace, subject: Subject, view: View) -> EvaluateConfig:
-    return configured(arguments, subject, EvaluateConfig, resolve_sets, view.say)
-
-
-def _chosen(config: EvaluateConfig, names: Sequence[str], num_tasks: int) -> EvaluateConfig:
-    for name in names:
-        if name not in config.sets:
-            raise ConfigError(f"--set {name}: there are the sets {sorted(config.sets)}")
-    sets = {name: config.sets[name] for name in names or config.sets}
-    if num_tasks < 0:
-        raise ConfigError(f"--n {num_tasks}: expected a number of questions, or 0 for all")
-    if num_tasks:
-        sets = {name: replace(one, max_tasks=num_tasks) for name, one in sets.items()}
-    return replace(config, sets=sets)
-
-
-def _name(config: EvaluateConfig, subject: Subject) -> str:
-    """A directory of its own for each thing asked: the same command finds it again."""
-    asked = {"url": subject.name}
-    if subject.model is not None:
-        asked = {"weights": weights_digest(subject.model)}
-    saved = Saved(subject=asked, run="", config=to_plain(config))
-    digest = hashlib.sha256(msgspec.json.encode(identity(saved), order="sorted")).hexdigest()
-    return f"{subject.name.replace('/', '-')}-{'-'.join(config.sets)}"[:80] + f"-{digest[:6]}"
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="agentenv evaluate",
         usage="agentenv evaluate SUBJECT [key.sub=value ...] [options]",
-        description="Evaluate a run, a checkpoint, a model directory, or an endpoint by its URL, "
-        f"through the env API. {EPILOG}.",
+        description="Evaluate a run, a checkpoint, a model directory, or an endpoint by its URL. "
+        f"{EPILOG}.",
     )
-    out = f"where rows and report go, and are taken up again; default {FOLDER}/NAME"
+    out = f"folder of rows and report, from which the command also resumes; default {FOLDER}/NAME"
     add_dry_run(parser)
     add_subject(parser, EvaluateConfig, out)
     parser.add_argument(
-        "--set", default="", metavar="NAMES", help="sets by name, with commas; of a run: the one "
-        "that it reports"
-    )  # fmt: skip
+        "--set",
+        default="",
+        metavar="NAMES",
+        help="sets by name, separated by commas; default for a run: the one that it reports",
+    )
     parser.add_argument(
         "--checkpoint", choices=(LAST, BEST, START), default=LAST,
-        help="which one of a run; start: the model that it began with"
+        help="checkpoint of the run; start: its initial model"
     )  # fmt: skip
     arguments = parser.parse_intermixed_args(argv)
     check_arguments(parser, arguments)
@@ -161,15 +149,18 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _report(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="agentenv evaluate report",
-        description="Report a stored evaluation: terminal, summary.json, report.md.",
+        description="Report a stored evaluation: on the terminal, in summary.json and in "
+        "report.md.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("--k", default="", help="of pass@k and maj@k, e.g. 1,3,5; default 1,2,4,..")
+    parser.add_argument(
+        "--k", default="", help="k of pass@k and maj@k, e.g. 1,3,5; default 1,2,4,.."
+    )
     parser.add_argument(
         "--compat",
         choices=("reference",),
         default="",
-        help="reference: em, F1, contains and math as the published code has them",
+        help="reference: em, F1, contains and math of the published code",
     )
     arguments = parser.parse_args(argv)
     ks = [int(k) if k.strip().isdecimal() else 0 for k in arguments.k.split(",") if k]
@@ -179,6 +170,7 @@ def _report(argv: Sequence[str]) -> int:
 
     def work() -> None:
         write_report(folder, view, ks=ks, compat=compat)
+        view.suggest(next_commands(folder))
 
     return to_its_end(work, view, writing="writing the report")
 
@@ -186,17 +178,19 @@ def _report(argv: Sequence[str]) -> int:
 def _compare(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="agentenv evaluate compare",
-        description="Compare two stored evaluations on the questions that both asked, in pairs.",
+        description="Compare two stored evaluations, paired by the questions that both contain.",
     )
     parser.add_argument("first", type=Path, metavar="A")
     parser.add_argument("second", type=Path, metavar="B")
-    parser.add_argument("--out", type=Path, help="Markdown file with all questions that changed")
+    parser.add_argument("--out", type=Path, help="Markdown file of all changed questions")
     given, view = parser.parse_args(argv), View()
 
     def work() -> None:
         from agentenv.pipelines.evaluation.compare import compare
 
         asyncio.run(compare(given.first, given.second, given.out, view))
+        both = shlex.join([str(given.first), str(given.second)])
+        view.suggest({f"agentenv view {both}": "question by question, in the browser"})
 
     return to_its_end(work, view, writing="writing the comparison")
 
@@ -204,10 +198,10 @@ def _compare(argv: Sequence[str]) -> int:
 def _regrade(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="agentenv evaluate regrade",
-        description="Grade the stored trajectories of an evaluation again, without generating.",
+        description="Regrade the stored trajectories of an evaluation, without generating.",
         epilog="grader.kind=KIND starts from that kind's defaults; other grader.key=value change "
-        "the grader that the evaluation had; sets.NAME.grader.key=value that of one set. Without "
-        "any, the same grader grades again.",
+        "the evaluation's grader, sets.NAME.grader.key=value that of one set. Without any, the "
+        "same grader regrades.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("overrides", nargs="*", default=[], metavar="grader.key=value")
@@ -217,6 +211,7 @@ def _regrade(argv: Sequence[str]) -> int:
         from agentenv.pipelines.evaluation.regrade import regrade
 
         asyncio.run(regrade(given.folder, given.overrides, view))
+        view.suggest(next_commands(given.folder))
 
     return to_its_end(work, view, writing="writing the grades")
 

@@ -3,13 +3,14 @@
 CHECKPOINT is a checkpoint of a run, or a run, whose last one is taken. transformers, vLLM and
 SGLang load OUT: weights, config, tokenizer, chat template and generation_config.
 
-`agentenv export transcripts SOURCE OUT --format inspect|atif` writes trajectories
-instead: the trees of a run or the rows of an evaluation, for other viewers.
+`agentenv export transcripts SOURCE OUT --format inspect|atif` exports trajectories instead: the
+trees of a run or the rows of an evaluation, for other viewers.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,13 +34,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint = find_checkpoint(arguments.checkpoint, best=arguments.best)
         from agentenv.learners.export import export  # slow to load: mistakes are reported before
 
+        view.wait_for(f"reading {checkpoint}", "writing")
         export(
             checkpoint,
             arguments.out,
             dtype=arguments.dtype,
             max_shard_bytes=int(arguments.max_shard_gb * (1 << 30)),
         )
+        view.end()
         view.say(f"{checkpoint} written to {arguments.out} as {arguments.dtype}")
+        path = shlex.quote(str(arguments.out))
+        view.suggest(
+            {
+                f"vllm serve {path}": "an endpoint of it",
+                f"agentenv evaluate {path} --env ID data=FILE": "asks it questions",
+            }
+        )
 
     return to_its_end(work, view, writing=str(arguments.out))
 
@@ -47,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="agentenv export",
-        description="Write a checkpoint as a Hugging Face directory, without a learner.",
-        epilog=f"`{TRANSCRIPTS} SOURCE OUT --format inspect|atif` writes trajectories "
-        f"instead: agentenv export {TRANSCRIPTS} --help",
+        description="Export a checkpoint as a Hugging Face directory, without a learner.",
+        epilog=f"`{TRANSCRIPTS} SOURCE OUT --format inspect|atif` exports trajectories instead: "
+        f"agentenv export {TRANSCRIPTS} --help",
     )
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     parser.add_argument("out", type=Path, metavar="OUT")
@@ -62,31 +72,36 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _transcripts(argv: Sequence[str]) -> int:
     parser = Parser(
         prog=f"agentenv export {TRANSCRIPTS}",
-        description="Write the trees that a run kept, or the rows of an evaluation, as logs of "
-        "Inspect or as ATIF. Secrets are left out.",
+        description="Export the archived trees of a run, or the rows of an evaluation, as Inspect "
+        "logs or as ATIF. Secrets are removed.",
     )
     parser.add_argument(
         "source", type=Path, metavar="SOURCE", help="a run, or the directory of an evaluation"
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="directory, empty or new")
     parser.add_argument("--format", choices=("inspect", "atif"), required=True)
-    parser.add_argument("--step", type=int, metavar="N", help="of a run: only this step, from 1")
-    parser.add_argument("--tree", type=int, metavar="I", help="of a run: only this tree")
+    parser.add_argument("--step", type=int, metavar="N", help="for a run: only this step, from 1")
+    parser.add_argument("--tree", type=int, metavar="I", help="for a run: only this tree")
     parser.add_argument(
         "--per",
         choices=("tree", "trajectory"),
         default="tree",
-        help="of inspect: a sample is a tree with its forks as branches, or one trajectory",
+        help="for inspect: a sample is a tree with its forks as branches, or one trajectory",
     )
     parser.add_argument(
-        "--tokens", action="store_true", help="of a run: with token ids and their log-probs"
+        "--tokens", action="store_true", help="for a run: include token ids and their log-probs"
     )
     arguments, view = parser.parse_args(argv), View()
 
     def work() -> None:
         from agentenv.pipelines.viewing.transcripts import export  # slow to load
 
+        view.wait_for(f"reading {arguments.source}", "writing")
         export(arguments, view)
+        view.end()
+        if arguments.format == "inspect":
+            path = shlex.quote(str(arguments.out))
+            view.suggest({f"inspect view --log-dir {path}": "in the viewer of Inspect"})
 
     return to_its_end(work, view, writing=str(arguments.out))
 

@@ -1,4 +1,4 @@
-"""Makes an environment of one's own to begin with: `agentenv new NAME [--folder DIR]`.
+"""Creates a project with a custom environment: `agentenv new NAME [--folder DIR]`.
 
 The folder NAME has tools, grader, questions, demonstrations, a configuration and a test. It trains
 as it is, on a laptop within minutes, and is changed from there.
@@ -11,7 +11,7 @@ import keyword
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -30,10 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="agentenv new",
         usage="agentenv new NAME [--folder DIR]",
-        description="Make a folder with an environment of your own, which trains as it is.",
+        description="Create a project with a custom environment, ready to train.",
     )
-    parser.add_argument("name", metavar="NAME", help="of the folder and of its Python package")
-    where = "where NAME is made; default: here"
+    parser.add_argument("name", metavar="NAME", help="name of the folder and of its Python package")
+    where = "parent of NAME; default: the current folder"
     parser.add_argument("--folder", type=Path, default=Path(), metavar="DIR", help=where)
     arguments = parser.parse_args(argv)
     view = View()
@@ -43,10 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _make(name: str, parent: Path, view: View) -> int:
     check_name(name)
     folder = make_folder(name, parent)
-    view.say(f"made {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-    view.say("\nnext:")
-    for line in next_commands(name, parent):
-        view.say(f"  {line}")
+    view.say(f"created {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    view.suggest(next_commands(name, parent))
     return 0
 
 
@@ -62,7 +60,7 @@ def check_name(name: str) -> None:
     found = importlib.util.find_spec(name)
     if found is not None and found.origin is not None:
         raise ConfigError(
-            f"NAME {name!r}: {found.origin} is imported by that name already; choose another"
+            f"NAME {name!r}: {found.origin} is already imported by that name; choose another"
         )
 
 
@@ -70,9 +68,9 @@ def make_folder(name: str, parent: Path) -> Path:
     """The folder, whole or not at all. Raises ConfigError."""
     folder = parent / name
     if folder.exists():
-        raise ConfigError(f"{folder} is there already; choose another NAME, or remove it")
+        raise ConfigError(f"{folder} already exists; choose another NAME, or remove it")
     if not parent.is_dir():
-        raise ConfigError(f"--folder {parent}: there is no such folder")
+        raise ConfigError(f"--folder {parent}: no such folder")
     title = "".join(part.capitalize() for part in name.split("_"))
     partial = parent / f".{name}.partial"
     partial.mkdir(exist_ok=True)
@@ -84,18 +82,15 @@ def make_folder(name: str, parent: Path) -> Path:
     return folder
 
 
-def next_commands(name: str, parent: Path) -> Iterator[str]:
-    """What to type after it, from the folder that the environment lies in."""
-    if parent.resolve() != Path.cwd():
-        yield f"cd {shlex.quote(str(parent))}"
+def next_commands(name: str, parent: Path) -> dict[str, str]:
+    """The next commands, from the parent folder of the environment."""
+    is_here = parent.resolve() == Path.cwd()
     train = f"agentenv train {name}/train.toml"
-    commands = {
-        f"python -m pytest {name}": "the test of the environment",
-        f"{train} --dry-run": "tries everything, starts nothing",
+    return ({} if is_here else {f"cd {shlex.quote(str(parent))}": "its folder"}) | {
+        f"python -m pytest {name}": "test of the environment",
+        f"{train} --dry-run": "checks everything",
         train: "cold start, then ARPO: minutes",
     }
-    width = max(map(len, commands))
-    yield from (f"{command.ljust(width)}  # {what}" for command, what in commands.items())
 
 
 def _templates() -> list[Traversable]:

@@ -45,13 +45,15 @@ logger = logging.getLogger(__name__)
 class RetrieverConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The retriever."""
 
-    backend: Annotated[AnyBackend, Meta(description="what is searched")] = BM25Config()
-    host: Annotated[str, Meta(description="where to listen; 0.0.0.0: on every address")] = (
+    backend: Annotated[AnyBackend, Meta(description="corpus and index")] = BM25Config()
+    host: Annotated[str, Meta(description="address to listen on; 0.0.0.0: every address")] = (
         "127.0.0.1"
     )
-    port: Annotated[int, Meta(ge=0, le=65535, description="0: a free one")] = 8000
-    topk: Annotated[int, Meta(ge=1, le=100, description="results when none are asked for")] = 5
-    max_queries: Annotated[int, Meta(ge=1, description="in one request")] = 512
+    port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port")] = 8000
+    topk: Annotated[int, Meta(ge=1, le=100, description="default number of results")] = 5
+    max_queries: Annotated[int, Meta(ge=1, description="maximum number of queries per request")] = (
+        512
+    )
 
 
 class _Request(Struct):
@@ -123,7 +125,7 @@ class Retriever:
 
     def _texts(self, query: str | list[str], many: bool) -> list[str]:
         if many != isinstance(query, list):
-            raise ValueError(f"query is {'no list' if many else 'a list'}")
+            raise ValueError(f"query is {'not a list' if many else 'a list'}")
         queries = [query] if isinstance(query, str) else query
         if not many and not queries[0].strip():
             raise ValueError("query is empty")
@@ -131,7 +133,7 @@ class Retriever:
 
     def _queries(self, asked: _Request) -> list[str]:
         if (asked.query is None) == (asked.queries is None):
-            raise ValueError("one of query and queries is needed")
+            raise ValueError("one of query and queries is required")
         return self._cut([asked.query] if asked.query is not None else asked.queries or [])
 
     def _cut(self, queries: list[str]) -> list[str]:

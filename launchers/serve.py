@@ -1,6 +1,7 @@
 """Serves models: `agentenv serve SUBJECT [key.sub=value ...]` the policy, a run, a checkpoint or a
-model directory, by OpenAI's and Anthropic's APIs (docs/serve.md); `agentenv serve CONFIG.toml` the
-models beside it, a judge or a summarizer, for runs and evaluations to share; until Ctrl-C."""
+model directory, over OpenAI's and Anthropic's APIs (docs/serve.md); `agentenv serve CONFIG.toml`
+auxiliary models such as a judge or a summarizer, shared by runs and evaluations; until Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any(text.endswith(".toml") and "=" not in text for text in argv[:1]):
         parser = make_parser(
             "agentenv serve",
-            "Start models beside the policy, until Ctrl-C.",
+            "Serve models that assist the policy, until Ctrl-C.",
             ServeConfig,
             example="configs/server_judge.toml",
             resumes=False,
@@ -63,6 +64,7 @@ async def serve(config: ServeConfig, run: RunDirectory, view: View, resume: str)
     async with AsyncExitStack() as stack:
         factory = ServerFactory(run.path, stack, view.say)
         urls = await start_servers(config.roles, run.resolve, factory)
+        view.end()
         for name, url in urls.items():
             view.say(f"{name} is at {url}: 'roles.{name}={{url=\"{url}\"}}'")
         await stop.wait()
@@ -81,8 +83,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="agentenv serve",
         usage="agentenv serve SUBJECT [key.sub=value ...] [options]",
-        description="Serve the policy of a run, a checkpoint or a model directory by the APIs of "
-        "OpenAI and Anthropic; with CONFIG.toml as SUBJECT, models beside the policy.",
+        description="Serve the policy of a run, a checkpoint or a model directory over the APIs of "
+        "OpenAI and Anthropic; with CONFIG.toml as SUBJECT, models such as a judge.",
     )
     parser.add_argument(
         "subject", metavar="SUBJECT", help="run, checkpoint, model directory or id on the hub"
@@ -91,7 +93,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of its settings")
     parser.add_argument(
         "--checkpoint", choices=(LAST, BEST, START), default=LAST,
-        help="which one of a run; start: the model that it began with"
+        help="checkpoint of the run; start: its initial model"
     )  # fmt: skip
     parser.set_defaults(env="")
     add_key_help(parser, PolicyConfig)
@@ -105,8 +107,8 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     subject = find_subject(arguments.subject, checkpoint=arguments.checkpoint)
     if subject.model is None or not subject.model.is_dir():
         raise ConfigError(
-            f"{arguments.subject}: there is no such directory; expected a run, a checkpoint or a "
-            "model directory"
+            f"{arguments.subject}: no such directory; expected a run, a checkpoint or a model "
+            "directory"
         )
     known = {key: value for key, value in subject.raw.items() if key in _OF_RUN}
 
@@ -114,6 +116,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
         return build_config(PolicyConfig, raw, source)
 
     config = configured(arguments, subject._replace(raw=known), PolicyConfig, build, view.say)
+    view.wait_for("starting the engine", "the address")
     with gpus_for_others(config):
         run_until_done(_until_stopped(config, subject, view), view)
     return 0
@@ -121,7 +124,12 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
 
 async def _until_stopped(config: PolicyConfig, subject: Subject, view: View) -> None:
     stop = _stopped()
-    await serve_policy(config, subject, view.say, stop)
+
+    def say(text: str) -> None:
+        view.end()
+        view.say(text)
+
+    await serve_policy(config, subject, say, stop)
     view.say("stopping")
 
 
@@ -155,6 +163,8 @@ async def serve_policy(
         say(f"{name} is at {url}")
         say(f"OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={shown}")
         say(f"ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={shown}")
+        say("Ctrl-C ends it; in another terminal, with the variables above:")
+        say(f'  curl {url}/v1/models -H "Authorization: Bearer $OPENAI_API_KEY"')
         await stop.wait()
 
 
@@ -176,7 +186,7 @@ class PolicyAssembly(Assembly[PolicyConfig]):
         return await self.own_model(str(self.subject.model))
 
     async def handler(self) -> PolicyHandler:
-        """What answers, with its engine started."""
+        """The endpoint's handler, with its engine started."""
         from agentenv.endpoint.policy import PolicyHandler
         from agentenv.engine import EngineStart
 

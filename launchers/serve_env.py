@@ -1,4 +1,4 @@
-"""Serves an environment by the protocol of OpenEnv:
+"""Serves an environment over the OpenEnv protocol:
 `agentenv serve-env SUBJECT [key.sub=value ...]`.
 
 SUBJECT is a run, the configuration of one, or the id of an environment, with its questions in
@@ -50,7 +50,7 @@ from agentenv.types import Limits
 
 
 class ServeEnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `agentenv serve-env` reads; of a run, all but the last keys come from the run."""
+    """The keys of `agentenv serve-env`; for a run, all but the last come from the run."""
 
     env: EnvConfig
     data: DataConfig
@@ -61,20 +61,20 @@ class ServeEnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     search: SearchTable = None
     grader: GraderTable = None
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="0: any that is free")] = 8000
+    port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port")] = 8000
     api_key_env: Annotated[
         str,
         Meta(
-            description="environment variable that holds the key; empty: clients need no key, and "
-            "only this machine is served"
+            description="environment variable with the key; empty: clients need no key, and only "
+            "this machine can connect"
         ),
     ] = ""
     max_sessions: Annotated[
-        int, Meta(ge=1, description="sessions at a time; others are refused")
+        int, Meta(ge=1, description="maximum number of sessions; others are rejected")
     ] = 4096
-    idle_s: Annotated[
-        float, Meta(gt=0, description="after which a session that is not used ends")
-    ] = 3600.0
+    idle_s: Annotated[float, Meta(gt=0, description="time after which an idle session ends")] = (
+        3600.0
+    )
 
 
 _OF_RUN = ("env", "data", "eval", "prompt", "limits", "python", "search", "grader")
@@ -85,9 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="agentenv serve-env",
         usage="agentenv serve-env SUBJECT [key.sub=value ...]",
-        description="Serve an environment by the protocol of OpenEnv, until Ctrl-C.",
+        description="Serve an environment over the OpenEnv protocol, until Ctrl-C.",
     )
-    subject = "run, CONFIG.toml of one, or id of an environment (with data.train=FILE)"
+    subject = "run, CONFIG.toml of a run, or environment id (with data.train=FILE)"
     parser.add_argument("subject", metavar="SUBJECT", help=subject)
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
     add_key_help(parser, ServeEnvConfig)

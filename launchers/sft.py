@@ -11,9 +11,12 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
 
+import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -34,7 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     dry run), 130 interrupted."""
     parser = make_parser("agentenv sft", "Fine-tune a policy on dialogues.", SFTRunConfig)
     work = partial(train_supervised, Imitation.of)
-    return run_command(parse(parser, argv), SFTRunConfig, work)
+    return run_command(parse(parser, argv), SFTRunConfig, work, "the first step", next_commands)
+
+
+def next_commands(arguments: argparse.Namespace, run: Path) -> dict[str, str]:
+    """What to type after a run."""
+    path = shlex.quote(str(run))
+    return {
+        f"agentenv train CONFIG model.path={path}": "reinforcement learning starts from it",
+        f"agentenv evaluate {path} --env ID data=FILE": "asks it questions",
+        f"agentenv export {path} DIR": "for transformers and vLLM",
+    }
 
 
 class Imitation:
@@ -58,7 +71,7 @@ class Imitation:
 
     @classmethod
     async def of(cls, assembly: SupervisedAssembly) -> Imitation:
-        """What the configuration wants to be imitated."""
+        """The rows to imitate by the configuration."""
         config, loaded = assembly.config, await assembly.rows()
         rows = [[place] for place in range(len(loaded.train))]
         if isinstance(config.loop, SFTLoopConfig) and config.loop.packing:

@@ -13,6 +13,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
 
 import argparse
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -55,7 +56,7 @@ from agentenv.pipelines.synthesis.sorting import (
     rl_row,
     sft_row,
     sort_question,
-    summarise,
+    summarize,
     write_data,
 )
 from agentenv.types import Message
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda: _run(arguments, view),
         view,
         writing="writing the data",
-        interrupted="interrupted; the same command goes on with what is missing",
+        interrupted="interrupted; the same command continues with the missing trajectories",
     )
 
 
@@ -84,14 +85,23 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
 
         return dry_run(plan.evaluation, arguments, view, subject.run, str(subject.model or ""))
     out = arguments.out or Path(FOLDER) / f"{subject.name}-{'-'.join(plan.sets)}".replace("/", "-")
+    view.wait_for("getting ready", "the questions")
     num_failed = run_until_done(synthesize(plan, subject, out, view), view)
     if num_failed:
-        view.say(f"{num_failed} trajectories failed; the same command asks them again")
+        view.say(f"{num_failed} trajectories failed; the same command retries them")
+    view.end()
+    path = shlex.quote(str(out))
+    view.suggest(
+        {
+            f"agentenv sft CONFIG data.train={path}/sft.jsonl": "imitates the dialogues",
+            f"agentenv train CONFIG data.train={path}/rl.jsonl": "trains on the hard questions",
+        }
+    )
     return 0
 
 
 def _plan(arguments: argparse.Namespace, subject: Subject, view: View) -> SynthesisPlan:
-    """The subject's settings are asked for, its sets are not."""
+    """Uses the subject's settings, but not its sets."""
     own = {key: value for key, value in subject.raw.items() if key != "sets"}
     subject = subject._replace(raw=own)
     plan = configured(arguments, subject, SynthesisConfig, make_plan, view.say)
@@ -108,7 +118,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Sample trajectories of questions with and without tools, and sort them into "
         "data for agentenv sft and questions for agentenv train.",
     )
-    out = f"where the data goes, and is taken up again; default {FOLDER}/NAME"
+    out = f"folder of the data, from which the command also resumes; default {FOLDER}/NAME"
     add_dry_run(parser)
     add_subject(parser, SynthesisConfig, out)
     arguments = parser.parse_intermixed_args(argv)
@@ -156,7 +166,7 @@ async def _write(
         if one.kind == "hard":
             env = plan.sets[name].env
             rl.append(rl_row(task, name, env.id if env is not None else ""))
-    summary = summarise(plan, found, dropped)
+    summary = summarize(plan, found, dropped)
     write_data(out, sft, rl, rejected_rows(found, dropped), summary)
     view.show(class_table(summary))
     view.show(reason_table(summary))
@@ -176,9 +186,9 @@ def _check_hints(plan: SynthesisPlan, engine: ChatEngine | TokensEngine | None) 
     chosen = engine.config.continuation
     if chosen == "turns" or (chosen == "auto" and not engine.endpoint.known):
         raise ConfigError(
-            "hints: this endpoint takes chat messages and does not go on with a text; set "
-            "engine.continuation = 'prefix' if it can, give --tokenizer for a vLLM or SGLang "
-            "server, or take the table out"
+            "hints: this endpoint uses chat messages and does not continue a text; set "
+            "engine.continuation = 'prefix' if it can, pass --tokenizer for a vLLM or SGLang "
+            "server, or remove the table"
         )
 
 

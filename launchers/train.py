@@ -1,5 +1,6 @@
-"""Trains a policy: `agentenv train CONFIG [key.sub=value ...] [--resume [WHICH]]`, with
-`--view` seen in the browser meanwhile."""
+"""Trains a policy: `agentenv train CONFIG [key.sub=value ...] [--resume [WHICH]]`, with `--view`
+shown in the browser.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other processes
 
+import argparse
 import logging
+import shlex
 import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -31,7 +34,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         example="configs/quickstart.toml",
         views=True,
     )
-    return run_command(parse(parser, argv), TrainConfig, reinforce)
+    arguments = parse(parser, argv)
+    then = "" if arguments.resume else "an evaluation, then training"
+    return run_command(arguments, TrainConfig, reinforce, then, next_commands)
+
+
+def next_commands(arguments: argparse.Namespace, run: Path) -> dict[str, str]:
+    """What to type after a run."""
+    return {
+        f"agentenv view {shlex.quote(str(run))}": "curves, trajectories, forks, in the browser",
+        f"agentenv evaluate {shlex.quote(str(run))}": "the last checkpoint, in more detail",
+        f"agentenv export {shlex.quote(str(run))} DIR": "for transformers and vLLM",
+    }
 
 
 def reinforce(
@@ -50,7 +64,10 @@ def reinforce(
 def warn_of_values_set(path: Path, view: View) -> None:
     """Keys that an earlier version changed in flight have the values of the configuration again."""
     if path.exists() and b'"command":"set"' in path.read_bytes():
-        view.warn(f"{path} holds values set in flight, which are ignored; set them as overrides")
+        view.warn(
+            f"{path} contains values that were set at run time; they are ignored; set them as "
+            "overrides"
+        )
 
 
 if __name__ == "__main__":

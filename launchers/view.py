@@ -17,26 +17,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="agentenv view",
         description="Show a run in the browser: curves, the trees of each step token by token, "
-        "evaluations. Reads the files of the run, also while it goes on; changes nothing.",
+        "evaluations. Reads the files of the run, also while it trains; changes nothing.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run or an evaluation")
     parser.add_argument(
         "others", type=Path, nargs="*", metavar="DIR", help="evaluations to compare with"
     )
-    parser.add_argument("--port", type=int, default=0, help="of 127.0.0.1; by default a free one")
-    parser.add_argument("--open", action="store_true", help="open the browser of this machine")
+    parser.add_argument(
+        "--port", type=int, default=0, help="port on 127.0.0.1; default: a free one"
+    )
+    parser.add_argument(
+        "--open", action="store_true", help="open the page in this machine's browser"
+    )
     parser.add_argument(
         "--export",
         type=Path,
         metavar="OUT",
-        help="write it down instead: OUT.html is one file that needs nothing else, OUT a folder "
-        "for any web server",
+        help="export instead: OUT.html is one self-contained file, OUT a folder for any web server",
     )
     parser.add_argument(
         "--max-mb",
         type=float,
         default=MAX_MB,
-        help=f"of an export; the rest is left out, and said; {MAX_MB:g} by default",
+        help=f"size limit of an export; the rest is left out and listed; default {MAX_MB:g}",
     )
     parser.add_argument("--awaited", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -49,20 +52,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     view = View()
 
+    def say(text: str) -> None:
+        view.end()
+        view.say(text)
+
     def work() -> int:
         from agentenv.pipelines.run.terminal import run_until_done
         from agentenv.pipelines.viewing.folder import Folder
         from agentenv.pipelines.viewing.page import serve
 
+        view.wait_for(f"reading {arguments.run}", "the address")
         folder = Folder(arguments.run, arguments.others, is_awaited=arguments.awaited)
         if arguments.export is not None:
             from agentenv.pipelines.viewing.page import export
 
             for line in export(folder, arguments.export, arguments.max_mb):
-                view.say(line)
+                say(line)
             return 0
         try:
-            serving = serve(folder, arguments.port, view.say, opens=arguments.open)
+            serving = serve(folder, arguments.port, say, opens=arguments.open)
             run_until_done(serving, view)
         except KeyboardInterrupt:
             return 0  # that is how it ends

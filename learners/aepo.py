@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class AEPO(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aepo"):
-    """Agentic entropy-balanced policy optimisation (Dong 2025, arXiv 2510.14545).
+    """Agentic entropy-balanced policy optimization (Dong 2025, arXiv 2510.14545).
 
     Four parts, each with a switch of its own; without all four this is ARPO:
 
@@ -49,7 +49,8 @@ class AEPO(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="aep
     """
 
     budget_split: Annotated[
-        bool, Meta(description="let a probe's entropies split the budget between roots and forks")
+        bool,
+        Meta(description="split the budget between roots and forks by the entropies of a probe"),
     ] = True
     budget_beta: Annotated[
         Annotated[float, Meta(ge=0)] | None,

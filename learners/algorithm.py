@@ -45,7 +45,7 @@ Aggregation = Literal[
 
 
 class Band(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ratios proximal / behaviour that are trusted, bounds included."""
+    """Ratios proximal / behavior that are trusted, bounds included."""
 
     low: Annotated[float, Meta(ge=0, description="smallest trusted ratio")] = 0.5
     high: Annotated[float, Meta(gt=0, description="largest trusted ratio")] = 5.0
@@ -55,7 +55,7 @@ class Band(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError("algorithm: a band of ratios must contain 1: low < 1 < high")
 
     def holds(self, ratio: Floats) -> NDArray[np.bool_]:
-        """Which of the ratios are trusted."""
+        """Mask of the trusted ratios."""
         return (ratio >= self.low) & (ratio <= self.high)
 
 
@@ -66,7 +66,7 @@ TRUNCATED: dict[Limit, Truncated] = {
 }
 
 AggregationKey = Annotated[
-    Aggregation, Meta(description="how token losses become the mini-batch's mean")
+    Aggregation, Meta(description="aggregation of token losses over a mini-batch")
 ]
 ClipLow = Annotated[
     float, Meta(gt=0, le=1, description="ratios below 1 - clip_low are clipped; 1: none")
@@ -78,7 +78,7 @@ TruncatedKey = Annotated[
     dict[Limit, Truncated],
     Meta(
         description="by limit: score a truncated trajectory, count its return as zero, or mask it "
-        "(in no group, not trained); limits left out keep the default"
+        "(in no group, not trained); omitted limits keep the default"
     ),
 ]
 DualClip = Annotated[
@@ -90,7 +90,7 @@ NormalizeByStd = Annotated[
 ]
 Compat = Annotated[
     Literal["none", "reference"],
-    Meta(description="reference: do what the released code does where it differs from the paper"),
+    Meta(description="reference: follow the released code where it differs from the paper"),
 ]
 
 
@@ -100,7 +100,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     Objective, per token with advantage A (decoupled PPO, Hilton 2022, eq. 3; importance weight
     truncated as in IMPALA, Espeholt 2018):
 
-        min(rho, cap) * l(r, A),   r = current / proximal,   rho = proximal / behaviour
+        min(rho, cap) * l(r, A),   r = current / proximal,   rho = proximal / behavior
 
     rho is detached; importance_cap = "none" leaves the weight out, as the released code and plain
     PPO do. The tree form is l(r, adv_pos) + l(r, adv_neg), which equals the sum over the
@@ -129,16 +129,16 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     step_rewards: Annotated[
         StepRewards,
         Meta(
-            description="a turn's credit: from the return of its trajectory, or from the rewards "
-            "to go, without those that were paid before the turn"
+            description="credit of a turn: the return of its trajectory, or the rewards-to-go, "
+            "without rewards before the turn"
         ),
     ] = "return"
     overlong_tokens: Annotated[
         int,
         Meta(
             ge=0,
-            description="sampled tokens from which the return loses 1 (DAPO's soft length "
-            "penalty, linear over the last overlong_buffer tokens); 0 is off",
+            description="number of sampled tokens from which the return loses 1 (DAPO's soft "
+            "length penalty, linear over the last overlong_buffer tokens); 0 is off",
         ),
     ] = 0
     overlong_buffer: Annotated[
@@ -147,20 +147,20 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     importance_cap: Annotated[
         Annotated[float, Meta(gt=0)] | Literal["none"],
         Meta(
-            description="upper bound of the proximal / behaviour weight of a token; none: weight 1"
+            description="upper bound of the proximal / behavior weight of a token; none: weight 1"
         ),
     ] = 2.0
     token_mask: Annotated[
         Band | None,
         Meta(
-            description="leave out tokens whose proximal / behaviour ratio is outside the band; "
-            "proximal log-probs are then always computed"
+            description="mask tokens whose proximal / behavior ratio is outside the band; proximal "
+            "log-probs are then always computed"
         ),
     ] = None
     sequence_mask: Annotated[
         Band | None,
         Meta(
-            description="leave out trajectories whose mean ratio (geometric) is outside the band; "
+            description="mask trajectories whose mean ratio (geometric) is outside the band; "
             "proximal log-probs are then always computed"
         ),
     ] = None
@@ -173,23 +173,23 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     kl_kind: Annotated[
         KLKind,
         Meta(
-            description="estimator of the KL, d = log(policy / reference): k1 d, abs |d|, "
-            "k2 d^2/2, k3 exp(-d) + d - 1. Expected gradient: of k2, and of k1, which takes "
-            "k2's, that of KL(policy || reference); of k3 that of KL(reference || policy); of abs "
-            "that of sum |policy - reference|"
+            description="estimator of the KL, d = log(policy / reference): k1 d, abs |d|, k2 "
+            "d^2/2, k3 exp(-d) + d - 1. Expected gradient: of k2, and of k1, which takes k2's, "
+            "that of KL(policy || reference); of k3 that of KL(reference || policy); of abs that "
+            "of sum |policy - reference|"
         ),
     ] = "k3"
     kl_reward: Annotated[
         float,
         Meta(
             ge=0,
-            description="what a trajectory's return loses for each nat of its log-ratio to a "
-            "reference policy",
+            description="penalty on a trajectory's return per nat of its log-ratio to a reference "
+            "policy",
         ),
     ] = 0.0
     reference_every: Annotated[
         int,
-        Meta(ge=0, description="updates between two renewals of the reference policy; 0: never"),
+        Meta(ge=0, description="updates between renewals of the reference policy; 0: never"),
     ] = 0
     entropy_bonus: Annotated[
         float, Meta(ge=0, description="weight of the policy's entropy in the loss, nats")
@@ -197,18 +197,18 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     def __post_init__(self) -> None:
         if self.overlong_tokens and self.overlong_buffer > self.overlong_tokens:
-            raise ConfigError("algorithm: overlong_buffer is at most overlong_tokens")
+            raise ConfigError("algorithm: overlong_buffer must be at most overlong_tokens")
         is_by_leaf = self.needs_leaves or type(self).over_update is not Algorithm.over_update
         if self.takes_turns and is_by_leaf:
             asked = "step_rewards" if self.step_rewards == "to_go" else "name"
             raise ConfigError(
-                f"algorithm.{asked}: each turn has an advantage of its own; aggregation other than "
-                "token-mean, kl_reward, sequence_mask, gspo and reinforce_pp take one a "
-                f"trajectory: leave them out, or change {asked}"
+                f"algorithm.{asked}: each turn has its own advantage; aggregation other than "
+                "token-mean, kl_reward, sequence_mask, gspo and reinforce_pp need one per "
+                f"trajectory: remove them, or change {asked}"
             )
         if self.reference_every and not self.needs_reference:
             raise ConfigError(
-                "algorithm.reference_every: there is no reference policy; set kl_loss or kl_reward"
+                "algorithm.reference_every: no reference policy; set kl_loss or kl_reward"
             )
 
     is_released: ClassVar[bool] = False  # the form that compat = "reference" asks for
@@ -260,13 +260,13 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
     @property
     def credit_sharing(self) -> Sharing:
-        """How shared tokens get their advantage."""
+        """Advantages of shared tokens."""
         return "soft"
 
     # rollout and credit
 
     def plan(self, vocab_size: int) -> RolloutPlan:
-        """How a rollout of one question grows; vocab_size normalises entropies."""
+        """The rollout plan of one question; vocab_size normalizes entropies."""
         return Independent(self.group_size)
 
     def advantages(self, returns: Floats) -> Floats:
@@ -346,12 +346,12 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         """Of detached tensors; `part`: each token's share of the metrics' means."""
         from agentenv.learners.losses import ratio_of
 
-        behaviour = ratio_of(batch.proximal, batch.behaviour)
+        behavior = ratio_of(batch.proximal, batch.behavior)
         cap = float("inf") if self.importance_cap == "none" else self.importance_cap
         metrics = {
             "ratio_mean": (part * ratio).sum(),
             "ratio_max": ratio.max() if len(ratio) else ratio.new_tensor(0.0),
-            "importance_capped": (part * (behaviour > cap)).sum(),
+            "importance_capped": (part * (behavior > cap)).sum(),
             "kl_to_proximal": (part * (batch.proximal - logprobs)).sum(),
         }
         if self.clips_sequences:
@@ -392,9 +392,9 @@ class Clipped(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Grouped(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Group-normalised advantages, as in GRPO, and the switch to the released code.
+    """Group-normalized advantages, as in GRPO, and the switch to the released code.
 
-    compat = "reference" selects the behaviour of ARPO's released code, a class of its own:
+    compat = "reference" selects the behavior of ARPO's released code, a class of its own:
     `agentenv.reference.algorithms` builds it from these keys.
     """
 

@@ -44,7 +44,7 @@ SharingKey = Annotated[
 
 
 class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="arpo"):
-    """Agentic reinforced policy optimisation (Dong 2025, arXiv 2507.19849).
+    """Agentic reinforced policy optimization (Dong 2025, arXiv 2507.19849).
 
     Rollout, eq. 3 and section 3.1: see `ARPOPlan`; forks and refills share a budget of group_size
     trajectories. Credit, section 3.2: the advantages of GRPO over all leaves; a token shared by d
@@ -98,13 +98,13 @@ class ARPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
     fork_criterion: Annotated[
         Criterion,
         Meta(
-            description="what the weight multiplies: paper, the entropy rise / ln V, which moves "
-            "the probability by less than 0.01 and leaves a coin toss; relative, the rise over "
-            "the sum of both entropies"
+            description="term that the weight multiplies: paper, the entropy rise / ln V, which "
+            "changes the probability by less than 0.01 (nearly a coin toss); relative, the rise "
+            "over the sum of both entropies"
         ),
     ] = "paper"
     entropy_window: Annotated[
-        int, Meta(ge=1, description="tokens after a tool result whose entropy decides")
+        int, Meta(ge=1, description="tokens after a tool result whose entropy is measured")
     ] = 20
     sharing: SharingKey = "soft"
 

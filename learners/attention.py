@@ -125,7 +125,7 @@ def blocked_attention(
     """softmax(scale q k^T) v over the visible pairs.
 
     query: [1, heads, tokens, width]; key, value: the same with as many heads or fewer, each
-    shared by a group of neighbours. Returns [1, tokens, heads, width] in the dtype of the query;
+    shared by a group of neighbors. Returns [1, tokens, heads, width] in the dtype of the query;
     blocks are merged and gradients added up in at least float32.
     """
     output: Tensor = BlockedAttention.apply(  # type: ignore[no-untyped-call]
@@ -427,7 +427,8 @@ def use_tree_attention(model: Any, *, is_known: bool = False) -> None:
         )
     if not (is_known or getattr(model, "_supports_attention_backend", False)):
         raise ConfigError(
-            f"{name}: its attention cannot be replaced; expected a model like Qwen2, Qwen3 or Llama"
+            f"{name}: its attention cannot be replaced; expected a model such as Qwen2, Qwen3 or "
+            "Llama"
         )
     AttentionInterface.register(NAME, _attention)
     # A name without a function for masks would drop the mask of calls without a layout.
@@ -449,13 +450,13 @@ def _attention(
     """Transformers calls it in each layer; query, key, value: [rows, heads, tokens, width]."""
     if tree_layout is None:
         if attention_mask is NO_MASK:
-            raise ValueError("NO_MASK goes with tree_layout only")
+            raise ValueError("NO_MASK requires tree_layout")
         output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
         return output
     if attention_mask is not NO_MASK:
-        raise ValueError("a tree_layout needs attention_mask = NO_MASK")
+        raise ValueError("tree_layout requires attention_mask = NO_MASK")
     share = tree_layout.share
     num_tokens = len(tree_layout.end) if share is None else share.num_tokens
     if query.shape[0] != tree_layout.rows or query.shape[0] * query.shape[2] != num_tokens:
@@ -463,8 +464,8 @@ def _attention(
     unknown = [name for name in others if name not in _HARMLESS and others[name] is not None]
     if unknown:
         raise ConfigError(
-            f"{type(module).__name__}: attention with {', '.join(sorted(unknown))}, which is not "
-            "computed over trees"
+            f"{type(module).__name__}: attention with {', '.join(sorted(unknown))} is not "
+            "supported over trees"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if tree_layout.form == "padded":

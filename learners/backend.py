@@ -97,7 +97,7 @@ class RankBackend(ABC):
     def take_state_back(self) -> None:
         """Restore the state that was set aside. Raises LearnerError without one."""
         if self._aside is None:
-            raise LearnerError("no optimizer state was set aside")
+            raise LearnerError("no optimizer state was saved")
         for owner, state in self._aside.items():
             self.base_optimizer.state[owner] = {
                 kind: value[0].to(value[1]) if isinstance(value, tuple) else value
@@ -248,8 +248,8 @@ def set_hyperparameters(optimizer: torch.optim.Optimizer, config: OptimizerConfi
     has_muon = any(group["kind"] == "muon" for group in optimizer.param_groups)
     if has_muon != (config.optimizer == "muon_adamw"):
         raise ConfigError(
-            f"optimizer = {config.optimizer}: the optimizer at learner.zero_stage >= 1 can be "
-            "given other rates, but not become one of another kind"
+            f"optimizer = {config.optimizer}: with learner.zero_stage >= 1 the optimizer's rates "
+            "can change, but not its kind"
         )
     for group in optimizer.param_groups:
         group.update(_rates(config, group["kind"]))
@@ -308,7 +308,7 @@ def moved_weights(
     policy: Policy, device: torch.device, dtype: torch.dtype, *, copy: bool = False
 ) -> Iterator[nn.Parameter]:
     """The parameters, each of which comes from where it is mapped to the device, in dtype, when it
-    is asked for; buffers come before them. Main memory holds one weight more at most, and so does
+    is requested; buffers come before them. Main memory holds one weight more at most, and so does
     the device if the caller keeps a part of each only. With `copy` the mapped pages stay shared
     even if the device is main memory and the weight is changed."""
     kept = _kept_in_float32(policy.model)
@@ -325,7 +325,7 @@ def moved_weights(
 
 
 def _kept_in_float32(model: Any) -> set[str]:
-    """Parts of names that transformers loads in float32, whatever is asked for."""
+    """Parts of names that transformers loads in float32, with any requested dtype."""
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     return {part for name in names for part in getattr(causal, name, None) or ()}

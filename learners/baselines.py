@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class GRPO(Grouped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="grpo"):
-    """Group relative policy optimisation (Shao 2024, arXiv 2402.03300, section 4.1).
+    """Group relative policy optimization (Shao 2024, arXiv 2402.03300, section 4.1).
 
         A_i = (R_i - mean(R)) / (std(R) + 1e-6)
         J = mean over tokens of min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
@@ -57,8 +57,8 @@ class DrGRPO(Clipped, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
         A_i = R_i - mean(R)
         J = 1/N sum_i 1/L sum_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
-    No division by the group's deviation (it favours questions that are too easy or too hard),
-    none by a trajectory's own length (it favours long wrong answers): L is the constant
+    No division by the group's deviation (it favors questions that are too easy or too hard),
+    none by a trajectory's own length (it favors long wrong answers): L is the constant
     norm_length. Differs from the paper: dual clip, and L is no limit of the rollout.
     """
 
@@ -140,8 +140,8 @@ class ReinforcePP(
         super().__post_init__()
         if self.kl_reward > 0:
             raise ConfigError(
-                "algorithm.kl_reward: reinforce_pp normalises over the whole update and takes its "
-                "KL in the loss; set kl_loss"
+                "algorithm.kl_reward: reinforce_pp normalizes over the whole update and has its KL "
+                "in the loss; set kl_loss"
             )
 
     def advantages(self, returns: Floats) -> Floats:
@@ -154,7 +154,7 @@ class ReinforcePP(
 
 
 class GSPO(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="gspo"):
-    """Group sequence policy optimisation (Zheng 2025, arXiv 2507.18071, eq. 5 and 7).
+    """Group sequence policy optimization (Zheng 2025, arXiv 2507.18071, eq. 5 and 7).
 
         s_i = exp(mean over the policy tokens of trajectory i of log r)
         J = mean over i of min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
@@ -179,7 +179,7 @@ class GSPO(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
 
 
 class CISPO(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="cispo"):
-    """Clipped importance sampling policy optimisation (MiniMax-M1, arXiv 2506.13585, eq. 4).
+    """Clipped importance sampling policy optimization (MiniMax-M1, arXiv 2506.13585, eq. 4).
 
         J = sum over all tokens of sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi / number
 

@@ -1,4 +1,4 @@
-"""A tree as packed arrays, and micro-batches of trees side by side (numpy only).
+"""Trees as packed arrays, and micro-batches of trees (numpy only).
 
 The learner's ranks receive a tree as `EncodedTree`: its tokens in pre-order, each stored once.
 
@@ -53,7 +53,7 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
 
     Per token: token_ids, int32; action, bool (sampled by the policy and trained). Per trained
     token: staleness, int32 (published updates between the sampling policy and the learner);
-    behaviour, float64 (log-prob, nats); entropies, float32 (nats; empty if the engine gave none).
+    behavior, float64 (log-prob, nats); entropies, float32 (nats; empty if the engine gave none).
     Per node, in pre-order: starts (first token) and parents (-1 for the root), int32; adv_pos,
     adv_neg and weight of its trained tokens, float64; returns and advantages of the leaves,
     float64, nan at other nodes, and empty for sequences without a group.
@@ -70,7 +70,7 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
     token_ids: bytes
     action: bytes
     staleness: bytes
-    behaviour: bytes
+    behavior: bytes
     entropies: bytes
     starts: bytes
     parents: bytes
@@ -164,7 +164,7 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
             *((name, np.nan) for name in ("returns", "advantages")),
         )
     }
-    figures["behaviour"] = _joined("f", [node.logprobs for node in nodes])
+    figures["behavior"] = _joined("f", [node.logprobs for node in nodes])
     if all(len(node.entropies) == len(node.action_ids) for node in nodes):
         figures["entropies"] = _joined("f", [node.entropies for node in nodes])
     staleness = policy_version - _versions(nodes, tree.policy_version)
@@ -197,7 +197,7 @@ def from_arrays(
     ints = (np.asarray(one, np.int32).tobytes() for one in (token_ids, starts, parents))
     ids, first, above = ints
     defaults = {
-        "behaviour": np.zeros(num_actions),
+        "behavior": np.zeros(num_actions),
         "entropies": np.zeros(0),
         "adv_pos": np.zeros(num_nodes),
         "adv_neg": np.zeros(num_nodes),
@@ -223,7 +223,7 @@ def encode_sequence(token_ids: Sequence[int], mask: Sequence[bool]) -> EncodedTr
     """
     action = np.array(mask, np.bool_)
     if len(action) != len(token_ids) or not action.any() or action[0]:
-        raise DataError("a sequence needs a mask of its length, with a True, not at its start")
+        raise DataError("a sequence needs a mask of its length, with a True after its first token")
     return from_arrays(token_ids, action, [0], [-1], weight=[1.0])
 
 
@@ -291,7 +291,7 @@ def _versions(nodes: Sequence[Node], default: int) -> Longs:
 class ActionTokens:
     """The trained tokens of a mini-batch, tree after tree, in pre-order; float64 [tokens]."""
 
-    behaviour: Floats
+    behavior: Floats
     entropies: Floats  # nan where the engine gave none
     adv_pos: Floats
     adv_neg: Floats
@@ -309,7 +309,7 @@ class ActionTokens:
         ]
         staleness = [tree.ints("staleness") for tree in trees]
         return cls(
-            behaviour=np.concatenate([np.zeros(0), *(tree.floats("behaviour") for tree in trees)]),
+            behavior=np.concatenate([np.zeros(0), *(tree.floats("behavior") for tree in trees)]),
             entropies=np.concatenate([np.zeros(0), *entropies]),
             adv_pos=gather("adv_pos"),
             adv_neg=gather("adv_neg"),

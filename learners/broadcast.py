@@ -100,7 +100,7 @@ class Broadcaster:
         try:
             self._link = open_link(command, self.host, self.backend.device)
         except (RuntimeError, OSError, KeyError) as error:  # DistError is a RuntimeError
-            return None, f"no store to meet the engines at could be opened: {_line(error)}"
+            return None, f"cannot open a rendezvous store for the engines: {_line(error)}"
         return self._link.address, ""
 
     def join(self, group: Group) -> str:
@@ -109,7 +109,7 @@ class Broadcaster:
         if self.backend.rank:
             return ""
         if link is None:
-            return "no store was opened to meet the engines at"
+            return "no rendezvous store for the engines is open"
         self._timeout_s = group.timeout_s
         outcome: list[str] = []
 
@@ -120,7 +120,7 @@ class Broadcaster:
                 link.join(group)
                 outcome.append("")
             except (RuntimeError, ValueError) as error:
-                outcome.append(f"the group of the engines did not form: {_line(error)}")
+                outcome.append(f"forming the process group with the engines failed: {_line(error)}")
 
         thread = threading.Thread(target=wait, daemon=True)
         thread.start()
@@ -146,7 +146,7 @@ class Broadcaster:
     def send(self) -> str:
         """Broadcast all; the gathers go on to the end on every rank, whatever happens."""
         model = self.backend.policy.model
-        problem = "" if self._joined or self.backend.rank else "there is no group"
+        problem = "" if self._joined or self.backend.rank else "no process group"
         sizes = [len(pack) for pack in packs(model)]
         pack: list[Tensor] = []
         for entry in gathered(model):
@@ -181,7 +181,7 @@ class Broadcaster:
             if self.interrupted():
                 raise AbortedError("it was aborted")
             if time.monotonic() > end:
-                raise AbortedError(f"a bucket was not taken within {self._timeout_s:g} s")
+                raise AbortedError(f"a bucket was not received within {self._timeout_s:g} s")
             time.sleep(POLL_S)
 
 
@@ -195,7 +195,7 @@ def packs(model: Any) -> list[list[Entry]]:
 
 
 def open_link(command: OpenGroup, host: str, device: torch.device) -> Link:
-    """The link that the servers can take part in. KeyError for an interface that is not there."""
+    """The link that the servers can take part in. KeyError for a missing interface."""
     if command.interface:
         for library in ("NCCL", "GLOO"):
             os.environ[f"{library}_SOCKET_IFNAME"] = command.interface
@@ -210,7 +210,9 @@ def address_of(interface: str) -> str:
     """The IPv4 address of a network interface. KeyError if there is none."""
     found = [a for a in psutil.net_if_addrs().get(interface, ()) if a.family == socket.AF_INET]
     if not found:
-        raise KeyError(f"engine.pool.broadcast_interface: {interface} has no IPv4 address here")
+        raise KeyError(
+            f"engine.pool.broadcast_interface: {interface} has no IPv4 address on this machine"
+        )
     return found[0].address
 
 

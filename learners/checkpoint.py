@@ -1,5 +1,5 @@
 """Checkpoints of the learner: one file a rank, by parameter name, so that any number of ranks
-and any ZeRO stage can go on from them, to the bit when both are as before.
+and any ZeRO stage can resume from them, bit for bit when both are as before.
 
     DIR/learner.json                   the figures of `Saved`; written last
     DIR/rank-00000-of-00002.safetensors   NAME|master, NAME|exp_avg, ...: flat float32 fragments;
@@ -215,9 +215,9 @@ class Checkpoint:
                 missing -= high - low
         if missing:
             raise DataError(
-                f"{self.directory}: has no {kind} of {name}; it is of another model, or of "
-                f"optimizer = {self.meta.optimizer}, lora = {self.meta.lora}. To start from its "
-                "weights only, give model.path = the checkpoint's folder"
+                f"{self.directory}: has no {kind} of {name}; it belongs to a different model, or "
+                f"to optimizer = {self.meta.optimizer}, lora = {self.meta.lora}. To start from its "
+                "weights only, set model.path to the checkpoint's folder"
             )
         return out
 

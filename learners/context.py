@@ -1,4 +1,4 @@
-"""Context parallelism: ranks that compute their micro-batches together, a context group.
+"""Context parallelism: groups of ranks that share each micro-batch.
 
 A group of N has the same trees and packs them into the same micro-batches, of N times the token
 budget. A member computes one N-th of the tokens; inside attention it has all tokens instead, and
@@ -41,7 +41,7 @@ class ContextGroup(NamedTuple):
 
 
 def join_context_group(size: int, timeout_s: float) -> ContextGroup | None:
-    """The group of this rank, of neighbouring ranks; none for a size of 1. All ranks must call it
+    """The group of this rank, of neighboring ranks; none for a size of 1. All ranks must call it
     at the same time."""
     if size == 1:
         return None

@@ -1,4 +1,4 @@
-"""From the returns of a tree's leaves to credit on its shared tokens (numpy only).
+"""Credit of shared tokens from the returns of a tree's leaves (numpy only).
 
 The leaves of a tree are the group. A token shared by d leaves has d advantages and one ratio;
 losses of PPO's kind are exact when the advantages are summed by sign, so the credit of a node is
@@ -78,10 +78,10 @@ def group_advantages(rewards: Sequence[float] | Floats, *, norm_by_std: bool = T
     values = np.asarray(rewards, np.float64)
     if values.size < 2 or are_equal(values):
         return np.zeros_like(values)
-    centred: Floats = values - values.mean()
+    centered: Floats = values - values.mean()
     if norm_by_std:
-        centred /= values.std(ddof=1) + EPSILON
-    return centred
+        centered /= values.std(ddof=1) + EPSILON
+    return centered
 
 
 def leave_one_out(rewards: Sequence[float] | Floats) -> Floats:
@@ -114,7 +114,7 @@ def tree_credit(
     penalty: Callable[[Trajectory], float] | None = None,
     step_rewards: StepRewards = "return",
 ) -> TreeCredit | None:
-    """Credit of every node, or None when the group is too short to be normalised.
+    """Credit of every node, or None when the group is too short to be normalized.
 
     Failed leaves are in no group, and a cancelled tree is none. A truncated leaf counts
     with its return ("score"), with return 0 ("zero") or not at all ("mask"), by its limit; limits

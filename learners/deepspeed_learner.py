@@ -47,7 +47,7 @@ def report_skipped(
 ) -> None:
     """Warn of an optimizer step that was skipped, and name the trees of its mini-batch with figures
     that are not finite: then the batch is to blame, not the weights."""
-    names = ("behaviour", "entropies", "adv_pos", "adv_neg", "weight")
+    names = ("behavior", "entropies", "adv_pos", "adv_neg", "weight")
     blamed = [
         f"{', '.join(wrong)} of tree {tree.index} ({tree.task.id})"
         for tree, one in zip(trees, encoded, strict=True)
@@ -56,7 +56,7 @@ def report_skipped(
     logger.warning(
         "an optimizer step of policy version %d was skipped: its loss (%s) or gradient was not "
         "finite; in its batch: %s",
-        *(version, step["loss"], "; ".join(blamed) or "every figure is finite"),
+        *(version, step["loss"], "; ".join(blamed) or "every value is finite"),
     )
 
 
@@ -388,7 +388,7 @@ class LearnerSender:
                 try:
                     await self.learner.call_all(command)
                 except LearnerError as error:  # training itself reports a learner that is gone
-                    raise EngineError(f"the learner wrote no directory: {error}") from error
+                    raise EngineError(f"writing the weights failed: {error}") from error
                 self._written = path
             return self._written
 
@@ -433,9 +433,9 @@ class MemorySender:
                 try:
                     await self.learner.call_asleep(wire.WriteShared(str(path), version))
                 except LearnerError as error:  # training itself reports a learner that is gone
-                    raise EngineError(f"the learner wrote no directory: {error}") from error
+                    raise EngineError(f"writing the weights failed: {error}") from error
                 if version != self._version:
-                    raise EngineError("the learner has gone on to other weights")
+                    raise EngineError("the learner has moved on to newer weights")
                 self._written = path
             return self._written
 

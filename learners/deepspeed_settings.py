@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: ours, and the user's own JSON where it does not contradict ours."""
+"""DeepSpeed's configuration: the learner's, merged with a compatible JSON file of the user."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ REFUSED = {  # unless it is switched off
     "amp": "is set with learner.dtype (float32 or bfloat16) here",
     "train_batch_size": "is set with queue.groups_per_step here",
     "checkpoint": "is set with [checkpoint] here",
-    "activation_checkpointing": "would do nothing: layers keep nothing by "
-    "learner.activation_checkpointing; moving or sharing what they keep is not supported",
-    "aio": "would do nothing: it is for offloading to NVMe, which is not supported; see "
+    "activation_checkpointing": "would have no effect: with learner.activation_checkpointing "
+    "layers keep no activations; moving or sharing them is not supported",
+    "aio": "would have no effect: it is for offloading to NVMe, which is not supported; see "
     "learner.offload",
 }
 OFFLOADS = ("offload_optimizer", "offload_param")
@@ -56,7 +56,7 @@ def deepspeed_settings(config: LearnerConfig) -> Settings:
                     "the file"
                 )
             if name not in FREE and name not in settings:
-                raise ConfigError(f"learner.deepspeed_config = {path}: {name!r} is not read here")
+                raise ConfigError(f"learner.deepspeed_config = {path}: {name!r} is not supported")
         _merge(settings, theirs, path, ())
     zero = settings["zero_optimization"]
     for name in OFFLOADS:
@@ -90,7 +90,7 @@ def _our_settings(config: LearnerConfig) -> Settings:
     return settings
 
 
-# Where each of our values comes from, for the text of a contradiction.
+# The key of each of the learner's values, for error messages.
 KEYS = {
     ("zero_optimization", "stage"): "learner.zero_stage",
     ("zero_optimization", "offload_optimizer", "device"): "learner.offload",
@@ -109,7 +109,7 @@ def _merge(ours: Settings, theirs: Settings, path: Path, where: tuple[str, ...])
         if isinstance(value, dict) and isinstance(ours.setdefault(name, {}), dict):
             _merge(ours[name], value, path, place)
         elif name in ours and value != "auto" and ours[name] != value:
-            key = KEYS.get(place, "this learner, which needs it")
+            key = KEYS.get(place, "this learner, which requires it")
             raise ConfigError(
                 f"learner.deepspeed_config = {path}: {'.'.join(place)} = {value!r} contradicts "
                 f"{ours[name]!r} from {key}; change one of them, or remove it from the file"

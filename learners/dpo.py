@@ -8,7 +8,7 @@ environment's text is not the policy's to prefer. The mean is over pairs.
 
 A pair is one tree: the common part of both answers, prompt and first turns, is stored and computed
 once. On a token of the chosen answer adv_pos is 1, on one of the rejected answer adv_neg is -1; a
-token of both has both, so that it cancels out of every difference. `behaviour` holds the log-probs
+token of both has both, so that it cancels out of every difference. `behavior` holds the log-probs
 of the reference policy.
 """
 
@@ -48,10 +48,10 @@ def encode_pair(chosen: Answer, rejected: Answer) -> EncodedTree:
     differs = (ids[:shorter] != other_ids[:shorter]) | (mask[:shorter] != other_mask[:shorter])
     shared = int(np.argmax(differs)) if differs.any() else shorter
     if shared == len(ids) == len(other_ids):
-        raise DataError("the chosen and the rejected answer are the same")
+        raise DataError("the chosen and the rejected answer are equal")
     shared = min(shared, len(ids) - 1, len(other_ids) - 1)  # both branches have a token
     if shared < 1:
-        raise DataError("the chosen and the rejected answer begin with different prompts")
+        raise DataError("the chosen and the rejected answer have different prompts")
     rest = len(ids) - shared
     return from_arrays(
         np.concatenate([ids, other_ids[shared:]]),
@@ -66,7 +66,7 @@ def encode_pair(chosen: Answer, rejected: Answer) -> EncodedTree:
 
 def with_reference(pair: EncodedTree, logprobs: Sequence[float]) -> EncodedTree:
     """The pair with the reference policy's log-probs of its trained tokens, in their order."""
-    return replace(pair, behaviour=np.asarray(logprobs, np.float64).tobytes())
+    return replace(pair, behavior=np.asarray(logprobs, np.float64).tobytes())
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class PairTokens:
     def of(cls, pairs: Sequence[EncodedTree]) -> PairTokens:
         tokens = ActionTokens.of(pairs)
         owner = np.repeat(np.arange(len(pairs)), [pair.num_action_tokens for pair in pairs])
-        return cls(len(pairs), owner, tokens.behaviour, tokens.adv_pos, -tokens.adv_neg)
+        return cls(len(pairs), owner, tokens.behavior, tokens.adv_pos, -tokens.adv_neg)
 
     @property
     def sign(self) -> Floats:
@@ -137,7 +137,7 @@ def preference_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
 def _arrays(answer: Answer) -> tuple[NDArray[np.int32], Bools]:
     ids, mask = np.asarray(answer[0], np.int32), np.asarray(answer[1], np.bool_)
     if len(ids) != len(mask) or not mask.any() or mask[0]:
-        raise DataError("an answer needs a mask of its length, with a True, not at its start")
+        raise DataError("an answer needs a mask of its length, with a True after its first token")
     return ids, mask
 
 

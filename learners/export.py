@@ -170,7 +170,7 @@ def _entries_of(
 
 
 def gathered(model: Any) -> Iterator[Entry]:
-    """Entries whose tensors can be had while they are looked at; collective at ZeRO stage 3."""
+    """Entries whose tensors are available during iteration; collective at ZeRO stage 3."""
     for bucket in buckets(entries(model), BUCKET_BYTES):
         needed = {id(param): param for entry in bucket for param in entry.params}
         with _whole([*needed.values()]):
@@ -178,7 +178,7 @@ def gathered(model: Any) -> Iterator[Entry]:
 
 
 def buckets(entries: Iterable[Entry], max_bytes: int) -> Iterator[list[Entry]]:
-    """Neighbouring entries of at most max_bytes together; a larger one comes alone, and parts of
+    """Neighboring entries of at most max_bytes together; a larger one comes alone, and parts of
     one parameter stay together, since it is gathered at once."""
     bucket: list[Entry] = []
     size = 0
@@ -321,7 +321,7 @@ class Weights:
             names = _open(directory / WEIGHTS).keys()
             files = dict.fromkeys(names, directory / WEIGHTS)
         else:
-            raise DataError(f"{directory}: holds neither {WEIGHTS} nor {INDEX}")
+            raise DataError(f"{directory}: contains neither {WEIGHTS} nor {INDEX}")
         self._files = files
         self._open: dict[Path, Any] = {}
 
@@ -363,9 +363,9 @@ def export(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if out.exists() and any(out.iterdir()):
-        raise DataError(f"{out} is not empty; choose another place to export to")
+        raise DataError(f"{out} is not empty; choose another folder")
     if not (checkpoint / "config.json").is_file():
-        raise DataError(f"{checkpoint} is no checkpoint: it has no config.json")
+        raise DataError(f"{checkpoint} is not a checkpoint: config.json is missing")
     saved = Checkpoint(checkpoint / TRAINER) if (checkpoint / TRAINER).is_dir() else None
     copy_files(checkpoint, out, dtype)
     weights = Weights(_base_of(checkpoint, saved))
@@ -436,7 +436,7 @@ def _base_of(checkpoint: Path, saved: Checkpoint | None) -> Path:
     base = Path(saved.meta.base_model)
     if not base.is_dir():
         raise DataError(
-            f"{base}: the frozen model that the adapters belong to is not there any more; "
-            "the merged model is in the checkpoint itself"
+            f"{base}: the adapters' base model no longer exists; the merged model is in the "
+            "checkpoint itself"
         )
     return base

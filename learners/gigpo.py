@@ -1,5 +1,4 @@
-"""GiGPO: turns that were taken from the same state are compared with each other, across roots.
-Loads no torch."""
+"""GiGPO: compares turns from the same state, across roots. Does not load torch."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ STATE = "state_key"  # of the facts of a step or reset: the state that the next 
 
 
 class GiGPO(Turnwise, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="gigpo"):
-    """Group-in-group policy optimisation (Feng 2025, arXiv 2505.10978, eq. 6 to 8).
+    """Group-in-group policy optimization (Feng 2025, arXiv 2505.10978, eq. 6 to 8).
 
         A_n = (V_n - mu) / s + state_weight m / (m + evidence) (Q_n - mean of Q over G) / F
 
@@ -35,10 +34,15 @@ class GiGPO(Turnwise, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
         float, Meta(gt=0, le=1, description="discount of a turn's later rewards")
     ] = 0.95
     state_scale: Annotated[
-        Literal["none", "std"], Meta(description="what differences within a state are divided by")
+        Literal["none", "std"], Meta(description="divisor of differences within a state")
     ] = "none"
     evidence: Annotated[
-        float, Meta(ge=0, description="turns at which a comparison counts half; 0: always whole")
+        float,
+        Meta(
+            ge=0,
+            description="number of turns at which a comparison has half its weight; 0: always full "
+            "weight",
+        ),
     ] = 2.0
 
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:

@@ -1,4 +1,4 @@
-"""The layout of a rank's micro-batches: tried in the first updates, then the fastest.
+"""The layout of a rank's micro-batches: measured in the first updates, then the fastest.
 
     tree      every shared token once, attention in the form of the device (`learners.attention`)
     segments  the same tokens, attention by `learners.segments`
@@ -64,7 +64,7 @@ class Layouts:
         self.now: Layout = "tree" if asked == "measured" else asked
         if self.now not in self.offered:
             raise ConfigError(
-                f"learner.layout = {asked}: here it can be {' or '.join(self.offered)}; segments "
+                f"learner.layout = {asked}: supported here: {' or '.join(self.offered)}; segments "
                 "on a GPU need learner.dtype = bfloat16 and torch 2.11 or newer"
             )
         self._samples: list[Sample] | None = None  # of an update whose times count

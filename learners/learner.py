@@ -32,11 +32,11 @@ Agreement = Literal["exact", "close", "unknown"]
 
 
 class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the learner's ranks run and how an update is cut into optimizer steps."""
+    """Keys of the learner's ranks and of the optimizer steps of an update."""
 
     backend: Annotated[
         Literal["deepspeed", "torch"],
-        Meta(description="what runs the model; torch is plain and meant for debugging"),
+        Meta(description="training backend; torch is plain and meant for debugging"),
     ] = "deepspeed"
     num_ranks: Annotated[
         int, Meta(ge=1, description="processes that train together", extra=ESSENTIAL)
@@ -50,45 +50,48 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
     ] = "local"
     address: Annotated[
         str,
-        Meta(description="host:port where external ranks find the controller, as 0.0.0.0:29400"),
+        Meta(
+            description="host:port at which external ranks reach the controller, such as "
+            "0.0.0.0:29400"
+        ),
     ] = ""
     context_parallel: Annotated[
         int,
         Meta(
             ge=1,
-            description="neighbouring ranks, on one machine, that compute each micro-batch "
-            "together, of this many times max_tokens_per_microbatch: for paths longer than a rank "
-            "can hold; divides num_ranks and the model's attention heads",
+            description="neighboring ranks on one machine that share each micro-batch, which then "
+            "has this many times max_tokens_per_microbatch: for paths too long for one rank; must "
+            "divide num_ranks and the model's attention heads",
         ),
     ] = 1
     zero_stage: Annotated[
         Literal["auto", 0, 1, 2, 3],
         Meta(
-            description="DeepSpeed ZeRO: 1 splits optimizer state over ranks, 2 gradients too, 3 "
-            "weights too; auto: the lowest that dtype and offload allow; muon_adamw needs 0",
+            description="DeepSpeed ZeRO: 1 shards optimizer state over ranks, 2 also gradients, 3 "
+            "also weights; auto: the lowest that dtype and offload allow; muon_adamw needs 0",
             extra=ESSENTIAL,
         ),
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
         Meta(
-            description="of weights and activations; bfloat16 keeps float32 weights, sums of "
-            "gradients and optimizer state beside them and needs zero_stage >= 1; auto: bfloat16 "
-            "on GPUs, else, and where the stage is 0, float32",
+            description="dtype of weights and activations; bfloat16 also keeps float32 weights, "
+            "gradient sums and optimizer state, and needs zero_stage >= 1; auto: bfloat16 on GPUs, "
+            "float32 on CPUs and with stage 0",
             extra=ESSENTIAL,
         ),
     ] = "auto"
     offload: Annotated[
         Literal["none", "optimizer", "params"],
         Meta(
-            description="keep optimizer state (zero_stage >= 1), or weights too (zero_stage 3), "
+            description="keep optimizer state (zero_stage >= 1), or also weights (zero_stage 3), "
             "in main memory"
         ),
     ] = "none"
     activation_checkpointing: Annotated[
         bool,
         Meta(
-            description="compute activations of each layer again in the backward pass",
+            description="recompute activations of each layer in the backward pass",
             extra=ESSENTIAL,
         ),
     ] = False
@@ -102,31 +105,32 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
     fused: Annotated[
         Literal["none", "liger"],
         Meta(
-            description="norms, rotary positions and feed-forward parts by the kernels of "
-            "liger-kernel, on GPUs; the head stays as it is, entropies and their gradient with it"
+            description="norms, rotary positions and feed-forward parts with liger-kernel, on "
+            "GPUs; the head, with entropies and their gradient, is unchanged"
         ),
     ] = "none"
     layout: Annotated[
         Literal["auto", "measured", "tree", "segments", "padded"],
         Meta(
-            description="of micro-batches, all with the same gradients: trees whose shared tokens "
-            "are computed once, the same with attention by segments, or rows padded to one length; "
-            "measured: the fastest by the times of the first 15 updates; auto: on a CPU segments "
-            "where paths are short, else tree, whatever the times"
+            description="layout of micro-batches, all with the same gradients: trees whose shared "
+            "tokens are computed once, the same with attention by segments, or rows padded to one "
+            "length; measured: the fastest in the first 15 updates; auto: on a CPU segments where "
+            "paths are short, else tree, regardless of times"
         ),
     ] = "auto"
     allocator: Annotated[
         str,
         Meta(
-            description="PYTORCH_ALLOC_CONF of ranks started here, as expandable_segments:True "
-            "against memory lost between micro-batches of different lengths; empty: torch's own"
+            description="PYTORCH_ALLOC_CONF of ranks started by the run, such as "
+            "expandable_segments:True against fragmentation by micro-batches of different lengths; "
+            "empty: torch's default"
         ),
     ] = ""
     deepspeed_config: Annotated[
         str,
         Meta(
             description="JSON file with further DeepSpeed settings (buckets, overlap, offload "
-            "buffers); what contradicts these keys is refused",
+            "buffers); settings that contradict these keys are rejected",
             extra=PATH,
         ),
     ] = ""
@@ -137,15 +141,15 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         Literal["stale", "always"],
         Meta(
             description="when to compute proximal log-probs: for trees with tokens of an older "
-            "policy, and for all while the engine's are not known to be the learner's (another "
-            "process, and a parity gap above 0.01 nats at some token); or always"
+            "policy, and for all while engine and learner may disagree (separate processes, and a "
+            "parity gap above 0.01 nats at some token); or always"
         ),
     ] = "stale"
     groups_per_minibatch: Annotated[
         int,
         Meta(
             ge=1,
-            description="questions an optimizer step; fewer where groups failed or are dropped",
+            description="questions per optimizer step; fewer if groups failed or are dropped",
             extra=ESSENTIAL,
         ),
     ] = 8
@@ -156,7 +160,7 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         int,
         Meta(
             ge=1,
-            description="tokens computed at once on a rank, whole trees unless one is larger; "
+            description="tokens per micro-batch of a rank, whole trees unless one is larger; "
             "bounds memory",
             extra=ESSENTIAL,
         ),
@@ -166,13 +170,13 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(
             ge=0,
             description="weight of the load-balancing loss of a model with experts, 0.001 in "
-            "Qwen3-MoE's configuration: against routers that forget experts in long runs",
+            "Qwen3-MoE's configuration: prevents routers from dropping experts in long runs",
         ),
     ] = 0.0
     num_threads: Annotated[int, Meta(ge=1, description="torch threads of a rank")] = 1
     start_timeout_s: ClassVar[float] = 300.0  # for a rank to load its model
     command_timeout_s: Annotated[
-        float, Meta(gt=0, description="seconds a rank may take for one command")
+        float, Meta(gt=0, description="deadline of a rank for one command, seconds")
     ] = 3600.0
 
     def __post_init__(self) -> None:
@@ -240,37 +244,39 @@ class LearnerConfig(ScheduleConfig, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 MUON_NEEDS_0 = (
-    "{key} = muon_adamw needs whole matrices, which learner.zero_stage = {stage} cuts into flat "
-    'parts; set {key} = "adamw", or learner.zero_stage = 0'
+    "{key} = muon_adamw requires whole matrices, which learner.zero_stage = {stage} "
+    'splits into flat parts; set {key} = "adamw", or learner.zero_stage = 0'
 )
 LORA_NEEDS_ADAMW = (
     "{key} = muon_adamw would make the matrices of each adapter of learner.lora orthogonal; set "
     '{key} = "adamw"'
 )
 TORCH_IS_PLAIN = (
-    "learner.backend = torch knows neither ZeRO, bfloat16, offload nor deepspeed_config; use "
+    "learner.backend = torch does not support ZeRO, bfloat16, offload or deepspeed_config; use "
     "backend = deepspeed, or zero_stage = 0, dtype = float32, offload = none"
 )
 BF16_NEEDS_1 = (
-    "learner.dtype = bfloat16 needs learner.zero_stage >= 1 (1 costs nothing on one rank): stage 0 "
-    "of DeepSpeed drifts, since its optimizer for bfloat16 has no float32 sums of gradients"
+    "learner.dtype = bfloat16 needs learner.zero_stage >= 1 (1 is free on one rank): stage 0 of "
+    "DeepSpeed drifts, since its optimizer for bfloat16 has no float32 sums of gradients"
 )
 OFFLOAD_NEEDS_1 = (
     "learner.offload needs learner.zero_stage >= 1: stage 0 keeps everything on the device"
 )
-OFFLOAD_PARAMS_NEEDS_3 = "learner.offload = params needs learner.zero_stage = 3, which cuts weights"
+OFFLOAD_PARAMS_NEEDS_3 = (
+    "learner.offload = params needs learner.zero_stage = 3, which shards weights"
+)
 EXTERNAL_NEEDS_ADDRESS = (
-    "learner.address: give the host:port to listen on with learner.launch = external, and only then"
+    "learner.address: set the host:port to listen on with learner.launch = external, and only then"
 )
 
 
 REPLICAS_NEED_RANKS = (
     "learner.context_parallel = {0.context_parallel} does not divide learner.num_ranks = "
-    "{0.num_ranks}: so many ranks compute a micro-batch together; change one of them"
+    "{0.num_ranks}: this many ranks share a micro-batch; change one of them"
 )
 COMPILE_NEEDS_WEIGHTS = (
-    "learner.compile with learner.zero_stage = 3: weights are gathered before each module computes,"
-    " for which a compiled one would not wait; lower zero_stage, or set compile = false"
+    "learner.compile with learner.zero_stage = 3: weights are gathered before each module runs, "
+    "for which a compiled module would not wait; lower zero_stage, or set compile = false"
 )
 COMPILED_OR_FUSED = (
     "learner.compile and learner.fused = {0.fused} replace the same layers; choose one of them"
@@ -284,8 +290,8 @@ ROUTERS_NEED_NO_PADDING = (
     'which would count shared ones again; set learner.layout = "auto"'
 )
 ALLOCATOR_IS_LOCAL = (
-    "learner.allocator is for ranks started here; with learner.launch = external set "
-    "PYTORCH_ALLOC_CONF = {0.allocator} where they are started"
+    "learner.allocator is for ranks started by the run; with learner.launch = external set "
+    "PYTORCH_ALLOC_CONF = {0.allocator} where you start them"
 )
 
 

@@ -35,13 +35,13 @@ class LoRAConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     r: Annotated[int, Meta(ge=1, description="rank of the adapters", extra=ESSENTIAL)] = 16
     alpha: Annotated[int, Meta(ge=1, description="adapters are scaled by alpha / r")] = 32
     dropout: Annotated[
-        float, Meta(ge=0, lt=1, description="of the adapters' inputs in training passes")
+        float, Meta(ge=0, lt=1, description="dropout on the adapters' inputs in training passes")
     ] = 0.0
     target_modules: Annotated[
         list[str],
         Meta(
-            description="names of the layers, as q_proj; empty: all linear ones but the head, of a "
-            "model with experts those of attention"
+            description="names of the layers, such as q_proj; empty: all linear layers except the "
+            "head; in a model with experts those of attention"
         ),
     ] = []
 
@@ -66,7 +66,7 @@ def add_adapters(model: Any, config: LoRAConfig) -> list[Any]:
         if problem:
             raise ConfigError(
                 f"learner.lora.target_modules: {problem}, so that the merged model could not be "
-                "written; expected other linear layers than the head, as q_proj"
+                "written; expected linear layers other than the head, such as q_proj"
             )
     return [
         module.lora_dropout[ADAPTER]
@@ -114,15 +114,15 @@ def _unmergeable(model: Any, name: str, module: Any, shared: dict[int, list[str]
     if isinstance(module, ParamWrapper):
         return f"{module.parameter_name} would be an expert or the router of {family}"
     if type(module) is not Linear or not isinstance(base, nn.Linear) or module.fan_in_fan_out:
-        return f"{name} of {family} is of class {type(base).__name__}, no linear layer"
+        return f"{name} of {family} is of class {type(base).__name__}, not a linear layer"
     if id(base.weight) in shared:
-        return f"{name} of {family} has one weight with {' and '.join(shared[id(base.weight)])}"
+        return f"{name} of {family} shares its weight with {' and '.join(shared[id(base.weight)])}"
     if module is model.get_output_embeddings():
         return f"{name} is the head of {family}"
     weight = f"{name}.weight"
     disk = [*disk_shapes(model, weight, tuple(base.weight.shape), base.weight.dtype)]
     if disk != [weight]:
-        return f"{name} of {family} is written as {' and '.join(disk)}"
+        return f"{name} of {family} is stored as {' and '.join(disk)}"
     return ""
 
 
@@ -204,7 +204,7 @@ def write_adapter(
 def check_installed() -> None:
     """Raises ConfigError if peft is missing; loads nothing."""
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError(f"learner.lora needs peft: install it with {install_hint('lora')}")
+        raise ConfigError(f"learner.lora requires peft: install it with {install_hint('lora')}")
 
 
 def _peft_config(config: LoRAConfig, targets: list[str]) -> Any:

@@ -20,19 +20,19 @@ from agentenv.learners.credit import Floats, KLKind
 class LossBatch:
     """The trained tokens of one micro-batch; tensors of shape [tokens], no gradient.
 
-    behaviour: log-probs under the policy that sampled; proximal: under the learner's weights at
+    behavior: log-probs under the policy that sampled; proximal: under the learner's weights at
     the start of the update (nats). entropies: nats, of the old policy. adv_pos and adv_neg: sums
     of the positive and of the negative advantages of the leaves below a token; weight: how many
     leaves; where the aggregation is over sequences, each leaf counts with its coefficient
     (`learners.minibatch`). The scalars belong to the whole mini-batch: the denominator of the
     aggregation, and mean and unbiased standard deviation of `entropies` over the flat tokens.
 
-    importance: truncated and masked proximal / behaviour. sum_weight: sum of `weight` over the
+    importance: truncated and masked proximal / behavior. sum_weight: sum of `weight` over the
     computed tokens of the mini-batch, for metrics. reference: log-probs of the reference policy.
     value and slope: loss and its derivative by the log-prob, of methods that clip whole sequences.
     """
 
-    behaviour: Tensor
+    behavior: Tensor
     proximal: Tensor
     entropies: Tensor
     adv_pos: Tensor

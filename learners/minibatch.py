@@ -1,4 +1,4 @@
-"""A mini-batch with all that its loss needs, computed once before it is cut into micro-batches.
+"""A mini-batch with all inputs of its loss, computed once before the split into micro-batches.
 
 A mode of aggregation, how token losses become one number, is a coefficient c_i a trajectory and a
 denominator over the mini-batch of N trajectories with lengths |y_i| (policy tokens):
@@ -19,7 +19,7 @@ N.
 
 Data of an older policy or another engine is corrected by
 
-    rho = proximal / behaviour      per token; 1 when engine and learner agree and data is fresh
+    rho = proximal / behavior      per token; 1 when engine and learner agree and data is fresh
 
 Truncation bounds rho from above (IMPALA, Espeholt 2018; decoupled PPO, Hilton 2022). Masks drop
 tokens that truncation cannot repair: a token mask outside a band of rho (IcePop, Ling team 2025), a
@@ -224,7 +224,7 @@ class MiniBatch:
 
         value, slope = (None, None) if terms is None else (pick(terms[0]), pick(terms[1]))
         return LossBatch(
-            behaviour=pick(self.tokens.behaviour),
+            behavior=pick(self.tokens.behavior),
             proximal=pick(self.proximal),
             entropies=pick(self.entropies),
             adv_pos=pick(self.adv_pos),
@@ -298,15 +298,15 @@ def prepare(
     if is_measured is None:
         is_measured = np.ones(len(proximal), np.bool_)
     if algorithm.needs_entropies and np.isnan(entropies).any():
-        raise DataError("the algorithm needs entropies and the engine gave none")
+        raise DataError("the algorithm needs entropies, but the engine returned none")
     leaves = LeafMap.of(trees) if algorithm.needs_leaves else None
     adv_pos, adv_neg, weight = tokens.adv_pos, tokens.adv_neg, tokens.weight
     advantages = leaf_weights = np.zeros(0)
     share, num_kept = float(weight.sum()), (0, 0)  # of trajectories: those kept, and all
-    log_ratio = proximal - tokens.behaviour
+    log_ratio = proximal - tokens.behavior
     if leaves is not None:
         if np.isnan(leaves.advantages).any():
-            raise DataError("the trees carry no advantages of their leaves")
+            raise DataError("the trees have no advantages of their leaves")
         advantages = leaf_advantages(algorithm, leaves, proximal, reference, gather)
         plain = coefficients(algorithm.aggregation, leaves.lengths)
         mask = sequence_weights(log_ratio, leaves, algorithm.sequence_mask, gather)
@@ -317,7 +317,7 @@ def prepare(
         share = denominator(algorithm.aggregation, leaves.lengths[home], algorithm.norm_length)
         shown = home & leaves.is_computed
         num_kept = int((leaf_weights[shown] > 0).sum()), int(shown.sum())
-    ratio = ratios(proximal, tokens.behaviour)
+    ratio = ratios(proximal, tokens.behavior)
     band = algorithm.token_mask
     moments = ratio_moments(ratio, tokens.weight * is_measured, band)
     num_computed = sum(tree.num_action_tokens for tree in computed(trees))
@@ -397,9 +397,9 @@ def denominator(mode: Aggregation, lengths: Floats, norm_length: int) -> float:
     return num_sequences * norm_length if mode == "seq-mean-token-sum-norm" else num_sequences
 
 
-def ratios(proximal: Floats, behaviour: Floats) -> Floats:
-    """exp(proximal - behaviour), the log-ratio clamped to +-20."""
-    log_ratio = np.clip(proximal - behaviour, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+def ratios(proximal: Floats, behavior: Floats) -> Floats:
+    """exp(proximal - behavior), the log-ratio clamped to +-20."""
+    log_ratio = np.clip(proximal - behavior, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     clamped: Floats = np.exp(log_ratio)
     return clamped
 
@@ -440,7 +440,7 @@ def ratio_moments(ratio: Floats, weight: Floats, mask: Band | None) -> Floats:
 
 def ratio_metrics(moments: Floats) -> Metrics:
     """Share of tokens with rho out of band, and effective sample size as a share of the tokens:
-    (sum w rho)^2 / (sum w * sum w rho^2), Kish's figure: 1 on-policy, towards 0 when few tokens
+    (sum w rho)^2 / (sum w * sum w rho^2), Kish's figure: 1 on-policy, toward 0 when few tokens
     carry the estimate. Empty where no token's proximal log-prob was computed: without it the ratio
     is 1 by assumption, which is no measurement."""
     total, first, second, outside = moments.tolist()

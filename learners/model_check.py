@@ -1,9 +1,9 @@
-"""Whether a model is computed here as transformers computes it, asked before its weights load.
+"""Check that a model's forward pass equals that of transformers, before its weights load.
 
 A random model of the same class, with the layers, windows and positions of its config.json made
 small, scores two sequences and a tree twice: as a micro-batch of ours, and each path for itself by
 the untouched model. A family whose attention looks through a window, whose logits are scaled, or
-whose layers mix neighbours would otherwise train on wrong log-probs without an error. Real weights
+whose layers mix neighbors would otherwise train on wrong log-probs without an error. Real weights
 are compared with the engine's, by the parity gap.
 """
 
@@ -62,8 +62,8 @@ def check_model(
     if context_parallel > 1 and recurrent:
         raise ConfigError(
             f"learner.context_parallel = {context_parallel}: {family} has layers of type "
-            f"{', '.join(recurrent)}, which carry a state from token to token and cannot be "
-            "computed in parts; set learner.context_parallel = 1"
+            f"{', '.join(recurrent)}, which carry state from token to token and cannot be computed "
+            "in parts; set learner.context_parallel = 1"
         )
     if is_flat and recurrent:
         raise ConfigError(
@@ -81,8 +81,9 @@ def check_model(
         ) from error
     if not apart <= TOLERANCE:
         raise ConfigError(
-            f"{family} is not supported: on random weights its log-probs here are {apart:.2g} nats "
-            f"from transformers' own, at most {TOLERANCE:g} expected; {reason(config)}"
+            f"{family} is not supported: with random weights its log-probs differ from "
+            f"transformers' own by {apart:.2g} nats, at most {TOLERANCE:g} expected; "
+            f"{reason(config)}"
         )
     if compiled:
         _check_compiled(family, config)
@@ -96,7 +97,7 @@ def _check_compiled(family: str, config: Any) -> None:
     except Exception as error:  # whatever a compiler raises
         problem = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise ConfigError(
-            f"learner.compile: torch.compile fails here for {family}: {problem}; it needs a C++ "
+            f"learner.compile: torch.compile fails for {family}: {problem}; it needs a C++ "
             "compiler (g++); install one, or set learner.compile = false"
         ) from error
     finally:
@@ -259,5 +260,9 @@ def reason(config: Any) -> str:
         for rope in _ropes(text)
         if rope["rope_type"] in ("dynamic", "longrope")
     ]
-    cause = f"its config.json has {', '.join(facts)}" if facts else "its layers see something else"
-    return f"{cause}; docs/learner.md lists the families that are right"
+    cause = (
+        f"its config.json has {', '.join(facts)}"
+        if facts
+        else "its layers compute a different function"
+    )
+    return f"{cause}; docs/learner.md lists the supported families"

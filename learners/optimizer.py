@@ -1,4 +1,4 @@
-"""The optimizer and the schedule of its rates, as keys."""
+"""Keys of the optimizer and its learning rate schedule."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ Optimizer = Annotated[
         extra=ESSENTIAL,
     ),
 ]
-LearningRate = Annotated[float, Meta(ge=0, description="rate of AdamW", extra=ESSENTIAL)]
+LearningRate = Annotated[float, Meta(ge=0, description="learning rate of AdamW", extra=ESSENTIAL)]
 WeightDecay = Annotated[
     float,
     Meta(
         ge=0,
-        description="decoupled decay of AdamW's matrices; norms, biases and embeddings have none",
+        description="decoupled weight decay of AdamW's matrices; none for norms, biases and "
+        "embeddings",
     ),
 ]
 Schedule = Annotated[
     Literal["constant", "linear", "cosine"],
-    Meta(description="how the learning rates go on after the warm-up"),
+    Meta(description="learning rate schedule after the warm-up"),
 ]
 WarmupRatio = Annotated[
     float,
-    Meta(ge=0, le=1, description="part of all updates over which the rates rise, if not steps"),
+    Meta(ge=0, le=1, description="warm-up as a fraction of all updates, instead of steps"),
 ]
 
 
@@ -46,17 +47,18 @@ class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     optimizer: Optimizer = "adamw"
     learning_rate: LearningRate = 1e-6
     muon_learning_rate: Annotated[
-        float, Meta(ge=0, description="rate of Muon; the default suits small models from scratch")
+        float,
+        Meta(
+            ge=0, description="learning rate of Muon; the default suits small models from scratch"
+        ),
     ] = 4e-3
     weight_decay: WeightDecay = 0.01
     muon_weight_decay: Annotated[
-        float, Meta(ge=0, description="decoupled decay of Muon's matrices")
+        float, Meta(ge=0, description="decoupled weight decay of Muon's matrices")
     ] = 0.01
-    betas: Annotated[
-        tuple[float, float], Meta(description="AdamW's decay rates of both moments")
-    ] = (0.9, 0.999)
+    betas: Annotated[tuple[float, float], Meta(description="AdamW's betas")] = (0.9, 0.999)
     grad_clip: Annotated[
-        float, Meta(ge=0, description="bound on the gradient's global norm; 0 switches it off")
+        float, Meta(ge=0, description="clip the gradient's global norm to this; 0: off")
     ] = 1.0
 
 
@@ -71,21 +73,20 @@ class ScheduleConfig(OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_
     """An optimizer whose rates rise from zero, then follow the schedule to the last update."""
 
     schedule: Schedule = "constant"
-    warmup_steps: Annotated[
-        int, Meta(ge=0, description="updates over which the rates rise linearly")
-    ] = 0
+    warmup_steps: Annotated[int, Meta(ge=0, description="updates of linear warm-up")] = 0
     warmup_ratio: WarmupRatio = 0.0
     min_lr_ratio: Annotated[
-        float, Meta(ge=0, le=1, description="factor on the rates at the end of the schedule")
+        float,
+        Meta(ge=0, le=1, description="factor on the learning rates at the end of the schedule"),
     ] = 0.0
 
     def check_schedule(self, key: str) -> None:
         """Raises ConfigError for settings that contradict each other."""
         if self.warmup_steps and self.warmup_ratio:
-            raise ConfigError(f"{key}: give one of warmup_steps and warmup_ratio")
+            raise ConfigError(f"{key}: set only one of warmup_steps and warmup_ratio")
         if self.schedule == "constant" and self.min_lr_ratio:
             raise ConfigError(
-                f"{key}.min_lr_ratio: belongs to schedule = linear or cosine, not to constant"
+                f"{key}.min_lr_ratio: requires schedule = linear or cosine, not constant"
             )
 
 

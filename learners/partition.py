@@ -1,4 +1,4 @@
-"""Partition of trees over the learner's ranks and their micro-batches, and figures back into trees.
+"""Partition of trees over the learner's ranks and micro-batches, and the way back for results.
 
 Whole trees are assigned first, in decreasing order of cost, each to the rank with the least cost so
 far (Graham 1969). Then, while it pays, trajectories of one tree move from the most to the least
@@ -42,7 +42,7 @@ from agentenv.tree import Node, Scored, TrajectoryTree
 
 PAIR_COST = 1e-4  # of an attention pair, in tokens outside attention: a model of about 1e9 weights
 MIN_GAIN = 0.003  # share of the largest load that a move has to take off
-PER_TOKEN, PER_NODE = ("behaviour", "entropies"), ("adv_pos", "adv_neg", "weight")
+PER_TOKEN, PER_NODE = ("behavior", "entropies"), ("adv_pos", "adv_neg", "weight")
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ class Paths:
         return list(range(len(self._path)))
 
     def cost(self, leaves: Sequence[int]) -> float:
-        """Of these, which ascend: tokens that neighbours share count once in a micro-batch."""
+        """Of these, which ascend: tokens that neighbors share count once in a micro-batch."""
         key = tuple(leaves)
         if key not in self._costs:
             self._costs[key] = self._sum(key)
@@ -186,7 +186,7 @@ def _best_move(
 
 
 def minibatches(groups: Sequence[T], count: int) -> list[Sequence[T]]:
-    """So many neighbouring runs of the groups, as even as possible; of fewer groups one each."""
+    """So many neighboring runs of the groups, as even as possible; of fewer groups one each."""
     count = min(count, len(groups))
     cuts = [len(groups) * i // count for i in range(count + 1)] if count else []
     return [groups[start:stop] for start, stop in pairwise(cuts)]
@@ -426,7 +426,7 @@ def _pad(batch: MicroBatch, pieces: Sequence[Piece]) -> MicroBatch:
 def cut(tree: EncodedTree, number: int, max_tokens: int) -> list[Piece]:
     """Pieces of at most max_tokens tokens, or one path, that train each token exactly once.
 
-    A tree that is too large is cut below a node: neighbouring children stay together as far as
+    A tree that is too large is cut below a node: neighboring children stay together as far as
     they fit, and each piece repeats the path that leads to them.
     """
     starts, parents = tree.ints("starts").tolist(), tree.ints("parents").tolist()

@@ -248,8 +248,8 @@ class Policy(nn.Module):
         if not isinstance(head, LogprobHead):
             if type(head) is not nn.Linear:
                 raise ConfigError(
-                    f"the output head is a {type(head).__name__}, not a linear layer; adapters "
-                    "belong on the other layers"
+                    f"the output head is a {type(head).__name__}, not a linear layer; put adapters "
+                    "on other layers"
                 )
             shape = LogitShape.of(causal.config.get_text_config())
             causal.set_output_embeddings(LogprobHead.of(head, shape))
@@ -269,7 +269,7 @@ class Policy(nn.Module):
         if self._balance is None:
             raise ConfigError(
                 f"learner.router_loss: {type(causal).__name__} has no load-balancing loss in "
-                "transformers; expected a model like Mixtral or Qwen3-MoE, or 0"
+                "transformers; expected a model such as Mixtral or Qwen3-MoE, or 0"
             )
 
     def forward(
@@ -319,7 +319,7 @@ SEGMENTS = ("tree_cu_seqlens_q", "tree_segment_parents")  # of tree-recurrence: 
 
 
 def recurrent_masks(model: Any) -> dict[str, Tensor | None] | None:
-    """Let convolutions and recurrent layers go on at a fork from where its path came from, by
+    """Let convolutions and recurrent layers continue a fork from the state of its path, by
     tree-recurrence; the result is the model's masks by kind of layer. None without such layers.
 
     Raises ConfigError where tree-recurrence is missing, and for layers that it does not know.
@@ -331,7 +331,7 @@ def recurrent_masks(model: Any) -> dict[str, Tensor | None] | None:
         import tree_recurrence
     except ImportError as error:
         raise ConfigError(
-            f"{type(model).__name__}: layers of type {', '.join(found)} need tree-recurrence: "
+            f"{type(model).__name__}: layers of type {', '.join(found)} require tree-recurrence: "
             f"install it with {install_hint('hybrid')}"
         ) from error
     support = tree_recurrence.install(model)
@@ -374,8 +374,8 @@ def compile_parts(model: Any) -> None:
     parts = list(_parts(model.base_model))
     if not parts:
         raise ConfigError(
-            f"learner.compile: {type(model).__name__} has no feed-forward part or norm that is "
-            "known here; set learner.compile = false"
+            f"learner.compile: {type(model).__name__} has no supported feed-forward part or norm; "
+            "set learner.compile = false"
         )
     for part in parts:
         part.forward = torch.compile(part.forward, dynamic=True)
@@ -394,7 +394,7 @@ def use_liger(model: Any) -> None:
     cannot be used."""
     kind, instead = model.config.model_type, "set learner.fused = none"
     if not torch.cuda.is_available():
-        raise ConfigError(f"learner.fused = liger: its kernels run on GPUs only; {instead}")
+        raise ConfigError(f"learner.fused = liger: its kernels only run on GPUs; {instead}")
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
         from transformers.integrations.liger import apply_liger_kernel

@@ -99,7 +99,7 @@ class RankLink:
         self._link.abort()
 
     def state(self) -> str:
-        """What the system says about a process that does not answer."""
+        """The system's state of a process that does not answer."""
         if not self.is_here:
             return f"process {self.pid} on {self.host}"
         with contextlib.suppress(psutil.Error):
@@ -164,7 +164,7 @@ class RankGroup:
 
     @property
     def store(self) -> str:
-        """Where the ranks meet; see `Hello`."""
+        """Rendezvous of the ranks; see `Hello`."""
         return self._links[0].store
 
     async def start(self, timeout_s: float) -> None:
@@ -173,8 +173,8 @@ class RankGroup:
         token = secrets.token_hex(16) if local else os.environ.get(TOKEN_VARIABLE, "")
         if not token:
             raise ConfigError(
-                f"learner.launch = external: set {TOKEN_VARIABLE} to a secret of your own, "
-                "the same for this process and for the ranks"
+                f"learner.launch = external: set {TOKEN_VARIABLE} to a secret, the same for this "
+                "process and for the ranks"
             )
         placement = self._placement
         host, port = ("", "0") if local else self.config.address.rsplit(":", 1)
@@ -287,9 +287,9 @@ class RankGroup:
             first = links[rank - rank % size]
             if link.host != first.host:
                 raise LearnerError(
-                    f"learner.context_parallel = {size}: the ranks {first.rank} and {rank} compute "
-                    f"micro-batches together and are on two machines ({first.host}, {link.host}); "
-                    "choose a divisor of the ranks on a machine"
+                    f"learner.context_parallel = {size}: the ranks {first.rank} and {rank} share "
+                    f"micro-batches but are on two machines ({first.host}, {link.host}); choose a "
+                    "divisor of the ranks on a machine"
                 )
 
     def _start_failure(
@@ -364,12 +364,12 @@ class RankGroup:
         return problem
 
     def _usual_s(self, name: str) -> float | None:
-        """How long the command takes, in seconds; None: it was never answered."""
+        """Usual duration of the command, in seconds; None: never answered."""
         seconds = self._seconds.get(name)
         return median(seconds) if seconds else None
 
     def _silent_s(self, name: str) -> float:
-        """How long the command may take before silent ranks are reported."""
+        """Time of the command after which silent ranks are reported."""
         usual_s = self._usual_s(name)
         return max(LEAST_SILENT_S, SILENT * (FIRST_S if usual_s is None else usual_s))
 
@@ -381,7 +381,7 @@ class RankGroup:
         silent = [link for link, task in zip(self._links, tasks, strict=True) if not task.done()]
         states = ", ".join(f"rank {link.rank} ({link.state()})" for link in silent)
         logger.warning(
-            "the learner has been silent for %.0f s in %s%s: waiting for %s; after %.0f s "
+            "no answer from the learner for %.0f s in %s%s: waiting for %s; after %.0f s "
             "(learner.command_timeout_s) the run ends",
             *(seconds, name, usual, states, timeout_s),
             extra=SHOWN,
@@ -404,8 +404,8 @@ class RankGroup:
         await asyncio.sleep(STACK_S)
         stopped = [link for link in silent if "stopped" in link.state()]
         text = (
-            f"took longer than {timeout_s:.0f} s for {name} and was stopped ({states}); where it "
-            "was is in its log; raise learner.command_timeout_s if it was only slow"
+            f"took longer than {timeout_s:.0f} s for {name} and was stopped ({states}); its log "
+            "shows where; raise learner.command_timeout_s if it was only slow"
         )
         link = (stopped or silent)[0]
         return self._error(link.rank, text, link.log_path)
@@ -445,7 +445,7 @@ class RankGroup:
     def _error(self, rank: int, what: str, log_path: Path | None) -> LearnerError:
         who = f"the learner's rank {rank}" if self.config.num_ranks > 1 else "the learner"
         if log_path is None:
-            return LearnerError(f"{who} {what}; its log is where its launcher writes it")
+            return LearnerError(f"{who} {what}; see the log of its launcher")
         return LearnerError(f"{who} {what}; log {log_path}:\n{log_tail(log_path)}".rstrip())
 
 

@@ -143,7 +143,7 @@ def is_right_on(device: torch.device) -> bool:
             )
             grads = torch.autograd.grad(attended.float().square().sum(), inputs)
         except Exception:  # whatever a kernel raises
-            logger.warning("segments are not computed on %s", device, exc_info=True)
+            logger.warning("segments are not supported on %s", device, exc_info=True)
             return False
         found.append([one.detach().float().cpu() for one in (attended, *grads)])
     return all(

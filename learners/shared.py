@@ -1,4 +1,4 @@
-"""Weights for servers of the same machine: a copy in memory that they map, instead of files.
+"""Weights for servers on the same machine: a shared copy in memory instead of files.
 
     publish   gather --> one copy on each rank's GPU --> what opens it, for the controller
                            +--> main memory of rank 0

@@ -1,4 +1,4 @@
-"""Training on a rank: updates, imitation and scores of encoded trees on some backend.
+"""Training on a rank: updates, imitation and scoring of encoded trees, for any backend.
 
 `Reference` is the reference policy of a KL term.
 """
@@ -149,7 +149,7 @@ class Trainer:
         self.proximal = [split_by_tree(one.trees, one.measured) for one in prepared]
         self.logprobs = [split_by_tree(one.trees, one.logprobs) for one in prepared]
         metrics = over_steps([step for _, step in steps])
-        metrics |= means(self.backend.gather_replicas(behaviour_ratios(prepared)))
+        metrics |= means(self.backend.gather_replicas(behavior_ratios(prepared)))
         counts = [
             [one.num_computed, one.tokens.weight[: one.num_computed].sum(), one.is_measured.sum()]
             for one in prepared
@@ -225,7 +225,7 @@ class Trainer:
 
     def _prepare(self, trees: Sequence[EncodedTree], reference: Floats | None) -> MiniBatch:
         tokens = ActionTokens.of(trees)
-        proximal, entropies = tokens.behaviour.copy(), tokens.entropies.copy()
+        proximal, entropies = tokens.behavior.copy(), tokens.entropies.copy()
         flags = [self._needs_proximal(tree) for tree in trees]
         needed = [tree for tree, flag in zip(trees, flags, strict=True) if flag]
         counts = [tree.num_action_tokens for tree in trees]
@@ -354,12 +354,12 @@ def means(parts: Sequence[dict[str, tuple[float, int]]]) -> Metrics:
     return {name: float(total / count) for name, (total, count) in found.items()}
 
 
-def behaviour_ratios(minibatches: Sequence[MiniBatch]) -> dict[str, tuple[float, int]]:
-    """Sum of proximal / behaviour over the trained tokens whose proximal log-prob was computed, and
+def behavior_ratios(minibatches: Sequence[MiniBatch]) -> dict[str, tuple[float, int]]:
+    """Sum of proximal / behavior over the trained tokens whose proximal log-prob was computed, and
     their number, by staleness in published updates."""
     staleness = np.concatenate([one.tokens.staleness[one.is_measured] for one in minibatches])
     ratio = np.concatenate(
-        [ratios(one.proximal, one.tokens.behaviour)[one.is_measured] for one in minibatches]
+        [ratios(one.proximal, one.tokens.behavior)[one.is_measured] for one in minibatches]
     )
     return {
         f"behaviour_ratio/staleness_{age}": (

@@ -1,4 +1,4 @@
-"""Tree-GRPO: each leaf is compared with all leaves, and with those of its own root. No torch."""
+"""Tree-GRPO: compares each leaf with all leaves, and with those of its root. No torch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class TreeGRPO(Turnwise, frozen=True, kw_only=True, forbid_unknown_fields=True, 
         super().__post_init__()
         if self.local or self.value != "leaves" or self.step_rewards != "return":
             raise ConfigError(
-                "algorithm: tree_grpo has an advantage of its own for each leaf; local, value and "
-                "step_rewards belong to turnwise"
+                "algorithm: tree_grpo has a separate advantage for each leaf; local, value and "
+                "step_rewards require turnwise"
             )
 
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:

@@ -1,4 +1,4 @@
-"""Turnwise: a turn has one advantage, the value of what follows it, and a weight of its own.
+"""Turnwise: each turn has one advantage, from the value of its continuation, and its own weight.
 
 The credits that are published for trees differ in three figures, which are keys here (`Turnwise`);
 so does the plan: that of ARPO, trajectories from scratch, or forks at any depth of paths that have
@@ -20,15 +20,16 @@ from agentenv.learners.credit import (
     counted_leaves,
     parents,
 )
-from agentenv.plan import Independent, RolloutPlan, Uniform
+from agentenv.plan import Independent, RolloutPlan, Spread, Uniform
 from agentenv.tree import TrajectoryTree
 
 Value = Literal["leaves", "children", "softmax"]
 PlanName = Annotated[
-    Literal["arpo", "uniform", "rounds", "flat"],
+    Literal["arpo", "uniform", "rounds", "spread", "flat"],
     Meta(
-        description="where trajectories begin: arpo, forks by entropy; uniform, at any tool "
-        "result of a path that has ended; rounds, the same when nothing grows any more; flat"
+        description="fork points: arpo, by entropy; uniform, any tool result of a finished path; "
+        "rounds, the same after all paths have finished; spread, where a call is likely to teach "
+        "most; flat, none"
     ),
 ]
 
@@ -49,28 +50,44 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
         TEMPO, of turns (arXiv 2509.18314)             1      1                leaves
         AT2PO's credit (arXiv 2601.04767)              0      1                softmax
 
-    Weights below d bend the gradient towards the turns after forks, and gave no more signal a call
+    Weights below d bend the gradient toward the turns after forks, and gave no more signal a call
     in the toy of docs/algorithms.md. `local` above 4 is refused: the difference to the parent alone
     has next to no signal with eight leaves.
 
     plan = "uniform" begins `initial_rollouts` trajectories from scratch and forks the paths that
-    have ended at tool results drawn uniformly (`agentenv.plan.Uniform`), "flat" forks nothing.
+    have ended at tool results drawn uniformly (`agentenv.plan.Uniform`), "spread" where a call is
+    likely to teach most (`agentenv.plan.Spread`), "flat" forks nothing.
     """
 
     sharing: SharingKey = "hard"
     plan_name: PlanName = "arpo"
     max_children: Annotated[
-        int, Meta(ge=2, description="turns after one tool result, with plan_name uniform or rounds")
+        int,
+        Meta(
+            ge=2,
+            description="maximum number of turns after one tool result, with forks of finished "
+            "paths",
+        ),
     ] = 4
+    led_cost: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="with plan_name spread, the price of a call that leads an environment to a "
+            "fork, beside a call of the policy",
+        ),
+    ] = 1.0
     local: Annotated[
         float,
-        Meta(ge=0, le=4, description="weight of a turn's value over that of the turn before"),
+        Meta(ge=0, le=4, description="weight of a turn's value relative to the previous turn's"),
     ] = 0.0
     weight_exponent: Annotated[
-        float, Meta(ge=0, le=1, description="e in the weight d ** e of a turn with d leaves")
+        float,
+        Meta(ge=0, le=1, description="exponent e in the weight d ** e of a turn with d leaves"),
     ] = 1.0
     value: Annotated[
-        Value, Meta(description="a turn's value: mean of its leaves, or of its children's values")
+        Value, Meta(description="value of a turn: mean of its leaves, or of its children's values")
     ] = "leaves"
 
     def __post_init__(self) -> None:
@@ -80,13 +97,13 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
         plain = self.local == 0 and self.value == "leaves"
         if self.sharing == "soft" and not plain:
             raise ConfigError(
-                "algorithm.sharing: 'soft' keeps the advantage of each leaf apart, which values of "
-                "turns do not have; set 'hard', or local = 0 and value = 'leaves'"
+                "algorithm.sharing: 'soft' keeps the advantages of leaves separate, which values "
+                "of turns do not have; set 'hard', or local = 0 and value = 'leaves'"
             )
         if self.step_rewards == "to_go" and not plain:
             raise ConfigError(
-                "algorithm.step_rewards: 'to_go' has a value of its own for each turn; set local = "
-                "0 and value = 'leaves'"
+                "algorithm.step_rewards: 'to_go' has a separate value for each turn; set local = 0 "
+                "and value = 'leaves'"
             )
 
     @property
@@ -98,9 +115,10 @@ class Turnwise(ARPO, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
             return Independent(self.group_size)
         if self.plan_name == "arpo":
             return super().plan(vocab_size)
-        return Uniform(
-            self.group_size, self.num_initial, self.max_children, self.plan_name == "rounds"
-        )
+        size, roots, most = self.group_size, self.num_initial, self.max_children
+        if self.plan_name == "spread":
+            return Spread(size, roots, most, self.led_cost)
+        return Uniform(size, roots, most, self.plan_name == "rounds")
 
     def credit(self, tree: TrajectoryTree) -> TreeCredit | None:
         group = super().credit(tree)

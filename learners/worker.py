@@ -1,4 +1,4 @@
-"""The process of one learner rank, which runs the commands of the controller.
+"""The process of one learner rank, which executes the controller's commands.
 
     python -m agentenv.learners.worker
 
@@ -60,7 +60,7 @@ LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 
 class Position(Struct, frozen=True):
-    """Which of the ranks this process is, and which of those on its machine."""
+    """The rank of this process, overall and on its machine."""
 
     rank: int
     num_ranks: int
@@ -78,7 +78,7 @@ def find_position(environ: Mapping[str, str]) -> Position:
             "in its environment, or neither"
         )
     if rank is not None and not 0 <= rank < (num_ranks or 0):
-        raise ConfigError(f"a learner rank got RANK = {rank} of WORLD_SIZE = {num_ranks}")
+        raise ConfigError(f"a learner rank has RANK = {rank} of WORLD_SIZE = {num_ranks}")
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     return Position(
         rank or 0,
@@ -185,7 +185,7 @@ class Rank:
     def _run(self, command: wire.Command) -> wire.Done:
         done = wire.Done()
         if self._offloaded is not None and not isinstance(command, WHILE_ASLEEP):
-            raise LearnerError(f"cannot run {type(command).__name__}: the learner is asleep")
+            raise LearnerError(f"cannot run {type(command).__name__}: the learner is offloaded")
         match command:
             case wire.Sleep():
                 if command.asleep and self._offloaded is None:
@@ -218,9 +218,7 @@ class Rank:
                     self.backend.take_state_back()
             case wire.WriteModel():
                 if command.unmoved and self.trainer.moved:
-                    raise LearnerError(
-                        "the learner's weights are no longer those it published last"
-                    )
+                    raise LearnerError("the learner's weights are no longer the published ones")
                 directory = Path(command.directory)
                 if command.adapter_only:
                     write_adapter_only(self.backend, self.source, directory)
@@ -251,7 +249,7 @@ class Rank:
                 self.shared.release()
             case wire.WriteShared():
                 if self.shared.policy_version != command.policy_version:
-                    raise LearnerError("the learner has gone on to other weights")
+                    raise LearnerError("the learner has moved on to newer weights")
                 self.shared.write(self.source, Path(command.directory))
             case wire.Save():
                 self.save(Path(command.directory))
@@ -386,7 +384,7 @@ def failure(error: Exception, text: str) -> wire.Failed:
             return wire.Failed(str(cause), "")
         is_cpu_allocator = isinstance(cause, RuntimeError) and "DefaultCPUAllocator" in str(cause)
         if isinstance(cause, MemoryError | torch.OutOfMemoryError) or is_cpu_allocator:
-            reason = (str(cause) or "no memory is left").splitlines()[0]
+            reason = (str(cause) or "out of memory").splitlines()[0]
             return wire.Failed(OUT_OF_MEMORY.format(reason), "")
         if isinstance(cause, OSError) and cause.strerror:
             return wire.Failed(
@@ -426,7 +424,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for name in (wire.ADDRESS_VARIABLE, wire.TOKEN_VARIABLE):
         if not os.environ.get(name):
-            raise ConfigError(f"{name} is not set: a learner rank finds its controller by it")
+            raise ConfigError(f"{name} is not set: a learner rank needs it to reach its controller")
     host, port = os.environ[wire.ADDRESS_VARIABLE].rsplit(":", 1)
     position = find_position(os.environ)
     store = open_store(position)

@@ -1,4 +1,4 @@
-"""Behaviour of the released code of ARPO, AEPO and Tool-Star where it differs from the papers, and
+"""Behavior of the released code of ARPO, AEPO and Tool-Star where it differs from the papers, and
 Tool-Star's helpers at inference time.
 
 Nothing of the framework imports this package; pipelines load it for `compat = "reference"`

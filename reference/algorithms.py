@@ -1,4 +1,4 @@
-"""GRPO, ARPO and AEPO as the released code has them, and how a configuration gets them.
+"""GRPO, ARPO and AEPO of the released code, and their selection by a configuration.
 
 The only member of a group keeps its reward, the log-ratio is not bounded; AEPO's z is over the
 micro-batch, from current entropies, not clamped. Equal rewards leave rounding noise, which no
@@ -56,10 +56,10 @@ def group_advantages(
         return values / (1.0 + epsilon) if norm_by_std else values.copy()
     if values.size == 0:
         return np.zeros_like(values)
-    centred: Floats = values - values.mean()
+    centered: Floats = values - values.mean()
     if norm_by_std:
-        centred /= values.std(ddof=1) + epsilon
-    return centred
+        centered /= values.std(ddof=1) + epsilon
+    return centered
 
 
 def entropy_multiplier(entropies: Tensor, mean: Tensor, std: Tensor, coefficient: float) -> Tensor:
@@ -143,8 +143,8 @@ def check_criterion(rules: ARPO) -> None:
     """Raise ConfigError for fork keys that the released rollout does not read."""
     if (rules.fork_rule, rules.fork_criterion) != ("sample", "paper"):
         raise ConfigError(
-            'algorithm.compat = "reference" has one fork criterion: leave fork_rule and '
-            "fork_criterion out"
+            'algorithm.compat = "reference" has a single fork criterion: remove fork_rule and '
+            "fork_criterion"
         )
 
 
@@ -166,8 +166,8 @@ def released(algorithm: Algorithm) -> Algorithm:
         return algorithm
     if kind not in RELEASED:
         raise ConfigError(
-            f'algorithm.compat = "reference": {kind.__name__} has no released form, only '
-            "grpo, arpo and aepo have; leave compat out"
+            f'algorithm.compat = "reference": {kind.__name__} has no released implementation, '
+            "only grpo, arpo and aepo have; remove compat"
         )
     values = {name: getattr(algorithm, name) for name in kind.__struct_fields__}
     return RELEASED[kind](**values | {"importance_cap": "none"})

@@ -1,4 +1,4 @@
-"""Tool-Star's code debugger, and the models that help at inference time.
+"""Tool-Star's code debugger, and its helper models at inference time.
 
 The code debugger stands around the tool that runs code. Where the code of a call fails, a model
 reads code and error (neither question nor answer) and writes the code anew; that runs in the same
@@ -25,18 +25,22 @@ class HelperConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fi
     """A model that helps, behind an OpenAI-compatible server, and how it is asked."""
 
     model: Annotated[
-        str, Meta(description="its name there; empty: the only one that the server lists")
+        str,
+        Meta(
+            description="name of the model at the server; empty: the only one that the server lists"
+        ),
     ] = ""
-    max_uses: Annotated[int, Meta(ge=1, description="times in one trajectory")] = 1
-    temperature: Annotated[float, Meta(ge=0, description="0 is greedy")] = 0.0
+    max_uses: Annotated[int, Meta(ge=1, description="uses per trajectory")] = 1
+    temperature: Annotated[float, Meta(ge=0, description="0: greedy")] = 0.0
     max_input_chars: Annotated[
-        int, Meta(ge=100, description="of a text that it reads; longer ones lose their middle")
+        int, Meta(ge=100, description="length of its input texts; longer ones lose their middle")
     ] = 60_000
     timeout_s: Annotated[
-        float, Meta(gt=0, description="for one use, retries included; then there is no help")
+        float,
+        Meta(gt=0, description="deadline of one use, retries included; after it there is no help"),
     ] = 120.0
     num_retries: Annotated[
-        int, Meta(ge=0, description="after 429, 5xx, lost connections, malformed replies")
+        int, Meta(ge=0, description="retries after 429, 5xx, lost connections, malformed replies")
     ] = 3
 
 
@@ -55,7 +59,7 @@ class HelperModel:
         self._model = ChatModel(config, f"assist.{name}", temperature=config.temperature)
 
     async def start(self) -> None:
-        """Find the model. Raises ConfigError for a server that is not there."""
+        """Find the model. Raises ConfigError for an unreachable server."""
         await self._model.endpoint.start()
 
     async def ask(self, system: str, user: str) -> Said:
@@ -159,7 +163,7 @@ class DebuggedTool:
             record["num_tokens"] = said.num_tokens
             record["code"] = new = corrected_code(said.text) if said.whole else ""
             if not new or new.strip() == code.strip():
-                record["problem"] = "the reply is not one block of other code"
+                record["problem"] = "the reply is not one block of changed code"
                 return None
             async with asyncio.timeout(self.own_s):
                 result = await self.tool.call({**arguments, key: new}, inner)
@@ -168,7 +172,7 @@ class DebuggedTool:
         except InfraError as error:
             record["problem"] = str(error)
         except TimeoutError:
-            record["problem"] = f"the new code gave no result within {self.own_s:g} s"
+            record["problem"] = f"the new code returned no result within {self.own_s:g} s"
         else:
             record["fixed"] = True
             return result

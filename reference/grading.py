@@ -1,4 +1,4 @@
-r"""Reward, equivalence and evaluation metrics as the released code of ARPO and Tool-Star has them.
+r"""Reward, equivalence and evaluation metrics of the released code of ARPO and Tool-Star.
 
 Token F1 for mathematics too, tags of tool results take part, a bonus for the mere text </search>
 and </python>. Source: reward rule, section 5 of the ARPO paper, and its released evaluation;
@@ -32,7 +32,7 @@ class NoNormalFormError(ValueError):
 
 class ReleasedReward:
     """The released rule as a grader: token F1 for every kind of question. The tool results, which
-    a grader never sees, stand in the text as if each were empty."""
+    a grader never sees, are in the text as if each were empty."""
 
     async def grade(
         self, task: Task, written: Sequence[Message], calls: Mapping[str, int]

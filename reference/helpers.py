@@ -37,38 +37,38 @@ from agentenv.types import Info, Message, SamplingParams, Task
 class BacktracerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Takes a turn again whose call failed where the debugger could not help."""
 
-    max_uses: Annotated[int, Meta(ge=1, description="times in one trajectory")] = 1
+    max_uses: Annotated[int, Meta(ge=1, description="uses per trajectory")] = 1
     tools: Annotated[
-        tuple[str, ...], Meta(description="whose errors count; empty: those of all tools")
+        tuple[str, ...], Meta(description="tools whose errors count; empty: all tools")
     ] = ()
     min_temperature: Annotated[
         float,
         Meta(
             ge=0,
-            description="of the turn that is taken again, where sampling.temperature is lower: "
-            "a greedy policy would write the same once more",
+            description="temperature of the retried turn, if sampling.temperature is lower: a "
+            "greedy policy would repeat itself",
         ),
     ] = 0.6
 
 
 class RefinerConfig(HelperConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Compresses a long chain of reasoning; the rollout goes on from question and summary."""
+    """Compresses a long chain of reasoning; the rollout continues from question and summary."""
 
     min_response_tokens: Annotated[
         int,
-        Meta(ge=1, description="tokens after the prompt, tool results included, that call for it"),
+        Meta(ge=1, description="tokens after the prompt, tool results included, that trigger it"),
     ] = 8192
     count_tokens: Annotated[
         Literal["anew", "total"],
         Meta(
-            description="towards limits.max_response_tokens afterwards: those of the summary and "
-            "what follows it, or those of the whole trajectory"
+            description="tokens that count toward limits.max_response_tokens afterwards: those of "
+            "the summary and after it, or those of the whole trajectory"
         ),
     ] = "anew"
 
 
 class AssistConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which helpers an evaluation has; the table [assist]."""
+    """The helpers of an evaluation; the table [assist]."""
 
     debugger: Annotated[DebuggerConfig | None, Meta(description="the code debugger")] = None
     backtracer: Annotated[BacktracerConfig | None, Meta(description="the tool-use backtracer")] = (
@@ -113,7 +113,7 @@ class Assist:
         )
 
     async def start(self) -> None:
-        """Find the models. Raises ConfigError for a server that is not there."""
+        """Find the models. Raises ConfigError for an unreachable server."""
         for model in (self.debugger, self.refiner):
             if model is not None:
                 await model.start()
@@ -141,7 +141,7 @@ instruction in it. Reply with the shortened work and nothing else."""
 _GOES_ON = """\
 {question}
 
-You have worked on this already. What follows is a summary of that work; go on from there.
+You have worked on this already. What follows is a summary of that work; continue from there.
 
 {summary}"""
 
@@ -186,7 +186,7 @@ class AssistHooks(RolloutHooks):
         if not isinstance(rollout.plan, Independent):
             raise ConfigError(
                 f"assist: helpers are for evaluation, not for {type(rollout.plan).__name__}: "
-                "training needs a context that is only appended to"
+                "training requires an append-only context"
             )
         self.assist = assist
         self._actor, self._tree = rollout.actor, rollout.tree
@@ -241,7 +241,7 @@ class AssistHooks(RolloutHooks):
         try:
             notes.before = await self._actor.envs.fork(branch.env)
         except EnvError as error:
-            logger.warning("task %s: cannot go back to here: %s", self._tree.task.id, error)
+            logger.warning("task %s: cannot backtrack to this point: %s", self._tree.task.id, error)
             add(notes.counts, backtracer_refused=1)
 
     async def _forget(self, notes: Notes) -> None:

@@ -1,4 +1,4 @@
-"""Agreement of the layered grader with labelled pairs, beside two other graders on the same pairs.
+"""Agreement of the layered grader with labeled pairs, beside two other graders on the same pairs.
 
     python tests/check_grader.py PAIRS.json [--half development|held-out] [--min-agreement X]
 

@@ -1,4 +1,4 @@
-"""Draw golds for labelled pairs from the real sets, by a seed: 20261122 for those of
+"""Draw golds for labeled pairs from the real sets, by a seed: 20261122 for those of
 tests/fixtures/fresh_pairs.json, 20261207 for those of new_pairs.json.
 
     python tests/draw_golds.py DATA_FOLDER SEED OUT.json

@@ -33,7 +33,7 @@ PARTS = {
         [*PYTEST, "-rP", "--show-capture", "stdout", "--repeats", "10", "-k", "kill_9", *KILLED],
     ),
     "chaos": (
-        "Ten fault storms of at least five minutes, on servers that recite",
+        "Ten fault storms of at least five minutes, on mock servers",
         ["benchmarks/bench.py", "chaos", "--times", "10"],
     ),
     "chaos-long": (

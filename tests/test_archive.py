@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentenv.archive import Archive, Credit, KeptTree, StepHeader, read_step, steps_of
+from agentenv.archive import (
+    Archive,
+    Credit,
+    KeptTree,
+    StepHeader,
+    changed_forks,
+    read_step,
+    steps_of,
+)
 from agentenv.errors import ConfigError, DataError
 from agentenv.frames import ArchiveConfig
 from agentenv.learners.arpo import ARPO
@@ -147,7 +155,7 @@ def test_a_file_that_is_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
         following = [*whole.entries[1:], None][len(cut.entries)]
         assert following is None or following.place > place
     path.write_bytes(data[:8])
-    with pytest.raises(DataError, match="not a file of trees"):
+    with pytest.raises(DataError, match="not a tree file"):
         read_step(path)
 
 
@@ -236,3 +244,23 @@ def test_a_sampled_token_takes_little(tmp_path: Path) -> None:
     num_sampled = tree.num_action_tokens
     observed = tree.num_tokens - num_sampled
     assert size <= 20 * num_sampled + 4 * observed + 600 * len(tree.nodes)
+
+
+def test_a_fork_that_ended_otherwise_than_its_branch_is_counted() -> None:
+    """By success, or where the env reports none by the return; beside a failed branch none is."""
+    tree = TrajectoryTree(TASK)
+    root = tree.add(None)
+    asked = tree.add(root, branch="0")
+    ends = {"0": 1.0, "0.1+1": 0.0, "0.1+2": 1.0, "0.1+1.2+1": 1.0}
+    leaves = {name: tree.add(asked, branch=name) for name in ends}
+    leaves["1"] = tree.add(root, branch="1")  # from scratch: it left no branch
+    for name, leaf in leaves.items():
+        leaf.end, leaf.reward = "terminated", ends.get(name, 0.0)
+    assert changed_forks(tree) == 2
+    for leaf in leaves.values():
+        leaf.info["success"] = True
+    assert changed_forks(tree) == 0
+    leaves["0.1+2"].info["success"] = False
+    assert changed_forks(tree) == 1
+    leaves["0"].end = "failed"
+    assert changed_forks(tree) == 0

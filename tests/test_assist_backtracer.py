@@ -106,7 +106,7 @@ async def test_beyond_the_limit_of_calls_the_policy_reads_so_and_is_stopped_at_i
     assert {one.stop for one in rollout.engine.samplings} == {("</search>",)}
 
 
-async def test_a_call_that_was_taken_back_is_not_counted_towards_the_limit() -> None:
+async def test_a_call_that_was_taken_back_is_not_counted_toward_the_limit() -> None:
     turns = Turns(look("bad"), look("good"), ANSWER)
     rollout = await Rollout(turns, search_env, Limits(max_tool_calls=1), backtracer={}).grow()
     assert (rollout.leaf.end, rollout.leaf.limit) == ("terminated", None)

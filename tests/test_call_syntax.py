@@ -133,9 +133,9 @@ DEEP = "[" * 20_000
 BADLY = [
     ("qwen_xml", "<tool_call>{}</tool_call>", "expected <function=NAME>"),
     ("qwen_xml", qwen(("query", "a")).removesuffix("</tool_call>"), "is not closed"),
-    ("qwen_xml", qwen(("query", "a")).replace("</parameter>", ""), "is no argument"),
-    ("qwen_xml", qwen(("query", "a</parameter>b")), "'b\\n</parameter>' is no argument"),
-    ("qwen_xml", qwen(("query", "a"), ("query", "b")), "'query' is written twice"),
+    ("qwen_xml", qwen(("query", "a")).replace("</parameter>", ""), "is not an argument"),
+    ("qwen_xml", qwen(("query", "a</parameter>b")), "'b\\n</parameter>' is not an argument"),
+    ("qwen_xml", qwen(("query", "a"), ("query", "b")), "'query' is given twice"),
     ("qwen_xml", qwen(("query", "a<parameter=count>\n3")), "holds '<parameter='"),
     ("qwen_xml", qwen(("query", "a<tool_call>b")), "holds '<tool_call>'"),
     ("qwen_xml", f"<tool_call>{qwen(('query', 'a'))}", "expected <function=NAME>"),
@@ -148,27 +148,27 @@ BADLY = [
     ("hermes", '<tool_call>{"name": "search"}', "is not closed"),
     ("llama", '{"name": "search", "parameters": {"query": "a</think>b}}', "not valid JSON"),
     ("glm", "<tool_call></tool_call>", "expected NAME"),
-    ("glm", "<tool_call>search Lima</tool_call>", "'Lima' is no argument"),
-    ("atem", '<atem:invoke name="search">Lima</atem:invoke>', "'Lima' is no argument"),
+    ("glm", "<tool_call>search Lima</tool_call>", "'Lima' is not an argument"),
+    ("atem", '<atem:invoke name="search">Lima</atem:invoke>', "'Lima' is not an argument"),
     ("lfm", "<|tool_call_start|>[search('Lima')]<|tool_call_end|>", "expected a list of calls"),
     ("lfm", "<|tool_call_start|>[search(query=f(1))]<|tool_call_end|>", "is not a literal"),
     ("lfm", "<|tool_call_start|>[search(count=1e999)]<|tool_call_end|>", "is not a literal"),
     ("lfm", f"<|tool_call_start|>[search(count=-0x{'f' * 5_000})]<|tool_call_end|>", "a literal"),
     ("lfm", r"<|tool_call_start|>[search(query='\ud800')]<|tool_call_end|>", "surrogates"),
-    ("lfm", f"<|tool_call_start|>[search(sites={DEEP})]<|tool_call_end|>", "cannot be read"),
-    ("lfm", f"<|tool_call_start|>[search(count={'-' * 50_000}1)]<|tool_call_end|>", "be read"),
-    ("lfm", f"<|tool_call_start|>[search(count={'9' * 5_000})]<|tool_call_end|>", "be read"),
-    ("lfm", "<|tool_call_start|>[search(query='it's')]<|tool_call_end|>", "be read"),
+    ("lfm", f"<|tool_call_start|>[search(sites={DEEP})]<|tool_call_end|>", "cannot be parsed"),
+    ("lfm", f"<|tool_call_start|>[search(count={'-' * 50_000}1)]<|tool_call_end|>", "be parsed"),
+    ("lfm", f"<|tool_call_start|>[search(count={'9' * 5_000})]<|tool_call_end|>", "be parsed"),
+    ("lfm", "<|tool_call_start|>[search(query='it's')]<|tool_call_end|>", "be parsed"),
     ("lfm", "<|tool_call_start|>[search(query='Lima')]", "is not closed"),
     ("harmony", " to=functions.search<|message|>Lima", "not valid JSON"),
     ("harmony", f" to=functions.search<|message|>{DEEP}", "not valid JSON"),
-    ("harmony", " to=functions.search<|message|>[1]", "not an object"),
-    ("harmony", " to=browser.search<|message|>{}", "goes to 'browser.search'"),
+    ("harmony", " to=functions.search<|message|>[1]", "not a JSON object"),
+    ("harmony", " to=browser.search<|message|>{}", "addressed to 'browser.search'"),
     ("harmony", " to=functions.search<|channel|>commentary", r"no <\|message\|> follows"),
     ("gemma", "<|tool_call>search{}<tool_call|>", "expected call:NAME"),
-    ("gemma", "<|tool_call>call:search{query:Lima}<tool_call|>", "cannot be read"),
-    ("gemma", f"<|tool_call>call:search{{query:{DEEP}}}<tool_call|>", "cannot be read"),
-    ("gemma", '<|tool_call>call:search{query:<|"|>Lima}<tool_call|>', "cannot be read"),
+    ("gemma", "<|tool_call>call:search{query:Lima}<tool_call|>", "cannot be parsed"),
+    ("gemma", f"<|tool_call>call:search{{query:{DEEP}}}<tool_call|>", "cannot be parsed"),
+    ("gemma", '<|tool_call>call:search{query:<|"|>Lima}<tool_call|>', "cannot be parsed"),
 ]
 
 
@@ -355,4 +355,4 @@ def test_openings_that_nothing_closes_are_searched_once(style: str, text: str) -
         '<atem:parameter name="a">',
     ):
         (call,) = PARSERS[style](text.format(opening * 40_000), TOOLS)
-        assert "is no argument" in call.arguments["problem"]
+        assert "is not an argument" in call.arguments["problem"]

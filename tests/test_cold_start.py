@@ -153,7 +153,7 @@ def test_equal_arguments_give_equal_files(tmp_path: Path) -> None:
 
 
 def test_one_text_in_place_of_a_list_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected a list of them"):
+    with pytest.raises(ConfigError, match="expected a list of strings"):
         tiny_model(tmp_path, "How many?")
 
 
@@ -166,6 +166,12 @@ def test_without_the_extra_it_says_so(tmp_path: Path) -> None:
         "except agentenv.ConfigError as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "needs tokenizers, missing here" in done.stdout, done.stderr
+    assert "requires tokenizers, which is not installed" in done.stdout, done.stderr
     assert "pip install" in done.stdout
     assert "[train]" in done.stdout
+
+
+async def test_demonstrations_are_played_beside_an_event_loop_too() -> None:
+    """As in a notebook."""
+    (row,) = demonstrate(BagEnv, [ROW], solve)
+    assert row["success"]

@@ -81,7 +81,7 @@ def test_none_takes_all_sets_away_and_names_what_there_must_be() -> None:
         apply_overrides(raw, [override, "eval.concurrency=3"], TrainConfig)
         assert raw == {"eval": {"concurrency": 3}}
     with pytest.raises(
-        ConfigError, match=r"'algorithm=none': there is always one; choose it by al"
+        ConfigError, match=r"'algorithm=none': this table always exists; choose its kind by al"
     ):
         apply_overrides({}, ["algorithm=none", "algorithm.name=grpo"], TrainConfig)
 
@@ -140,7 +140,7 @@ def test_keys_of_a_replaced_kind_are_left_out_and_told(tmp_path: Path) -> None:
     told: list[str] = []
     config = load_config(Outer, tmp_path / "c.toml", ["engine.name=slow"], say=told.append)
     assert config.engine == Slow()
-    assert told == ["engine.name = slow has no such keys, left out: speed = 7"]
+    assert told == ["engine.name = slow does not have these keys, ignored: speed = 7"]
 
 
 def test_keys_below_a_file_that_names_another_kind_are_left_out_but_for_its_own() -> None:
@@ -153,7 +153,7 @@ def test_keys_below_a_file_that_names_another_kind_are_left_out_but_for_its_own(
     assert merged["engine"] == {"name": "slow", "speed": 7}  # the file's own, refused later
     leave_out_old_kinds(Outer, merged, before, {"engine.name"}, told.append)
     assert merged["engine"] == {"name": "slow"}
-    assert told == ["engine.name = slow has no such keys, left out: speed = 7"]
+    assert told == ["engine.name = slow does not have these keys, ignored: speed = 7"]
 
 
 def test_keys_are_left_out_for_a_class_of_the_users_own_too(
@@ -172,12 +172,12 @@ def test_keys_are_left_out_for_a_class_of_the_users_own_too(
     config = load_config(TrainConfig, file, [override], say=told.append)
     assert type(config.algorithm).__name__ == "Median"
     named = override.replace("=", " = ")
-    assert told == [f"{named} has no such keys, left out: entropy_window = 4"]
+    assert told == [f"{named} does not have these keys, ignored: entropy_window = 4"]
 
 
 def test_nobody_listening_it_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(tmp_path, ENGINE, "engine.name=slow")
-    assert caplog.messages == ["engine.name = slow has no such keys, left out: speed = 7"]
+    assert caplog.messages == ["engine.name = slow does not have these keys, ignored: speed = 7"]
 
 
 def test_an_override_of_a_key_that_the_new_kind_lacks_is_no_leftover(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_refusal_may_be_explained(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.toml: there is no such"):
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: no such"):
         load_config(Outer, tmp_path / "nowhere.toml")
 
 

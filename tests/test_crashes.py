@@ -89,15 +89,21 @@ CASES: dict[str, tuple[Callable[[Task], Any], str]] = {
     "tool": (tools_env(boom, well), "the tool 'search', called with {'query': .*KeyError: 'price'"),
     "tool-exits": (tools_env(leave, well), "the tool 'search', .*SystemExit: no such file"),
     "tool-cancels": (tools_env(cancel, well), "the tool 'search', .*CancelledError"),
-    "tool-none": (tools_env(nothing, well), "returned None; a tool returns the text"),
-    "tool-number": (tools_env(a_number, well), "returned 3; a tool returns the text"),
+    "tool-none": (tools_env(nothing, well), "returned None; expected the text"),
+    "tool-number": (tools_env(a_number, well), "returned 3; expected the text"),
     "grader": (tools_env(well, boom), r"the grader Grading raised KeyError.*test_crashes.py, line"),
-    "grade": (tools_env(well, nothing), "the grader Grading gave None, which is no Grade"),
-    "bare": (tools_env(well, a_number), "the grader Grading gave 3, which is no Grade"),
+    "grade": (
+        tools_env(well, nothing),
+        "the grader Grading must return a Grade with a numeric reward, got None",
+    ),
+    "bare": (
+        tools_env(well, a_number),
+        "the grader Grading must return a Grade with a numeric reward, got 3",
+    ),
     "making": (boom, "making the environment raised KeyError"),
     "reset": (broken("reset", boom), "the environment's reset raised KeyError"),
     "step": (broken("step", boom), "the environment's step raised KeyError"),
-    "result": (broken("step", nothing), "the environment's step gave no .* but None"),
+    "result": (broken("step", nothing), "the environment's step must return .*, got None"),
 }
 
 
@@ -123,5 +129,5 @@ def test_an_env_that_cannot_close_is_only_told(caplog: pytest.LogCaptureFixture)
     actor.make_env = broken("close", boom)
     tree = rollout(actor, Independent(2))
     assert not tree.failures()
-    assert "did not close" in caplog.text
+    assert "closing an env failed" in caplog.text
     assert actor.envs.count == 0

@@ -103,7 +103,7 @@ def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
     assert questions(split) == questions(tmp_path) == ["a", "b"]
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
-    with pytest.raises(DataError, match=r"holds the splits \['train', 'test'\]; name one, as"):
+    with pytest.raises(DataError, match=r"contains the splits \['train', 'test'\]; choose one, as"):
         questions(tmp_path)
 
 
@@ -118,7 +118,7 @@ def test_a_folder_of_several_splits_is_not_mixed_by_accident(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("x.txt", "?", r"x.txt: of an unknown kind; expected a file that ends in \.jsonl"),
+        ("x.txt", "?", r"x.txt: unknown file type; expected a file that ends in \.jsonl"),
         ("x.json", "{", "x.json: not valid JSON"),
         ("x.json", '{"query": "result"}', "x.json: expected a list of rows, or SQuAD's object"),
         ("x.json", '{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "SQuAD's data, .* 'context'"),
@@ -139,11 +139,11 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, name: str, text: str, messag
 
 
 def test_a_path_that_names_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such dataset file; the pattern matches none"):
+    with pytest.raises(DataError, match="no dataset file matches this pattern"):
         questions(tmp_path / "*.jsonl")
-    with pytest.raises(DataError, match="holds no dataset file; expected files that end in"):
+    with pytest.raises(DataError, match="contains no dataset file; expected files that end in"):
         questions(tmp_path)
-    with pytest.raises(DataError, match="no dataset file is named"):
+    with pytest.raises(DataError, match="no dataset file given"):
         load_tasks([], "env")
 
 
@@ -160,11 +160,13 @@ def test_bad_rows_are_left_out_and_listed_on_demand(tmp_path: Path) -> None:
     skip = RowsConfig(skip_bad_rows=True)
     assert questions(path, config=skip, say=said.append) == ["a"]
     (text,) = said
-    assert "2 bad rows are left out, 1 are used" in text
+    assert "2 invalid rows are skipped, 1 are used" in text
     assert f"{path}, row 2: not valid JSON" in text
     assert f"{path}, row 4: key 'question'" in text
     path.write_text('{"answer": "b"}\n{}\n')
-    with pytest.raises(DataError, match=r"empty; .*all 2 rows are bad, the first: .*row 1: key"):
+    with pytest.raises(
+        DataError, match=r"empty; .*all 2 rows are invalid, the first: " r".*row 1: key"
+    ):
         questions(path, config=skip)
 
 
@@ -192,6 +194,6 @@ def no_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_pyarrow")
 def test_without_pyarrow_parquet_says_what_to_install_and_other_files_load(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "x.parquet", arpo_rows(1))
-    with pytest.raises(ConfigError, match=rf"needs pyarrow.*{re.escape(install_hint('data'))}"):
+    with pytest.raises(ConfigError, match=rf"requires pyarrow.*{re.escape(install_hint('data'))}"):
         questions(path)
     assert questions(write_jsonl(tmp_path / "x.jsonl", qa("a"))) == ["a"]

@@ -102,8 +102,8 @@ async def test_an_overlong_prompt_is_left_out_and_counted() -> None:
     assert [task.id for task in await fitting.fitter.fit(tasks(32, 5, 50, 31))] == ["1", "3"]
     (text,) = fitting.said
     assert text.startswith("data.overlong_prompt: 2 of 4 prompts are longer")
-    assert text.endswith("they are left out")
-    with pytest.raises(DataError, match="'skip' left none of 1 questions"):
+    assert text.endswith("they are skipped")
+    with pytest.raises(DataError, match="'skip' skipped all 1 questions"):
         await fitting.fitter.fit(tasks(99))
 
 
@@ -147,7 +147,7 @@ async def test_an_env_that_fails_is_told_and_left_to_its_rollout(
     fitting = Fitting("error")
     assert await fitting.fitter.fit(given) == given
     (text,) = fitting.said
-    assert text.startswith("1 of 4 environments did not begin when they were tried")
+    assert text.startswith("1 of 4 environments failed to reset in the trial before the start")
     assert f"that of task 2: {said}" in text
 
 

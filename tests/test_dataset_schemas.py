@@ -218,7 +218,7 @@ def test_golds_that_no_answer_equals_are_told_once_a_file(tmp_path: Path) -> Non
     load_tasks([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], "env", say=said.append)
     assert len(said) == 2
     for text, name in zip(said, ("a.jsonl", "b.jsonl"), strict=True):
-        assert f"{name}: 2 golds look like whole solutions" in text
+        assert f"{name}: 2 gold answers look like whole solutions" in text
         assert "the first: row 2: 'We add both numbers" in text
     quiet = [r"\boxed{7}", "y" * 200, "x\n#### 7", '{"inputs": ["' + "1" * 300 + '"]}']
     (tmp_path / "c.jsonl").write_text(
@@ -236,7 +236,7 @@ def test_an_object_without_a_known_answer_is_one_in_a_column_of_verls(tmp_path: 
     (task,) = load_tasks(path, "env", say=said.append)
     assert json.loads(task.answers[0]) == truth
     assert task.metadata["ground_truth"] == truth
-    assert "only a grader of your own" in said[0]
+    assert "only a custom grader" in said[0]
 
 
 def test_prompt_and_answer_of_hugging_face_sets(tmp_path: Path) -> None:
@@ -279,7 +279,9 @@ def test_the_environment_is_the_rows_own_else_by_its_source_or_ability(tmp_path:
 
 def test_a_value_of_env_by_that_no_row_has_is_refused(tmp_path: Path) -> None:
     row = {"question": "q", "answer": "a", "ability": "math"}
-    with pytest.raises(ConfigError, match=r"env_by: no row .* by 'maths'; values .*: \['math'\]"):
+    with pytest.raises(
+        ConfigError, match=r"env_by: 'maths' selects no row.*; values " r".*: \['math'\]"
+    ):
         load(tmp_path, row, env_by={"maths": "calc"})
 
 
@@ -297,11 +299,12 @@ def test_columns_map_other_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"q": "q"}, r"row 1: key 'question' must be a text .* is missing, .*\['q'\]: name the "
-         "column by data.columns.question"),
+        ({"q": "q"},
+         r"row 1: key 'question' must be a .*string.* is missing, .*\['q'\]: set the column by "
+         r"data.columns.question"),
         ({"question": "q", "reward_model": {"ground_truth": ""}},
-         "row 1: key 'reward_model.ground_truth' must be .*, got an empty text"),
-        ({"question": 3, "answer": "a"}, r"row 1: key 'question' must be a text .* got 3 \(int\)"),
+         "row 1: key 'reward_model.ground_truth' must be .*, got an empty string"),
+        ({"question": 3, "answer": "a"}, r"key 'question' must be a .*string.* got 3 \(int\)"),
         ({"question": "q", "answer": float("nan")}, r"row 1: key 'answer' .* got nan \(float\)"),
         ({"question": "q", "answer": [""]}, "row 1: key 'answer'"),
         ({"question": "q", "answer": [None, float("nan")]}, "row 1: key 'answer'"),
@@ -309,7 +312,7 @@ def test_columns_map_other_names(tmp_path: Path) -> None:
         ({"question": "q", "output": [{"provenance": []}]}, "row 1: key 'output'"),
         ({"question": "q", "answer": {"a": "b"}}, "row 1: key 'answer'"),
         ({"question": "q", "answer": "a", "kind": ["k"]},
-         "row 1: key 'kind': expected a text or a number, got list"),
+         "row 1: key 'kind': expected a string or a number, got list"),
         ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "a"},
          "row 1: key 'prompt': expected a system and a user message, got one of 'assistant'"),
         ({"prompt": [{"role": "user", "content": "x"}] * 2, "answer": "a"},

@@ -170,7 +170,7 @@ def test_what_is_asked_of_a_lost_process_fails_and_its_environments_close() -> N
         stepping = asyncio.create_task(env.step(SEARCH))
         await asyncio.sleep(1.0)
         await host.kill("a")
-        with pytest.raises(EnvError, match="a, a process for environments, is lost"):
+        with pytest.raises(EnvError, match="a, an environment process, is lost"):
             await stepping
         with pytest.raises(EnvError, match="is lost"):
             await env.fork()
@@ -188,8 +188,8 @@ def test_without_processes_rollouts_end() -> None:
         await host.kill("a")
         waiting_for_one = asyncio.create_task(begun(host))
         await asyncio.sleep(1.0)
-        host.workers.end("each of them died")
-        with pytest.raises(WorkerError, match="each of them died"):
+        host.workers.end("each died")
+        with pytest.raises(WorkerError, match="each died"):
             await waiting_for_one
 
     hosted(work)
@@ -213,7 +213,7 @@ def test_a_step_that_holds_up_its_process_has_crashed_if_it_was_alone() -> None:
         await asyncio.sleep(1.0)
         host.ends["a"].send = lambda frame: None  # type: ignore[method-assign]  # as if it computed
         left = await host.joined["a"]
-        assert left.why == f"it has said nothing for {HELD_S:g} s"
+        assert left.why == f"no heartbeat for {HELD_S:g} s"
         failures = await asyncio.gather(*steps, return_exceptions=True)
         for env in envs:
             await env.close()
@@ -318,10 +318,10 @@ def test_a_bug_is_told_as_it_would_be_here() -> None:
         return host.workers.make(task)
 
     reset, step, form, finish = bugs_of(far)
-    assert reset == "the environment's reset gave no (messages, info) but None"
+    assert reset == "the environment's reset must return (messages, info), got None"
     assert step.startswith("the environment's step raised KeyError: 'nothing' (test_env_workers.py")
-    assert form.startswith("the environment's step gave no (messages, reward, ")
-    assert finish == "the environment's finish gave no (reward, info) but 'finished'"
+    assert form.startswith("the environment's step must return (messages, reward, ")
+    assert finish == "the environment's finish must return (reward, info), got 'finished'"
 
 
 def test_bugs_here_fail_a_rollout_and_not_the_run() -> None:

@@ -18,6 +18,14 @@ from agentenv.envs.quickstart import PEOPLE
 from agentenv.errors import DataError
 from agentenv.learners.aepo import AEPO
 from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.sets.curves import (
+    Curve,
+    calls_to,
+    difference_at,
+    gain,
+    ratio_of_calls,
+    success_at,
+)
 from agentenv.tree import Node, TrajectoryTree
 from agentenv.types import Message, Task
 from benchmarks.experiments import algorithms, mend, tables
@@ -43,14 +51,6 @@ from benchmarks.experiments.signals import (
     rise,
     spearman,
     worth,
-)
-from benchmarks.experiments.stats import (
-    Curve,
-    calls_to,
-    difference_at,
-    gain,
-    ratio_of_calls,
-    success_at,
 )
 from benchmarks.experiments.tables import BEGIN, END, README_ROW, publish
 

@@ -102,9 +102,9 @@ def test_an_env_that_hangs_is_given_up() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "says"),
     [
-        ({}, "give either tasks"),
-        ({"tasks": []}, "give either tasks"),
-        ({"tasks": TASKS, "data": "x.jsonl"}, "give either tasks"),
+        ({}, "pass either tasks"),
+        ({"tasks": []}, "pass either tasks"),
+        ({"tasks": TASKS, "data": "x.jsonl"}, "pass either tasks"),
     ],
 )
 def test_an_env_needs_tasks(kwargs: dict[str, Any], says: str) -> None:
@@ -160,7 +160,7 @@ def test_a_message_of_no_tool_has_no_calls() -> None:
 class HandingOn(CountingEnv):
     """Hands its keywords on, as a subclass of ToolEnv does."""
 
-    def __init__(self, task: Task, *, colour: str = "red", **kwargs: Any) -> None:
+    def __init__(self, task: Task, *, color: str = "red", **kwargs: Any) -> None:
         super().__init__(task, **kwargs)
 
 
@@ -172,11 +172,11 @@ register("toy/HandingOn-v0", "tests.test_gym:HandingOn")
 def test_keywords_that_an_environment_does_not_take_are_refused_when_it_is_made(
     env_id: str, make: Any
 ) -> None:
-    for wrong in ({"colours": "red"}, {"autoreset": True}):
+    for wrong in ({"colors": "red"}, {"autoreset": True}):
         with pytest.raises(ConfigError, match=f"{env_id}.*{next(iter(wrong))}"):
             make(env_id, tasks=TASKS, **wrong)
     if env_id != ENV_ID:
-        make(env_id, tasks=TASKS, colour="blue").close()
+        make(env_id, tasks=TASKS, color="blue").close()
 
 
 @pytest.mark.parametrize("mode", [*gymnasium.vector.AutoresetMode, "SameStep", "NextStep", 3])
@@ -191,12 +191,12 @@ def test_the_mode_of_autoreset_is_chosen_when_a_vector_env_is_made(mode: Any) ->
 @pytest.mark.parametrize("action", [3, None, b"done", ["done"], {"a": 1}, 0.5, ("done",)])
 def test_an_action_that_is_no_text_is_refused_and_takes_no_step(env: Any, action: Any) -> None:
     env.reset(seed=1)
-    with pytest.raises(ConfigError, match="an action is the text that the policy writes, got"):
+    with pytest.raises(ConfigError, match="an action must be the text that the policy writes, got"):
         env.step(action)
     assert env.step("<search>a</search>")[0] == " <result>\n1:a\n</result>"
     many = gymnasium.make_vec(ENV_ID, num_envs=2, tasks=TASKS)
     many.reset(seed=1)
-    with pytest.raises(ConfigError, match="an action is the text that the policy writes, got"):
+    with pytest.raises(ConfigError, match="an action must be the text that the policy writes, got"):
         many.step(["<search>a</search>", action])
     shown, *_ = many.step(["<search>a</search>", "done"])
     assert shown[0] == " <result>\n1:a\n</result>"  # the first, too

@@ -140,7 +140,7 @@ async def test_a_login_that_is_refused_refuses_the_run(
 
     client = HttpClient(await serve(handler), login=log_in)
     for _ in range(2):
-        with pytest.raises(ConfigError, match="the login is refused: wrong password"):
+        with pytest.raises(ConfigError, match="the login was rejected: wrong password"):
             await client.prepare()
 
 

@@ -253,7 +253,7 @@ def test_an_endpoint_is_evaluated_and_shown_on_the_base_installation(
     assert (tmp_path / "ev.html").stat().st_size > 10_000
     gone = run(base, tmp_path, "agentenv", "ctl", "ev")
     assert gone.returncode == 1
-    assert "holds no run" in gone.stdout + gone.stderr
+    assert "is not a run" in gone.stdout + gone.stderr
 
 
 # With the extra `train`, in an empty directory, and beside packages of the user's own.
@@ -327,7 +327,7 @@ def test_an_import_by_a_former_name_says_the_new_one(full: Path, user: Path) -> 
     assert result.returncode == 2
     said = " ".join((result.stdout + result.stderr).split())
     assert "older.py, line 1" in said
-    assert "that of this project is agentenv.envs.qa_grader" in said
+    assert "its new path in this project is agentenv.envs.qa_grader" in said
 
 
 def test_a_job_of_slurm_trains_from_an_empty_directory(full: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from agentenv.frames import (
 )
 from agentenv.journal import COMMIT_S, GATHER_S, Journal
 from agentenv.learners.aepo import AEPO
-from agentenv.plan import Independent, RolloutPlan, Uniform
+from agentenv.plan import Independent, RolloutPlan, Spread, Uniform
 from agentenv.renderer import TagRenderer
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Limits, SamplingParams, Task
@@ -150,6 +150,7 @@ PLANS: dict[str, RolloutPlan] = {
     "aepo": AEPO(group_size=6).plan(6),
     "uniform": Uniform(group_size=6, num_roots=2),
     "rounds": Uniform(group_size=6, num_roots=2, at_once=True),
+    "spread": Spread(group_size=6, num_roots=2, led_cost=0.0),
 }
 
 
@@ -280,7 +281,7 @@ def test_an_env_without_copies_begins_its_trajectory_again(tmp_path: Path) -> No
             break
     tree = grown(folder, make_actor(fork_mode="none"), Independent(2), incarnation=2)
     (failed,) = tree.failures()
-    assert "no copies" in str(failed.error)
+    assert "cannot be copied" in str(failed.error)
     assert sum(1 for _ in tree.trajectories()) == 2
 
 
@@ -317,7 +318,7 @@ def test_a_damaged_frame_costs_its_tree_alone(
     data[offset + size // 2] ^= 1
     path.write_bytes(data)
     assert [read(tmp_path, index=index) is not None for index in range(3)] == [True, False, True]
-    assert f"bytes at {offset - 12} cannot be read" in caplog.text
+    assert f"bytes at {offset - 12} are unreadable" in caplog.text
 
 
 def test_a_journal_that_others_wrote_into_is_no_end() -> None:
@@ -458,7 +459,9 @@ def test_a_disk_that_hangs_is_named_and_ends_the_wait(tmp_path: Path) -> None:
     async def scenario() -> None:
         written = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1, offload=hangs)
         written.append(Leased(0, [0]))
-        with pytest.raises(ConfigError, match=r"cannot be written: .*no answer in 300 s.*hangs"):
+        with pytest.raises(
+            ConfigError, match=r"cannot be written: .*not finish within " r"300 s.*hangs"
+        ):
             await written.commit()
         assert written.is_broken
         with pytest.raises(ConfigError, match="hangs"):

@@ -144,7 +144,7 @@ def test_a_tree_that_is_given_up_kills_no_worker_any_more(
     found, cluster = run_virtual(main())
     # the first ones may have told how the tree begins, which is further than before
     assert TRIALS <= cluster.num_killed <= TRIALS + 2
-    assert len([text for text in cluster.told if "is given up" in text]) == 1
+    assert len([text for text in cluster.told if "is abandoned" in text]) == 1
     for index in (0, 1, 3):
         assert grown(found[index]) == grown(alone(index, **keys))
     leaves = found[KILLER].leaves()
@@ -265,10 +265,10 @@ def test_a_tree_without_a_worker_ends_as_soon_as_a_person_gives_it_up(
             await asyncio.sleep(1.0)
         before = 0 if begins_s is None else cluster.engine.stats()["requests"]
         assert cluster.workers.places()[0].worker == ""
-        assert cluster.workers.give_up(0, "a person wants no more of it")
+        assert cluster.workers.cancel(0, "a person wants no more of it")
         assert not cluster.workers.places()
         tree = await asyncio.wait_for(growing, 1.0)
-        assert not cluster.workers.give_up(0, "again")
+        assert not cluster.workers.cancel(0, "again")
         recorded = None
         await cluster.close()
         await cluster.workers.journal.close()
@@ -298,7 +298,7 @@ def test_a_tree_that_waits_behind_a_suspect_ends_when_it_is_given_up() -> None:
             if cluster.workers._held_back:
                 break
         (held, *_) = cluster.workers._held_back
-        assert cluster.workers.give_up(held.index, "enough")
+        assert cluster.workers.cancel(held.index, "enough")
         await asyncio.wait({rollouts[held.index]}, timeout=1.0)
         assert rollouts[held.index].done()
         await asyncio.gather(*rollouts)

@@ -10,9 +10,9 @@ import pytest
 
 from agentenv.env import StepResult
 from agentenv.metrics import rollout_metrics
-from agentenv.plan import Independent, Place, Uniform
+from agentenv.plan import Independent, Place, Spread, Uniform
 from agentenv.tree import LED, Node, TrajectoryTree
-from agentenv.types import Limits, Message
+from agentenv.types import Limits, Message, Task
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.test_actor import make_actor, rollout
 
@@ -52,7 +52,7 @@ def test_forks_are_taken_at_any_depth_until_the_group_is_whole(at_once: bool) ->
             assert node.end or 1 <= begun == 1 + (node.num_forks or 0) <= plan.max_children
         depths.update(turn_of(tree, leaf) for leaf in tree.leaves() if "+" in leaf.branch)
     assert set(depths) >= {1, 2, 3}
-    assert max(depths.values()) < 3 * min(depths[one] for one in (1, 2, 3)), "no depth is favoured"
+    assert max(depths.values()) < 3 * min(depths[one] for one in (1, 2, 3)), "no depth is favored"
 
 
 def test_a_fork_goes_on_from_the_tokens_and_the_state_of_its_place() -> None:
@@ -95,7 +95,7 @@ def test_an_env_that_answers_otherwise_fails_the_fork_and_a_root_takes_its_place
     tree = rollout(actor, Uniform(group_size=4, num_roots=2))
     failed = tree.failures()
     assert failed
-    assert all("answers otherwise" in str(leaf.error) for leaf in failed)
+    assert all("answers differently" in str(leaf.error) for leaf in failed)
     assert tree.num_roots == len(list(tree.trajectories())) >= 3
 
 
@@ -113,3 +113,66 @@ class Chosen(Independent):
 def test_a_plan_may_name_several_places_with_the_root_among_them() -> None:
     tree = rollout(make_actor(searches), Chosen(4))
     assert sorted(leaf.branch for leaf in tree.leaves()) == ["0", "0.1+1", "0.1+2", "1"]
+
+
+# where a call teaches most
+
+
+def graded(*paths: tuple[tuple[int, ...], float]) -> TrajectoryTree:
+    """A tree of these paths, named by the turns that they share, with their returns."""
+    tree = TrajectoryTree(Task("t", "toy", "?", ()))
+    tree.add(None, observation_ids=[0])
+    known: dict[tuple[int, ...], Node] = {(): tree.root}
+    for path, reward in paths:
+        for size in range(1, len(path) + 1):
+            if path[:size] not in known:
+                above = known[path[: size - 1]]
+                name = "".join(map(str, path))
+                known[path[:size]] = tree.add(
+                    above, branch=name, action_ids=[1], observation_ids=[0]
+                )
+        leaf = known[path]
+        leaf.observation_ids, leaf.end, leaf.reward = leaf.observation_ids[:0], "terminated", reward
+    tree.num_started = len(paths)
+    return tree
+
+
+def test_a_prefix_with_mixed_outcomes_scores_above_one_that_all_fail_after() -> None:
+    tree = graded(
+        *(((1, 1, 1), 1.0), ((1, 1, 2), 0.0), ((1, 1, 3), 1.0), ((1, 1, 4), 0.0)),
+        *(((2, 1, 1), 0.0), ((2, 1, 2), 0.0), ((2, 1, 3), 0.0), ((2, 1, 4), 0.0)),
+    )
+    scores = Spread(group_size=16, num_roots=2).scores(tree)
+    mixed, failed = (next(n for n in tree.nodes if n.branch[:1] == one) for one in "12")
+    assert scores[mixed.index] > 1.2 * scores[failed.index]
+
+
+def test_a_place_with_many_leaves_scores_below_one_with_few() -> None:
+    many = ((1, 1, n) for n in range(6))
+    tree = graded(
+        *((path, float(path[2] % 2)) for path in many), ((2, 1, 0), 1.0), ((2, 1, 1), 0.0)
+    )
+    scores = Spread(group_size=16, num_roots=2).scores(tree)
+    first, second = (next(n for n in tree.nodes if n.branch[:1] == one) for one in "12")
+    assert scores[first.index] < scores[second.index]
+
+
+def test_calls_that_lead_back_cost_as_much_as_they_are_said_to() -> None:
+    tree = graded(((1, 1, 1, 1), 1.0), ((2, 1, 1, 1), 0.0))
+    free, dear = (Spread(16, 2, led_cost=cost).scores(tree) for cost in (0.0, 1.0))
+    path = [node.index for node in tree.path(tree.leaves()[0])]
+    assert free[path[3]] > 2 * free[path[1]], "few turns are left"
+    assert dear[path[3]] < 1.5 * dear[path[1]], "as many turns in all"
+
+
+def test_the_plan_spreads_a_group_and_starts_from_scratch_where_no_env_can_be_led() -> None:
+    plan = Spread(group_size=8, num_roots=2, led_cost=0.0)
+    trees = [rollout(make_actor(searches), plan, index) for index in range(20)]
+    for tree in trees:
+        assert len(list(tree.trajectories())) == tree.num_started == 8
+        assert tree.num_live == 0
+        for node in tree.nodes[1:]:
+            assert 1 + (node.num_forks or 0) <= plan.max_children
+    assert sum(tree.num_forks for tree in trees) > 20
+    tree = rollout(make_actor(searches, fork_mode="none"), plan)
+    assert (tree.num_roots, tree.num_forks) == (8, 0)

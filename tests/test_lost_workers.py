@@ -206,7 +206,7 @@ def test_trees_of_a_lost_worker_grow_elsewhere_before_its_turns_have_ended() -> 
         cluster.add("b")
         await asyncio.sleep(1.0)
         assert cluster.workers.places()[0].worker == "b"
-        assert cluster.workers.give_up(0, "enough")
+        assert cluster.workers.cancel(0, "enough")
         slow.set()
         assert (await growing).is_cancelled
         await cluster.close()

@@ -99,7 +99,7 @@ def test_several_calls_of_one_turn_are_answered_together() -> None:
         ("<tool_call>{oops}</tool_call>", "not valid JSON"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
         ('<tool_call>{"arguments": {}}</tool_call>', "no name"),
-        ('<tool_call>{"name": "search", "arguments": [1]}</tool_call>', "not an object"),
+        ('<tool_call>{"name": "search", "arguments": [1]}</tool_call>', "not a JSON object"),
         ('<tool_call>{"name": "search"}', "not closed"),
     ],
 )
@@ -223,13 +223,13 @@ def test_a_long_result_keeps_head_and_tail() -> None:
     ("template", "says"),
     [
         (chat_models.MOVES_TOOLS, "cannot append: with .* added it writes"),
-        (chat_models.QWEN25.replace("if tools", "if false"), "no place for tools"),
+        (chat_models.QWEN25.replace("if tools", "if false"), "ignores the list of tools"),
         (chat_models.QWEN25.replace("'\\n<tool_response>\\n' + message.content", "'<hidden>'"),
-         "leaves out or changes the text"),
+         "omits or changes the text"),
         ("{{ raise_exception('no tools here') }}<tool_call>", "no tools here"),
         (chat_models.QWEN25.replace("</tool_call>' }}{%- endfor %}\n{{- '<|im_end|>",
                                     "</tool_call>' }}{%- endfor %}\n{{- '<end>"),
-         "none of the end tokens"),
+         "any of the end tokens"),
     ],
 )  # fmt: skip
 def test_a_template_that_cannot_be_used_is_refused_with_the_reason(
@@ -258,7 +258,7 @@ def test_a_call_that_does_not_come_back_is_refused(style: Style, says: str) -> N
 
 def test_a_template_may_leave_out_or_mix_up_calls() -> None:
     silent = chat_models.QWEN25.replace("in message.tool_calls or []", "in []")
-    with pytest.raises(ConfigError, match="leaves out the calls of earlier turns"):
+    with pytest.raises(ConfigError, match="omits the calls of earlier turns"):
         NativeRenderer(chat_models.make_tokenizer(silent))
     twice = chat_models.QWEN25.replace(
         "call.function.name + '\"", "message.tool_calls[-1].function.name + '\""

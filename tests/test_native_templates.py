@@ -31,9 +31,9 @@ STYLES = {
 }
 REFUSED = {
     r"cohere|deepseek|gemma3?(_training)?$|idefics|llama3(_training)?$|llava|phi|qwen2_5_vl|smol": (
-        "has no place for tools"
+        "ignores the list of tools"
     ),
-    r"lfm2(_training)?$": "leaves out the calls of earlier turns",
+    r"lfm2(_training)?$": "omits the calls of earlier turns",
     r"lfm2_2_5(_v2)?$": r"writes a call as .*which none of the styles .* reads as that call",
 }
 ONE_A_TURN = ("gptoss", "llama3")
@@ -172,7 +172,7 @@ def test_a_name_that_the_policy_made_up_is_not_written_by_the_template(name: str
     chosen = renderer(name)
     texts = [
         chosen.decode(
-            chosen.observation([Message("tool", "no such tool", name=made_up)], TOOLS, 99)
+            chosen.observation([Message("tool", "unknown tool", name=made_up)], TOOLS, 99)
         )
         for made_up in ("x<|end|><turn|><|eot|>", "other")
     ]

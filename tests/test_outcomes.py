@@ -64,10 +64,11 @@ class PlainEnv(TalkEnv):
     said = "red"
 
 
-ACTIONS = ["Which colour?", "<price>red</price>", "<answer>7</answer>"]
+ACTIONS = ["Which color?", "<price>red</price>", "<answer>7</answer>"]
 TEXTS = {
-    SystemEnv: "an observation holds tool results or user messages, not 'system'",
-    PlainEnv: "the environment's step gave no (messages, reward, terminated, truncated, info) but ",
+    SystemEnv: "an observation consists of tool results or user messages, not 'system'",
+    PlainEnv: "the environment's step must return (messages, reward, "
+    "terminated, truncated, info), got ",
 }
 BAD = pytest.mark.parametrize("env", TEXTS)
 
@@ -102,7 +103,7 @@ def test_demonstrations_refuse_it(env: type[TalkEnv]) -> None:
 
 @BAD
 def test_a_rollout_fails_by_a_bug_with_that_text(env: type[TalkEnv]) -> None:
-    actor = make_actor(lambda *_: "Which colour?", limits=Limits(max_failures=0))
+    actor = make_actor(lambda *_: "Which color?", limits=Limits(max_failures=0))
     actor.make_env = env
     (leaf,) = rollout(actor, Independent(1)).failures()
     assert str(leaf.error).startswith(f"CrashError: {TEXTS[env]}")
@@ -143,16 +144,16 @@ async def test_an_env_that_only_runs_tools_is_not_probed() -> None:
 def test_observations_hold_results_and_users() -> None:
     check_observation([Message("tool", "7"), Message("user", "red")])
     with pytest.raises(
-        CrashError, match="an observation holds tool results or user messages, not 'system'"
+        CrashError, match="an observation consists of tool results or user messages, not 'system'"
     ):
         check_observation([Message("system", "7")])
 
 
 @pytest.mark.parametrize("reward", [nan, float("inf"), None, "1"])
 def test_a_reward_is_a_finite_number(reward: Any) -> None:
-    with pytest.raises(CrashError, match="step gave no"):
+    with pytest.raises(CrashError, match="step must return"):
         check_step(([], reward, False, False, {}))
-    with pytest.raises(CrashError, match="finish gave no"):
+    with pytest.raises(CrashError, match="finish must return"):
         check_finish((reward, {}))
 
 

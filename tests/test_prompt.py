@@ -73,7 +73,7 @@ def test_a_file_is_the_system_prompt_or_the_whole_message(tmp_path: Path) -> Non
         ({"template": "serch"}, "did you mean 'search'"),
         ({"template": "no/such/file.txt"}, "presets: chinese, direct"),
         ({"override_row": True}, "prompt.override_row: needs"),
-        ({"apply_chat_template": False, "chat_template_kwargs": {"x": 1}}, "nothing reads them"),
+        ({"apply_chat_template": False, "chat_template_kwargs": {"x": 1}}, "unused with"),
     ],
 )
 def test_a_prompt_that_cannot_be_had_is_refused(config: dict[str, object], says: str) -> None:
@@ -129,9 +129,12 @@ def test_rows_of_dialogues_give_theirs(tmp_path: Path, row: dict[str, object]) -
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        ([chat(SAID), chat("Another.")], "row 2: another system prompt than row 1; expected one"),
+        (
+            [chat(SAID), chat("Another.")],
+            "row 2: a different system prompt than row 1; expected the same",
+        ),
         ([chat(SAID), {"question": "q"}], r"row 2: no system prompt; .*row has \['question'\]"),
-        ([], "no row; expected rows with a system prompt"),
+        ([], "no rows; expected rows with a system prompt"),
     ],
 )
 def test_rows_without_one_system_prompt_are_refused(
@@ -142,5 +145,5 @@ def test_rows_without_one_system_prompt_are_refused(
 
 
 def test_rows_that_are_not_there_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"there is no file no/rows\.parquet; expected the rows"):
+    with pytest.raises(ConfigError, match=r"no such file: no/rows\.parquet; expected the rows"):
         load_instruction(PromptConfig(template="no/rows.parquet"))

@@ -75,5 +75,5 @@ def test_what_is_tokenized_of_a_result_is_bounded(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("messages", [["system"], ["tool", "assistant"], ["user", "tool"]])
 def test_only_results_and_then_users_can_be_rendered(messages: list[Role]) -> None:
-    with pytest.raises(EnvError, match="an observation holds"):
+    with pytest.raises(EnvError, match="an observation"):
         RENDERER.observation([Message(role, "hi") for role in messages], [TOOL], 100)

@@ -117,7 +117,7 @@ def test_an_env_that_answers_otherwise_the_second_time_gives_way_to_a_fresh_root
     actor.make_env = ForgetfulEnv
     tree = rollout(actor, Independent(1))
     assert [leaf.branch for leaf in tree.failures()] == ["0", "1"]
-    assert all("answers otherwise" in str(leaf.error) for leaf in tree.failures())
+    assert all("answers differently" in str(leaf.error) for leaf in tree.failures())
 
 
 class DownEnv(CountingEnv):
@@ -354,10 +354,10 @@ class Judge:
         self, task: Task, written: Sequence[Message], calls: Mapping[str, int]
     ) -> Grade:
         if asyncio.get_running_loop().time() < self.away_until:
-            with waiting("a break before the judge is asked again"):
+            with waiting("a pause before the judge is retried"):
                 await asyncio.sleep(15.0)
             raise InfraError("connection refused")
-        async with admitted(self.places, "a place at the judge"):
+        async with admitted(self.places, "a slot at the judge"):
             await asyncio.sleep(20.0)
         return Grade(float(len(written)), True)
 

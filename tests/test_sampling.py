@@ -49,5 +49,5 @@ def test_another_engine_leaves_out_the_keys_of_the_old_one(
     raw: dict[str, Any] = {"engine": dict(engine)}
     override_kinds(TrainConfig, raw, ["engine.name=vllm", "engine.entropy_top_k=5"])
     assert raw == {"engine": {"name": "vllm", "max_model_len": 512, "entropy_top_k": 5}}
-    told = "engine.name = vllm has no such keys, left out: num_cached_seqs = 9"
+    told = "engine.name = vllm does not have these keys, ignored: num_cached_seqs = 9"
     assert caplog.messages == [told]

@@ -116,11 +116,11 @@ async def test_a_call_is_a_text_or_an_object(text: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("<order>bolts</order>", "no JSON"),
-        ('<order>{"item": "bolts", "count": }</order>', "no JSON"),
-        ("<order>[1, 2]</order>", "no object"),
-        ("<order></order>", "no JSON"),
-        ("<total>1, 2</total>", "no JSON"),
+        ("<order>bolts</order>", "not valid JSON"),
+        ('<order>{"item": "bolts", "count": }</order>', "not valid JSON"),
+        ("<order>[1, 2]</order>", "not a JSON object"),
+        ("<order></order>", "not valid JSON"),
+        ("<total>1, 2</total>", "not valid JSON"),
     ],
 )
 async def test_an_object_that_cannot_be_read_is_told_with_the_form(text: str, problem: str) -> None:
@@ -227,11 +227,14 @@ def named(name: str, **parameters: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("one", "remedy"),
     [
-        (named("answer"), "another name"),
+        (named("answer"), "rename the tool"),
         (named("think"), "renderer.name = 'native'"),
-        (named("a b"), "without blanks"),
-        (named("", properties={}), "without blanks"),
-        (named("find", properties={"a": {}}, required=["a", "b"]), "add them to properties"),
+        (named("a b"), "without spaces"),
+        (named("", properties={}), "without spaces"),
+        (
+            named("find", properties={"a": {}}, required=["a", "b"]),
+            "which properties lacks; add them there",
+        ),
     ],
 )
 def test_a_tool_that_cannot_be_called_is_refused(one: dict[str, Any], remedy: str) -> None:

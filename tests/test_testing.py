@@ -162,15 +162,15 @@ class WordyEnv(ShoutingEnv):
     ("env", "says"),
     [
         (SharingEnv, "after its fork at 0 steps"),
-        (RandomEnv, "two episodes with one seed differ"),
+        (RandomEnv, "two episodes with the same seed differ"),
         (GlobalRandomEnv, "changed the state of the global random generator"),
         (StickyEnv, "an episode and the next one of the same env"),
         (CrowdedEnv, "an episode alone and one of several at the same time"),
-        (StubbornEnv, "went on: no deadline could end it"),
+        (StubbornEnv, "went on: a deadline could not stop it"),
         (EndlessEnv, "the last action does not end the episode"),
         (EagerEnv, "action 0 already ends the episode"),
         (LeakyEnv, "asyncio tasks left"),
-        (WordyEnv, "the environment's step gave no .* but"),
+        (WordyEnv, "the environment's step must return .*, got"),
     ],
 )
 async def test_the_kit_finds_envs_that_do_not_conform(
@@ -198,5 +198,5 @@ class Sleepy(EnvWrapper):
 
 async def test_a_step_that_holds_up_the_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(testing, "HELD_S", 0.05)
-    with pytest.raises(AssertionError, match="step 0 held up the event loop"):
+    with pytest.raises(AssertionError, match="step 0 blocked the event loop"):
         await check_tool_env(lambda task: Sleepy(ShoutingEnv(task)), TASK, [call(), ANSWER])

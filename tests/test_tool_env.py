@@ -204,7 +204,7 @@ def test_a_tool_that_is_waited_for_is_told_of_once_a_minute_and_shown(
         await close_shared()
 
     run_virtual(main())
-    told = [one for one in caplog.records if "is tried again for up to 100 s" in one.message]
+    told = [one for one in caplog.records if "retrying for up to 100 s" in one.message]
     assert len(told) == 2
     assert told[0].message.endswith("connection refused")
     assert told[0].shown  # type: ignore[attr-defined]

@@ -250,8 +250,14 @@ async def test_without_keys_an_environment_is_as_its_class_says() -> None:
         ({"name": "echo", "kwargs": {"a": 1}}, "only 'module:name' takes keyword arguments"),
         ({"name": "nowhere:tool"}, "env.tools[0].name: 'nowhere:tool' cannot be loaded"),
         ({"name": "tests.test_tool_limits:Slow", "kwargs": {"speed": 1}}, "cannot be made with"),
-        ({"name": "tests.test_tool_limits:Anything"}, "makes no tool: it has no name, schema"),
-        ({"name": "tests.test_tool_limits:echo", "kwargs": {"x": 1}}, "it takes none"),
+        (
+            {"name": "tests.test_tool_limits:Anything"},
+            "does not create a tool: it lacks name, schema",
+        ),
+        (
+            {"name": "tests.test_tool_limits:echo", "kwargs": {"x": 1}},
+            "which has no keyword arguments",
+        ),
     ],
 )
 def test_a_tool_that_cannot_be_had_is_refused(entry: dict[str, Any], says: str) -> None:
@@ -263,10 +269,10 @@ def test_a_tool_that_cannot_be_had_is_refused(entry: dict[str, Any], says: str) 
 def test_a_tool_that_is_not_required_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert load_tools([ToolConfig(name="nowhere:tool", required=False)]) == []
-    assert "nowhere:tool is left out" in caplog.text
+    assert "nowhere:tool is skipped" in caplog.text
 
 
-def test_misspelt_keys_of_a_tool_are_refused() -> None:
+def test_misspelled_keys_of_a_tool_are_refused() -> None:
     raw = {"model": {"path": "m"}, "data": {"train": "t"}, "train": {"num_steps": 1}}
     raw |= {
         "algorithm": {"name": "grpo"},
@@ -277,5 +283,5 @@ def test_misspelt_keys_of_a_tool_are_refused() -> None:
 
 
 async def test_limits_of_a_tool_that_is_not_there_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tool_limits: no tools \['ehco'\]"):
+    with pytest.raises(ConfigError, match=r"tool_limits: unknown tools \['ehco'\]"):
         ToolEnv(TASK, [echo], Anything(), tool_limits={"ehco": ToolLimits()})

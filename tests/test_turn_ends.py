@@ -157,7 +157,7 @@ def test_the_end_of_the_template_must_be_one_of_them(model: Model) -> None:
 
 
 def test_a_model_without_any_end_is_refused(model: Model) -> None:
-    with pytest.raises(DataError, match="no token ends a turn"):
+    with pytest.raises(DataError, match="no end-of-turn token"):
         check_turn_end(model.folder, model.set(tokenizer=None), {})
 
 

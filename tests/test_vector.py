@@ -180,9 +180,9 @@ def test_at_most_so_many_are_at_work() -> None:
 
 
 def test_arguments_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_envs is at least 1, not 0"):
+    with pytest.raises(ConfigError, match="num_envs must be at least 1, not 0"):
         make(0)
-    with pytest.raises(ConfigError, match="give either tasks"):
+    with pytest.raises(ConfigError, match="pass either tasks"):
         make(2, tasks=[])
     vector = make(2)
     vector.reset()

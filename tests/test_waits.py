@@ -48,7 +48,7 @@ FOREVER = "until a signal, or as long as what it looks after lives"
 HERE = "a queue or a lock in this process"
 ALLOWED = {
     "pipelines/run/terminal.py LogFile._write: self._lines.get": HERE,
-    "agentenv/actor.py Actor.until_resumed: self._goes_on.wait": PERSON,
+    "agentenv/actor.py Actor.until_resumed: self._unpaused.wait": PERSON,
     "agentenv/branch.py Branch.held: event.wait": SAME,
     "agentenv/cluster/envs.py EnvWorkers.place: self.changed.wait": "until one is up or none will",
     "agentenv/link.py Link.receive: self._reader.readexactly": BEATS,
@@ -100,6 +100,7 @@ ALLOWED = {
     "pipelines/run/watchdog.py Watchdog._run: self._signals.recv": "settimeout(BEAT_S)",
     "pipelines/run/monitors.py Monitors._run: self._calls.get": HERE,
     "launchers/retriever.py serve: stop.wait": FOREVER,
+    "pipelines/sets/sweep.py Runner._train: process.wait": "a run takes as long as it takes",
     "launchers/serve_env.py _until_stopped: stop.wait": FOREVER,
     "envs/openenv.py Session.begin: self.server.freed.wait": SAME,
     "pipelines/rl/feeder.py Feeder.until_resumed: self._goes_on.wait": PERSON,

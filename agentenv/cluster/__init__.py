@@ -1,1 +1,1 @@
-"""Rollout workers: event loops of their own that grow the trees of one controller."""
+"""Rollout workers: separate event loops that grow the trees of one controller."""

@@ -1,4 +1,4 @@
-"""The engine of a rollout worker: the controller's, over their link.
+"""The engine of a rollout worker: the controller's engine, over their link.
 
 The engine is a pool of servers: the controller grants slots on them, and the worker asks the
 servers itself.
@@ -61,7 +61,7 @@ from agentenv.worker_group import named, raised
 
 
 class _Pending:
-    """A turn that was asked for."""
+    """A requested turn."""
 
     def __init__(self, on_tokens: Callable[[Chunk], None] | None) -> None:
         self.done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -344,7 +344,7 @@ class _Held(asyncio.Future[None]):
         if self.done():
             return False
         self.is_over = True
-        reason = self.server.reason or "its weights are in doubt"
+        reason = self.server.reason or "its weight version is uncertain"
         is_dead = self._pool.reason is not None
         self._link.send(pack(BreakOff(self.number, reason, self.server.is_asleep, is_dead)))
         return True
@@ -426,7 +426,7 @@ class Leases:
             self._seek(asked)
 
     def _forget(self, number: int) -> None:
-        """If a slot has just been given, `_found` gives it back."""
+        """If a slot was just granted, `_found` releases it."""
         self._sought.pop(number).cancel()
 
     def _refuse(self, number: int, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Environments in processes of their own: their host's end of the link, and the process's.
+"""Environments in separate processes: the host's end of the link, and the process's.
 
     EnvWorkers.make(task) --> WorkerEnv, an Env --Call--> EnvServer: the process with the fewest
                                   ^                        |            environments
@@ -126,7 +126,7 @@ read_call = msgspec.msgpack.Decoder(Call | Cancel).decode
 read_answer = msgspec.msgpack.Decoder(Begun | Awaits | Gave | Failed | Alive | Say).decode
 
 
-PLACE = "a process for environments"
+PLACE = "an environment process"
 MAX_RESETS = 3  # more of an env whose process is lost meanwhile
 
 
@@ -245,14 +245,14 @@ class EnvWorkers(WorkerGroup[_Process]):
 
     def left(self, worker: _Process, why: str) -> Left:
         num_envs = worker.num_envs
-        rest = f"the rollouts of its {num_envs} environments go on in fresh ones"
+        rest = f"the rollouts of its {num_envs} environments restart in fresh ones"
         return Left(why, worker.num_answered, rest if num_envs else "it held no environment")
 
     async def lost(self, worker: _Process, why: str) -> None:
         """Fail the calls of a process that is gone. If it did nothing but one call when it was
         blocked, that call has crashed."""
         self._counted.update(worker.figures.env)
-        worker.why_gone = f"{worker.name}, a process for environments, is lost: {why}"
+        worker.why_gone = f"{worker.name}, an environment process, is lost: {why}"
         begun = [one for one in worker.calls.values() if one.has_begun]
         for pending in worker.calls.values():
             if pending.answer.done():
@@ -260,7 +260,7 @@ class EnvWorkers(WorkerGroup[_Process]):
             error: EnvError = EnvError(worker.why_gone)
             if worker.is_hanging and begun == [pending]:
                 call = f"{pending.what} of task {pending.task_id}"
-                error = CrashError(f"{call} held up its process: {worker.why_gone}")
+                error = CrashError(f"{call} blocked its process: {worker.why_gone}")
             pending.answer.set_exception(error)
 
     def stats(self) -> dict[str, float]:
@@ -381,7 +381,7 @@ class EnvServer:
             async with asyncio.timeout(LAST_S):
                 await asyncio.gather(*(env.close() for env in left.values()))
         except Exception as error:  # of user code, at the end
-            logger.warning("an environment did not close: %r", error)
+            logger.warning("closing an environment failed: %r", error)
 
     def say(self, text: str) -> None:
         """Report a sentence to people, through the host."""
@@ -412,7 +412,7 @@ class EnvServer:
         self._link.send(pack(Begun(asked.call)))
         self._link.flush()  # user code may now block the loop
         said: Gave | Failed
-        clock = _LabelledClock(partial(self._awaits, asked.call))
+        clock = _LabeledClock(partial(self._awaits, asked.call))
         try:
             with working(clock):
                 try:
@@ -480,7 +480,7 @@ class EnvServer:
         return pack(Alive(Figures(num_open_envs=len(self._envs), env=shared_stats())))
 
 
-class _LabelledClock(ReportingClock):
+class _LabeledClock(ReportingClock):
     """Reports also what is awaited."""
 
     def __init__(self, report: Callable[[str, bool, float], None]) -> None:

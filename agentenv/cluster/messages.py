@@ -24,7 +24,7 @@
                                   <-----  Say      a sentence for people
                                   <-----  Leaving  its machine is about to end
 
-`number` names a tree, a place or a turn on one link: a tree that is asked for again has another
+`number` names a tree, a place or a turn on one link: a tree that is requested again has another
 one.
 """
 
@@ -41,7 +41,7 @@ from agentenv.untrusted import packed
 
 
 class Grow(Struct, array_like=True, frozen=True, tag=1):
-    """Start a rollout, or go on with one that is `recorded` (agentenv.frames.pack_recorded).
+    """Start a rollout, or resume a `recorded` one (agentenv.frames.pack_recorded).
     `policy_version` is that of the engine; the others are arguments of `Actor.rollout`."""
 
     number: int
@@ -151,8 +151,7 @@ Asked = Grow | Drop | Steer | GiveUp | Look | Over | OfTurn | OfPlace
 
 
 class TreeFrame(Struct, array_like=True, frozen=True, tag=1):
-    """What happened to a tree: one frame of the journal with its head, and the tag of its
-    content."""
+    """An event of a tree: one frame of the journal with its head, and the tag of its content."""
 
     number: int
     tag: int
@@ -245,7 +244,7 @@ class Leaving(Struct, array_like=True, frozen=True, tag=10):
 
 
 class Looked(Struct, array_like=True, frozen=True, tag=11):
-    """What the live branches of a tree await."""
+    """Waits of the live branches of a tree."""
 
     number: int
     branches: list[BranchNow]

@@ -1,10 +1,10 @@
-"""The rollout workers of a run as the controller sees them: which worker grows which tree, and
-where a tree goes on when its worker is lost.
+"""The controller's view of its rollout workers: assignment of trees to workers, and reassignment
+after a worker is lost.
 
     rollout(task, index) --Grow--> the worker with the fewest trees
             ^                          | TreeFrame by TreeFrame: to the journal, and kept here
             +---- the whole tree <-----+
-            a worker is lost: its trees go on elsewhere, from the last frame that came
+            a worker is lost: its trees resume on others, from the last received frame
 
 Feeder, queue, journal and the bound on staleness stay with the controller. A worker whose machine
 is about to end is drained: it gets no more trees, and ends those that it has as far as time allows.
@@ -54,7 +54,7 @@ class _Growing:
 
     def __init__(self, task: Task, index: int, session: str, recorded: Recorded | None) -> None:
         self.task, self.index, self.session = task, index, session
-        self.recorded = recorded  # to go on from
+        self.recorded = recorded  # to resume from
         self.frames = TreeFrames()  # since it has the worker
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()
@@ -98,11 +98,11 @@ class Placed(NamedTuple):
 
 
 def _rest(worker: _Worker) -> str:
-    """Where the trees of a lost worker go."""
+    """Destination of the trees of a lost worker."""
     moved = sorted(growing.index for growing in worker.trees.values())
     shown = ", ".join(map(str, moved[:NUM_SHOWN]))
     more = f" and {len(moved) - NUM_SHOWN} more" if len(moved) > NUM_SHOWN else ""
-    return f"trees {shown}{more} go on elsewhere" if shown else "it had no trees"
+    return f"trees {shown}{more} resume on other workers" if shown else "it had no trees"
 
 
 class RolloutWorkers(WorkerGroup[_Worker]):
@@ -127,11 +127,11 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         self.silence_s = silence_s
         self.journal = journal
         self._plan: RolloutPlan = Independent(1) if plan is None else plan
-        self.num_moved = 0  # trees that went on elsewhere
+        self.num_moved = 0  # trees resumed on other workers
         self._actor = actor
         self._homeless: list[_Growing] = []  # until a worker comes
         self._poison = PoisonTasks()
-        self._held_back: list[_Growing] = []  # while another suspect is on trial
+        self._held_back: list[_Growing] = []  # while another poison task is on trial
         self._numbers = count()
         self._problem: Exception | None = None  # ends the run, by the next tree that is wanted
         self._is_steered = False  # workers that come are steered too
@@ -158,7 +158,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 found = growing.frames.recorded(task)
                 if found is not None and found.is_finished:
                     break
-                self.report(f"tree {index} came from its worker incomplete, and begins again")
+                self.report(f"tree {index} arrived incomplete from its worker and starts again")
                 growing = _Growing(task, index, session, None)
         finally:
             self._release(growing)
@@ -187,11 +187,11 @@ class RolloutWorkers(WorkerGroup[_Worker]):
     def _place(self, growing: _Growing) -> None:
         """Give the tree to the worker with the fewest, unless it is cancelled."""
         if self._poison.is_found(growing.index) and not growing.cancelled:
-            growing.cancelled = f"{NUM_LOSSES + NUM_TRIALS} workers were lost with it"
+            growing.cancelled = f"{NUM_LOSSES + NUM_TRIALS} workers died while growing it"
             self.report(
-                f"tree {growing.index} (task {growing.task.id}) is given up: "
-                f"{NUM_LOSSES + NUM_TRIALS} workers in a row were lost while it came no further; "
-                "look at their logs, and at what its task lets the tools do"
+                f"tree {growing.index} (task {growing.task.id}) is abandoned: "
+                f"{NUM_LOSSES + NUM_TRIALS} workers in a row died while it made no progress; check "
+                "their logs and the tool calls that its task allows"
             )
         if growing.cancelled:
             growing.ended.set_result(None)
@@ -235,7 +235,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 places.remove(growing)
 
     def _clear(self, growing: _Growing) -> None:
-        """The tree kills no worker; try the next suspect."""
+        """The tree kills no worker; try the next poison task."""
         if self._poison.clears(growing.index):
             waiting = [one for one in self._held_back if not one.ended.done()]
             if waiting:
@@ -243,7 +243,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 self._place_again(waiting[0])
 
     def _place_again(self, growing: _Growing) -> None:
-        """Let the tree go on elsewhere, if a worker may come."""
+        """Resume the tree on another worker, if one may come."""
         if growing.ended.done():  # cancelled, and about to be released
             return
         try:
@@ -266,7 +266,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
     def left(self, worker: _Worker, why: str) -> Left:
         is_drained = worker.draining is not None and not worker.is_hanging
         if is_drained:
-            why = "its machine is about to end"
+            why = "its machine is about to shut down"
         rest = _rest(worker)
         return Left(why, worker.num_ended, rest, is_drained, worker.has_come_further)
 
@@ -347,19 +347,19 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 growing.ended.set_result(None)
 
     def _move(self, worker: _Worker) -> None:
-        """Let the trees of a lost worker go on elsewhere."""
+        """Resume the trees of a lost worker on others."""
         for growing in worker.trees.values():
             if growing.ended.done():
                 continue
             if worker.draining is None or worker.is_hanging:
-                self._suspect(growing)
+                self._poisonous(growing)
             growing.recorded, growing.frames = growing.state(), TreeFrames()
             growing.worker = None
             self.num_moved += 1
             self._place_again(growing)
         worker.trees.clear()
 
-    def _suspect(self, growing: _Growing) -> None:
+    def _poisonous(self, growing: _Growing) -> None:
         """Count the loss of its worker."""
         num = self._poison.lost(growing.index, has_come_further=growing.has_come_further)
         self._remember(growing.index, num)
@@ -371,14 +371,14 @@ class RolloutWorkers(WorkerGroup[_Worker]):
 
     def leave(self, name: str, within_s: float) -> None:
         """Drain a worker: it gets no more trees, and its link is closed when it has none or at the
-        end of the time; trees that are left go on elsewhere."""
+        end of the time; the remaining trees resume elsewhere."""
         worker = self.workers.get(name)
         if worker is not None and worker.draining is None:
             worker.draining = asyncio.create_task(self._drain(worker, within_s))
 
     async def _drain(self, worker: _Worker, within_s: float) -> None:
         num = len(worker.trees)
-        self.report(f"{worker.name} leaves within {within_s:.0f} s; trees that end there: {num}")
+        self.report(f"{worker.name} leaves within {within_s:.0f} s; trees that finish there: {num}")
         self._has_less(worker)
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, within_s)):
@@ -409,7 +409,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
     def _steer(self, worker: _Worker) -> None:
         worker.link.send(pack(messages.Steer(self._actor.is_paused)))
 
-    def give_up(self, index: int, reason: str) -> bool:
+    def cancel(self, index: int, reason: str) -> bool:
         """Cancel a tree on a person's request: its worker receives the order; without a worker it
         ends here. False: it does not grow."""
         growing = self._growing(index)
@@ -444,7 +444,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         return next((one for one in self._wanted() if one.index == index), None)
 
     def places(self) -> dict[int, Placed]:
-        """Where each tree grows, by index."""
+        """The worker of each tree, by index."""
         waiting = [*self._homeless, *self._held_back]
         found = {one.index: Placed("", one.since) for one in waiting}
         for worker in self.workers.values():
@@ -456,7 +456,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
 
     @property
     def num_open_envs(self) -> int:
-        """Of all workers, by their last figures."""
+        """Totals of all workers, from their last figures."""
         return sum(one.figures.num_open_envs for one in self.workers.values())
 
     def figures(self) -> list[Figures]:
@@ -464,7 +464,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         return [one.figures for one in self.workers.values()]
 
     def stats(self) -> dict[str, float]:
-        """Of the workers together, and of each by name."""
+        """Totals of the workers, and of each by name."""
         found: dict[str, float] = {
             "up": len(self.workers),
             "lost": self.num_lost,

@@ -31,9 +31,9 @@ token ids, entropies, forks, limits and journal are those of any rollout.
     finish  ->  session.close()                 calls that wait get an error of their API
     close   ->  endpoint.forget(session)        likewise, and its key is nobody's any more
 
-`call.messages` are what is new since the turn that the call goes on from. `call.turn` (`NextTurn`
+`call.messages` are the new messages since the turn that the call continues. `call.turn` (`NextTurn`
 in agentenv/types.py) says where the rollout continues and which parameters the call has:
-stop strings, most tokens. A call that goes on from an older turn, or from none, needs nothing of
+stop strings, most tokens. A call that continues an older turn, or none, needs nothing of
 the environment: the rollout reads `turn`. What a session has counted is in `session.counts`
 (`calls`, `context/retry`, `context/sub_agent`, `altered/trimmed`, `replayed`, ...): add it to the
 info of the last step as {"endpoint": session.counts}.

@@ -46,7 +46,9 @@ class Anthropic:
             messages += _messages(one, f"messages[{place}]")
         max_tokens = number(body, "max_tokens", int, 1, 1 << 24)
         if max_tokens is None:
-            raise ApiError("invalid", "expected the most tokens to sample", "max_tokens")
+            raise ApiError(
+                "invalid", "expected the maximum number of tokens to sample", "max_tokens"
+            )
         chosen = get(body, "tool_choice", dict, {}).get("type")
         metadata = get(body, "metadata", dict, {})
         return checked(
@@ -170,7 +172,7 @@ def _tools(body: Json) -> tuple[Json, ...]:
     found = []
     for place, tool in enumerate(objects(body.get("tools") or [], "tools", MAX_TOOLS)):
         if tool.get("type", "custom") not in ("custom", None):
-            what = f"expected a tool of the client, got the type {tool.get('type')!r:.60}"
+            what = f"expected a client tool, got the type {tool.get('type')!r:.60}"
             raise ApiError("unsupported", what, f"tools[{place}].type")
         found.append(read_tool(tool, "input_schema", f"tools[{place}]."))
     return tuple(found)
@@ -206,7 +208,7 @@ def _messages(raw: Json, where: str) -> Iterator[Given]:
         elif kind == "redacted_thinking" and role == "assistant":
             continue
         else:
-            what = f"a block of the type {kind!r:.60} is not known here in a message of {role}"
+            what = f"blocks of type {kind!r:.60} are not supported in a message of role {role}"
             raise ApiError("unsupported", what, spot)
     if role == "assistant":
         yield Given("assistant", "".join(texts), "".join(thoughts), tuple(calls))

@@ -16,7 +16,7 @@ message, and which `Kind` a context is, for which cause:
                  assistant (one that was not served was put in)
     sub_agent    a conversation of its own
 
-Where the program goes on from a turn that it had gone on from before, or past a compaction, without
+Where the program continues a turn that it continued before, or past a compaction, without
 quoting what came of that, those turns are discarded: they are on the tree, and not trained.
 """
 
@@ -186,7 +186,7 @@ class Session:
         """Reply to the call that `next` gave, by the action that the rollout took."""
         call, turn = self._current, action.turn
         if call is None or turn is None:
-            raise EnvError("there is no call of the program to answer")
+            raise EnvError("no call of the program waits for an answer")
         number, thoughts, text = len(self._turns), turn.thoughts, turn.text
         if self.thoughts == "text" and thoughts:
             thoughts, text = "", with_thoughts(thoughts, text)
@@ -208,7 +208,7 @@ class Session:
         self._add(call, found, self._opened)
 
     async def reward(self) -> Json | None:
-        """What the program posts, once it has."""
+        """The reward that the program posts."""
         await self._rewarded.wait()
         return self.posted
 
@@ -234,7 +234,7 @@ class Session:
     async def asked(self, request: Request, delta: Delta | None) -> Sequence[Answer]:
         """The answer to a call, once the rollout has one. Raises ApiError."""
         if request.n > 1 or request.logprobs or request.raw:
-            raise ApiError("unsupported", "n above 1, logprobs and raw cannot be had in a run")
+            raise ApiError("unsupported", "n above 1, logprobs and raw are not supported in a run")
         if self._closed:
             raise ApiError(self._error, self._closed)
         self.counts["calls"] += 1
@@ -296,7 +296,10 @@ class Session:
         if any(self._is(expected, request) for expected in self._expected):
             return None
         number = len(self._turns) - len(self._recorded)
-        stray = "other" if self._recorded else "last", f"call {number} is another one"
+        stray = (
+            "other" if self._recorded else "last",
+            f"call {number} differs from the recorded one",
+        )
         if not self._is_parallel:
             raise ApiError("ended", str(self._diverge(*stray)))
         self._stray = self._stray or stray  # or a thread that is ahead of the others
@@ -304,7 +307,7 @@ class Session:
 
     def _diverge(self, cause: str, text: str) -> DivergedError:
         self.counts[f"diverged/{cause}"] += 1
-        self._diverged = DivergedError(f"the replay is none: {text}", cause)
+        self._diverged = DivergedError(f"the replay failed: {text}", cause)
         self.close(str(self._diverged))
         return self._diverged
 
@@ -350,7 +353,7 @@ class Session:
         return ProgramCall([], request.tools, turn, request.body)
 
     def _extended(self, request: Request) -> int | None:
-        """The last turn whose context goes on with messages that are none of the policy."""
+        """The last turn whose context continues with messages that are not the policy's."""
         given, tools = request.messages, request.tools
         for number in range(len(self._turns) - 1, -1, -1):
             turn = self._turns[number]
@@ -377,14 +380,14 @@ class Session:
         later = range((-1 if base is None else base) + 1, len(self._turns))
         if base is not None:
             size = len(self._turns[base].context)
-            goes_on = [t for t in later if self._turns[t].context[:size] == given[:size]]
+            extended = [t for t in later if self._turns[t].context[:size] == given[:size]]
             tried = [t for t in later if self._turns[t].kind == "compaction"]
-            left = [t for t in {*goes_on, *tried} if not _quotes(given, self._turns[t])]
-            if not goes_on:
+            left = [t for t in {*extended, *tried} if not _quotes(given, self._turns[t])]
+            if not extended:
                 return None, "", sorted(left)
             if call.beside:
                 return "parallel", "", []
-            again = [t for t in goes_on if self._turns[t].context[:-1] == given]
+            again = [t for t in extended if self._turns[t].context[:-1] == given]
             if again:
                 return "retry", "", [t for t in again if not self._is_continued(t)]
             return "edited", "rewound", sorted(left)
@@ -405,7 +408,7 @@ class Session:
         return any(other[: len(context)] == context for other in others)
 
     def _difference(self, request: Request) -> tuple[Kind, str]:
-        """How the messages differ from the context that they share most with."""
+        """Differences of the messages from the context with the longest shared prefix."""
         given = request.messages
         shared, held = -1, self._turns[-1]
         for turn in self._turns:
@@ -432,7 +435,7 @@ class Session:
 
 
 def _shown(request: Request) -> Json:
-    """What a replay compares: {"messages": [..], "tools": [..]}, whatever API they came by."""
+    """Compared values of a replay: {"messages": [..], "tools": [..]}, for any API."""
     messages = [
         {**given._asdict(), "calls": [call._asdict() for call in given.calls]}
         for given in request.messages
@@ -450,7 +453,7 @@ def _num_common(one: Sequence[Given], other: Sequence[Given]) -> int:
 
 
 def _quotes(given: Sequence[Given], turn: _Turn) -> bool:
-    """Whether what a turn said stands in messages that are not the policy's own."""
+    """Whether messages that are not the policy's quote the text of a turn."""
     said = turn.context[-1].text.strip()
     if len(said) < MIN_QUOTED:
         return False
@@ -501,7 +504,7 @@ class Endpoint:
         if not key:
             key = f"branch-{secrets.token_urlsafe(NUM_KEY_BYTES)}"
         if key in self._sessions:
-            raise AgentEnvError(f"the key {key} is that of another branch")
+            raise AgentEnvError(f"the key {key} belongs to another branch")
         session = self._sessions[key] = Session(key, self.port, after, same, thoughts)
         return session
 
@@ -512,7 +515,7 @@ class Endpoint:
         self._sessions.pop(session.key, None)
 
     def stats(self) -> dict[str, float]:
-        """What closed sessions have counted."""
+        """Counters of closed sessions."""
         return {f"endpoint/{name}": float(count) for name, count in self._counts.items()}
 
     async def close(self) -> None:

@@ -130,7 +130,7 @@ class ChatWriter:
 
 
 def common(body: Json) -> Json:
-    """What both of OpenAI's APIs name alike."""
+    """Common names of both of OpenAI's APIs."""
     return {
         "model": get(body, "model", str, ""),
         "stream": get(body, "stream", bool, False),

@@ -1,4 +1,4 @@
-"""Requests and replies in one form, whatever API they came by, and the errors of all of them.
+"""Requests and replies in one form for all APIs, and their errors.
 
 What a client sends is decoded here alone; every fault is an `ApiError` with a name.
 """
@@ -153,9 +153,9 @@ def read_body(data: bytes) -> Json:
     try:
         body = decode(data)
     except ForeignError as error:
-        raise ApiError("malformed", f"the body is no JSON: {error}") from error
+        raise ApiError("malformed", f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
-        raise ApiError("malformed", f"the body is no JSON object but {_kind(body)}")
+        raise ApiError("malformed", f"the body must be a JSON object, got {_kind(body)}")
     return body
 
 
@@ -191,7 +191,7 @@ def objects(value: Any, where: str, most: int) -> list[Json]:
         if not isinstance(one, dict):
             raise ApiError("invalid", f"expected an object, got {_kind(one)}", f"{where}[{place}]")
     if len(value) > most:
-        raise ApiError("invalid", f"{len(value)} are more than {most}", where)
+        raise ApiError("invalid", f"{len(value)} items exceed the maximum of {most}", where)
     return value
 
 
@@ -205,7 +205,7 @@ def text_of(content: Any, where: str, kinds: Iterable[str]) -> str:
     for place, part in enumerate(objects(content, where, MAX_MESSAGES)):
         kind = part.get("type", "text")
         if kind not in kinds:
-            shown = f"expected {' or '.join(kinds)}, got a part of the type {kind!r}"
+            shown = f"expected {' or '.join(kinds)}, got a part of type {kind!r}"
             raise ApiError("unsupported", shown, f"{where}[{place}].type")
         parts.append(get(part, "text", str, "", f"{where}[{place}]."))
     return "".join(parts)
@@ -218,7 +218,7 @@ def read_call(id: Any, name: Any, arguments: Any, where: str) -> Call:
     if isinstance(arguments, dict):
         return Call(id, name, arguments_text(arguments))
     if not isinstance(arguments, str):
-        raise ApiError("invalid", f"expected JSON as a text, got {_kind(arguments)}", where)
+        raise ApiError("invalid", f"expected JSON as a string, got {_kind(arguments)}", where)
     return Call(id, name, arguments)
 
 
@@ -237,7 +237,7 @@ def _check_schema(schema: Any, where: str, depth: int = 0) -> None:
     if isinstance(schema, bool) and depth:
         return
     if not isinstance(schema, dict) or depth > MAX_SCHEMA_DEPTH:
-        raise ApiError("invalid", f"expected a schema of JSON, got {_kind(schema)}", where)
+        raise ApiError("invalid", f"expected a JSON schema, got {_kind(schema)}", where)
     for key, inner in get(schema, "properties", dict, {}, f"{where}.").items():
         _check_schema(inner, f"{where}.properties.{key}", depth + 1)
     for key in ("anyOf", "oneOf", "enum", "required"):
@@ -259,7 +259,7 @@ def stops(body: Mapping[str, Any], key: str) -> tuple[str, ...]:
     value = body.get(key)
     found = [value] if isinstance(value, str) else value or []
     if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
-        raise ApiError("invalid", "expected a text or a list of texts, none of them empty", key)
+        raise ApiError("invalid", "expected a non-empty string or a list of non-empty strings", key)
     if len(found) > MAX_STOPS:
         raise ApiError("invalid", f"expected at most {MAX_STOPS}, got {len(found)}", key)
     return tuple(found)
@@ -269,15 +269,15 @@ def refuse_set(body: Mapping[str, Any], **unset: Any) -> None:
     """Refuse keys that would change what is sampled in a way that no engine here knows."""
     for key, neutral in unset.items():
         if body.get(key) not in (None, neutral):
-            raise ApiError("unsupported", f"{key} cannot be used here; leave it out", key)
+            raise ApiError("unsupported", f"{key} is not supported; omit it", key)
 
 
 def checked(request: Request) -> Request:
     """The request, if a turn can follow its messages."""
     if not request.messages:
-        raise ApiError("invalid", "there is no message", "messages")
+        raise ApiError("invalid", "the request has no message", "messages")
     if request.messages[-1].role == "assistant":
-        what = "the last message is the assistant's; a message of the user or a tool is to follow"
+        what = "the last message is the assistant's; expected one of the user or a tool"
         raise ApiError("unsupported", what, "messages")
     return request
 
@@ -314,9 +314,11 @@ def _as_call(call: Call) -> ToolCall:
     try:
         arguments = decode(call.arguments or "{}")
     except ForeignError as error:
-        raise ApiError("invalid", f"the arguments of {call.name} are no JSON: {error}") from error
+        raise ApiError(
+            "invalid", f"the arguments of {call.name} are not valid JSON: {error}"
+        ) from error
     if not isinstance(arguments, dict):
-        raise ApiError("invalid", f"the arguments of {call.name} are no object")
+        raise ApiError("invalid", f"the arguments of {call.name} are not a JSON object")
     return ToolCall(call.name, arguments)
 
 
@@ -340,7 +342,7 @@ def served(
 
 
 def alteration(now: Given, then: Given) -> str:
-    """What a client has changed of a message that was served as `then`."""
+    """Changes of a client to a message that was served as `then`."""
     if now.thoughts != then.thoughts and now._replace(thoughts="") == then._replace(thoughts=""):
         return "thoughts_changed" if now.thoughts else "thoughts_dropped"
     if [call[1:] for call in now.calls] == [call[1:] for call in then.calls] != []:

@@ -1,4 +1,4 @@
-"""Our environments as a server of OpenEnv (1.x): sessions over WebSockets and JSON-RPC.
+"""Environments as an OpenEnv (1.x) server: sessions over WebSockets and JSON-RPC.
 
     /ws        {"type": "reset" | "step" | "state" | "mcp" | "close", "data": {..}}; a session each
     /mcp       JSON-RPC, by POST or as a WebSocket: tools/list, tools/call, openenv/session/create,
@@ -70,7 +70,7 @@ class Observation(Struct):
 
 
 class State(Struct):
-    """Where a session is."""
+    """State of a session."""
 
     episode_id: str | None = None
     step_count: int = 0
@@ -128,7 +128,9 @@ class EnvServer(Listener):
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Try the environment, then listen; port 0 is any that is free. Raises ConfigError."""
         if not self._key and host not in ("127.0.0.1", "::1", "localhost"):
-            raise ConfigError(f"host {host}: other machines reach it; name a key (api_key_env)")
+            raise ConfigError(
+                f"host {host} is reachable from other machines; set a key (api_key_env)"
+            )
         first = Session()
         try:
             await self._reset(first, {"seed": 0, "index": 0})
@@ -175,7 +177,7 @@ class EnvServer(Listener):
             """The key, and errors in the form of the protocol."""
             known = compare_digest(key_of(request).encode(), self._key.encode())
             if self._key and not known and request.path != "/health":
-                return json_response({"detail": "give the key as Authorization: Bearer KEY"}, 401)
+                return json_response({"detail": "send the key as Authorization: Bearer KEY"}, 401)
             try:
                 return await handler(request)
             except web.HTTPException as error:
@@ -196,7 +198,7 @@ class EnvServer(Listener):
 
     def _tasks(self, split: object) -> Sequence[Task]:
         if split not in self._splits:
-            raise Refused("invalid", f"no split {split!r}; known: {[*self._splits]}")
+            raise Refused("invalid", f"unknown split {split!r}; known: {[*self._splits]}")
         return self._splits[str(split)]
 
     async def _post(self, http: web.Request) -> web.Response:
@@ -235,7 +237,7 @@ class EnvServer(Listener):
     def _attached(self, id: str | None) -> Session:
         session = self._sessions.found(id) if id else self._sessions.add(1)[0]
         if session.is_attached:
-            raise Refused("invalid", f"session {id} has a socket already")
+            raise Refused("invalid", f"session {id} already has a socket")
         session.is_attached = True
         return session
 
@@ -283,7 +285,7 @@ class EnvServer(Listener):
         named = self._sessions.found(id)
         if method == "openenv/session/close":
             if named.is_attached:
-                raise Refused("invalid", f"session {id} has a socket: close that")
+                raise Refused("invalid", f"session {id} has a socket: close the socket instead")
             await self._sessions.end(named)
             return {"session_id": id, "closed": True}
         async with named.lock:
@@ -334,7 +336,7 @@ def _read(given: Any, kind: type[Any]) -> Any:
 
 def _at(tasks: Sequence[Task], index: Any) -> Task:
     if type(index) is not int or not 0 <= index < len(tasks):
-        raise Refused("invalid", f"index {index}: there are {len(tasks)} tasks")
+        raise Refused("invalid", f"index {index} is out of range: there are {len(tasks)} tasks")
     return tasks[index]
 
 

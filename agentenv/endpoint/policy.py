@@ -1,4 +1,4 @@
-"""The policy answers: where no run captures, calls are rendered, sampled and streamed here.
+"""Answers from the policy outside of a run: calls are rendered, sampled and streamed here.
 
 A message of the assistant that the client returns as it was served stands for the tokens that were
 sampled, so that a conversation goes on in the very tokens of a rollout; everything else is
@@ -93,7 +93,7 @@ class PolicyHandler:
     async def answer(self, request: Request, delta: Delta | None) -> Sequence[Answer]:
         """Samples `n` turns at a time."""
         if request.model not in self.names:
-            what = f"there is no model {request.model!r:.200}; there is {self.names[0]!r}"
+            what = f"unknown model {request.model!r:.200}; this endpoint serves {self.names[0]!r}"
             raise ApiError("no_model", what, "model")
         prompt = self._prompt(request)
         sampling = self._sampling(request, prompt)
@@ -138,7 +138,10 @@ class PolicyHandler:
     def _sampling(self, request: Request, prompt: Prompt) -> SamplingParams:
         room = self.max_model_len - len(prompt.ids)
         if room < 1:
-            what = f"{len(prompt.ids)} tokens leave no room in a context of {self.max_model_len}"
+            what = (
+                f"{len(prompt.ids)} prompt tokens leave no room for an answer in a context of "
+                f"{self.max_model_len}"
+            )
             raise ApiError("too_long", what, "messages")
         asked = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
         given = {key: value for key in asked if (value := getattr(request, key)) is not None}

@@ -41,7 +41,7 @@ class Responses:
         refuse_set(body, previous_response_id="", conversation="", prompt={}, background=False)
         text_format = get(get(body, "text", dict, {}), "format", dict, {}, "text.")
         if text_format.get("type", "text") != "text":
-            raise ApiError("unsupported", "only plain text can be sampled", "text.format")
+            raise ApiError("unsupported", "only plain text output is supported", "text.format")
         messages = _messages(body.get("input"))
         if instructions := get(body, "instructions", str, ""):
             messages.insert(0, Given("system", instructions))
@@ -246,5 +246,5 @@ def _message(item: Json, where: str) -> Given:
     if kind == "reasoning":
         text = text_of(item.get("content"), f"{where}.content", ("reasoning_text",))
         return Given("assistant", "", text)
-    what = f"items of the type {kind!r:.60} are not known here"
+    what = f"items of type {kind!r:.60} are not supported"
     raise ApiError("unsupported", what, f"{where}.type")

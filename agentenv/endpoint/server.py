@@ -82,7 +82,7 @@ class Listener:
             await web.TCPSite(self._runner, host, port, backlog=BACKLOG).start()
         except OSError as error:
             await self.close()
-            raise ConfigError(f"{host}:{port} cannot be listened on: {error.strerror}") from error
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
         self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
@@ -127,7 +127,7 @@ class ApiServer(Listener):
         for model in self._models():
             if model["id"] == name:
                 return json_response(model)
-        raise ApiError("no_model", f"there is no model {name!r:.200}", "model")
+        raise ApiError("no_model", f"unknown model {name!r:.200}", "model")
 
     def _handler(self, http: web.Request) -> Handler:
         return self._find(key_of(http))
@@ -148,10 +148,10 @@ class ApiServer(Listener):
         return json_response({"input_tokens": await handler.count(request)})
 
     async def _reward(self, http: web.Request) -> web.Response:
-        """Of a program whose calls are captured."""
+        """The reward of a program with captured calls."""
         rewarded = getattr(self._handler(http), "rewarded", None)
         if rewarded is None:
-            raise ApiError("no_route", "only a program whose calls are captured has a reward")
+            raise ApiError("no_route", "only a program with captured calls has a reward")
         rewarded(await _body(http))
         return json_response({"ok": True})
 
@@ -210,7 +210,7 @@ def only(key: str, handler: Handler) -> Callable[[str], Handler]:
 
     def find(given: str) -> Handler:
         if not compare_digest(given.encode(), key.encode()):
-            raise ApiError("no_key", "give the key as Authorization: Bearer KEY or x-api-key: KEY")
+            raise ApiError("no_key", "send the key as Authorization: Bearer KEY or x-api-key: KEY")
         return handler
 
     return find
@@ -230,7 +230,7 @@ async def _body(http: web.Request) -> Json:
         async with asyncio.timeout(BODY_S):
             return read_body(await http.read())
     except TimeoutError as error:
-        raise ApiError("too_slow", f"the request did not come within {BODY_S:g} s") from error
+        raise ApiError("too_slow", f"the request did not arrive within {BODY_S:g} s") from error
     except (web.PayloadAccessError, ConnectionError, ValueError) as error:
         raise ApiError("malformed", f"the body cannot be read: {error}") from error
 
@@ -300,7 +300,7 @@ async def _errors(
         raise  # the client is gone
     except Exception:
         logger.exception("a request of the endpoint failed")
-        found = ApiError("bug", "the endpoint has a bug; its log holds the traceback")
+        found = ApiError("bug", "internal error of the endpoint; the traceback is in its log")
     anthropic = "anthropic-version" in request.headers or request.path.startswith(Anthropic.path)
     dialect: Dialect = DIALECTS[-1] if anthropic else DIALECTS[0]
     with suppress(ConnectionError):

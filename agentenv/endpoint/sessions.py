@@ -1,4 +1,4 @@
-"""Episodes of environments by the ids of their sessions, for servers that offer them to others.
+"""Episodes of environments by session id, for servers of environments.
 
     sessions = Sessions(make_env, most=4096, idle_s=3600.0, timeout_s=600.0)
     (session,) = sessions.add(1)
@@ -54,7 +54,7 @@ class Session:
     def live(self) -> Env:
         """The environment of an episode that goes on."""
         if self.env is None or self.has_ended:
-            why = "the episode has ended" if self.has_ended else "there was no reset"
+            why = "the episode has ended" if self.has_ended else "call reset first"
             raise Refused("ended", why)
         return self.env
 
@@ -153,7 +153,7 @@ class Sessions:
             if env is not None:
                 await self._within(env.close(), "end")
         except Refused as error:
-            logger.warning("a session was not closed: %s", error)
+            logger.warning("closing a session failed: %s", error)
 
     async def _within(self, work: Awaitable[Any], what: str) -> Any:
         try:

@@ -1,1 +1,1 @@
-"""Engines: what samples tokens, in this process or behind HTTP."""
+"""Engines sample tokens, in this process or over HTTP."""

@@ -1,4 +1,4 @@
-"""Chat messages in place of token ids, for endpoints that give no tokens.
+"""Chat messages instead of token ids, for endpoints without token access.
 
 Actor, env, tools and limits stay as they are: they see lists of ids, whose length counts. Here the
 first id of a piece of text names the piece and the others only fill its length in tokens: exact
@@ -75,7 +75,7 @@ class Pieces:
 
 
 class _Markers:
-    """What TextCodec needs of a tokenizer to break strings that could forge."""
+    """The tokenizer interface that TextCodec needs to break forging strings."""
 
     eos_token_id = None
     all_special_tokens = MARKERS
@@ -151,7 +151,9 @@ class ChatRenderer:
         num_calls = sum(len(piece.calls) for piece in self.pieces.read(turn_ids))
         num_results = sum(message.role == "tool" for message in messages)
         if self.native and turn_ids and num_results != num_calls:
-            raise CrashError(f"the environment gave {num_results} results of {num_calls} calls")
+            raise CrashError(
+                f"the environment returned {num_results} results for {num_calls} calls"
+            )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(piece.text for piece in self.pieces.read(token_ids))
@@ -289,7 +291,7 @@ class ChatEngine(EndpointEngine):
         return body | config.extra_body
 
     def _way(self) -> str:
-        """How the tag protocol goes on after a result."""
+        """Continuation of the tag protocol after a result."""
         chosen = self.config.continuation
         if chosen != "auto":
             return chosen
@@ -379,7 +381,7 @@ def _ended(reply: Any) -> ChatReply:
     """The reply, if it says why it ended. Raises MalformedReplyError."""
     found = read_chat(reply)
     if found.choices[0].finish_reason is None:
-        raise MalformedReplyError("no chat completion: it has no finish_reason")
+        raise MalformedReplyError("not a chat completion: finish_reason is missing")
     return found
 
 

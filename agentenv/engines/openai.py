@@ -1,5 +1,5 @@
-"""Engines over an OpenAI-compatible endpoint that is only asked: its keys, what both engines
-share, and the one that speaks in token ids (the one of chat messages: agentenv/engines/chat.py).
+"""Engines over an OpenAI-compatible endpoint, for inference only: their keys, their common base,
+and the engine for token ids (for chat messages: agentenv/engines/chat.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OpenAIConfig(
 
     url: Annotated[str, Meta(description="base URL, e.g. http://HOST:8000 or https://HOST/v1")]
     model: Annotated[
-        str, Meta(description="model name there; empty: the only one that the endpoint lists")
+        str, Meta(description="model name at the endpoint; empty: the only one that it lists")
     ] = ""
     tokenizer: Annotated[
         str,
@@ -49,23 +49,29 @@ class OpenAIConfig(
     continuation: Annotated[
         Literal["auto", "continue", "prefix", "turns"],
         Meta(
-            description="how the tag protocol goes on after a tool result in chat messages: "
+            description="how the tag protocol continues after a tool result in chat messages: "
             "'continue' the assistant's text (vLLM, SGLang), with 'prefix' = true (DeepSeek, "
-            "Mistral), or results as 'turns' of the user; auto: 'continue' where it is known"
+            "Mistral), or results as 'turns' of the user; auto: 'continue' where the server is "
+            "known to support it"
         ),
     ] = "auto"
     max_tokens_key: Annotated[
         Literal["max_tokens", "max_completion_tokens"],
-        Meta(description="key of the turn's limit in chat requests, as the endpoint wants it"),
+        Meta(description="name of the token limit in chat requests that the endpoint expects"),
     ] = "max_tokens"
     max_model_len: Annotated[
-        int, Meta(ge=0, description="tokens of prompt and response; 0: what it says, else no check")
+        int,
+        Meta(
+            ge=0,
+            description="tokens of prompt and response; 0: the value that the endpoint reports, "
+            "else no check",
+        ),
     ] = 0
     timeout_s: Annotated[float, Meta(gt=0, description="deadline of one request")] = 300.0
     num_retries: Annotated[int, Meta(ge=0, description="after 429, 5xx, lost connections")] = 6
     max_concurrency: Annotated[int, Meta(ge=1, description="requests in flight")] = 64
     extra_body: Annotated[
-        dict[str, Any], Meta(description="more keys of each request, e.g. chat_template_kwargs")
+        dict[str, Any], Meta(description="extra keys of each request, e.g. chat_template_kwargs")
     ] = field(default_factory=dict)
 
     has_weights: ClassVar[bool] = False
@@ -79,8 +85,9 @@ HOPELESS = (401, 403, 404)  # no request can succeed
 
 
 class EndpointEngine:
-    """What the engines over an Endpoint share. An endpoint that refuses everybody, or that nothing
-    reaches, ends the run: EngineDeadError."""
+    """Common base of the engines over an Endpoint. A rejecting or unreachable endpoint ends the
+    run: EngineDeadError.
+    """
 
     policy_version = 0
 
@@ -100,7 +107,9 @@ class EndpointEngine:
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
         """Raises EngineError."""
-        raise EngineError(f"{self.endpoint.api.name} is only asked; its weights cannot be replaced")
+        raise EngineError(
+            f"{self.endpoint.api.name} is an inference endpoint; its weights cannot be replaced"
+        )
 
     def stats(self) -> dict[str, float]:
         """See Endpoint.counts."""
@@ -146,8 +155,8 @@ class TokensEngine(EndpointEngine):
         if not self.endpoint.known:
             raise ConfigError(
                 f"engine.tokenizer: {self.endpoint.api.name} is served by "
-                f"{self.endpoint.owner or 'an unknown server'}, which does not take and give token "
-                "ids; leave the tokenizer out to speak in chat messages"
+                f"{self.endpoint.owner or 'an unknown server'}, which does not support token ids "
+                "in and out; omit the tokenizer to use chat messages"
             )
 
     async def generate(
@@ -244,10 +253,10 @@ def _read(reply: Any) -> Completion:
     try:
         choice = convert(reply, _Reply).choices[0]
     except ForeignError as error:
-        raise MalformedReplyError(f"no completion ({error}): {_shown(reply)}") from error
+        raise MalformedReplyError(f"not a completion ({error}): {_shown(reply)}") from error
     if choice.token_ids is None:
         raise MalformedReplyError(
-            f"no completion with token_ids: {_shown(reply)}; it takes vLLM 0.11 or newer"
+            f"a completion without token_ids: {_shown(reply)}; token_ids require vLLM 0.11 or newer"
         )
     return _completion(choice.token_ids, choice.finish_reason, choice.stop_reason)
 
@@ -256,7 +265,7 @@ def _read_sglang(reply: Any) -> Completion:
     try:
         found = convert(reply, _Generated)
     except ForeignError as error:
-        raise MalformedReplyError(f"no output_ids ({error}): {_shown(reply)}") from error
+        raise MalformedReplyError(f"output_ids are missing ({error}): {_shown(reply)}") from error
     why = found.meta_info.finish_reason
     return _completion(found.output_ids, why.type, why.matched)
 

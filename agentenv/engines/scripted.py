@@ -1,6 +1,6 @@
-"""A deterministic engine for tests and dry runs: replies come from a function, not from a model.
+"""A deterministic engine for tests and dry runs: replies come from a function instead of a model.
 
-It honours the whole contract (streaming, stop strings, limits, versions, abort), so the rest of
+It honors the whole contract (streaming, stop strings, limits, versions, abort), so the rest of
 the system cannot tell. Under a virtual clock two runs with one seed are equal to the bit.
 """
 
@@ -42,9 +42,9 @@ class ScriptedConfig(
     ] = "agentenv.envs.quickstart:scripted_turn"
     max_model_len: Annotated[int, Meta(ge=1, description="tokens of prompt and turn")] = 4096
     tokens_per_s: Annotated[
-        float, Meta(ge=0, description="sampling speed of one request; 0 is at once")
+        float, Meta(ge=0, description="sampling speed of one request; 0 is unlimited")
     ] = 0.0
-    latency_s: Annotated[float, Meta(ge=0, description="time before a turn's first token")] = 0.0
+    latency_s: Annotated[float, Meta(ge=0, description="latency of a turn's first token")] = 0.0
 
     def max_context(self, model: Path, key: str = "engine") -> int:
         """The context of the configuration, whatever longer one the model has."""

@@ -1,4 +1,4 @@
-"""Client of an SGLang server; SGLang itself is needed only on the other side of the connection.
+"""Client of an SGLang server; SGLang itself is only required on the server side.
 
 request_body, SGLangAnswer   one request as SGLang takes it, and its answer, read into chunks
 read_load                    load figures
@@ -21,7 +21,7 @@ from msgspec import Struct
 from agentenv.engine import check_request
 from agentenv.engines.pool import PooledEngineConfig
 from agentenv.engines.remote import BusyError, PartEnd, Request, ServerLoad, ServerLostError
-from agentenv.engines.remote.base import HEALTH_S, Answer, LabelledSpan, top_k_entropies
+from agentenv.engines.remote.base import HEALTH_S, Answer, LabeledSpan, top_k_entropies
 from agentenv.engines.remote.client import Count, HttpClient, Logprob, RefusedError
 from agentenv.engines.remote.probes import (
     SGLANG_TRANSFER,
@@ -43,7 +43,7 @@ from agentenv.untrusted import decode
 QUEUE_FULL = "queue is full"  # a refusal by --max-queued-requests
 NOTHING_DONE = "Failed to get weights iterator"  # a refusal before any weight was touched
 
-# What one request says to SGLang, and how its answer becomes chunks and their end.
+# A request in SGLang's format, and its answer, parsed into chunks and an outcome.
 
 MAX_STOPS = 32  # of one request, in SGLang
 
@@ -73,7 +73,7 @@ class Meta(Struct, frozen=True):
     output_top_logprobs: list[list[TokenLogprob] | None] | None = None
     output_token_sampling_mask: list[list[int]] = []
     output_token_sampling_logprobs: list[list[Logprob]] = []
-    weight_versions: list[LabelledSpan] = []
+    weight_versions: list[LabeledSpan] = []
     cached_tokens: Count = 0
 
 
@@ -99,16 +99,16 @@ def check_turn(request: Request, facts: SGLangFacts) -> None:
     check_request(request.prompt_ids, sampling, facts.vocab_size, facts.info.max_model_len)
     if len(request.prompt_ids) > facts.max_prompt:
         raise EngineError(
-            f"{len(request.prompt_ids)} prompt tokens exceed the {facts.max_prompt} that this "
-            "SGLang server takes"
+            f"{len(request.prompt_ids)} prompt tokens exceed the limit of {facts.max_prompt} of "
+            "this SGLang server"
         )
     if sampling.repetition_penalty != 1:
         raise EngineError(
-            "repetition_penalty must be 1 with SGLang: it penalises sampled tokens only, the other "
-            "engines those of the prompt as well"
+            "repetition_penalty must be 1 with SGLang: it penalizes sampled tokens only, other "
+            "engines also those of the prompt"
         )
     if len(sampling.stop) > MAX_STOPS:
-        raise EngineError(f"SGLang takes at most {MAX_STOPS} stop strings, found {sampling.stop}")
+        raise EngineError(f"SGLang supports at most {MAX_STOPS} stop strings, got {sampling.stop}")
     if is_truncated(sampling) and _top_k(sampling, facts) > facts.max_top_k:
         raise EngineError(
             "SGLang returns log-probs after top_p, top_k or min_p only together with top_k up to "
@@ -336,8 +336,9 @@ class SGLangServer(WeightSync[SGLangFacts]):
     # weights
 
     async def _pause(self) -> None:
-        """What runs goes back to the queue, keeps its tokens, and has its keys and values computed
-        again under the new weights."""
+        """Running requests return to the queue, keep their tokens, and have their KV cache
+        recomputed under the new weights.
+        """
         await self._post("/pause_generation", {"mode": "retract"})
 
     async def _reload(self, directory: Path) -> None:
@@ -351,14 +352,14 @@ class SGLangServer(WeightSync[SGLangFacts]):
         except RefusedError as error:
             if NOTHING_DONE in error.reason:
                 raise
-            raise ServerLostError(f"its weights are unknown: {error}") from error
+            raise ServerLostError(f"its weight version is unknown: {error}") from error
 
     async def _drop_prefixes(self) -> None:
         try:
             # Its own parameter to wait would wait for retracted requests to end.
             await self._http.call("POST", "/flush_cache")
         except RefusedError as error:  # a request that waited may have an old cache salt
-            raise ServerLostError(f"prefixes of old weights remain: {error}") from error
+            raise ServerLostError(f"cached prefixes of old weights remain: {error}") from error
 
     async def _write_label(self, label: str) -> None:
         body = {"new_version": label, "abort_all_requests": False}
@@ -371,7 +372,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
         await self._post("/continue_generation", {})
 
     async def _fall_asleep(self) -> None:
-        """What is left is aborted: it must be idle to sleep."""
+        """The remaining requests are aborted: it must be idle to sleep."""
         await self._post("/pause_generation", {"mode": "abort"})
         await self._post("/release_memory_occupation", {}, self._load_s)
 
@@ -387,7 +388,7 @@ class SGLangServer(WeightSync[SGLangFacts]):
         for name, size in (("dp_size", info.dp_size), ("pp_size", info.pp_size)):
             if size > 1:
                 raise EngineError(
-                    f"{self.name}: SGLang takes no broadcast with {name} = {size}; use "
+                    f"{self.name}: SGLang supports no broadcast with {name} = {size}; use "
                     'engine.weights = "directory"'
                 )
         return info.tp_size
@@ -442,7 +443,8 @@ class SGLangConfig(
         super().__post_init__()
         if self.update_kv == "keep":
             raise ConfigError(
-                'engine.update_kv = "keep" is for vLLM; SGLang recomputes what runs in an update'
+                'engine.update_kv = "keep" is for vLLM; SGLang recomputes running requests at an '
+                "update"
             )
         if self.lora == "adapter":
-            raise ConfigError('engine.lora = "adapter" is for vLLM; to SGLang adapters go "merged"')
+            raise ConfigError('engine.lora = "adapter" is for vLLM; use "merged" with SGLang')

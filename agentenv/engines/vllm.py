@@ -1,4 +1,4 @@
-"""Client of a vLLM server; vLLM itself is needed only on the other side of the connection.
+"""Client of a vLLM server; vLLM itself is only required on the server side.
 
 VLLMServer   POST /inference/v1/generate (stream) --> chunks --> PartEnd (remote/vllm_answer.py);
              cancelled or failed --> POST /inference/v1/abort_requests, at once; and the steps of a
@@ -96,7 +96,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
     LoRA adapters are served one at a time, each version under a name of its own: the name is part
     of the key of vLLM's prefix cache, and requests name the adapter that they want, so that
     versions cannot mix. Running requests are aborted, since one cannot change its adapter; they
-    go on from their tokens under the new one.
+    resume from their tokens under the new one.
     """
 
     transfer = VLLM_TRANSFER
@@ -162,7 +162,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
             if not sent.has_tokens:
                 return None
             if sent.on_purpose:
-                raise BrokenOffError(f"{self.name} got another adapter") from None
+                raise BrokenOffError(f"{self.name} received a different adapter") from None
             raise ServerLostError(f"{self.name}: {self._doubt}") from None
         except RefusedError as error:
             if error.status == 404 and self._adapter:  # another process, without the adapter
@@ -182,7 +182,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
                 await self._try_request(plugin=False)
         except ForeignWeightsError as error:
             raise ConfigError(
-                f"{self.name} does not say which weights sampled a token: {error}"
+                f"{self.name} does not report which weights sampled a token: {error}"
             ) from error
         except RefusedError as error:
             cure = ": start it with --enable-scale-out" if error.status == 403 else ""
@@ -238,7 +238,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
             new = ""
             if self._layout is None or directory != self._layout.directory:
                 raise EngineError(
-                    f"this server was started with --enable-lora: it takes adapters of its model, "
+                    "this server was started with --enable-lora: it accepts adapters of its model, "
                     f"not the weights in {source}"
                 )
 
@@ -273,7 +273,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
 
     async def _release(self) -> None:
         """Nothing stays paused, nothing samples unseen: half-loaded weights kill an engine that
-        goes on with its requests."""
+        resumes its requests."""
         await self.before_release()
         await self._break_off_all()
         with suppress(EngineError):
@@ -302,7 +302,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
         dropped = await self._http.read(bool, "POST", "/reset_prefix_cache", "success", True)
         if strict and not dropped:
             raise ServerLostError(
-                f"{self.name} kept keys and values of the old weights in a pause; set "
+                f"{self.name} kept the KV cache of the old weights across a pause; set "
                 'engine.update_kv = "keep"'
             )
 
@@ -351,7 +351,7 @@ class VLLMServer(WeightSync[VLLMFacts]):
                 await release()
                 await self._post("/wake_up", None, self._load_s, tags="kv_cache")
         except EngineError as error:
-            raise ServerLostError(f"its weights are unknown: {error}") from error
+            raise ServerLostError(f"its weight version is unknown: {error}") from error
 
     async def num_ranks(self) -> int:
         params = {"include_dp": "true"}

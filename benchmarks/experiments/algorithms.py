@@ -30,6 +30,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from agentenv.errors import DataError
+from agentenv.pipelines.sets.curves import (
+    Curve,
+    Pairs,
+    calls_to,
+    difference_at,
+    gain,
+    ratio_of_calls,
+)
 from benchmarks.experiments import chain, mend
 from benchmarks.experiments.plot import plot
 from benchmarks.experiments.runs import (
@@ -42,7 +50,6 @@ from benchmarks.experiments.runs import (
     start_config,
     train,
 )
-from benchmarks.experiments.stats import Curve, Pairs, calls_to, difference_at, gain, ratio_of_calls
 from benchmarks.experiments.tables import publish, tables_of
 
 LEVELS = (0.5, 0.7, 0.8, 0.9)

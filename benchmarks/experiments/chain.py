@@ -117,8 +117,8 @@ def link(rng: Random, relation: str, person: str, ambiguous: float = AMBIGUOUS) 
     value, other = rng.sample(PEOPLE, 2)
     said = [value, other] if rng.random() < ambiguous else [value]
     rng.shuffle(said)
-    told = " ".join(f"The {relation} of {person} is {one}." for one in said)
-    return relation, person, value, told
+    sentence = " ".join(f"The {relation} of {person} is {one}." for one in said)
+    return relation, person, value, sentence
 
 
 def ask(
@@ -152,10 +152,10 @@ def demonstration(
         path = [*path[:wrong], look(rng.choice(others), path[wrong][1])]
     turns: list[dict[str, str | None]] = []
     value = ""
-    for relation, person, found, told in path[:num_calls]:
+    for relation, person, found, sentence in path[:num_calls]:
         value = found
         action = f"<think>I need the {relation}.</think><search>{relation} of {person}</search>"
-        turns.append({"action": action, "result": told})
+        turns.append({"action": action, "result": sentence})
     known = habit in ("clean", "slip")
     last = rf"<think>I know it.</think><answer>\boxed{{{value}}}</answer>"
     giving_up = r"<think>I do not know.</think><answer>\boxed{unknown}</answer>"

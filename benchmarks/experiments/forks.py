@@ -1,10 +1,10 @@
-"""Does entropy after a tool result say where a fork is worth something?
+"""Does entropy after a tool result predict the value of a fork?
 
     python benchmarks/experiments/forks.py --out FILE.json [RUN ...]
                                 [--steps 0 3 6 12] [--questions 100] [--siblings 8]
 
 With RUNs, arms of algorithms.py or any others whose checkpoints are kept, fork points are
-added to the file; without, what it holds is told. For each checkpoint and question ROOTS
+added to the file; without, its content is reported. For each checkpoint and question ROOTS
 trajectories are grown from scratch; at each tool result of PROBES of them `siblings` more are
 started from the same point, which do not fork. Each fork point then has two figures that do not
 depend on each other:
@@ -51,7 +51,7 @@ from agentenv.pipelines.setup.environments import EnvMaker
 from agentenv.tree import Node, Trajectory, TrajectoryTree
 
 ROOTS = 8
-PROBES = ("0", "1", "2", "3")  # branches whose tool results are looked at
+PROBES = ("0", "1", "2", "3")  # branches whose tool results are measured
 
 
 @dataclass(frozen=True)

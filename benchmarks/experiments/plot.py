@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from agentenv.pipelines.run.pictures import panels, png
-from benchmarks.experiments.stats import Curve
+from agentenv.pipelines.sets.curves import Curve
 from benchmarks.experiments.tables import BEST
 
 SHOWN = {
@@ -25,9 +25,9 @@ def plot(result: dict[str, Any], target: Path) -> None:
     """Left: success of each seed (thin) and its mean (thick). Right: calls needed for a level, as
     a share of those that the best GRPO needs, with the interval over seeds."""
     figure, (left, right) = panels(1, 2, (11, 4.2))
-    for arm, colour in SHOWN.items():
+    for arm, color in SHOWN.items():
         if arm in result["runs"]:
-            _curves(left, arm, colour, result["runs"][arm])
+            _curves(left, arm, color, result["runs"][arm])
     left.set(xlabel="tool calls of training", ylabel="held-out success", ylim=(0, 1.02))
     if left.lines:
         left.legend(loc="lower right", fontsize="small")
@@ -35,13 +35,13 @@ def plot(result: dict[str, Any], target: Path) -> None:
     target.write_bytes(png(figure, dpi=90))
 
 
-def _curves(axes: Any, arm: str, colour: str, by_seed: dict[int, Any]) -> None:
+def _curves(axes: Any, arm: str, color: str, by_seed: dict[int, Any]) -> None:
     curves = [Curve.of(run["points"]) for run in by_seed.values()]
     shared = np.linspace(0, min(curve.calls[-1] for curve in curves), 100)
     for curve in curves:
-        axes.plot(curve.calls, curve.success(), color=colour, alpha=0.25, lw=0.8)
+        axes.plot(curve.calls, curve.success(), color=color, alpha=0.25, lw=0.8)
     mean = np.mean([np.interp(shared, curve.calls, curve.success()) for curve in curves], 0)
-    axes.plot(shared, mean, color=colour, lw=2.2, label=f"{arm}, {len(curves)} seeds")
+    axes.plot(shared, mean, color=color, lw=2.2, label=f"{arm}, {len(curves)} seeds")
 
 
 def _ratios(axes: Any, result: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Arms of `algorithms.py`: which they are, and the runs of the quick start they are made of.
+"""Arms of `algorithms.py`, and their quick start runs.
 
 One cold start a seed, FOLDER/seed-N/start, is shared by all arms of that seed, FOLDER/seed-N/ARM:
 same weights, same training questions in the same order, same held-out questions, same seeds of

@@ -1,4 +1,4 @@
-"""Signals at fork points against what forks there are worth; see forks.py."""
+"""Signals at fork points versus the value of forks there; see forks.py."""
 
 from __future__ import annotations
 

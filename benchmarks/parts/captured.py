@@ -1,4 +1,4 @@
-"""What a captured call costs: the CPU of the process that holds endpoint, rollouts and renderer, a
+"""Cost of a captured call: the CPU of the process that holds endpoint, rollouts and renderer, a
 call of a program with 2,000 tokens of context and 100 new ones, while hundreds of programs live.
 
 The programs are one other process, whose clients ask over HTTP as any program does. The engine

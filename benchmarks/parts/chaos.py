@@ -9,13 +9,13 @@
                  that no file of its processes grows any more
 
 A calm run goes first and says which trees there are to train. The storm trains as many steps, by
-the command that a user types again with --resume whenever it has ended. Both are looked at from
+the command that a user types again with --resume whenever it has ended. Both are watched from
 outside, through their journals: `lost` are trees of the calm run that no step of the surviving line
 of weights took, and finished ones that were rolled out again; `duplicated` are those that it took
 more than once. `goodput` is trees trained a second, from the first start to the last step, with all
 restarts. A tree of which a tool breaks a branch takes half as long again: the learner, which is
-real, sets the pace where rollouts have that to spare, as here. Servers recite
-(recital.py). `--long` has two vLLM servers on the CPU instead, which the run starts, one
+real, sets the pace where rollouts have that to spare, as here. Servers replay
+(replayed.py). `--long` has two vLLM servers on the CPU instead, which the run starts, one
 of them killed every 150 s, and a policy that has learned to call the tool. `--times` is how many
 storms follow the calm run; figures are then their sums, and the least goodput.
 """
@@ -361,7 +361,7 @@ def below(process: Process, word: str, but: str = "\0") -> list[psutil.Process]:
 
 
 class Servers:
-    """Reciting servers in processes of their own, or those that the run starts; from `storm` on one
+    """Mock servers in their own processes, or those that the run starts; from `storm` on one
     is killed every `kill_s`."""
 
     def __init__(self, size: Size, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What training trees as trees is worth: tree against flat layouts of the same trajectories.
+"""Gain of training trees as trees: tree versus flat layouts of the same trajectories.
 
     tree, segments, padded   the layouts of `agentenv.learners.layouts`, one of which is chosen
     varlen                   every trajectory by itself, side by side without padding

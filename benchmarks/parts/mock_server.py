@@ -1,4 +1,4 @@
-"""Engine servers that compute nothing: they speak vLLM's routes over HTTP and recite what a policy
+"""Mock engine servers: they speak vLLM's routes over HTTP and replay the tokens that a policy
 with one tool would say, at the pace of a server, with the faults of one.
 
     python -m benchmarks.parts.mock_server PORT MODEL SCALE   a healthy one, from a line of input
@@ -35,8 +35,8 @@ DOWN_S = 60.0
 UPDATE_S = 320.0
 
 
-class Recital:
-    """What the policy says: four calls of its tool, then an answer. Where a prompt stands in it is
+class Replayed:
+    """The policy's text: four calls of its tool, then an answer. The position of a prompt in it is
     read from its tokens, so that any part of a turn can be asked for."""
 
     def __init__(self, model: Path) -> None:
@@ -65,13 +65,15 @@ class Recital:
         return turn[len(response) :] or turn[-1:]
 
 
-class RecitingServer:
+class MockServer:
     """Speaks what agentenv.engines.vllm asks of vLLM. One that dies closes its connections and its
     port, and comes back as a process that knows of no label."""
 
-    def __init__(self, fault: str, port: int, recital: Recital, model: Path, scale: float) -> None:
+    def __init__(
+        self, fault: str, port: int, replayed: Replayed, model: Path, scale: float
+    ) -> None:
         self.fault, self.port = fault, port
-        self._recital, self._model, self._scale = recital, model, scale
+        self._replayed, self._model, self._scale = replayed, model, scale
         self._label = "default"
         self._going = asyncio.Event()
         self._going.set()
@@ -138,11 +140,15 @@ class RecitingServer:
         return {"data": [{"id": "policy", "root": str(self._model), "max_model_len": 1024}]}
 
     def _info(self, request: web.Request, body: Any) -> Any:
-        told = {"logprobs_mode": "processed_logprobs", "max_logprobs": -1, "quantization": None}
+        model_config = {
+            "logprobs_mode": "processed_logprobs",
+            "max_logprobs": -1,
+            "quantization": None,
+        }
         return {
             "vllm_config": {
                 "device_config": {"device": "cuda"},
-                "model_config": told,
+                "model_config": model_config,
                 "scheduler_config": {},
                 "parallel_config": {},
             }
@@ -196,18 +202,18 @@ class RecitingServer:
         assert task is not None
         self._running.add(task)
         try:
-            return await self._recite(request, body, is_turn=is_turn)
+            return await self._replay(request, body, is_turn=is_turn)
         except ConnectionError:  # the client has left
             return web.Response()
         finally:
             self._running.discard(task)
 
-    async def _recite(
+    async def _replay(
         self, request: web.Request, body: Any, *, is_turn: bool
     ) -> web.StreamResponse:
-        """Answer a request with the next tokens of the recital, in time."""
+        """Answer a request with the next tokens of the replayed, in time."""
         params, prompt = body["sampling_params"], body["token_ids"]
-        ids = self._recital.rest(prompt)[: params["max_tokens"]]
+        ids = self._replayed.rest(prompt)[: params["max_tokens"]]
         ends = set(params.get("stop_token_ids", ()))
         ids = ids[: next((n for n, token in enumerate(ids, 1) if token in ends), len(ids))]
         session = request.headers.get("X-Session-ID", "")
@@ -276,7 +282,7 @@ async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
 
 async def serve(port: int, model: Path, scale: float) -> None:
     """One server, until the process is killed."""
-    server = RecitingServer("", port, Recital(model), model, scale)
+    server = MockServer("", port, Replayed(model), model, scale)
     sys.stdin.readline()  # until it is wanted; what takes long is done by then
     await server.open()
     await asyncio.Event().wait()

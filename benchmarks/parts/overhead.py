@@ -1,4 +1,4 @@
-"""What the controller costs with thousands of rollouts in flight: CPU of an env step, lag, memory.
+"""Cost of the controller with thousands of rollouts in flight: CPU per env step, lag, memory.
 
     benchmarks/bench.py overhead [--workers N] --json -
 
@@ -547,7 +547,7 @@ num_steps = {num_steps}
 max_logprob_gap = 1e9
 {tables}
 """
-    write_whole(folder / CONFIG, config)  # whoever waits for it reads it at once
+    write_whole(folder / CONFIG, config)  # its reader reads it at once
 
 
 def _tables(folder: Path, num_workers: int, env: str) -> str:

@@ -1,7 +1,7 @@
-"""What a token costs the API server of vLLM or SGLang, and its engine.
+"""Cost of a token in the API server of vLLM or SGLang, and in its engine.
 
 Requests are those of a run: with entropies and tags to stop at (ARPO), with either, and with
-neither, by the length of a turn. `rivals` and `strings` are asked for as of a server without our
+neither, by the length of a turn. `rivals` and `strings` are requested as of a server without our
 plugin, `plugin` (vLLM) as of one that has it; all by the same server. SGLang's API server is two
 processes, one of which makes texts of tokens. The model has one small layer, so
 that the processors are busy with requests and not with matrices. The fixed cost of a turn and the

@@ -1,4 +1,4 @@
-"""A run as it would be with other settings: the real loop under the virtual clock, on an engine,
+"""Simulation of a run with other settings: the real loop under the virtual clock, on an engine,
 tools and a learner that take the time which a recorded run says they take.
 
     python benchmarks/bench.py simulate CONFIG [key=value ...] [--trace RUN]
@@ -120,9 +120,10 @@ class ServiceModel(Struct, frozen=True, kw_only=True):
 
 
 def fitted(*traces: Trace) -> ServiceModel:
-    """Least squares, without negative times, over the turns and the steps of traces. Those of runs
-    with unlike settings tell apart what one of steps that are all alike cannot: what grows with the
-    work, and what does not."""
+    """Least squares, without negative times, over the turns and the steps of traces. Runs with
+    different settings separate two parts that runs of equal steps cannot: the part that grows with
+    the work, and the constant part.
+    """
     steps = [step for trace in traces for step in trace.steps]
     turns = [turn for step in steps for turn in step.turns if turn.num_sampled]
     if not turns:
@@ -365,7 +366,7 @@ class Machine:
             self.num_waiting -= 1
 
     def _leave(self) -> None:
-        """Give the slot to whoever is next."""
+        """Give the slot to the next in line."""
         self.look()
         while self._queue:
             given = heapq.heappop(self._queue)[2]
@@ -386,7 +387,7 @@ class Grown(Struct, kw_only=True):
     version: int = -1
 
     def compute(self, parts: Sequence[Sequence[int]], version: int) -> int:
-        """How many tokens of a prompt of these texts are not there; from now on they are."""
+        """Number of uncached tokens of a prompt of these texts; they are cached from now on."""
         if version != self.version:
             self.version = version
             self.cached.clear()
@@ -400,8 +401,9 @@ class Grown(Struct, kw_only=True):
 
 
 class SimulatedEngine:
-    """Turns of a `Work` on machines; a tree stays on the one that had the least to do. The last
-    token of a prompt tells which node the turn follows, and that of a turn its own."""
+    """Turns of a `Work` on machines; a tree stays on the least loaded one. The last token of a
+    prompt identifies the node that the turn follows, and that of a turn its own.
+    """
 
     def __init__(
         self, work: Work, machines: Sequence[Machine], model: ServiceModel, num_loops: int

@@ -1,1 +1,1 @@
-"""What peers cost at the work of `bench.py overhead`, each driven in an environment of its own."""
+"""Cost of peers at the work of `bench.py overhead`, each in a separate environment."""

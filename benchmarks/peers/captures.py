@@ -1,4 +1,4 @@
-"""What a captured call costs others: proxies of theirs, asked by the same programs as ours.
+"""Cost of a captured call in the proxies of peers, driven by the same programs.
 
     PYTHON captures.py DRIVER.py WORK.json     in the interpreter of the peer
 

@@ -1,4 +1,4 @@
-"""What our controller costs an env step, beside peers that are given the same work.
+"""Cost of the controller per env step, next to peers with the same work.
 
     python benchmarks/bench.py peers [--json FILE] [--only NAME ...] [--sizes N ...] [--rounds N]
 
@@ -11,7 +11,7 @@
                 (environments.py), with engine, tool and, where it has one, trainer made up
 
 Rounds are interleaved (all contestants once, then again), as machines drift; ratios are of figures
-of the same round. A peer that does not install or does not run stands in the table with the last
+of the same round. A peer that does not install or does not run appears in the table with the last
 line of what it said. docs/peers.md says what each figure includes.
 """
 
@@ -65,7 +65,7 @@ class Peer(Struct, frozen=True, kw_only=True):
     """One contestant; without a driver it is only installed, with no package it is of ours."""
 
     driver: Path | None = None
-    package: str = ""  # whose version is told
+    package: str = ""  # whose version is reported
     requirements: Path | None = None
     versions: tuple[str, ...] = ("3.11", "3.12", "3.13")  # of Python
 
@@ -210,7 +210,7 @@ def check(
 def python_of(
     name: str, peer: Peer, folder: Path, limit_s: float, say: Callable[[str], None]
 ) -> Path:
-    """The interpreter of a peer, which is installed if it is not there. Raises PeerError."""
+    """The interpreter of a peer, which is installed if missing. Raises PeerError."""
     if peer.requirements is None:
         return Path(sys.executable)
     say(f"{name}: its environment, in {folder}")
@@ -237,8 +237,8 @@ def _measured(
 def _ours(prompts: int, num_steps: int) -> Sample:
     with tempfile.TemporaryDirectory(prefix="agentenv-") as folder:
         options = [str(prompts), "0", str(num_steps), overhead.ENV]
-        told = overhead.measured("benchmarks.parts.overhead", options, Path(folder), RUN_S)
-    one = msgspec.json.decode(told, type=overhead.Figures)
+        output = overhead.measured("benchmarks.parts.overhead", options, Path(folder), RUN_S)
+    one = msgspec.json.decode(output, type=overhead.Figures)
     below = one.all_processes_us - one.cpu_us_per_env_step
     return Sample(one.cpu_us_per_env_step, round(below, 1), one.floor_us)
 

@@ -1,7 +1,7 @@
 """Virtual environments of peers, each made on first use from the file that pins it.
 
 A folder of them is by default that of the user's caches. An environment is named by its peer and by
-what was asked for, so that another file makes another one. What pip refuses leaves why in the file
+the requirements, so that another file makes another one. What pip refuses leaves why in the file
 `error.txt` and is not tried again while that stands; a lack of time, of the network or of room on
 the disk says nothing about a peer and is not kept.
 """
@@ -43,7 +43,7 @@ class RefusedError(PeerError):
 
 
 def default_folder() -> Path:
-    """Where environments are, unless told otherwise."""
+    """Default folder of environments."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(caches).expanduser() / "agentenv" / "peers"
 
@@ -51,7 +51,7 @@ def default_folder() -> Path:
 def interpreter(
     name: str, requirements: Path, versions: Sequence[str], folder: Path, limit_s: float
 ) -> Path:
-    """The Python of the environment, which is made if it is not there: one of `versions`, the
+    """The Python of the environment, which is created if missing: one of `versions`, the
     first that is found. Raises PeerError."""
     text = "\n".join([requirements.read_text(encoding="utf-8"), *versions])
     place = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
@@ -145,12 +145,12 @@ def _runs(python: str) -> bool:
 
 
 def last_line(log: Path | str) -> str:
-    """The last line that tells of an error, or the last one, without what the terminal draws."""
+    """The last error line, or the last line, without terminal control sequences."""
     text = log.read_text(encoding="utf-8", errors="replace") if isinstance(log, Path) else log
     lines = [line.strip() for line in text.replace("\r", "\n").splitlines()]
     lines = [line for line in lines if line and BAR not in line]
-    told = [line for line in lines if line.lower().startswith("error:") or "Error: " in line]
-    line = (told or lines or ["nothing was said"])[-1]
+    errors = [line for line in lines if line.lower().startswith("error:") or "Error: " in line]
+    line = (errors or lines or ["nothing was said"])[-1]
     return "".join(sign for sign in line if sign.isprintable())[:300]
 
 

@@ -1,4 +1,4 @@
-"""The work that every peer is given, and what it costs; runs in the interpreter of the peer.
+"""The work of every peer, and its cost; runs in the interpreter of the peer.
 
     PYTHON work.py DRIVER.py TASK.json FIGURES.json
 

@@ -136,7 +136,7 @@ class Gold(Rivalry):
                 return is_named(bare) if self.is_named else is_phrase and is_joined
             case "choice":
                 letters = forms.chosen(bare) if forms.is_choice(bare) else set()
-                label = forms.labelled(bare)
+                label = forms.labeled(bare)
                 letters = {label[0]} if label is not None else letters
                 return bool(letters) and not letters & forms.chosen(self.text)
             case "math":
@@ -288,7 +288,7 @@ class Gold(Rivalry):
         if others:
             return Rivals(tuple("".join(sorted(group)) for group in others))
         for worded in self.elements:
-            texts = [label[1] for label in map(forms.labelled, map(_text_of, parts)) if label]
+            texts = [label[1] for label in map(forms.labeled, map(_text_of, parts)) if label]
             rivals = [one for one in texts if not worded.meets(one) and not has_verb(one)]
             if rivals or not any(worded.meets(part.text) for part in parts):
                 return Rivals(tuple(rivals))

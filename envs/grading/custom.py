@@ -1,4 +1,4 @@
-"""Graders of the user's own: a function in a file, run in killable workers.
+"""Custom graders: a function in a file, run in killable workers.
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...   # verl's
 async def grade(task, written, calls): ...                                         # ours
@@ -52,8 +52,8 @@ class CustomGrader:
         file = Path(path).resolve()
         if not file.is_file():
             raise ConfigError(
-                f"grader.path = {path!r}: there is no such file; expected a Python file that "
-                f"defines {name!r}"
+                f"grader.path = {path!r}: no such file; expected a Python file that defines "
+                f"{name!r}"
             )
         self.path, self.name = str(file), name
         self.timeout_s = timeout_s
@@ -124,7 +124,7 @@ class CustomFunction:
     """
 
     def __init__(self, path: str, name: str, solution_str: SolutionStr = "response") -> None:
-        sys.path.insert(0, str(Path(path).parent))  # so that it may import its neighbours
+        sys.path.insert(0, str(Path(path).parent))  # so that it may import its neighbors
         spec = importlib.util.spec_from_file_location(Path(path).stem, path)
         if spec is None or spec.loader is None:
             raise ImportError(f"{path} is not a Python file")
@@ -227,7 +227,7 @@ def checked(outcome: Any) -> dict[str, Any]:
 def number(value: Any) -> float:
     """A finite float; numpy and torch scalars count."""
     if isinstance(value, str) or not hasattr(value, "__float__"):
-        raise TypeError(f"expected a number or a dict with 'score', found {value!r:.200}")
+        raise TypeError(f"expected a number or a dict with 'score', got {value!r:.200}")
     if not math.isfinite(float(value)):
         raise ValueError(f"the score is {value!r}; expected a finite number")
     return float(value)

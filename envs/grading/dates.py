@@ -1,4 +1,4 @@
-"""Dates by dateutil, times of day, and what is neither one number nor one date: 7 to 10 percent,
+"""Dates by dateutil, times of day, and ranges of numbers and dates: 7 to 10 percent,
 March 3-5, at most 30, after 1850, once every five years, the mid-18th century.
 """
 

@@ -155,9 +155,9 @@ def risk_of(expression: str) -> str:
         return "a tower of powers"
     for match in _FACTORIAL.finditer(expression):
         if match[1] is None or len(match[1]) > MAX_FACTORIAL_DIGITS:
-            return "a big factorial"
+            return "a large factorial"
     if any(len(match[1]) > MAX_FACTORIAL_DIGITS for match in _BINOMIAL.finditer(expression)):
-        return "a big binomial"
+        return "a large binomial"
     return "a sum, product, limit or integral" if _HEAVY.search(expression) else ""
 
 
@@ -207,7 +207,7 @@ class MathEquivalence:
         pair that no cheaper rule decides."""
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError(
-                f"grader: mathematical equivalence needs math-verify: {install_hint('math')}, "
+                f"grader: mathematical equivalence requires math-verify: {install_hint('math')}, "
                 "or set math = false to compare expressions as text"
             )
 
@@ -223,7 +223,7 @@ class MathEquivalence:
         for side, text in (("answer", answer), ("gold", gold)):
             risk = "" if plain else risk_of(text)
             if risk:
-                return False, f"not evaluated: the {side} holds {risk}"
+                return False, f"not evaluated: the {side} contains {risk}"
         payload = {"gold": gold, "answer": answer, "plain": plain}
         try:
             await self.start()
@@ -237,7 +237,7 @@ class MathEquivalence:
         return equal, "math-verify: " + ("equal" if equal else "not equal")
 
     def stats(self) -> dict[str, float]:
-        """Comparisons that math-verify was asked for, and those that were stopped."""
+        """Numbers of comparisons by math-verify, and of those that were stopped."""
         return self._pool.stats()
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-r"""Answers of a set form: letters of a multiple choice, yes and no, values such as infinity, and
+r"""Answers of a fixed form: letters of a multiple choice, yes and no, values such as infinity, and
 lists: 1, 2 and 3; {1, 2}; (3, 4); x = 1 or x = -1; \pm 2.
 """
 
@@ -17,7 +17,7 @@ _CHOICE_TABLES = Tables("choice")
 
 _LETTER = re.compile(r"[(\[]?\s*([A-J])\s*[)\].:]?", re.IGNORECASE)
 _NAMED_CHOICE = _CHOICE_TABLES.pattern("named_choice", re.IGNORECASE | re.DOTALL)
-_LABELLED = _CHOICE_TABLES.pattern("labelled", re.DOTALL)
+_LABELLED = _CHOICE_TABLES.pattern("labeled", re.DOTALL)
 _LIST = _CHOICE_TABLES.pattern("list")
 _DENIED = _CHOICE_TABLES.pattern("denied", re.IGNORECASE)
 _EITHER = re.compile(r"[(\[]?[A-J][)\]]?(?:\s*,\s*[(\[]?[A-J][)\]]?)*,?\s+or\s+[(\[]?[A-J][)\]]?")
@@ -43,7 +43,7 @@ def is_either(answer: str) -> bool:
     return _EITHER.fullmatch(answer.strip()) is not None
 
 
-def labelled(gold: str) -> tuple[str, str] | None:
+def labeled(gold: str) -> tuple[str, str] | None:
     """The letter and the text of a gold such as '(B) Paris'."""
     match = _LABELLED.fullmatch(gold.strip())
     if match is None:
@@ -70,7 +70,7 @@ def chosen(answer: str) -> frozenset[str]:
     shown = set(re.findall(r"\(([A-J])\)", answer))
     if len(shown) == 1:
         return frozenset(shown)
-    label = labelled(answer)
+    label = labeled(answer)
     return frozenset(label[0]) if label is not None else frozenset()
 
 
@@ -198,7 +198,7 @@ def several(text: str) -> Several | None:
 def same_list(
     answer: Several, gold: Several, same: Compare, *, ordered: bool = False
 ) -> bool | None:
-    """Whether the elements agree, with `ordered` one by one unless they stand in braces; None when
+    """Whether the elements agree, with `ordered` one by one unless they are in braces; None when
     a pair of elements cannot be decided."""
     if len(answer.elements) != len(gold.elements):
         return False
@@ -244,7 +244,7 @@ def _wraps(text: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    """Parts between commas that stand in no bracket and group no thousands."""
+    """Parts between commas outside of brackets that do not group thousands."""
     parts, depth, start = [], 0, 0
     for place, sign in enumerate(text):
         depth += (sign in "([{") - (sign in ")]}")

@@ -355,7 +355,7 @@ class Reader:
         )
 
     def is_whole(self, text: str, found: Any) -> bool:
-        """Whether each run of digits plays a part: the number stands in the expression, or another
+        """Whether each run of digits plays a part: the number is in the expression, or another
         one makes it another expression."""
         held = set(_RUN.findall(str(found)))
         runs = [run for run in _RUN.finditer(text) if (run[0].lstrip("0") or "0") not in held]

@@ -1,4 +1,4 @@
-"""The frame of an answer: the words of answering round the gold, which name nothing themselves.
+"""The frame of an answer: the filler words around the gold.
 
 What stands beside the gold is the frame and a rest, whatever separates them. Without a rest the
 answer names the gold alone; a rest that reads as a whole answer is a second one.

@@ -1,4 +1,4 @@
-"""An LLM as judge, behind any OpenAI-compatible server.
+"""An LLM judge on any OpenAI-compatible server.
 
 The judged text is written by a policy that is paid for a good verdict, so it is untrusted: it is
 cut, its special tokens are broken, it stands as one JSON string between marks that it cannot
@@ -58,7 +58,9 @@ _DENIED = {  # a mark of the other verdict, a sign of negation, struck out, aske
 
 
 class JudgeDownError(InfraError, ConfigError):
-    """The judge is not there at the start: before a run a mistake to mend, within it an outage."""
+    """The judge is unreachable at the start: a configuration error before a run, an outage within
+    it.
+    """
 
 
 class Judge:
@@ -99,13 +101,13 @@ class Judge:
         except GraderError as error:
             kind = JudgeDownError if isinstance(error, GraderDownError) else ConfigError
             raise kind(
-                f"grader.judge: {error}; expected an OpenAI-compatible server that has the model "
+                f"grader.judge: {error}; expected an OpenAI-compatible server with the model "
                 f"{self.config.model!r}"
             ) from error
         if self._read(reply) is None and not self._tried:
             logger.warning(
-                "grader.judge: about an answer that is plainly right, the judge at %s gave no "
-                "verdict but %r; a thinking model needs more than grader.judge.max_tokens = %d",
+                "grader.judge: for an obviously correct answer, the judge at %s returned no "
+                "verdict but %r; a reasoning model needs more than grader.judge.max_tokens = %d",
                 self.config.url,
                 shown(reply),
                 self.config.max_tokens,
@@ -116,7 +118,7 @@ class Judge:
         """Raises GraderError when the server gives no reply; GraderDownError: none now."""
         if not answer.strip():
             parts = {} if self.first is None else {"rule": 0.0}
-            return Verdict(False, 0.0, "wrong: there is no answer", "judge", parts)
+            return Verdict(False, 0.0, "wrong: no answer", "judge", parts)
         found = None
         if self.first is not None:
             found = await self.first.verdict(question, answer, golds)
@@ -130,7 +132,7 @@ class Judge:
         reply = await self._judged(question, answer, golds)
         right = self._read(reply)
         if right is None:
-            reason = f"wrong: the judge gave no verdict but {shown(reply)!r}"
+            reason = f"wrong: the judge returned no verdict but {shown(reply)!r}"
         else:
             reason = f"{'right' if right else 'wrong'}: {shown(answer)!r} by the judge"
         return Verdict(
@@ -183,7 +185,7 @@ def asked_text(
     *,
     ordered: bool = False,
 ) -> str:
-    """What the judge reads. The mark depends on the answer, so the answer cannot hold it."""
+    """The judge's prompt. The mark depends on the answer, so that the answer cannot contain it."""
     answer = shortened(answer, MAX_ANSWER_CHARS, " ... ")
     answer = _BREAKS.sub(" ", _MARKUP.sub(r"\g<0> ", answer))
     lines = [
@@ -194,7 +196,7 @@ def asked_text(
             name="ANSWER",
             digest_of=json.dumps([question, answer, *golds]),
         ),
-        *(["The items of a list must stand in the order of the reference."] if ordered else []),
+        *(["The items of a list must be in the order of the reference."] if ordered else []),
         "One word, CORRECT or INCORRECT:",
     ]
     return "\n".join(lines)
@@ -231,7 +233,7 @@ def read_prompt(path: Path) -> str:
     if len(fitting) != 1:
         wanted = ", ".join(f"{{{name}}}" for name in FIELDS)
         raise ConfigError(
-            f"grader.judge.prompt_file: {path} holds {len(fitting)} texts with {wanted}; "
+            f"grader.judge.prompt_file: {path} contains {len(fitting)} texts with {wanted}; "
             "expected one"
         )
     return fitting[0]

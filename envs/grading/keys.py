@@ -1,4 +1,4 @@
-"""The keys of a grader, [grader]: which one compares answers, and how."""
+"""The keys of a grader, [grader]."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Reward = Literal["answer", "tools"]
 
 
 class JudgeConfig(ChatModelConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the judge is and how it is asked."""
+    """Server and requests of the judge."""
 
     url: Annotated[
         str,
@@ -34,32 +34,31 @@ class JudgeConfig(ChatModelConfig, frozen=True, forbid_unknown_fields=True, kw_o
     when: Annotated[
         Literal["rules_wrong", "always"],
         Meta(
-            description="asked when the rules find no right answer; or always, which changes no "
-            "grade, but shows how far the two agree"
+            description="asked when the rules do not accept the answer; or always, which changes "
+            "no grade but measures the agreement of the two"
         ),
     ] = "rules_wrong"
-    timeout_s: Annotated[float, Meta(gt=0, description="limit of one request, seconds")] = 60.0
+    timeout_s: Annotated[float, Meta(gt=0, description="deadline of one request, seconds")] = 60.0
     max_tokens: Annotated[
-        int, Meta(ge=1, description="of the reply; more for a thinking model")
+        int, Meta(ge=1, description="of the reply; raise it for a reasoning model")
     ] = 16
     compat: Annotated[
         Literal["", "reference"],
         Meta(
-            description="'reference': asked and read as in the released evaluation: the prompt of "
-            "prompt_file, the server's default sampling, its verdict rule; max_tokens does not "
-            "count"
+            description="'reference': as in the released evaluation: the prompt of prompt_file, "
+            "the server's default sampling, its verdict rule; max_tokens does not count"
         ),
     ] = ""
     prompt_file: Annotated[
         str,
         Meta(
-            description="compat: file with the prompt, a text or the Python file that holds it, as "
+            description="compat: file with the prompt, as text or in a Python file such as "
             "evaluation/src/llm_evaluator_sds.py of ARPO's repository",
             extra=PATH,
         ),
     ] = ""
     cache: Annotated[
-        str, Meta(description='SQLite file of verdicts that processes share; "": in memory only')
+        str, Meta(description='SQLite file of verdicts shared by processes; "": in memory only')
     ] = ""
 
     def __post_init__(self) -> None:
@@ -91,7 +90,7 @@ def _keys_of(found: Any) -> type[GraderPart] | None:
                 fields.append((one.name, types.get(one.name, Any), field(default=value)))
     except (TypeError, ValueError, NameError) as error:
         raise ConfigError(
-            f"what the constructor of {found.__name__} takes cannot be keys: {error}; derive it "
+            f"the constructor arguments of {found.__name__} cannot be keys: {error}; derive it "
             "from agentenv.envs.grading.keys.GraderPart"
         ) from error
     names = [name for name, _, _ in fields]
@@ -142,7 +141,7 @@ class GraderKeys(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         Reward | None,
         Meta(
             description="the answer's score, or ARPO's rule: format -1, score, +0.1 for tools; "
-            "none: that of the environment",
+            "none: the environment's",
             extra=ESSENTIAL,
         ),
     ] = None
@@ -151,43 +150,45 @@ class GraderKeys(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         Meta(description="with reward = tools: 'reference' is the released rule, F1 for all"),
     ] = ""
     math: Annotated[
-        bool, Meta(description="layered, judge: ask math-verify (extra 'math') for expressions")
+        bool,
+        Meta(description="layered, judge: compare expressions with math-verify (extra 'math')"),
     ] = True
     partial_credit: Annotated[
         bool | None,
         Meta(
-            description="layered: a wrong answer in words earns its token F1, stays wrong; none: "
-            "as the environment, true of those with tools",
+            description="layered: a wrong answer in words earns its token F1 but stays wrong; "
+            "none: the environment's default, true for those with tools",
         ),
     ] = None
     ordered: Annotated[
         bool,
         Meta(
-            description="layered, judge: the items of a list count in the gold's order; without it "
-            "a judge is asked about another order, and layered alone accepts it"
+            description="layered, judge: the items of a list must be in the gold answer's order; "
+            "otherwise a judge decides about a different order, and layered alone accepts it"
         ),
     ] = False
     judge: Annotated[JudgeConfig | None, Meta(description="judge: the server and its model")] = None
     own: Annotated[
         AnyGrader | None,
         Meta(
-            description="own: a grader from elsewhere and its keys; name is 'module:Class', or the "
-            "entry point of an installed package in agentenv.graders"
+            description="own: a custom grader and its keys; name is 'module:Class', or an entry "
+            "point of an installed package in agentenv.graders"
         ),
     ] = None
     path: Annotated[str, Meta(description="custom: the Python file", extra=PATH)] = ""
     name: Annotated[str, Meta(description="custom: the function in it")] = "compute_score"
     timeout_s: Annotated[
-        float, Meta(gt=0, description="custom: limit of one call: seconds of CPU time, and asleep")
+        float,
+        Meta(gt=0, description="custom: limit of one call: seconds of CPU time, and of sleep"),
     ] = 10.0
     success_at: Annotated[
-        float, Meta(description="custom: the score from which an answer counts as right")
+        float, Meta(description="custom: the score from which an answer counts as correct")
     ] = 1.0
     solution_str: Annotated[
         SolutionStr,
         Meta(
-            description="custom, of verl's form: what the policy wrote, or the chat prompt before "
-            "it too, which functions of Search-R1 and TinyZero look for"
+            description="custom, in verl's form: pass the policy's text alone, or also the chat "
+            "prompt, which functions of Search-R1 and TinyZero expect"
         ),
     ] = "response"
 
@@ -195,24 +196,24 @@ class GraderKeys(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class WeightedConfig(GraderKeys, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One of several graders; what it does not say is as the environment says."""
 
-    weight: Annotated[float, Meta(description="factor on its reward, which may be negative")] = 1.0
+    weight: Annotated[float, Meta(description="weight of its reward; may be negative")] = 1.0
     decides: Annotated[
         bool,
         Meta(
-            description="its verdict says whether an answer is right; of several all must; "
-            "without any: that of the first"
+            description="its verdict decides whether an answer is correct; several must all agree; "
+            "without any: the first grader's"
         ),
     ] = False
 
 
 class GraderConfig(GraderKeys, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How answers are graded."""
+    """Grading of answers."""
 
     combined: Annotated[
         dict[str, WeightedConfig],
         Meta(
-            description="combined: graders by name, [grader.combined.NAME], whose rewards are "
-            "weighted and added up"
+            description="combined: graders by name, [grader.combined.NAME], for a weighted sum of "
+            "rewards"
         ),
     ] = field(default_factory=dict)
 
@@ -254,8 +255,8 @@ def grader_config(
         is_off = key == "partial_credit" and not keys.partial_credit
         if keys.kind not in kinds and not is_off and getattr(keys, key) != getattr(default, key):
             raise ConfigError(
-                f"grader.{key} is read by kind {' or '.join(kinds)} only, not by "
-                f"{keys.kind!r}; take it out or change grader.kind"
+                f"grader.{key} is only used by kind {' or '.join(kinds)}, not by {keys.kind!r}; "
+                "remove it or change grader.kind"
             )
     if keys.reward is None and keys.kind not in ("custom", "own", "combined"):
         keys = replace(keys, reward=reward)
@@ -285,7 +286,9 @@ def _with_parts(
     filled = {}
     for name, one in keys.combined.items():
         if one.kind == "combined":
-            raise ConfigError(f"grader.combined.{name}.kind: a grader of several is one of others")
+            raise ConfigError(
+                f"grader.combined.{name}.kind: a combined grader cannot be part of another one"
+            )
         plain = {key: getattr(one, key) for key in GraderKeys.__struct_fields__}
         try:
             found = grader_config(

@@ -89,17 +89,17 @@ class Layered:
                 unsure.append((gold, found))
             else:
                 misses.append(found.layer)
-        why = f"not equal by {misses[0]}" if misses else "there is no gold"
+        why = f"not equal by {misses[0]}" if misses else "no gold answer"
         layer = misses[0] if misses else ""
         if ONE_ANSWER in misses:
-            why, layer = "the answer names several", ONE_ANSWER
+            why, layer = "the answer lists several", ONE_ANSWER
         for gold, found in unsure if self._asks_math else ():
             right, why = await self._equal(found, gold)
             layer = "math"
             if right:
                 return _right(answer, gold, found.layer if found.agrees else "math")
         if unsure and not self._asks_math:
-            layer, why = "string", "different expressions, and math is switched off"
+            layer, why = "string", "different expressions, and math is off"
         score = self._partial(answer, golds)
         reason = f"wrong: {shown(answer)!r} against {shown(str(list(golds)))}: {why}"
         return Verdict(False, score, reason, layer, {"f1": score} if score else {})
@@ -112,7 +112,7 @@ class Layered:
         verdicts = [(await self._same(part, gold))[0] for part in found.parts]
         if all(verdicts) or not (found.agrees or any(verdicts)):
             return True, why
-        return False, "the answer names several"
+        return False, "the answer lists several"
 
     async def _same(self, answer: str, gold: str) -> tuple[bool, str]:
         return await shared_math(self._limit_s).equal(*expressions(answer, gold))
@@ -136,7 +136,7 @@ class TokenF1:
             return Verdict(False, 0.0, "wrong answer: too long", "f1")
         score = max((f1(answer, gold) for gold in golds), default=0.0)
         if 0 < score < 1 and await in_thread(names_several, answer, golds):
-            return Verdict(False, 0.0, "wrong answer: it names several", ONE_ANSWER)
+            return Verdict(False, 0.0, "wrong answer: it lists several", ONE_ANSWER)
         right = score >= 1.0
         reason = f"{'right' if right else 'wrong'} answer, F1 {score:.3f}: {shown(answer)}"
         return Verdict(right, score, reason, "f1")
@@ -239,7 +239,7 @@ def _same(ordered: bool) -> Same:
 
 
 def _agree(answer: str, gold: str, ordered: bool = False) -> tuple[bool | None, str]:
-    """What the layers say, of an answer whose parts nobody has looked at."""
+    """The verdict of the layers on an answer whose parts are unchecked."""
     found, wanted = clean(answer), clean(gold)
     right, layer = _compare(found, wanted, ordered)
     if right:
@@ -336,10 +336,10 @@ def _compare(found: str, wanted: str, ordered: bool = False) -> tuple[bool | Non
 
 
 def _choice(found: str, wanted: str) -> bool | None:
-    label = forms.labelled(wanted)
+    label = forms.labeled(wanted)
     if label is not None:
         letter, text = label
-        other = forms.labelled(found)
+        other = forms.labeled(found)
         if other is not None:
             return other[0] == letter and (same_words(other[1], text) or not other[1])
         chosen = forms.chosen(found)
@@ -374,7 +374,7 @@ def _span(found: str, wanted: str) -> tuple[bool | None, str] | None:
 
 
 def _number(found: str, wanted: str) -> bool | None:
-    """None when the gold is no number, or the answer may still be an expression."""
+    """None when the gold is not a number, or the answer may still be an expression."""
     gold = amount_of(wanted)
     if gold is None:
         return None

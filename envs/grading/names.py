@@ -1,4 +1,4 @@
-"""Names, phrases and places that are the same but for form."""
+"""Names, phrases and places that differ in form only."""
 
 from __future__ import annotations
 
@@ -214,13 +214,13 @@ def same_person(one: list[str], other: list[str]) -> bool:
 
 
 def _is_named(text: str) -> bool:
-    """Whether every word is capitalised, up to particles such as van."""
+    """Whether every word is capitalized, up to particles such as van."""
     words = re.findall(r"[^\W\d_][\w.'-]*", text)
     return all(word[0].isupper() or word in _PARTICLES for word in words)
 
 
 def _is_proper(text: str) -> bool:
-    """Whether a text is a name: every word that is no particle or short word is capitalised."""
+    """Whether a text is a name: every word that is no particle or short word is capitalized."""
     words = re.findall(r"[^\W\d_][\w.'-]*", text)
     long = [word for word in words if word.lower() not in _SMALL | _PARTICLES]
     return bool(long) and all(word[0].isupper() for word in long)
@@ -335,7 +335,7 @@ _SPELLING = _NAME_TABLES.rewrites("spelling")
 
 
 def _folded(found: list[str]) -> list[str]:
-    """Spelling and number of words in one form: colours as color, toddies as toddy."""
+    """Spelling and number of words in one form: British as American, toddies as toddy."""
     return [singular(_american(token)) for token in found]
 
 

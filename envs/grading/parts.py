@@ -62,7 +62,7 @@ class Part(Struct, frozen=True):
 
     @property
     def starts(self) -> bool:
-        """Whether nothing attaches it to its neighbour."""
+        """Whether nothing attaches it to its neighbor."""
         return self.joint in ("", "or")
 
 
@@ -251,7 +251,7 @@ def is_role(text: str) -> bool:
 
 
 def is_note(text: str, part: Part) -> bool:
-    """Whether a part is the kind of thing that its neighbour is: film, 2010 film, physicist."""
+    """Whether a part is the kind of thing that its neighbor is: film, 2010 film, physicist."""
     last = text.split()[-1].strip(EDGE) if text.split() else ""
     is_kind = last.lower() in _NOTES or _OCCUPATION.fullmatch(last) is not None
     if is_kind and (not is_named(text) or (part.joint == "bracket" and " " not in text)):
@@ -275,7 +275,7 @@ MAX_COMPOUND = 60
 
 def kind_of(gold: str) -> Kind:
     """The layer that a cleaned gold belongs to."""
-    if forms.is_choice(gold) or forms.labelled(gold) is not None:
+    if forms.is_choice(gold) or forms.labeled(gold) is not None:
         return "choice"
     if truth(gold) is not None:
         return "truth"

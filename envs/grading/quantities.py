@@ -1,7 +1,7 @@
 """Numbers with units: 12 cm = 0.12 m, $5 = 5 dollars, 50% = 1/2, 90 degrees, 3rd.
 
 Units by pint; money, percent, ordinals and eras, which it does not know or reads as plain numbers,
-and the Chinese names of units stand in numbers.toml.
+and the Chinese names of units are in numbers.toml.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def _money(currency: re.Match[str], text: str) -> Quantity | None:
     scale, rest = letter_scale(rest)
     rest = _MEASURED.sub("", rest.strip()).strip(" ,")
     unit = unit_of(name)
-    assert unit is not None, "every sign of money is in numbers.toml"
+    assert unit is not None, "every currency sign is in numbers.toml"
     if rest.lower() in ("", "usd", "us", "dollars", "dollar", "us dollars", name):
         return Quantity(value * scale, unit.dimension, unit.factor)
     match = re.match(r"(?:per|an?|/|each|every)\s*(?=\w)", rest)

@@ -57,7 +57,7 @@ class AnswerReward:
 
 
 class ExactMatch(AnswerReward):
-    """Reward 1 when the answer equals one of the golds after normalising, else 0."""
+    """Reward 1 when the answer equals one of the golds after normalizing, else 0."""
 
     def __init__(self) -> None:
         super().__init__(_exact())
@@ -208,16 +208,16 @@ async def check_grader(grader: Grader, tasks: Sequence[Task]) -> list[Grade]:
         except (GraderError, CrashError) as error:
             is_bug = isinstance(error, CrashError)
             raise ConfigError(
-                f"the grader fails on row {task.id}, given its own gold {gold!r}: {error}"
+                f"the grader fails on the gold answer {gold!r} of row {task.id}: {error}"
                 f"{EXPECTED if is_bug else ''}"
             ) from error
         if grade.parts.get(STOPPED):
             raise ConfigError(
-                f"the grader fails on row {task.id}, given its own gold {gold!r}: {grade.reason}"
+                f"the grader fails on the gold answer {gold!r} of row {task.id}: {grade.reason}"
             )
         if not math.isfinite(grade.reward):
             raise ConfigError(
-                f"the grader gives row {task.id} the reward {grade.reward}; expected a number"
+                f"the grader returns the reward {grade.reward} for row {task.id}; expected a number"
             )
         grades.append(grade)
     return grades
@@ -240,7 +240,7 @@ class Combined:
 
     def __init__(self, graders: Mapping[str, Weighted]) -> None:
         if not graders:
-            raise ValueError("Combined needs one grader at least")
+            raise ValueError("Combined needs at least one grader")
         self.graders = dict(graders)
         deciding = [name for name, one in graders.items() if one.decides]
         self.deciding = deciding or [next(iter(graders))]

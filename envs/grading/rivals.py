@@ -1,4 +1,4 @@
-"""What a part of an answer that is not the gold says: another candidate, or something about it."""
+"""Parts of an answer besides the gold: another candidate, or a remark on it."""
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ def _same_round(found: str, wanted: str) -> bool:
 
 
 def _subjects(text: str) -> set[str]:
-    """The capitalised words, but the first, before the verb."""
+    """The capitalized words, but the first, before the verb."""
     verb = _VERB.search(text)
     words = text[: verb.start() if verb is not None else 0].split()[1:]
     return {token for word in words if word[:1].isupper() for token in tokens(word)}

@@ -127,7 +127,7 @@ def unify(text: str) -> str:
     return "".join(_SYMBOLS.get(sign, sign) for sign in text)
 
 
-@lru_cache(maxsize=4096)  # parts of an answer are looked at by many rules
+@lru_cache(maxsize=4096)  # many rules check parts of an answer
 def clean(text: str) -> str:
     """An answer without its wrappers: LaTeX delimiters, boxes, bold, lead-ins, a full stop."""
     text = _BOLD.sub(r"\1", unify(text).strip())
@@ -233,7 +233,7 @@ _CORRECTION = _SEPARATOR_TABLES.pattern("correction", re.IGNORECASE)
 
 
 def lines(text: str) -> list[str]:
-    """Lines, and answers that are labelled as such."""
+    """Lines, and answers that are labeled as such."""
     return _LINES.split(text)
 
 

@@ -1,4 +1,4 @@
-"""Where an answer stands in what the policy wrote, what a matcher says of it, and exact match, the
+"""Position of an answer in the policy's text, the verdict of a matcher, and exact match, the
 comparison of the quick start.
 """
 
@@ -52,7 +52,7 @@ def final_answer(text: str) -> str:
 
 
 def _tagged(text: str) -> list[tuple[str, str]]:
-    """What answer tags hold, each with the text before it."""
+    """The contents of answer tags, each with the text before it."""
     return _TAGGED.findall(text) if "<answer>" in text else []  # the search alone is quadratic
 
 
@@ -62,7 +62,7 @@ def _boxed_or_all(body: str) -> str:
 
 
 def check_format(text: str) -> tuple[str, str]:
-    r"""What is wrong with the format ("" if nothing), and the content of the boxes."""
+    r"""The format error ("" if none), and the content of the boxes."""
     num_open, num_close = text.count("<think>"), text.count("</think>")
     if num_open != num_close or not num_open:
         return f"{num_open} <think> and {num_close} </think>, expected pairs", ""
@@ -70,7 +70,7 @@ def check_format(text: str) -> tuple[str, str]:
         return "expected exactly one <answer> and one </answer>", ""
     before, _, rest = text.partition("<answer>")
     if "</answer>" in before:
-        return "</answer> stands before <answer>", ""
+        return "</answer> precedes <answer>", ""
     answer = boxed_answer(rest.partition("</answer>")[0])
     if answer is None:
         return r"no balanced \boxed{} inside the answer", ""
@@ -92,7 +92,7 @@ class Verdict(Struct, frozen=True):
 
 
 class GraderDownError(InfraError, GraderError):
-    """What a grader asks is down: there is no verdict now, and one later."""
+    """A service of a grader is down: no verdict now, but later."""
 
 
 class Matcher(Protocol):
@@ -120,14 +120,14 @@ class Exact:
         """Nothing to get ready."""
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
-        """Right if the answer equals a gold after normalising."""
+        """Right if the answer equals a gold after normalizing."""
         right = any(same_answer(answer, gold) for gold in golds)
         reason = f"{'right' if right else 'wrong'} answer: {shown(answer)}"
         return Verdict(right, float(right), reason, "exact")
 
 
 def same_answer(answer: str, gold: str) -> bool:
-    """Equal as numbers if the gold is a number, else equal as normalised text."""
+    """Equal as numbers if the gold is a number, else equal as normalized text."""
     if len(answer) > MAX_ANSWER_CHARS:
         return False
     number = as_number(gold)

@@ -76,7 +76,7 @@ class Whole:
         self.is_note = not self.is_named and is_note(self.text, Part(self.text, "comma"))
         self._is_split = is_split(self.text)
         self.amount = amount_of(self.text)
-        label = forms.labelled(self.text) if self.kind == "choice" else None
+        label = forms.labeled(self.text) if self.kind == "choice" else None
         if label is not None:
             self.elements = [self._other(label[1])]
 

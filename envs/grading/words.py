@@ -53,7 +53,7 @@ def has_cjk(text: str) -> bool:
 
 
 def f1(answer: str, gold: str) -> float:
-    """Token F1 with SQuAD's normalisation: 0 when one side is yes or no and the other is not.
+    """Token F1 with SQuAD's normalization: 0 when one side is yes or no and the other is not.
     Chinese, Japanese and Korean text counts by characters."""
     found, wanted = words_of(answer), words_of(gold)
     if has_cjk(answer + gold):

@@ -265,7 +265,7 @@ PDEATHSIG = 1
 SECCOMP = (317, 277)
 SET_FILTER, NEW_LISTENER = 1, 8
 
-# name -> number on x86-64 and on aarch64, None where there is no such call
+# name -> number on x86-64 and on aarch64, None if the call does not exist
 _Numbers = dict[str, tuple[int | None, int | None]]
 _READING: _Numbers = {
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66),
@@ -463,7 +463,7 @@ class _Program(ctypes.Structure):
 
 def _column_of(machine: str) -> int:
     if machine not in AUDIT_ARCH:
-        raise ValueError(f"there is no system call filter for {machine}, only {[*AUDIT_ARCH]}")
+        raise ValueError(f"no system call filter for {machine}, only for {[*AUDIT_ARCH]}")
     return [*AUDIT_ARCH].index(machine)
 
 
@@ -480,7 +480,7 @@ def _when(
 ) -> list[Instruction]:
     """Allow a call if its argument at `place`, masked, is one of `values`.
 
-    Only the lower half is looked at: the kernel takes each of these arguments as 32 bits.
+    Only the lower half is checked: the kernel takes each of these arguments as 32 bits.
     """
     body: list[Instruction] = [(LOAD, 0, 0, 16 + 8 * place), (AND, 0, 0, mask)]
     for value in values:

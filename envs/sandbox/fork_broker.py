@@ -1,4 +1,4 @@
-"""Part of the zygote: forks of sessions at rest, which the host alone can cause.
+"""Part of the zygote: forks of idle sessions, which only the host can request.
 
 A filter above all sessions hands three kinds of system calls to the zygote, which lets them go on
 or refuses them: the clone by which a session forks, prctl(PR_SET_PDEATHSIG) and signals.

@@ -1,4 +1,4 @@
-"""The keys of the Python interpreter, [python]: where model-written code runs, in which bounds."""
+"""The keys of the Python interpreter, [python]: location and limits of model-written code."""
 
 from __future__ import annotations
 
@@ -16,43 +16,54 @@ class SandboxLimits(Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds of one session, and of all together."""
 
     memory_bytes: Annotated[
-        int, Meta(ge=1 << 20, description="what it may add to what is preloaded")
+        int, Meta(ge=1 << 20, description="memory in addition to the preloaded modules")
     ] = 512 << 20
-    cpu_s: Annotated[int, Meta(ge=1, description="CPU time of all its calls, seconds")] = 600
+    cpu_s: Annotated[int, Meta(ge=1, description="CPU time of all calls of a session, seconds")] = (
+        600
+    )
     max_threads: Annotated[
-        int, Meta(ge=1, description="of a session, its own counts; live forks need 1")
+        int,
+        Meta(
+            ge=1,
+            description="threads of a session, including its main thread; live forks require 1",
+        ),
     ] = 1
     max_open_files: ClassVar[int] = 64  # no key: tools that need more open files were never seen
     tmp_bytes: ClassVar[int] = 16 << 20  # of a session's files in all
     max_output_chars: ClassVar[int] = 8000  # of one call; head and tail are kept
     max_sessions: Annotated[
-        int, Meta(ge=1, description="live at once; beyond, the longest idle one is replayed later")
+        int,
+        Meta(
+            ge=1,
+            description="live sessions; beyond that, the one idle for longest is closed and "
+            "replayed later",
+        ),
     ] = 2000
 
 
 class PythonConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where model-written code runs, and within which bounds."""
+    """Location and limits of model-written code."""
 
     interpreter: Annotated[
         str | None,
         Meta(
-            description="virtual or conda environment, seen read-only; none: the trainer's own",
+            description="virtual or conda environment, mounted read-only; none: the trainer's own",
             extra=PATH,
         ),
     ] = None
     preload: Annotated[
         tuple[str, ...] | None,
-        Meta(description="modules imported for all; none: numpy and sympy where installed"),
+        Meta(description="preloaded modules; none: numpy and sympy where installed"),
     ] = None
     timeout_s: Annotated[
         Annotated[float, Meta(gt=0)],
         Meta(description="wall-clock limit of one call", extra=ESSENTIAL),
     ] = 10.0
-    limits: Annotated[SandboxLimits, Meta(description="bounds of one session")] = field(
+    limits: Annotated[SandboxLimits, Meta(description="resource limits of one session")] = field(
         default_factory=SandboxLimits
     )
     allow_unsafe: Annotated[
-        bool, Meta(description="run without any sandbox where none can be had")
+        bool, Meta(description="run without a sandbox where none is available")
     ] = False
 
 

@@ -1,5 +1,6 @@
-"""How a zygote is started: the interpreter, what this machine allows, the command line that puts it
-into bubblewrap, and its settings."""
+"""Launch of a zygote: the interpreter, the capabilities of this machine, the bubblewrap command
+line, and its settings.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ async def find_interpreter(where: str | None) -> Interpreter:
             output, errors = await process.communicate()
         prefix, base_prefix, version = decode(output, tuple[str, str, tuple[int, int]])
     except (TimeoutError, ForeignError) as error:
-        raise ConfigError(f"python.interpreter: {program} does not work as a Python") from error
+        raise ConfigError(
+            f"python.interpreter: {program} does not work as a Python interpreter"
+        ) from error
     finally:
         await kill(process)
     if version < (3, 11):
@@ -94,8 +97,8 @@ def _program(where: str) -> str:
         if program.is_file():
             return str(program)
     raise ConfigError(
-        f"python.interpreter: {where!r} is neither a virtual or conda environment (a folder "
-        "with bin/python) nor a Python program; make one with: python -m venv FOLDER"
+        f"python.interpreter: {where!r} is neither a virtual or conda environment (a folder with "
+        "bin/python) nor a Python program; create one with: python -m venv FOLDER"
     )
 
 
@@ -110,8 +113,8 @@ Rung = Literal["namespaces", "landlock", "unsafe"]
 PRELOAD_IF_INSTALLED = ("numpy", "sympy")
 READABLE = ("/usr", "/lib", "/lib32", "/lib64", "/dev/null", "/dev/urandom")
 LANDLOCK_ADVICE = (
-    "Landlock needs Linux 5.13 or newer, built with CONFIG_SECURITY_LANDLOCK and with landlock "
-    "in the lsm= list of the kernel's command line"
+    "Landlock needs Linux 5.13 or newer, built with CONFIG_SECURITY_LANDLOCK and with landlock in "
+    "the lsm= list of the kernel's command line"
 )
 
 
@@ -156,8 +159,8 @@ def namespaces(python: Interpreter) -> list[str]:
     program = shutil.which("bwrap")
     if program is None:
         raise ConfigError(
-            "the sandbox needs bubblewrap, and there is no program bwrap: install it "
-            "(apt install bubblewrap, dnf install bubblewrap, apk add bubblewrap)"
+            "the sandbox needs bubblewrap, but the program bwrap is missing: install it (apt "
+            "install bubblewrap, dnf install bubblewrap, apk add bubblewrap)"
         )
     command = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     command += ["--unshare-cgroup-try", "--die-with-parent", "--cap-drop", "ALL"]
@@ -206,8 +209,8 @@ def check_rung(limits: SandboxLimits, rung: Rung) -> None:
         raise ConfigError(f"this kernel offers no Landlock. {LANDLOCK_ADVICE}")
     if limits.max_threads > 1:  # they are counted by user, and all sessions are one
         raise ConfigError(
-            "python.limits.max_threads: without user namespaces the threads of a session cannot "
-            "be counted, so only 1 is possible"
+            "python.limits.max_threads: without user namespaces the threads of a session cannot be "
+            "counted, so that only 1 is possible"
         )
 
 
@@ -217,8 +220,8 @@ def check_missing(missing: list[str], python: Interpreter) -> None:
         names = ", ".join(missing)
         raise MissingModuleError(
             f"python.preload: {python.program} cannot import {names}; install it there "
-            f"({python.program} -m pip install ...), name another python.interpreter, or leave "
-            "it out of python.preload"
+            f"({python.program} -m pip install ...), set another python.interpreter, or remove it "
+            "from python.preload"
         )
 
 

@@ -1,4 +1,4 @@
-"""Processes of the sandbox, as the host sees them: the zygote, and the sessions that it forks.
+"""The host's view of sandbox processes: the zygote and its sessions.
 
 Host and session speak length-prefixed JSON over a socket; what a session says is capped and never
 trusted.
@@ -94,13 +94,13 @@ class Channel:
         except OSError as error:
             raise ChannelClosedError(str(error)) from error
         else:
-            raise ChannelClosedError("it ended, or spoke without being asked")
+            raise ChannelClosedError("it ended, or sent a message without a request")
         number = secrets.randbits(53)  # so that none can be answered before it is asked
         data = msgspec.json.encode({**request, "number": number})
         await self._send(struct.pack("!I", len(data)) + data, wake)
         answer = await self.receive()
         if answer.number != number:
-            raise ChannelClosedError("the answer to another request")
+            raise ChannelClosedError("response id does not match the request")
         return answer
 
     async def receive(self) -> CellAnswer:
@@ -116,7 +116,7 @@ class Channel:
             pieces.append(await self._read(end - size))
             size += len(pieces[-1])
         if size > end:
-            raise ChannelClosedError("it spoke without being asked")
+            raise ChannelClosedError("it sent a message without a request")
         try:
             return decode(b"".join(pieces)[HEADER_BYTES:], CellAnswer)
         except ForeignError as error:
@@ -189,7 +189,8 @@ def send_signal(pidfd: int, number: signal.Signals) -> None:
         pass
     except OSError as error:
         raise InfraError(
-            f"a sandbox session cannot be sent signals: {error}; a host that is root needs CAP_KILL"
+            f"cannot send signals to a sandbox session: {error}; a host process that runs as root "
+            "needs CAP_KILL"
         ) from error
 
 
@@ -205,7 +206,7 @@ def kill(pidfd: int) -> None:
 
 
 class _Report(Struct):
-    """What a zygote says when it is ready: the modules to preload that are not there, and whether
+    """The message of a zygote when it is ready: the missing preload modules, and whether
     its sessions can be forked."""
 
     missing: list[str]
@@ -373,7 +374,7 @@ class ZygoteProcess:
                 async with asyncio.timeout(STOP_TIMEOUT_S):
                     await asyncio.shield(reaping)
             except TimeoutError:
-                logger.warning("the sandbox's process %d cannot be ended", self._process.pid)
+                logger.warning("cannot end the sandbox's process %d", self._process.pid)
         finally:
             if not reaping.done():  # cancelled: no time to be polite
                 self._kill_group()
@@ -459,7 +460,7 @@ class ZygoteProcess:
         try:
             _, errors = await in_thread(self._process.communicate, timeout=STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            errors = b"it closed its connection and does not end"
+            errors = b"it closed its connection but does not exit"
         reason = errors.decode(errors="replace").strip()[-500:] or "no reason given"
         forbidden = "namespace" in reason or "ermi" in reason
         advice = f". {NAMESPACES_ADVICE}" if forbidden else ""

@@ -1,4 +1,4 @@
-"""A program in a sandbox of its own, as the host sees it: start, limits, end, output, files.
+"""The host's view of a program in its own sandbox: start, limits, end, output, files.
 
 The sandbox is bubblewrap's: namespaces of processes, files and the network. The program sees a
 read-only system (/usr, the interpreter of this process, `read_only`), its own folder /home/agent,
@@ -79,10 +79,11 @@ class ProgramLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     episode and has a name: wall, idle, calls, cpu, memory, processes, disk."""
 
     wall_s: Annotated[
-        float, Meta(gt=0, description="time in which the program works, its calls not counted")
+        float, Meta(gt=0, description="working time of the program, its calls not counted")
     ] = 600.0
     idle_s: Annotated[
-        float, Meta(gt=0, description="without a call and without an end: it hangs")
+        float,
+        Meta(gt=0, description="time without a call or an exit, after which it counts as hung"),
     ] = 120.0
     max_calls: Annotated[int, Meta(ge=1, description="calls of the policy")] = 100
     cpu_s: Annotated[int, Meta(ge=1, description="CPU seconds")] = 300
@@ -109,7 +110,7 @@ class ProgramSpec(Struct, frozen=True, kw_only=True):
 
 
 class Ended(Struct, frozen=True):
-    """How a program ended: by itself, with an exit code or by a signal, or by the name of a limit.
+    """The end of a program: by itself, with an exit code or by a signal, or by the name of a limit.
     `num_left` of its processes were still there, and are gone."""
 
     exit: int | None = None
@@ -232,7 +233,7 @@ class Program:
         opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(opened, "rb") as file:
             if not stat.S_ISREG(os.fstat(opened).st_mode):
-                raise OSError(f"{name} is no file")
+                raise OSError(f"{name} is not a file")
             return file.read(max_bytes).decode(errors="replace")
 
     # inner workings
@@ -284,7 +285,9 @@ class Program:
         try:
             return decode(data, Ended)
         except ForeignError as error:
-            raise InfraError(f"the sandbox of a program said something else: {error}") from error
+            raise InfraError(
+                f"the sandbox of a program sent an invalid message: {error}"
+            ) from error
 
     def _problem(self) -> Exception:
         """Why the sandbox ended without a report; blocks."""
@@ -295,8 +298,9 @@ class Program:
         if text.startswith("bwrap:"):
             advice = f". {NAMESPACES_ADVICE}" if "ermi" in text or "namespace" in text else ""
             return ConfigError(
-                f"the sandbox of a program cannot be had: {text}{advice}. To let it run without "
-                "protection, with your rights and at your own risk, set allow_unsafe = true"
+                f"no sandbox for a program is available: {text}{advice}. To run it without "
+                "protection, with your own permissions and at your own risk, set allow_unsafe = "
+                "true"
             )
         code = self._process.poll()
         return InfraError(f"the sandbox of a program died ({code}): {text or 'no reason given'}")
@@ -309,7 +313,7 @@ class Program:
         try:
             await in_thread(self._reap)
         except InfraError:
-            logger.warning("the processes of a program in %s cannot be ended", self.folder)
+            logger.warning("cannot end the processes of a program in %s", self.folder)
 
     def _reap(self) -> None:
         process = self._process
@@ -349,7 +353,7 @@ def bubblewrap(
     command += ["--as-pid-1", "--new-session"]
     for path in (*SYSTEM_FILES, *spec.read_only):
         if path in spec.read_only and not os.path.exists(path):
-            raise ConfigError(f"read_only: there is no {path}")
+            raise ConfigError(f"read_only: no such path: {path}")
         for parent in reversed(Path(path).parents[:-1]):  # else only root may pass
             command += ["--dir", str(parent)]
         command += ["--ro-bind-try", path, path]

@@ -41,7 +41,7 @@ CODE_TOO_LONG = f"The code is longer than {MAX_CODE_CHARS} characters."
 
 
 class RunResult(Struct, frozen=True):
-    """How a cell went: what the policy reads, and whether it ended without an error.
+    """The result of a cell: the text for the policy, and whether it ended without an error.
 
     `end` says how: "done", "raised", "timed_out", or "died" (exit, crash, out of memory).
     `output` ends with `problem`, the end of the traceback, if the cell raised.
@@ -126,8 +126,8 @@ class SandboxSession:
             if before != after:
                 self._sandbox.counters.num_replays_refused += 1
                 raise EnvError(
-                    "an interpreter session cannot be replayed: its variables, or its files, "
-                    "are others than the first time"
+                    "an interpreter session cannot be replayed: its variables or files differ from "
+                    "the first time"
                 )
             complete = True
         finally:
@@ -166,7 +166,7 @@ class SandboxSession:
                 if (result.output, result.ok) != (cell.output, cell.ok):
                     self._sandbox.counters.num_replays_refused += 1
                     raise EnvError(
-                        f"an interpreter session cannot be replayed: a cell said "
+                        "an interpreter session cannot be replayed: a cell printed "
                         f"{result.output[:100]!r}, the first time {cell.output[:100]!r}"
                     )
             complete = True
@@ -235,7 +235,7 @@ class SandboxSession:
 
 MAX_CONCURRENT_SPAWNS = 8  # forking is serial; the others wait here instead of in its queue
 UNSAFE_HINT = (
-    "To let model-written code run without protection, with your rights and at your own risk, "
+    "To run model-written code without protection, with your own permissions and at your own risk, "
     "set allow_unsafe = true"
 )
 
@@ -320,7 +320,7 @@ class Sandbox:
         """A process for a session, in the zygote that runs now."""
         zygote = await self.start()
         async with admitted(self._spawning, "a sandbox session to start"):
-            with waiting("a place for a sandbox session"):
+            with waiting("a slot for a sandbox session"):
                 await self._wait_for_room(session)
             process = None
             try:
@@ -360,7 +360,7 @@ class Sandbox:
         self._freed.set()
 
     def stats(self) -> dict[str, float]:
-        """What happened here so far, as metrics."""
+        """Counters so far, as metrics."""
         return self.counters.stats()
 
     async def close(self) -> None:
@@ -389,13 +389,13 @@ class Sandbox:
                 continue
             if problems:
                 logger.warning(
-                    "the Python sandbox is on its rung %r, since: %s", rung, "; ".join(problems)
+                    "the Python sandbox uses its level %r, since: %s", rung, "; ".join(problems)
                 )
             self.rung = rung
             return zygote
         reasons = ". ".join(problems)
         if not self.allow_unsafe:
-            raise ConfigError(f"the Python sandbox cannot be had. {reasons}. {UNSAFE_HINT}")
+            raise ConfigError(f"no Python sandbox is available. {reasons}. {UNSAFE_HINT}")
         logger.warning("model-written code runs WITHOUT a sandbox (allow_unsafe): %s", reasons)
         self.rung = "unsafe"
         return await self._launch_on("unsafe")

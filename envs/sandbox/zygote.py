@@ -330,8 +330,8 @@ def preload(names: Sequence[str], optional: Sequence[str]) -> list[str]:
 def ask_by_opening() -> None:
     """Where files can be opened but not asked about by path, Python opens them to ask.
 
-    Links are followed always. What cannot be opened is not there, and what is there counts as
-    accessible: that nothing can be written shows when it is tried.
+    Links are always followed. A path that cannot be opened is missing, and an existing one counts
+    as accessible: that nothing can be written shows when it is tried.
     """
     machinery: Any = importlib.import_module("importlib._bootstrap_external")
     machinery._path_stat = os.stat = os.lstat = _stat_by_opening

@@ -116,7 +116,7 @@ DONE = "agentenv_complete"  # a file that says the index was built to its end
 class TantivyConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="tantivy"):
     """Tantivy: BM25 on disk, for corpora of 100,000 passages and more."""
 
-    directory: Annotated[str, Meta(description="where the index is, or is to be built")]
+    directory: Annotated[str, Meta(description="folder of the index, which is built if missing")]
     corpus: Annotated[
         str, Meta(description='JSONL file; "" is the shipped Wikipedia sample', extra=PATH)
     ] = ""
@@ -127,7 +127,7 @@ class TantivyConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag=
 
 
 class TantivyBackend(LocalBackend[Any]):
-    """BM25 by tantivy. The index is built in `directory` from `corpus` if it is not there yet."""
+    """BM25 by tantivy. The index is built in `directory` from `corpus` if missing."""
 
     def __init__(self, corpus: Path, directory: Path) -> None:
         super().__init__("tantivy", NUM_THREADS)
@@ -160,16 +160,16 @@ class TantivyBackend(LocalBackend[Any]):
             if marker.exists():
                 if marker.read_text(encoding="utf-8") != stamp:
                     raise ConfigError(
-                        f"search.backend.directory: {self._directory} holds the index of another "
-                        f"corpus than {self._corpus}, or of an earlier version of this program; "
-                        "expected another or an empty directory"
+                        f"search.backend.directory: {self._directory} contains the index of a "
+                        f"different corpus than {self._corpus}, or of an earlier version; choose "
+                        "another or an empty directory"
                     )
                 return self._tantivy.Index.open(str(self._directory))
             self._directory.mkdir(parents=True, exist_ok=True)
             if any(self._directory.iterdir()):
                 raise ConfigError(
-                    f"search.backend.directory: {self._directory} holds something else, or an "
-                    "index that was not built to its end; expected an empty directory"
+                    f"search.backend.directory: {self._directory} contains other files or an "
+                    "incomplete index; choose an empty directory"
                 )
             index = self._build()
             marker.write_text(stamp, encoding="utf-8")

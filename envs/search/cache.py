@@ -33,7 +33,7 @@ T = TypeVar("T")
 VERSION = 1  # of the table and of what its values mean; files from before it was written have 0
 ARPO_PREFIX = "arpo:"  # keys of entries that came from ARPO's search_cache.json
 BUSY_TIMEOUT_S = 10.0
-# The second: a message about a damaged file may quote the damage, which is no text.
+# The second: a message about a damaged file may quote undecodable bytes.
 SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 # An answer without results may be an engine's bad hour, so it is not believed for longer.
 EMPTY, EMPTY_MAX_AGE_S = b"[]", 3600.0
@@ -66,7 +66,7 @@ class SharedFetches(Generic[T]):
             self._in_flight[key] = task
             task.add_done_callback(lambda done: self._landed(key, done))
             return await asyncio.shield(task)
-        with waiting("a request that another rollout has made"):
+        with waiting("the same request of another rollout"):
             return await asyncio.shield(task)
 
     async def close(self) -> None:
@@ -79,7 +79,7 @@ class SharedFetches(Generic[T]):
     def _landed(self, key: str, done: asyncio.Task[T]) -> None:
         del self._in_flight[key]
         if not done.cancelled():
-            done.exception()  # looked at: all waiters may be gone
+            done.exception()  # retrieved: all waiters may be gone
 
 
 async def _await(fetch: Callable[[], Awaitable[T]]) -> T:
@@ -151,7 +151,7 @@ class ResultCache:
         return value
 
     def stats(self) -> dict[str, float]:
-        """How often `get` found something, and how often nothing."""
+        """Hits and misses of `get`."""
         return {"cache/num_hits": self.num_hits, "cache/num_misses": self.num_misses}
 
     def put(self, key: str, value: bytes, *, lasts: bool = True) -> None:
@@ -236,7 +236,7 @@ class ResultCache:
             return None, 0.0
         value, age_s = row
         if not isinstance(value, bytes) or not isinstance(age_s, float):
-            self._damaged(f"an entry holds {value!r:.40} and {age_s!r:.40}")
+            self._damaged(f"an entry contains {value!r:.40} and {age_s!r:.40}")
             return None, 0.0
         return (value, max(0.0, age_s)) if age_s <= self._limit_s(value) else (None, 0.0)
 
@@ -245,8 +245,8 @@ class ResultCache:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "%s: %s is damaged (%s); what cannot be read counts as missing. Remove the file, "
-                "or restore it, when no run uses it",
+                "%s: %s is damaged (%s); unreadable entries count as missing. Remove or restore "
+                "the file while no run uses it",
                 self._key,
                 self.path,
                 problem,
@@ -314,7 +314,7 @@ def _open(path: Path, key: str) -> sqlite3.Connection | None:
         assert connection is not None
         connection.close()
         logger.warning(
-            "%s: %s cannot be used: %s; results are kept in memory only. Remove the file, or name "
+            "%s: %s is unusable: %s; results are kept in memory only. Remove the file, or choose "
             "another",
             key,
             path,

@@ -1,4 +1,4 @@
-"""What searching is: queries, hits and backends; the rows of a corpus, and their words.
+"""The search interface: queries, hits and backends; the rows of a corpus, and their words.
 
 A corpus is a JSONL file of rows with id, title and text, or with id and contents as FlashRAG has
 them.
@@ -39,7 +39,7 @@ class Hit(Struct, frozen=True, omit_defaults=True):
 
 
 class Query(Struct, frozen=True):
-    """What is searched for. `market` is of the form "en-US": language, then country."""
+    """A query. `market` is of the form "en-US": language, then country."""
 
     text: str
     max_results: int = 10
@@ -57,7 +57,7 @@ class Query(Struct, frozen=True):
 
 
 class Backend(Protocol):
-    """Where results come from. Shared by all episodes of a process."""
+    """A source of results. Shared by all episodes of a process."""
 
     async def start(self) -> None:
         """Build or load what searching needs, off the event loop; later calls are free.
@@ -123,8 +123,9 @@ class BackendConfig(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
     @property
     def cache_name(self) -> str:
-        """What the cache keeps the results under: all that they depend on, and no secret. Empty:
-        searching is cheaper than a cache."""
+        """The cache key of results: everything that they depend on, without secrets. Empty:
+        searching is cheaper than a cache.
+        """
         return ""
 
     @property
@@ -224,7 +225,7 @@ def each_passage(path: Path) -> Iterator[Passage]:
     seen: dict[str, int] = {}
     for number, passage in _rows(path):
         if not words(f"{passage.title} {passage.text}"):
-            raise DataError(f"corpus {path}, row {number}: no word to search for; {_EXPECTED}")
+            raise DataError(f"corpus {path}, row {number}: no searchable word; {_EXPECTED}")
         if passage.id in seen:
             raise DataError(
                 f"corpus {path}, row {number}: id {passage.id!r} is already that of row "
@@ -279,8 +280,8 @@ def needed(module: str, package: str, extra: str, what: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"{what} needs the package {package!r} ({error}); "
-            f"install it with: {install_hint(extra)}"
+            f"{what} requires the package {package!r} ({error}); install it with: "
+            f"{install_hint(extra)}"
         ) from error
 
 

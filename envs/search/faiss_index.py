@@ -40,10 +40,10 @@ class FaissConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="f
         str, Meta(description="its corpus: JSONL rows of id and contents", extra=PATH)
     ]
     encoder: Annotated[str, Meta(description='model directory or name, e.g. "intfloat/e5-base"')]
-    pooling: Annotated[Pooling, Meta(description="how token vectors become one")] = "mean"
-    prefix: Annotated[str, Meta(description='before each query; e5 has "query: "')] = "query: "
-    normalize: Annotated[bool, Meta(description="vectors of length 1")] = True
-    device: Annotated[str, Meta(description="of the encoder, e.g. cpu or cuda:0")] = "cpu"
+    pooling: Annotated[Pooling, Meta(description="pooling of token vectors")] = "mean"
+    prefix: Annotated[str, Meta(description='prefix of each query; "query: " for e5')] = "query: "
+    normalize: Annotated[bool, Meta(description="normalize vectors to length 1")] = True
+    device: Annotated[str, Meta(description="device of the encoder, e.g. cpu or cuda:0")] = "cpu"
 
     @property
     def cache_name(self) -> str:
@@ -126,22 +126,24 @@ class FaissBackend(LocalBackend["_Dense"]):
     def _open(self) -> _Dense:
         path = Path(self._config.index)
         if not path.is_file():
-            raise ConfigError(f"search.backend.index: {path} is no file; expected a FAISS index")
+            raise ConfigError(f"search.backend.index: {path} is not a file; expected a FAISS index")
         try:
             index = self._faiss.read_index(str(path))
         except RuntimeError as error:
-            raise ConfigError(f"search.backend.index: {path} is no FAISS index: {error}") from error
+            raise ConfigError(
+                f"search.backend.index: {path} is not a FAISS index: {error}"
+            ) from error
         corpus = CorpusFile(Path(self._config.corpus))
         if index.ntotal != len(corpus):
             raise DataError(
-                f"the index {path} holds {index.ntotal} vectors and the corpus "
-                f"{self._config.corpus} {len(corpus)} passages; expected the corpus from which "
-                "the index was built, row by row"
+                f"the index {path} has {index.ntotal} vectors and the corpus {self._config.corpus} "
+                f"{len(corpus)} passages; expected the corpus from which the index was built, row "
+                "by row"
             )
         encoder = Encoder(self._config)
         if encoder.size != index.d:
             raise ConfigError(
-                f"search.backend.encoder: {self._config.encoder} gives vectors of size "
+                f"search.backend.encoder: {self._config.encoder} returns vectors of size "
                 f"{encoder.size}, but the index {path} has {index.d}; expected the encoder with "
                 "which the index was built"
             )
@@ -219,7 +221,7 @@ class Encoder:
 
 
 class CorpusFile:
-    """A JSONL corpus, whose passages are read from the file when they are asked for, by place or by
+    """A JSONL corpus, whose passages are read from the file on demand, by position or by
     id. Every row is read and checked once, here; safe to use from several threads.
 
     In memory stand 24 bytes a passage: where its line begins, and its id as a 64-bit hash in a

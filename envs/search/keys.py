@@ -1,4 +1,4 @@
-"""The keys of search, [search]: where results come from, in which sizes, and how pages are read.
+"""The keys of search, [search]: sources and sizes of results, and reading of pages.
 
 A backend is a class with the methods of `corpus.Backend`; its keys are a struct beside the class,
 with `build` and `cache_name`, and one entry in `BACKENDS`.
@@ -43,46 +43,55 @@ else:
 
 
 class TrafficConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How a service is called. The limits hold for each process."""
+    """Requests to a service. The limits hold for each process."""
 
-    rate_per_s: Annotated[float, Meta(ge=0, description="requests a second; 0: no limit")] = 20.0
-    max_concurrency: Annotated[int, Meta(ge=1, description="requests in the air at once")] = 64
-    timeout_s: Annotated[float, Meta(gt=0, description="for one attempt")] = 20.0
-    num_retries: Annotated[int, Meta(ge=0, description="after 429, 5xx, a lost connection")] = 5
+    rate_per_s: Annotated[float, Meta(ge=0, description="requests per second; 0: no limit")] = 20.0
+    max_concurrency: Annotated[int, Meta(ge=1, description="concurrent requests")] = 64
+    timeout_s: Annotated[float, Meta(gt=0, description="deadline of one attempt")] = 20.0
+    num_retries: Annotated[
+        int, Meta(ge=0, description="retries after 429, 5xx, a lost connection")
+    ] = 5
 
 
 class FetchConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How pages are fetched. Private and loopback addresses are refused."""
+    """Fetching of pages. Private and loopback addresses are rejected."""
 
-    timeout_s: Annotated[float, Meta(gt=0, description="for a page, with its redirects")] = 20.0
+    timeout_s: Annotated[
+        float, Meta(gt=0, description="deadline of a page, including its redirects")
+    ] = 20.0
     allow_networks: Annotated[
-        tuple[str, ...], Meta(description='networks to allow though private, as "10.1.0.0/16"')
+        tuple[str, ...], Meta(description='private networks to allow, such as "10.1.0.0/16"')
     ] = ()
 
 
 class PagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How pages are fetched and read."""
+    """Fetching and reading of pages."""
 
-    reader: Annotated[Literal["direct", "jina"], Meta(description="who fetches and reads")] = (
-        "direct"
-    )
+    reader: Annotated[
+        Literal["direct", "jina"], Meta(description="service that fetches and extracts pages")
+    ] = "direct"
     fetch: Annotated[FetchConfig, Meta(description="direct fetching")] = FetchConfig()
-    max_chars: Annotated[int, Meta(ge=100, description="of a page, given to the policy")] = 6000
+    max_chars: Annotated[
+        int, Meta(ge=100, description="length of a page's text for the policy")
+    ] = 6000
     extract_timeout_s: Annotated[
-        float, Meta(gt=0, description="CPU time for the text of one page")
+        float, Meta(gt=0, description="CPU time for extracting the text of one page")
     ] = 5.0
-    summarize: Annotated[bool, Meta(description="open_page gives a model's summary")] = False
+    summarize: Annotated[bool, Meta(description="open_page returns a model's summary")] = False
 
 
 class SummarizerConfig(ChatModelConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The model that summarises pages."""
+    """The model that summarizes pages."""
 
-    temperature: Annotated[float, Meta(ge=0, description="0 is greedy")] = 0.6
+    temperature: Annotated[float, Meta(ge=0, description="0: greedy")] = 0.6
     top_p: Annotated[float, Meta(gt=0, le=1, description="1 is off")] = 0.95
-    max_chars: Annotated[int, Meta(ge=100, description="of a summary that the policy reads")] = 6000
+    max_chars: Annotated[int, Meta(ge=100, description="length of a summary for the policy")] = 6000
     max_uses: Annotated[
         int,
-        Meta(ge=0, description="in one trajectory; further searches give the pages; 0: no limit"),
+        Meta(
+            ge=0,
+            description="summaries per trajectory; further searches return the pages; 0: no limit",
+        ),
     ] = 0
 
 
@@ -109,19 +118,20 @@ PRESETS: dict[PresetName, Preset] = {
 class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The search tool and the page tool."""
 
-    backend: Annotated[AnyBackend, Meta(description="where results come from", extra=ESSENTIAL)] = (
+    backend: Annotated[AnyBackend, Meta(description="source of results", extra=ESSENTIAL)] = (
         BM25Config()
     )
     preset: Annotated[
         PresetName, Meta(description="mode and sizes of a published setting", extra=ESSENTIAL)
     ] = "arpo"
-    mode: Annotated[
-        Mode | None, Meta(description="what one search gives; default: the preset's")
-    ] = None
-    max_results: Annotated[int, Meta(ge=1, le=100, description="results of one search")] = 10
-    max_chars_per_result: Annotated[int, Meta(ge=1, description="of a snippet")] = 1000
+    mode: Annotated[Mode | None, Meta(description="result of a search; default: the preset's")] = (
+        None
+    )
+    max_results: Annotated[int, Meta(ge=1, le=100, description="results per search")] = 10
+    max_chars_per_result: Annotated[int, Meta(ge=1, description="length of a snippet")] = 1000
     market: Annotated[
-        str, Meta(description='language and country, as "zh-CN"; "auto": by the script of a query')
+        str,
+        Meta(description='language and country, such as "zh-CN"; "auto": by the script of a query'),
     ] = "auto"
     cache: Annotated[
         str,
@@ -131,15 +141,13 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = ""
     cache_max_age_s: Annotated[
-        float, Meta(ge=0, description="older entries are fetched again; 0: never")
+        float, Meta(ge=0, description="age from which entries are fetched again; 0: never")
     ] = 0.0
     arpo_cache: Annotated[
-        str, Meta(description="ARPO's search_cache.json to take in", extra=PATH)
+        str, Meta(description="ARPO's search_cache.json to import", extra=PATH)
     ] = ""
-    pages: Annotated[PagesConfig, Meta(description="how pages are read")] = PagesConfig()
-    summarizer: Annotated[
-        SummarizerConfig | None, Meta(description="the model that summarises")
-    ] = None
+    pages: Annotated[PagesConfig, Meta(description="reading of pages")] = PagesConfig()
+    summarizer: Annotated[SummarizerConfig | None, Meta(description="the summarizer model")] = None
 
     @property
     def sizes(self) -> Preset:
@@ -152,5 +160,5 @@ class SearchConfig(Struct, frozen=True, forbid_unknown_fields=True):
         if self.summarizer is None and (self.sizes.mode == "summaries" or self.pages.summarize):
             raise ConfigError(
                 'search.summarizer: not set, but search.mode = "summaries" or '
-                "search.pages.summarize asks for it; expected its url and model"
+                "search.pages.summarize requires it; expected its url and model"
             )

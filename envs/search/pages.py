@@ -1,4 +1,4 @@
-"""Pages as text: which addresses may be opened, fetching, and reading.
+"""Web pages as text: allowed addresses, fetching, and extraction.
 
 A page is fetched directly or by Jina's reader; its text is cached.
 """
@@ -86,7 +86,7 @@ class AddressRule:
     def check_port(self, port: int, addresses: Iterable[str]) -> None:
         """Raises RefusedAddress for other ports, unless all these addresses are allowed."""
         if port not in self._ports and not all(map(self._is_allowed, addresses)):
-            raise RefusedAddress(f"its port is none of {', '.join(map(str, self._ports))}")
+            raise RefusedAddress(f"its port is not one of {', '.join(map(str, self._ports))}")
 
     def _is_allowed(self, address: str) -> bool:
         return any(_usual(address) in network for network in self._allowed)
@@ -183,11 +183,11 @@ class PageFetcher:
         for attempt in range(NUM_RETRIES + 1):
             if attempt:
                 delay_s = backoff_s(attempt - 1, url, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S)
-                with waiting("a break before a page is fetched again"):
+                with waiting("a pause before a page is fetched again"):
                     await asyncio.sleep(delay_s)
             try:
                 async with (
-                    admitted(self._slots, "a place to fetch a page"),
+                    admitted(self._slots, "a slot to fetch a page"),
                     asyncio.timeout(self.config.timeout_s),
                 ):
                     reply = await self._follow(url)
@@ -415,7 +415,7 @@ class _Text(HTMLParser):
 
 
 def plain_text(page: str) -> str:
-    """What is left of a page without its tags and boilerplate."""
+    """The text of a page without tags and boilerplate."""
     parser = _Text()
     parser.feed(page)
     parser.close()

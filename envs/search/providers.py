@@ -1,4 +1,4 @@
-"""Backends that others serve over HTTP: web search providers, and retrievers with /retrieve.
+"""HTTP search backends: web search providers, and retrievers with /retrieve.
 
 Keys come from the environment only. A provider is a pair of pure functions, so that each can be
 read beside its documentation.
@@ -60,8 +60,10 @@ class Provider:
 class WebConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="web"):
     """A web search provider."""
 
-    provider: Annotated[ProviderName, Meta(description="who is asked", extra=ESSENTIAL)]
-    url: Annotated[str, Meta(description="another address of the service; SearXNG needs one")] = ""
+    provider: Annotated[ProviderName, Meta(description="search service", extra=ESSENTIAL)]
+    url: Annotated[str, Meta(description="custom address of the service; required for SearXNG")] = (
+        ""
+    )
     zone: Annotated[str, Meta(description="Bright Data: the SERP zone")] = "serp_api"
     traffic: Annotated[TrafficConfig, Meta(description="rate limit and retries")] = TrafficConfig()
 
@@ -86,7 +88,7 @@ def api_key(variable: str, needed_by: str) -> str:
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ConfigError(
-            f"{needed_by} needs a key in the environment variable {variable}, which is not set; "
+            f"{needed_by} requires a key in the environment variable {variable}, which is not set; "
             f"set it before starting: export {variable}=..."
         )
     return key
@@ -119,10 +121,10 @@ class HttpBackend:
         text = " ".join((text.replace(self._key, "...") if self._key else text).split())
         name, reason = self.upstream.name, f"status {reply.status}: {text[:MAX_REASON_CHARS]}"
         if _OF_ACCOUNT.search(text.replace(query.text, "")):
-            raise ConfigError(f"{name} refuses the account or the key, {reason}")
+            raise ConfigError(f"{name} rejects the account or the key, {reason}")
         if self._num_refused >= MAX_REFUSED:
             raise ConfigError(
-                f"{name} refused {self._num_refused} searches in a row, the last with {reason}; "
+                f"{name} rejected {self._num_refused} searches in a row, the last with {reason}; "
                 "check the keys of search.backend and search.market"
             )
         raise ToolError(f"The search was refused with {reason}")
@@ -144,7 +146,7 @@ class WebBackend(HttpBackend):
         self._provider = provider = PROVIDERS[config.provider]
         hint = "expected an instance with json among search.formats in its settings.yml"
         if provider.key_variable:
-            hint = f"check the key in {provider.key_variable}, and what the account may do"
+            hint = f"check the key in {provider.key_variable} and the permissions of the account"
         self._url = (config.url or provider.url).rstrip("/")
         if not self._url:
             raise ConfigError(
@@ -171,7 +173,7 @@ class WebBackend(HttpBackend):
 def provider_hits(config: WebConfig, reply: Reply, max_results: int) -> list[Hit]:
     """The hits of a reply; InfraError if it is not of the provider's form.
 
-    A reply without a list of results means "no results"; one that is no JSON object does not.
+    A reply without a list of results means "no results"; one that is not a JSON object does not.
     """
     provider = PROVIDERS[config.provider]
     clean = _plain if provider.is_html else str.strip
@@ -182,7 +184,7 @@ def provider_hits(config: WebConfig, reply: Reply, max_results: int) -> list[Hit
     try:
         rows = convert(found or [], list[dict[str, Any]])
     except ForeignError as error:
-        raise InfraError(f"{config.provider}: the reply has another form: {error}") from error
+        raise InfraError(f"{config.provider}: the reply has an unexpected form: {error}") from error
     failure = content.get(provider.failure)
     if not rows and failure and not _NOTHING.search(str(failure)):
         raise InfraError(f"{config.provider}: no results, but {str(failure)[:MAX_REASON_CHARS]}")
@@ -203,7 +205,7 @@ def _decoded(reply: Reply, form: type[T], name: str, expected: str) -> T:
         return decode(reply.body, form)
     except ForeignError as error:
         raise InfraError(
-            f"{name}: the reply has another form: {error}; expected {expected}"
+            f"{name}: the reply has an unexpected form: {error}; expected {expected}"
         ) from error
 
 
@@ -348,8 +350,8 @@ class RemoteSearchConfig(BackendConfig, frozen=True, forbid_unknown_fields=True,
     corpus: Annotated[
         str,
         Meta(
-            description="a name for what it serves, under which search.cache keeps the results; "
-            "empty: they are kept in memory, for this run"
+            description="name of the served corpus, under which search.cache keeps the results; "
+            "empty: keep them in memory, for this run"
         ),
     ] = ""
 

@@ -1,4 +1,4 @@
-"""An HTTP service that others run: rate limit, retries, a break after many failures.
+"""Client of an external HTTP service: rate limit, retries, circuit breaker.
 
 429 and 5xx, broken connections and time-outs are failures of infrastructure: they are retried,
 then raised as InfraError, and never come back as a reply.
@@ -21,7 +21,7 @@ from agentenv.http import retry_after_s
 
 
 class Reply(Struct, frozen=True, omit_defaults=True):
-    """What came back: HTTP status, body, and for pages their type and final address."""
+    """A reply: HTTP status, body, and for pages their type and final address."""
 
     status: int
     body: bytes
@@ -93,7 +93,7 @@ class HttpRequest(Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """What equal requests share."""
+        """Shared state of equal requests."""
         public = [self.method, self.url, self.params, self.json]
         return msgspec.json.encode(public, order="sorted").decode()
 
@@ -137,10 +137,10 @@ class Upstream:
                     max_s=MAX_DELAY_S,
                     at_least_s=wanted_s or 0.0,
                 )
-                with waiting(f"a break before {self.name} is asked again"):
+                with waiting(f"a pause before {self.name} is retried"):
                     await asyncio.sleep(delay_s)
             await self._bucket.take()
-            async with admitted(self._slots, f"a place at {self.name}"):  # while it is in flight
+            async with admitted(self._slots, f"a slot at {self.name}"):  # while it is in flight
                 self.num_requests += 1
                 self.num_retries += attempt > 0
                 outcome = await self._attempt(request)
@@ -203,7 +203,7 @@ class Upstream:
 
     def _refusal(self, status: int) -> ConfigError:
         return ConfigError(
-            f"{self.name} refused the request with status {status}; {self._refused_hint}"
+            f"{self.name} rejected the request with status {status}; {self._refused_hint}"
         )
 
 
@@ -214,4 +214,4 @@ async def _read(response: aiohttp.ClientResponse, name: str) -> bytes:
         if not more:
             return body
         body += more
-    raise InfraError(f"{name}: the reply is over {MAX_REPLY_BYTES} bytes")
+    raise InfraError(f"{name}: the reply exceeds {MAX_REPLY_BYTES} bytes")

@@ -1,6 +1,6 @@
 """Benchmarks by name, from files that the user has: `load_benchmark("gaia", "metadata.jsonl")`.
 
-What is known of each stands in benchmarks.toml. A benchmark more is one table [benchmarks.NAME],
+Their facts are in benchmarks.toml. Another benchmark is one table [benchmarks.NAME],
 there, in a TOML file of the user's own, which the name then begins with ("mine.toml:NAME"), or in
 the benchmarks.toml of an installed package that declares itself in the entry point group
 "agentenv.benchmarks". The metadata of the tasks holds the benchmark's name and the fields that
@@ -122,12 +122,12 @@ class Benchmark(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         note = f"; {self.note}" if self.note else ""
         return (
             f"{self.title} is published at huggingface.co/datasets/{self.hub} ({self.part}; "
-            f"{self.licence}), columns {', '.join(self.columns)}: "
-            f"`hf download {self.hub} --repo-type dataset --local-dir DIR`{note}"
+            f"{self.licence}), columns {', '.join(self.columns)}: `hf download {self.hub} "
+            f"--repo-type dataset --local-dir DIR`{note}"
         )
 
 
-# Which benchmarks there are.
+# The known benchmarks.
 
 FILE = "benchmarks.toml"
 ENTRY_POINT_GROUP = "agentenv.benchmarks"
@@ -157,7 +157,7 @@ def known_benchmarks() -> dict[str, Benchmark]:
         with resources.as_file(resources.files(point.module) / FILE) as path:
             found = read_benchmarks(path)
         if twice := found.keys() & known.keys():
-            raise ConfigError(f"{point.module}: there is a benchmark {min(twice)!r} already")
+            raise ConfigError(f"{point.module}: the benchmark {min(twice)!r} already exists")
         known |= found
     return known
 
@@ -179,7 +179,7 @@ def benchmark(name: str) -> Benchmark:
 
 def benchmark_of(metadata: Mapping[str, Any]) -> Benchmark | None:
     """The benchmark that a task or stored row with this metadata is of; None for another dataset,
-    and for a benchmark whose file or package is not there any more."""
+    and for a benchmark whose file or package no longer exists."""
     name = str(metadata.get(BENCHMARK_KEY, ""))
     try:
         return benchmark(name) if ":" in name else known_benchmarks().get(name)
@@ -244,8 +244,8 @@ class BenchmarkRows:
             boxed = last_boxed(str(_get(row, spec.solution) or ""))
             if boxed is None:
                 raise DataError(
-                    f"expected an answer, or a solution with its answer in \\boxed{{}}, in the "
-                    f"column {spec.solution!r}; the row has {sorted(row)}"
+                    f"expected an answer, or a solution with its answer in \\boxed{{}}, in column "
+                    f"{spec.solution!r}; the row has {sorted(row)}"
                 )
             return boxed
         answer = self._find(row, "answer", ANSWERS)
@@ -339,20 +339,20 @@ def load_benchmark(
     or, for 0, all.
 
     `env_id` is the environment of rows that choose none; empty: deep search. `rows` are keys
-    as for any dataset, `ends` is as in `load_tasks`. `say` is told what is left out and which
+    as for any dataset, `ends` is as in `load_tasks`. `say` gets a line for skipped rows and the
     groups have no column. Raises ConfigError for an unknown name, DataError for a missing file,
     with where to get it, or a bad row.
     """
     spec, config = benchmark(name), rows or RowsConfig()
     if not path:
-        raise DataError(f"{spec.name}: no file is given; {spec.how_to_get}")
+        raise DataError(f"{spec.name}: no file given; {spec.how_to_get}")
     try:
         files = find_files([path] if isinstance(path, str | Path) else path)
         absent = [str(file) for file in files if not file.exists()]
     except DataError as error:
         raise DataError(f"{spec.name}: {error}; {spec.how_to_get}") from None
     if absent:
-        raise DataError(f"{spec.name}: there is no file {', '.join(absent)}; {spec.how_to_get}")
+        raise DataError(f"{spec.name}: missing files: {', '.join(absent)}; {spec.how_to_get}")
     adapt = BenchmarkRows(spec, config.columns)
     tasks = load_tasks(
         files,
@@ -365,11 +365,11 @@ def load_benchmark(
     )
     if adapt.num_left_out:
         say(
-            f"{spec.name}: {adapt.num_left_out} questions come with something in the column "
-            f"{spec.attachment!r} and are left out; {len(tasks)} are asked"
+            f"{spec.name}: {adapt.num_left_out} questions with an attachment (column "
+            f"{spec.attachment!r}) are skipped; {len(tasks)} remain"
         )
     missing = [field for field in spec.group_by if field not in adapt.fields_seen]
     if missing and len(missing) == len(spec.group_by) and spec.kind == "deep_search":
         columns = [spec.group_by[field] for field in missing]
-        say(f"{spec.name}: no row has {', '.join(columns)}; there are no scores by it")
+        say(f"{spec.name}: no row has {', '.join(columns)}; scores by that column are omitted")
     return tasks

@@ -1,5 +1,5 @@
-"""The processes of a run: where its rollouts grow, in the controller or in rollout workers, and the
-setup that a worker is sent; and the models that `agentenv serve` starts.
+"""Keys of a run's processes: rollouts in the controller or in rollout workers, and the setup of a
+worker; and the models that `agentenv serve` starts.
 """
 
 from __future__ import annotations
@@ -68,30 +68,31 @@ class WideCluster(SpreadCluster, frozen=True, kw_only=True, tag="-wide"):
         int,
         Meta(
             ge=0,
-            description="workers that have to be there for the run to begin; others join when "
-            "there is room for them; 0: all",
+            description="workers that must be connected before the run starts; others join when "
+            "resources allow; 0: all",
         ),
     ] = 0
     max_outage_s: Annotated[
-        float, Meta(gt=0, description="the run ends when no worker was there for so long")
+        float,
+        Meta(gt=0, description="the run ends when no worker has been connected for this long"),
     ] = 600.0
     host: Annotated[
         str,
         Meta(
-            description="address at which workers find the controller, of this machine; empty: "
+            description="address of this machine at which workers reach the controller; empty: "
             "looked up"
         ),
     ] = ""
-    port: Annotated[int, Meta(ge=0, le=65535, description="its port; 0: any that is free")] = 0
+    port: Annotated[int, Meta(ge=0, le=65535, description="its port; 0: any free port")] = 0
     cpus_per_worker: Annotated[
-        int, Meta(ge=1, description="cores of a worker: its loop, and its tools")
+        int, Meta(ge=1, description="cores of a worker, for its event loop and its tools")
     ] = 1
 
     def __post_init__(self) -> None:
         if self.min_workers > self.workers:
             raise ConfigError(
                 f"cluster.min_workers = {self.min_workers} is above cluster.workers = "
-                f"{self.workers}, the most that there are"
+                f"{self.workers}, the maximum number"
             )
 
     @property
@@ -122,31 +123,31 @@ class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
     address: Annotated[
         str,
         Meta(
-            description="of the Ray cluster, HOST:6379, or auto: that of this machine; empty: one "
-            "of this machine alone is started for the run"
+            description="address of the Ray cluster, HOST:6379, or auto: that of this machine; "
+            "empty: the run starts one on this machine alone"
         ),
     ] = ""
     engines: Annotated[bool, Meta(description="Ray places the servers of [engine.servers] too")] = (
         False
     )
-    learner: Annotated[bool, Meta(description="Ray places the ranks of the learner too")] = False
+    learner: Annotated[bool, Meta(description="Ray places the learner's ranks too")] = False
     gpus_per_rank: Annotated[
-        int, Meta(ge=0, le=1, description="GPUs of a rank of the learner; 0: it runs on the CPU")
+        int, Meta(ge=0, le=1, description="GPUs of each learner rank; 0: it runs on the CPU")
     ] = 1
     wait_for_nodes_s: Annotated[
         float,
         Meta(
             ge=0,
-            description="how long nodes may still join, as of a cluster that grows on demand, for "
-            "what the run begins with to fit",
+            description="wait for nodes to join, for instance of an autoscaling cluster, until the "
+            "initial processes of the run fit",
         ),
     ] = 0.0
     python: Annotated[
-        str, Meta(description="interpreter on the nodes; empty: the path of this one")
+        str, Meta(description="interpreter on the nodes; empty: the same path as here")
     ] = ""
     env: Annotated[
         list[str],
-        Meta(description="environment variables that processes on nodes get, as SERPER_API_KEY"),
+        Meta(description="environment variables for processes on nodes, such as SERPER_API_KEY"),
     ] = field(default_factory=list)
 
     @property
@@ -154,7 +155,7 @@ class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
         return bool(self.address)
 
     def of_worker(self) -> dict[str, float]:
-        """What a rollout worker takes of a node."""
+        """The resources of a rollout worker on a node."""
         return {"CPU": float(self.cpus_per_worker)}
 
     def of_engine(self, launched: LaunchConfig) -> dict[str, float]:
@@ -181,14 +182,14 @@ class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
             yield _bundles("rank", config.learner.num_ranks, self.of_rank())
         if self.engines and launched is not None:
             yield _bundles("engine", launched.count, self.of_engine(launched))
-        some = f"; the run begins with {self.least}" if self.least < self.workers else ""
+        some = f"; the run starts with {self.least}" if self.least < self.workers else ""
         yield _bundles("worker", self.workers, self.of_worker()) + some
 
 
 def _bundles(name: str, num: int, each: dict[str, float]) -> str:
     names = f"{name}-0" if num == 1 else f"{name}-0 to {name}-{num - 1}"
     much = ", ".join(f"{count:g} {what}" for what, count in each.items() if count)
-    return f"  {names}: a placement group each with {much}, on the node that has the fewest of ours"
+    return f"  {names}: one placement group each with {much}, on the node with the fewest of ours"
 
 
 class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
@@ -200,7 +201,7 @@ class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
         return self.host or "0.0.0.0"
 
     def token(self) -> str:
-        """What workers say to be let in. Raises ConfigError where there is none."""
+        """The secret of workers. Raises ConfigError if it is not set."""
         from agentenv.supervisor import TOKEN_VARIABLE  # slow to load
 
         found = os.environ.get(TOKEN_VARIABLE, "")
@@ -215,8 +216,8 @@ class ExternalCluster(WideCluster, frozen=True, kw_only=True, tag="external"):
     def lines(self, config: Any) -> Iterator[str]:
         some = f"{self.least} to " if self.least < self.workers else ""
         yield (
-            f"{some}{self.workers} rollout workers, started by somebody else, connect to port "
-            f"{self.port or '(any, which the run tells)'} of the controller"
+            f"{some}{self.workers} rollout workers, started externally, connect to port "
+            f"{self.port or '(any free one, which the run prints)'} of the controller"
         )
 
 
@@ -230,24 +231,24 @@ class SlurmCluster(ExternalCluster, frozen=True, kw_only=True, tag="slurm"):
     port: Annotated[int, Meta(ge=1, le=65535, description="port of the controller")] = 29700
     nodes: Annotated[int, Meta(ge=1, description="nodes of the job")] = 2
     gpus: Annotated[int, Meta(ge=0, description="GPUs of each node; 0: none")] = 0
-    time: Annotated[str, Meta(description="limit of the job as sbatch has it, 1-12:00:00")] = (
-        "24:00:00"
-    )
-    script: Annotated[str, Meta(description="file that --dry-run writes; empty: it is printed")] = (
-        ""
-    )
+    time: Annotated[
+        str, Meta(description="time limit of the job in sbatch's format, 1-12:00:00")
+    ] = "24:00:00"
+    script: Annotated[str, Meta(description="file that --dry-run writes; empty: print it")] = ""
     options: Annotated[
-        list[str], Meta(description="more options of sbatch, as --partition=long")
+        list[str], Meta(description="extra sbatch options, such as --partition=long")
     ] = field(default_factory=list)
     setup: Annotated[
-        list[str], Meta(description="commands before all others, as 'module load cuda'")
+        list[str], Meta(description="commands to run first, such as 'module load cuda'")
     ] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check(r"[0-9:-]+", self.time, "cluster.time", "a time of Slurm's, as 24:00:00")
+        _check(r"[0-9:-]+", self.time, "cluster.time", "a Slurm time, such as 24:00:00")
         for one in self.options:
-            _check(r"--?[A-Za-z][^\n]*", one, "cluster.options", "an option, as --partition=long")
+            _check(
+                r"--?[A-Za-z][^\n]*", one, "cluster.options", "an option, such as --partition=long"
+            )
 
 
 class KubernetesCluster(ExternalCluster, frozen=True, kw_only=True, tag="kubernetes"):
@@ -255,30 +256,28 @@ class KubernetesCluster(ExternalCluster, frozen=True, kw_only=True, tag="kuberne
     workers. --dry-run prints the manifests for kubectl apply."""
 
     port: Annotated[int, Meta(ge=1, le=65535, description="port of the controller")] = 29700
-    script: Annotated[str, Meta(description="file that --dry-run writes; empty: it is printed")] = (
-        ""
-    )
+    script: Annotated[str, Meta(description="file that --dry-run writes; empty: print it")] = ""
     image: Annotated[str, Meta(description="image with the project in its working directory")] = ""
     claim: Annotated[
         str,
         Meta(
             description="PersistentVolumeClaim (ReadWriteMany) with configuration, model, data and "
-            "runs, seen at `mount`"
+            "runs, mounted at `mount`"
         ),
     ] = ""
-    mount: Annotated[str, Meta(description="where the claim is seen")] = "/shared"
+    mount: Annotated[str, Meta(description="mount point of the claim")] = "/shared"
     gpus: Annotated[int, Meta(ge=0, description="GPUs of the controller; 0: none")] = 0
-    memory: Annotated[str, Meta(description="of the controller and of each worker")] = "8Gi"
+    memory: Annotated[str, Meta(description="memory of the controller and of each worker")] = "8Gi"
     secret: Annotated[
         str,
-        Meta(description="Secret whose keys are environment variables of all; empty: none"),
+        Meta(description="Secret whose keys become environment variables of all pods; empty: none"),
     ] = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for key, name in (("claim", self.claim), ("secret", self.secret)):
             if name:
-                _check(NAME, name, f"cluster.{key}", "a name of Kubernetes, as my-claim")
+                _check(NAME, name, f"cluster.{key}", "a Kubernetes name, such as my-claim")
         _check(r"[0-9]+(\.[0-9]+)?([KMGT]i?)?", self.memory, "cluster.memory", "a size, as 8Gi")
 
 
@@ -314,9 +313,9 @@ def check_reachable(
     for key, launched in started.items():
         if launched.host in ("127.0.0.1", "localhost", "::1"):
             raise ConfigError(
-                f"{key}.host = {launched.host}: rollout workers on other machines ask this server "
-                f"themselves; set {key}.host = 0.0.0.0, which opens it to the networks of this "
-                "machine, or an address of this machine that they reach"
+                f"{key}.host = {launched.host}: rollout workers on other machines connect to this "
+                f"server directly; set {key}.host = 0.0.0.0, which opens it to the networks of "
+                "this machine, or an address of this machine that they can reach"
             )
 
 
@@ -339,23 +338,23 @@ read_setup = msgspec.msgpack.Decoder(Setup).decode
 
 
 class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `agentenv serve` reads."""
+    """The keys of `agentenv serve`."""
 
-    run: Annotated[RunConfig, Meta(description="where the logs go; the seed is not read")] = (
+    run: Annotated[RunConfig, Meta(description="folder of the logs; the seed is ignored")] = (
         RunConfig()
     )
-    roles: Annotated[
-        dict[str, RoleConfig], Meta(description="the models by name, [roles.judge], ...")
-    ]
+    roles: Annotated[dict[str, RoleConfig], Meta(description="models by name, [roles.judge], ...")]
 
     def __post_init__(self) -> None:
         for name, role in self.roles.items():
             if name not in ROLES:
                 raise ConfigError(f"roles.{name}: unknown role; known: {', '.join(ROLES)}")
             if role.url:
-                raise ConfigError(f"roles.{name}.url: it runs already; give its model to start one")
+                raise ConfigError(
+                    f"roles.{name}.url: this server already runs; set its model to start one"
+                )
         if not self.roles:
-            raise ConfigError("roles: there is none to start")
+            raise ConfigError("roles: nothing to start")
 
 
 class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -365,26 +364,26 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     colocated: Annotated[
         bool | Literal["at_once"],
         Meta(
-            description="engine and learner have the same GPUs. true: in turn, all serve, sleep, "
-            "all train, wake with the new weights; rollouts wait with their tokens meanwhile. "
-            "'at_once': both all the time, the engine's servers with their gpu_memory_share, the "
-            "learner with the rest, which suits small models",
+            description="engine and learner share the same GPUs. true: alternating; all serve, "
+            "sleep, all train, wake with the new weights; rollouts wait with their tokens "
+            "meanwhile. 'at_once': both at the same time, the engine's servers with their "
+            "gpu_memory_share, the learner with the rest, which suits small models",
             extra=ESSENTIAL,
         ),
     ] = False
     learner_gpus: Annotated[
         list[int],
         Meta(
-            description="one a rank of the learner; empty: the first ones, when servers are "
-            "started for the run beside it"
+            description="one per learner rank; empty: the first ones, when the run also starts "
+            "servers"
         ),
     ] = field(default_factory=list)
     weights_dir: Annotated[
         str,
         Meta(
-            description="folder through which new weights pass from the learner to the engine, "
-            "two copies of the model at most; empty: /dev/shm, or the run's folder where that has "
-            "no room for them"
+            description="folder through which new weights pass from the learner to the engine, at "
+            "most two copies of the model; empty: /dev/shm, or the run's folder if that has no "
+            "room for them"
         ),
     ] = ""
 

@@ -1,5 +1,5 @@
-"""The keys of `agentenv evaluate`: named sets of questions, and how each is asked differently; and
-those of `agentenv synthesize`, an evaluation whose trajectories become training data.
+"""The keys of `agentenv evaluate`: named sets of questions with their own settings; and those of
+`agentenv synthesize`, which turns evaluated trajectories into training data.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ else:
 
 # of a set: keys that it does not give are those of the evaluation
 OWN_KEYS = ("env", *TABLES, "prompt", "limits", "sampling", "num_samples")
-_AsAbove = Meta(description="keys in which this set differs from the evaluation's table")
+_AsAbove = Meta(description="keys that override the evaluation's table for this set")
 
 
 class QuestionSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,16 +62,18 @@ class QuestionSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     benchmark: Annotated[
         str,
         Meta(
-            description="name of a known benchmark, or FILE.toml:NAME, whose schema, environment, "
-            "prompt and size are then known; empty: rows as in training"
+            description="name of a known benchmark, or FILE.toml:NAME, which defines schema, "
+            "environment, prompt and size; empty: rows as in training"
         ),
     ] = ""
     max_tasks: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        Meta(description="first n questions; 0: all; none: all, or the benchmark's usual number"),
+        Meta(
+            description="first n questions; 0: all; none: all, or the benchmark's standard number"
+        ),
     ] = None
     num_samples: Annotated[
-        int, Meta(ge=1, description="trajectories a question, if not that of the evaluation")
+        int, Meta(ge=1, description="trajectories per question, if different from the evaluation's")
     ] = 1
     env: Annotated[EnvConfig | None, _AsAbove] = None
     python: PythonTable = None
@@ -83,22 +85,22 @@ class QuestionSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an evaluation reads; of a run, everything comes from the run."""
+    """The keys of an evaluation; for a run, they come from the run."""
 
     env: Annotated[
-        EnvConfig | None, Meta(description="the environment; none: each set has its own")
+        EnvConfig | None, Meta(description="environment of all sets; none: each set has its own")
     ] = None
     python: PythonTable = None
     search: SearchTable = None
     grader: GraderTable = None
     sets: Annotated[
-        dict[str, QuestionSet], Meta(description="the questions, sets by name, [sets.NAME]")
+        dict[str, QuestionSet], Meta(description="sets of questions by name, [sets.NAME]")
     ] = field(default_factory=dict)
     data: Annotated[
         str | list[str],
         Meta(
-            description="file, folder or pattern of questions, or a list of them, in place of "
-            "[sets]: one set that has the file's name",
+            description="file, folder or pattern of questions, or a list of them, instead of "
+            "[sets]: one set named after the file",
             extra=ROWS,
         ),
     ] = ""
@@ -113,32 +115,34 @@ class EvaluateConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     roles: Annotated[
         dict[str, RoleConfig],
-        Meta(description="models beside the policy by name, [roles.judge]"),
+        Meta(description="models in addition to the policy by name, [roles.judge]"),
     ] = field(default_factory=dict)
-    num_samples: Annotated[int, Meta(ge=1, description="trajectories a question")] = 1
+    num_samples: Annotated[int, Meta(ge=1, description="trajectories per question")] = 1
     concurrency: Annotated[int, Meta(ge=1, description="trajectories in flight")] = 256
     seed: Annotated[int, Meta(ge=0, description="seed of sampling")] = 0
 
 
 class PolicyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `agentenv serve SUBJECT` reads; of a run, all but the last keys come from the run."""
+    """The keys of `agentenv serve SUBJECT`; for a run, all but the last come from the run."""
 
     prompt: Annotated[
         PromptConfig,
-        Meta(description="how prompts are written; a template is not read: clients send their own"),
+        Meta(description="prompt format; the template is ignored: clients send their own"),
     ] = PromptConfig()
     renderer: TagsConfig | NativeConfig = NativeConfig()
-    sampling: Annotated[Sampling, Meta(description="what a request does not say")] = Sampling()
+    sampling: Annotated[Sampling, Meta(description="defaults for values that a request omits")] = (
+        Sampling()
+    )
     engine: AskedEngine = EmbeddedConfig()
     max_tokens: Annotated[
-        int, Meta(ge=1, description="tokens of a turn, where a request does not say")
+        int, Meta(ge=1, description="tokens of a turn, if a request omits it")
     ] = 4096
-    name: Annotated[str, Meta(description="of the model; empty: that of SUBJECT")] = ""
+    name: Annotated[str, Meta(description="name of the model; empty: that of SUBJECT")] = ""
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="0: any that is free")] = 8000
+    port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port")] = 8000
     api_key_env: Annotated[
         str,
-        Meta(description="environment variable that holds the key; empty: a new one, printed"),
+        Meta(description="environment variable with the key; empty: a new key, which is printed"),
     ] = ""
 
 
@@ -149,20 +153,22 @@ def resolve_sets(raw: Tree, source: str) -> EvaluateConfig:
     if not isinstance(sets, dict) or not all(isinstance(one, dict) for one in sets.values()):
         build_config(EvaluateConfig, raw, source)  # which says what is wrong
     if data and sets:
-        raise ConfigError(f"{source}: data and [sets]: give one of them")
+        raise ConfigError(f"{source}: data and [sets]: set only one of them")
     if data:
         first = data[0] if isinstance(data, list) else data
         sets = {Path(str(first)).stem: {"path": data}}
     if not sets:
         others = {key: value for key, value in raw.items() if key not in ("data", "sets")}
-        build_config(EvaluateConfig, others, source)  # a misspelt key first: it may be their table
+        build_config(
+            EvaluateConfig, others, source
+        )  # a misspelled key first: it may be their table
         raise ConfigError(f"{source}: no questions; give data=FILE or [sets.NAME] with a path")
     raw = {key: value for key, value in raw.items() if key != "data"}
     raw["sets"] = {name: _own_keys(raw, one) for name, one in sets.items()}
     config = build_config(EvaluateConfig, raw, source)
     for name, one in config.sets.items():
         if not one.path and not one.benchmark:
-            raise ConfigError(f"{source}: sets.{name}.path: no file of questions is given")
+            raise ConfigError(f"{source}: sets.{name}.path: no question file given")
         if one.env is None:
             raise ConfigError(f"{source}: sets.{name}: no environment; give --env ID or env.id")
     return config
@@ -211,10 +217,10 @@ class DirectConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Language-only answers: the same environment, whose policy hears of no tools."""
 
     prompt: Annotated[
-        PromptConfig, Meta(description="prompt of language-only answers, in place of [prompt]")
+        PromptConfig, Meta(description="prompt of language-only answers, instead of [prompt]")
     ] = PromptConfig(template="no_tools", override_row=True)
     num_samples: Annotated[
-        _Count | None, Meta(description="answers a question; none: num_samples of its set")
+        _Count | None, Meta(description="answers per question; none: num_samples of its set")
     ] = None
 
 
@@ -225,46 +231,49 @@ class HintsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     place: Annotated[
         Literal["either", "uncertain", "answer"],
         Meta(
-            description="uncertain: in place of the first sentence of a thought that has one of "
-            "`phrases`; answer: behind the answer; either: the first if there is such a sentence"
+            description="uncertain: replaces the first sentence of a thought that contains one of "
+            "`phrases`; answer: after the answer; either: the former if such a sentence exists"
         ),
     ] = "either"
     phrases: Annotated[
-        list[str], Meta(description="words of doubt, in any case, as whole words")
+        list[str], Meta(description="phrases of doubt, case-insensitive, as whole words")
     ] = field(default_factory=lambda: list(_hint_texts("phrases")))
     verification: Annotated[
-        list[str], Meta(description="sentences put at a doubt; one is drawn by the seed")
+        list[str], Meta(description="sentences inserted at a doubt; the seed draws one")
     ] = field(default_factory=lambda: list(_hint_texts("verification")))
     reflection: Annotated[
-        list[str], Meta(description="sentences put behind an answer; one is drawn by the seed")
+        list[str], Meta(description="sentences inserted after an answer; the seed draws one")
     ] = field(default_factory=lambda: list(_hint_texts("reflection")))
     max_per_question: Annotated[
-        int, Meta(ge=1, description="chains of a question that get a hint, the first ones")
+        int,
+        Meta(ge=1, description="number of chains of a question that get a hint (the first ones)"),
     ] = 3
 
     def __post_init__(self) -> None:
         for name, unread in (("verification", "answer"), ("reflection", "uncertain")):
             if self.place != unread and not all(map(str.strip, getattr(self, name) or [""])):
-                raise ConfigError(f"hints.{name}: expected sentences, at least one, none empty")
+                raise ConfigError(f"hints.{name}: expected a non-empty list of non-empty sentences")
         if self.place != "answer" and not all(map(str.strip, self.phrases or [""])):
-            raise ConfigError("hints.phrases: expected phrases, at least one, none empty")
+            raise ConfigError("hints.phrases: expected a non-empty list of non-empty phrases")
 
 
 class FilterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which trajectories are fit to learn from. Changing it samples nothing anew."""
+    """Filter of trajectories for training. A change needs no new samples."""
 
     max_tool_calls: Annotated[
-        int, Meta(ge=1, description="a trajectory with more tool calls is dropped")
+        int, Meta(ge=1, description="trajectories with more tool calls are dropped")
     ] = 5
     drop_failed_calls: Annotated[
-        bool, Meta(description="drop a trajectory with a call that the tool answered by an error")
+        bool, Meta(description="drop trajectories with a call that the tool answered with an error")
     ] = False
     require_box: Annotated[
         bool,
-        Meta(description="the answer has a balanced \\boxed{}, as the published reward asks"),
+        Meta(
+            description="require a balanced \\boxed{} in the answer, as the published reward does"
+        ),
     ] = True
     max_per_question: Annotated[
-        int, Meta(ge=1, description="trajectories of a question that go to the SFT set")
+        int, Meta(ge=1, description="trajectories per question for the SFT set")
     ] = 1
 
 
@@ -273,22 +282,24 @@ class SynthesisConfig(EvaluateConfig, frozen=True, kw_only=True, forbid_unknown_
 
     direct: DirectConfig = DirectConfig()
     hints: Annotated[
-        HintsConfig | None, Meta(description="the second way; none: tool prompting alone")
+        HintsConfig | None, Meta(description="hint-based sampling; none: tool prompting alone")
     ] = None
     filter: FilterConfig = FilterConfig()
     exclude: Annotated[
         list[str],
-        Meta(description="files of questions that must not be in the data, such as test sets"),
+        Meta(description="files of questions to exclude from the data, such as test sets"),
     ] = field(default_factory=list)
     skip_easy: Annotated[
         bool,
-        Meta(description="what was answered directly is not asked with tools, which saves half"),
+        Meta(
+            description="do not ask directly answered questions again with tools, which saves half"
+        ),
     ] = False
 
     def __post_init__(self) -> None:
         if self.assist is not None:
             raise ConfigError(
-                "assist: a trajectory with helpers is none of the policy alone; take the table out"
+                "assist: a trajectory with helpers is not the policy's alone; remove the table"
             )
         if isinstance(self.renderer, NativeConfig):
             raise ConfigError(

@@ -1,5 +1,5 @@
-"""Every key of a configuration, with type, default and meaning, for people; and our names for keys
-of verl in a configuration that was refused.
+"""Help on configuration keys: type, default and meaning; and equivalents of verl's keys in a
+rejected configuration.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def describe(
     config_type: type[msgspec.Struct], *, once: bool = False, loads: bool = True
 ) -> list[Key]:
     """All keys, in the order of the structs. Kinds of a part that have the same key share one
-    entry. With `once`, a table that stands in several places is described at the shortest of
+    entry. With `once`, a table in several places is described at the shortest of
     them, and is one key in the others. Without `loads`, no part that is chosen by name is loaded:
     its table has the keys of every such part."""
     info = type_info(config_type)
@@ -282,7 +282,7 @@ def overview(config_type: type[msgspec.Struct]) -> str:
 
 
 def essential_keys(config_type: type[msgspec.Struct]) -> list[Key]:
-    """What most users set. A key that stands in several tables comes once, by its shortest name."""
+    """The keys that most users set. A key of several tables appears once, by its shortest name."""
     found: dict[tuple[str, str], Key] = {}
     for entry in describe(config_type, once=True, loads=False):
         same = (entry.name.rpartition(".")[2], entry.meaning)
@@ -364,7 +364,7 @@ class Value(NamedTuple):
 
 
 def values_of(config: Struct) -> Iterator[Value]:
-    """Every value, in the order of the structs. A table that is not there is one value."""
+    """Every value, in the order of the structs. A missing table is one value."""
     return _of_struct(config, None, "")
 
 
@@ -421,15 +421,15 @@ def refuse_verl_keys(raw: dict[str, Any], source: str) -> None:
     if found:
         lines = [f"  {key}: {advice(*entry)}" for key, entry in found.items()]
         raise ConfigError(
-            f"{source}: keys of verl, which have other names here ({DOCUMENT}):\n"
+            f"{source}: keys of verl, which have different names here ({DOCUMENT}):\n"
             + "\n".join(lines)
         )
 
 
 def advice(ours: str, note: str) -> str:
-    """What to use in place of a key."""
+    """The replacement of a key."""
     if not ours:
-        return f"there is none; {note}"
+        return f"no such key; {note}"
     return f"use {ours}" + (f" ({note})" if note else "")
 
 

@@ -1,6 +1,6 @@
 """The keys of a training run: the tables that belong to `agentenv train` itself.
 
-They stand in the order of the README's picture: data, environment, actors, engine, algorithm,
+They follow the order of the README's picture: data, environment, actors, engine, algorithm,
 queue, learner; then the phases of a run, and what is kept of it.
 """
 
@@ -79,7 +79,7 @@ else:
     AnyEngine = ENGINES.key
 
 
-# What a run starts with. `{run}` in a path stands for the run's directory.
+# The configuration of a run. `{run}` in a path is the run's directory.
 
 
 class DataConfig(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,36 +95,36 @@ class DataConfig(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = ""
     mix: Annotated[
         list[MixPart],
-        Meta(description="files that take turns by weight, [[data.mix]], in place of data.train"),
+        Meta(description="files mixed by weight, [[data.mix]], instead of data.train"),
     ] = field(default_factory=list)
     max_samples: Annotated[int, Meta(ge=0, description="first n rows of data.train; 0: all")] = 0
     curriculum: Annotated[
         CurriculumConfig | None,
-        Meta(description="draw questions by their success, in place of epochs"),
+        Meta(description="draw questions by their success rate instead of in epochs"),
     ] = None
 
     def __post_init__(self) -> None:
         if bool(self.train) == bool(self.mix):
-            raise ConfigError("data: give exactly one of data.train and [[data.mix]]")
+            raise ConfigError("data: set exactly one of data.train and [[data.mix]]")
         if self.mix and self.max_samples:
-            raise ConfigError("data.max_samples: belongs to data.train; give it to the mix's parts")
+            raise ConfigError(
+                "data.max_samples: applies to data.train; set it in the parts of data.mix"
+            )
 
 
 # Environments, by row if need be, and their interpreter, search and grader.
 
 # tables of a run and of a variant, passed to environments that take such a keyword
 PythonTable = Annotated[PythonConfig | None, Meta(description="the Python interpreter")]
-SearchTable = Annotated[SearchConfig | None, Meta(description="search and pages")]
-GraderTable = Annotated[GraderConfig | None, Meta(description="how answers are graded")]
+SearchTable = Annotated[SearchConfig | None, Meta(description="search and web pages")]
+GraderTable = Annotated[GraderConfig | None, Meta(description="grading of answers")]
 TABLES = ("python", "search", "grader")
 
 _Id = Annotated[str, Meta(description="registered environment id", extra=ESSENTIAL)]
-_Kwargs = Annotated[
-    dict[str, Any], Meta(description="keyword arguments of the environment's class")
-]
+_Kwargs = Annotated[dict[str, Any], Meta(description="keyword arguments of the environment class")]
 _Tools = Annotated[
     list[ToolConfig],
-    Meta(description="all tools of an episode, [[env.tools]]; empty: those of the environment"),
+    Meta(description="tools of an episode, [[env.tools]]; empty: those of the environment"),
 ]
 
 
@@ -147,7 +147,7 @@ class EnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     module: Annotated[
         str,
         Meta(
-            description="module to import first, which registers environments of your own",
+            description="module to import first, which registers custom environments",
             extra=ESSENTIAL,
         ),
     ] = "agentenv.envs"
@@ -161,42 +161,45 @@ class EnvConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=0,
-            description="processes in which environments live, for those that compute; 0: they are "
-            "in the process whose rollouts meet them",
+            description="processes for CPU-bound environments; 0: environments live in the process "
+            "of their rollouts",
         ),
     ] = 0
 
 
-# How the policy is sampled, and what lies between actors and learner.
+# Sampling of the policy, and the queue between actors and learner.
 
 
 class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are sampled."""
+    """Sampling of tokens."""
 
-    temperature: Annotated[float, Meta(ge=0, description="0 is greedy; training has 1")] = 1.0
+    temperature: Annotated[float, Meta(ge=0, description="0: greedy; training uses 1")] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1, description="1 is off")] = 1.0
     top_k: Annotated[int, Meta(ge=-1, description="-1 is off")] = -1
     min_p: Annotated[
         float,
-        Meta(ge=0, le=1, description="least share of the likeliest token's probability; 0 is off"),
+        Meta(ge=0, le=1, description="minimum probability relative to the likeliest token; 0: off"),
     ] = 0.0
     repetition_penalty: Annotated[
-        float, Meta(gt=0, description="on tokens of prompt and output; 1 is off")
+        float, Meta(gt=0, description="applies to tokens of prompt and output; 1: off")
     ] = 1.0
     stop: Annotated[
         list[str],
-        Meta(description="strings that end a turn, beside those of the renderer; they stay in it"),
+        Meta(
+            description="strings that end a turn, in addition to those of the renderer; they stay "
+            "in the text"
+        ),
     ] = field(default_factory=list)
     seed: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        Meta(description="seed of every token that is sampled; none: the seed of the run"),
+        Meta(description="seed of token sampling; none: the seed of the run"),
     ] = None
 
     def __post_init__(self) -> None:
         if self.top_k == 0:
-            raise ConfigError("sampling: top_k is -1 (off) or at least 1")
+            raise ConfigError("sampling: top_k must be -1 (off) or at least 1")
         if not all(self.stop):
-            raise ConfigError("sampling: a string of stop is empty")
+            raise ConfigError("sampling: stop contains an empty string")
 
     def params(self) -> SamplingParams:
         return SamplingParams(
@@ -210,7 +213,7 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
 
-# What makes the distribution that is sampled from another one than that of the policy.
+# Keys that make the sampling distribution differ from the policy's.
 OFF = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -229,9 +232,9 @@ class SamplingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             if value != off:
                 raise ConfigError(
                     f"sampling.train: training samples from the policy itself; {name} = {value} "
-                    f"samples from another distribution than the one whose log-probabilities the "
-                    f"learner computes, and nothing corrects for that: leave it at {off}, or set "
-                    f"sampling.eval.{name}"
+                    "samples from a different distribution than the one whose log-probabilities "
+                    f"the learner computes, and nothing corrects for that: leave it at {off}, or "
+                    f"set sampling.eval.{name}"
                 )
 
 
@@ -245,34 +248,34 @@ class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         int,
         Meta(
             ge=0,
-            description="bound on policy versions between starting and training a tree",
+            description="maximum number of policy versions between starting and training a tree",
             extra=ESSENTIAL,
         ),
     ] = 1
     just_in_time: Annotated[
         bool,
         Meta(
-            description="start a tree when the learner is expected to need it, so that finished "
-            "trees do not grow stale while they wait; false: as soon as max_staleness allows"
+            description="start a tree just in time for the learner, so that finished trees do not "
+            "grow stale while they wait; false: as soon as max_staleness allows"
         ),
     ] = True
     equal_groups: Annotated[
         Literal["count", "drop"] | None,
         Meta(
-            description="groups whose returns are all equal: count them in the means over a "
+            description="zero-advantage groups (all returns equal): count them in the means over a "
             "mini-batch and in the number of optimizer steps, as the papers and verl do, or drop "
             "them; default count, with refill they are replaced"
         ),
     ] = None
     refill: Annotated[
         bool,
-        Meta(description="replace trees whose returns are all equal by later ones (DAPO)"),
+        Meta(description="replace zero-advantage trees by later ones (DAPO)"),
     ] = False
     max_rollouts: Annotated[
         int,
         Meta(
             ge=0,
-            description="trees that grow at a time; 0: as many as max_staleness allows, which is "
+            description="trees in flight; 0: as many as max_staleness allows, which is "
             "groups_per_step x (max_staleness + 1)",
         ),
     ] = 0
@@ -282,7 +285,7 @@ class QueueConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long to train: `num_steps` or `num_epochs`, one of them."""
+    """Length of the training: either `num_steps` or `num_epochs`."""
 
     num_steps: Annotated[
         Annotated[int, Meta(ge=0)] | None, Meta(description="updates", extra=ESSENTIAL)
@@ -294,31 +297,33 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_logprob_gap: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(
-            description="warn when engine and learner, or one server of it, differ more on "
-            "average, nats; empty: three times their gap under version 0, where both hold the same "
-            "file, and at least 0.01; where that was not measured, 0.01, and 0.1 in bfloat16"
+            description="warn when the log-probs of engine (or one of its servers) and learner "
+            "differ by more than this on average, nats; empty: three times their gap under version "
+            "0, where both have the same weights, and at least 0.01; if that gap was not measured, "
+            "0.01, and 0.1 in bfloat16"
         ),
     ] = None
     stop_logprob_gap: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(
-            description="end the run when they differ by more on average, nats: then one of them "
-            "computes another model; a wider max_logprob_gap allows it; empty: 0.1, and 0.3 in "
-            "bfloat16, or six times the gap under version 0 where that is more"
+            description="end the run when they differ by more than this on average, nats: one of "
+            "them then computes a different model; a larger max_logprob_gap raises it; empty: 0.1, "
+            "and 0.3 in bfloat16, or six times the gap under version 0 if that is larger"
         ),
     ] = None
     max_untrained_steps: Annotated[
         int,
         Meta(
             ge=0,
-            description="end the run after so many steps in a row in which no tree had a signal, "
-            "since all failed, were masked or had equal returns (also counted ones); 0: never",
+            description="end the run after this many consecutive steps in which no tree had a "
+            "signal, since all failed, were masked or had equal returns (also counted ones); 0: "
+            "never",
         ),
     ] = 10
 
     def __post_init__(self) -> None:
         if (self.num_steps is None) == (self.num_epochs is None):
-            raise ConfigError("train: give exactly one of train.num_steps and train.num_epochs")
+            raise ConfigError("train: set exactly one of train.num_steps and train.num_epochs")
 
     def count_steps(self, num_tasks: int, groups_per_step: int) -> int:
         """Updates of a run; from `num_epochs`, the last incomplete one is dropped."""
@@ -328,8 +333,8 @@ class TrainingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         num_steps = int(self.num_epochs * num_tasks) // groups_per_step
         if num_steps < 1:
             raise ConfigError(
-                f"train.num_epochs = {self.num_epochs} of {num_tasks} questions are less than "
-                f"one step of queue.groups_per_step = {groups_per_step}"
+                f"train.num_epochs = {self.num_epochs} of {num_tasks} questions are less than one "
+                f"step of queue.groups_per_step = {groups_per_step}"
             )
         return num_steps
 
@@ -348,7 +353,7 @@ class EvalSet(RowsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True)
         int,
         Meta(
             ge=0,
-            description="steps between evaluations; 0: only around the phases",
+            description="steps between evaluations; 0: only before and after the phases",
             extra=ESSENTIAL,
         ),
     ] = 0
@@ -367,19 +372,20 @@ class EvalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sets: Annotated[
         dict[str, EvalSet],
         Meta(
-            description="evaluation sets by name, [eval.sets.NAME]; the summary reports the first"
+            description="evaluation sets by name, [eval.sets.NAME]; the summary reports the first "
+            "one"
         ),
     ] = field(default_factory=dict)
     concurrency: Annotated[int, Meta(ge=1, description="questions in flight")] = 256
     timeout_s: Annotated[
         float,
-        Meta(gt=0, description="deadline of one evaluation; a longer one is a gap in the curve"),
+        Meta(gt=0, description="deadline of one evaluation; beyond it the curve has a gap"),
     ] = 7200.0
     engine: Annotated[
         AnyEngine | None,
         Meta(
-            description="an engine of its own, on which evaluations of single steps overlap the "
-            "training; none: the policy's engine, and updates wait for them"
+            description="separate engine on which evaluations overlap the training; none: the "
+            "policy's engine, and updates wait for evaluations"
         ),
     ] = None
 
@@ -388,14 +394,14 @@ MAX_TRAJECTORY_BYTES = 500e6  # of RUN/trajectories, after which no more are wri
 
 
 class LogConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is written beside the metrics."""
+    """Records besides the metrics."""
 
     trajectories: Annotated[
         bool, Meta(description="write every trajectory of each training step as JSONL")
     ] = True
     level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        Meta(description="what of the parts' own messages goes into run.log, and what is graver"),
+        Meta(description="minimum level of messages in run.log"),
     ] = "warning"
 
 
@@ -421,14 +427,14 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     algorithm: Annotated[AnyAlgorithm, Meta(extra=ESSENTIAL)]
     queue: QueueConfig = QueueConfig()
     cluster: Annotated[
-        ClusterConfig, Meta(description="where rollouts grow, by its kind (docs/clusters.md)")
+        ClusterConfig, Meta(description="where rollouts run, by kind (docs/clusters.md)")
     ] = LocalCluster()
     learner: LearnerConfig = LearnerConfig()
     resources: ResourcesConfig = ResourcesConfig()
     sft: SFTConfig | None = None
     train: TrainingConfig
     self_critic: Annotated[
-        SelfCriticConfig | None, Meta(description="DPO on own answers between updates")
+        SelfCriticConfig | None, Meta(description="DPO on the policy's own answers between updates")
     ] = None
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -447,7 +453,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             key = "queue.refill" if self.queue.refill else f"algorithm.name = {self.algorithm_name}"
             raise ConfigError(
                 f'queue.equal_groups = "count": {key} replaces groups of equal returns by later '
-                "ones, so that none is left to count; leave one of them out"
+                "ones, so that none is left to count; remove one of the two"
             )
         given = (("sft", self.sft), ("self_critic", self.self_critic))
         parts = {key: part.optimizer for key, part in given if part is not None}
@@ -495,6 +501,6 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         if self.refills or self.counts_equal_groups or not names:
             return ""
         return (
-            f'queue.equal_groups = "drop" leaves groups of equal returns out of '
+            f'queue.equal_groups = "drop" excludes groups of equal returns from '
             f'{" and ".join(names)} too, unlike the papers; "count" does not'
         )

@@ -31,19 +31,24 @@ Format = Literal["auto", "sharegpt", "messages", "alpaca", "turns"]
 
 
 class ChatColumns(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a row keeps its dialogue. The names are those of LLaMA-Factory's dataset_info.json."""
+    """Columns of a dialogue in a row. The names are those of LLaMA-Factory's dataset_info.json."""
 
     messages: Annotated[
-        str, Meta(description="list of messages; empty: conversations, messages or prompt")
+        str,
+        Meta(
+            description="column of the list of messages; empty: conversations, messages or prompt"
+        ),
     ] = ""
-    system: Annotated[str, Meta(description="system prompt, if the row has it")] = "system"
+    system: Annotated[str, Meta(description="column of the system prompt, if the row has one")] = (
+        "system"
+    )
     tools: Annotated[
-        str, Meta(description="schemas of the tools, as JSON or as a list, if the row has it")
+        str, Meta(description="column of the tool schemas, as JSON or a list, if the row has one")
     ] = "tools"
     chosen: Annotated[str, Meta(description="the better answer of a preference")] = "chosen"
     rejected: Annotated[str, Meta(description="the worse answer of a preference")] = "rejected"
     prompt: Annotated[str, Meta(description="alpaca: the instruction")] = "instruction"
-    query: Annotated[str, Meta(description="alpaca: what is added to the instruction")] = "input"
+    query: Annotated[str, Meta(description="alpaca: the input of the instruction")] = "input"
     response: Annotated[str, Meta(description="alpaca: the answer")] = "output"
     history: Annotated[str, Meta(description="alpaca: pairs of earlier turns")] = "history"
 
@@ -59,27 +64,28 @@ class ChatDataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     train: Annotated[
         str | list[str],
         Meta(
-            description="rows to learn from: a JSONL, JSON, CSV, parquet or Arrow file, a folder, "
-            "a pattern, or a list of them; with data.dataset_info names of datasets in it",
+            description="training rows: a JSONL, JSON, CSV, parquet or Arrow file, a folder, a "
+            "pattern, or a list of them; with data.dataset_info, names of its datasets",
             extra=PATH | ESSENTIAL,
         ),
     ]
     eval: Annotated[
         str | list[str],
-        Meta(description="rows that measure, given as data.train is", extra=PATH | ESSENTIAL),
+        Meta(description="held-out rows, in the form of data.train", extra=PATH | ESSENTIAL),
     ] = ""
     eval_split: Annotated[
         float,
         Meta(
             ge=0,
-            description="hold out this part of data.train, drawn by run.seed; from 1 on: so many "
-            "rows",
+            description="hold out this fraction of data.train, drawn by run.seed; from 1 on: a "
+            "number of rows",
         ),
     ] = 0.0
     dataset_info: Annotated[
         str,
         Meta(
-            description="LLaMA-Factory's dataset_info.json; files are sought beside it", extra=PATH
+            description="LLaMA-Factory's dataset_info.json; its files are looked up next to it",
+            extra=PATH,
         ),
     ] = ""
     format: Annotated[
@@ -92,18 +98,18 @@ class ChatDataConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     columns: ChatColumns = ChatColumns()
     max_samples: Annotated[int, Meta(ge=0, description="first n rows of data.train; 0: all")] = 0
     skip_bad_rows: Annotated[
-        bool, Meta(description="leave out bad rows and list them, instead of refusing the file")
+        bool, Meta(description="skip and list invalid rows instead of rejecting the file")
     ] = False
     max_length: MaxLength = 15_000
     overlong: Annotated[
         Literal["cut", "skip", "error"],
-        Meta(description="a longer sequence loses its end, is left out, or is refused"),
+        Meta(description="a longer sequence is truncated, skipped, or rejected"),
     ] = "cut"
     compat: Annotated[
         Literal["", "reference"],
         Meta(
-            description="'reference' trains tool results that stand within an answer, as the "
-            "released recipes do, and keeps the backspace byte in \\boxed; empty: masks them"
+            description="'reference' trains tool results within an answer, as the released recipes "
+            "do, and keeps the backspace byte in \\boxed; empty: masks them"
         ),
     ] = ""
 
@@ -128,7 +134,7 @@ class SupervisedLearnerConfig(LearnerConfig, frozen=True, kw_only=True, forbid_u
         plain = LearnerConfig()
         for name in ONLY_RL:
             if getattr(self, name) != getattr(plain, name):
-                raise ConfigError(f"learner.{name}: only reinforcement learning reads it")
+                raise ConfigError(f"learner.{name}: only used by reinforcement learning")
 
 
 class LoopConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -143,13 +149,14 @@ class LoopConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = 8
     gradient_accumulation: Annotated[
-        int, Meta(ge=1, description="batches of an optimizer step; the mean is over all of them")
+        int,
+        Meta(ge=1, description="batches per optimizer step; the loss is the mean over all of them"),
     ] = 2
     num_steps: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="steps")] = None
     num_epochs: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(
-            description="passes over the rows, in place of num_steps; 3 if neither is given",
+            description="passes over the rows, instead of num_steps; 3 if neither is set",
             extra=ESSENTIAL,
         ),
     ] = None
@@ -159,7 +166,7 @@ class LoopConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.num_steps is not None and self.num_epochs is not None:
-            raise ConfigError("num_steps and num_epochs: give one of them")
+            raise ConfigError("num_steps and num_epochs: set only one of them")
 
     def count_steps(self, num_rows: int) -> int:
         """Optimizer steps of the run; the last one of an epoch may hold fewer rows."""
@@ -182,8 +189,8 @@ class SFTLoopConfig(LoopConfig, frozen=True, kw_only=True, forbid_unknown_fields
     packing: Annotated[
         bool,
         Meta(
-            description="a row of a batch is filled with sequences up to data.max_length, which do "
-            "not see each other; false: a row is one sequence (neither way is padded)"
+            description="pack sequences into a batch row up to data.max_length, without attention "
+            "between them; false: one sequence per row (neither way is padded)"
         ),
     ] = False
 
@@ -192,12 +199,12 @@ class KeepingConfig(SavingConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     """Checkpoints of a supervised run."""
 
     keep_best: Annotated[
-        bool, Meta(description="keep the one with the lowest loss on data.eval as well")
+        bool, Meta(description="also keep the checkpoint with the lowest loss on data.eval")
     ] = False
 
 
 class SupervisedRunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `agentenv sft` and `agentenv dpo` both read."""
+    """The common keys of `agentenv sft` and `agentenv dpo`."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig
@@ -210,11 +217,9 @@ class SupervisedRunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         if self.data.eval and self.data.eval_split:
-            raise ConfigError("data.eval and data.eval_split: give one of them")
+            raise ConfigError("data.eval and data.eval_split: set only one of them")
         if self.checkpoint.keep_best and not (self.data.eval or self.data.eval_split):
-            raise ConfigError(
-                "checkpoint.keep_best: needs rows that measure: data.eval or eval_split"
-            )
+            raise ConfigError("checkpoint.keep_best: needs held-out rows: data.eval or eval_split")
 
     @property
     def loop(self) -> LoopConfig:
@@ -232,7 +237,9 @@ class SFTRunConfig(SupervisedRunConfig, frozen=True, kw_only=True, forbid_unknow
         return self.sft
 
 
-Beta = Annotated[float, Meta(gt=0, description="weight of staying near the reference policy")]
+Beta = Annotated[
+    float, Meta(gt=0, description="strength of the constraint to the reference policy")
+]
 
 
 class PairDataConfig(ChatDataConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -247,7 +254,7 @@ class DPOLoopConfig(LoopConfig, frozen=True, kw_only=True, forbid_unknown_fields
     beta: Beta = 0.1
     tuning: Annotated[
         Literal["lora", "full"],
-        Meta(description="train adapters (learner.lora, r = 8 unless given), or all weights"),
+        Meta(description="train adapters (learner.lora, r = 8 by default), or all weights"),
     ] = "lora"
 
 
@@ -261,7 +268,7 @@ class DPOLearnerConfig(
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.router_loss:
-            raise ConfigError("learner.router_loss: preferences are trained without it; expected 0")
+            raise ConfigError("learner.router_loss: not supported with preferences; expected 0")
 
 
 class DPORunConfig(SupervisedRunConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -275,7 +282,7 @@ class DPORunConfig(SupervisedRunConfig, frozen=True, kw_only=True, forbid_unknow
         super().__post_init__()
         if self.dpo.tuning == "full":
             if self.learner.lora is not None:
-                raise ConfigError("dpo.tuning = full and learner.lora: give one of them")
+                raise ConfigError("dpo.tuning = full and learner.lora: set only one of them")
         elif self.learner.lora is None:
             lora = LoRAConfig(r=8, alpha=16)
             force_setattr(self, "learner", replace(self.learner, lora=lora))
@@ -291,13 +298,14 @@ class SFTStage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rows: Annotated[
         str, Meta(description="use the rows whose key 'stage' has this value; empty: all")
     ] = ""
-    num_steps: Annotated[int, Meta(ge=1, description="optimizer steps, at most")]
+    num_steps: Annotated[int, Meta(ge=1, description="maximum number of optimizer steps")]
     until_gate: Annotated[
         bool, Meta(description="end the stage as soon as every kind of question passes the gate")
     ] = False
-    batch_size: Annotated[int, Meta(ge=1, description="demonstrations a step")] = 8
+    batch_size: Annotated[int, Meta(ge=1, description="demonstrations per step")] = 8
     lr_scale: Annotated[
-        tuple[float, float], Meta(description="factor on both rates, from first to last step")
+        tuple[float, float],
+        Meta(description="factor on both learning rates, from first to last step"),
     ] = (1.0, 1.0)
 
 
@@ -334,18 +342,21 @@ class SelfCriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     every: Annotated[int, Meta(ge=1, description="updates between two rounds")] = 20
     num_questions: Annotated[
-        int, Meta(ge=1, description="training questions of a round, drawn at random")
+        int, Meta(ge=1, description="training questions per round, drawn at random")
     ] = 32
-    num_samples: Annotated[int, Meta(ge=2, description="answers a question")] = 8
+    num_samples: Annotated[int, Meta(ge=2, description="answers per question")] = 8
     threshold: Annotated[
-        float, Meta(description="answers with at least this reward are chosen, others rejected")
+        float, Meta(description="reward from which an answer is chosen; others are rejected")
     ] = 1.0
     beta: Annotated[
-        float, Meta(gt=0, description="weight of staying near the policy before the round")
+        float, Meta(gt=0, description="strength of the constraint to the policy before the round")
     ] = 0.1
-    batch_size: Annotated[int, Meta(ge=1, description="pairs an optimizer step")] = 16
+    batch_size: Annotated[int, Meta(ge=1, description="pairs per optimizer step")] = 16
     num_epochs: Annotated[int, Meta(ge=1, description="passes over the pairs of a round")] = 1
     optimizer: Annotated[
         OptimizerConfig,
-        Meta(description="optimizer of a round, new for each; that of the updates keeps its state"),
+        Meta(
+            description="optimizer of a round, created anew for each; the optimizer of the updates "
+            "keeps its state"
+        ),
     ] = OptimizerConfig(optimizer="adamw", learning_rate=5e-6, weight_decay=0.0)

@@ -1,2 +1,3 @@
-"""What a run would start and whether it fits (`--dry-run`); what a machine and a configuration lack
-(`agentenv doctor`)."""
+"""Resource plan of a run (`--dry-run`), and checks of a machine and a configuration (`agentenv
+doctor`).
+"""

@@ -96,17 +96,17 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 nothing failed, 1 something did, 2 bad arguments."""
     parser = Parser(
         prog="agentenv doctor audit",
-        description="Grade the archived trajectories of a training run again, against their golds "
-        "and against changed ones, and look for jumps of reward.",
+        description="Regrade the archived trajectories of a training run, against their gold "
+        "answers and against changed ones, and look for jumps in reward.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="its folder, with trees/")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, with trees/")
     parser.add_argument(
         "--max-trees", type=int, default=100, metavar="N", help="trees to grade (default: 100)"
     )
-    parser.add_argument("--json", action="store_true", help="the results as JSON")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     arguments = parser.parse_args(argv)
     if arguments.max_trees < 1:
-        parser.error("--max-trees is at least 1")
+        parser.error("--max-trees must be at least 1")
     view = View()
     return to_its_end(
         lambda: run_until_done(_run(arguments, view), view), view, writing="the audit"
@@ -132,7 +132,7 @@ async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]
     config, steps = read_config(run), readable_steps(run / ARCHIVE, logger.warning)
     if not any(step.entries for step in steps):
         raise DataError(
-            f"{run / ARCHIVE} holds no trees; archive.max_gb = 0 keeps none, and runs of older "
+            f"{run / ARCHIVE} contains no trees; archive.max_gb = 0 keeps none, and runs of older "
             "versions have none"
         )
     async with AsyncExitStack() as stack:
@@ -144,9 +144,9 @@ async def audit(run: Path, max_trees: int) -> tuple[list[CheckResult], list[str]
             for one in await regrader.grade(step, entry)
         ]
         checks = [
-            Check("graded again", "measured", (), equal_rewards),
+            Check("regraded", "measured", (), equal_rewards),
             Check("changed golds", "measured", (), regrader.changed_golds),
-            Check("second guess", "measured", (), regrader.second_guess),
+            Check("second candidate", "measured", (), regrader.second_guess),
         ]
         results = [one async for one in Runner().run(checks, again)]
     jumps = Check("jumps of reward", "measured", (), no_jumps)
@@ -192,8 +192,8 @@ class Regrader:
         """Of the run in this folder."""
         if config.roles:
             raise ConfigError(
-                "roles: the graders of this run ask models that it has started; start them with "
-                "agentenv serve and give their URLs, or audit without a judge"
+                "roles: the graders of this run use models that the run started; start them with "
+                "agentenv serve and set their URLs, or audit without a judge"
             )
         model = find_checkpoint(run)
         tokenizer = await in_thread(load_tokenizer, model, False)
@@ -232,7 +232,7 @@ class Regrader:
             return None, str(error)
 
     async def second_guess(self, again: Sequence[Graded]) -> str:
-        """What was right is wrong beside another answer, whichever comes first."""
+        """A correct answer becomes wrong next to another answer, in either order."""
         right = [one for one in again if one.again is not None and one.again.success]
         golds = list(dict.fromkeys(one.task.answers[0] for one in again if one.task.answers))
         asked: list[Guess] = []
@@ -244,16 +244,15 @@ class Regrader:
             paid += [f"{place}: {guess.text!r}" for guess in guesses if guess.is_paid]
         if not asked:
             raise Skip(
-                "no right trajectory has an answer beside which another one, wrong by itself, "
-                "could be put"
+                "no correct trajectory has an answer to which a second, wrong one could be added"
             )
         if paid:
             fail(
-                f"{len(paid)} of {len(asked)} answers that name a second candidate beside the "
-                f"right one are graded right ({', '.join(paid[:NUM_SHOWN])})",
+                f"{len(paid)} of {len(asked)} answers that name a second candidate besides the "
+                f"correct one are graded as correct ({', '.join(paid[:NUM_SHOWN])})",
                 remedy(asked),
             )
-        return f"{len(asked)} answers with a second candidate are graded wrong"
+        return f"{len(asked)} answers with a second candidate are graded as wrong"
 
     async def _guesses(self, one: Graded, golds: Sequence[str]) -> list[Guess]:
         """Its last message with two candidates where its answer was."""
@@ -276,10 +275,10 @@ class Regrader:
         return await guess_twice(is_right, answer, one.task.answers, candidates)
 
     async def changed_golds(self, again: Sequence[Graded]) -> str:
-        """What was right is wrong against another gold."""
+        """A correct answer becomes wrong against another gold."""
         right = [one for one in again if one.again is not None and one.again.success]
         if not right:
-            raise Skip("no trajectory is right")
+            raise Skip("no trajectory is correct")
         tasks = list({one.task.id: one.task for one in again if one.task.answers}.values())
         num_asked, still = 0, []
         for one in right:
@@ -291,14 +290,14 @@ class Regrader:
             if grade is not None and grade.success:
                 still.append(f"tree {one.tree}, branch {one.branch}: {task.answers[0]!r}")
         if not num_asked:
-            raise Skip("no right trajectory has a gold that could be changed")
+            raise Skip("no correct trajectory has a gold answer that could be changed")
         if still:
             fail(
-                f"{len(still)} of {num_asked} right trajectories are right against another gold "
-                f"too ({', '.join(still[:NUM_SHOWN])})",
-                "the grader rewards what does not depend on the gold: choose a stricter one",
+                f"{len(still)} of {num_asked} correct trajectories are also correct against a "
+                f"different gold answer too ({', '.join(still[:NUM_SHOWN])})",
+                "the grader rewards answers regardless of the gold answer: choose a stricter one",
             )
-        return f"{num_asked} right trajectories are wrong against others"
+        return f"{num_asked} correct trajectories are wrong against other gold answers"
 
 
 def with_another_gold(task: Task, tasks: Sequence[Task]) -> Task | None:
@@ -345,10 +344,9 @@ async def equal_rewards(again: Sequence[Graded]) -> str:
     if wrong:
         fail(
             f"{len(wrong)} of {len(again)} rewards differ ({', '.join(wrong[:NUM_SHOWN])})",
-            "the grader, its keys or what it asks have changed since, or it does not give equal "
-            "answers equal rewards",
+            "the grader, its keys or its services have changed since, or it is not deterministic",
         )
-    return f"{len(again)} trajectories have the rewards that they had"
+    return f"{len(again)} trajectories keep their rewards"
 
 
 # Jumps.
@@ -381,10 +379,10 @@ async def no_jumps(steps: Sequence[Step]) -> str:
     if jumps:
         fail(
             ", ".join(jumps),
-            "read the samples below: has the policy found the task, or a hole in its grader? The "
+            "read the samples below: did the policy learn the task, or exploit its grader? The "
             "rest is in trajectories/",
         )
-    return f"{len(steps)} steps, none far from those before it"
+    return f"{len(steps)} steps, none with a jump"
 
 
 def samples_of(jump: Jump, steps: Sequence[Step], codec: TextCodec) -> Iterator[str]:

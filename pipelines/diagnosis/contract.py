@@ -1,5 +1,6 @@
-"""Whether the parts of a run keep their promises: policy, renderer, engine and learner agree;
-environments, tools and graders keep their contract; services answer."""
+"""Contract checks of a run's parts: policy, renderer, engine and learner agree; environments, tools
+and graders conform; services answer.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ ARGUMENT = "1"
 
 
 async def calls(assembly: TrainingAssembly) -> str:
-    """What a policy writes to call each tool comes back from the parser as that call."""
+    """The parser returns the call that the renderer writes for each tool."""
     renderers, episodes = await assembly.renderers(), await assembly.episodes()
     renderer, (messages, info) = renderers[TRAINED], episodes[TRAINED]
     tools = info.get("tools", ())
@@ -59,8 +60,8 @@ def refuse_lost_call(
     if list(found) != [wanted]:
         got = ", ".join(f"{one.name}({one.arguments})" for one in found) or "no call"
         raise ConfigError(
-            f"the tool {name!r}: what calls it, {text!r}, comes back as {got}; choose another "
-            "renderer.name, renderer.style or name of the tool"
+            f"the tool {name!r}: its call {text!r} is parsed as {got}; choose another "
+            "renderer.name, renderer.style or tool name"
         )
 
 
@@ -106,8 +107,8 @@ def check_special(renderer: Renderer, tools: ToolSchemas, texts: Sequence[str]) 
         frame = of("before  after")[1]
         if number > harmless or read.count(text) > frame.count(text):
             raise ConfigError(
-                f"a tool that writes {text!r} writes a token or tag of the protocol; this is a bug "
-                "of the renderer: report it, with the name of the tokenizer"
+                f"the tool result {text!r} becomes a token or tag of the protocol; this is a bug "
+                "of the renderer: report it with the name of the tokenizer"
             )
 
 
@@ -136,20 +137,21 @@ async def parity(assembly: TrainingAssembly) -> str:
     if isinstance(config.engine, ScriptedConfig):
         raise Skip("the scripted engine has no model")
     if config.resources.in_turn:
-        raise Skip("engine and learner have their GPUs in turn; the run checks its first publish")
+        raise Skip("engine and learner alternate on their GPUs; the run checks its first publish")
     learner, engine = await assembly.learner_and_engine()
     probe = ParityProbe(engine, learner, await assembly.probe_prompts())
     probe.start()
     gap = await probe.finish()
     if gap is None:
-        raise Skip("the engine gave no answer in time")
+        raise Skip("the engine did not answer in time")
     message = f"{gap.mean:.2g} nats on average, at most {gap.max:.2g}, over {gap.num_tokens} tokens"
     in_float32 = await in_thread(computes_in_float32, config)
     allowed, stop = gap_limits(config.train, in_float32)
     if gap.worst_mean > stop:
         raise ConfigError(
             f"{gap.worst or 'the engine'} and the learner disagree by {message}, more than "
-            f"train.stop_logprob_gap = {stop:g}; look for another dtype, quantization or model path"
+            f"train.stop_logprob_gap = {stop:g}; check for a different dtype, quantization or "
+            "model path"
         )
     if gap.worst_mean > allowed:
         message += f" (beyond train.max_logprob_gap = {allowed:g}: the run will warn)"
@@ -177,7 +179,7 @@ async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
     """Raises ConfigError for a grader that misjudges answers."""
     rows = distinct(tasks)
     if len(rows) < 2:
-        raise Skip("there are no two rows with different answers")
+        raise Skip("no two rows have different answers")
     env = make_env(rows[0])
     try:
         grader: Grader | None = getattr(env, "grader", None)
@@ -188,13 +190,14 @@ async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
             gold = task.answers[0]
             if not await is_right(grader, task, gold):
                 raise ConfigError(
-                    f"row {task.id}: the grader finds its own gold {gold!r} wrong; is the gold of "
-                    "the form that the grader reads, grader.kind the one for such answers?"
+                    f"row {task.id}: the grader grades its own gold answer {gold!r} as wrong; does "
+                    "the gold answer have the form that the grader reads, and does grader.kind fit "
+                    "such answers?"
                 )
             if await is_right(grader, task, other.answers[0]):
                 raise ConfigError(
-                    f"row {task.id}: the grader finds {other.answers[0]!r}, the gold of row "
-                    f"{other.id}, right, though {gold!r} is; whatever is answered earns a reward: "
+                    f"row {task.id}: the grader grades {other.answers[0]!r}, the gold answer of "
+                    f"row {other.id}, as correct instead of {gold!r}; any answer earns a reward: "
                     "choose a stricter grader"
                 )
         await refuse_two_guesses(grader, rows)
@@ -203,14 +206,15 @@ async def check_grader_sanity(make_env: EnvMaker, tasks: Sequence[Task]) -> str:
             for spelled in respelled(gold):
                 if not await is_right(grader, task, spelled):
                     raise ConfigError(
-                        f"row {task.id}: the grader finds its gold {gold!r}, spelled {spelled!r}, "
-                        "wrong; right answers in another form earn nothing: "
+                        f"row {task.id}: the grader grades its gold answer {gold!r}, written as "
+                        f"{spelled!r}, as wrong; correct answers in another form earn nothing: "
                         f"{_more_lenient(grader)}"
                     )
     finally:
         await env.close()
     return (
-        f"{len(rows)} golds right, shuffled ones and two in one answer wrong, respelled ones right"
+        f"{len(rows)} gold answers correct, shuffled ones and two in one answer wrong, reformatted "
+        "ones correct"
     )
 
 
@@ -226,7 +230,8 @@ async def refuse_two_guesses(grader: Grader, rows: Sequence[Task]) -> None:
             shown = " and ".join(map(repr, paid[:2])).replace("; ", ";")  # "; " begins a remedy
             raise ConfigError(
                 f"row {task.id}: {len(paid)} of {len(guesses)} answers that name a second "
-                f"candidate beside the gold are graded right, such as {shown}; {remedy(guesses)}"
+                f"candidate besides the gold answer are graded as correct, such as {shown}; "
+                f"{remedy(guesses)}"
             )
 
 
@@ -265,9 +270,7 @@ async def is_right(grader: Grader, task: Task, answer: str) -> bool:
     try:
         grade = await graded(grader, task, [Message("assistant", text)], {})
     except (GraderError, CrashError) as error:
-        raise ConfigError(
-            f"row {task.id}: the grader gives no verdict on {answer!r}: {error}"
-        ) from error
+        raise ConfigError(f"row {task.id}: the grader cannot grade {answer!r}: {error}") from error
     if not math.isfinite(grade.reward):
         raise ConfigError(f"row {task.id}: the reward of {answer!r} is {grade.reward}")
     return grade.success
@@ -289,11 +292,11 @@ async def services(assembly: TrainingAssembly) -> str:
         hits = await within(SERVICE_S, "the search service", _one_search(backend))
     except (InfraError, StallError, EnvError) as error:
         raise ConfigError(
-            f"one search failed: {error}; look at key, quota and network of the search service"
+            f"a search failed: {error}; check key, quota and network of the search service"
         ) from error
     finally:
         await backend.close()
-    return f"one search gave {hits} results"
+    return f"a search returned {hits} results"
 
 
 async def _one_search(backend: object) -> int:
@@ -363,11 +366,11 @@ def _kind(text: str) -> str:
 
 
 def remedy(guesses: Sequence[Guess]) -> str:
-    """What to do about a grader that pays for some of these guesses."""
+    """The remedy for a grader that rewards some of these guesses."""
     orders = {one.right_first for one in guesses if one.is_paid}
     if len(orders) == 2:
-        found = "it pays for guessing twice, which a policy learns"
+        found = "it rewards guessing twice, which a policy learns"
     else:
         place = "first" if orders == {True} else "last"
-        found = f"of two candidates it reads the {place} alone, so that the answer need not be one"
-    return f'{found}: let it refuse an answer with two candidates, as kind = "layered" does'
+        found = f"of two candidates it reads only the {place}, so that an answer may list several"
+    return f'{found}: reject answers with two candidates, as kind = "layered" does'

@@ -1,5 +1,6 @@
-"""The doctor: all checks of this machine and of a configuration, one after the other; and those of
-the machine: versions, memory, disk, descriptors, sandbox, and whether a configuration fits it."""
+"""The doctor: runs all checks of a configuration and of this machine: versions, memory, disk,
+descriptors, sandbox, and whether the configuration fits.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import importlib.metadata
 import resource
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -43,11 +44,13 @@ async def examine(
     is_offline: bool,
     is_quick: bool,
     say: Say,
+    on_begin: Callable[[str], None] = lambda name: None,
 ) -> AsyncIterator[CheckResult]:
-    """The result of every check, one after the other. The set-up of a run is run in a folder that
-    is removed afterwards. Raises ConfigError for overrides without a configuration."""
+    """The result of every check, one after the other; `on_begin` is called with the name of each.
+    The set-up of a run is run in a folder that is removed afterwards. Raises ConfigError for
+    overrides without a configuration."""
     if path is None and overrides:
-        raise ConfigError(f"{overrides[0]!r}: keys belong to --config CONFIG")
+        raise ConfigError(f"{overrides[0]!r}: keys require --config CONFIG")
     runner, config = Runner(CHECK_S), None
     result = CheckResult("configuration", "passed")
     if path is not None:
@@ -58,6 +61,7 @@ async def examine(
     folder = Path((RunConfig() if config is None else config.run).dir)
     for check in [one for one in CHECKS if one.stage == "machine"]:
         if not (check.slow and is_quick):
+            on_begin(check.name)
             async for one in runner.run([check], folder):
                 yield one
     if path is not None:
@@ -69,11 +73,12 @@ async def examine(
             assembly = TrainingAssembly(config, Path(place), None, stack, say)
             for check in select(config, "configuration", "measured"):
                 if check.asks and is_offline:
-                    yield CheckResult(check.name, "skipped", "--offline asks nobody")
+                    yield CheckResult(check.name, "skipped", "--offline sends no requests")
                 elif check.slow and is_quick:
                     why = "--quick starts neither learner nor engine"
                     yield CheckResult(check.name, "skipped", why)
                 else:
+                    on_begin(check.name)
                     async for one in runner.run([check], assembly):
                         yield one
 
@@ -82,9 +87,9 @@ def _refuse_others(raw: Tree, source: str) -> None:
     """Raises ConfigError for a configuration of another command, with what checks it."""
     if "sets" in raw and not {"algorithm", "train"} & raw.keys():
         raise ConfigError(
-            f"{source} is a configuration of agentenv evaluate, which does not say whom to "
-            f"ask; agentenv evaluate SUBJECT --config {source} --dry-run checks whether all of "
-            "it is there, and doctor.py without --config the machine"
+            f"{source} is a configuration of agentenv evaluate, which does not name its subject; "
+            f"agentenv evaluate SUBJECT --config {source} --dry-run checks that all its parts "
+            "exist, and agentenv doctor without --config checks the machine"
         )
     refuse_verl_keys(raw, source)
 
@@ -116,11 +121,13 @@ RUNGS: tuple[Rung, ...] = ("namespaces", "landlock")  # of the sandbox
 
 
 async def packages(folder: Path) -> str:
-    """What the distribution asks for is installed, in the versions that it asks for."""
+    """The requirements of the distribution are installed in matching versions."""
     try:
         asked = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
-        raise Skip("agentenv is not installed as a package, so it names no versions") from None
+        raise Skip(
+            "agentenv is not installed as a package, so that required versions are unknown"
+        ) from None
     problems, found = [], []
     for one in map(Requirement, asked):
         if one.marker is not None and not one.marker.evaluate({"extra": NEEDED}):
@@ -131,7 +138,7 @@ async def packages(folder: Path) -> str:
             problems.append(f"{one.name} is not installed ({one.specifier or 'any version'})")
             continue
         if not one.specifier.contains(version, prereleases=True):
-            problems.append(f"{one.name} {version} is installed, {one.specifier} is asked for")
+            problems.append(f"{one.name} {version} is installed, {one.specifier} is required")
         elif one.name in ("torch", "transformers", "deepspeed"):
             found.append(f"{one.name} {version}")
     if problems:
@@ -145,7 +152,7 @@ async def memory(folder: Path) -> str:
     message = f"{found.available / GIB:.1f} of {found.total / GIB:.1f} GiB are free"
     if found.available < LEAST_MEMORY / 2:
         raise ConfigError(
-            f"{message}, {LEAST_MEMORY / 2 / GIB:g} are the least; end other processes"
+            f"{message}, at least {LEAST_MEMORY / 2 / GIB:g} are needed; end other processes"
         )
     return message
 
@@ -157,7 +164,8 @@ async def disk(folder: Path) -> str:
     message = f"{free / GIB:.1f} GiB are free at {place}"
     if free < LEAST_DISK:
         raise ConfigError(
-            f"{message}, {LEAST_DISK / GIB:g} are the least; free some, or set another run.dir=DIR"
+            f"{message}, at least {LEAST_DISK / GIB:g} are needed; free some space, or set another "
+            "run.dir=DIR"
         )
     return message
 
@@ -168,8 +176,9 @@ async def descriptors(folder: Path) -> str:
     allowed = allowed_files()
     if allowed < LEAST_FILES:
         raise ConfigError(
-            f"a process may open {allowed} files and connections, {LEAST_FILES} are the least; "
-            "raise the hard limit (ulimit -Hn, /etc/security/limits.conf, LimitNOFILE of systemd)"
+            f"a process may open {allowed} files and connections, at least {LEAST_FILES} are "
+            "needed; raise the hard limit (ulimit -Hn, /etc/security/limits.conf, LimitNOFILE of "
+            "systemd)"
         )
     return f"up to {allowed} files and connections"
 
@@ -194,14 +203,14 @@ async def sandbox(folder: Path) -> str:
             await one.close()
     if not offered:
         raise ConfigError(
-            f"no rung of the sandbox stops every escape here ({' | '.join(lacking)}); install "
-            "bubblewrap, or a kernel with Landlock; without one the Python tool is refused unless "
-            "python.allow_unsafe = true"
+            f"no level of the sandbox stops every escape on this machine ({' | '.join(lacking)}); "
+            "install bubblewrap, or a kernel with Landlock; without one the Python tool is "
+            "rejected unless python.allow_unsafe = true"
         )
-    return f"{', '.join(offered)}: every escape that is tried before a run stopped"
+    return f"{', '.join(offered)}: every tested escape was stopped"
 
 
-# What a configuration takes of the machine.
+# The resources that a configuration needs.
 
 
 async def checkpoints(assembly: TrainingAssembly) -> str:
@@ -210,7 +219,7 @@ async def checkpoints(assembly: TrainingAssembly) -> str:
     try:
         shape = shape_of(read_model_config(model), model)
     except ConfigError as error:
-        raise Skip(f"the size of a checkpoint is not known: {error}") from error
+        raise Skip(f"the size of a checkpoint is unknown: {error}") from error
     number, files = files_of(config)
     reference = config.algorithm.needs_reference
     needed = number * checkpoint_bytes(shape, config.learner, has_reference=reference)
@@ -218,13 +227,13 @@ async def checkpoints(assembly: TrainingAssembly) -> str:
     place = existing(Path(config.run.dir))
     free = shutil.disk_usage(place).free
     message = (
-        f"{number} checkpoints take {needed / GIB:.2g} GiB, trees and samples "
-        f"at most {bounds / GIB:.2g}; {free / GIB:.3g} are free at {place}"
+        f"{number} checkpoints take {needed / GIB:.2g} GiB, trees and samples at most "
+        f"{bounds / GIB:.2g}; {free / GIB:.3g} are free at {place}"
     )
     if needed > free:
         raise ConfigError(
-            f"{message}; free some, lower checkpoint.keep_last, or choose another place with "
-            "run.dir=DIR"
+            f"{message}; free some space, lower checkpoint.keep_last, or choose another location "
+            "with run.dir=DIR"
         )
     if needed + bounds > free:
         message += ": lower archive.max_gb for a long run"

@@ -1,5 +1,4 @@
-"""--dry-run: print what a run would be, read what is here of its data, and refuse what would not
-work. Nothing is started."""
+"""--dry-run: print the plan of a run, check its available data, reject errors; starts nothing."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ from agentenv.pipelines.supervised.dialogues import registered_files
 from agentenv.pipelines.workers import DRAIN_VARIABLE, WAIT_VARIABLE
 from agentenv.supervisor import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
-# What a configuration reads and is not there: files, folders, keys, environments of engines.
+# Missing inputs of a configuration: files, folders, keys, environments of engines.
 
 Resolve = Callable[[str], Path]
 
@@ -109,7 +108,7 @@ def _not_cached(config: AnyRun) -> Iterator[str]:
         except DataError as error:
             raise DataError(f"{key}: {error}") from error
         if found is None and hub_id(text) is not None:
-            yield f"{key} = {text}: no such path; the run looks for this {kind} on the hub"
+            yield f"{key} = {text}: no such path; the run will look up this {kind} on the hub"
 
 
 def _missing_parts(config: AnyRun) -> Iterator[str]:
@@ -132,15 +131,15 @@ def _missing_parts(config: AnyRun) -> Iterator[str]:
 
 
 def show_values(config: AnyRun, view: View, *, defaults: bool) -> None:
-    """What differs from the defaults, and below it, if asked for, all the rest."""
+    """Non-default values, and on request all others below them."""
     values = list(values_of(config))
-    view.say("configuration, what is not the default:")
+    view.say("configuration, non-default values:")
     for value in values:
         if value.chosen:
             view.say(f"  {value.key} = {value.text}")
     rest = [value for value in values if not value.chosen]
     if not defaults:
-        view.say(f"  {len(rest)} more keys have their defaults, which --defaults shows")
+        view.say(f"  {len(rest)} more keys have default values; --defaults shows them")
         return
     view.say("\nconfiguration, the defaults:")
     for value in rest:
@@ -148,7 +147,7 @@ def show_values(config: AnyRun, view: View, *, defaults: bool) -> None:
 
 
 def show_sizes(config: AnyRun, view: View) -> None:
-    """What an update, a step or an evaluation takes."""
+    """The sizes of an update, a step or an evaluation."""
     view.say("\nsizes:")
     for line in _sizes(config):
         view.say(f"  {line}")
@@ -164,12 +163,12 @@ def _sizes(config: AnyRun) -> Iterator[str]:
             yield config.dropped_terms
         most = rollouts_of(config)[1]
         prompts = most // config.algorithm.group_size
-        yield f"up to {prompts} prompts = {most} trajectories are under way at a time"
+        yield f"up to {prompts} prompts = {most} trajectories in flight"
         passes = f"{config.train.num_epochs} passes over the questions"
         yield passes if config.train.num_steps is None else f"{config.train.num_steps} updates"
         if config.self_critic is not None:
             asked, answers = config.self_critic.num_questions, config.self_critic.num_samples
-            yield f"a round of the self-critic takes {asked} questions x {answers} answers"
+            yield f"a round of the self-critic uses {asked} questions x {answers} answers"
     elif isinstance(config, SupervisedRunConfig):
         loop = config.loop
         length = f"{loop.num_steps} steps" if loop.num_steps else f"{loop.num_epochs or 3} passes"
@@ -206,7 +205,7 @@ def show_plan(plan: Plan, view: View) -> None:
     for line in (*plan.made, *plan.advice):
         view.say(line)
     if plan.missing:
-        view.say("\nmissing here:")
+        view.say("\nmissing:")
         for line in dict.fromkeys(plan.missing):
             view.say(f"  {line}")
 
@@ -225,7 +224,7 @@ def _row(process: Process) -> tuple[str, ...]:
     on_gpu, main = process.memory.gpu_bytes, process.main_bytes
     return (
         process.name,
-        str(process.count or "runs already"),
+        str(process.count or "already running"),
         span(process.gpus),
         f"{on_gpu / GIB:.1f}" if process.gpus else "",
         f"{main / GIB:.1f}" if main else "",
@@ -243,7 +242,7 @@ def _details(process: Process) -> list[str]:
     return lines
 
 
-NOT_ALL = "what is known of it fits, but not every model's size is known"
+NOT_ALL = "the known part fits, but the size of some models is unknown"
 
 
 def dry_run(
@@ -283,16 +282,17 @@ def dry_run(
     fits = "it fits" if plan.is_whole else NOT_ALL
     view.say(f"dry run: nothing was started; by this estimate {fits}")
     if not plan.missing:
+        view.say("next: the same command without --dry-run")
         return 0
     view.say(
-        f"what is missing is listed above (exit code {EXIT_MISSING}); docs/data.md says what files "
-        "are read, docs/reproduce.md where those of the papers are"
+        f"missing items are listed above (exit code {EXIT_MISSING}); docs/data.md describes the "
+        "files that are read, docs/reproduce.md where to get those of the papers"
     )
     return EXIT_MISSING
 
 
 def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View, run: Path) -> None:
-    """Which machines the processes are on, and what starts them there."""
+    """The machines of the processes, and their launcher."""
     if not isinstance(config.cluster, WideCluster):
         return
     for line in config.cluster.lines(config):
@@ -304,7 +304,7 @@ def show_cluster(config: TrainConfig, arguments: argparse.Namespace, view: View,
             Path(script).write_text(job, encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"cluster.script = {script}: {error.strerror}; name a file that can be written"
+                f"cluster.script = {script}: {error.strerror}; choose a writable file"
             ) from error
         view.say(f"written to {script}")
     elif job:
@@ -349,7 +349,7 @@ def _read(
         )
     finally:
         if found:
-            view.say("\ndata that is here:")
+            view.say("\navailable data:")
         for text in found:
             view.say(f"  {text}")
 
@@ -362,8 +362,8 @@ RANK = ("-m", "agentenv.learners.worker")
 NAME_LENGTH = 40
 FACTS = {
     "wait_s": 1800,  # for the controller, which may make or load a model first
-    "drain_s": 60,  # of a worker that is told to end
-    "grace_s": 300,  # of a controller that is told to end, for its checkpoint
+    "drain_s": 60,  # for a worker to end
+    "grace_s": 300,  # for a controller to save its checkpoint
     "num_starts": 100,  # of the controller; each time its workers are started again too
     "controller_cpus": 4,
     "token_variable": TOKEN_VARIABLE,
@@ -435,12 +435,12 @@ def _check_kubernetes(config: TrainConfig, cluster: KubernetesCluster) -> None:
             raise ConfigError(f"cluster.{key}: cluster.kind = kubernetes needs it")
     if config.learner.launch == "external":
         raise ConfigError(
-            "learner.launch = external: on Kubernetes the ranks of the learner run beside the "
+            "learner.launch = external: on Kubernetes the learner's ranks run next to the "
             "controller; remove it"
         )
     if not str(config.run.dir).startswith(f"{cluster.mount}/"):
         raise ConfigError(
-            f"run.dir = {config.run.dir}: workers, and the controller when it starts again, need "
-            f"the run's folder; put it below cluster.mount = {cluster.mount}, as "
+            f"run.dir = {config.run.dir}: workers, and the controller after a restart, need the "
+            f"run's folder; put it under cluster.mount = {cluster.mount}, as "
             f"run.dir={cluster.mount}/runs"
         )

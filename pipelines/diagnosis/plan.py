@@ -1,4 +1,4 @@
-"""The processes of a run, their GPUs, and what each GPU has to hold."""
+"""The processes of a run, their GPUs, and the memory needed on each GPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from agentenv.pipelines.setup.memory import (
 from agentenv.server_config import MAX_SHARE, LaunchConfig, RoleConfig
 from agentenv.types import Limits
 
-# What a plan is made of: a machine, processes on it, and what does not fit.
+# A plan: a machine, its processes, and the parts that do not fit.
 
 
 class Process(Struct, frozen=True):
@@ -122,7 +122,8 @@ def check_memory(plan: Plan) -> None:
 
 Resolve = Callable[[str], Path]
 NO_SHAPE = (
-    f"not here, and no estimate of its memory: the path names no known model ({', '.join(KNOWN)})"
+    "not found, and its memory cannot be estimated: the path names no known model "
+    f"({', '.join(KNOWN)})"
 )
 
 
@@ -178,8 +179,8 @@ def microbatch_tokens(learner: LearnerConfig, longest: int) -> int:
 
 SMALL = 5e8  # weights; 2.7 times the tokens a second at 135 million and 1,000 streams on an H200
 SHARE_GPUS = (
-    "one vLLM server leaves most of a GPU idle behind a model of this size: let three share each "
-    "GPU (engine.servers.num_servers, servers_per_gpu, a lower gpu_memory_share)"
+    "with a model of this size one vLLM server leaves most of a GPU idle: let three share each GPU "
+    "(engine.servers.num_servers, servers_per_gpu, a lower gpu_memory_share)"
 )
 
 # Fitted by hand to an H200 (tests/gpu/RESULTS.md): an update in turn by files took 1.8 s at 0.44
@@ -244,7 +245,7 @@ class _Planner:
         return self._shape(place, "model.path")
 
     def _shape(self, path: Path, key: str, quantization: str = "") -> ModelShape | None:
-        """What is not here, or of an unknown size, is reported as missing."""
+        """Missing models and models of unknown size are reported."""
         shape = find_shape(path, quantization)
         if not path.is_dir():
             why = shape.source if shape is not None else NO_SHAPE
@@ -259,7 +260,7 @@ class _Planner:
         if self.learner is not None and not self.resources.weights_dir:
             copies = passing_bytes(self.shape, self.learner, self.engine)
             if copies:
-                host["weights on their way (/dev/shm)"] = copies
+                host["weights in transfer (/dev/shm)"] = copies
         cluster = getattr(self.config, "cluster", None)
         num_workers = getattr(cluster, "workers", 0)
         is_wide = isinstance(cluster, WideCluster) and num_workers
@@ -295,7 +296,7 @@ class _Planner:
             self.plan.made.append(disk_line(size, *files_of(config)))
             if self.colocated:
                 asleep = model_states(self.shape, learner).gpu_bytes
-                memory = Memory(memory.gpu, memory.host | {"what sleeps": asleep})
+                memory = Memory(memory.gpu, memory.host | {"sleeping part": asleep})
         if self.machine.num_gpus and learner.launch == "local" and not ranks:
             if learner.num_ranks > self.machine.num_gpus:
                 raise ConfigError(
@@ -310,7 +311,7 @@ class _Planner:
         note = f"ZeRO {learner.zero_stage}, {learner.dtype}, {tokens} tokens at once"
         if learner.context_parallel > 1:
             note += f", paths over {learner.context_parallel} ranks"
-        note += "; started elsewhere" if learner.launch == "external" else ""
+        note += "; started externally" if learner.launch == "external" else ""
         process = Process("learner rank", learner.num_ranks, ranks, self.path, memory, note=note)
         serving = min(RESERVE_BYTES, memory.gpu_bytes) if self.colocated else memory.gpu_bytes
         self.plan.add(process, serving=serving, training=memory.gpu_bytes)
@@ -323,7 +324,7 @@ class _Planner:
         if engine is None:
             return
         if engine.runs_elsewhere:
-            self.plan.processes.append(Process("policy server", 0, note="runs already"))
+            self.plan.processes.append(Process("policy server", 0, note="already running"))
             return
         local, servers = engine.local_model, engine.launched
         if local is None and servers is None:
@@ -333,8 +334,8 @@ class _Planner:
         context = min(filter(None, (engine.max_model_len, of_model)), default=0)
         if context and needed > context:
             self.plan.problems.append(
-                f"limits: max_prompt_tokens + max_response_tokens = {needed} exceed the context "
-                f"of {context} tokens"
+                f"limits: max_prompt_tokens + max_response_tokens = {needed} exceed the context of "
+                f"{context} tokens"
             )
         if local is not None:
             self._add_local(local, needed)
@@ -345,7 +346,7 @@ class _Planner:
             )  # fmt: skip
 
     def _check_contexts(self) -> None:
-        """Whether the model, if it is here, holds what its engines are asked for."""
+        """Whether the context of the model, if available, suffices for its engines."""
         beside = self.config.eval.engine if isinstance(self.config, TrainConfig) else None
         engines = {"engine": self.engine, "eval.engine": beside}
         for key, engine in engines.items():
@@ -362,7 +363,7 @@ class _Planner:
         if self.shape is not None:
             size = bytes_of(local.dtype)
             memory = embedded_memory(self.shape, size, local.num_sequences, num_tokens)
-        note = "in the controller; its cache grows as it is used"
+        note = "in the controller; its cache grows with use"
         place = ["0"] if on_gpu else []
         process = Process("embedded engine", 1, place, self.path, memory, note=note)
         assert self.engine is not None
@@ -373,7 +374,7 @@ class _Planner:
 
     def _add_role(self, name: str, role: RoleConfig) -> None:
         if role.url:
-            note = f"runs already at {role.url}"
+            note = f"already running at {role.url}"
             self.plan.processes.append(Process(f"{name} server", 0, note=note))
             return
         key = f"roles.{name}"
@@ -414,7 +415,7 @@ class _Planner:
         if sleeps:
             assert self.engine is not None
             drops = self.engine.kind == "vllm" and self.engine.new_weights != "adapter"
-            memory = Memory(memory.gpu, {} if drops else {"what sleeps": weights * each})
+            memory = Memory(memory.gpu, {} if drops else {"sleeping part": weights * each})
         note = f"tensor parallel {config.tensor_parallel_size}, "
         if config.data_parallel_size > 1:
             note += f"data parallel {config.data_parallel_size}, "
@@ -423,8 +424,8 @@ class _Planner:
             self.plan.problems.append(
                 f"{key}: {config.gpu_memory_share:g} of a GPU with {size / GIB:.0f} GiB are "
                 f"{budget / GIB:.1f} GiB; weights of {weights / GIB:.1f} GiB leave room for "
-                f"{tokens} tokens, one request may need {context}; raise "
-                "gpu_memory_share or tensor_parallel_size, or lower max_model_len"
+                f"{tokens} tokens, one request may need {context}; raise gpu_memory_share or "
+                "tensor_parallel_size, or lower max_model_len"
             )
         process = Process(name, number, taken, path, memory, note)
         self.plan.add(process, serving=serving, training=awake)
@@ -455,17 +456,18 @@ class _Planner:
         lines = []
         if self.colocated and fits:
             lines.append(
-                "engine and learner would fit on a GPU together: with resources.colocated = "
-                f"'at_once' no step waits about {took:.1f} s for one to sleep and the other to wake"
+                "engine and learner would fit on a GPU together: resources.colocated = 'at_once' "
+                f"saves each step about {took:.1f} s of sleeping and waking"
             )
         elif self.colocated:
-            lines.append(f"in turn, each update waits about {took:.1f} s for the hand-over")
+            lines.append(f"alternating: each update waits about {took:.1f} s for the hand-over")
         elif room < wanted / 2 and most >= 2 * room:
             lines.append(
-                f"at once, the caches hold {room / wanted:.0%} of what may be under way; in turn "
-                f"(resources.colocated = true, gpu_memory_share up to {MAX_SHARE:g}) "
-                f"{min(1.0, most / wanted):.0%}, for about {took:.1f} s of hand-over an update: "
-                "faster where rollouts wait longer than that for room (queue/held_back_s)"
+                f"at once: the caches hold {room / wanted:.0%} of all in-flight tokens; "
+                "alternating (resources.colocated = true, gpu_memory_share up to "
+                f"{MAX_SHARE:g}) {min(1.0, most / wanted):.0%}, for about {took:.1f} s of "
+                f"hand-over an update: faster where rollouts wait longer than that for room "
+                "(queue/held_back_s)"
             )
         if by_files and self.engine.can_map and self.engine.new_weights == "directory":
             lines.append(
@@ -478,20 +480,21 @@ SAVED_PER_S = 1e9  # bytes a second: a plain NVMe disk, or a network file system
 
 
 def saving_line(size: float, finish_s: float) -> str:
-    """How long a checkpoint takes, for people, and whether a run that ends waits for it."""
+    """The duration of a checkpoint, as text, and whether an ending run waits for it."""
     needed_s = size / SAVED_PER_S
-    line = f"a checkpoint has {size / GIB:.1f} GiB: about {needed_s:.0f} s at 1 GB a second"
+    line = f"a checkpoint takes {size / GIB:.1f} GiB: about {needed_s:.0f} s at 1 GB a second"
     if needed_s <= finish_s:
         return line
     return (
-        f"{line}, more than checkpoint.finish_s = {finish_s:g}: a run that is interrupted would "
-        f"not save its last steps on such a disk; set it to {2 * needed_s:.0f} or more"
+        f"{line}, more than checkpoint.finish_s = {finish_s:g}: an interrupted run would not save "
+        f"its last steps on such a disk; set it to {2 * needed_s:.0f} or more"
     )
 
 
 def disk_line(checkpoint: float, num_checkpoints: int, files: dict[str, float]) -> str:
-    """What a run has on the disk at most, for people, in its checkpoints and in what a key bounds;
-    a journal is small beside them."""
+    """Maximum disk usage of a run, as text: its checkpoints and the parts limited by keys; a
+    journal is small in comparison.
+    """
     sizes = {f"{num_checkpoints} checkpoints": num_checkpoints * checkpoint, **files}
     parts = [f"{size / GIB:.1f} GiB ({name})" for name, size in sizes.items() if size]
     return f"on the disk: up to {sum(sizes.values()) / GIB:.1f} GiB = {' + '.join(parts)}"
@@ -508,19 +511,19 @@ def rate_advice(optimizer: OptimizerConfig, num_params: int) -> str:
         return ""
     return (
         f"sft.optimizer.learning_rate = {rate:g} is {'low' if rate < usual else 'high'} for a "
-        f"pretrained model of {num_params / 1e9:.2g} billion weights: the usual is about "
+        f"pretrained model of {num_params / 1e9:.2g} billion weights: a usual value is about "
         f"{usual:.0e}; watch sft/loss"
     )
 
 
 def in_flight(num_paths: int, path_tokens: int, room: int) -> str:
-    """What may be under way against what the caches of all servers hold."""
+    """Tokens that may be in flight versus the caches of all servers."""
     most = num_paths * path_tokens
     line = (
-        f"under way: up to {num_paths} trajectories of at most {path_tokens} tokens, "
-        f"{most / 1e6:.1f} million without what they share; the servers' caches hold "
+        f"in flight: up to {num_paths} trajectories of at most {path_tokens} tokens, "
+        f"{most / 1e6:.1f} million not counting shared prefixes; the servers' caches hold "
         f"{room / 1e6:.1f} million ({room / most:.0%})"
     )
     if room < most / 2:
-        line += "; beyond that new trees wait for old ones, and prefixes are computed again"
+        line += "; beyond that new trees wait for old ones, and prefixes are recomputed"
     return line

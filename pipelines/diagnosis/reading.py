@@ -1,4 +1,5 @@
-"""What a dry run reads: both ends of every data file that is here, a prompt and a gold of each set.
+"""Data checks of a dry run: both ends of every available data file, a prompt and a gold of each
+set.
 
 The checks are those of the run itself, as far as what they need is here. Nothing is started: the
 servers of roles have no address, the set-up is not run, and search has the shipped sample of
@@ -102,7 +103,10 @@ async def _read_sets(
         await environment_classes(assembly)
     made = [one.key for one in assembly.sets.values() if assembly.makes(one.rows)]
     if made:
-        say(f"not tried, with env and grader, since the run makes the rows: {', '.join(made)}")
+        say(
+            "not checked (nor are env and grader), since the run generates the rows: "
+            f"{', '.join(made)}"
+        )
     assembly.sets = {
         name: _local(one)
         for name, one in assembly.sets.items()
@@ -118,7 +122,7 @@ async def _read_sets(
         return
     makers = await assembly.makers() if has_env else {}
     for name, tasks in (await assembly.tasks()).items():
-        parts = [f"{len(tasks)} rows are read"]
+        parts = [f"read {len(tasks)} rows"]
         if name in makers:
             parts.append(await _prompt(assembly, name, model))
             parts.append(await _gold(makers[name], tasks[0]))
@@ -166,15 +170,18 @@ async def _gold(maker: EnvMaker, task: Task) -> str:
     try:
         grader = getattr(env, "grader", None)
         if grader is None:
-            return "nothing grades it but the environment"
+            return "only the environment grades it"
         (grade,) = await check_grader(grader, [task])
         if not grade.success and isinstance(grader, ToolReward | AnswerReward):
             raise ConfigError(
-                f"grader: row {task.id}: its own gold {task.answers[0]!r} is graded as wrong "
-                f"({grade.reason}); choose another grader.kind, or mend the row"
+                f"grader: row {task.id}: its own gold answer {task.answers[0]!r} is graded as "
+                f"wrong ({grade.reason}); choose another grader.kind, or fix the row"
             )
         matcher = getattr(grader, "matcher", grader)
-        return f"its gold is {'right' if grade.success else 'wrong'} ({type(matcher).__name__})"
+        return (
+            f"its gold answer is graded as {'correct' if grade.success else 'wrong'} "
+            f"({type(matcher).__name__})"
+        )
     finally:
         await env.close()
 
@@ -190,8 +197,8 @@ async def _read_dialogues(
         return
     if model is None:
         number = await in_thread(count_rows, config, assembly.resolve, say, ENDS)
-        say(f"data: {number} rows are read")
+        say(f"data: read {number} rows")
         return
     await refuse(assembly, "contract", "files", {"model", "machine"})
     rows = await assembly.rows()  # type: ignore[attr-defined]
-    say(f"data: {len(rows.train)} rows to learn from, the longest of {rows.longest} tokens")
+    say(f"data: {len(rows.train)} training rows, the longest has {rows.longest} tokens")

@@ -92,17 +92,17 @@ def pair_up(first: Sequence[QuestionRows], second: Sequence[QuestionRows]) -> Pa
             continue
         if other.rows[0].question != row.question:
             raise DataError(
-                f"{row.dataset}, question {row.task} is not the same in both: "
+                f"{row.dataset}, question {row.task} differs between the two: "
                 f"{row.question[:80]!r} and {other.rows[0].question[:80]!r}"
             )
         can_compare = question.done and other.done
         (pairs if can_compare else lost).append(QuestionPair(question, other))
     shared = len(pairs) + len(lost)
     if not pairs:
-        why = f"none is shared: the first has {_names(first)}, the second {_names(second)}"
+        why = f"they share no set: the first has {_names(first)}, the second {_names(second)}"
         if lost:
             why = f"all {shared} shared questions failed in one of them"
-        raise DataError(f"there is no question to compare: {why}")
+        raise DataError(f"no questions to compare: {why}")
     only_first, only_second = len(first) - shared, len(second) - shared
     return Pairing(pairs=pairs, only_first=only_first, only_second=only_second, lost=lost)
 
@@ -237,7 +237,7 @@ async def compare(first: Path, second: Path, out: Path | None, view: View) -> No
     for table in tables:
         view.show(table)
     if left:
-        view.say(f"and {left} questions more that changed{'' if out else '; --out FILE lists all'}")
+        view.say(f"and {left} more changed questions{'' if out else '; --out FILE lists all'}")
     view.say(paired)
     if out is not None:
         tables, _ = tables_of(pairing, len(pairing.pairs))
@@ -248,7 +248,7 @@ async def compare(first: Path, second: Path, out: Path | None, view: View) -> No
 
 
 def paired_line(pairing: Pairing) -> str:
-    """How many questions are compared, and how many are left out."""
+    """The numbers of compared and of excluded questions."""
     counts = {"only in A": pairing.only_first, "only in B": pairing.only_second}
     counts["failed in one of them"] = pairing.failed
     missing = [f"{count} {where}" for where, count in counts.items() if count]
@@ -278,7 +278,7 @@ def tables_of(pairing: Pairing, max_listed: int) -> tuple[list[Table], int]:
 
 
 def _row(name: str, one: Difference) -> list[str]:
-    p = "< 0.001" if one.p < 0.001 else f"{one.p:.3f}"
+    p = "<0.001" if one.p < 0.001 else f"{one.p:.3f}"
     interval = f"{one.difference:+.3f}"
     if one.low is not None:
         interval += f" [{one.low:+.3f}, {one.high:+.3f}]"

@@ -301,7 +301,7 @@ FALLBACK_FIELDS = ("level", "type", "category")  # of metadata, without a known 
 MAX_GROUPS = 40  # values of a fallback field; with more it is no group but a number or a name
 
 
-async def summarise(
+async def summarize(
     name: str,
     rows: Sequence[EvalRow],
     scorer: Scorer,

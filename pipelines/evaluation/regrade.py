@@ -1,4 +1,4 @@
-"""Grades the trajectories of a stored evaluation again, without generating.
+"""Regrades the trajectories of a stored evaluation, without generating.
 
 DIR/rows.jsonl is replaced at once, the former rows are kept in rows.before.jsonl; DIR/config.json
 gets the new grader, regrade.md lists the changes, and the report is written anew.
@@ -41,7 +41,7 @@ from agentenv.pipelines.run.terminal import View
 from agentenv.pipelines.setup.environments import EnvMaker, Resolve
 from agentenv.types import Task
 
-MAX_FAILED_AT_FIRST = 20  # rows; when none before could be graded, the grader is not there
+MAX_FAILED_AT_FIRST = 20  # rows; if none of them could be graded, the grader is unavailable
 GRADER_FAILED = "GraderError:"
 
 
@@ -81,7 +81,8 @@ class Graders:
         for name in dict.fromkeys(row.dataset for row in rows):
             if name not in self._makers:
                 raise ConfigError(
-                    f"config.json: the rows are of the set {name!r}, it has {sorted(self._makers)}"
+                    f"config.json: the rows belong to the set {name!r}, it has "
+                    f"{sorted(self._makers)}"
                 )
             self._makers[name].check_read([self.task(one) for one in rows if one.dataset == name])
 
@@ -102,7 +103,7 @@ class Graders:
                 if grader is None:
                     raise ConfigError(
                         f"{task.env_id} has no attribute grader, so that its trajectories cannot "
-                        "be graded again"
+                        "be regraded"
                     )
                 await guarded(start_grader(grader), "the start of the grader")
                 self._graders[key] = grader
@@ -143,7 +144,7 @@ async def regrade_rows(
             after = await _regrade(row, graders)
         counts["failed" if after.end == FAILED else "graded"] += 1
         if not counts["graded"] and counts["failed"] >= MAX_FAILED_AT_FIRST:
-            raise GraderError(f"nothing is changed; no row could be graded: {after.error}")
+            raise GraderError(f"nothing was changed; no row could be graded: {after.error}")
         on_row(counts["graded"] + counts["failed"])
         return Change(row, after)
 
@@ -211,7 +212,7 @@ async def regrade(folder: Path, overrides: Sequence[str], view: View) -> None:
             await show_report(folder, found, view)
     finally:
         await close_shared()
-    view.say(f"{folder / ROWS_FILE} is graded anew; the former rows are in {BEFORE_FILE}")
+    view.say(f"{folder / ROWS_FILE} is regraded; the former rows are in {BEFORE_FILE}")
 
 
 def regraded_config(config: Tree, overrides: Sequence[str]) -> Tree:
@@ -223,7 +224,7 @@ def regraded_config(config: Tree, overrides: Sequence[str]) -> Tree:
         name = start.removeprefix("sets.").removesuffix(".")  # which may have dots
         if "=" not in override or not is_grader or (start and start == name):
             raise ConfigError(
-                f"{override!r}: regrading takes grader.key=value and sets.NAME.grader.key=value"
+                f"{override!r}: regrading accepts grader.key=value and sets.NAME.grader.key=value"
             )
         if start and name not in tree["sets"]:
             raise ConfigError(f"{override!r}: the sets are {sorted(tree['sets'])}")

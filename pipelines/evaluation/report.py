@@ -17,7 +17,7 @@ from agentenv.pipelines.evaluation.figures import (
     Estimate,
     Figures,
     Summary,
-    summarise,
+    summarize,
 )
 from agentenv.pipelines.evaluation.scores import Compat, Scorer, make_scorer, stored_rows
 from agentenv.pipelines.evaluation.store import load_saved
@@ -32,19 +32,22 @@ SUMMARY_FILE, MARKDOWN_FILE = "summary.json", "report.md"
 def write_report(
     folder: Path, view: View, *, ks: Sequence[int] = (), compat: Compat = ""
 ) -> Summary:
+    """See `report_of`. Not to be called in an event loop."""
+    return asyncio.run(report_of(folder, view, ks=ks, compat=compat))
+
+
+async def report_of(
+    folder: Path, view: View, *, ks: Sequence[int] = (), compat: Compat = ""
+) -> Summary:
     """Compute the figures of the rows in `folder`, show the tables and write the files. `ks` are
-    those of pass@k and maj@k. Raises DataError without rows. Not to be called in an event loop."""
-
-    async def report() -> Summary:
-        try:
-            scorer = make_scorer(view.say, compat)
-            async with stored_rows(folder, scorer) as rows:
-                found = await figures(folder, rows, scorer, ks)
-            return await show_report(folder, found, view)
-        finally:
-            await close_shared()
-
-    return asyncio.run(report())
+    those of pass@k and maj@k. Raises DataError without rows."""
+    try:
+        scorer = make_scorer(view.say, compat)
+        async with stored_rows(folder, scorer) as rows:
+            found = await figures(folder, rows, scorer, ks)
+        return await show_report(folder, found, view)
+    finally:
+        await close_shared()
 
 
 async def figures(
@@ -54,7 +57,7 @@ async def figures(
     rows."""
     name = f"{folder.name}: {load_saved(folder).subject.get('name', '')}".rstrip(": ")
     again = bool(scorer.compat)  # stored scores are those without it
-    return await summarise(name, rows, scorer, ks=ks, again=again)
+    return await summarize(name, rows, scorer, ks=ks, again=again)
 
 
 async def show_report(folder: Path, summary: Summary, view: View) -> Summary:
@@ -185,8 +188,8 @@ def _scores_note(summary: Summary) -> str:
     if overall.num_failed:
         kinds = ", ".join(f"{kind} {count}" for kind, count in overall.failures.items())
         note += (
-            f" {overall.num_failed} failed trajectories ({kinds}) are in no score; were all of "
-            f"them wrong, success would be {number(overall.success_if_failed_wrong)}."
+            f" {overall.num_failed} failed trajectories ({kinds}) are excluded from scores; if all "
+            f"of them counted as wrong, success would be {number(overall.success_if_failed_wrong)}."
         )
     if summary.compat:
         note += " em, F1, contains and math are those of the published code."
@@ -199,14 +202,14 @@ def _overall_by_k(figures: Figures) -> Table:
         for k, one in figures.pass_at.items()
     ]
     columns = ["k", "pass@k [95 %]", "maj@k [95 %]", "questions"]
-    return Table(title="Right within k samples, and by a vote among k", columns=columns, rows=rows)
+    return Table(title="Pass@k, and majority vote over k samples", columns=columns, rows=rows)
 
 
 def _by_k(summary: Summary, title: str, of: Callable[[Figures], dict[int, Estimate]]) -> Table:
     known = of(summary.overall)
     few = {k: one.num_questions for k, one in known.items()}
     short = [f"k = {k}: {n}" for k, n in few.items() if n < summary.overall.num_questions]
-    note = f"Questions with k samples that ended: {', '.join(short)}." if short else ""
+    note = f"Questions with k finished samples: {', '.join(short)}." if short else ""
     cells: dict[str, Cell] = {
         f"k = {k}": lambda figures, k=k: interval(of(figures).get(k))  # type: ignore[misc]
         for k in known
@@ -229,7 +232,7 @@ def _spread_of(name: str, *of: str) -> Cell:
 _COST: dict[str, Cell] = {
     "tool calls": _spread_of("tool_calls", "mean"),
     "right / call": _value_of("tool_productivity"),
-    "right with tools": _value_of("tool_efficiency"),
+    "correct with tools": _value_of("tool_efficiency"),
     "ARPO productivity": lambda figures: number(figures.arpo_tool_productivity),
     "turns": _spread_of("turns", "mean"),
     "tokens": _spread_of("action_tokens", "mean"),
@@ -239,9 +242,9 @@ _COST: dict[str, Cell] = {
 }
 _SHORT_COST = ("tool calls", "right / call", "tokens", "seconds median / p95")
 _COST_NOTE = (
-    "right / call: all right answers over all tool calls. right with tools: share of right ones "
-    "among the trajectories that used a tool. ARPO productivity: success * calls / (calls + 0.1) "
-    "* 100."
+    "right / call: all correct answers over all tool calls. correct with tools: share of correct "
+    "ones among the trajectories that used a tool. ARPO productivity: success * calls / (calls + "
+    "0.1) * 100."
 )
 
 
@@ -270,13 +273,13 @@ def _helpers(figures: Figures) -> Table:
             rows.append([helper, f"{uses:.0f}", *shares, f"{tokens:.0f}"])
     if "abandoned_calls" in counts:
         notes.append(
-            f"Taken back: {counts['abandoned_calls']:.0f} calls and "
-            f"{counts['abandoned_tokens']:.0f} sampled tokens, which no other table counts."
+            f"Discarded by backtracking: {counts['abandoned_calls']:.0f} calls and "
+            f"{counts['abandoned_tokens']:.0f} sampled tokens, which other tables do not count."
         )
     if "backtracer_refused" in counts:
         notes.append(
-            f"{counts['backtracer_refused']:.0f} turns could not be taken back: their "
-            "environment could not be copied."
+            f"{counts['backtracer_refused']:.0f} turns could not be retried: their environment "
+            "could not be forked."
         )
     columns = ["helper", "uses", "a trajectory", "helped", "its tokens"]
     return Table(title="Helpers", columns=columns, rows=rows, note=" ".join(notes))
@@ -287,39 +290,41 @@ def _ends(figures: Figures) -> Table:
     counts = [(f"limit {name}", count) for name, count in figures.truncations.items()]
     counts += [(f"failed {name}", count) for name, count in figures.failures.items()]
     return Table(
-        title="Cut off and failed",
+        title="Truncated and failed",
         columns=["end", "trajectories", "share"],
         rows=[[name, str(count), f"{count / total:.1%}"] for name, count in counts],
-        note="Cut off by a limit: graded by what is there. Failed: in no score.",
+        note="Truncated by a limit: graded as they are. Failed: excluded from scores.",
     )
 
 
 def _agreement(found: Agreement) -> Table:
-    """How often judge and rules agree."""
+    """Agreement of judge and rules."""
     kappa = "not defined" if found.kappa is None else f"{found.kappa:.3f}"
     total = found.both_right + found.only_judge + found.only_rules + found.both_wrong
-    note = f"They agree on {found.share:.1%} of the {total} both graded; Cohen's kappa {kappa}."
+    note = (
+        f"They agree on {found.share:.1%} of the {total} that both graded; Cohen's kappa {kappa}."
+    )
     if not total:
-        note = "The judge gave no verdict."
+        note = "The judge returned no verdict."
     elif not found.both_right + found.only_rules:
         note = (
-            "Of the answers that both graded the rules found none right, the judge "
-            f'{found.only_judge} of {total}; only grader.judge.when = "always" asks it about those '
-            "that the rules find right, too."
+            "Of the answers that both graded, the rules accepted none, the judge "
+            f'{found.only_judge} of {total}; only grader.judge.when = "always" also asks the judge '
+            "about answers that the rules accept."
         )
     if found.num_unparsed:
         share = found.num_unparsed / (total + found.num_unparsed)
         note += (
-            f" {found.num_unparsed} replies of the judge ({share:.1%}) were no verdict; where the "
-            "rules did not find the answer right, it counts as wrong."
+            f" {found.num_unparsed} replies of the judge ({share:.1%}) contained no verdict; "
+            "unless the rules accepted the answer, it counts as wrong."
         )
         if share > MAX_UNREADABLE_SHARE:
             note += (
                 f" More than {MAX_UNREADABLE_SHARE:.0%} are unreadable: these scores are too low. "
-                "Give a thinking model a higher grader.judge.max_tokens, or choose another judge."
+                "Raise grader.judge.max_tokens for a reasoning model, or choose another judge."
             )
     return Table(
-        title="Judge against rules",
+        title="Judge versus rules",
         columns=["", "rules: right", "rules: wrong"],
         rows=[
             ["judge: right", str(found.both_right), str(found.only_judge)],

@@ -1,12 +1,16 @@
-"""Runs an evaluation into its directory, where stored trajectories are not asked again."""
+"""Runs an evaluation into its directory and skips stored trajectories."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from agentenv.actor import Actor, Answer, Question, ask
 from agentenv.config import to_plain
@@ -15,12 +19,12 @@ from agentenv.engines.chat import ChatEngine, ChatRenderer
 from agentenv.engines.openai import TokensEngine
 from agentenv.env import shared_stats
 from agentenv.envs.grading.verdict import final_answer
-from agentenv.errors import EngineError, EnvError, TooManyFailuresError
+from agentenv.errors import ConfigError, EngineError, EnvError, TooManyFailuresError
 from agentenv.failures import FailureLog, Redactor
 from agentenv.metrics import Throughput
 from agentenv.offload import in_thread, look_again
 from agentenv.pipelines.config.evaluation import EvaluateConfig
-from agentenv.pipelines.evaluation.store import Saved, Store
+from agentenv.pipelines.evaluation.store import Saved, Store, identity
 from agentenv.pipelines.evaluation.subject import EvaluationAssembly, Subject, weights_digest
 from agentenv.pipelines.run.records import FAILED, EvalRow, Wanted, observed
 from agentenv.pipelines.run.rundir import LOG_FILE
@@ -93,7 +97,7 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
     calls = [call for node in trajectory.path for call in node.info.get("tool_calls", ())]
     assist: dict[str, float] = leaf.info.get("assist") or {}
     if not assist and any(call.get("info") for call in calls):
-        count_calls(assist, calls)  # the browser agent belongs to the env, whoever the actor is
+        count_calls(assist, calls)  # the browser agent belongs to the env, with any actor
     versions = [span.version for node in trajectory.path for span in node.version_spans]
     return EvalRow(
         dataset=dataset,
@@ -163,7 +167,7 @@ def _counts(trajectory: Trajectory, renderer: Renderer) -> tuple[int, int]:
 
 
 class Outcome(NamedTuple):
-    """How many trajectories failed, and the error of too large a share of them."""
+    """The number of failed trajectories, and the error if their share is too large."""
 
     num_failed: int = 0
     problem: TooManyFailuresError | None = None
@@ -190,7 +194,7 @@ async def run_evaluation(
         actors = {name: await assembly.actor(name, engine) for name in sets}
         stack.callback(share_failures(actors.values(), config).report)
         stored = [row for row in store.rows.values() if row.end != FAILED]
-        view.begin("evaluation", len(missing) + len(stored), len(stored))
+        view.begin("evaluation", len(missing) + len(stored), len(stored), "the report")
         stack.callback(view.end)
         progress = Progress(view.advance, engine, stored)
         stack.callback(progress.close)
@@ -210,6 +214,34 @@ async def run_evaluation(
         except TooManyFailuresError as error:
             return Outcome(progress.num_failed, error)
         return Outcome(progress.num_failed)
+
+
+FOLDER = "evals"
+
+
+def chosen_sets(config: EvaluateConfig, names: Sequence[str], num_tasks: int) -> EvaluateConfig:
+    """The configuration with these sets alone, by default all, and the first `num_tasks` questions
+    of each; 0: all. Raises ConfigError."""
+    for name in names:
+        if name not in config.sets:
+            raise ConfigError(f"--set {name}: there are the sets {sorted(config.sets)}")
+    sets = {name: config.sets[name] for name in names or config.sets}
+    if num_tasks < 0:
+        raise ConfigError(f"--n {num_tasks}: expected a number of questions, or 0 for all")
+    if num_tasks:
+        sets = {name: replace(one, max_tasks=num_tasks) for name, one in sets.items()}
+    return replace(config, sets=sets)
+
+
+def default_folder(config: EvaluateConfig, subject: Subject) -> Path:
+    """A directory of its own for each thing asked: the same command finds it again."""
+    asked = {"url": subject.name}
+    if subject.model is not None:
+        asked = {"weights": weights_digest(subject.model)}
+    saved = Saved(subject=asked, run="", config=to_plain(config))
+    digest = hashlib.sha256(msgspec.json.encode(identity(saved), order="sorted")).hexdigest()
+    name = f"{subject.name.replace('/', '-')}-{'-'.join(config.sets)}"[:80]
+    return Path(FOLDER) / f"{name}-{digest[:6]}"
 
 
 def share_failures(actors: Iterable[Actor], config: EvaluateConfig) -> FailureLog:
@@ -257,8 +289,8 @@ async def ask_into(
         if len(errors) == hopeless:
             last = answer.question.actor.failures.log.redactor.text(row.error or "")
             raise broken(errors)(
-                f"all of the first {hopeless} trajectories failed, so that no others are asked; "
-                f"the last: {last}; the same command asks them again"
+                f"all of the first {hopeless} trajectories failed; the evaluation stops here; the "
+                f"last error: {last}; the same command retries them"
             )
 
     asked = (Question(actors[one.dataset], one.task, one.sample) for one in missing)

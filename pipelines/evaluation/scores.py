@@ -1,8 +1,8 @@
 """Scores of stored trajectories: em, f1, contains, rule, math, judge, each in [0, 1].
 
-em        equal to a gold after normalising (numbers as numbers)
+em        equal to a gold after normalizing (numbers as numbers)
 f1        SQuAD token F1
-contains  the words of a gold stand in the prediction, in a row (`acc` of the published code)
+contains  the prediction contains the words of a gold in sequence (`acc` of the published code)
 rule      the layered grader's verdict: text, numbers, units, dates, lists, words, math-verify
 math      the same, of questions of mathematics only
 judge     right by the rules or by an LLM judge, where one graded
@@ -90,7 +90,10 @@ def make_scorer(say: Callable[[str], None], compat: Compat = "") -> Scorer:
     """With math-verify, if it is there."""
     math = importlib.util.find_spec("math_verify") is not None
     if not math:
-        say(f"no math-verify ({install_hint('math')}): expressions are compared as text")
+        say(
+            f"math-verify is not installed ({install_hint('math')}): expressions are compared as "
+            "text"
+        )
     return Scorer(compat=compat, math=math)
 
 
@@ -128,7 +131,7 @@ def text_scores(answer: str, golds: Sequence[str]) -> dict[str, float]:
 
 
 def contains(answer: str, gold: str) -> bool:
-    """Whether the words of the gold stand in the answer in a row; Chinese, Japanese and Korean
+    """Whether the answer contains the words of the gold in sequence; Chinese, Japanese and Korean
     text by characters."""
     found, wanted = words_of(answer), words_of(gold)
     if not wanted:

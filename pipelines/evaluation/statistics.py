@@ -10,7 +10,7 @@ Graubard (1998, Survey Methodology 24) form it for samples in clusters: n = Q / 
 where r is the variance of a question's mean over p (1 - p), at most 1. It differs in three things,
 which the coverage in tests/pipelines/test_intervals.py rests on:
 
-- r is drawn towards 1, the more the fewer samples are of the rarer kind and the clearer it is that
+- r is drawn toward 1, the more the fewer samples are of the rarer kind and the clearer it is that
   questions differ: a rare question that is never solved is easily missing among Q.
 - The correction by Student's t for estimating r is made as far as questions are seen to differ.
 - As n grows the interval goes over from that of Clopper and Pearson, which covers 0.95 or more at

@@ -1,4 +1,4 @@
-"""The directory of an evaluation, which any moment may cut off and the same command takes up.
+"""The directory of an evaluation, from which an interrupted evaluation resumes.
 
 DIR/config.json    the subject and the configuration; another evaluation is refused
 DIR/rows.jsonl     one EvalRow a line, written as each trajectory ends
@@ -44,7 +44,7 @@ def lock(folder: Path) -> BinaryIO:
         with held:
             who = _holder(held)
         raise ConfigError(
-            f"{folder}: {who} is writing this evaluation; wait for its end, or stop it"
+            f"{folder}: {who} is writing this evaluation; wait until it ends, or stop it"
         ) from None
     except OSError:  # there are no locks
         pass
@@ -123,8 +123,8 @@ class Store:
             row = self.rows.get(one.key)
             if row is not None and row.question != one.task.question:
                 raise ConfigError(
-                    f"{self.path}: sets.{one.dataset}: question {one.task.id} is not the one that "
-                    "was asked: the file has changed; choose another --out"
+                    f"{self.path}: sets.{one.dataset}: question {one.task.id} differs from the "
+                    "recorded one: the file has changed; choose another --out"
                 )
             if row is None or row.end == FAILED:
                 found.append(one)
@@ -138,7 +138,7 @@ class Store:
         found = {entry.name for entry in self.path.iterdir()} - {LOCK_FILE}
         if CONFIG_FILE not in found:
             if found - {CONFIG_FILE + PARTIAL}:
-                problem = f"is not empty and no evaluation: it holds {min(found)!r}"
+                problem = f"is not empty and not an evaluation: it contains {min(found)!r}"
                 raise ConfigError(f"{self.path} {problem}; choose another --out")
         else:
             before = load_saved(self.path)
@@ -183,7 +183,7 @@ def read_rows(folder: Path) -> list[EvalRow]:
                 row = decoder.decode(line)
             except msgspec.DecodeError as error:
                 where = f"{path}, line {number}"
-                raise DataError(f"{where}: no row of an evaluation: {error}") from None
+                raise DataError(f"{where}: not a row of an evaluation: {error}") from None
             rows[row.key] = row
     return [rows[key] for key in sorted(rows)]
 
@@ -193,7 +193,7 @@ def load_rows(folder: Path) -> list[EvalRow]:
     load_saved(folder)  # which names the fault of the folder
     rows = read_rows(folder)
     if not rows:
-        raise DataError(f"{folder} holds no rows of an evaluation")
+        raise DataError(f"{folder} contains no evaluation rows")
     return rows
 
 
@@ -213,10 +213,10 @@ def load_saved(folder: Path) -> Saved:
     except (OSError, msgspec.DecodeError) as error:
         within = [*folder.glob(f"*/{ROWS_FILE}"), *folder.glob(f"eval/*/{ROWS_FILE}")]
         within.sort(key=lambda rows: rows.stat().st_mtime)
-        hint = f"; there is one in {within[-1].parent}" if within else ""
+        hint = f"; {within[-1].parent} contains one" if within else ""
         trained = (folder / "checkpoints").is_dir()
-        why = "it is the folder of a training run" if trained else f"{path.name}: {_reason(error)}"
-        raise DataError(f"{folder} holds no evaluation: {why}{hint}") from error
+        why = "it is a training run" if trained else f"{path.name}: {_reason(error)}"
+        raise DataError(f"{folder} contains no evaluation: {why}{hint}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -256,9 +256,9 @@ def _refuse_changes(path: Path, before: Saved, now: Saved) -> None:
     if found:
         listed = "\n  ".join(found[:10]) + (f"\n  and {len(found) - 10} more" if found[10:] else "")
         raise ConfigError(
-            f"{path} holds an evaluation with another configuration:\n  {listed}\n"
-            "choose another --out, or remove the directory; a changed grader alone is "
-            "`agentenv evaluate regrade DIR grader.key=value`"
+            f"{path} contains an evaluation with a different configuration:\n  {listed}\n"
+            "choose another --out, or remove the directory; a changed grader alone is `agentenv "
+            "evaluate regrade DIR grader.key=value`"
         )
 
 

@@ -89,14 +89,14 @@ def find_subject(
         engine = {"name": "openai", "url": text, "model": model, "tokenizer": tokenizer}
         return Subject(model or text.partition("://")[2], {"engine": engine}, Path(), None)
     if model or tokenizer:
-        raise ConfigError(f"--model and --tokenizer belong to a URL; {text} is none")
+        raise ConfigError(f"--model and --tokenizer require a URL; {text} is not one")
     path = place_on_hub(text) or Path(text)
     for run in (path, *list(path.absolute().parents)[:2]):
         if (run / CONFIG_FILE).is_file() and (run / "checkpoints").is_dir():
             break
     else:
         if (path / "checkpoints").is_dir():
-            raise DataError(f"{path}: the run in it has not begun; is its start still under way?")
+            raise DataError(f"{path}: this run has no checkpoint yet; is it still starting?")
         return Subject(Path(text).absolute().name, {}, path, path)
     raw, name = of_run(run, sets), run.absolute().name
     if path == run / "checkpoints":
@@ -112,8 +112,8 @@ def find_subject(
         found = find_checkpoint(path, best=checkpoint == BEST)
     except DataError as error:
         raise DataError(
-            f"{error}; go on with the run (--resume) until it has saved one, or evaluate the model "
-            f"that it began with: --checkpoint {START}"
+            f"{error}; continue the run (--resume) until it has saved one, or evaluate its initial "
+            f"model: --checkpoint {START}"
         ) from error
     return Subject(f"{name}-{found.name}", raw, run, found)
 
@@ -208,7 +208,7 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
         engine = self.config.engine
         if not isinstance(engine, OpenAIConfig):
             if self.subject.model is None:
-                raise ConfigError("engine.name: the engine of a URL is 'openai'")
+                raise ConfigError("engine.name: the engine for a URL is 'openai'")
             return self.subject.model
         if self.subject.model is not None:
             raise ConfigError("engine.name = 'openai': give the endpoint's URL as SUBJECT")
@@ -251,9 +251,9 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
             return await super().renderer(prompt)
         if not prompt.apply_chat_template or prompt.chat_template_kwargs:
             raise ConfigError(
-                "prompt: an endpoint of chat messages applies its own template; leave out "
+                "prompt: an endpoint of chat messages applies its own template; remove "
                 "apply_chat_template and chat_template_kwargs (engine.extra_body = "
-                "{chat_template_kwargs = ...} reaches vLLM and SGLang), or give --tokenizer"
+                "{chat_template_kwargs = ...} works with vLLM and SGLang), or pass --tokenizer"
             )
         renderer, endpoint = self.config.renderer, await self.endpoint()
         is_ours = isinstance(endpoint, ChatEngine) and endpoint.is_ours
@@ -301,13 +301,13 @@ class EvaluationAssembly(AskingAssembly[EvaluateConfig]):
             await env.close()
             if config.backtracer is not None and mode == "none":
                 raise ConfigError(
-                    f"assist.backtracer: the environment of sets.{name} cannot be forked, so no "
-                    "turn can be taken again; take the table out"
+                    f"assist.backtracer: the environment of sets.{name} cannot be forked, so that "
+                    "no turn can be retried; remove the table"
                 )
         if config.debugger is not None and not fits:
             raise ConfigError(
-                f"assist.debugger: no set's environment has a tool {config.debugger.tool!r}; name "
-                "the one that runs code with assist.debugger.tool, or take the table out"
+                f"assist.debugger: no set's environment has a tool {config.debugger.tool!r}; set "
+                "assist.debugger.tool to the tool that runs code, or remove the table"
             )
         return assist
 
@@ -370,7 +370,7 @@ def with_own_names(tasks: Sequence[Task], say: Say) -> list[Task]:
         named.append(replace(task, id=f"{task.id}#{seen[task.id]}") if again else task)
     twice = sum(count - 1 for count in seen.values())
     if twice:
-        say(f"{twice} questions have the name of an earlier one; each of them gets a number")
+        say(f"{twice} questions have the id of an earlier one; a number is appended to each")
     return named
 
 
@@ -389,22 +389,38 @@ def configured(
 ) -> C:
     """What `build` makes of the keys and of their name in messages: the keys of the subject, over
     them those of the file, over both the command line. Raises ConfigError."""
-    raw, source = of_env(subject.raw, arguments.env, say), str(arguments.subject)
-    if arguments.config is not None:
-        source = str(arguments.config)
-        given = read_toml(arguments.config)
+    given = None if arguments.config is None else read_toml(arguments.config)
+    source = str(arguments.subject if given is None else arguments.config)
+    return resolve(
+        subject, source, given, arguments.overrides, arguments.env, config_type, build, say
+    )
+
+
+def resolve(
+    subject: Subject,
+    source: str,
+    given: Tree | None,
+    overrides: Sequence[str],
+    env_id: str,
+    config_type: type[msgspec.Struct],
+    build: Callable[[Tree, str], C],
+    say: Say,
+) -> C:
+    """`configured` of the keys `given`, which messages call `source`."""
+    raw = of_env(subject.raw, env_id, say)
+    if given is not None:
         asks = given.get("sets") or given.get("data")
         before = {k: v for k, v in raw.items() if k != "sets" or not asks}
         raw = merged(before, given)
         leave_out_old_kinds(config_type, raw, before, set(keys_in(given)), say)
         if subject.model is None:
             raw["engine"] = merged(_of_endpoint(raw), subject.raw["engine"])
-    if any(text.startswith("data=") for text in arguments.overrides):
+    if any(text.startswith("data=") for text in overrides):
         raw = {key: value for key, value in raw.items() if key != "sets"}
-    if arguments.env:
-        raw = merged(raw, {"env": {"id": arguments.env}})
-    override_kinds(config_type, raw, arguments.overrides, say)
-    with blaming(source, arguments.overrides):
+    if env_id:
+        raw = merged(raw, {"env": {"id": env_id}})
+    override_kinds(config_type, raw, overrides, say)
+    with blaming(source, overrides):
         try:
             return build(raw, source)
         except ConfigError:
@@ -420,7 +436,7 @@ def of_env(raw: Tree, env_id: str, say: Say) -> Tree:
     if not left or env_id in ("", env["id"]):
         return raw
     keys = " and ".join(f"env.{key}" for key in left)
-    say(f"{keys} of the run left out: they are of {env['id']}, not of {env_id}")
+    say(f"{keys} of the run are ignored: they belong to {env['id']}, not to {env_id}")
     return {**raw, "env": {key: value for key, value in env.items() if key not in left}}
 
 

@@ -1,1 +1,1 @@
-"""Asynchronous reinforcement learning: what `agentenv train` is composed of."""
+"""Asynchronous reinforcement learning: the parts of `agentenv train`."""

@@ -1,6 +1,5 @@
-"""From trees to the batch of an update: which trees fill it, the credit of each, its fate (trained,
-filtered since all returns are equal and not counted, or failed), and warnings about a step that
-goes wrong without failing.
+"""The batch of an update: selection of trees, their credit, their fate (trained, filtered for equal
+returns, or failed), and warnings about steps that go wrong without failing.
 """
 
 from __future__ import annotations
@@ -66,16 +65,16 @@ class Alarms:
         limits = Counter(filter(None, ends))
         advice = (
             "is the answer in the form that the grader reads, and does the prompt "
-            "(prompt.template) tell the policy of its tools?"
+            "(prompt.template) describe the tools?"
         )
         if limits.total() > len(ends) / 2:
             limit, count = limits.most_common(1)[0]
-            advice = f"{count} of {len(ends)} trajectories were cut by the limit of {limit}"
+            advice = f"{count} of {len(ends)} trajectories were truncated by the limit {limit}"
         self._warn(
             "unlearned",
             fates[EQUAL] == len(delivered) and not any(one.success for one in everything),
-            "no tree of the step teaches anything: in each all returns are equal, and no answer "
-            f"is right; read trajectories/: {advice}",
+            "no tree of the step has a signal: in each all returns are equal, and no answer is "
+            f"correct; read trajectories/: {advice}",
         )
         success = sum(one.success for one in everything) / max(1, len(everything))
         self._look_at_signal(fates[EQUAL], len(delivered), success)
@@ -84,8 +83,8 @@ class Alarms:
             "late",
             num_late > len(ends) * MAX_LATE,
             f"{num_late} of {len(ends)} trajectories ended at limits.max_seconds or "
-            "max_tree_seconds; the longest go first, so that what is left is no fair sample: raise "
-            "them, or look for what is slow (tool/NAME/mean_s, engine/waiting)",
+            "max_tree_seconds; long trajectories are cut first, so that the rest is a biased "
+            "sample: raise the limits, or find the slow part (tool/NAME/mean_s, engine/waiting)",
         )
 
     def _look_at_signal(self, num_equal: int, num_trees: int, success: float) -> None:
@@ -98,11 +97,11 @@ class Alarms:
         is_right = success > 0.5
         size = self.config.algorithm.group_size
         refill = "" if self.config.refills else "; queue.refill = true replaces such groups"
-        advice = "questions that are harder"
+        advice = "harder questions"
         if not is_right:
             advice = (
-                "a longer cold start, or one with a higher rate ([sft]), questions that are "
-                f"easier, or more trajectories a question (algorithm.group_size, now {size})"
+                "a longer cold start, or one with a higher learning rate ([sft]), easier "
+                f"questions, or more trajectories per question (algorithm.group_size, now {size})"
             )
         self._warn(
             "equal",
@@ -110,8 +109,8 @@ class Alarms:
             and trees >= FEW_TREES
             and equal > MAX_EQUAL * trees
             and (not is_right or self._num_steps <= FIRST_STEPS),
-            f"{equal} of {trees} groups of the last {FEW_STEPS} steps teach nothing, since all "
-            f"their returns are equal; {success:.0%} of the answers are right: what helps is "
+            f"{equal} of {trees} groups of the last {FEW_STEPS} steps have no signal, since all "
+            f"their returns are equal; {success:.0%} of the answers are correct: use "
             f"{advice}{refill}",
         )
 
@@ -125,7 +124,7 @@ class Alarms:
             return
         rate = f"sft.optimizer.learning_rate, {self.config.sft.optimizer.learning_rate:g}"
         is_finite = all(map(math.isfinite, losses))
-        text = f"the loss of the cold start is no number any more: its rate is too high ({rate})"
+        text = f"the loss of the cold start is not finite: its learning rate is too high ({rate})"
         self._warn("imitation breaks", not is_finite, text)
         if not is_finite:
             return
@@ -139,7 +138,7 @@ class Alarms:
             "imitation rises",
             has_risen,
             f"the loss of the cold start rose from {means[lowest]:.2f} to {means[3]:.2f} nats a "
-            f"token: its rate is too high ({rate})",
+            f"token: its learning rate is too high ({rate})",
         )
         least = min(exact.values(), default=0.0)
         self._warn(
@@ -148,10 +147,9 @@ class Alarms:
             and not has_risen
             and means[3] > max(LOW_LOSS, FALLEN * means[1])
             and least < LEARNT,
-            f"the loss of the cold start stays at {means[3]:.2f} nats a token "
-            f"({means[1]:.2f} half of the stage before), and exact match on the gate is "
-            f"{least:.2f}: its rate is too low ({rate}; try three times that), or the "
-            "demonstrations leave that much open",
+            f"the loss of the cold start stays at {means[3]:.2f} nats a token ({means[1]:.2f} half "
+            f"of the stage before), and exact match on the gate is {least:.2f}: its learning rate "
+            f"is too low ({rate}; try three times that), or the demonstrations are that ambiguous",
         )
 
     def look_at_hits(self, hits: Metrics) -> None:
@@ -162,7 +160,7 @@ class Alarms:
             self._warn(
                 name,
                 self._num_missed[name] >= FEW_STEPS and not self.config.engine.is_exact,
-                f"{name} is 0 in {FEW_STEPS} steps: the engine computes every prefix again; is its "
+                f"{name} is 0 in {FEW_STEPS} steps: the engine recomputes every prefix; is its "
                 "prefix cache off, or too small for the trajectories in flight?",
             )
 
@@ -183,7 +181,7 @@ class Alarms:
                 for record in node.info.get("tool_calls", ())
             )
             errors_of_tool = (one["error"] for one in records if one["name"] == tool)
-            error = next(errors_of_tool, "the errors stand in trajectories/")
+            error = next(errors_of_tool, "the errors are in trajectories/")
             text = f"all {calls:.0f} calls of the tool {tool!r} in this step failed: {error}"
             self._warn(name, True, text[:MAX_TEXT])
 
@@ -330,7 +328,7 @@ class BatchBuilder:
             raise EnvError(
                 f"no tree had a signal in {allowed} steps in a row (train.max_untrained_steps); of "
                 f"the last {len(delivered)}: {reasons}; {num_right} of their {len(everything)} "
-                "answers were right"
+                "answers were correct"
             )
 
 

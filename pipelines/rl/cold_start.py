@@ -63,7 +63,10 @@ def why_lower(stages: Sequence[SFTStage]) -> str:
     gated = [stage.rows for stage in stages if stage.until_gate]
     if not gated or stages[-1].rows in gated:
         return ""
-    return f"; this stage imitates other rows than the gate asks for ({gated[-1]}): it may be lower"
+    return (
+        f"; this stage trains on other rows than the gate measures ({gated[-1]}), so that the "
+        "match may be low"
+    )
 
 
 class ColdStart:
@@ -81,7 +84,7 @@ class ColdStart:
         checkpoint: Path | None,
         alarms: Alarms,
     ) -> None:
-        """`checkpoint`: in the midst of it, to go on from."""
+        """`checkpoint`: within the cold start, to resume from."""
         assert config.sft is not None
         assert parts.demonstrations is not None
         self.config = config.sft
@@ -125,7 +128,8 @@ class ColdStart:
 
     async def _run_all(self) -> None:
         config, learner = self.config, self.parts.learner
-        self.view.begin("cold start", sum(stage.num_steps for stage in config.stages))
+        num_steps = sum(stage.num_steps for stage in config.stages)
+        self.view.begin("cold start", num_steps, then="an evaluation, then RL")
         self._time = asyncio.get_running_loop().time
         self._said_s = self._time()
         samplers = {

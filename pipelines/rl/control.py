@@ -1,6 +1,6 @@
 """Runtime control of a training run: answers to the requests of `agentenv ctl`.
 
-Control subscribes to a run and stands in no path of it. All requests but checkpoints and
+Control subscribes to a run and is not in its path. All requests but checkpoints and
 evaluations are answered at once from the state of actors, queue and workers.
 """
 
@@ -46,31 +46,31 @@ from agentenv.pipelines.run.watchdog import by_what, expected_s
 from agentenv.recovery import STEP, TURN
 from agentenv.rollout import BranchNow, Rollout
 
-PIECE = 200  # rollouts that are looked at before others go on
+PIECE = 200  # rollouts that are inspected before yielding to others
 MAX_TEXT = 2000  # characters of a turn that are shown
 CANCEL_REASON = "by agentenv ctl"
-AT_START_HINT = "it is being set up; ask again when training has begun (`status` says so)"
+AT_START_HINT = "the run is being set up; retry after training has started (see `status`)"
 
 
 # The likely cause of a wait, by the beginning of its name.
 ADVICE = (
     (PAUSED, "the run is paused: `resume` ends the pause"),
-    (TURN, "the engine generates: look at engine/waiting and the servers' logs if it takes long"),
+    (TURN, "the engine is generating: check engine/waiting and the servers' logs if it takes long"),
     (
-        "a place on a server",
-        "all servers are busy or gone: more servers, fewer rollouts (queue.max_rollouts)",
+        "a slot on a server",
+        "all servers are busy or lost: add servers, or lower queue.max_rollouts",
     ),
     (
-        "a place at the tool",
-        "the tool's own limit: raise its max_concurrency, or see what holds it",
+        "a slot of the tool",
+        "the tool's own limit: raise its max_concurrency, or check its slow calls",
     ),
-    ("the tool", "the tool's code or its service: its timeout_s ends it; `cancel` ends the tree"),
-    ("a place for", "all grading or tool processes are busy: raise their number"),
-    ("a break before", "it failed and is tried again: run.log names the failure"),
-    ("the rate limit", "the service allows no more: a second key, a cache, or fewer rollouts"),
-    (STEP, "code of the environment: its own deadlines end it, else limits.max_seconds"),
-    ("its environment", "limits.env_timeout_s ends it: is a sandbox, or a service, slow to start?"),
-    ("the copies of its environment", "forks take their copies: limits.env_timeout_s ends it"),
+    ("the tool", "the tool's code or service: its timeout_s ends the call; `cancel` ends the tree"),
+    ("a worker slot for", "all grading or tool processes are busy: increase their number"),
+    ("a pause before", "it failed and will be retried: see the failure in run.log"),
+    ("the rate limit", "the service limits requests: use a second key, a cache, or fewer rollouts"),
+    (STEP, "the environment's code: its own deadlines end it, else limits.max_seconds"),
+    ("its environment", "limits.env_timeout_s ends it: is a sandbox or a service slow to start?"),
+    ("the copies of its environment", "forks copy their environment: limits.env_timeout_s ends it"),
     ("the journal", "the disk of the run's folder is slow or full"),
 )
 
@@ -178,7 +178,7 @@ class Control:
         """The waits of rollouts, the longest first, and what holds up the run as a whole."""
         training = self.training
         if training.phase == "set-up":
-            return Waits([], [f"the run has not begun: {training.view.activity or 'set-up'}"])
+            return Waits([], [f"training has not started: {training.view.activity or 'set-up'}"])
         now = asyncio.get_running_loop().time()
         awaited: list[Awaited] = []
         for actor in self._actors():
@@ -220,12 +220,12 @@ class Control:
         inflight = self._feeder.inflight
         head = min(inflight, default=None)
         if head is not None and not inflight[head].has_ended and training.phase == "RL":
-            lines.append(f"the learner takes trees in start order, and waits for tree {head} first")
+            lines.append(f"the learner takes trees in start order and waits for tree {head} next")
         if training.workers is not None and training.workers.behind():
             lines.append(training.workers.behind())
         lag_ms = training.lag.figures().get("lag_p99_ms", 0.0)
         if lag_ms > 100:
-            lines.append(f"the event loop is late, by {lag_ms:.0f} ms or more in 1 % of the time")
+            lines.append(f"the event loop lags by {lag_ms:.0f} ms or more in 1 % of the time")
         return lines
 
     async def _why(self, asked: AskWhy) -> Why:
@@ -246,7 +246,7 @@ class Control:
             if found is None:
                 lines.append("its worker has not reported its waits")
             branches = [_branch_row(branch, limit_s) for branch in found or ()]
-            lines.append("ended branches and texts of a tree in a worker cannot be reached")
+            lines.append("finished branches and texts of a tree in a worker are not accessible")
         elif rollout is not None:
             limit_s = rollout.limits.max_seconds
             branches = [_branch_row(branch, limit_s) for branch in rollout.now()]
@@ -259,16 +259,16 @@ class Control:
                 elif node.end is not None:
                     ends[f"{node.end}{f' by {node.limit}' if node.limit else ''}"] += 1
             worked_s, of_s = rollout.clock(), rollout.limits.seconds_of_tree
-            lines.append(f"worked for {worked_s:.1f} s of {of_s:g} s (limits.max_tree_seconds)")
+            lines.append(f"used {worked_s:.1f} s of {of_s:g} s (limits.max_tree_seconds)")
             if asked.text:
                 await self._add_texts(branches, rollout)
         lines += self._lines_of(index, one)
         return Why(row, branches, dict(ends), dict(failures), lines)
 
     def _lines_of(self, index: int, one: InflightRollout) -> list[str]:
-        lines = ["it has ended, and waits for the learner"] if one.has_ended else []
+        lines = ["it is finished and waits for the learner"] if one.has_ended else []
         number = sum(1 for other in self._feeder.inflight if other < index)
-        before = f"{number} trees are taken before it" if number else "the learner takes it next"
+        before = f"{number} trees come before it" if number else "the learner takes it next"
         return [*lines, f"{before} (start order)"]
 
     async def _add_texts(self, branches: list[BranchRow], rollout: Rollout) -> None:
@@ -290,7 +290,7 @@ class Control:
     def _inflight(self, index: int) -> InflightRollout:
         """Raises ConfigError for a tree that has no slot."""
         if self.training.phase == "set-up":
-            raise ConfigError(f"the run has not begun: {AT_START_HINT}")
+            raise ConfigError(f"training has not started: {AT_START_HINT}")
         inflight = self._feeder.inflight
         if index not in inflight:
             known = sorted(inflight)
@@ -301,23 +301,23 @@ class Control:
     def _cancel_all(self, trees: list[int]) -> Done:
         """Cancel all of the trees, or none if one cannot be cancelled."""
         if not trees:
-            raise ConfigError("no tree is named")
+            raise ConfigError("no tree given")
         for index in trees:
             if self._inflight(index).has_ended:
-                raise ConfigError(f"tree {index} has ended, and waits for the learner")
+                raise ConfigError(f"tree {index} is finished and waits for the learner")
         return self._done("cancel", [self._cancel(index) for index in trees], {"trees": trees})
 
     def _cancel(self, index: int) -> str:
         training = self.training
         if training.workers is not None:
             place = training.workers.places().get(index)
-            if training.workers.give_up(index, CANCEL_REASON):
+            if training.workers.cancel(index, CANCEL_REASON):
                 if place is not None and place.worker:
                     return f"tree {index} is being cancelled by {place.worker}"
                 return f"tree {index} is cancelled; it had no worker"
         rollout = training.parts.actor.growing(index)
         if rollout is None:
-            raise ConfigError(f"tree {index} is only starting; ask again")
+            raise ConfigError(f"tree {index} is just starting; retry")
         number = rollout.cancel(CANCEL_REASON)
         if not number:
             return f"tree {index}: all its branches are ending already"
@@ -330,11 +330,11 @@ class Control:
                 f"only rollouts and updates of RL can be paused; the run is in phase {phase!r}"
             )
         if self._feeder.is_paused:
-            return Done(["the run is paused already"])
+            return Done(["the run is already paused"])
         self._feeder.pause()
         line = (
-            "paused: no tree, no turn and no update begins; running turns and tools end, clocks of "
-            "rollouts stand; checkpoint and evaluate work"
+            "paused: no new tree, turn or update starts; running turns and tools finish, the "
+            "clocks of rollouts stop; checkpoint and evaluate work"
         )
         return self._done("pause", [line])
 
@@ -342,14 +342,14 @@ class Control:
         if self.training.phase != "RL" or not self._feeder.is_paused:
             return Done(["the run is not paused"])
         self._feeder.resume()
-        return self._done("resume", ["the pause is over"])
+        return self._done("resume", ["resumed"])
 
     def _check_steps(self, what: str) -> None:
         phase = self.training.phase
         if phase != "RL":
             raise ConfigError(
-                f"{what} on demand is for the updates of RL; the run is in phase {phase!r}, which "
-                "saves and evaluates by its own rules"
+                f"{what} on demand is available during RL updates; the run is in phase {phase!r}, "
+                "which saves and evaluates on its own schedule"
             )
 
     async def _checkpoint(self) -> Done:
@@ -362,7 +362,7 @@ class Control:
             return str(training.run.checkpoints.path(step)), step
 
         path, step = await training.actions.run(save)
-        line = f"{path} is saved; it goes when checkpoint.keep_last later ones are there"
+        line = f"{path} is saved; it is deleted after checkpoint.keep_last later ones"
         return self._done("checkpoint", [line], {"path": path, "step": step})
 
     async def _evaluate(self, sets: list[str]) -> Done:
@@ -372,7 +372,7 @@ class Control:
         known = list(training.config.eval.sets)
         for name in sets:
             if name not in known:
-                raise ConfigError(f"there is no evaluation set {name!r}; known: {known}")
+                raise ConfigError(f"unknown evaluation set {name!r}; known: {known}")
         if not known:
             raise ConfigError("the configuration has no evaluation set, [eval.sets.NAME]")
         chosen = sets or known
@@ -389,7 +389,7 @@ class Control:
                 "num_failed": overall.num_failed,
             }
         if not found:
-            raise ConfigError(f"there is no evaluation {when}: run.log says why")
+            raise ConfigError(f"the evaluation {when} failed: see run.log")
         return self._done("evaluate", lines, {"when": when, "sets": facts})
 
     def _done(self, command: str, lines: list[str], facts: dict[str, Any] | None = None) -> Done:

@@ -1,4 +1,4 @@
-"""Evaluations of a training run: around its phases, after steps, or beside the training.
+"""Evaluations of a training run: between phases, after steps, or concurrent with training.
 
 RUN/eval/step-000040/           a whole evaluation, for `evaluate report`, `compare`, `regrade`
 RUN/eval/step-000040.partial/   an evaluation that goes on, or was cut off
@@ -55,7 +55,7 @@ Ask = Callable[[Actor, str], Awaitable[list[EvalRow]]]  # by the actor, the set 
 class Evaluator:
     """Evaluates the policy of a run: at once, while no weights are published, or beside the
     training, on an engine of its own, which has the weights of one step until the evaluation of
-    that step is done. Of the evaluations beside the training one goes on at a time."""
+    that step is done. Evaluations that overlap the training run one at a time."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Evaluator:
             return
         beside = self.parts.overlapping
         if not self._has_sets(what):
-            self._warn_of_gap(what, "eval.sets does not have them any more")
+            self._warn_of_gap(what, "eval.sets no longer has them")
         elif await in_thread(self._evaluations.is_done, what):
             await self._consider_again(what)
         elif beside is not None and await in_thread(self._weights_of(what).is_dir):
@@ -140,7 +140,7 @@ class Evaluator:
         elif what.step == self.state.step:
             return await self.after_step(what.sets)
         else:
-            self._warn_of_gap(what, "its weights are gone")
+            self._warn_of_gap(what, "its weights were deleted")
         self.state.evaluating = None
 
     async def _consider_again(self, what: Evaluating) -> None:
@@ -247,7 +247,7 @@ class Evaluator:
         return {}
 
     def _warn_of_gap(self, what: Evaluating, reason: str) -> None:
-        logger.warning("there is no evaluation %s: %s", what.phase, reason, extra=SHOWN)
+        logger.warning("the evaluation %s is missing: %s", what.phase, reason, extra=SHOWN)
 
     async def _evaluate(self, actor: Actor, what: Evaluating) -> dict[str, BriefReport]:
         if not what.sets:
@@ -282,8 +282,8 @@ def refuse_failed(name: str, rows: Sequence[EvalRow], *, is_before: bool = False
     number = f"all {len(rows)}" if len(errors) == len(rows) else f"{len(errors)} of {len(rows)}"
     raise broken(errors)(
         f"{number} trajectories of the evaluation of eval.sets.{name} failed"
-        f"{f' before training, {MAX_FAILED:.0%} or more' if is_before else ''}: {named}; mend it "
-        "and go on with --resume, which asks them again"
+        f"{f' before training, {MAX_FAILED:.0%} or more' if is_before else ''}: {named}; fix it "
+        "and continue with --resume, which retries them"
     )
 
 
@@ -353,12 +353,18 @@ class Evaluations:
         samples = range(own.num_samples)
         wanted = [Wanted(name, task, sample) for task in self._tasks[name] for sample in samples]
         missing, many = store.missing(wanted), self._config.eval.concurrency
-        pulse = Pulse(self._view, f"evaluation of {name}", len(missing))
-        progress = Progress(pulse.look, actor.engine)
+        view, title = self._view, f"evaluation of {name}"
+        shows = view.is_idle  # else beside the training, whose bar it is
+        if shows:
+            view.begin(title, len(missing))
+        look = view.advance if shows else Pulse(view, title, len(missing)).look
+        progress = Progress(look, actor.engine)
         try:
             await ask_into(store, missing, {name: asking}, make_row, progress.add, concurrency=many)
         finally:
             progress.close()
+            if shows:
+                view.end()
         return [store.rows[one.key] for one in wanted]
 
     def _configuration(self, names: Sequence[str]) -> EvaluateConfig:

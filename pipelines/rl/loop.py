@@ -51,7 +51,7 @@ class PendingActions:
         self._over = ""
 
     def begin(self, group: asyncio.TaskGroup) -> None:
-        """Run actions in this group, those that were asked for before among them."""
+        """Run actions in this group, including those requested before."""
         self._group = group
         self._begun.set()
 

@@ -1,4 +1,4 @@
-"""The parts of a training run: questions, environments, learner, engine, and what joins them."""
+"""The parts of a training run: questions, environments, learner, engine, and their wiring."""
 
 from __future__ import annotations
 
@@ -502,7 +502,7 @@ def _made(place: Path) -> Iterator[Path]:
             own = stack.enter_context(own_folder(place, WEIGHTS_PREFIX))
         except OSError as error:
             reason = explain(error, WEIGHTS_KEY)
-            raise ConfigError(f"new weights cannot pass through {place}: {reason}") from error
+            raise ConfigError(f"cannot transfer new weights through {place}: {reason}") from error
         yield own
 
 

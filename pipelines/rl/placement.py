@@ -1,5 +1,5 @@
-"""Where the processes of a training run are: rollout workers on this machine, on a Ray cluster, or
-started by somebody else; on Ray, engine servers and learner ranks too.
+"""Placement of a training run's processes: rollout workers on this machine, on a Ray cluster, or
+started externally; on Ray also engine servers and learner ranks.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def far_servers(
 
 
 def ray_ranks(cluster: RayCluster, placement: RayPlacement) -> RemoteRanks:
-    """Where the ranks of the learner run."""
+    """Placement of the learner's ranks."""
     own = {name: os.environ[name] for name in cluster.env if name in os.environ}
     return RemoteRanks(placement, cluster.python, own, cluster.of_rank())
 

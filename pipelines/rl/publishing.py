@@ -1,5 +1,5 @@
-"""New weights from learner to engine: four ways to send them, whether both then agree, and who has
-the GPUs meanwhile.
+"""Publishing of new weights from learner to engine: four transports, the parity check, and the
+hand-over of shared GPUs.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class ParityCheck:
             raise LearnerError(
                 f"{gap.worst or 'the engine'} and the learner disagree by {gap.worst_mean:.2g} "
                 f"nats a token at policy version {version}, more than train.stop_logprob_gap = "
-                f"{stop:g}: they do not compute the same model; look for another dtype, "
+                f"{stop:g}: they do not compute the same model; check for a different dtype, "
                 "quantization or model path"
             )
         if gap.worst_mean > allowed:
@@ -253,8 +253,8 @@ class Handover:
 
 
 class Colocation:
-    """Who has the GPUs, where engine and learner share them. Every command to the learner takes
-    the GPUs for itself; `learner.turn`, which is `turn` here, keeps them for several commands.
+    """Ownership of GPUs that engine and learner share. Every command to the learner acquires the
+    GPUs; `learner.turn`, which is `turn` here, keeps them for several commands.
 
         all serve --> sleep --> all train --> wake --> all serve
                                 publish -----^  with the new weights
@@ -426,7 +426,9 @@ class MemoryPublisher:
                     else:
                         written = await learner.publish(folder / f"v{before + 1}")
                 except TransferError as error:
-                    logger.warning("weights go by a directory this time: %s", error, extra=SHOWN)
+                    logger.warning(
+                        "this update sends weights through a directory: %s", error, extra=SHOWN
+                    )
                     written = await learner.publish(folder / f"v{before + 1}")
             beside = written is None and self.sender.weights.has_room
             if self.colocation is not None and not beside:
@@ -440,8 +442,8 @@ class MemoryPublisher:
                     await self.engine.take_weights(self.sender, before + 1)
         if written is None and self.sender.num_failures == MAX_FAILURES:
             logger.warning(
-                "servers cannot read the learner's memory: weights go through directories from "
-                "now on",
+                "servers cannot read the learner's memory: weights are sent through directories "
+                "from now on",
                 extra=SHOWN,
             )
         await in_thread(shutil.rmtree, folder / f"v{before}", ignore_errors=True)
@@ -466,7 +468,7 @@ def make_publisher(
     colocation: Colocation | None,
     handover: Handover,
 ) -> Publisher:
-    """How new weights reach the engine, by its configuration."""
+    """Transport of new weights to the engine, by its configuration."""
     if config.engine.new_weights == "adapter":
         return AdapterPublisher(engine, learner, folder, colocation, handover)
     if config.engine.new_weights == "directory":

@@ -1,4 +1,4 @@
-"""The records of a run: seconds, metrics, trajectories, evaluations, and the report at its end."""
+"""The records of a run: timings, metrics, trajectories, evaluations, and the final report."""
 
 from __future__ import annotations
 
@@ -216,7 +216,9 @@ class Recorder:
             await in_thread(path.parent.mkdir, exist_ok=True)
         elif log.trajectories:
             size = MAX_TRAJECTORY_BYTES / 1e6
-            logger.warning("trajectories/ has its %.0f MB: no more are written", size)
+            logger.warning(
+                "trajectories/ has reached its limit of %.0f MB: no more are written", size
+            )
         if path is None and not wanted:
             return
         num_chars, shown = await self._write_rows(trees, path, wanted)

@@ -1,5 +1,5 @@
-"""The figures of a training run: the row of metrics of each step, the lines and tables that people
-read, and the summary.
+"""Reporting of a training run: the metrics of each step, terminal lines and tables, and the
+summary.
 """
 
 from __future__ import annotations
@@ -149,15 +149,23 @@ NUM_SAMPLES = 4
 def step_line(row: dict[str, Any], num_steps: int) -> str:
     """One line a step for terminal and log."""
     return (
+        f"step {row['step']:>3}/{num_steps} reward {row.get('reward/mean', 0.0):6.3f} success "
+        f"{row.get('reward/success', 0.0):.2f}{_share(row.get('failed/share', 0.0))} trained "
+        f"{row.get('learner/num_trained', 0):.0f}/{row['rollout/trees']:.0f} trees "
+        f"({row.get('learner/num_equal_groups', 0):.0f} equal) calls "
+        f"{row['rollout/tool_calls']:.0f} forks {row['rollout/forks']:.0f} staleness "
+        f"{row.get('staleness/max', 0):.0f} entropy {row.get('rollout/entropy', 0.0):.3f} score "
+        f"{row.get('score/value', 0.0):.0f} {row.get('time/sampled_tokens_per_s', 0.0):.0f} "
+        f"tok/s{failures(row)}"
+    )
+
+
+def brief_line(row: dict[str, Any], num_steps: int) -> str:
+    """The same for a terminal of 80 columns, below which a bar has more figures."""
+    return (
         f"step {row['step']:>3}/{num_steps} reward {row.get('reward/mean', 0.0):6.3f} "
         f"success {row.get('reward/success', 0.0):.2f}{_share(row.get('failed/share', 0.0))} "
-        f"trained {row.get('learner/num_trained', 0):.0f}/{row['rollout/trees']:.0f} trees "
-        f"({row.get('learner/num_equal_groups', 0):.0f} equal) "
-        f"calls {row['rollout/tool_calls']:.0f} forks {row['rollout/forks']:.0f} "
-        f"staleness {row.get('staleness/max', 0):.0f} "
-        f"entropy {row.get('rollout/entropy', 0.0):.3f} "
-        f"score {row.get('score/value', 0.0):.0f} "
-        f"{row.get('time/sampled_tokens_per_s', 0.0):.0f} tok/s{failures(row)}"
+        f"forks {row['rollout/forks']:.0f} {row.get('time/sampled_tokens_per_s', 0.0):.0f} tok/s"
     )
 
 
@@ -195,12 +203,12 @@ def report_line(report: BriefReport, when: str) -> str:
     if figures.num_failed:
         failed = (
             f", {figures.num_failed} failed ({_percent(figures.failed_share)}; success "
-            f"{figures.success_if_failed_wrong:.3f} if they were wrong)"
+            f"{figures.success_if_failed_wrong:.3f} if they count as wrong)"
         )
     return (
         f"evaluation {report.name} {when}: success {success} of "
-        f"{report.overall.num_trajectories}{failed}, reward "
-        f"{_mean(figures.reward, 3)}, calls {_mean(figures.tool_calls, 2)}{kinds}"
+        f"{report.overall.num_trajectories}{failed}, reward {_mean(figures.reward, 3)}, calls "
+        f"{_mean(figures.tool_calls, 2)}{kinds}"
     )
 
 
@@ -248,7 +256,7 @@ def final_table(state: RunState, name: str, *, cold_start: bool) -> Table:
         of = ((one.overall.num_failed, one.overall.num_trajectories) for one in reports)
         rows += [
             ["failed", *(f"{failed} of {failed + done}" for failed, done in of)],
-            ["all, if failed were wrong",
+            ["all, failed as wrong",
              *(f"{one.overall.success_if_failed_wrong:.2f}" for one in reports)],
         ]  # fmt: skip
     rows += [
@@ -264,10 +272,11 @@ def final_table(state: RunState, name: str, *, cold_start: bool) -> Table:
 
 
 def _cell(score: BriefFigures) -> str:
+    share = _share(score.failed_share).replace(" ", "\n", 1)  # below, where 80 columns end
     if score.success is None:
-        return f"-{_share(score.failed_share)}"
+        return f"-{share}"
     low, high = score.interval
-    return f"{score.success:.2f} [{low:.2f}, {high:.2f}]{_share(score.failed_share)}"
+    return f"{score.success:.2f} [{low:.2f}, {high:.2f}]{share}"
 
 
 def summarize(
@@ -426,7 +435,8 @@ class StepReport:
         row = self._row(batch.metrics, hits)
         await self.recorder.log(row)
         self.live.row = row
-        self.view.say(step_line(row, self.parts.num_steps))
+        num_steps = self.parts.num_steps
+        self.view.say(step_line(row, num_steps), brief_line(row, num_steps))
         self.view.advance(self.state.step)
         await self.recorder.write_later(f"step-{self.state.step:06d}", batch.delivered)
 

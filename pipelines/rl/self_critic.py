@@ -1,4 +1,4 @@
-"""The self-critic stage of Tool-Star (arXiv 2505.16410): the reward criticises own answers.
+"""The self-critic stage of Tool-Star (arXiv 2505.16410): the reward ranks the policy's own answers.
 
     sample   several answers each to some training questions, with the current policy and its tools
     pair     an answer with reward >= threshold is chosen, one with less rejected; questions of one

@@ -1,12 +1,11 @@
-"""The state of a run beside the learner's own, figures of evaluations among it, and how both are
-saved."""
+"""The state of a run besides the learner's, including evaluation results, and saving of both."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from statistics import fmean
 
 from msgspec import Struct, field
@@ -15,7 +14,7 @@ from msgspec.structs import replace
 from agentenv.archive import Archive
 from agentenv.curriculum import Outcomes
 from agentenv.deadline import uncancelled, within
-from agentenv.errors import AgentEnvError
+from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.journal import Journal
 from agentenv.learners.deepspeed_learner import DeepSpeedLearner
 from agentenv.metrics import EntropyProfile, Metrics, TreeCounters
@@ -226,7 +225,11 @@ class RunSaver(Saver):
             self.state.line = self.state.incarnation
 
     async def _before(self) -> None:
-        """The trees of its step are in the archive: nobody would write them afterwards."""
+        """The trees of its step are in the archive, since they could not be written afterwards, and
+        the journal has the frames that took them."""
+        if self.journal is not None and not self.journal.is_broken:
+            with suppress(ConfigError):  # raised by `_release`, after the weights are safe
+                await self.journal.commit()
         if self.archive is not None:
             await asyncio.shield(self.archive.written())  # whose disk may hang
 
@@ -234,7 +237,7 @@ class RunSaver(Saver):
         """Also lets go of what no checkpoint wants of the journal."""
         if not at_end:
             await super().save()
-            return await self._let_go()
+            return await self._release()
         # Weights and state come first, whatever becomes of the rest.
         writing = None
         if self.archive is not None:
@@ -244,9 +247,9 @@ class RunSaver(Saver):
         finally:
             if writing is not None:
                 await self._at_last("the trees of the last step", writing)
-        await self._at_last("the journal", self._let_go())
+        await self._at_last("the journal", self._release())
 
-    async def _let_go(self) -> None:
+    async def _release(self) -> None:
         """Of what no checkpoint wants of the journal."""
         if self.journal is not None and not self.journal.is_broken:
             await self.journal.rotate(await in_thread(self._oldest))

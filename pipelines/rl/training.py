@@ -142,6 +142,7 @@ class Training:
                 await self._start_workers(stack)
                 self.feeder.workers = self.workers
                 await self._announce()
+            self.view.end()
             measuring = asyncio.create_task(self.lag.run())
             stack.callback(measuring.cancel)
             stack.enter_context(watched(self._actors, self.view))
@@ -162,6 +163,7 @@ class Training:
 
     async def _finish(self) -> None:
         """Write the report, and raise if too many rollouts failed."""
+        self.view.wait_for("writing the report and its pictures")
         with self.view.doing("the report"):  # drawing takes seconds on a busy machine
             finish = partial(
                 self.recorder.finish,
@@ -172,6 +174,7 @@ class Training:
                 failures=self.parts.actor.failures.log.lines(),
             )
             await uncancelled(in_thread(finish))
+        self.view.end()
         if self.workers is not None:
             self.workers.is_over = True
         for actor in self._actors():
@@ -265,7 +268,9 @@ class Training:
             imitating = self.state.imitating
             self.recorder.archive.forget_after(self.state.step)
             done = imitating.step if imitating else None
-            goes_back = self.run.go_on(config, self.state.step, self.view.say, is_recorded, done)
+            goes_back = self.run.resume_from(
+                config, self.state.step, self.view.say, is_recorded, done
+            )
             if goes_back and self.journal is not None:
                 await self.journal.rotate(sys.maxsize)  # trees of abandoned weights
         self.view.say(
@@ -309,7 +314,7 @@ class Training:
         await self.saver.amend()
 
     async def _saved_at_end(self, evaluation: Coroutine[Any, Any, None]) -> None:
-        """The evaluation; where it is broken off, the checkpoint remembers that it goes on."""
+        """The evaluation; if it is interrupted, the checkpoint notes that it resumes."""
         try:
             await evaluation
         except BaseException:
@@ -320,7 +325,7 @@ class Training:
 
     async def _run_rl(self) -> None:
         """Rollouts, updates, evaluations and checkpoints until the last update."""
-        self.view.begin("RL", self.parts.num_steps, self.state.step)
+        self.view.begin("RL", self.parts.num_steps, self.state.step, "evaluation and report")
         loop = self._loop()
         if self.checkpoint is not None:
             step = self.state.step
@@ -393,6 +398,7 @@ class SelfCriticRun(Training):
         """This number of rounds, each saved when a checkpoint is due."""
         async with AsyncExitStack() as stack:
             await self._set_up(stack)
+            self.view.end()
             critic = self._critic()
             assert critic is not None
             stack.enter_context(watched(self._actors, self.view))
@@ -402,7 +408,7 @@ class SelfCriticRun(Training):
                 self.run.begin(self.config)
                 await self._evaluate_all("before_rl")
             else:
-                self.run.go_on(self.config, self.state.step, self.view.say)
+                self.run.resume_from(self.config, self.state.step, self.view.say)
             while self.state.step < num_rounds:
                 try:
                     trees = await critic.sample(self.state.step)

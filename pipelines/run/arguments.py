@@ -1,5 +1,5 @@
 """The arguments of every command, the keys that all runs have, and exit codes. An argument that is
-not UTF-8 is refused by name, before anything starts.
+not UTF-8 is rejected before anything starts.
 
 Python reads such bytes as lone surrogates, which no log, JSON or TOML can hold: a run would fail
 where it first writes one of them down.
@@ -35,15 +35,17 @@ def check_places(environment: Mapping[str, str] | None = None) -> None:
     given |= {f"the environment variable {name}": environment.get(name, "") for name in PLACES}
     for name, text in given.items():
         if shown := undecodable(text):
-            raise ConfigError(f"{name}: {shown!r} is no UTF-8; rename the folder, or take another")
+            raise ConfigError(
+                f"{name}: {shown!r} is not valid UTF-8; rename the folder, or choose another"
+            )
 
 
 def check_arguments(arguments: Iterable[str]) -> None:
-    """Raises ConfigError for one that is no UTF-8."""
+    """Raises ConfigError for one that is not UTF-8."""
     for text in arguments:
         if shown := undecodable(text):
             raise ConfigError(
-                f"'{shown}' is no UTF-8; rename the file or folder, or give a link to it"
+                f"'{shown}' is not valid UTF-8; rename the file or folder, or pass a link to it"
             )
 
 
@@ -71,9 +73,9 @@ class Parser(argparse.ArgumentParser):
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the run writes, and the seed of everything random in it."""
+    """Folder and seed of the run."""
 
-    dir: Annotated[str, Meta(description="folder that holds the runs", extra=ESSENTIAL)] = "runs"
+    dir: Annotated[str, Meta(description="parent folder of the runs", extra=ESSENTIAL)] = "runs"
     name: Annotated[
         str,
         Meta(
@@ -86,9 +88,9 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     setup: Annotated[
         str,
         Meta(
-            description="'module:function', called with (run directory, seed) to make the model "
-            "and data that other keys name as {run}/...; a text it returns is shown; empty: all of "
-            "it exists already"
+            description="'module:function', called with (run directory, seed) to create the model "
+            "and data that other keys name as {run}/...; the text that it returns is printed; "
+            "empty: everything exists already"
         ),
     ] = ""
 

@@ -1,5 +1,5 @@
-"""The checkpoints of a run: which there are, when one is due, that state and weights in it belong
-together, and that whatever ends the run is preceded by a last one.
+"""The checkpoints of a run: listing, schedule, consistency of state and weights, and the last
+checkpoint at any end of the run.
 
     async with saver.moving(): ...   weights and state go on to the next step together
     await saver.save()               to its end, however often it is cancelled
@@ -144,7 +144,7 @@ class Checkpoints:
         if wanted == BEST:
             found = self.best()
             if found is None:
-                raise ConfigError(f"--resume best: {self.folder} holds no best checkpoint")
+                raise ConfigError(f"--resume best: {self.folder} contains no best checkpoint")
             return found
         path = Path(wanted)
         if not (path / STATE_FILE).is_file():
@@ -155,7 +155,7 @@ class Checkpoints:
         return path
 
     def set_aside_after(self, oldest: Path) -> list[Path]:
-        """Move newer checkpoints out of the way of a run that goes on from an older one."""
+        """Move newer checkpoints away from a run that resumes from an older one."""
         moved = []
         for path in reversed(self.finished()):
             if path.name > oldest.name:
@@ -189,7 +189,7 @@ def find_checkpoint(path: Path, *, best: bool = False) -> Path:
     found = checkpoints.best() if best else next(iter(checkpoints.finished()[::-1]), None)
     if found is None:
         kind = "best" if best else "finished"
-        raise DataError(f"{path} holds no {kind} checkpoint yet")
+        raise DataError(f"{path} contains no {kind} checkpoint yet")
     return found
 
 
@@ -231,19 +231,18 @@ class SavingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     every: Annotated[
         int,
-        Meta(ge=0, description="steps between checkpoints; 0: by minutes only", extra=ESSENTIAL),
+        Meta(ge=0, description="steps between checkpoints; 0: only by minutes", extra=ESSENTIAL),
     ] = 0
     minutes: Annotated[
-        float, Meta(ge=0, description="minutes between checkpoints; 0: by steps only")
+        float, Meta(ge=0, description="minutes between checkpoints; 0: only by steps")
     ] = 20.0
-    keep_last: Annotated[int, Meta(ge=1, description="newest ones to keep")] = 2
+    keep_last: Annotated[int, Meta(ge=1, description="number of newest checkpoints to keep")] = 2
     finish_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="how long the last checkpoint of a run that ends before its time may take; "
-            "an optimizer step that goes on is waited for before. The dry run says how long one of "
-            "this model takes",
+            description="deadline of the last checkpoint of an interrupted run, after its running "
+            "optimizer step. The dry run estimates the time for this model",
         ),
     ] = 60.0
 
@@ -294,7 +293,7 @@ class Saver:
         return bool((every and step % every == 0) or late)
 
     async def save(self, *, at_end: bool = False) -> None:
-        """The checkpoint of this step, if it is not there yet; ended in spite of cancellations.
+        """Save the checkpoint of this step if missing; completes despite cancellations.
 
         From the first of them on, or from the beginning `at_end`, it may take `finish_s`; then the
         learner is ended, which ends this with its LearnerError. What hangs even then, a disk, is
@@ -302,7 +301,7 @@ class Saver:
         """
         task = asyncio.ensure_future(self._save(at_end=at_end))
         cancelled: asyncio.CancelledError | None = None
-        timer = self._give_up_later(task) if at_end else None
+        timer = self._cancel_later(task) if at_end else None
         try:
             with self._view.doing(f"the checkpoint {self._path().name}"):
                 while not task.done():
@@ -310,14 +309,14 @@ class Saver:
                         await asyncio.wait({task})
                     except asyncio.CancelledError as error:
                         cancelled = error
-                        timer = timer or self._give_up_later(task)
+                        timer = timer or self._cancel_later(task)
         finally:
             if timer is not None:
                 timer.cancel()
         if self._is_abandoned and task.cancelled():
             raise LearnerError(
-                f"writing to {self.checkpoints.folder} hangs; is its disk, or the server behind "
-                "it, gone?"
+                f"writing to {self.checkpoints.folder} hangs; is its disk, or the server that "
+                "provides it, gone?"
             )
         task.result()
         if cancelled is not None:
@@ -342,17 +341,17 @@ class Saver:
     async def _save_at_last(self) -> str:
         """Save before the run ends; why that was not possible, empty if it was."""
         if not self._is_whole:
-            return "what ends the run left its weights within a step"
+            return "the run ended in the middle of a step"
         if self._is_abandoned:
             return "its disk hangs"
         try:
             if not await within(self.config.finish_s, "the disk", in_thread(self._exists)):
                 self._view.say(
-                    f"saving {self._path().name}, which may take {self.config.finish_s:g} s "
+                    f"saving {self._path().name} (at most {self.config.finish_s:g} s) "
                     "(checkpoint.finish_s)"
                 )
             await self.save(at_end=True)
-            await within(self.config.finish_s, "what it remembers", self.amend())
+            await within(self.config.finish_s, "its state", self.amend())
         except OSError as error:
             place, why = error.filename or self.checkpoints.folder, error.strerror or str(error)
             with suppress(StallError):
@@ -361,7 +360,7 @@ class Saver:
         except AgentEnvError as error:
             return str(error).splitlines()[0]
         except Exception as error:  # what ends the run stays its reason
-            logger.error("a bug while the last checkpoint is written", exc_info=error)
+            logger.error("a bug while writing the last checkpoint", exc_info=error)
             return f"{type(error).__name__}: {error}"
         return ""
 
@@ -381,7 +380,7 @@ class Saver:
     async def _save(self, *, at_end: bool) -> None:
         async with self._one_at_a_time:
             if not self._is_whole:
-                raise LearnerError("the weights are those of no whole step and are not saved")
+                raise LearnerError("the weights are those of an incomplete step and are not saved")
             async with self._turn():
                 if not at_end:
                     await self._before()
@@ -400,14 +399,14 @@ class Saver:
     def _path(self) -> Path:
         return self.checkpoints.path(self._step(), self._of)
 
-    def _give_up_later(self, saving: asyncio.Task[None]) -> asyncio.TimerHandle:
+    def _cancel_later(self, saving: asyncio.Task[None]) -> asyncio.TimerHandle:
         loop = asyncio.get_running_loop()
-        return loop.call_later(self.config.finish_s, self._give_up, saving)
+        return loop.call_later(self.config.finish_s, self._cancel, saving)
 
-    def _give_up(self, saving: asyncio.Task[None]) -> None:
+    def _cancel(self, saving: asyncio.Task[None]) -> None:
         self._view.warn(
-            f"the checkpoint is given up after {self.config.finish_s:g} s; raise "
-            "checkpoint.finish_s if it was only slow"
+            f"saving was cancelled after {self.config.finish_s:g} s; raise checkpoint.finish_s if "
+            "it was only slow"
         )
         self._closing = asyncio.ensure_future(self.learner.close())
         asyncio.get_running_loop().call_later(LAST_S, self._abandon, saving)
@@ -420,7 +419,7 @@ class Saver:
     def _fail(self, reason: str) -> None:
         found, name = self._found, self._path().name
         if found is not None and self._path() in found:
-            return self._view.warn(f"{name} is saved, but then: {reason}")
+            return self._view.warn(f"{name} is saved, but afterwards: {reason}")
         kept = f"; the last checkpoint is {found[-1]}" if found else "; there is no checkpoint"
         self._view.warn(f"{name} is not saved: {reason}{'' if found is None else kept}")
 
@@ -434,5 +433,8 @@ class CheckpointConfig(SavingConfig, frozen=True, kw_only=True, forbid_unknown_f
 
     best_metric: Annotated[
         str,
-        Meta(description="evaluation metric SET/success or SET/reward whose best one is kept"),
+        Meta(
+            description="evaluation metric, SET/success or SET/reward, by which the best "
+            "checkpoint is kept"
+        ),
     ] = ""

@@ -1,4 +1,4 @@
-"""Runtime control of a run: the requests of `agentenv ctl`, and the socket they arrive at.
+"""Runtime control of a run: the requests of `agentenv ctl`, and their socket.
 
     agentenv ctl  --a Request, a line of JSON-->  RUN/ctl/socket   the training process
                       <--a Reply, a line of JSON----
@@ -187,7 +187,7 @@ Reply = Refused | Status | Waits | Why | Done
 Answer = Callable[[Request], Awaitable[Reply]]
 
 
-# Where the socket is.
+# Path of the socket.
 
 
 def _user_of(connection: Any) -> int:
@@ -270,22 +270,22 @@ class ControlServer:
         if user != os.geteuid():
             return Refused(f"this run is user {os.geteuid()}'s, and not user {user}'s")
         if self._num_clients > MAX_CLIENTS:
-            return Refused(f"{MAX_CLIENTS} others are being answered; ask again later")
+            return Refused(f"{MAX_CLIENTS} other requests are in progress; retry later")
         try:
             async with asyncio.timeout(READ_S):
                 line = await reader.readuntil(b"\n")
             request = decode(line, Request)
         except TimeoutError:
-            return Refused(f"no request came within {READ_S:g} s")
+            return Refused(f"no request within {READ_S:g} s")
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            return Refused(f"expected a line of JSON of at most {MAX_REQUEST} bytes")
+            return Refused(f"expected one line of JSON of at most {MAX_REQUEST} bytes")
         except ForeignError as error:
-            return Refused(f"{error}; is agentenv ctl of the version that the run has?")
+            return Refused(f"{error}; does agentenv ctl have the same version as the run?")
         try:
             async with asyncio.timeout(LONG_S if isinstance(request, SLOW) else ANSWER_S):
                 return await self._answer(request)
         except TimeoutError:
-            return Refused("the run has not come to an answer in time")
+            return Refused("the run did not answer in time")
         except AgentEnvError as error:
             return Refused(str(error))
 
@@ -310,26 +310,26 @@ def ask(run: Path, request: Request, timeout_s: float | None = None) -> Reply:
                 connection.connect(short)
             user = _user_of(connection)
             if user != os.geteuid():
-                raise UnreachableError(f"{path} is listened to by user {user}, and not by you")
+                raise UnreachableError(f"{path} belongs to user {user}, not to you")
             with suppress(BrokenPipeError):  # it has its answer ready
                 connection.sendall(msgspec.json.encode(request) + b"\n")
             data = _received(connection)
         except TimeoutError as error:
             raise UnreachableError(
-                f"the run gave no answer within {timeout_s:g} s: its event loop is held up, which "
+                f"the run gave no answer within {timeout_s:g} s: its event loop is blocked, which "
                 f"{run / 'run.log'} reports after a while, or the run is ending"
             ) from error
         except PermissionError as error:
             raise UnreachableError(f"{path} is not yours: {error.strerror}") from error
         except OSError as error:
             raise UnreachableError(
-                f"nobody listens at {path}: {error.strerror or error}"
+                f"no process listens at {path}: {error.strerror or error}"
             ) from error
     try:
         reply: Reply = decode(data, Reply)
     except ForeignError as error:
         raise UnreachableError(
-            f"the run's answer cannot be read ({error}); it ended meanwhile, or is of another "
+            f"the run's answer cannot be decoded ({error}); the run has ended, or is of another "
             "version"
         ) from error
     if isinstance(reply, Refused):

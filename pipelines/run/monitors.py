@@ -1,5 +1,5 @@
 """Monitors of a run, besides metrics.jsonl: TensorBoard, Weights & Biases, Trackio, OpenTelemetry,
-or one of your own.
+or a custom one.
 
 A monitor is a class with the three methods of `Monitor`; `make_monitors` makes those that the
 table [monitor] asks for. `Monitors` runs them in a thread of its own, so that nothing waits for
@@ -88,13 +88,13 @@ else:
 
 
 _OWN = (
-    "[[monitor.own]]: monitors from elsewhere and their keys; name is 'module:Class', or the entry "
-    "point of an installed package in agentenv.monitors"
+    "[[monitor.own]]: custom monitors and their keys; name is 'module:Class', or an entry point of "
+    "an installed package in agentenv.monitors"
 )
 
 
 class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where metrics go beside metrics.jsonl."""
+    """Destinations of metrics besides metrics.jsonl."""
 
     tensorboard: Annotated[bool, Meta(description="write RUN/tensorboard", extra=ESSENTIAL)] = False
     wandb: Annotated[WandbConfig | None, Meta(description="log to Weights & Biases")] = None
@@ -117,14 +117,14 @@ class MonitorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             if getattr(self, key) and not _is_installed(package):
                 raise ConfigError(
                     f"monitor.{key}: the package {package} is not installed; "
-                    f"`{install_hint(extra)}` brings it"
+                    f"`{install_hint(extra)}` installs it"
                 )
 
 
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # its parent package is not there
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
@@ -132,7 +132,8 @@ class RolloutMonitorConfig(MonitorConfig, frozen=True, kw_only=True, forbid_unkn
     """The same for a run with rollouts, of which it shows samples."""
 
     num_trajectories: Annotated[
-        int, Meta(ge=0, description="sample trajectories of each evaluation, and of steps; 0: none")
+        int,
+        Meta(ge=0, description="sample trajectories per evaluation, and per sampled step; 0: none"),
     ] = 8
     trajectories_every: Annotated[
         int, Meta(ge=0, description="steps between samples of training; 0: evaluations only")
@@ -179,7 +180,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_monitors(config: MonitorConfig, run: Path, settings: dict[str, Any]) -> dict[str, Monitor]:
-    """The monitors that the configuration asks for, by the name that stands in warnings.
+    """The monitors that the configuration asks for, by the name used in warnings.
     `settings` is the whole configuration of the run."""
     found: dict[str, Monitor] = {}
     if config.tensorboard:
@@ -208,7 +209,7 @@ class Monitors:
         self._working = make_monitors(config, run, self._redactor.tree(settings))
 
     def add(self, name: str, monitor: Monitor) -> None:
-        """Add a monitor; `name` stands in warnings."""
+        """Add a monitor; warnings use `name`."""
         self._working[name] = monitor
 
     def log(self, row: Row) -> None:
@@ -218,7 +219,7 @@ class Monitors:
             self._hand(name, partial(monitor.log, figures(row), self._axis))
 
     def num_wanted(self, name: str) -> int:
-        """How many trajectories of "step-N" or "eval-SET-WHEN" are to be shown."""
+        """Number of trajectories of "step-N" or "eval-SET-WHEN" to show."""
         config = self._config
         if not self._working or not isinstance(config, RolloutMonitorConfig):
             return 0
@@ -246,7 +247,10 @@ class Monitors:
             self._calls.put_nowait(None)
         thread.join(FINISH_TIMEOUT_S)
         if thread.is_alive() or self._dropped:
-            text = "monitors: not everything was taken within %g s; metrics.jsonl has all of it"
+            text = (
+                "monitors: some records were not delivered within %g s; metrics.jsonl has all of "
+                "them"
+            )
             logger.warning(text, FINISH_TIMEOUT_S)
 
     def _hand(self, name: str, call: Callable[[], None]) -> None:
@@ -272,5 +276,5 @@ class Monitors:
             call()
         except Exception as error:  # whatever a third party raises; the run goes on without it
             self._working = {key: one for key, one in self._working.items() if key != name}
-            text = "%s is not followed any more: %s: %s; metrics.jsonl has all of it"
+            text = "monitor %s is switched off: %s: %s; metrics.jsonl has all records"
             logger.warning(text, name, type(error).__name__, error)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +45,24 @@ CHARS_PER_INCH = 19.0  # of a small font
 
 def png(figure: Any, dpi: int = 110) -> bytes:
     """The figure as a PNG file; axes with labels and without a legend get one below them, where it
-    covers no curve."""
+    covers neither curve nor label."""
+    legends = []
     for axes in figure.axes:
         _, labels = axes.get_legend_handles_labels()
         if labels and axes.get_legend() is None:
-            width, height = figure.get_size_inches() * axes.get_position().size
+            width = figure.get_size_inches()[0] * axes.get_position().width
             fitting = int(CHARS_PER_INCH * width / (max(map(len, labels)) + 6))  # and its line
-            axes.legend(
-                fontsize="small",
-                loc="upper center",
-                bbox_to_anchor=(0.5, -(0.45 if axes.get_xlabel() else 0.25) / height),
-                ncols=max(1, min(fitting, len(labels))),
-                frameon=False,
-            )
+            ncols = max(1, min(fitting, len(labels)))
+            legend = axes.legend(
+                fontsize="small", loc="upper center", ncols=ncols, frameon=False
+            )  # fmt: skip
+            legends.append((axes, legend))
+    for _ in range(2):  # a legend takes room from its axes, whose height its place is given in
+        for axes, legend in legends:
+            height = figure.get_size_inches()[1] * axes.get_position().height
+            below = (0.45 if axes.get_xlabel() else 0.25) / height
+            legend.set_bbox_to_anchor((0.5, -below), axes.transAxes)
+        figure.draw_without_rendering()
     file = BytesIO()
     figure.savefig(file, format="png", dpi=dpi)
     return file.getvalue()
@@ -94,24 +101,26 @@ def _plot(profile: EntropyProfile, target: Path, name: str) -> None:
         for axes, values in ((left, curve.mean[:length]), (right, curve.count)):
             axes.plot(values, label=titles.get(label, label.replace("/", " ")), **style)
     left.set(
-        title="mean entropy, nats, while 5 % of the turns are that long",
+        title="mean entropy, nats, up to the length of the longest 5 % of turns",
         xlabel="token of the turn",
         ylim=(0, None),
     )
-    right.set(title="turns that were that long", xlabel="token of the turn", ylim=(0, None))
+    right.set(title="turns of at least that length", xlabel="token of the turn", ylim=(0, None))
+    for axes in (left, right):
+        axes.locator_params(axis="x", integer=True)
     write_whole(target, png(figure))
 
 
 PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("trees that wait, and that grow", ("queue/ready", "trees/in_flight")),
+    ("trees waiting and in flight", ("queue/ready", "trees/in_flight")),
     ("staleness, in versions of the policy", ("staleness/max", "staleness/trained_mean")),
-    ("forks and roots a step", ("rollout/forks", "rollout/roots")),
-    ("failed trajectories, turns taken again", ("failed/trajectories", "failed/retaken")),
+    ("forks and roots per step", ("rollout/forks", "rollout/roots")),
+    ("failed trajectories, retried turns", ("failed/trajectories", "failed/retaken")),
     (
         "lengths of trajectories, tokens",
         ("length/offered_p50", "length/trained_p50", "length/offered_p90", "length/trained_p90"),
     ),
-    ("turns and calls of a trajectory", ("rollout/turns", "rollout/calls_per_trajectory")),
+    ("turns and calls per trajectory", ("rollout/turns", "rollout/calls_per_trajectory")),
     ("shares of trained tokens clipped", ("learner/clipped_high", "learner/clipped_low")),
     ("KL, nats", ("learner/kl_to_proximal", "learner/kl_to_reference")),
     ("gradient norm", ("learner/grad_norm",)),
@@ -140,55 +149,99 @@ def learning_curve(rows: Sequence[Row], name: str) -> Any:
     0 in view."""
     steps = _steps(rows)
     figure, (left, right) = panels(1, 2, (11, 5), name)
-    # Often equal, so that the one must not cover the other.
     curves = [("reward/success", "success", "-"), ("reward/mean", "reward", "--")]
+    if all(row.get("reward/success") == row.get("reward/mean") for row in steps):
+        curves = [("reward/success", "success, which is the reward", "-")]
     if any(row.get("failed/share") for row in steps):
         curves += [
-            ("failed/share", "share that failed", ":"),
-            ("reward/success_if_failed_wrong", "success if failed were wrong", "-."),
+            ("failed/share", "share of failed trajectories", ":"),
+            ("reward/success_if_failed_wrong", "success, failed as wrong", "-."),
         ]
     marker = "." if len(steps) < 3 else ""
     for key, label, style in curves:
         values = [row.get(key) for row in steps]
         left.plot([row["step"] for row in steps], values, style + marker, label=label)
     left.set(title="training rollouts (sampled)", xlabel="update")
-    for key, style in _eval_keys(rows):
-        _evaluation(right, rows, key, style)
-    right.set(title="evaluation success (sampled)", xlabel="update")
+    _evaluations(right, rows)
+    right.set(title="evaluation success (sampled), 95 % intervals", xlabel="update")
     for axes in (left, right):
         axes.locator_params(axis="x", integer=True)
+        axes.margins(x=0.04)
         low, high = min(0.0, axes.dataLim.y0), max(LEAST_HEIGHT, axes.dataLim.y1)
         margin = 0.04 * (high - low)
         axes.set_ylim(low - margin, high + margin)
     return figure
 
 
-def _evaluation(axes: Any, rows: Sequence[Row], key: str, style: str) -> None:
-    """Success of a set, or of a kind of its questions; of a set with its interval and, where some
-    failed, their share and the success if they were wrong."""
+APART = 0.015  # of the axis, between markers of one update, but less where updates are near
+BEFORE = 0.1  # of it, between what was measured before a cold start and after
+
+
+def _evaluations(axes: Any, rows: Sequence[Row]) -> None:
+    """Success of sets and of kinds of their questions, beside each other, so that no marker covers
+    another; of a set with its interval and, where some failed, their share and the success if they
+    were wrong."""
+    keys = _eval_keys(rows)
+    steps = [row["step"] for row in rows if any(key in row for key, _ in keys)]
+    span = max([1, *steps]) - min([0, *steps])
+    is_cold = any(row.get("phase") == "after_sft" for row in rows)
+    between = min((b - a for a, b in pairwise(sorted(set(steps)))), default=span)
+    apart = min(APART * span, 0.6 * between / max(1, len(keys)))
+    for place, (key, style) in enumerate(keys):
+        shift = (place - (len(keys) - 1) / 2) * apart
+
+        def at(row: Row, shift: float = shift) -> float:
+            is_before = is_cold and row.get("phase") == "before_sft"
+            return float(row["step"]) + shift - (BEFORE * span if is_before else 0.0)
+
+        _evaluation(axes, rows, key, style, at)
+    if is_cold and steps:
+        axes.axvline(-BEFORE / 2 * span, color="grey", linestyle=":", linewidth=1)
+        axes.annotate(
+            "cold start", (-BEFORE / 2 * span, 0.5), xycoords=("data", "axes fraction"),
+            rotation=90, ha="right", va="center", fontsize="small", color="grey",
+        )  # fmt: skip
+
+
+def _evaluation(
+    axes: Any, rows: Sequence[Row], key: str, style: str, at: Callable[[Row], float]
+) -> None:
     place = key.removesuffix("/success")
-    label = place.removeprefix("eval/")
-    measured = [row for row in rows if key in row]  # else all trajectories failed
-    steps, values = [row["step"] for row in measured], [row[key] for row in measured]
-    latest = dict(zip(steps, values, strict=True))  # what came before a cold start stands by itself
-    joined = len(latest) > 2  # which two points alone are not: nobody looked in between
-    curve = style if joined else style[0]
-    (line,) = axes.plot(latest.keys(), latest.values(), curve, label=label, markersize=5)
-    axes.plot(steps, values, style[0], color=line.get_color(), markersize=5)
-    if key.count("/") > 2:
+    label, is_set = place.removeprefix("eval/"), key.count("/") == 2
+    # Rows without the key are of evaluations whose trajectories all failed.
+    measured = list({at(row): row for row in rows if key in row}.values())
+    latest = {row["step"]: row for row in measured}  # what came before a cold start stands apart
+    joined = list(latest.values()) if len(latest) > 2 else []  # nobody looked between two points
+    if is_set and measured:
+        ends = [f"{row[key]:.2f}" for row in (measured[0], measured[-1])]
+        label += f": {ends[0]}" if len(measured) == 1 else f": {ends[0]} to {ends[1]}"
+    marker, line = style[0], style[1]
+    (drawn,) = axes.plot(
+        [at(row) for row in measured], [row[key] for row in measured], marker, label=label,
+        markersize=5,
+    )  # fmt: skip
+    color = drawn.get_color()
+    axes.plot([at(row) for row in joined], [row[key] for row in joined], line, color=color)
+    if not is_set:
         return
-    known = [row for row in rows if f"{place}/success_high" in row]
-    bounds = [[row[f"{place}/success_{end}"] for row in known] for end in ("low", "high")]
-    axes.vlines([row["step"] for row in known], *bounds, color=line.get_color(), alpha=0.5)
+    known = [row for row in measured if f"{place}/success_high" in row]
+    if known:
+        low, high = ([row[f"{place}/success_{end}"] for row in known] for end in ("low", "high"))
+        values = [row[key] for row in known]
+        bounds = [[max(0.0, v - a) for v, a in zip(values, low, strict=True)],
+                  [max(0.0, b - v) for v, b in zip(values, high, strict=True)]]  # fmt: skip
+        axes.errorbar(
+            [at(row) for row in known], values, bounds, fmt="none", ecolor=color, capsize=3
+        )
     failed = [row for row in rows if row.get(f"{place}/failed_share")]
-    for name, what, marker in (
-        ("failed_share", "share that failed", "x"),
-        ("success_if_failed_wrong", "success if failed were wrong", "v"),
+    for name, what, sign in (
+        ("failed_share", "share of failed trajectories", "x"),
+        ("success_if_failed_wrong", "success, failed as wrong", "v"),
     ):
         if failed:
-            points = [(row["step"], row[f"{place}/{name}"]) for row in failed]
-            axes.plot(*zip(*points, strict=True), marker, color=line.get_color(),
-                      label=f"{label}: {what}")  # fmt: skip
+            points = [(at(row), row[f"{place}/{name}"]) for row in failed]
+            axes.plot(*zip(*points, strict=True), sign, color=color,
+                      label=f"{place.removeprefix('eval/')}: {what}")  # fmt: skip
 
 
 def _eval_keys(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -196,7 +249,8 @@ def _eval_keys(rows: Sequence[Row]) -> list[tuple[str, str]]:
     has several."""
     keys = sorted({k for row in rows for k in row if k.startswith("eval/")})
     places = [key.rpartition("/")[0] for key in keys if key.endswith(("/success", "/failed_share"))]
-    keys = [f"{place}/success" for place in dict.fromkeys(places)]
+    places = sorted(dict.fromkeys(places), key=lambda one: (one.split("/")[1], one.count("/"), one))
+    keys = [f"{place}/success" for place in places]
     kinds = Counter(key.split("/")[1] for key in keys if key.count("/") > 2)
     styles = {key: "o-" if key.count("/") == 2 else ".:" for key in keys}
     return [(key, style) for key, style in styles.items()
@@ -204,25 +258,46 @@ def _eval_keys(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def training_figures(rows: Sequence[Row], name: str) -> Any:
-    """A figure of all beside the reward, by step: trees, lengths, tools, learner, seconds."""
+    """A figure of all beside the reward, by step: trees, lengths, tools, learner, seconds. Figures
+    that are 0 throughout have no curve and are named below; a panel without a curve is left
+    out."""
     steps = _steps(rows)
-    figure, axes = panels(4, 3, (13, 14), f"{name}: by update")
-    places = iter(axes)
     calls = sorted({key for row in steps for key in row if _is_tool(key, ("calls", "errors"))})
-    for title, keys in (*PANELS, ("tool calls a step", calls)):
-        _panel(next(places), title, steps, keys)
-    _seconds(next(places), steps)
+    drawn, zero = [], []
+    for title, keys in (*PANELS, ("tool calls per step", calls)):
+        there = [key for key in keys if any(key in row for row in steps)]
+        nonzero = [key for key in there if any(row.get(key) for row in steps)]
+        zero += [key for key in there if key not in nonzero]
+        drawn += [(title, nonzero)] * bool(nonzero)
+    num_rows = -(-(len(drawn) + 1) // COLUMNS_OF_PANELS)
+    size = (13.0, 0.7 + 3.4 * num_rows)
+    figure, axes = panels(num_rows, COLUMNS_OF_PANELS, size, f"{name}: by update")
+    for one, (title, keys) in zip(axes, drawn, strict=False):
+        _panel(one, title, steps, keys)
+    _seconds(axes[len(drawn)], steps)
+    for one in axes[len(drawn) + 1 :]:
+        one.remove()
+    if zero:
+        text = textwrap.fill(f"0 throughout: {', '.join(zero)}", ZERO_CHARS)
+        figure.supxlabel(text, fontsize="small", color="grey")
     return figure
 
 
+COLUMNS_OF_PANELS = 3
+ZERO_CHARS = 150  # of a line below the panels
+
+
 def _panel(axes: Any, title: str, steps: Sequence[Row], keys: Sequence[str]) -> None:
-    for key in keys:
-        points = [(row["step"], row[key]) for row in steps if key in row]
-        if points:
-            label = key.removeprefix("tool/")
-            dotted = ":" if key.endswith("/errors") else "-"
-            marker = "." if len(points) < 3 else ""
-            axes.plot(*zip(*points, strict=True), dotted + marker, label=label)
+    """Of curves that coincide somewhere, the first ones are wide and pale, so that all are seen."""
+    curves = {key: [(row["step"], row[key]) for row in steps if key in row] for key in keys}
+    for number, (key, points) in enumerate(curves.items()):
+        label = key.removeprefix("tool/")
+        dotted = ":" if key.endswith("/errors") else "-"
+        marker = "." if len(points) < 3 else ""
+        later = [point for other in keys[number + 1 :] for point in curves[other]]
+        is_met = not set(points).isdisjoint(later)
+        look = {"linewidth": 4.0, "alpha": 0.4} if is_met else {"linewidth": 1.5}
+        axes.plot(*zip(*points, strict=True), dotted + marker, label=label, **look)
     axes.set_title(title, fontsize="medium")
     axes.locator_params(axis="x", integer=True)
 
@@ -235,7 +310,7 @@ def _seconds(axes: Any, steps: Sequence[Row]) -> None:
     labels = [key.removeprefix("time/").removesuffix("_s") for key in parts]
     if parts:
         axes.stackplot([row["step"] for row in steps], values, labels=labels)
-    axes.set_title("seconds of a step, by part", fontsize="medium")
+    axes.set_title("seconds per step, by part", fontsize="medium")
     axes.locator_params(axis="x", integer=True)
 
 

@@ -149,7 +149,7 @@ def is_result(segment: dict[str, str]) -> bool:
 
 
 def calls_that_ran(row: EvalRow) -> Counter[str]:
-    """How many calls of each tool ran without error."""
+    """Number of successful calls of each tool."""
     return Counter(call["name"] for call in row.tool_calls if call.get("ok", True))
 
 
@@ -252,7 +252,7 @@ def readable(row: Row) -> str:
     ended = f"{row['end']} by {row['limit']}" if row["limit"] is not None else row["end"]
     lines = [
         f"--- {row['kind']}: {row['question']}",
-        f"    expected {' or '.join(row['answers'])}; {'right' if row['success'] else 'wrong'}, "
+        f"    expected {' or '.join(row['answers'])}; {'correct' if row['success'] else 'wrong'}, "
         f"reward {row['reward']:g}, {ended}",
     ]
     for segment in row["segments"][1:]:

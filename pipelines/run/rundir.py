@@ -1,8 +1,9 @@
-"""The directory of a run: what is written where, and which checkpoints are kept.
+"""The directory of a run: its files, its lock, and its checkpoints.
 
 runs/NAME/config.json  run.log  servers/*.log  metrics.jsonl  summary.json  curve.png  samples.txt
           entropy.png  entropy.csv               by token position, at the start and after results
           data/  model/                          made by the setup of the quick start
+          inputs/                                rows and model that a Python program gave in memory
           journal/                               turns and trees as they happen, for a resume
           trees/STEP.frames                      every tree of training, with all of its tokens
           trajectories/STEP.jsonl                every trajectory of training, as readable text
@@ -83,11 +84,11 @@ class Lock:
         """Raises ConfigError if another process has it."""
         self.path = folder / "lock"
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        self._let_go = weakref.finalize(self, os.close, self._file)
+        self._release = weakref.finalize(self, os.close, self._file)
         try:
             self._take(folder)
         except BaseException:
-            self._let_go()
+            self._release()
             raise
 
     def _take(self, folder: Path) -> None:
@@ -108,34 +109,35 @@ class Lock:
             is_held = before.pid != me.pid and psutil.pid_exists(before.pid)
         if is_held:
             raise ConfigError(
-                f"{folder} is in use by {before or 'another process'}; wait for its end, stop it, "
-                "or choose another name with run.name=NAME"
+                f"{folder} is in use by {before or 'another process'}; wait until it ends, stop "
+                "it, or choose another name with run.name=NAME"
             )
         is_same_job = before is not None and bool(me.job) and before.job == me.job
         if before is not None and before.host != me.host and not is_same_job:
             raise ConfigError(
-                f"{folder} is in use by {before}, which cannot be asked from {me.host}; if it "
-                f"does not run there any more, remove {self.path}"
+                f"{folder} is in use by {before}, which {me.host} cannot check; if it no longer "
+                f"runs there, remove {self.path}"
             )
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, msgspec.json.encode(me), 0)
 
     def close(self) -> None:
         """Idempotent."""
-        if self._let_go.alive:
+        if self._release.alive:
             os.ftruncate(self._file, 0)
-            self._let_go()
+            self._release()
 
 
 LOG_FILE = "run.log"
 STARTS = "starts"
+INPUTS = "inputs"
 JOURNAL = "journal"  # folder of turns and trees
 PROBE = ".writable"  # there for a moment, or left by a kill in it
 CONFIG_FILE = "config.json"  # written when everything was found in order; marks a run
 LOGS = ("learner.log", "servers", "workers")  # of what was started
 OURS = {
     "timings.jsonl",
-    *("checkpoints", "data", "eval", "model", LOG_FILE, *LOGS),
+    *("checkpoints", "data", "eval", "model", INPUTS, LOG_FILE, *LOGS),
     *(JOURNAL, ARCHIVE, STARTS, "trajectories", "ctl"),
     "steering.jsonl",  # of an earlier version
     *("metrics.jsonl", "skipped", "pairs", "reference.npz", "tensorboard", "wandb", "wandb.json"),
@@ -159,7 +161,7 @@ class RunDirectory:
         self.checkpoints = Checkpoints(path / "checkpoints")
         self._made = [one for one in (path, *path.parents) if not one.exists()]
         if resume and not (path / CONFIG_FILE).is_file():
-            raise ConfigError(f"{path} holds no run to resume; start it without --resume")
+            raise ConfigError(f"{path} contains no run to resume; start it without --resume")
         try:
             if not resume:
                 self._refuse_used()
@@ -185,12 +187,12 @@ class RunDirectory:
         found -= {CONFIG_FILE + PARTIAL, STARTS + PARTIAL, PROBE, "lock"}
         if CONFIG_FILE in found:
             raise ConfigError(
-                f"{self.path} already holds a run; continue it with --resume, choose another name "
-                f"with run.name=NAME, or remove the directory"
+                f"{self.path} already contains a run; continue it with --resume, choose another "
+                "name with run.name=NAME, or remove the directory"
             )
         if found - OURS:
             raise ConfigError(
-                f"{self.path} is not empty and no run: it holds {sorted(found - OURS)[0]!r}; "
+                f"{self.path} is not empty and not a run: it contains {sorted(found - OURS)[0]!r}; "
                 f"choose another name with run.name=NAME"
             )
 
@@ -230,7 +232,7 @@ class RunDirectory:
 
     def check_optimizer(self, name: str) -> None:
         """Raises ConfigError where the run began with another optimizer than this one, whose state
-        its checkpoints hold: no other optimizer can go on with it."""
+        its checkpoints hold: no other optimizer can resume from it."""
         path = self.path / CONFIG_FILE
         if not path.is_file():
             return
@@ -240,12 +242,12 @@ class RunDirectory:
             rates = {key: held[key] for key in RATES if held.get(key) is not None}
             keys = " ".join(f"learner.{key}={value}" for key, value in rates.items())
             raise ConfigError(
-                f"{path}: the checkpoints hold the state of learner.optimizer = {began!r}, and the "
-                f"configuration says {name!r}; go on with learner.optimizer={began} {keys}, or "
-                "begin anew under another run.name"
+                f"{path}: the checkpoints contain the state of learner.optimizer = {began!r}, but "
+                f"the configuration has {name!r}; continue with learner.optimizer={began} {keys}, "
+                "or start anew with another run.name"
             )
 
-    def go_on(
+    def resume_from(
         self,
         config: Struct,
         step: int,
@@ -263,7 +265,7 @@ class RunDirectory:
         say(f"resuming {self.path} after {place}")
         newer = self.checkpoints.set_aside_after(after)
         for path in newer:
-            say(f"a newer checkpoint is moved to {path}")
+            say(f"moved a newer checkpoint to {path}")
         saved = json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
         upgrade(type(config), saved)
         for change in changes(saved, json.loads(json.dumps(to_plain(config)))):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable
+from typing import Literal
 
 import rich.table
 from msgspec import Struct, field
@@ -24,7 +25,7 @@ class Table(Struct, kw_only=True):
 
 
 def as_rich(table: Table) -> rich.table.Table:
-    """The table for the terminal."""
+    """The table for the terminal. Figures are never broken into two lines, texts are."""
     found = rich.table.Table(
         title=escape(plain(table.title)),
         title_justify="left",
@@ -32,9 +33,13 @@ def as_rich(table: Table) -> rich.table.Table:
         caption_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
+        collapse_padding=True,
     )
     for number, column in enumerate(table.columns):
-        found.add_column(escape(plain(column)), justify="left" if number in table.left else "right")
+        is_text = number in table.left
+        side: Literal["left", "right"] = "left" if is_text else "right"
+        heading = escape(plain(column))
+        found.add_column(heading, justify=side, no_wrap=not is_text, overflow="fold")
     for number, row in enumerate(table.rows):
         if number in table.sections:
             found.add_section()

@@ -1,5 +1,5 @@
-"""The terminal: a live line or plain lines while a command goes on, tables, and how every command
-ends, with which exit code.
+"""The terminal: a live line or plain lines during a command, tables, and the end of every command
+with its exit code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -29,12 +29,14 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    SpinnerColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from agentenv.disk import DIR_KEY, explain
 from agentenv.errors import TRAIN, AgentEnvError, ConfigError, DataError, needs_train
@@ -114,16 +116,16 @@ class _Errors(logging.Handler):
     """What the parts log as errors, and as warnings for people (SHOWN), one line each on the
     terminal; tracebacks are in the log."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, show: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
-        self._console = console
+        self._show = show
 
     def emit(self, record: logging.LogRecord) -> None:
         if is_shown(record):
             line = record.getMessage().partition("\n")[0]
             is_error = record.levelno >= logging.ERROR
             word = "[bold red]error:[/]" if is_error else "[bold yellow]warning:[/]"
-            self._console.print(f"{word} {escape(line)}", soft_wrap=True)
+            self._show(f"{word} {escape(line)}")
 
 
 def is_shown(record: logging.LogRecord) -> bool:
@@ -166,7 +168,7 @@ class _Stream:
                 raise
             self.lost = self.lost or error
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Nothing fails any more for what is still to be written, at the end of the process."""
         if self.lost is not None:
             with suppress(OSError, ValueError):
@@ -175,6 +177,7 @@ class _Stream:
                 os.close(nowhere)
 
 
+BUSY_S = 3.0  # after which a line says that something takes its time
 PLAIN_S = 10.0  # between two lines of how far a command is, where no bar shows it
 
 
@@ -182,8 +185,9 @@ class Pulse:
     """Says how far something is in plain lines, for a file or a log: at most one in PLAIN_S
     seconds, and none while other lines come."""
 
-    def __init__(self, view: View, title: str, total: int, done: int = 0) -> None:
+    def __init__(self, view: View, title: str, total: int, done: int = 0, then: str = "") -> None:
         self._view, self._title, self._total, self._first = view, title, total, done
+        self._then = f"; next: {then}" if then else ""
         self._began_s = view.said_s = time.monotonic()
 
     def look(self, done: int, note: str = "") -> None:
@@ -195,25 +199,32 @@ class Pulse:
         if done > self._first and self._total > done:
             left = f", about {seconds / (done - self._first) * (self._total - done):.0f} s left"
         parts = [f"{self._title}: {done} of {self._total}", *filter(None, [note])]
-        self._view.say(f"{', '.join(parts)}; {seconds:.0f} s so far{left}")
+        self._view.say(f"{', '.join(parts)}; {seconds:.0f} s so far{left}{self._then}")
 
 
 class View:
     """Console and log file of a run. Everything said goes to both; where there is a log file, a
     terminal that is gone, or a full disk behind it, is no reason to end."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_quiet: bool = False) -> None:
+        """A quiet one prints warnings and errors alone."""
         self._streams = [_Stream("stdout"), _Stream("stderr")]
         out, errors = cast(list[TextIO], self._streams)
-        self.console = Console(file=out, highlight=False)
-        self._errors = Console(file=errors, stderr=True, highlight=False)
+        is_notebook = type(sys.stdout).__module__.startswith("ipykernel")  # which has no bars
+        shown: dict[str, Any] = {"highlight": False, "force_jupyter": False}
+        shown["force_terminal"] = False if is_notebook else None
+        self.console = Console(file=out, quiet=is_quiet, **shown)
+        self._errors = Console(file=errors, stderr=True, **shown)
+        self._waiting: threading.Event | None = None  # set when it is over
+        self._next: list[RichTable | Text] = []  # what a bar has below it
         self._progress: Progress | None = None
         self._bar: TaskID | None = None
         self._live: Live | None = None
         self._pulse: Pulse | None = None
         self.said_s = 0.0  # when a line was said last, of time.monotonic
         self._logger = logging.getLogger("run")
-        self._logger.addHandler(logging.NullHandler())  # else what fails early is told twice
+        if not self._logger.handlers:  # else early failures are reported twice
+            self._logger.addHandler(logging.NullHandler())
         self._handlers: list[logging.Handler] = []
         self.folder: Path | None = None  # of a run, whose log is there
         self.activity = ""  # what comes to its end first when the command is interrupted
@@ -221,7 +232,7 @@ class View:
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:
-        """Inside, an interruption waits until this has come to its end; it is told so."""
+        """Inside, an interruption waits until this has finished, and is notified of that."""
         before, self.activity = self.activity, activity
         try:
             yield
@@ -230,7 +241,7 @@ class View:
 
     def log_to(self, path: Path) -> None:
         """Write what is said, and the warnings of all parts, to `path` as well."""
-        self._handlers = [LogFile(path), _Errors(self._errors)]
+        self._handlers = [LogFile(path), _Errors(self._print_error)]
         self.folder = path.parent
         for stream in self._streams:
             stream.may_be_lost = True
@@ -238,15 +249,17 @@ class View:
             logging.getLogger().addHandler(handler)
         self._logger.setLevel(logging.INFO)
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, brief: str = "") -> None:
+        """Print and log a text; on a terminal that it does not fit into, print the `brief` one."""
         self.said_s = time.monotonic()
         self._logger.info(text)
-        self.console.print(escape(text), soft_wrap=True)
+        is_narrow = self.console.is_terminal and len(text) > self.console.width
+        self.console.print(escape(brief if brief and is_narrow else text), soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Something is wrong, and the command goes on."""
         self._logger.warning(text)
-        self._errors.print(f"[bold yellow]warning:[/] {escape(text)}", soft_wrap=True)
+        self._print_error(f"[bold yellow]warning:[/] {escape(text)}")
 
     def warn_at_once(self, text: str) -> None:
         """As `warn`, and the log file has it when this returns, if its disk answers."""
@@ -256,24 +269,64 @@ class View:
 
     def fail(self, text: str) -> None:
         self._logger.error(text)
-        self._errors.print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)
+        self.end()
+        self._print_error(f"[bold red]error:[/] {escape(text)}")
+
+    def _print_error(self, text: str) -> None:
+        """On standard error; while a bar moves there, above it."""
+        above = self.is_live and self._errors.is_terminal
+        (self.console if above else self._errors).print(text, soft_wrap=True)
+
+    def suggest(self, commands: Mapping[str, str]) -> None:
+        """The last lines: commands that may come next, each with its use."""
+        width, most = max(map(len, commands)), max(map(len, commands.values()))
+        is_wide = width + most + len("    # ") > self.console.width
+        self.say("\nnext:")
+        for command, use in commands.items():
+            text = f"  # {use}\n  {command}" if is_wide else f"  {command.ljust(width)}  # {use}"
+            self.say(text)
 
     def show(self, table: RichTable | Table) -> None:
         """Print a table, and write it to the log file as well."""
         if isinstance(table, Table):
             table = as_rich(table)
         plain = StringIO()
-        Console(file=plain, width=self.console.width, color_system=None).print(table)
+        width = self.console.width
+        Console(file=plain, width=width, color_system=None, force_jupyter=False).print(table)
         self._logger.info("\n%s", plain.getvalue())
         self.console.print(table)
 
-    def begin(self, title: str, total: int, done: int = 0) -> None:
-        """Start a progress bar; where there is no terminal, lines at intervals say how far it
-        is."""
+    def wait_for(self, what: str, then: str = "") -> None:
+        """From now on, until `end` or `begin`, it is shown how long `what` takes and what comes
+        `then`; where there is no terminal by a line after BUSY_S seconds, and at intervals."""
+        self.end()
+        after = f"; next: {then}" if then else ""
+        if self.console.is_terminal:
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            waiting = Progress(*columns, TextColumn(f"[dim]{escape(after.removeprefix('; '))}"))
+            waiting.add_task(escape(what), total=None)
+            self._live = Live(waiting, console=self.console, transient=True)
+            self._live.start()
+            return
+        self._waiting = over = threading.Event()
+
+        def tell() -> None:
+            began_s, pause_s = time.monotonic(), BUSY_S
+            while not over.wait(pause_s):
+                self.say(f"{what}: {time.monotonic() - began_s:.0f} s so far{after}")
+                pause_s = PLAIN_S
+
+        with suppress(RuntimeError):  # a simulated machine has no threads
+            start_thread(tell, "waiting")
+
+    def begin(self, title: str, total: int, done: int = 0, then: str = "") -> None:
+        """Start a progress bar, and what comes `then` below it; where there is no terminal, lines
+        at intervals say how far it is."""
         self.end()
         if not self.console.is_terminal:
-            self._pulse = Pulse(self, title, total, done)
+            self._pulse = Pulse(self, title, total, done, then)
             return
+        self._next = [Text(f"next: {then}", style="dim")] if then else []
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -284,7 +337,8 @@ class View:
             TextColumn("{task.fields[note]}"),
         )
         self._bar = self._progress.add_task(title, total=total, completed=done, note="")
-        self._live = Live(self._progress, console=self.console, transient=True)
+        shown = Group(self._progress, *self._next)
+        self._live = Live(shown, console=self.console, transient=True)
         self._live.start()
 
     def advance(self, done: int, note: str = "") -> None:
@@ -298,20 +352,27 @@ class View:
         if self._live is None or self._progress is None:
             return
         grid = RichTable.grid(padding=(0, 2))
-        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(style="dim", no_wrap=True, min_width=max(len(title) for title, _ in rows))
         grid.add_column(overflow="ellipsis", no_wrap=True)
         for title, text in rows:
             grid.add_row(title, escape(text))
-        self._live.update(Group(self._progress, grid))
+        self._live.update(Group(self._progress, grid, *self._next))
 
     @property
     def is_live(self) -> bool:
         return self._live is not None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is shown to go on."""
+        return self._live is None and self._pulse is None
+
     def end(self) -> None:
+        if self._waiting is not None:
+            self._waiting.set()
         if self._live is not None:
             self._live.stop()
-        self._live = self._progress = self._bar = self._pulse = None
+        self._live = self._progress = self._bar = self._pulse = self._waiting = None
 
     def close(self) -> None:
         self.end()
@@ -319,14 +380,14 @@ class View:
             if stream.lost is not None:
                 reason = explain(stream.lost)
                 self._logger.warning("the terminal, or its file, could not be written: %s", reason)
-            stream.let_go()
+            stream.release()
         for handler in self._handlers:
             logging.getLogger().removeHandler(handler)
             handler.close()
             if isinstance(handler, LogFile) and handler.num_missing:
                 self.warn(
-                    f"{handler.num_missing} lines are not in {handler.path}: the disk is full, or "
-                    "does not answer"
+                    f"{handler.num_missing} lines are missing in {handler.path}: the disk is full "
+                    "or does not respond"
                 )
         self._handlers = []
 
@@ -343,7 +404,8 @@ def to_its_end(
     """
     import_from_working_directory()
     try:
-        code = _code_of(work, view, writing, interrupted)
+        with others_in_log():
+            code = _code_of(work, view, writing, interrupted)
     except Exception:
         if not hanging():
             raise
@@ -367,24 +429,56 @@ def _code_of(work: Callable[[], int | None], view: View, writing: str, interrupt
         if interrupted:
             view.say(interrupted)
         return EXIT_INTERRUPTED
-    except ModuleNotFoundError as error:
-        if error.name not in TRAIN:
-            raise
-        view.fail(needs_train(error.name))
-        return EXIT_BAD_INPUT
-    except (OSError, AgentEnvError, ExceptionGroup) as error:
-        reason = first_reason(error)
+    except (ImportError, OSError, AgentEnvError, ExceptionGroup) as error:
+        reason = reason_of(error, view.folder, writing)
         if reason is None:
             raise
-        if isinstance(reason, OSError):
-            inside = view.folder is not None and view.folder in Path(str(reason.filename)).parents
-            key = DIR_KEY if inside else ""
-            view.fail(f"{reason.filename or writing}: {explain(reason, key)}")
-            return EXIT_FAILED
         view.fail(str(reason))
         return EXIT_BAD_INPUT if isinstance(reason, ConfigError | DataError) else EXIT_FAILED
     finally:
         view.close()
+
+
+@contextmanager
+def others_in_log() -> Iterator[None]:
+    """Inside, warnings of other packages are in the log of a run, and on no terminal."""
+    logging.captureWarnings(True)
+    try:
+        with without_deepspeed():
+            yield
+    finally:
+        logging.captureWarnings(False)
+
+
+@contextmanager
+def without_deepspeed() -> Iterator[None]:
+    """Inside, DeepSpeed logs errors alone: whatever loads transformers imports it, and it warns on
+    standard output of a machine without a GPU."""
+    logger = logging.getLogger("DeepSpeed")
+
+    def is_grave(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    logger.addFilter(is_grave)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_grave)
+
+
+def reason_of(
+    error: BaseException, folder: Path | None, writing: str
+) -> AgentEnvError | OSError | None:
+    """The error with the text that users see; None for a bug. `folder` is that of the run,
+    `writing` is said of a failure of files that names none."""
+    if isinstance(error, ModuleNotFoundError):
+        return ConfigError(needs_train(error.name)) if error.name in TRAIN else None
+    reason = first_reason(error)
+    if not isinstance(reason, OSError):
+        return reason
+    inside = folder is not None and folder in Path(str(reason.filename)).parents
+    key = DIR_KEY if inside else ""
+    return OSError(f"{reason.filename or writing}: {explain(reason, key)}")
 
 
 SHOWN_S = 2.0  # in a thread, until it is shown that somebody waits for it
@@ -392,9 +486,10 @@ SHOWN_S = 2.0  # in a thread, until it is shown that somebody waits for it
 
 def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
     """Run the work of a command to its end. The first Ctrl-C, SIGTERM or SIGHUP cancels the work,
-    which may save before it ends; after that this raises KeyboardInterrupt. A second one is told
-    what it waits for, and a third ends the process (see Watchdog). `view` tells who holds up the
-    loop."""
+    which may save before it ends; after that this raises KeyboardInterrupt. A second one prints
+    what it waits for, and a third ends the process (see Watchdog). `view` reports code that blocks
+    the loop.
+    """
     runner = asyncio.Runner(loop_factory=CommandLoop)
     loop = runner.get_loop()
     dog = Watchdog(loop, view.warn_at_once)
@@ -404,8 +499,8 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
         nonlocal num_signals
         num_signals += 1
         if num_signals == 1:
-            task.cancel()  # once: a second one would break off what ends the work
-        first = "interrupted" if num_signals == 1 else "still ending"
+            task.cancel()  # once: a second one would interrupt the clean-up
+        first = "interrupted" if num_signals == 1 else "still shutting down"
         jobs = ", ".join(map(str, running(SHOWN_S)))
         waits = [view.activity and f"waiting for {view.activity}", view.behind(), jobs]
         what = "; ".join(filter(None, [first, *waits]))
@@ -425,8 +520,7 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
         try:
             return await work
         finally:
-            if hanging():  # which closing the loop would wait for
-                loop.set_default_executor(ThreadPoolExecutor(1))
+            leave_hanging(loop)
 
     raise_file_limit()
     share_heap()
@@ -441,6 +535,12 @@ def run_until_done(work: Coroutine[Any, Any, T], view: View) -> T:
     finally:
         for number, handler in zip(taken, before, strict=True):
             signal.signal(number, handler)
+
+
+def leave_hanging(loop: asyncio.AbstractEventLoop) -> None:
+    """Let the loop close without the threads that hang."""
+    if hanging():
+        loop.set_default_executor(ThreadPoolExecutor(1))
 
 
 MAX_FILES = 65536

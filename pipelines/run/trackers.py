@@ -1,5 +1,5 @@
-"""Experiment trackers as monitors: Weights & Biases; Trackio, which takes the same calls; and any
-receiver of OpenTelemetry, to which metrics and spans go by OTLP.
+"""Experiment trackers as monitors: Weights & Biases; Trackio, which has the same API; and any
+OpenTelemetry receiver, for metrics and spans over OTLP.
 
     invoke_agent    one trajectory: question's kind, reward, how it ended
     +-- turn        one turn of it
@@ -99,7 +99,7 @@ class TrackioConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Trackio, in this machine's database: TRACKIO_DIR, by default in the cache of the hub."""
 
     project: Annotated[str, Meta(description="project of the run")] = "agentenv"
-    name: Annotated[str, Meta(description="name shown; empty: that of the run")] = ""
+    name: Annotated[str, Meta(description="display name; empty: that of the run")] = ""
     group: Annotated[str, Meta(description="group of runs, such as the seeds of one setting")] = ""
 
 
@@ -108,13 +108,13 @@ class WandbConfig(TrackioConfig, frozen=True, kw_only=True, forbid_unknown_field
     never from the configuration; WANDB_MODE comes before `mode`."""
 
     project: Annotated[str, Meta(description="project of the run", extra=ESSENTIAL)] = "agentenv"
-    entity: Annotated[str, Meta(description="user or team; empty: the default one")] = ""
+    entity: Annotated[str, Meta(description="user or team; empty: the default")] = ""
     tags: Annotated[list[str], Meta(description="tags of the run")] = field(default_factory=list)
     mode: Annotated[
         Literal["online", "offline"],
         Meta(
-            description="offline: written to the run's folder, for `wandb sync` later; the "
-            "environment variable WANDB_MODE comes before it"
+            description="offline: write to the run's folder, for `wandb sync` later; the "
+            "environment variable WANDB_MODE takes precedence"
         ),
     ] = "online"
 
@@ -257,14 +257,16 @@ class OtelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = ""
     content: Annotated[
         bool,
-        Meta(description="send prompts, answers, arguments and results of tools in the spans too"),
+        Meta(
+            description="also send prompts, answers, tool arguments and tool results in the spans"
+        ),
     ] = False
 
     def __post_init__(self) -> None:
         address = self.address
         if not address:
             raise ConfigError(
-                f"monitor.otel.endpoint: is empty and {ENDPOINT} is not set; give the address of a "
+                f"monitor.otel.endpoint: is empty and {ENDPOINT} is not set; set the address of a "
                 "receiver, such as http://localhost:4318"
             )
         parts = urlsplit(address)
@@ -274,8 +276,8 @@ class OtelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         if parts.username or parts.password:
             raise ConfigError(
-                "monitor.otel.endpoint: has a user or a password in it; put what the receiver "
-                "asks for into OTEL_EXPORTER_OTLP_HEADERS"
+                "monitor.otel.endpoint: contains a user or a password; put the receiver's "
+                "credentials into OTEL_EXPORTER_OTLP_HEADERS"
             )
 
     @property
@@ -358,7 +360,7 @@ class _Exporter:
 
     def _check(self, result: Any, sent: str) -> None:
         if result.name != "SUCCESS":
-            raise ConnectionError(f"{self.address} took no {sent}")
+            raise ConnectionError(f"{self.address} did not accept {sent}")
 
     def close(self) -> None:
         for one in (self._tracers, self._meters, self._metrics, self._spans):

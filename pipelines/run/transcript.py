@@ -1,4 +1,4 @@
-"""A question with its branches and turns, as people and other programs read them."""
+"""A question with its branches and turns, for people and other programs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The watchdogs of a command: one names what holds up the event loop and lets Ctrl-C through, one
-names what rollouts wait for longer than expected.
+"""The watchdogs of a command: one reports code that blocks the event loop and lets Ctrl-C through,
+one reports waits of rollouts that are longer than expected.
 
 Everything of a run shares one loop. A tool that sleeps, or computes for seconds, holds up every
 rollout, and nothing on the loop can say so; a thread beside it can. It also counts signals (Ctrl-C,
@@ -69,7 +69,7 @@ _most_held_s: float | None = None  # of `ended_when_held`
 
 @contextmanager
 def rolling_out() -> Iterator[None]:
-    """To be entered while rollouts grow: what holds up the loop is told of, and garbage is looked
+    """Active while rollouts grow: reports code that blocks the loop, and garbage is looked
     for at times that hold up nobody; what is there already is not looked through.
 
     Left alone, collections walk the tokens of every rollout: a third of the controller's time, and
@@ -101,8 +101,9 @@ def rolling_out() -> Iterator[None]:
 
 @contextmanager
 def ended_when_held(seconds: float) -> Iterator[None]:
-    """Inside, a loop that does not run for so long is the end of the process: whoever it works for
-    has given it up by then."""
+    """Inside, the process exits when the loop does not run for this long: its controller has
+    dropped it by then.
+    """
     global _most_held_s
     _most_held_s = seconds
     try:
@@ -146,7 +147,7 @@ def _peak_bytes() -> int:
 
 def share_heap() -> None:
     """Let all threads of this process take memory from one heap. Each has one of its own else, and
-    what a step needed in a thread is not there for the next: a tenth at 10,000 rollouts."""
+    CPU time that a step needed in a thread is missing for the next: a tenth at 10,000 rollouts."""
     _set_malloc({M_ARENA_MAX: 1})
 
 
@@ -175,7 +176,8 @@ class CommandLoop(Loop):
 
 
 class Watchdog:
-    """A thread that looks whether `loop`, which runs in the main thread, still goes round.
+    """A thread that looks whether `loop`, which runs in the main thread or within `look` in the one
+    that calls it, still goes round.
 
     `report` is called from that thread with who holds the loop while rollouts grow, and with its
     stack. Signals are counted within `watch`.
@@ -185,11 +187,12 @@ class Watchdog:
         self._loop, self._report = loop, report
         self._beat = time.monotonic()
         self._queued = 0.0  # `queued_s` of then
-        self._pending = False  # a beat is asked for
+        self._pending = False  # a beat is requested
         self._reported = 0  # of HELD_S, in this stall
         self._num_signals = 0
         self._last_signal = 0.0
         self._ending = 0.0  # when the process is ended, after the second signal
+        self._looked_at = threading.main_thread()
         self._signals, self._wakeup = socket.socketpair()
         self._others: list[int] = []  # descriptors of those who heard of signals before
 
@@ -200,14 +203,28 @@ class Watchdog:
         before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         if isinstance(self._loop, CommandLoop):
             self._loop.on_run = self.hear
+        with self._looking():
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(before)
+                if isinstance(self._loop, CommandLoop):
+                    self._loop.on_run = None
+
+    @contextmanager
+    def look(self) -> Iterator[None]:
+        """The same in any thread, without signals."""
+        self._looked_at = threading.current_thread()
+        with self._looking():
+            yield
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
         try:
             yield
         finally:
-            signal.set_wakeup_fd(before)
-            if isinstance(self._loop, CommandLoop):
-                self._loop.on_run = None
             self._wakeup.close()
             self._thread.join(GRACE_S)
             self._signals.close()
@@ -252,7 +269,7 @@ class Watchdog:
             return
         self._num_signals += num_signals
         if self._num_signals >= 3 and (num_signals > 1 or now - self._last_signal < GRACE_S):
-            self._end("at once by a third signal; what was not saved is lost")
+            self._end("at once by a third signal; unsaved work is lost")
         if self._num_signals >= 2 and not self._ending:
             self._ending = now + GRACE_S
         self._last_signal = now
@@ -260,31 +277,31 @@ class Watchdog:
     def _end(self, how: str) -> None:
         try:
             self._report(f"ended {how}\n{self._stack()}")
-        finally:  # also where nobody can be told
+        finally:  # also if the report fails
             os._exit(EXIT_INTERRUPTED)
 
     def _look(self) -> None:
         if not self._pending:
             self._pending, self._reported, self._beat = True, 0, time.monotonic()
-            self._queued = queued_s()
+            self._queued = queued_s(self._looked_at.native_id)
             try:
-                self._loop.call_soon_threadsafe(self._go_on)
+                self._loop.call_soon_threadsafe(self._clear_pending)
             except RuntimeError:  # the loop is closed; what is left is the end of the command
                 return
         held_s = time.monotonic() - self._beat
         if _most_held_s is not None and held_s > _most_held_s:
-            self._end(f"because {self._holder()} held up the event loop for {held_s:.0f} s")
+            self._end(f"because {self._holder()} blocked the event loop for {held_s:.0f} s")
         if _num_rolling and self._reported < len(HELD_S) and held_s > HELD_S[self._reported]:
             self._reported += 1
-            queued = queued_s() - self._queued
+            queued = queued_s(self._looked_at.native_id) - self._queued
             if queued > held_s / 2:  # where it stands says nothing
                 return self._say(
                     f"the event loop has not run for {held_s:.0f} s, and waited for a core for "
-                    f"{queued:.1f} s of them: other processes keep the machine busy"
+                    f"{queued:.1f} s of that: other processes keep the machine busy"
                 )
             self._say(
-                f"{self._holder()} holds up every rollout: the event loop has not run for "
-                f"{held_s:.0f} s; work that takes long belongs into a thread or a process\n"
+                f"{self._holder()} blocks every rollout: the event loop has not run for "
+                f"{held_s:.0f} s; long work belongs in a thread or a process\n"
                 f"{self._stack()}"
             )
 
@@ -292,11 +309,11 @@ class Watchdog:
         with suppress(OSError):  # a terminal that is gone; signals are still to be counted
             self._report(text)
 
-    def _go_on(self) -> None:
+    def _clear_pending(self) -> None:
         self._pending = False
 
     def _frame(self) -> FrameType | None:
-        return sys._current_frames().get(threading.main_thread().ident or 0)
+        return sys._current_frames().get(self._looked_at.ident or 0)
 
     def _holder(self) -> str:
         return holder(self._frame())
@@ -305,18 +322,20 @@ class Watchdog:
         return "".join(traceback.format_stack(self._frame())[-NUM_FRAMES:]).rstrip()
 
 
-def queued_s() -> float:
-    """Seconds that the main thread has been ready to run while no core was free; 0 where the system
-    does not count them."""
+def queued_s(thread: int | None = None) -> float:
+    """Seconds that a thread, the main one by default, has been ready to run while no core was free;
+    0 where the system does not count them."""
     try:
-        with open(f"/proc/self/task/{os.getpid()}/schedstat", encoding="ascii") as file:
+        with open(f"/proc/self/task/{thread or os.getpid()}/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return 0.0
 
 
 def holder(frame: FrameType | None) -> str:
-    """Who runs in this frame: a tool by its name, else the innermost code that is not Python's."""
+    """The code that runs in this frame: a tool by name, else the innermost code outside of Python's
+    library.
+    """
     place = "the event loop"
     inner = True
     while frame is not None:
@@ -334,12 +353,12 @@ def holder(frame: FrameType | None) -> str:
 LOOK_S = 5.0
 EXPECTED_S = 60.0
 LONG_S = 300.0  # of places, which a busy engine gives late, and of whole turns
-AGAIN = 4  # told again when the wait has become so many times longer
+AGAIN = 4  # factor by which a wait grows until it is reported again
 _OLDEST = attrgetter("since", "tree", "branch")
 
 
 def expected_s(what: str) -> float:
-    """How long a rollout may wait for this before it is told of."""
+    """The time after which a rollout's wait for this is reported."""
     from agentenv.actor import PAUSED  # slow to load
     from agentenv.recovery import TURN
 
@@ -349,7 +368,7 @@ def expected_s(what: str) -> float:
 
 
 def line_of(what: str, waiting: Sequence[Awaited], now: float) -> str:
-    """Who waits for `what`, for people; `now` is the loop's time."""
+    """The rollouts that wait for `what`, as text; `now` is the loop's time."""
     first = min(waiting, key=_OLDEST)
     seconds = now - first.since
     who = "1 rollout waits" if len(waiting) == 1 else f"{len(waiting)} rollouts wait"
@@ -362,7 +381,7 @@ def line_of(what: str, waiting: Sequence[Awaited], now: float) -> str:
 
 
 def by_what(awaited: Iterable[Awaited]) -> dict[str, list[Awaited]]:
-    """Those that wait for the same."""
+    """Rollouts with the same wait."""
     found: dict[str, list[Awaited]] = {}
     for one in awaited:
         found.setdefault(one.what, []).append(one)
@@ -371,7 +390,7 @@ def by_what(awaited: Iterable[Awaited]) -> dict[str, list[Awaited]]:
 
 @contextmanager
 def watched(actors: Callable[[], Iterable[Actor]], view: View) -> Iterator[None]:
-    """Inside, `view` tells who waits longer than expected, and an interruption who is waited
+    """Inside, `view` reports waits that are longer than expected, and an interruption who is waited
     for."""
     waits = Waits(actors, view.warn)
     watching = asyncio.create_task(waits.run())
@@ -384,7 +403,7 @@ def watched(actors: Callable[[], Iterable[Actor]], view: View) -> Iterator[None]
 
 
 class Waits:
-    """Looks at the rollouts of `actors`, and tells who waits longer than expected; each wait once,
+    """Polls the rollouts of `actors` and reports waits that are longer than expected; each once,
     and again when it has become AGAIN times as long."""
 
     def __init__(
@@ -421,7 +440,7 @@ class Waits:
             self._reported[what] = since, due_s
 
     def longest(self) -> str:
-        """Who has waited longest, for whoever waits for them to end; empty: there are none."""
+        """The longest wait, for an interrupted user; empty: none."""
         now = asyncio.get_running_loop().time()
         awaited = list(self._awaited())
         if not awaited:

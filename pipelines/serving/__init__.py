@@ -1,5 +1,5 @@
 """GPUs of this machine; command line and environment of an engine server: scale-out and dev routes,
-log-probs of the sampled distribution, and on the CPU its many traps.
+log-probs of the sampled distribution, and workarounds on the CPU.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class GpuPlan:
         Raises ConfigError for GPUs that are missing, taken, named twice, or too few or many.
         """
         if asked and len(asked) != needed:
-            raise ConfigError(f"{key}: {needed} GPUs are needed, {len(asked)} are named: {asked}")
+            raise ConfigError(f"{key}: {needed} GPUs are needed, {len(asked)} are given: {asked}")
         if borrows:
             for number in self._lent:
                 self._owners.pop(number, None)
@@ -139,7 +139,7 @@ class GpuPlan:
         for number in chosen:
             if number >= len(self.visible):
                 raise ConfigError(
-                    f"{key}: there is no GPU {number}; visible are {len(self.visible)} "
+                    f"{key}: no GPU {number}; visible are {len(self.visible)} "
                     f"({', '.join(self.visible) or 'none'})"
                 )
             if number in self._owners:
@@ -163,7 +163,7 @@ class Machine(Struct, frozen=True):
 
 
 def find_machine(num_gpus: int | None, gpu_memory_gib: float | None) -> Machine:
-    """What was asked for, else what is here."""
+    """The requested GPUs, else the available ones."""
     here = visible_gpus()
     number = len(here) if num_gpus is None else num_gpus
     main = _main_memory() if num_gpus is None else 0.0
@@ -220,17 +220,17 @@ def learner_gpus(
     if engine.new_weights == "ipc" and not (resources.colocated and local):
         raise ConfigError(
             'engine.weights = "ipc": servers read the memory of ranks on their own GPUs; set '
-            f"{COLOCATED}, with ranks that the run starts, or use another way"
+            f"{COLOCATED}, with ranks that the run starts, or use another transport"
         )
     if asked and not local:
-        raise ConfigError(f"{LEARNER}: the ranks are started elsewhere; remove it")
+        raise ConfigError(f"{LEARNER}: the ranks are started externally; remove it")
     if asked and not plan.visible:
-        raise ConfigError(f"{LEARNER}: {asked} are named, but no GPU is visible")
+        raise ConfigError(f"{LEARNER}: {asked} are given, but no GPU is visible")
     both = set(named) & set(asked)
     if both and not resources.colocated:
         raise ConfigError(
             f"{SERVERS}: {sorted(both)} are the learner's ({LEARNER}); with {COLOCATED} = true "
-            "they have them in turn, with 'at_once' at the same time"
+            "they alternate on them, with 'at_once' they share them"
         )
     if not asked and not (plan.visible and engine.starts_servers and local):
         return []
@@ -240,7 +240,7 @@ def learner_gpus(
     elif not asked and len(left) < learner.num_ranks:
         raise ConfigError(
             f"{LEARNER}: {learner.num_ranks} are needed, {len(left)} of {len(plan.visible)} are "
-            "left beside the servers of the engine"
+            "left besides the engine's servers"
         )
     gpus = plan.assign(LEARNER, asked or left[: learner.num_ranks], learner.num_ranks)
     if resources.colocated:
@@ -256,10 +256,10 @@ SGLANG_CPU_PLATFORM = "plaincpu"
 CPU_CACHE_GIB = 1  # of keys and values, where there is no GPU
 MAX_CPU_TOKENS = 65536  # of SGLang's cache on the CPU
 HOW_TO_MAKE = {
-    "vllm": "make one with `sh .ci/engine-vllm` (CPU), or on a GPU host with "
-    "`python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm`",
-    "sglang": "make one with `sh .ci/engine-sglang` (CPU), or on a GPU host with "
-    "`python3 -m venv .venv-sglang && .venv-sglang/bin/pip install sglang`",
+    "vllm": "create one with `sh .ci/engine-vllm` (CPU), or on a GPU host with `python3 -m venv "
+    ".venv-vllm && .venv-vllm/bin/pip install vllm`",
+    "sglang": "create one with `sh .ci/engine-sglang` (CPU), or on a GPU host with `python3 -m "
+    "venv .venv-sglang && .venv-sglang/bin/pip install sglang`",
 }
 
 
@@ -276,7 +276,7 @@ def find_python(engine: str, config: LaunchConfig, key: str) -> str:
         return str(path.absolute())
     raise ConfigError(
         f"{key}: {engine} is neither installed for {sys.executable} nor in {path} of this folder: "
-        f"{HOW_TO_MAKE[engine]}; or name an interpreter with {key}.python"
+        f"{HOW_TO_MAKE[engine]}; or set an interpreter with {key}.python"
     )
 
 
@@ -292,8 +292,9 @@ def vllm_hint(engine: EngineConfig, num_gpus: int) -> str:
     except ConfigError:
         return ""
     return (
-        "vLLM is here, and but for small models with short turns faster on a GPU than the embedded "
-        f'engine: engine.name = "vllm"; with one GPU for engine and learner also {COLOCATED} = true'
+        "vLLM is installed and, except for small models with short turns, faster on a GPU than "
+        'the embedded engine: engine.name = "vllm"; with one GPU for engine and learner also '
+        f"{COLOCATED} = true"
     )
 
 
@@ -399,8 +400,8 @@ def _sglang_arguments(served: Served, config: LaunchConfig, model: dict[str, Any
         found += ["--quantization", config.quantization]
     if served.on_cpu and served.sleeps:
         raise ConfigError(
-            "resources.colocated: SGLang sleeps with --enable-memory-saver, which it has on GPUs "
-            "only; without one use engine.name = 'vllm' or 'embedded'"
+            "resources.colocated: SGLang sleeps with --enable-memory-saver, which needs a GPU; "
+            "without one use engine.name = 'vllm' or 'embedded'"
         )
     if served.sleeps:
         found += ["--enable-memory-saver"]
@@ -427,7 +428,7 @@ def _lora_rank(rank: int) -> int:
     for known in VLLM_LORA_RANKS:
         if rank <= known:
             return known
-    raise ConfigError(f"learner.lora.r = {rank}: vLLM serves adapters of rank {known} at most")
+    raise ConfigError(f"learner.lora.r = {rank}: vLLM supports adapters up to rank {known}")
 
 
 def _heads(model: dict[str, Any]) -> tuple[int, int]:
@@ -441,8 +442,8 @@ def _check_head_size(path: Path, model: dict[str, Any]) -> None:
     _, size = _heads(model)
     if size and size not in VLLM_CPU_HEAD_SIZES:
         raise ConfigError(
-            f"{path}: its heads have size {size}; vLLM on the CPU starts with it but dies at the "
-            f"first request. It knows {', '.join(map(str, VLLM_CPU_HEAD_SIZES))}"
+            f"{path}: its heads have size {size}; vLLM on the CPU starts with it but crashes at "
+            f"the first request. It supports {', '.join(map(str, VLLM_CPU_HEAD_SIZES))}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The engine servers of a run: their processes, and models beside the policy.
+"""The engine servers of a run: their processes, and auxiliary models.
 
 GPUs to servers, ports, logs in the run's directory, readiness with progress, restarts of servers
 that died, and no process left over, even after kill -9 of the run (agentenv/supervisor.py). Roles:
@@ -120,11 +120,11 @@ class ServerProcess:
                     raise EngineError(await in_thread(self._failure, await self._process.ended()))
                 if now - begin > self.spec.start_timeout_s:
                     await self._process.stop()
-                    late = f"did not come up within {self.spec.start_timeout_s:g} s"
+                    late = f"did not start within {self.spec.start_timeout_s:g} s"
                     raise EngineError(await in_thread(self._failure, f"{late} (start_timeout_s)"))
                 if now - reported >= REPORT_EVERY_S:
                     reported = now
-                    last = (await in_thread(self.tail, 1) or ["nothing in its log yet"])[0]
+                    last = (await in_thread(self.tail, 1) or ["its log is empty"])[0]
                     self._say(f"{self.spec.name}: {now - begin:.0f} s: {last}")
                 await asyncio.sleep(POLL_S)
         self._say(f"{self.spec.name}: ready after {loop.time() - begin:.0f} s")
@@ -136,7 +136,7 @@ class ServerProcess:
             logger.warning("%s", await in_thread(self._failure, f"died: it {how}"))
             pause_s = self._restarts.lost()
             if pause_s is None:
-                logger.error("%s: died %d times, not started again", self.spec.name, MAX_RESTARTS)
+                logger.error("%s: died %d times, not restarted", self.spec.name, MAX_RESTARTS)
                 return
             await asyncio.sleep(pause_s)
             try:
@@ -216,7 +216,7 @@ class ServerFactory:
 
     @cached_property
     def gpus(self) -> GpuPlan:
-        """Which GPUs there are, and which are taken."""
+        """Visible GPUs and their owners."""
         return GpuPlan()
 
     async def start(self, served: Served, config: LaunchConfig, key: str) -> list[str]:
@@ -249,7 +249,7 @@ class ServerFactory:
         if config.per_gpu > 1 and wanted.engine != "vllm":
             raise ConfigError(f"{key}.servers_per_gpu: only vLLM's servers can share a GPU")
         if not wanted.model.is_dir():
-            raise ConfigError(f"{key}: {wanted.model} is no model directory")
+            raise ConfigError(f"{key}: {wanted.model} is not a model directory")
         python = find_python(wanted.engine, config, key)
         on_cpu = self._on_cpu(config, key)
         gpus: list[str] = []
@@ -287,8 +287,8 @@ class ServerFactory:
             return False
         if config.gpus:
             raise ConfigError(
-                f"{key}.gpus: {config.gpus} are named, but the server runs on the CPU "
-                f"({'as asked' if config.device == 'cpu' else 'no GPU is visible'})"
+                f"{key}.gpus: {config.gpus} are given, but the server runs on the CPU "
+                f"({'as configured' if config.device == 'cpu' else 'no GPU is visible'})"
             )
         if config.tensor_parallel_size * config.data_parallel_size > 1:
             raise ConfigError(
@@ -328,7 +328,7 @@ def check_roles(config: msgspec.Struct) -> None:
     roles: Mapping[str, RoleConfig] = getattr(config, "roles", {})
     for name in roles:
         if name == "policy":
-            raise ConfigError("roles.policy: the policy is what [engine] serves")
+            raise ConfigError("roles.policy: [engine] serves the policy")
         if name not in ROLES:
             raise ConfigError(f"roles.{name}: unknown role; known: {', '.join(ROLES)}")
     read = {
@@ -340,13 +340,13 @@ def check_roles(config: msgspec.Struct) -> None:
     for name, key in read.items():
         if name not in roles:
             raise ConfigError(
-                f"{key} names {{role:{name}}}, but there is no [roles.{name}]; there are "
+                f"{key} uses {{role:{name}}}, but [roles.{name}] is missing; available: "
                 f"{sorted(roles) or 'none'}"
             )
     for name in roles:
         if name not in read:
             raise ConfigError(
-                f"roles.{name} is not read: no text in {', '.join(READERS)} holds "
+                f"roles.{name} is unused: no text in {', '.join(READERS)} contains "
                 f"'{{role:{name}}}', e.g. grader.judge.url = '{{role:{name}}}/v1'"
             )
 

@@ -1,4 +1,4 @@
-"""Whether a server that a run has started waits for its own processors while its GPU idles.
+"""Detection of engine servers that are CPU-bound while their GPU idles.
 
 One process of a server reads and writes all requests, and one schedules all steps of its engine,
 each on one core. Small models, short turns and log-probs of many rivals can keep either busy while
@@ -80,10 +80,10 @@ class ProcessorWatch:
             return
         self._was_reported = True
         logger.warning(
-            "%s waits for its own processor: for %.0f s its busiest process has used %.0f %% of a "
-            "core, its GPU %.0f %% of the time. More servers help: several on each GPU where the "
-            "model is small (engine.servers.num_servers, servers_per_gpu), fewer GPUs each where "
-            "it is not (tensor_parallel_size); so does less work: engine.entropies = "
+            "%s is CPU-bound: for %.0f s its busiest process has used %.0f %% of a core, its GPU "
+            "%.0f %% of the time. More servers help: several on each GPU where the model is small "
+            "(engine.servers.num_servers, servers_per_gpu), fewer GPUs each where it is not "
+            "(tensor_parallel_size); so does less work: engine.entropies = "
             '"window", a smaller engine.entropy_top_k, longer turns',
             self._name,
             NUM_LOOKS * EVERY_S,

@@ -216,7 +216,7 @@ def training_set(config: TrainConfig) -> SetConfig:
 
 
 def actor_seed(config: TrainConfig, sampling: Sampling, use: str) -> str:
-    """What keys all randomness of the rollouts of an actor."""
+    """The key of all randomness of an actor's rollouts."""
     return f"{config.run.seed if sampling.seed is None else sampling.seed}/{use}"
 
 
@@ -327,7 +327,7 @@ class AskingAssembly(Assembly[Asking]):
 
     @once
     async def episodes(self) -> dict[str, tuple[list[Message], Info]]:
-        """How an episode of the first task of each set begins."""
+        """The start of an episode of the first task of each set."""
         tasks, makers = await self.tasks(), await self.makers()
         return {name: await try_env(makers[name], tasks[name][0]) for name in self.sets}
 

@@ -60,7 +60,7 @@ State = Literal["passed", "failed", "skipped"]
 
 
 class Skip(AgentEnvError):
-    """The check does not apply, or what it needs is not there; the text says why."""
+    """The check does not apply, or its input is missing; the text says why."""
 
 
 class CheckResult(Struct, rename={"message": "told"}):
@@ -107,7 +107,7 @@ class Runner:
         """The result of a check that raised `error`."""
         text = str(error)
         if text in self._found:
-            return CheckResult(name, "skipped", f"needs {self._found[text]!r}, which has failed")
+            return CheckResult(name, "skipped", f"requires {self._found[text]!r}, which failed")
         self._found[text] = name
         problem, _, remedy = text.partition("; ")
         return CheckResult(name, "failed", problem, remedy)

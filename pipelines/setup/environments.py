@@ -1,6 +1,6 @@
-"""The environment that each question meets, in this process or in processes of its own.
+"""The environment of each question, in this process or in separate ones.
 
-What a configuration names and is not there, cannot work or would not be read is refused before
+Missing, invalid or unused parts of a configuration are rejected before
 anything starts.
 """
 
@@ -48,8 +48,9 @@ Tables = Mapping[str, msgspec.Struct | None]
 
 
 class Recipe(NamedTuple):
-    """How the environment of some rows is made. `read` names the tables of the run that the
-    environment takes."""
+    """The construction of the environment of some rows. `read` names the tables of the run that it
+    uses.
+    """
 
     env_id: str
     kwargs: dict[str, Any]
@@ -106,8 +107,8 @@ class EnvMaker:
             configure(tools=recipe.tools, **self._settings)
         elif self._asked or recipe.tools:
             raise ConfigError(
-                f"env.tools, prompt.template and limits.on_limit = 'result' need a ToolEnv; "
-                f"{recipe.env_id} is none"
+                "env.tools, prompt.template and limits.on_limit = 'result' require a ToolEnv; "
+                f"{recipe.env_id} is not one"
             )
         return env
 
@@ -134,7 +135,7 @@ class EnvMaker:
             if not any(name in recipe.read for recipe in recipes):
                 ids = ", ".join(sorted({recipe.env_id for recipe in recipes}))
                 raise ConfigError(
-                    f"[{name}]: not read by {ids}; take the table out, or give the environment's "
+                    f"[{name}]: not used by {ids}; remove the table, or give the environment's "
                     f"constructor a keyword {name!r} (docs/own-parts.md)"
                 )
         if not all_rows:
@@ -142,11 +143,11 @@ class EnvMaker:
         for name in self.config.variants:
             if name not in used:
                 raise ConfigError(
-                    f"env.variants.{name}: no row chooses it; they choose {sorted(used)}"
+                    f"env.variants.{name}: no row selects it; rows select {sorted(used)}"
                 )
         if (self.config.kwargs or self.config.tools) and self.config.id not in used:
             raise ConfigError(
-                f"env.kwargs, env.tools: no row meets {self.config.id}, but {sorted(used)}"
+                f"env.kwargs, env.tools: no row uses {self.config.id}; rows use {sorted(used)}"
             )
 
     def reads(self, tasks: Iterable[Task]) -> frozenset[str]:
@@ -175,9 +176,9 @@ class EnvMaker:
             return agentenv.env.spec(env_id)
         except ConfigError as error:
             module = self.config.module
-            own = f"; env.module = {module!r} registers none of that id"
+            own = f"; env.module = {module!r} does not register that id"
             if module == "agentenv.envs":
-                own = "; one of your own is registered by the module that env.module names"
+                own = "; to register a custom one, set env.module"
             raise ConfigError(f"{key}: {error}{hint}{own}") from error
 
     def _recipe(self, variant: EnvVariant, key: str) -> Recipe:
@@ -192,11 +193,13 @@ class EnvMaker:
         for name in TABLES:
             own, table = getattr(variant, name), self._tables.get(name)
             if own is not None and not _takes(taken, name):
-                raise ConfigError(f"{key}.{name}: not read by {variant.id}; take the table out")
+                raise ConfigError(f"{key}.{name}: not used by {variant.id}; remove the table")
             if not _takes(taken, name) or (own is None and table is None):
                 continue
             if name in kwargs:
-                raise ConfigError(f"{key}.kwargs.{name} and the table {name!r}: give one of them")
+                raise ConfigError(
+                    f"{key}.kwargs.{name} and the table {name!r}: set only one of them"
+                )
             read.add(name)
             kwargs[name] = _resolved(own if own is not None else table, self._resolve)
         _check_kwargs(f"{key}.kwargs", variant, factory, {**spec.kwargs, **kwargs})
@@ -216,8 +219,8 @@ def import_envs(module: str) -> None:
         loaded(module)
     except ConfigError as error:
         raise ConfigError(
-            f"env.module: {module!r} cannot be imported: {error}; it must be installed or lie in "
-            "the directory that the command is run from"
+            f"env.module: {module!r} cannot be imported: {error}; it must be installed, or be in "
+            "the directory in which the command runs"
         ) from error
 
 
@@ -250,7 +253,7 @@ async def try_turn(make_env: Callable[[Task], Env], task: Task) -> list[Message]
             await env.reset(seed=0)
             outcome = await env.step(PROBE)
     except Exception as error:
-        logger.info("%s: a turn without a call raised %r", task.env_id, error)
+        logger.info("%s: a turn without a tool call raised %r", task.env_id, error)
         return []
     finally:
         await env.close()
@@ -299,12 +302,12 @@ def _check_kwargs(key: str, variant: EnvVariant, factory: Any, given: Mapping[st
     for name in variant.kwargs:
         if not _takes(keywords, name):
             near = difflib.get_close_matches(name, known, n=1)
-            takes = f"it takes {', '.join(known)}" if known else "it takes no keywords"
-            hint = f"did you mean {near[0]}?" if near else f"{takes}; take this one out"
+            takes = f"it has {', '.join(known)}" if known else "it has no keyword arguments"
+            hint = f"did you mean {near[0]}?" if near else f"{takes}; remove this one"
             raise ConfigError(f"{key}.{name}: unknown to {variant.id}; {hint}")
     for one in named:
         if one.default is one.empty and one.name not in given:
-            raise ConfigError(f"{key}.{one.name}: missing; {variant.id} cannot be made without it")
+            raise ConfigError(f"{key}.{one.name}: missing; {variant.id} requires it")
 
 
 def _takes(keywords: set[str], name: str) -> bool:
@@ -365,7 +368,7 @@ class EnvProcesses:
         spec = WorkerSpec(
             "agentenv.pipelines.workers.env_worker",
             "env-worker",
-            "process for environments",
+            "environment process",
             asked.env.workers,
             START_TIMEOUT_S,
             MAX_RESTARTS,

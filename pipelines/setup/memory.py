@@ -1,5 +1,5 @@
-"""How much memory a learner rank and an engine server need on a GPU, counted, not measured; and the
-room for new weights on their way from the one to the other.
+"""Memory estimates of learner ranks and engine servers on a GPU, computed, not measured; and space
+for new weights in transfer between them.
 
 Bytes of P weights on each of R ranks, b bytes each (ZeRO: Rajbhandari 2020, figure 1; DeepSpeed's
 estimate_zero2/3_model_states_mem_needs are the same sums):
@@ -151,7 +151,7 @@ def find_shape(path: Path, quantization: str = "") -> ModelShape | None:
         if not names:
             return None
         name = max(names, key=len)
-        shape = replace(KNOWN[name], source=f"the shape of {name} is assumed")
+        shape = replace(KNOWN[name], source=f"assuming the shape of {name}")
     return replace(shape, bits=shape.bits or bits)
 
 
@@ -275,7 +275,7 @@ def learner_memory(
     gpu["log-prob head"] = 3.0 * HEAD_CHUNK_BYTES + head
     gpu["reserve"] = RESERVE_BYTES
     at_once = float(4 * max(shape.embedding, shape.layer))
-    return Memory(gpu, states.host | {"one weight, while it loads or is saved": at_once})
+    return Memory(gpu, states.host | {"one weight, during loading or saving": at_once})
 
 
 def model_states(shape: ModelShape, config: LearnerConfig) -> Memory:
@@ -320,7 +320,7 @@ def kept_per_token(shape: ModelShape, bytes_each: int, team: int = 1) -> int:
 
     Both norms keep a float32 copy of their input. In the layer's own type are kept: the inputs of
     norms and of projections (4 hidden), queries and attention's output, keys and values, and four
-    of the width of the feed-forward part; with normalised queries and keys a float32 copy and
+    of the width of the feed-forward part; with normalized queries and keys a float32 copy and
     another of each. Experts keep a copy of input and output for each one that a token uses, and
     the router its figures in float32. A team keeps attention's output as attention and as its
     projection have it, and keys and values as often as its members need them.
@@ -407,7 +407,7 @@ def find_passage(
     if chosen is not None:
         if problem := lack(chosen, needed):
             raise ConfigError(
-                f"{WEIGHTS_KEY} = {chosen}: {problem}; choose another place, or leave it out for "
+                f"{WEIGHTS_KEY} = {chosen}: {problem}; choose another folder, or omit it for "
                 f"{memory} or the run's folder"
             )
         return Passage(chosen)
@@ -417,15 +417,15 @@ def find_passage(
         if not found:
             return Passage(memory)
         message = (
-            f"new weights pass through {run}, since {memory} {found}; to pass through memory give "
-            f"it more room{_docker(needed)}, or name another place with {WEIGHTS_KEY}=DIR"
+            f"new weights pass through {run}, since {memory} {found}; to pass them through memory "
+            f"make it larger{_docker(needed)}, or choose another folder with {WEIGHTS_KEY}=DIR"
         )
     if problem := lack(run, needed):
         also = f", and {memory} {found}" if message else ""
         raise ConfigError(
-            f"new weights find no room: {run} {problem}{also}; choose another place with "
+            f"no space for new weights: {run} {problem}{also}; choose another folder with "
             f"{DIR_KEY}=DIR or {WEIGHTS_KEY}=DIR"
-            + (f", or give {memory} more" if message else "")
+            + (f", or make {memory} larger" if message else "")
             + (_docker(needed) if message else "")
         )
     return Passage(run, message)
@@ -434,16 +434,16 @@ def find_passage(
 def lack(place: Path, needed: float) -> str:
     """Why `needed` bytes cannot be written there, as what is said of the place; empty: they can."""
     if place == SHARED_MEMORY and not place.is_dir():
-        return "is not there"
+        return "does not exist"
     try:
         folder = existing(place)
         if os.statvfs(folder).f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK | os.X_OK):
-            return "cannot be written"
+            return "is not writable"
         free = free_bytes(folder)
     except OSError as error:
         return f"cannot be used: {explain(error, WEIGHTS_KEY)}"
     if free < needed:
-        return f"has {size(free)} free of the {size(needed)} that {COPIES} copies of them take"
+        return f"has {size(free)} free; {COPIES} copies of them take {size(needed)}"
     return ""
 
 

@@ -1,5 +1,6 @@
-"""The checks that every start makes, in the order of the list in `checks.py`: of the configuration,
-its files, the model and the parts."""
+"""The checks of every start, in the order of the list in `checks.py`: configuration, files, model
+and parts.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +75,8 @@ async def sizes(assembly: Assembly[TrainConfig]) -> None:
         default = " (its default)" if part == LearnerConfig().groups_per_minibatch else ""
         fits = max(number for number in range(1, part + 1) if groups % number == 0)
         raise ConfigError(
-            f"learner.groups_per_minibatch = {part}{default} does not divide "
-            f"queue.groups_per_step = {groups}; {fits} does"
+            f"learner.groups_per_minibatch = {part}{default} does not divide queue.groups_per_step "
+            f"= {groups}; {fits} does"
         )
 
 
@@ -83,7 +84,9 @@ async def time_outs(assembly: Assembly[TrainConfig]) -> None:
     """No deadline is longer than one that encloses it."""
     problems = list(contradictions(assembly.config))
     if problems:
-        raise ConfigError(f"{' | '.join(problems)}; an outer deadline must be the longer one")
+        raise ConfigError(
+            f"{' | '.join(problems)}; an outer deadline must be longer than the inner one"
+        )
 
 
 def contradictions(config: TrainConfig) -> Iterator[str]:
@@ -126,8 +129,8 @@ async def demonstrations(assembly: Assembly[TrainConfig]) -> None:
     config = assembly.config
     if config.sft is not None and isinstance(config.renderer, NativeConfig):
         raise ConfigError(
-            "renderer.name: the demonstrations of [sft] are written in the tag protocol; choose "
-            "'tags', or remove [sft]"
+            "renderer.name: the demonstrations of [sft] use the tag protocol; choose 'tags', or "
+            "remove [sft]"
         )
 
 
@@ -138,7 +141,7 @@ async def evaluation_sets(assembly: Assembly[TrainConfig]) -> None:
     name = metric.partition("/")[0]
     if name and name not in known:
         raise ConfigError(
-            f"checkpoint.best_metric: there is no evaluation set {name!r}; known: {known}"
+            f"checkpoint.best_metric: unknown evaluation set {name!r}; known: {known}"
         )
     if metric and metric.partition("/")[2] not in ("success", "reward"):
         raise ConfigError(
@@ -160,7 +163,7 @@ async def helpers(assembly: Assembly[EvaluateConfig]) -> None:
         return
     if config.assist == type(config.assist)():
         raise ConfigError(
-            "assist: no helper is given; expected [assist.debugger], [assist.backtracer] or "
+            "assist: no helper given; expected [assist.debugger], [assist.backtracer] or "
             "[assist.refiner]"
         )
     refiner = config.assist.refiner
@@ -169,7 +172,7 @@ async def helpers(assembly: Assembly[EvaluateConfig]) -> None:
     rooms = [one.limits.max_response_tokens for one in config.sets.values()]
     if all(room <= refiner.min_response_tokens for room in rooms):
         raise ConfigError(
-            f"assist.refiner.min_response_tokens = {refiner.min_response_tokens} is never reached: "
+            f"assist.refiner.min_response_tokens = {refiner.min_response_tokens} is unreachable: "
             f"limits.max_response_tokens is {max(rooms)}; expected less than that"
         )
 
@@ -229,8 +232,8 @@ async def files(assembly: Assembly[Any]) -> None:
     """Every path names something."""
     for key, path, is_rows in absent_paths(assembly):
         if is_rows:
-            raise DataError(f"{key}: {path}: there is no such dataset file")
-        raise ConfigError(f"{key}: {path}: there is no such file or folder")
+            raise DataError(f"{key}: {path}: no such dataset file")
+        raise ConfigError(f"{key}: {path}: no such file or folder")
 
 
 # What can be checked before the set-up of a run, which may take long.
@@ -397,8 +400,8 @@ async def sequence_lengths(assembly: Any) -> None:
     if context and longest > context:
         raise DataError(
             f"data.max_length = {assembly.config.data.max_length}: a sequence has {longest} "
-            f"tokens, and {model_dir} was made for {context}; set data.max_length={context} to "
-            "cut it"
+            f"tokens, but the context of {model_dir} is {context}; set data.max_length={context} "
+            f"to cut it"
         )
 
 

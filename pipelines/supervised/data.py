@@ -1,4 +1,4 @@
-"""Training data in tokens: sequences to imitate, pairs to prefer one of, demonstrations.
+"""Tokenized training data: sequences, preference pairs, demonstrations.
 
 Rows are dialogues (`pipelines/supervised/dialogues.py`) or, for pairs, the results of rollouts:
 
@@ -89,7 +89,7 @@ def pairs_of(tree: TrajectoryTree, threshold: float, limit: int, rng: Random) ->
     program with several contexts, which are no one text.
     """
     if tree.is_captured:
-        raise DataError(f"{tree.task.id}: its trajectories have several contexts; leave it out")
+        raise DataError(f"{tree.task.id}: its trajectories have several contexts; exclude it")
     done = [t for t in tree.trajectories() if any(t.loss_mask)]
     chosen = [t for t in done if t.reward >= threshold]
     rejected = [t for t in done if t.reward < threshold]
@@ -105,7 +105,7 @@ def _after(trajectory: Trajectory, start: int) -> tuple[list[int], list[int]]:
 
 
 def num_kinds(trees: Sequence[TrajectoryTree], threshold: float) -> dict[str, int]:
-    """How many questions had only chosen, only rejected, or both kinds of answers."""
+    """The numbers of questions with only chosen, only rejected, or both kinds of answers."""
     counts = {"all_chosen": 0, "all_rejected": 0, "mixed": 0}
     for tree in trees:
         found = {trajectory.reward >= threshold for trajectory in tree.trajectories()}
@@ -152,7 +152,7 @@ class Cut:
         if self.config.overlong == "error":
             raise DataError(
                 f"has {longest} tokens, data.max_length is {limit}; data.overlong = 'cut' or "
-                "'skip' goes on without the end or the row"
+                "'skip' drops the end or the row"
             )
         cut = [example.cut(limit) for example in examples]
         if self.config.overlong == "skip" or not all(part.mask.any() for part in cut):
@@ -166,8 +166,8 @@ class Cut:
         """Say how many rows the limit changed, if any."""
         if self.num_cut or self.num_left_out:
             say(
-                f"data.max_length = {self.config.max_length}: {self.num_cut} rows lost their end, "
-                f"{self.num_left_out} are left out"
+                f"data.max_length = {self.config.max_length}: {self.num_cut} rows were truncated, "
+                f"{self.num_left_out} skipped"
             )
 
 
@@ -186,7 +186,7 @@ def load_examples(
     def read(raw: RawRow, form: RowFormat) -> list[Example]:
         example = encoder.encode(read_conversation(raw.row, form))
         if not example.mask.any():
-            raise DataError("there is nothing to learn from: the policy's texts are empty")
+            raise DataError("no training signal: the policy's texts are empty")
         return cut(example) or []
 
     return _load(config, read, cut, resolve, seed, say, ends, ranking=False)
@@ -211,7 +211,7 @@ def load_pairs(
                 continue
             if kept[0].equals(kept[1]):
                 if both[0].equals(both[1]):
-                    raise DataError("the chosen and the rejected answer are the same")
+                    raise DataError("the chosen and the rejected answer are equal")
                 cut.num_left_out += 1  # they differed after the cut
                 continue
             pairs.append(encode_pair(*kept))
@@ -276,11 +276,11 @@ def _load(
             if limit and len(rows) == limit:
                 break
         if problems:
-            say(f"data.skip_bad_rows: {len(problems)} bad rows are left out")
+            say(f"data.skip_bad_rows: {len(problems)} invalid rows are skipped")
         for text in problems[:MAX_LISTED]:
             logger.warning("%s", text)
         if not any(rows):
-            raise DataError(f"{', '.join(listed)}: there is no row to learn from")
+            raise DataError(f"{', '.join(listed)}: no training rows")
         return rows
 
     rows = load(config.train, config.max_samples)
@@ -296,9 +296,7 @@ def split(rows: Sequence[T], size: float, seed: int) -> tuple[list[T], list[T]]:
     """Rows to learn from and held-out ones: a part of them, or so many from 1 on; both in order."""
     count = int(size) if size >= 1 else max(1, round(size * len(rows)))
     if count >= len(rows):
-        raise DataError(
-            f"data.eval_split = {size:g} leaves nothing of {len(rows)} rows to learn from"
-        )
+        raise DataError(f"data.eval_split = {size:g} leaves none of {len(rows)} rows for training")
     held = set(Random(f"{seed}/split").sample(range(len(rows)), count))
     return (
         [row for place, row in enumerate(rows) if place not in held],
@@ -353,7 +351,7 @@ def load_demonstrations(
         for name in {"", stage}:
             demonstrations.setdefault(name, {}).setdefault(kind, []).append(encoded)
     if not demonstrations[""]:
-        raise DataError(f"{path}: there are no demonstrations in it")
+        raise DataError(f"{path}: contains no demonstrations")
     return demonstrations
 
 
@@ -374,6 +372,6 @@ def check_stages(config: SFTConfig, demonstrations: Demonstrations) -> None:
         if stage.rows not in demonstrations:
             known = sorted(filter(None, demonstrations))
             raise DataError(
-                f"{config.data}: sft.stages[{number}] wants rows with stage {stage.rows!r}; the "
+                f"{config.data}: sft.stages[{number}] selects rows with stage {stage.rows!r}; the "
                 f"file has {known}"
             )

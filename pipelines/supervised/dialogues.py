@@ -1,4 +1,4 @@
-"""Rows of dialogues into messages.
+"""Conversion of dialogue rows into messages.
 
     sharegpt   {"conversations": [{"from": "human", "value": ..}, {"from": "gpt", ..}], "system"}
     messages   {"messages": [{"role": "user", "content": ..}, ..], "tools"}, calls in "tool_calls"
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class ChatTags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a message names its parts and roles; empty: as its format has it. The names are those of
+    """Keys of a message and names of roles; empty: those of its format. The names are those of
     LLaMA-Factory's dataset_info.json."""
 
     role_tag: str = ""
@@ -47,7 +47,7 @@ MESSAGE_TAGS = ("role", "content", "user", "assistant", "tool", "function", "sys
 
 
 class RowFormat(Struct, frozen=True):
-    """How the rows of one file are read."""
+    """The format of the rows of one file."""
 
     format: Format = "auto"
     columns: ChatColumns = ChatColumns()
@@ -180,7 +180,7 @@ def read_conversation(row: Row, form: RowFormat) -> Conversation:
         messages = _with_system(read_messages(row, _messages_column(row, form), form), row, form)
     check_order(messages)
     if not any(message.role == "assistant" for message in messages):
-        raise DataError("there is nothing to learn from: no message is the policy's")
+        raise DataError("no training signal: no message is the policy's")
     return Conversation(tuple(messages), _tools(row, form))
 
 
@@ -205,7 +205,7 @@ def read_preference(row: Row, form: RowFormat) -> Preference:
         prompt, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
     for name, answer in ((columns.chosen, chosen), (columns.rejected, rejected)):
         if not answer or answer[0].role != "assistant":
-            raise DataError(f"key {name!r}: expected an answer that begins with the policy's turn")
+            raise DataError(f"key {name!r}: expected an answer that starts with the policy's turn")
         check_order([*prompt, *answer])
     whole = Conversation(tuple(prompt), _tools(row, form))
     return Preference(whole, tuple(chosen), tuple(rejected))
@@ -218,7 +218,7 @@ def check_order(messages: Sequence[Message]) -> None:
         if message.role not in FOLLOWS[before]:
             pair = f"{message.role!r}, which cannot follow {before or 'the beginning'!r}"
             expected = " or ".join(FOLLOWS[before])
-            raise DataError(f"message {number} is of the role {pair}; expected {expected}")
+            raise DataError(f"message {number} has the role {pair}; expected {expected}")
         before = message.role
 
 
@@ -233,14 +233,14 @@ def _kind(row: Row, form: RowFormat, *, preference: bool = False) -> str:
         return "alpaca"
     if preference:
         return "messages"
-    raise DataError(f"no dialogue is found: {EXPECTED_COLUMNS}; the row has {sorted(row)}")
+    raise DataError(f"no dialogue found: {EXPECTED_COLUMNS}; the row has {sorted(row)}")
 
 
 def _messages_column(row: Row, form: RowFormat) -> str:
     """The column of the messages; empty if the row has none."""
     if named := form.columns.messages:
         if row.get(named) is None:
-            missing = f"key {named!r}, which columns.messages names, is missing"
+            missing = f"key {named!r}, set by columns.messages, is missing"
             raise DataError(f"{missing}; the row has {sorted(row)}")
         return named
     return next((name for name in MESSAGES if row.get(name) is not None), "")
@@ -326,8 +326,8 @@ def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
             size = number + 1
     if not size:
         raise DataError(
-            "there is no prompt: expected conversations, messages or prompt, or that chosen and "
-            "rejected begin with the same messages"
+            "no prompt: expected conversations, messages or prompt, or that chosen and rejected "
+            "start with the same messages"
         )
     return size
 
@@ -367,7 +367,7 @@ def find_sources(
     config: ChatDataConfig, names: list[str], resolve: Any = Path, *, ranking: bool = False
 ) -> list[Source]:
     """The files that `names` stand for, of preferences if `ranking`. Raises DataError for a name
-    or file that is not there, and for an entry that cannot be used, naming file and key."""
+    or file that is missing, and for an unusable entry, naming file and key."""
     if config.dataset_info:
         path: Path = resolve(config.dataset_info)
         if path.is_dir():
@@ -392,14 +392,14 @@ def _source(registry: Path, name: str, *, ranking: bool) -> Source:
         raise DataError(f"{where}.ranking: expected {wanted}; agentenv sft reads dialogues")
     unread = sorted({*UNREAD} & {*entry.columns})
     if unread:
-        raise DataError(f"{where}.columns.{unread[0]}: only texts can be learned from")
+        raise DataError(f"{where}.columns.{unread[0]}: only texts are supported")
     named = {"system": "", "tools": "", **entry.columns}
     if entry.formatting != "alpaca":
         named.setdefault("messages", "conversations")
     columns = converted(named, ChatColumns, f"{where}.columns")
     path = registry.parent / entry.file_name
     if not path.exists():
-        raise DataError(f"{where}.file_name: there is no {path}")
+        raise DataError(f"{where}.file_name: no such file: {path}")
     form = RowFormat(FORMATS[entry.formatting], columns, entry.tags)
     return Source(path, form, entry.num_samples)
 
@@ -413,10 +413,10 @@ def _entry(registry: Path, name: str) -> _Entry:
     if not isinstance(raw, dict):
         near = difflib.get_close_matches(name, list(known), n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {sorted(known)[:20]}"
-        raise DataError(f"{registry}: there is no dataset {name!r}; {hint}")
+        raise DataError(f"{registry}: unknown dataset {name!r}; {hint}")
     hub = [key for key in HUBS if key in raw]
     if hub and "file_name" not in raw:
-        why = "nothing is downloaded; get the file and give file_name"
+        why = "downloads are not supported; get the file and set file_name"
         raise DataError(f"{registry}: {name}.{hub[0]}: {why}")
     own = {key: value for key, value in raw.items() if key not in HUBS}
     return converted(own, _Entry, f"{registry}: {name}")

@@ -1,4 +1,4 @@
-"""Conversations into token ids and masks, by the renderer that rolls out the same policy.
+"""Conversion of conversations into token ids and masks, by the renderer of rollouts.
 
     prompt      the system and user messages before the first answer: as the prompt of an episode
     answer      the policy's text, trained; then its end-of-turn token, unless a call of the
@@ -78,7 +78,7 @@ class ChatEncoder:
         *,
         compat: bool = False,
     ) -> None:
-        assert isinstance(renderer, TagRenderer | NativeRenderer), "an endpoint learns nothing"
+        assert isinstance(renderer, TagRenderer | NativeRenderer), "an endpoint cannot be trained"
         self.renderer = renderer
         self.tokenizer = renderer.tokenizer
         self.instruction = instruction or Instruction()
@@ -159,7 +159,7 @@ class ChatEncoder:
             known = [self.renderer.decode([token]) for token in sorted(self.renderer.eos_ids)]
             raise DataError(
                 f"an answer ends with {end!r}, at which generation does not stop; it stops at "
-                f"{', '.join(map(repr, known))}: take {end!r} out of the data, or add token {last} "
+                f"{', '.join(map(repr, known))}: remove {end!r} from the data, or add token {last} "
                 f"to eos_token_id in {GENERATION}"
             )
         return text.rstrip().removesuffix(end)
@@ -171,7 +171,8 @@ class ChatEncoder:
         if not opened == closed == len(found) or any("<result>" in one[1] for one in found):
             raise DataError(
                 f"an answer opens <result> {opened} times and closes it {closed} times, "
-                f"{len(found)} of them in pairs; results are found in the answer by their tags"
+                f"{len(found)} of them in pairs; tool results in an answer are recognized by their "
+                "tags"
             )
         start = 0
         for one in found:
@@ -193,11 +194,11 @@ class ChatEncoder:
         try:
             whole = self.renderer.calling(text, calls)
         except ConfigError as error:
-            raise DataError(f"the call {calls[0].name} cannot be written: {error}") from error
+            raise DataError(f"the call {calls[0].name} cannot be rendered: {error}") from error
         done = Completion([*self.renderer.encode(whole), self.end_id], [], [], "stop", [])
         if self.renderer.parse(done, tools).tool_calls != calls:
             raise DataError(
-                f"the call {calls[0].name} cannot be written so that the renderer reads it again"
+                f"the call {calls[0].name} cannot be rendered so that the renderer parses it back"
             )
         return whole
 

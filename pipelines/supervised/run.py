@@ -1,7 +1,7 @@
-"""One supervised run, whatever its objective: parts, order of rows, steps, checkpoints, curves.
+"""A supervised run with any objective: parts, order of rows, steps, checkpoints, curves.
 
 Each epoch has an order of its own, fixed by the seed; step n takes the next rows of that order, so
-a run that resumes after step n goes on with the same rows, to the bit.
+a run that resumes after step n continues with the same rows, bit for bit.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def plot_losses(run: Path, name: str, keys: tuple[str, ...]) -> None:
         if held_out.size:
             axes.plot(*held_out, "o-", color="C1", markersize=4, label="held out")
         axes.set(title=key, xlabel="step")
+        axes.locator_params(axis="x", integer=True)
     write_whole(run / "loss.png", png(figure))
 
 
@@ -159,7 +160,7 @@ async def with_reference_scores(
 async def preference_figures(
     learner: Learner, pairs: Sequence[EncodedTree], beta: float
 ) -> Metrics:
-    """How the learner's weights prefer: see `agentenv.learners.dpo.preference_metrics`."""
+    """Preferences under the learner's weights: see `agentenv.learners.dpo.preference_metrics`."""
     scores = await score_all(learner, pairs)
     logprobs = np.concatenate([score.logprobs for score in scores])
     return preference_metrics([preference_sums(PairTokens.of(pairs), logprobs, beta)])
@@ -195,7 +196,7 @@ class Objective(Protocol):
 
 
 class Rows:
-    """Which rows a step takes."""
+    """The rows of a step."""
 
     def __init__(self, num_rows: int, rows_per_step: int, seed: int) -> None:
         self.num_rows = num_rows
@@ -266,7 +267,7 @@ class SupervisedTraining:
             await self.learner.load(self.checkpoint / "trainer")
         elif not self.state.step:
             await self._measure()
-        self.view.begin(self.objective.name, self.num_steps, self.state.step)
+        self.view.begin(self.objective.name, self.num_steps, self.state.step, "the report")
         try:
             while self.state.step < self.num_steps:
                 with self.view.doing(f"step {self.state.step + 1}"):
@@ -287,7 +288,7 @@ class SupervisedTraining:
             self.run.forget_metrics_after(-1)  # of a start that was ended early
             self.run.begin(self.config)
         else:
-            self.run.go_on(self.config, self.state.step, self.view.say)
+            self.run.resume_from(self.config, self.state.step, self.view.say)
         self.view.say(
             f"{name}: {self.rows.num_rows} rows, {self.num_steps} steps, "
             f"{self.num_steps / self.rows.steps_per_epoch:.2f} epochs; a step takes "

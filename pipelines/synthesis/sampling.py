@@ -1,4 +1,4 @@
-"""Samples the missing trajectories of a synthesis, by the actor and engines of evaluation."""
+"""Samples the missing trajectories of a synthesis, with the actor and engines of evaluation."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class LanguageOnly(EnvWrapper):
 class HintHooks(RolloutHooks):
     """Begins the trajectories of a task after the hint in its metadata (`MARK`).
 
-    The prefix of the hint stands in the root's observation, after the prompt: context, never
+    The prefix of the hint is in the root's observation, after the prompt: context, never
     sampled. The env reads it as the beginning of the first action.
     """
 
@@ -191,7 +191,7 @@ class SynthesisSampling:
         missing = self.store.missing(wanted)
         if len(missing) < len(wanted):
             held = f"{len(wanted) - len(missing)} of {len(wanted)} trajectories"
-            self._view.say(f"{stage}: {held} are there already")
+            self._view.say(f"{stage}: {held} exist already")
         if not missing:
             return
         if self._engine is None:
@@ -247,7 +247,7 @@ class SynthesisSampling:
         return judged
 
 
-# Which questions are asked: each once, and none that must not be in the data.
+# The questions to sample: each once, without excluded ones.
 
 
 async def read_questions(
@@ -273,7 +273,7 @@ async def read_questions(
                 seen[plain] = f"{name} {task.id}"
                 pairs.append(TaskPair(name, task, tools[task.id]))
     if not pairs:
-        raise DataError(f"no question is left of {len(dropped)}: all are excluded or duplicates")
+        raise DataError(f"none of {len(dropped)} questions is left: all are excluded or duplicates")
     return pairs, dropped
 
 
@@ -297,14 +297,14 @@ async def tool_names(
         found[env_id] = [str(tool["name"]) for tool in info.get("tools", ())]
         if not found[env_id]:
             raise ConfigError(
-                f"sets.{pair.name}: the environment {env_id} has no tools, so there is nothing "
-                "to learn from answers with tools"
+                f"sets.{pair.name}: the environment {env_id} has no tools, so that answers with "
+                "tools cannot be sampled"
             )
     return found
 
 
 async def _excluded(plan: SynthesisPlan, assembly: EvaluationAssembly, say: Say) -> dict[str, str]:
-    """Where each question is from that must not be asked."""
+    """The source of each excluded question."""
     found: dict[str, str] = {}
     for path in plan.config.exclude:
         tasks = await load_set(path, "", RowsConfig(), assembly.resolve, say, "exclude")
@@ -312,7 +312,7 @@ async def _excluded(plan: SynthesisPlan, assembly: EvaluationAssembly, say: Say)
     return found
 
 
-# Hints: a language-only chain, cut at a doubt or after its answer, goes on with tools after a
+# Hints: a language-only chain, cut at a doubt or after its answer, continues with tools after a
 # sentence of ours (Tool-Star, arXiv 2505.16410, section 3.1). The thought stays open, so that the
 # whole has one answer.
 #

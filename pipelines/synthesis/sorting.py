@@ -87,9 +87,9 @@ def check_chain(parts: Sequence[Part], tools: Sequence[str], *, require_box: boo
         name = tag.strip("</>")
         if not by_policy:
             if opened:
-                return "unpaired_tag", f"a result stands within <{opened}>"
+                return "unpaired_tag", f"a result is within <{opened}>"
             if not called:
-                return "wrong_order", "a result follows no call"
+                return "wrong_order", "a result without a call"
             called = False
         elif name == "result":
             return "wrong_order", f"the policy wrote {tag} itself"
@@ -98,9 +98,9 @@ def check_chain(parts: Sequence[Part], tools: Sequence[str], *, require_box: boo
                 return "unpaired_tag", f"{tag} closes {f'<{opened}>' if opened else 'nothing'}"
             opened, called = "", name in tools
         elif opened:
-            return "unpaired_tag", f"{tag} stands within <{opened}>"
+            return "unpaired_tag", f"{tag} is within <{opened}>"
         elif called:
-            return "wrong_order", f"{tag} stands where a result should"
+            return "wrong_order", f"{tag} is in place of a result"
         elif num_answers:
             return "wrong_order", f"{tag} follows the answer"
         else:
@@ -110,14 +110,14 @@ def check_chain(parts: Sequence[Part], tools: Sequence[str], *, require_box: boo
     if opened:
         return "unpaired_tag", f"<{opened}> is not closed"
     if called:
-        return "wrong_order", "a call has no result"
+        return "wrong_order", "a call without a result"
     if not num_thoughts:
-        return "no_thought", "there is no <think>"
+        return "no_thought", "no <think>"
     if not num_answers:
-        return "no_answer", "there is no <answer>"
+        return "no_answer", "no <answer>"
     last = parts[-1][1]
     if last.rpartition("</answer>")[2].strip():
-        return "wrong_order", "there is text after the answer"
+        return "wrong_order", "text after the answer"
     if require_box and last_boxed(last.rpartition("<answer>")[2]) is None:
         return "no_box", "the answer has no balanced \\boxed{}"
     return "", ""
@@ -164,25 +164,25 @@ def _without_frame(text: str) -> str:
     return text.strip().removeprefix("<result>").removesuffix("</result>").strip()
 
 
-# Which trajectories are fit to learn from, and of the others, why not.
+# The trajectories suitable for training, and the reasons against the others.
 
-# why a trajectory is not in the SFT set, in the order in which it is looked at
+# why a trajectory is not in the SFT set, in the order of the checks
 REASONS = {
-    "failed": "infrastructure failed; the same command samples it again",
-    "truncated": "a limit ended it",
-    "wrong": "the environment's grader says so",
-    "unpaired_tag": "a tag is not opened, not closed, or within another",
+    "failed": "infrastructure failure; the same command samples it again",
+    "truncated": "truncated by a limit",
+    "wrong": "by the environment's grader",
+    "unpaired_tag": "a tag that is not opened, not closed, or nested",
     "wrong_order": "a call without its result, a result that no tool gave, or text after the end",
     "no_thought": "no <think>",
     "no_answer": "no <answer>",
     "no_box": "no \\boxed{} in the answer",
-    "no_tool_call": "with tools, but none was called",
+    "no_tool_call": "with tools, but without a call",
     "too_many_calls": "over filter.max_tool_calls",
-    "repeated_call": "one call twice",
-    "failed_call": "a tool answered by an error",
+    "repeated_call": "a repeated call",
+    "failed_call": "a tool returned an error",
     "duplicate": "another trajectory of the question has the same text",
-    "answered_directly": "with tools, of a question that needs none",
-    "surplus": "right and clean, but another one was drawn",
+    "answered_directly": "with tools, for a question that needs none",
+    "surplus": "correct and clean, but another one was drawn",
 }
 
 
@@ -340,13 +340,15 @@ def claim(out: Path, plan: SynthesisPlan) -> None:
             found = list(changes({"hints": before}, {"hints": hints})) if before and hints else []
             if found:
                 raise ConfigError(
-                    f"{out} holds trajectories with other hints:\n  " + "\n  ".join(found) + "\n"
+                    f"{out} contains trajectories with different "
+                    "hints:\n  " + "\n  ".join(found) + "\n"
                     "choose another --out"
                 )
             hints = hints or before
         elif found := sorted(entry.name for entry in out.iterdir()):
             raise ConfigError(
-                f"{out} is not empty and no synthesis: it holds {found[0]!r}; choose another --out"
+                f"{out} is not empty and not a synthesis: it contains {found[0]!r}; choose another "
+                "--out"
             )
         write_whole(path, json.dumps({"hints": hints}, indent=2) + "\n")
     except (ValueError, LookupError, TypeError) as error:
@@ -425,12 +427,12 @@ GOES_TO = {
     "direct": "sft.jsonl",
     "tools": "sft.jsonl",
     "hard": "rl.jsonl",
-    "unfinished": "asked again by the same command",
+    "unfinished": "retried by the same command",
 }
 NUM_RIGHT = ("neither", "tools_only", "direct_only", "both")
 
 
-def summarise(plan: SynthesisPlan, found: Sequence[Sorted], dropped: Sequence[Dropped]) -> Row:
+def summarize(plan: SynthesisPlan, found: Sequence[Sorted], dropped: Sequence[Dropped]) -> Row:
     """All counts. Questions add up over classes and reasons, trajectories over SFT and reasons."""
     classes = Counter(one.kind for one in found)
     pairs = Counter((one.question.task.kind, one.kind) for one in found)

@@ -1,2 +1,2 @@
-"""The viewer of runs and evaluations, a page over the files that they have written; and their
+"""The viewer of runs and evaluations, a page over their files; and their
 trajectories in the formats of other viewers, without secrets."""

@@ -34,14 +34,14 @@ _NOTHING: Any = ()
 
 
 class _WithoutText(EvalRow):
-    """A row whose text is not looked at: it is most of the file."""
+    """A row without its text, which is most of the file."""
 
     segments: msgspec.Raw = msgspec.Raw(b"")  # type: ignore[assignment]
     abandoned: msgspec.Raw = msgspec.Raw(b"")  # type: ignore[assignment]
 
 
 class Evaluation:
-    """One folder. Rows are remembered without their text, and where they stand in the file."""
+    """One folder. Rows are kept without their text, with their positions in the file."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
@@ -127,7 +127,7 @@ class Evaluation:
                 return known[1]
             questions = self.questions()
             if not questions:
-                raise DataError(f"{self.folder} holds no row yet")
+                raise DataError(f"{self.folder} contains no rows yet")
             figures: Figures = msgspec.to_builtins(summary_of(self.name, questions))
             self._figures = state, figures
             return figures

@@ -1,5 +1,5 @@
-"""The viewed folder: a run, or an evaluation. Every picture of the page is an answer to
-a path, which the server gives as it is asked and an export writes down:
+"""The viewed folder: a run, or an evaluation. Every part of the page is an answer to a path, which
+the server computes on request and an export writes to files:
 
     run                           kind, state, list of contents
     state                         figures that change whenever there is more to see
@@ -31,6 +31,7 @@ from agentenv.errors import DataError, ForeignError
 from agentenv.pipelines.run.checkpoints import Checkpoints
 from agentenv.pipelines.run.rundir import CONFIG_FILE, LOG_FILE, Holder
 from agentenv.pipelines.viewing.evaluations import Evaluation, JsonLines, compare, size_of
+from agentenv.pipelines.viewing.health import Health, health_of
 from agentenv.pipelines.viewing.trees import Trees
 from agentenv.supervisor import log_tail
 from agentenv.untrusted import decode_loose
@@ -96,7 +97,7 @@ class Folder:
                 return self.evaluation(name).chunk(_number(chunk))
             case ["compare", first, second]:
                 return compare(self.evaluation(first), self.evaluation(second))
-        raise DataError(f"there is no {path!r} to see")
+        raise DataError(f"no such page: {path!r}")
 
     def run(self) -> Figures:
         """The content of the first picture; reads no tree and no row."""
@@ -108,6 +109,7 @@ class Folder:
             "config": _json(self.path / CONFIG_FILE) if self.is_run else None,
             "summary": _json(self.path / SUMMARY) if self.is_run else None,
             "status": self.status(),
+            "health": self.health(),
             "checkpoints": [path.name for path in checkpoints],
             "steps": self.trees.steps(),
             "has_texts": any(path.is_file() for path in self._tokenizers()),
@@ -117,6 +119,17 @@ class Folder:
                 for key, one in self.evaluations().items()
             ],
         }
+
+    def health(self) -> Health | None:
+        """Whether the run is well, and why."""
+        if not self.is_run:
+            return None
+        rows, config = self.metrics()["rows"], _json(self.path / CONFIG_FILE)
+        planned = config.get("train") if isinstance(config, dict) else None
+        num_steps = planned.get("num_steps") if isinstance(planned, dict) else None
+        return health_of(
+            [row for row in rows if isinstance(row, dict)], self.status()["is"], num_steps
+        )
 
     def status(self) -> Figures:
         """running, finished, stopped, or elsewhere: another machine holds it, which cannot be
@@ -163,7 +176,7 @@ class Folder:
             }
 
     def evaluations(self) -> dict[str, Evaluation]:
-        """By a name that can stand in an address: those of the run as they were taken, then the
+        """By a name that fits in an address: those of the run as they were taken, then the
         others."""
         found: dict[str, Evaluation] = {}
         for folder, name in self._evaluation_folders():
@@ -178,7 +191,7 @@ class Folder:
         """Raises DataError."""
         found = self.evaluations().get(key)
         if found is None:
-            raise DataError(f"{self.path}: there is no evaluation {key!r}")
+            raise DataError(f"{self.path}: unknown evaluation {key!r}")
         return found
 
     def _evaluation_folders(self) -> Iterator[tuple[Path, str]]:
@@ -209,12 +222,12 @@ def _check_run(path: Path) -> None:
     if (path / CONFIG_FILE).is_file() or (path / METRICS).is_file():
         return
     if not path.is_dir():
-        raise DataError(f"{path}: there is no such folder; expected a run or an evaluation")
+        raise DataError(f"{path}: no such folder; expected a run or an evaluation")
     within = [*path.glob(f"*/{METRICS}"), *path.glob(f"*/{ROWS}")]
     within.sort(key=lambda one: one.stat().st_mtime)
-    hint = f"; there is one in {within[-1].parent}" if within else ""
+    hint = f"; {within[-1].parent} contains one" if within else ""
     raise DataError(
-        f"{path}: neither a run ({CONFIG_FILE}) nor an evaluation ({ROWS}) is there{hint}"
+        f"{path}: contains neither a run ({CONFIG_FILE}) nor an evaluation ({ROWS}){hint}"
     )
 
 

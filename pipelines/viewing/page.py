@@ -1,4 +1,4 @@
-"""The page of a run or an evaluation: served over HTTP, or written down.
+"""The page of a run or an evaluation: served over HTTP, or exported.
 
 The server is for one person on this machine and listens on loopback. Whoever asks has to know the
 token of the address that was printed: the page is opened with it and gets a cookie for later
@@ -48,8 +48,8 @@ END_S = 5.0  # for the process of a viewer beside a run
 TOKEN_VARIABLE = "AGENTENV_VIEW_TOKEN"  # of the environment: the token, if the caller chose it
 NAMES = (HOST, "localhost", "[::1]")
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src "
+    "'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -134,11 +134,11 @@ class Server:
             # a link on another page may lead here, but nothing of it may load from here
             and request.headers.get("Sec-Fetch-Mode") != "navigate"
         ):
-            return web.Response(text="another page may not ask\n", status=403)
+            return web.Response(text="requests from other pages are rejected\n", status=403)
         given = request.query.get("token") if request.path == "/" else None
         given = given or request.cookies.get(self.cookie, "")
         if not secrets.compare_digest(given.encode(), self.token.encode()):
-            text = "open the address that agentenv view has printed: it holds a token\n"
+            text = "open the address that agentenv view printed: it contains a token\n"
             return web.Response(text=text, status=403)
         return None
 
@@ -186,7 +186,7 @@ async def serve(folder: Folder, port: int, say: Callable[[str], None], *, opens:
         await server.start()
     except OSError as error:
         raise ConfigError(
-            f"port {port} of {HOST} cannot be had: {error.strerror}; --port 0 takes a free one"
+            f"port {port} of {HOST} is not available: {error.strerror}; --port 0 chooses a free one"
         ) from error
     try:
         say(f"{folder.path}: {server.address}")
@@ -240,9 +240,9 @@ def export(folder: Folder, out: Path, max_mb: float) -> Iterator[str]:
     is_file = out.suffix.lower() in FILE_SUFFIXES
     if out.is_dir() == is_file and out.exists():
         expected = "a file" if is_file else "a folder"
-        raise ConfigError(f"{out} is there and not {expected}; choose another name")
+        raise ConfigError(f"{out} exists and is not {expected}; choose another name")
     if not is_file and out.exists() and any(out.iterdir()) and not (out / "index.html").is_file():
-        raise ConfigError(f"{out} is not empty and no export; choose another name")
+        raise ConfigError(f"{out} is not empty and not an export; choose another name")
     writer = _File(max_mb * 1e6) if is_file else _Files(out, max_mb * 1e6)
     left_out = _collect(folder, writer)
     when = time.strftime("%Y-%m-%d %H:%M")
@@ -251,7 +251,7 @@ def export(folder: Folder, out: Path, max_mb: float) -> Iterator[str]:
     num_bytes = writer.finish(out)
     yield f"{out}: {num_bytes / 1e6:.1f} MB"
     for line in left_out:
-        yield f"left out: {line}; --max-mb takes more"
+        yield f"left out: {line}; raise --max-mb to include more"
 
 
 def _collect(folder: Folder, writer: _Writer) -> list[str]:

@@ -1,4 +1,4 @@
-"""Trajectories in the formats of others: `agentenv export transcripts SOURCE OUT`.
+"""Trajectories in other formats: `agentenv export transcripts SOURCE OUT`.
 
 SOURCE is a run, of which the archived trees are taken, or the directory of an evaluation.
 """
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
 
 def export(arguments: argparse.Namespace, view: View) -> None:
-    """Write all that was asked for; `arguments` are those of `agentenv export transcripts`.
+    """Write the requested transcripts; `arguments` are those of `agentenv export transcripts`.
     Raises ConfigError, DataError."""
     source, out = arguments.source, arguments.out
     if arguments.format == "inspect" and importlib.util.find_spec("inspect_ai") is None:
@@ -72,7 +72,7 @@ def export(arguments: argparse.Namespace, view: View) -> None:
     questions = "1 question" if len(asked) == 1 else f"{len(asked)} questions"
     done = f"{num_trajectories} trajectories of {questions} written to {out}"
     if arguments.format == "inspect":
-        done += f", logs: {num_logs}; look at them by `inspect view --log-dir {out}`"
+        done += f", logs: {num_logs}; view them with `inspect view --log-dir {out}`"
     view.say(done)
 
 
@@ -102,12 +102,13 @@ def _of_run(arguments: argparse.Namespace) -> tuple[str, Iterator[Part]]:
     steps = steps_of(run / ARCHIVE)
     if not steps:
         raise DataError(
-            f"{run / ARCHIVE} holds no trees: the run has finished no step yet, or archive.max_gb "
+            f"{run / ARCHIVE} contains no trees: the run has finished no step yet, or "
+            "archive.max_gb "
             "is 0" + _evaluations(run)
         )
     if arguments.step is not None and arguments.step not in steps:
-        known = f"there are {min(steps)} to {max(steps)}"
-        raise DataError(f"{run / ARCHIVE} holds no step {arguments.step}; {known}")
+        known = f"available: {min(steps)} to {max(steps)}"
+        raise DataError(f"{run / ARCHIVE} contains no step {arguments.step}; {known}")
     chosen = [path for step, path in steps.items() if arguments.step in (None, step)]
     decode = _decoder(run, settings)
     redactor = Redactor(settings)
@@ -121,14 +122,14 @@ def _of_run(arguments: argparse.Namespace) -> tuple[str, Iterator[Part]]:
             except DataError as error:
                 if arguments.step is not None:
                     raise
-                logger.warning("%s; it is left out", error)
+                logger.warning("%s; it is skipped", error)
                 continue
             found = list(_questions(step, arguments, decode, redactor))
             num_found += len(found)
             if found or arguments.tree is None:
                 yield _step_part(run, path, step, found)
         if arguments.tree is not None and not num_found:
-            raise DataError(f"{run / ARCHIVE}: there is no tree {arguments.tree} in these steps")
+            raise DataError(f"{run / ARCHIVE}: no tree {arguments.tree} in these steps")
 
     return model, parts()
 
@@ -154,7 +155,7 @@ def _of_evaluation(arguments: argparse.Namespace) -> tuple[str, Iterator[Part]]:
     folder = arguments.source
     for name in ("step", "tree", "tokens"):
         if getattr(arguments, name):
-            raise ConfigError(f"--{name} is of the trees of a run; {folder} is an evaluation")
+            raise ConfigError(f"--{name} is for the trees of a run; {folder} is an evaluation")
     saved = load_saved(folder)
     rows = load_rows(folder)
     redactor = Redactor(saved.config)
@@ -184,7 +185,7 @@ def _settings(run: Path) -> dict[str, Any]:
             f"read: {getattr(error, 'strerror', None) or error}" + _evaluations(run)
         ) from None
     if not isinstance(found, dict):
-        raise DataError(f"{path} is no configuration of a run")
+        raise DataError(f"{path} is not the configuration of a run")
     return found
 
 
@@ -208,8 +209,8 @@ def _decoder(run: Path, settings: dict[str, Any]) -> Decode:
         if (folder / TOKENIZER).is_file():
             return fast_decoder(Tokenizer.from_file(str(folder / TOKENIZER)))
     raise DataError(
-        f"{run}: there is no {TOKENIZER} in a checkpoint of the run nor in {model or 'its model'}; "
-        "put that of the model there"
+        f"{run}: no {TOKENIZER} in a checkpoint of the run or in {model or 'its model'}; copy the "
+        "model's there"
     )
 
 

@@ -11,14 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from agentenv.archive import ARCHIVE, Entry, KeptTree, Step, read_step, steps_of
+from agentenv.archive import (
+    ARCHIVE,
+    Entry,
+    KeptTree,
+    Step,
+    changed_forks,
+    read_step,
+    steps_of,
+)
 from agentenv.encoder import token_texts
 from agentenv.errors import DataError
 from agentenv.tree import Node, Scored, TrajectoryTree
 
 COLUMNS = (
     *("step", "tree", "task", "kind", "fate", "why", "rewards", "leaves", "failed", "truncated"),
-    *("roots", "forks", "tokens", "sampled", "version", "staleness"),
+    *("roots", "forks", "tokens", "sampled", "version", "staleness", "changed"),
 )
 MAX_QUESTION_CHARS = 400
 SEARCH_S = 20.0  # of CPU, over the trees of a step
@@ -28,7 +36,7 @@ Figures = dict[str, Any]
 
 
 class Trees:
-    """The trees of a run. Nothing is read before it is asked for; any thread may ask."""
+    """The trees of a run. Read on demand, from any thread."""
 
     def __init__(self, run: Path, tokenizers: Callable[[], Iterator[Path]]) -> None:
         """`tokenizers` are files to look for, the best first."""
@@ -68,7 +76,7 @@ class Trees:
 
     def step(self, number: int) -> Figures:
         """The details of each tree of a step, which takes reading it, and the metrics of the
-        step. Raises DataError if it is not there."""
+        step. Raises DataError if it is missing."""
         step = self._step(self._path(number))
         return {
             "step": number,
@@ -85,7 +93,7 @@ class Trees:
         step = self._step(self._path(number))
         entry = next((one for one in step.entries if one.tree == tree), None)
         if entry is None:
-            raise DataError(f"{step.path}: tree {tree} is not there")
+            raise DataError(f"{step.path}: no tree {tree}")
         kept = step.tree(entry)
         return {
             "step": number,
@@ -126,7 +134,7 @@ class Trees:
     def _path(self, number: int) -> Path:
         path = steps_of(self.folder).get(number)
         if path is None:
-            raise DataError(f"{self.folder}: step {number} is not there")
+            raise DataError(f"{self.folder}: no step {number}")
         return path
 
     def _step(self, path: Path) -> Step:
@@ -174,6 +182,7 @@ def _index_row(step: Step, entry: Entry) -> list[Any]:
         *(entry.rewards, entry.num_leaves, entry.num_failed, entry.num_truncated),
         *(entry.num_roots, entry.num_forks, entry.num_tokens, entry.num_action_tokens),
         *(entry.policy_version, step.header.policy_version - entry.oldest_version),
+        entry.num_changed,
     ]
 
 
@@ -194,6 +203,7 @@ def _details(entry: Entry, kept: KeptTree) -> Figures:
         "entropy": _mean(_joined(tree, "entropies")),
         "gap": _mean(np.abs(_gaps(tree))),
         "retaken": tree.num_retaken,
+        "changed": changed_forks(tree),
     }
 
 

@@ -1,5 +1,5 @@
-"""The common life of worker processes: each connects to its controller, is set up, and ends with
-that connection (agentenv/supervisor.py).
+"""Common life cycle of worker processes: connect to the controller, set up, end with the connection
+(agentenv/supervisor.py).
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ async def connect(address: str, hello: Hello, wait_s: float) -> tuple[Link, byte
         except (OSError, EOFError, TimeoutError) as error:
             if loop.time() >= end:
                 raise WorkerError(
-                    f"the controller at {address} ({ADDRESS_VARIABLE}) does not take this one: "
-                    f"{error or 'no answer'}; does it run, are there fewer than cluster.workers, "
-                    f"and has it the same {TOKEN_VARIABLE}?"
+                    f"the controller at {address} ({ADDRESS_VARIABLE}) rejects this worker: "
+                    f"{error or 'no answer'}; is it running, are fewer than cluster.workers "
+                    f"connected, and does it have the same {TOKEN_VARIABLE}?"
                 ) from error
         await asyncio.sleep(RETRY_S)
 
@@ -120,8 +120,8 @@ async def work(
                 worker = await build(setup, link, stack, view.say, hello.number)
             except msgspec.DecodeError as error:
                 raise ConfigError(
-                    f"what {address} sends cannot be read ({error}); is agentenv of the same "
-                    f"version there and here, where it is {PACKAGES}?"
+                    f"the messages of {address} cannot be decoded ({error}); does it have the same "
+                    f"version of agentenv as this machine ({PACKAGES})?"
                 ) from error
         except AgentEnvError as error:
             link.send(packed(Refusal(*named(error))))
@@ -139,8 +139,8 @@ async def work(
         with rolling_out():
             if await worker.serve() is False:
                 raise WorkerError(
-                    f"the controller at {address} is gone, or has let this one go, and did not say "
-                    "that its run is over"
+                    f"the controller at {address} is lost, or has dropped this worker, without "
+                    "reporting the end of its run"
                 )
 
 
@@ -154,8 +154,8 @@ def main(build: Build) -> int:
         missing = {ADDRESS_VARIABLE, TOKEN_VARIABLE} - set(os.environ)
         if missing:
             raise ConfigError(
-                f"{' and '.join(sorted(missing))} not set: host:port of the controller, and the "
-                "secret that it was given (docs/clusters.md)"
+                f"{' and '.join(sorted(missing))} not set: host:port of the controller, and its "
+                "secret (docs/clusters.md)"
             )
         address, token = os.environ.pop(ADDRESS_VARIABLE), os.environ.pop(TOKEN_VARIABLE)
         number = next((os.environ[name] for name in NUMBERS if name in os.environ), os.getpid())

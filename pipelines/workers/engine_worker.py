@@ -93,7 +93,7 @@ class ClusterServers(WorkerGroup[Worker]):
             self.report(f"{worker.name}: {message.text}")
 
     def left(self, worker: Worker, why: str) -> Left:
-        return Left(why, 1, "turns that it had go on at other servers")
+        return Left(why, 1, "its turns resume on other servers")
 
     async def lost(self, worker: Worker, why: str) -> None:
         if (url := self._urls.pop(worker.name, None)) is not None:
@@ -145,7 +145,7 @@ async def build(
     config = msgspec.convert(setup.config, ServersConfig)
     if not await in_thread(served.model.is_dir):
         raise WorkerError(
-            f"{served.model} is no model directory on this node: it has to be at the same path on "
+            f"{served.model} is not a model directory on this node: it must be at the same path on "
             "every node"
         )
     own = link.own if config.host in LOOPBACK else config.host

@@ -1,4 +1,4 @@
-"""A process that holds environments: `python -m agentenv.pipelines.workers.env_worker`, which
+"""An environment process: `python -m agentenv.pipelines.workers.env_worker`, which
 pipelines/setup/environments.py starts.
 """
 

@@ -1,4 +1,4 @@
-"""The one process of a run that talks to Ray: `python -m agentenv.pipelines.workers.ray_driver`,
+"""The process of a run that talks to Ray: `python -m agentenv.pipelines.workers.ray_driver`,
 which pipelines/workers/ray_placement.py starts.
 
 Each process gets a placement group of one bundle, on the node with the fewest of ours where there
@@ -77,8 +77,9 @@ class Holder:
         for path, key in ((command[0], "cluster.python"), (cwd, "the project's folder")):
             if not os.path.exists(path):
                 raise FileNotFoundError(
-                    f"{path} is not on the node {socket.gethostname()} ({key}): the project, its "
-                    "Python and the run's folder have to be at the same paths on every node"
+                    f"{path} does not exist on the node {socket.gethostname()} ({key}): the "
+                    "project, its Python and the run's folder must be at the same paths on every "
+                    "node"
                 )
         os.makedirs(os.path.dirname(log), exist_ok=True)
         rest = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
@@ -134,11 +135,11 @@ class Ray:
             import ray
         except ImportError as error:
             raise ConfigError(
-                f"cluster.kind = ray needs the package ray: {install_hint('ray')}"
+                f"cluster.kind = ray requires the package ray: {install_hint('ray')}"
             ) from error
         if _numbers(ray.__version__) < _numbers(OLDEST):
             raise ConfigError(
-                f"cluster.kind = ray needs Ray {OLDEST} or later, and {ray.__version__} is "
+                f"cluster.kind = ray requires Ray {OLDEST} or later, and {ray.__version__} is "
                 f"installed: {install_hint('ray')} --upgrade"
             )
         self.ray: Any = ray
@@ -166,14 +167,14 @@ class Ray:
             except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
                 where, why = setup.address or "of this machine", _in_one_line(error)
                 remedy = (
-                    "start one with `ray start --head` here and `ray start --address=HOST:6379` "
-                    "on other nodes, or leave cluster.address empty"
+                    "start one with `ray start --head` here and `ray start --address=HOST:6379` on "
+                    "other nodes, or leave cluster.address empty"
                 )
                 if why.startswith(MISMATCH):
                     remedy = (
-                        "install the cluster's Ray and Python here (cluster.python names the "
-                        "interpreter on its nodes where that has another path), or start the "
-                        "cluster with those of here"
+                        "install the cluster's versions of Ray and Python here (cluster.python "
+                        "sets the interpreter on its nodes if its path differs), or start the "
+                        "cluster with the versions installed here"
                     )
                 raise ConfigError(
                     f"cluster.address: the Ray cluster {where} cannot be reached: {why}; {remedy}"
@@ -182,7 +183,7 @@ class Ray:
                 self.ray.shutdown()
                 if attempt == NUM_STARTS - 1:
                     raise WorkerError(
-                        f"Ray does not come up here: {_in_one_line(error)}; is the machine busy?"
+                        f"Ray failed to start here: {_in_one_line(error)}; is the machine busy?"
                     ) from error
 
     def nodes(self) -> dict[str, dict[str, float]]:
@@ -244,7 +245,7 @@ class Ray:
 
     def release(self, name: str, holder: Any) -> None:
         """Free the resources of a holder."""
-        with suppress(Exception):  # Ray is not there any more
+        with suppress(Exception):  # Ray is gone
             self.ray.kill(holder)
         if (group := self.groups.pop(name, None)) is not None:
             with suppress(Exception):
@@ -325,7 +326,7 @@ class RayDriver:
         except Exception as error:  # of Ray, and of its actor
             cause = getattr(error, "cause", None) or error
             first = str(cause).strip().partition("\n")[0]
-            how = f"is not there any more, says Ray: {type(cause).__name__}: {first}"
+            how = f"is lost, according to Ray: {type(cause).__name__}: {first}"
         finally:
             if self._held.get(spec.name) is held:
                 del self._held[spec.name]
@@ -402,9 +403,9 @@ def does_not_fit(
     return (
         f"the Ray cluster {setup.address or 'of this machine'} has no room for {len(missing)} of "
         f"{len(setup.needed)} processes. Asked for: {', '.join(lines)}. There: {has}. Lower "
-        f"{' or '.join(keys)}, or what each takes (cluster.cpus_per_worker, "
-        "gpus_per_rank); let the run begin with fewer workers "
-        "(cluster.min_workers); or add nodes, for which cluster.wait_for_nodes_s waits"
+        f"{' or '.join(keys)}, or the resources of each (cluster.cpus_per_worker, gpus_per_rank); "
+        "let the run begin with fewer workers (cluster.min_workers); or add nodes within "
+        "cluster.wait_for_nodes_s"
     )
 
 

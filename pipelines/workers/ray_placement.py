@@ -1,5 +1,5 @@
-"""A Ray cluster as the placement of processes. Ray places and starts them, and nothing more: they
-connect to this process by themselves, live in sessions of their own, and outlive Ray.
+"""A Ray cluster as the placement of processes. Ray only places and starts them: they connect to
+this process themselves, have their own sessions, and outlive Ray.
 
     RayPlacement --TCP--> pipelines/workers/ray_driver.py --Ray--> Holder, on a node --> process
         Place ---------------->                                   holds CPUs and GPUs, starts it
@@ -159,7 +159,7 @@ class RayPlacement(WorkerGroup[Worker]):
         spec = WorkerSpec(
             "agentenv.pipelines.workers.ray_driver",
             "ray",
-            "process that asks Ray",
+            "Ray client process",
             1,
             setup.wait_for_nodes_s + 300.0,
             MAX_RESTARTS,
@@ -242,7 +242,7 @@ class RayPlacement(WorkerGroup[Worker]):
                 self.report(f"Ray: {message.text}")
 
     def left(self, worker: Worker, why: str) -> Left:
-        return Left(why, 1, "its processes go on, and none is placed until Ray is there again")
+        return Left(why, 1, "its processes continue, and new ones are placed after Ray is back")
 
     def end(self, reason: str) -> None:
         """Give Ray up."""

@@ -1,5 +1,5 @@
-"""A rollout worker: one event loop with an actor of its own, for a controller at the other end of a
-link. Trees travel as the frames that the controller's journal writes, turn by turn.
+"""A rollout worker: an event loop with its own actor, linked to a controller. Trees travel as the
+frames that the controller's journal writes, turn by turn.
 
 `python -m agentenv.pipelines.workers.rollout_worker`, which the supervisor, Ray, or a job of a
 cluster starts.

@@ -16,7 +16,7 @@ from benchmarks import bench
     [
         ("folder", "--json folder: Is a directory; name a file that can be written"),
         ("loop", "--json loop: Too many levels of symbolic links; name a file that can be"),
-        ("nowhere/figures.json", "--json nowhere/figures.json: there is no such folder"),
+        ("nowhere/figures.json", "--json nowhere/figures.json: no such folder"),
         ("old.json", "measured"),
         ("new.json", "measured"),
     ],

@@ -31,15 +31,15 @@ from agentenv.types import Chunk, Completion, SamplingParams
 
 EOS = 256
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
-UNSPELT = {"</b>": 257}  # a token that encoding does not produce: the text spells it byte by byte
+UNSPELLED = {"</b>": 257}  # a token that encoding does not produce: the text spells it byte by byte
 VOCAB_SIZE = 258
 TOKENS_PER_S = 10.0
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One token a byte, and UNSPELT."""
+    """One token a byte, and UNSPELLED."""
     tokenizer = Tokenizer(
-        models.BPE(vocab={c: i for i, c in enumerate(ALPHABET)} | UNSPELT, merges=[])
+        models.BPE(vocab={c: i for i, c in enumerate(ALPHABET)} | UNSPELLED, merges=[])
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

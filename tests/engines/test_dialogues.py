@@ -78,10 +78,10 @@ WRONG: dict[str, tuple[str, str, tuple[str, ...], Any, str]] = {
         "start it with --incremental-streaming-output",
     ),
     "another server behind the URL": (
-        "vllm", "/weight_info", ("weight_version",), "9-other", "several servers behind this URL",
+        "vllm", "/weight_info", ("weight_version",), "9-other", "several servers share this URL",
     ),
     "another worker behind the URL": (
-        "sglang", "/model_info", ("weight_version",), "9-other", "several servers behind this URL",
+        "sglang", "/model_info", ("weight_version",), "9-other", "several servers share this URL",
     ),
 }  # fmt: skip
 

@@ -73,16 +73,16 @@ async def test_what_is_reported_is_what_was_sampled_from(
 
 
 async def test_rows_with_and_without_go_together(tiny: tuple[Path, Any]) -> None:
-    """A penalty of one request does not touch its neighbours, also as the batch changes."""
+    """A penalty of one request does not touch its neighbors, also as the batch changes."""
     folder, _ = tiny
     ids = prompt(4, 10)
     lengths = [5, 9, 14]
     plain = [SamplingParams(n, seed=n) for n in lengths]
-    penalised = [SamplingParams(n, seed=n, repetition_penalty=1.5, min_p=0.01) for n in lengths]
+    penalized = [SamplingParams(n, seed=n, repetition_penalty=1.5, min_p=0.01) for n in lengths]
     async with serving(folder) as engine:
-        alone = [await engine.generate(ids, p, session="s") for p in [*plain, *penalised]]
+        alone = [await engine.generate(ids, p, session="s") for p in [*plain, *penalized]]
         together = await asyncio.gather(
-            *(engine.generate(ids, p, session="s") for p in [*plain, *penalised])
+            *(engine.generate(ids, p, session="s") for p in [*plain, *penalized])
         )
     for one, other in zip(alone, together, strict=True):
         assert one.token_ids == other.token_ids

@@ -43,7 +43,7 @@ def model_at(url: str, **keys: Any) -> ChatModel:
     ],
 )
 def test_what_is_no_chat_completion_has_one_error(body: bytes) -> None:
-    with pytest.raises(MalformedReplyError, match="no chat completion"):
+    with pytest.raises(MalformedReplyError, match="not a chat completion"):
         read_chat(body)
 
 

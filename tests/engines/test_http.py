@@ -89,7 +89,7 @@ async def test_a_broken_server_is_a_lost_one() -> None:
 
 async def test_what_is_no_json_is_shown() -> None:
     async with serving(answering("200 OK", "<html>hello")) as client:
-        with pytest.raises(EngineError, match="answered no JSON: '<html>hello'"):
+        with pytest.raises(EngineError, match="returned invalid JSON: '<html>hello'"):
             await client.call_json("GET", "/x")
         with pytest.raises(ConfigError, match="<html>hello'; expected the routes"):
             await client.routes()

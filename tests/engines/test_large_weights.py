@@ -10,7 +10,7 @@ from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.vllm import VLLMServer
 from agentenv.link import hold_port, port_of
 from agentenv.types import SamplingParams
-from benchmarks.parts.mock_server import RecitingServer
+from benchmarks.parts.mock_server import MockServer
 
 VOCABULARY = 64
 WEIGHTS = 2**36  # bytes: 40 s of SHA-256 on a core that is good at it
@@ -46,7 +46,7 @@ async def test_a_server_starts_updates_and_returns_without_its_weights_being_rea
     models = [write_model(tmp_path / f"v{version}") for version in range(3)]
     recital = OneToken()
     port = port_of(held := hold_port())
-    server = RecitingServer("", port, recital, models[0], 0.001)  # type: ignore[arg-type]
+    server = MockServer("", port, recital, models[0], 0.001)  # type: ignore[arg-type]
     await server.open()
     pool = EnginePool(
         [VLLMServer(f"http://127.0.0.1:{port}", entropy_top_k=1, vocab_size=VOCABULARY)],

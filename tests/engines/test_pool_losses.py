@@ -141,7 +141,7 @@ async def test_retries_have_a_budget(b: Bench) -> None:
     """For a turn that fails on servers that are well."""
     for server in b.servers:
         fail_turns(server)
-    with pytest.raises(EngineError, match="given up after 3 attempts: 502 bad gateway"):
+    with pytest.raises(EngineError, match="failed after 3 attempts: 502 bad gateway"):
         await b.ask()
 
 
@@ -256,7 +256,7 @@ async def test_who_was_refused_goes_elsewhere_and_before_all_others(b: Bench) ->
 @virtual(1, max_outage_s=1000)
 async def test_a_server_that_refuses_everything_for_ever_is_lost_in_the_end(b: Bench) -> None:
     b.servers[0].capacity = 0
-    with pytest.raises(EngineDeadError, match=r"was there for 1000 s .*server0: 429"):
+    with pytest.raises(EngineDeadError, match=r"was available for 1000 s .*server0: 429"):
         await b.ask()
 
 

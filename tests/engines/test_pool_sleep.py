@@ -148,7 +148,7 @@ async def test_refused_weights_leave_the_old_ones_in_service(b: Bench) -> None:
 @virtual(2)
 async def test_who_stays_awake_is_told_since_the_learner_needs_the_memory(b: Bench) -> None:
     b.servers[1].sleep_fault = ServerLostError("500")
-    with pytest.raises(EngineError, match="server1 does not sleep: 500"):
+    with pytest.raises(EngineError, match="server1 failed to sleep: 500"):
         await b.pool.sleep()
     await b.pool.close()
     with pytest.raises(EngineDeadError):

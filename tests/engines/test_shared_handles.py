@@ -50,8 +50,8 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     memory: Any = SimpleNamespace(device=torch.device("cuda", 3))
     exports = {shared.device_of(memory): [shared.handle_of(memory)]}
     whole = SharedWeights([], [], [], [], SIZE, exports)
-    travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(whole), type=SharedWeights)
-    return dict(json.loads(json.dumps(travelled.exports_of(0))))
+    traveled = msgspec.msgpack.decode(msgspec.msgpack.encode(whole), type=SharedWeights)
+    return dict(json.loads(json.dumps(traveled.exports_of(0))))
 
 
 def test_a_worker_opens_what_a_rank_exported(
@@ -76,5 +76,5 @@ def test_memory_that_is_too_small_is_not_mapped(receiver: Any) -> None:
     memory = torch.zeros(100, dtype=torch.uint8)
     handle = {shared.device_of(memory): shared.handle_of(memory)}
     assert receiver.open_memory(handle, 100, torch.device("cpu")).sum() == 0
-    with pytest.raises(ValueError, match="holds fewer than 4097 bytes"):
+    with pytest.raises(ValueError, match="has fewer than 4097 bytes"):
         receiver.open_memory(handle, 4097, torch.device("cpu"))

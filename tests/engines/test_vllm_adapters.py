@@ -156,7 +156,7 @@ async def test_what_is_no_adapter_of_this_model_is_refused(served: Served, tmp_p
     (misfit / "adapter_model.safetensors").write_bytes(whole[:-8])
     async with served.pool() as pool:
         await pool.load_weights(served.adapters[0], 1)
-        for source, reason in ((misfit, "incomplete"), (other.paths[0], "takes adapters of its")):
+        for source, reason in ((misfit, "incomplete"), (other.paths[0], "accepts adapters of its")):
             with pytest.raises(EngineError, match=reason):
                 await pool.load_weights(source, 2)
         done = await pool.generate(prompt(4, 30), SamplingParams(max_tokens=4), session="s")

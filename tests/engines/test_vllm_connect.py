@@ -68,7 +68,7 @@ BY_REQUEST: dict[str, tuple[str, Change, str]] = {
     "tokens of other weights": (
         "/update_weight_version",
         changed("new_version", to="77"),
-        "does not give back the label of its weights",
+        "does not return the label of its weights",
     ),
 }
 

@@ -16,11 +16,11 @@ ARTICLE = f"<html><body><p>{FILLER}</p><p>{SNIPPET}, it says.</p><p>{FILLER}</p>
 
 
 class Web:
-    """A search provider, two pages, one of which fails, and a summariser, all on one server."""
+    """A search provider, two pages, one of which fails, and a summarizer, all on one server."""
 
     def __init__(self) -> None:
         self.url = ""
-        self.summarised: list[dict[str, Any]] = []
+        self.summarized: list[dict[str, Any]] = []
         self.num_searches = 0
 
     async def __call__(self, request: web.Request) -> web.Response:
@@ -35,7 +35,7 @@ class Web:
         if request.path == "/article":
             return web.Response(text=ARTICLE, content_type="text/html")
         if request.path == "/v1/chat/completions":
-            self.summarised.append(await request.json())
+            self.summarized.append(await request.json())
             said = "The pages say.\n**Final Information**\n\nFounded in 1535."
             return web.json_response({"choices": [{"message": {"content": said}}]})
         return web.Response(status=404)

@@ -1,4 +1,4 @@
-"""The browser agent: pages are read and summarised for the question by a second model."""
+"""The browser agent: pages are read and summarized for the question by a second model."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ async def test_a_fork_is_a_copy_or_a_replay_that_does_not_differ() -> None:
     assert shared_stats()["sandbox/num_replays"] == 1
     await child.close()
     await env.step(python("import time; time.time_ns()"))
-    with pytest.raises(EnvError, match="cannot be replayed: a cell said"):
+    with pytest.raises(EnvError, match="cannot be replayed: a cell printed"):
         await env.fork()
     assert shared_stats()["sandbox/num_replays_refused"] == 1
     assert (await env.step(python("x")))[0][0].content == "5"  # the parent goes on

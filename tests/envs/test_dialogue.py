@@ -29,20 +29,20 @@ from agentenv.metrics import entropy_profile
 from agentenv.native import NativeRenderer
 from agentenv.pipelines.run.records import EvalRow, trajectory_rows, written
 from agentenv.pipelines.run.transcript import turns_of
-from agentenv.pipelines.supervised.dialogues import Conversation
+from agentenv.pipelines.supervised.dialogues import Conversation, RowFormat, read_messages
 from agentenv.pipelines.supervised.encoding import ChatEncoder
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.renderer import PromptConfig, TagRenderer
 from agentenv.testing import check_tool_env
 from agentenv.tree import TrajectoryTree
-from agentenv.types import Limits, SamplingParams
+from agentenv.types import Limits, SamplingParams, ToolCall
 from tests.support.chat_models import QWEN25, make_tokenizer
 from tests.support.openai_endpoint import ScriptedEndpoint, reply
 from tests.support.virtual_clock import run_virtual
 from tests.test_actor import AlwaysFork
 
-TASK = Task("t", "me/Desk-v0", "What does it cost?", ("7",), metadata={"colour": "red"})
-ASK, CALL, ANSWER = "<think>hm</think>Which colour?", "<price>red</price>", "<answer>7</answer>"
+TASK = Task("t", "me/Desk-v0", "What does it cost?", ("7",), metadata={"color": "red"})
+ASK, CALL, ANSWER = "<think>hm</think>Which color?", "<price>red</price>", "<answer>7</answer>"
 
 
 @tool
@@ -54,7 +54,7 @@ async def price(item: str) -> str:
 def customer(task: Task, dialogue: Sequence[Message]) -> str | None:
     if len(dialogue) > 6:
         return None
-    return task.metadata["colour"] if "colour" in dialogue[-1].content else "I do not know."
+    return task.metadata["color"] if "color" in dialogue[-1].content else "I do not know."
 
 
 class DeskEnv(DialogueEnv):
@@ -156,7 +156,7 @@ def test_a_rollout_of_a_dialogue_is_the_chat_and_trains_only_the_policy(kind: st
         renderer = NativeRenderer(make_tokenizer(QWEN25))
 
     def script(prompt: str, rng: Random) -> str:
-        return "It costs 7." if "user\nred" in prompt else "Which colour?"
+        return "It costs 7." if "user\nred" in prompt else "Which color?"
 
     class Chat(DeskEnv):
         def is_answer(self, action: Message) -> bool:
@@ -166,13 +166,12 @@ def test_a_rollout_of_a_dialogue_is_the_chat_and_trains_only_the_policy(kind: st
     (trajectory,) = tree.trajectories()
     text = renderer.decode(trajectory.token_ids)
     assert (
-        "Which colour?<|im_end|>\n<|im_start|>user\nred<|im_end|>\n<|im_start|>assistant\nIt"
-        in text
+        "Which color?<|im_end|>\n<|im_start|>user\nred<|im_end|>\n<|im_start|>assistant\nIt" in text
     )
     sampled = [
         t for t, mine in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if mine
     ]
-    assert renderer.decode(sampled) == "Which colour?<|im_end|>It costs 7.<|im_end|>"
+    assert renderer.decode(sampled) == "Which color?<|im_end|>It costs 7.<|im_end|>"
     assert tree.nodes[1].info["user_messages"] == 1
 
 
@@ -190,6 +189,30 @@ def test_demonstrations_and_the_cold_start_have_the_tokens_of_the_rollout() -> N
     assert example.mask.tolist() == trajectory.loss_mask
 
 
+def test_the_native_cold_start_has_the_tokens_of_the_rollout() -> None:
+    """Asked, answered by the user, a call, its result, the answer: as messages with calls."""
+    renderer = NativeRenderer(make_tokenizer(QWEN25))
+    turns = (
+        Message("assistant", "Which colour?"),
+        Message("assistant", "I look.", (ToolCall("price", {"item": "red"}),)),
+        Message("assistant", ANSWER),
+    )
+
+    def script(prompt: str, rng: Random) -> str:
+        written = prompt.count("<|im_start|>assistant") - 1
+        turn = turns[written]
+        return renderer.calling(turn.content, turn.tool_calls) if turn.tool_calls else turn.content
+
+    (trajectory,) = grown(make_actor(script, renderer=renderer)).trajectories()
+    (row,) = demonstrate(DeskEnv, [TASK], lambda task, results: turns[len(results)])
+    assert row["success"]
+    form = RowFormat()
+    messages = tuple(read_messages(row, "messages", form))
+    example = ChatEncoder(renderer).encode(Conversation(messages, row["tools"]))
+    assert example.token_ids.tolist() == trajectory.token_ids
+    assert example.mask.tolist() == trajectory.loss_mask
+
+
 def test_a_call_that_a_user_answers_is_learned_without_the_end_that_is_not_sampled() -> None:
     tools = [{"name": "price", "parameters": {"properties": {"item": {}}}}]
     roles: Any = ["user", "assistant", "user", "assistant"]
@@ -203,7 +226,7 @@ def test_a_call_that_a_user_answers_is_learned_without_the_end_that_is_not_sampl
 
 def test_plans_fork_where_a_user_has_spoken() -> None:
     def script(prompt: str, rng: Random) -> str:
-        return ANSWER if rng.random() < 0.3 else f"Hm, the colour {rng.randrange(10)}?"
+        return ANSWER if rng.random() < 0.3 else f"Hm, the color {rng.randrange(10)}?"
 
     tree = grown(make_actor(script), AlwaysFork(4))
     forked = [node for node in tree.nodes if node.num_forks]
@@ -252,7 +275,7 @@ def test_rows_say_who_spoke_and_which_turn_called() -> None:
 
 
 async def test_a_dialogue_keeps_the_contract() -> None:
-    actions = ["Hello?", "Which colour?", CALL, ANSWER]
+    actions = ["Hello?", "Which color?", CALL, ANSWER]
     await check_tool_env(DeskEnv, TASK, actions)
     await check_tool_env(lambda task: DeskEnv(task, ["red", "bye"]), TASK, actions)
 
@@ -270,7 +293,7 @@ async def test_a_user_hears_words_only_and_ends_the_episode_when_he_leaves() -> 
     assert first == ([Message("user", "red")], 0.0, False, False, {})
     messages, _, terminated, *_ = await env.step(Message("assistant", "It is 7"))
     assert (messages, terminated) == ([], True)
-    assert heard[-1] == [TASK.question, "Which colour?", "red", "It is 7"]
+    assert heard[-1] == [TASK.question, "Which color?", "red", "It is 7"]
     await env.close()
 
 
@@ -334,7 +357,7 @@ def served() -> Iterator[ScriptedEndpoint]:
 
 
 async def test_a_model_plays_the_user(served: ScriptedEndpoint) -> None:
-    keys = {"url": served.url, "model": "m", "instruction": "You want {colour}, {unknown}."}
+    keys = {"url": served.url, "model": "m", "instruction": "You want {color}, {unknown}."}
     env = DeskEnv(TASK, keys)
     await env.reset(seed=0)
     (said,), *_ = await env.step(Message("assistant", ASK))
@@ -344,12 +367,12 @@ async def test_a_model_plays_the_user(served: ScriptedEndpoint) -> None:
         ("system", "You want red, {unknown}."),
         ("user", "Hello! How can I help you?"),
         ("assistant", TASK.question),
-        ("user", "Which colour?"),
+        ("user", "Which color?"),
     ]
     other = DeskEnv(TASK, keys)
     await other.reset(seed=0)
     (again,), *_ = await other.step(Message("assistant", ASK))
-    assert (again, len(served.requests)) == (said, 1), "equal dialogues, equal replies"
+    assert (again, len(served.requests)) == (said, 1), "equal dialogues get equal replies"
     *_, terminated, _, _ = await env.step(Message("assistant", "bye"))
     assert terminated
     await env.close()
@@ -412,5 +435,5 @@ def test_an_endpoint_reads_users_as_users(way: str) -> None:
     assert "tool_calls" not in body["messages"][1]
     if native:
         turn = renderer.pieces.add(found[3], 1)
-        with pytest.raises(CrashError, match="0 results of 1 calls"):
+        with pytest.raises(CrashError, match="0 results for 1 calls"):
             renderer.observation([Message("user", "red")], [], 100, turn)

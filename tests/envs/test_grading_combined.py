@@ -101,11 +101,11 @@ async def test_a_configuration_names_them(tmp_path: Path) -> None:
     ("keys", "told"),
     [
         ({"kind": "combined"}, "needs [grader.combined.NAME]"),
-        ({"kind": "exact", "combined": {"a": {}}}, "grader.combined is read by kind combined only"),
+        ({"kind": "exact", "combined": {"a": {}}}, "grader.combined is only used by kind combined"),
         ({"combined": {"a": {"kind": "own"}}}, 'grader.combined.a.kind = "own" needs'),
         ({"combined": {"a": {"kind": "combined"}}}, "grader.combined.a.kind"),
         ({"combined": {"a": {"wieght": 1}}}, "wieght"),
-        ({"combined": {"a": {}}, "reward": "tools"}, "grader.reward is read by kind"),
+        ({"combined": {"a": {}}, "reward": "tools"}, "grader.reward is only used by kind"),
     ],
 )
 def test_what_does_not_belong_together_is_refused(keys: dict[str, Any], told: str) -> None:

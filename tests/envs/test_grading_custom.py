@@ -129,8 +129,8 @@ async def test_where_no_process_can_be_had_there_is_no_grade_for_now(
         ("missing", "grader.name = 'missing'.*defines no 'missing'"),
         ("strange", r"strange\(a, b\): expected the parameters \(task, written, calls\)"),
         ("CONSTANT", "'CONSTANT' is not a function"),
-        ("raises", "row row 7, given its own gold '12': .*ValueError: no gold here"),
-        ("text", "expected a number or a dict with 'score', found 'good'"),
+        ("raises", "gold answer '12' of row row 7: .*ValueError: no gold here"),
+        ("text", "expected a number or a dict with 'score', got 'good'"),
         ("nan", "the score is nan"),
         ("dies", "the worker process died"),
     ],
@@ -180,5 +180,5 @@ class Odd:
             GRADERS.decode(table)
     with pytest.raises(ConfigError, match="own_graders:Other is not derived from"):
         GRADERS.find("own_graders:Other")
-    with pytest.raises(ConfigError, match="Odd takes cannot be keys: name 'Unheard'"):
+    with pytest.raises(ConfigError, match="arguments of Odd cannot be keys: name 'Unheard'"):
         GRADERS.find("own_graders:Odd")

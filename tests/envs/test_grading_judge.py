@@ -163,8 +163,8 @@ async def test_a_busy_server_is_left_alone_for_as_long_as_it_asks(
         (401, "answered 401: busy; check the API key", 1, False),
         (None, "no answer in time", 2, True),
         (Cut(), "ServerDisconnectedError", 2, True),
-        ({"error": "no such model"}, "no chat completion .*no such model", 2, False),
-        ({"choices": []}, "no chat completion", 2, False),
+        ({"error": "no such model"}, "not a chat completion .*no such model", 2, False),
+        ({"choices": []}, "not a chat completion", 2, False),
     ],
 )
 async def test_a_failing_server_is_no_verdict_and_infrastructure_unless_it_gave_a_reply(
@@ -255,7 +255,7 @@ async def test_a_judge_is_told_that_the_order_counts(server: JudgeServer) -> Non
         grade = await grader.grade(task, [Message("assistant", rf"\boxed{{{answer}}}")], {})
         assert grade.success is success
     (request,) = server.requests
-    assert "must stand in the order of the reference" in request["messages"][1]["content"]
+    assert "must be in the order of the reference" in request["messages"][1]["content"]
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None, [True]])
@@ -265,7 +265,7 @@ def test_an_order_that_is_no_yes_or_no_is_refused_by_name(value: Any) -> None:
 
 
 def test_an_order_is_refused_where_no_list_is_read() -> None:
-    with pytest.raises(ConfigError, match=r"grader\.ordered is read by kind layered or judge"):
+    with pytest.raises(ConfigError, match=r"grader\.ordered is only used by kind layered or judge"):
         make_grader({"kind": "exact", "ordered": True})
 
 
@@ -277,7 +277,7 @@ async def test_a_judge_that_cannot_be_asked_is_refused_at_the_start(
     episodes wait for it."""
     server.replies = [status]
     judge = judge_of(server, num_retries=0)
-    says = rf"grader\.judge: .*{status}.* that has the model 'm'"
+    says = rf"grader\.judge: .*{status}.* with the model 'm'"
     with pytest.raises(ConfigError, match=says) as raised:
         await judge.start()
     assert isinstance(raised.value, InfraError) is is_down
@@ -313,7 +313,7 @@ async def test_a_judge_that_gives_no_verdict_is_warned_of_once(
     judge = judge_of(server)
     await asyncio.gather(*(judge.start() for _ in range(3)))
     (record,) = caplog.records
-    assert "gave no verdict but '<think>Well, let me see" in record.message
+    assert "returned no verdict but '<think>Well, let me see" in record.message
     assert "grader.judge.max_tokens = 16" in record.message
     await judge.close()
 
@@ -458,9 +458,9 @@ async def test_compat_finds_right_what_is_equal_whatever_the_judge_says(
     [
         ("none.py", None, "none.py cannot be read: .*expected evaluation/src/llm_evaluator_sds.py"),
         ("broken.py", "(", "broken.py cannot be read"),
-        ("empty.py", "A = 1", r"holds 0 texts with \{question\}, \{labeled_answer\}"),
-        ("twice.py", f"A = {PROMPT!r}\nB = {PROMPT!r}", "holds 2 texts .*expected one"),
-        ("half.txt", "{question}", "holds 0 texts"),
+        ("empty.py", "A = 1", r"contains 0 texts with \{question\}, \{labeled_answer\}"),
+        ("twice.py", f"A = {PROMPT!r}\nB = {PROMPT!r}", "contains 2 texts .*expected one"),
+        ("half.txt", "{question}", "contains 0 texts"),
     ],
 )
 def test_compat_needs_the_prompt_of_the_users_copy(

@@ -92,7 +92,7 @@ def are_two(one: str, other: str) -> bool:
     month, or letters of which one is in both."""
     if any(rank_of(gold) or is_nationality(gold) for gold in (one, other)):
         return False
-    labels = [forms.labelled(gold) for gold in (one, other)]
+    labels = [forms.labeled(gold) for gold in (one, other)]
     if all(labels) and labels[0][0] == labels[1][0]:  # type: ignore[index]
         return False
     letters = [forms.chosen(gold) for gold in (one, other)]

@@ -67,7 +67,7 @@ def test_native_tool_calls_through_gymnasium(protocol: str, text: str, shown: st
     found, _, terminated, *_ = env.step("<think>.</think>" + text)
     assert (found, terminated) == (shown, False)
     env.close()
-    with pytest.raises(ConfigError, match="protocol is one of"):
+    with pytest.raises(ConfigError, match="protocol must be one of"):
         gymnasium.make("agentenv/CodeInterpreter-v0", tasks=[TASK], protocol="xml")
 
 

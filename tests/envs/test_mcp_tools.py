@@ -209,9 +209,9 @@ async def test_all_pages_of_a_list_of_tools_are_read(tmp_path: Path, size: int) 
 @pytest.mark.parametrize(
     ("cursors", "problem"),
     [
-        ({"": "a", "a": "a"}, "comes back to the cursor 'a'"),
-        ({"": "a", "a": "b", "b": "a"}, "comes back to the cursor 'a'"),
-        (None, "no end within 1000 pages"),
+        ({"": "a", "a": "a"}, "repeats the cursor 'a'"),
+        ({"": "a", "a": "b", "b": "a"}, "repeats the cursor 'a'"),
+        (None, "exceeds 1000 pages"),
     ],
 )
 async def test_a_list_of_tools_without_an_end_is_refused(
@@ -372,8 +372,8 @@ async def test_an_address_that_refuses_is_named_with_its_status_and_without_secr
 @pytest.mark.parametrize(
     ("kwargs", "problem"),
     [
-        ({"command": ["x"], "headers": {"A": "b"}}, "headers belong to url"),
-        ({"url": "http://h", "env": {"A": "b"}}, "env to command"),
+        ({"command": ["x"], "headers": {"A": "b"}}, "headers require url"),
+        ({"url": "http://h", "env": {"A": "b"}}, "env requires command"),
         ({"url": "http://h", "headers": {"A": "${NO_SUCH_NAME}"}}, "NO_SUCH_NAME is not set"),
         ({"command": ["x"], "env": {"A": "${NO_SUCH_NAME}"}}, "NO_SUCH_NAME is not set"),
         ({"url": "http://h", "headers": {"A": "top-secret\nX: y"}}, r"headers\.A: expected one"),

@@ -173,7 +173,7 @@ async def test_a_key_is_asked_for_where_there_is_one(monkeypatch: pytest.MonkeyP
         env = OpenEnv(task(), url, headers={"Authorization": "Bearer ${SERVER_KEY}"})
         assert (await env.reset(seed=1))[0][-1].content == "Count to 3."
         await env.close()
-    with pytest.raises(ConfigError, match="name a key"):
+    with pytest.raises(ConfigError, match="set a key"):
         await EnvServer("Counter", CounterEnv, {"train": TASKS}).start("0.0.0.0")
 
 
@@ -196,7 +196,7 @@ async def test_rows_are_the_tasks_of_the_server_by_split() -> None:
 
 
 async def test_a_server_that_is_not_there_is_a_mistake_of_the_configuration() -> None:
-    with pytest.raises(ConfigError, match=r"no server of OpenEnv 1\.x is at http://127.0.0.1:9"):
+    with pytest.raises(ConfigError, match=r"no OpenEnv 1\.x server at http://127.0.0.1:9"):
         await OpenEnv(task(), "http://127.0.0.1:9").reset(seed=1)
 
 

@@ -17,7 +17,7 @@ from agentenv.actor import Actor
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
 from agentenv.env import close_shared, make
 from agentenv.envs import program as programs
-from agentenv.envs.program import NORMALISERS, ProgramEnv, ProgramResult, Replays
+from agentenv.envs.program import NORMALIZERS, ProgramEnv, ProgramResult, Replays
 from agentenv.envs.sandbox.program import Program
 from agentenv.errors import AgentEnvError, ConfigError
 from agentenv.plan import Independent, RolloutPlan
@@ -372,11 +372,11 @@ def test_below_the_bound_there_are_no_forks_any_more(caplog: pytest.LogCaptureFi
         assert replays.allowed
         replays.add("other" if number % 4 else "")
     assert not replays.allowed
-    assert "2 of 8 exact (else: 6 other); there are no forks any more" in caplog.text
+    assert "2 of 8 exact (else: 6 other); forks are off from now on" in caplog.text
 
 
-@pytest.mark.parametrize("name", NORMALISERS)
-def test_each_normaliser_takes_two_of_its_kind_for_one(name: str) -> None:
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_each_normalizer_takes_two_of_its_kind_for_one(name: str) -> None:
     pairs = {
         "uuid": ("550e8400-e29b-41d4-a716-446655440000", "6fa459ea-ee8a-3ca4-894e-db77e160355e"),
         "time": ("2026-11-27T04:00:01.123Z", "2025-01-02 13:14:15"),
@@ -392,7 +392,7 @@ def test_each_normaliser_takes_two_of_its_kind_for_one(name: str) -> None:
     one, other = (f"a {text} b" for text in pairs[name])
     env = ProgramEnv(TASK, keys())
     assert env._same({"messages": [{"content": one}]}, {"messages": [{"content": other}]})
-    off = ProgramEnv(TASK, keys(normalise=dict.fromkeys(NORMALISERS, "")))
+    off = ProgramEnv(TASK, keys(normalise=dict.fromkeys(NORMALIZERS, "")))
     assert not off._same({"x": one}, {"x": other})
     assert not env._same({"x": "a 12 b"}, {"x": "a 13 b"})
 

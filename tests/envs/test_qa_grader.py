@@ -142,7 +142,7 @@ async def test_tool_reward(text: str, calls: dict[str, int], reward: float) -> N
         (THINK + r"\boxed{Paris}", "exactly one <answer>"),
         (THINK + r"<answer>\boxed{Paris}", "exactly one <answer>"),
         (THINK + r"<answer>\boxed{Paris}</answer>" * 2, "exactly one <answer>"),
-        (THINK + r"</answer>\boxed{Paris}<answer>", "before <answer>"),
+        (THINK + r"</answer>\boxed{Paris}<answer>", "precedes <answer>"),
         (THINK + "<answer>Paris</answer>", "no balanced"),
         (THINK + r"<answer>\boxed{Paris</answer>}", "no balanced"),
         (THINK + r"\boxed{Paris}<answer></answer>", "no balanced"),

@@ -70,7 +70,7 @@ def test_parts_of_a_mix_have_sizes_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("path", "source", "says"),
     [
-        ("reasoning_gym:chain_sums", {}, "no such task; did you mean chain_sum"),
+        ("reasoning_gym:chain_sums", {}, "unknown task; did you mean chain_sum"),
         (SUMS, {"max_term": 3}, "max_term.*it takes .*max_terms"),
         (SUMS, {"min_terms": 9, "max_terms": 2}, r"source = .*min_terms.*it takes"),
         (SUMS, {"size": 0}, "size = 0; expected a number"),
@@ -84,7 +84,7 @@ def test_mistakes_are_named(path: str, source: dict[str, Any], says: str) -> Non
 
 def test_a_source_is_for_rows_that_are_made(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"question": "q", "answer": "a"}\n')
-    with pytest.raises(ConfigError, match=r"source = .* is for rows that are made"):
+    with pytest.raises(ConfigError, match=r"source = .* is for generated rows"):
         tasks(str(tmp_path / "a.jsonl"))
 
 
@@ -95,7 +95,7 @@ async def test_the_scorer_decides() -> None:
     assert not wrong.success
     assert wrong.reward < 0.1
     foreign = Task(id="1", env_id="e", question="q", answers=("a",))
-    with pytest.raises(Exception, match="no question of reasoning-gym"):
+    with pytest.raises(Exception, match="not a question of reasoning-gym"):
         await graded(foreign, "a")
 
 

@@ -222,7 +222,7 @@ async def test_sets_of_strings_replay_in_another_zygote(sandbox: Sandbox) -> Non
 async def test_a_replay_that_differs_is_refused(sandbox: Sandbox) -> None:
     parent = sandbox.session(1)
     await parent.run("import time; f = open('/dev/null'); time.time_ns()", 10)
-    with pytest.raises(EnvError, match="cannot be replayed: a cell said"):
+    with pytest.raises(EnvError, match="cannot be replayed: a cell printed"):
         await parent.fork()
     assert sandbox.counters.num_replays_refused == 1
     assert await said(parent, "1") == "1"

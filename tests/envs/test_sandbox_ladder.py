@@ -44,7 +44,7 @@ async def test_the_second_rung_is_taken_with_a_warning(caplog: pytest.LogCapture
     session = sandbox.session(1)
     assert await said(session, "x = 6 * 7; x") == "42"
     assert sandbox.rung == "landlock"
-    assert "is on its rung 'landlock', since: namespaces" in caplog.text
+    assert "uses its level 'landlock', since: namespaces" in caplog.text
     assert "apt install bubblewrap" in caplog.text
     fork = await session.fork()
     assert await said(fork, "import fractions, wave, email.mime.text; x") == "42"  # not preloaded

@@ -130,7 +130,7 @@ async def test_korean_is_found_without_its_particles(tmp_path: Path) -> None:
         ('["a"]', "row 2.*object"),
         ({"id": "a", "title": "b"}, "row 2.*text"),
         ({"id": 1, "title": "b", "text": "c"}, "row 2.*id"),
-        ({"id": "a", "title": "", "text": "..."}, "row 2: no word"),
+        ({"id": "a", "title": "", "text": "..."}, "row 2: no searchable word"),
         (ROWS[0], "row 2: id 'lima' is already that of row 1"),
     ],
 )

@@ -122,7 +122,7 @@ def test_a_wrong_market_is_refused() -> None:
 
 
 def test_a_missing_package_says_how_to_get_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"needs the package 'nosuch'.*\[dense\]"):
+    with pytest.raises(ConfigError, match=r"requires the package 'nosuch'.*\[dense\]"):
         extras.needed("no_such_module", "nosuch", "dense", "this")
 
 
@@ -147,11 +147,11 @@ async def test_tantivy_refuses_the_index_of_another_corpus(tmp_path: Path) -> No
     assert [hit.id for hit in await backend.search(Query("\u5317\u4eac"))] == ["a"]
     await backend.close()
     other = TantivyBackend(SHIPPED_CORPUS, tmp_path / "index")
-    with pytest.raises(ConfigError, match=r"search\.backend\.directory.*another corpus"):
+    with pytest.raises(ConfigError, match=r"search\.backend\.directory.*different corpus"):
         await other.start()
     await other.close()
     files = TantivyBackend(path, tmp_path)
-    with pytest.raises(ConfigError, match="expected an empty directory"):
+    with pytest.raises(ConfigError, match="choose an empty directory"):
         await files.start()
     await files.close()
 

@@ -101,7 +101,7 @@ async def test_a_damaged_schema_is_a_warning(
     path.write_bytes(data)
     cache = ResultCache(path)
     (said,) = warnings(caplog)
-    assert "cache.db cannot be used: its schema is damaged; results are kept in memory" in said
+    assert "cache.db is unusable: its schema is damaged; results are kept in memory" in said
     cache.put("a", b"new")
     assert cache.get("a") == b"new"
     await cache.close()

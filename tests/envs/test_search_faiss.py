@@ -101,7 +101,7 @@ async def test_index_and_corpus_of_different_length_are_refused(
     tmp_path: Path, encoder: str
 ) -> None:
     backend = FaissBackend(make(tmp_path, encoder, num_rows=2))
-    with pytest.raises(DataError, match=r"holds 3 vectors and the corpus .* 2 passages; expected"):
+    with pytest.raises(DataError, match=r"has 3 vectors and the corpus .* 2 passages; expected"):
         await backend.start()
     await backend.close()
 
@@ -113,8 +113,8 @@ async def test_what_cannot_be_loaded_is_refused(tmp_path: Path, encoder: str) ->
     wide.add(Encoder(config).encode(TEXTS)[:, :5].copy())
     faiss.write_index(wide, str(tmp_path / "wide.index"))
     for name, says in [
-        ("none", r"search\.backend\.index: .*is no file"),
-        ("bad", r"is no FAISS index"),
+        ("none", r"search\.backend\.index: .*is not a file"),
+        ("bad", r"is not a FAISS index"),
         ("wide", r"search\.backend\.encoder: .*size 16, but the index .* has 5"),
     ]:
         changed = FaissConfig(str(tmp_path / f"{name}.index"), config.corpus, encoder)

@@ -108,7 +108,7 @@ def test_only_the_usual_ports_are_opened_but_in_allowed_networks() -> None:
     rule.check_port(443, ["93.184.216.34"])
     rule.check_port(8080, ["10.1.2.3"])
     for addresses in (["93.184.216.34"], ["10.1.2.3", "93.184.216.34"]):
-        with pytest.raises(RefusedAddress, match="its port is none of 80, 443"):
+        with pytest.raises(RefusedAddress, match="its port is not one of 80, 443"):
             rule.check_port(8080, addresses)
     AddressRule(ports=(8080,)).check_port(8080, ["93.184.216.34"])
 
@@ -116,7 +116,7 @@ def test_only_the_usual_ports_are_opened_but_in_allowed_networks() -> None:
 @pytest.mark.parametrize("url", ["http://93.184.216.34:22/", "http://public.test:8080/"])
 async def test_no_other_port_of_a_public_address_is_reached(url: str) -> None:
     async with fetching(FetchConfig(), Names(public_test=["93.184.216.34"])) as fetcher:
-        with pytest.raises(ToolError, match=r"may not be opened: its port is none of 80, 443\."):
+        with pytest.raises(ToolError, match=r"may not be opened: its port is not one of 80, 443\."):
             await fetcher.fetch(url)
 
 

@@ -66,9 +66,9 @@ async def test_a_summary_is_asked_for_once_and_kept(site: Web, tmp_path: Path) -
         found = await asyncio.gather(*(service.search("lima", one) for one in episodes))
         assert {result.text for result in found} == {"Founded in 1535."}
         await service.close()
-    assert len(site.summarised) == 1
+    assert len(site.summarized) == 1
     await search(site.config(**keys), "lima", Episode("When?", ["<think>Other.</think>"]))
-    assert len(site.summarised) == 2
+    assert len(site.summarized) == 2
 
 
 async def test_summaries_know_question_and_reasoning(site: Web) -> None:
@@ -77,7 +77,7 @@ async def test_summaries_know_question_and_reasoning(site: Web) -> None:
     episode = Episode("When was Lima founded?", ["<think>I should search.</think>"])
     result = await search(config, "founding of lima", episode=episode)
     assert result.text == "Founded in 1535."
-    (sent,) = site.summarised
+    (sent,) = site.summarized
     assert (sent["model"], sent["temperature"], sent["max_tokens"]) == ("small", 0.6, 4096)
     prompt = sent["messages"][0]["content"]
     for part in (episode.question, "I should search.", "founding of lima", f"{SNIPPET}, it says."):
@@ -92,7 +92,7 @@ async def test_a_page_cannot_leave_its_fence(site: Web) -> None:
     page = "Now obey."
     for _ in range(3):
         await service.summarizer.summarize("q", "", "q", page)
-        opening, body, closing = site.summarised[-1]["messages"][0]["content"].rsplit("\n", 2)
+        opening, body, closing = site.summarized[-1]["messages"][0]["content"].rsplit("\n", 2)
         assert body == page
         assert closing.strip("[/]") == opening.rpartition("\n")[2].strip("[]")
         assert closing not in page

@@ -137,7 +137,7 @@ async def test_jinas_reader(jina: tuple[Jina, PageReader], monkeypatch: pytest.M
         await reader.text("https://a.test/missing")
     with pytest.raises(ToolError, match="blocked answered with status 403"):
         await reader.text("https://a.test/blocked")
-    with pytest.raises(ConfigError, match="jina refused the request with status 402"):
+    with pytest.raises(ConfigError, match="jina rejected the request with status 402"):
         await reader.text("https://a.test/spent")
 
 

@@ -126,7 +126,7 @@ async def test_an_empty_reply_means_no_results(name: ProviderName) -> None:
 async def test_another_form_is_a_failure_and_not_no_results(
     name: ProviderName, content: str
 ) -> None:
-    with pytest.raises(InfraError, match=f"{name}: the reply has another form"):
+    with pytest.raises(InfraError, match=f"{name}: the reply has an unexpected form"):
         await ask(Service(content), name, Query("x"))
 
 
@@ -166,7 +166,7 @@ async def test_a_spent_plan_or_a_wrong_key_is_no_fact(
     name: ProviderName, status: int, content: Any
 ) -> None:
     service = Service(content, status, status)
-    with pytest.raises(ConfigError, match=f"{name} refuse.*status {status}"):
+    with pytest.raises(ConfigError, match=f"{name} reject.*status {status}"):
         await ask(service, name, Query("x"))
     assert len(service.statuses) == 1  # paid for once
 
@@ -184,7 +184,7 @@ async def test_a_provider_that_refuses_every_search_is_configured_wrongly() -> N
         for _ in range(19):
             with pytest.raises(ToolError):
                 await backend.search(Query("x"))
-        with pytest.raises(ConfigError, match=r"serper refused 20 searches in a row.*unknown par"):
+        with pytest.raises(ConfigError, match=r"serper rejected 20 searches in a row.*unknown par"):
             await backend.search(Query("x"))
         await backend.close()
 
@@ -280,7 +280,7 @@ async def test_a_missing_key_is_refused_before_anything_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("SERPER_API_KEY")
-    with pytest.raises(ConfigError, match=r"'serper' needs a key .* SERPER_API_KEY.*export"):
+    with pytest.raises(ConfigError, match=r"'serper' requires a key .* SERPER_API_KEY.*export"):
         WebBackend(WebConfig("serper"))
     with pytest.raises(ConfigError, match=r"search\.backend\.url: searxng.*expected the address"):
         WebBackend(WebConfig("searxng"))
@@ -295,9 +295,9 @@ async def test_no_error_names_the_key(name: ProviderName) -> None:
 
 
 async def test_a_refusal_says_what_to_check() -> None:
-    with pytest.raises(ConfigError, match=r"searxng refused .* 403; expected .*json among"):
+    with pytest.raises(ConfigError, match=r"searxng rejected .* 403; expected .*json among"):
         await ask(Service({}, 403), "searxng", Query("x"))
-    with pytest.raises(ConfigError, match=r"serper refused .* 401; check the key in SERPER_API"):
+    with pytest.raises(ConfigError, match=r"serper rejected .* 401; check the key in SERPER_API"):
         await ask(Service({}, 401), "serper", Query("x"))
 
 

@@ -66,7 +66,7 @@ async def test_an_episode_over_the_shipped_corpus() -> None:
 
 
 @pytest.mark.slow
-async def test_the_summariser_is_told_what_the_policy_wrote(site: Web) -> None:
+async def test_the_summarizer_is_told_what_the_policy_wrote(site: Web) -> None:
     summarizer = {"url": f"{site.url}/v1", "model": "small"}
     config = site.config(mode="summaries", summarizer=summarizer)
     env = WebSearchEnv(TASK, config)
@@ -76,7 +76,7 @@ async def test_the_summariser_is_told_what_the_policy_wrote(site: Web) -> None:
     await env.step(Message("assistant", "parent's", (ToolCall("search", {"query": "p"}),)))
     await child.close()
     await env.close()
-    first, second = (sent["messages"][0]["content"] for sent in site.summarised)
+    first, second = (sent["messages"][0]["content"] for sent in site.summarized)
     assert TASK.question in first
     assert "child's" in first
     assert "parent's" in second

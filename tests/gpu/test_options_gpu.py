@@ -97,7 +97,7 @@ def test_compiled_parts_change_nothing_but_rounding() -> None:
 def test_kernels_of_liger_change_nothing_but_rounding() -> None:
     model = tiny_model("qwen3", head_dim=16).to(DEVICE)
     if not HAS_LIGER:
-        why = "cannot be imported" if HAS_GPU else "run on GPUs only"
+        why = "cannot be imported" if HAS_GPU else "only run on GPUs"
         with pytest.raises(ConfigError, match=f"learner.fused = liger: .*{why}"):
             use_liger(model)
         return

@@ -230,7 +230,7 @@ def rounds(length: int) -> int:
 async def measured(world: World, load: str, client: str, streams: list[Any]) -> None:
     before = {name: _cpu_s(some) for name, some in world.processes.items()}
     began = time.perf_counter()
-    with utilisation() as shares:
+    with utilization() as shares:
         tokens = sum(await asyncio.gather(*streams))
     took = time.perf_counter() - began
     cores = [(_cpu_s(some) - before[name]) / took for name, some in world.processes.items()]
@@ -245,7 +245,7 @@ def _cpu_s(processes: list[psutil.Process]) -> float:
 
 
 @contextmanager
-def utilisation() -> Iterator[list[int]]:
+def utilization() -> Iterator[list[int]]:
     """Percent of the GPU, read every 0.2 s by nvidia-smi; filled at the end."""
     shares: list[int] = []
     if not HAS_GPU:

@@ -42,13 +42,13 @@ def grown(seed: int, count: int = 3) -> list[TrajectoryTree]:
 
 
 def figures(algorithm: Algorithm, trees: list[TrajectoryTree], seed: int = 0) -> Figures:
-    """Tree form before the loss: proximal near behaviour, current log-probs around both."""
+    """Tree form before the loss: proximal near behavior, current log-probs around both."""
     credits = credits_of(algorithm, trees)
     encoded = [encode(tree, credit, 0) for tree, credit in zip(trees, credits, strict=True)]
     tokens = ActionTokens.of(encoded)
     rng = np.random.default_rng(seed)
-    shape = tokens.behaviour.shape
-    proximal = tokens.behaviour + rng.normal(0, 0.4, shape)
+    shape = tokens.behavior.shape
+    proximal = tokens.behavior + rng.normal(0, 0.4, shape)
     reference = proximal + rng.normal(0, 0.5, shape) if algorithm.needs_reference else None
     minibatch = prepare(
         encoded, tokens, proximal, tokens.entropies, reference, algorithm, lambda x: [x]
@@ -75,7 +75,7 @@ def tree_form(algorithm: Algorithm, figures: Figures, num_cuts: int = 1) -> Tens
 def flat_form(algorithm: Algorithm, trees: list[TrajectoryTree], figures: Figures) -> Tensor:
     """The same loss, a row for each trajectory, each with its own advantage."""
     minibatch = figures.minibatch
-    place = {value: i for i, value in enumerate(minibatch.tokens.behaviour.tolist())}
+    place = {value: i for i, value in enumerate(minibatch.tokens.behavior.tolist())}
     rows, groups = [], []
     for number, tree in enumerate(trees):
         for path in tree.trajectories():
@@ -89,7 +89,7 @@ def flat_form(algorithm: Algorithm, trees: list[TrajectoryTree], figures: Figure
         return torch.as_tensor(values)[index]
 
     current, proximal = matrix(figures.theta), matrix(minibatch.proximal)
-    behaviour = matrix(minibatch.tokens.behaviour)
+    behavior = matrix(minibatch.tokens.behavior)
     advantages = _advantages(algorithm, groups, minibatch, mask, matrix)[:, None].expand_as(mask)
     if getattr(algorithm, "entropy_advantage", 0):
         entropies = matrix(minibatch.entropies)
@@ -102,7 +102,7 @@ def flat_form(algorithm: Algorithm, trees: list[TrajectoryTree], figures: Figure
         token_loss, _ = gspo_loss(current, proximal, advantages, mask, low, high, bound)
     else:
         token_loss = algorithm.token_loss((current - proximal).exp(), advantages)
-    token_loss = token_loss * _corrections(algorithm, proximal, behaviour, mask)
+    token_loss = token_loss * _corrections(algorithm, proximal, behavior, mask)
     loss = _mean(algorithm, token_loss, mask)
     if algorithm.kl_loss:
         kl = losses.kl_loss(current, matrix(minibatch.reference), algorithm.kl_kind)
@@ -131,8 +131,8 @@ def _advantages(algorithm, groups, minibatch, mask, matrix) -> Tensor:
     return out
 
 
-def _corrections(algorithm, proximal, behaviour, mask) -> Tensor:
-    log_ratio = proximal - behaviour
+def _corrections(algorithm, proximal, behavior, mask) -> Tensor:
+    log_ratio = proximal - behavior
     weight = log_ratio.exp().clamp(max=algorithm.importance_cap)
     if algorithm.token_mask:
         ratio = log_ratio.exp()

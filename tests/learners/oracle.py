@@ -86,7 +86,7 @@ class Row:
     path: list[Node]
     ids: Tensor
     places: Tensor
-    behaviour: Tensor
+    behavior: Tensor
     entropies: Tensor
     token: list[tuple[int, int]]  # node and place in it: tokens that are shared are equal here
     reward: float
@@ -113,10 +113,10 @@ def rows_of(tree: TrajectoryTree) -> list[Row]:
         figures = (
             [x for node in path for x in getattr(node, n)] for n in ("logprobs", "entropies")
         )
-        behaviour, entropies = (torch.tensor(one, dtype=torch.float64) for one in figures)
+        behavior, entropies = (torch.tensor(one, dtype=torch.float64) for one in figures)
         reward = sum(node.reward for node in path)
         place = torch.tensor(places, dtype=torch.long)
-        rows.append(Row(tree, path, torch.tensor(ids), place, behaviour, entropies, tokens, reward))
+        rows.append(Row(tree, path, torch.tensor(ids), place, behavior, entropies, tokens, reward))
     return rows
 
 
@@ -176,8 +176,8 @@ class Oracle:
         if self.kind == "rloo":
             others = (returns.sum() - returns) / (len(returns) - 1)
             return returns - others
-        centred = returns - returns.mean()
-        return centred / (returns.std(ddof=1) + 1e-6) if self.set["normalize_by_std"] else centred
+        centered = returns - returns.mean()
+        return centered / (returns.std(ddof=1) + 1e-6) if self.set["normalize_by_std"] else centered
 
     def _spread(self, group: list[Row], values: np.ndarray) -> None:
         for row, value in zip(group, values, strict=True):
@@ -200,7 +200,7 @@ class Oracle:
         masks = self.set["token_mask"] or self.set["sequence_mask"]
         needed = self.set["proximal"] == "always" or masks or is_stale(group[0].tree, group)
         for row in group:
-            row.proximal = row.behaviour
+            row.proximal = row.behavior
         if needed:
             for row, figures in zip(group, self._figures(group), strict=True):
                 row.proximal, row.entropies = figures
@@ -296,7 +296,7 @@ class Oracle:
         return value, torch.where(far, torch.zeros_like(slope), slope)
 
     def _importance(self, row: Row) -> Tensor:
-        ratio = (row.proximal - row.behaviour).exp()
+        ratio = (row.proximal - row.behavior).exp()
         cap = self.set["importance_cap"]
         weight = torch.ones_like(ratio) if cap == "none" else ratio.clamp(max=cap)
         if self.set["token_mask"]:

@@ -168,7 +168,7 @@ def test_missing_entropies_are_an_error_where_they_are_read() -> None:
     encoded = [encode(tree, GRPO(group_size=2).credit(tree), 0) for tree in trees]
     tokens = ActionTokens.of(encoded)
     missing = np.full_like(tokens.entropies, np.nan)
-    args = (encoded, tokens, tokens.behaviour, missing, None)
+    args = (encoded, tokens, tokens.behavior, missing, None)
     with pytest.raises(DataError, match="entropies"):
         prepare(*args, AEPO(group_size=2), lambda x: [x])
     for algorithm in (AEPO(group_size=2, entropy_advantage=0.0), GRPO(group_size=2)):

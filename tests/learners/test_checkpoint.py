@@ -78,7 +78,7 @@ def test_a_resumed_rank_knows_whether_its_weights_are_the_published_ones(
         rank.save(tmp_path / f"moved-{moved}")
         resumed.load(tmp_path / f"moved-{moved}")
         if moved:
-            with pytest.raises(LearnerError, match="no longer those it published"):
+            with pytest.raises(LearnerError, match="no longer the published ones"):
                 resumed.run(published)
         else:
             resumed.run(published)
@@ -109,7 +109,7 @@ def test_kill_9_at_random_moments_of_saving_loses_nothing(
     assert half, "no kill fell into a save"
 
 
-def test_a_half_written_checkpoint_is_recognised(model_dir: Path, tmp_path: Path) -> None:
+def test_a_half_written_checkpoint_is_recognized(model_dir: Path, tmp_path: Path) -> None:
     trainer = plain_torch(model_dir, CONFIG, torch.float32)
     path = tmp_path / "checkpoint"
     save(trainer.backend, meta(num_ranks=2), path)
@@ -150,7 +150,7 @@ def make(checkpoints: Checkpoints, step: int) -> None:
 def test_which_checkpoint_is_resumed(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.to_resume("latest") is None
-    with pytest.raises(ConfigError, match="holds no best checkpoint"):
+    with pytest.raises(ConfigError, match="contains no best checkpoint"):
         checkpoints.to_resume("best")
     for step in (1, 2, 10):
         make(checkpoints, step)

@@ -84,11 +84,11 @@ def flat(model: PreTrainedModel, trees: list[TrajectoryTree]) -> Tensor:
                 old += [value for node in nodes for value in node.logprobs]
                 advantages += [float(advantage)] * sum(mask)
     found = torch.cat(logprobs)
-    behaviour, given = (torch.tensor(one).to(found) for one in (old, advantages))
+    behavior, given = (torch.tensor(one).to(found) for one in (old, advantages))
     ones = torch.ones_like(found)
     zero, one = torch.zeros((), dtype=found.dtype), torch.ones((), dtype=found.dtype)
     batch = LossBatch(
-        behaviour, behaviour, ones, given.clamp(min=0), given.clamp(max=0), ones, float(len(old)),
+        behavior, behavior, ones, given.clamp(min=0), given.clamp(max=0), ones, float(len(old)),
         one, zero, ones, float(len(old)),
     )  # fmt: skip
     return ALGORITHM.loss(batch, found, ones)[0]

@@ -27,7 +27,7 @@ def test_equal_and_single_rewards_give_exactly_zero() -> None:
 
 
 @given(st.lists(st.floats(-2, 2), min_size=2, max_size=16))
-def test_advantages_are_centred(rewards: list[float]) -> None:
+def test_advantages_are_centered(rewards: list[float]) -> None:
     for norm_by_std in (True, False):
         advantages = group_advantages(rewards, norm_by_std=norm_by_std)
         assert abs(advantages.sum()) < 1e-6

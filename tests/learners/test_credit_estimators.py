@@ -31,7 +31,7 @@ def test_leave_one_out_is_always_finite(rewards: list[float]) -> None:
     assert np.isfinite(leave_one_out(rewards)).all()
 
 
-def test_batch_normalisation_is_over_the_tokens_of_all_trajectories() -> None:
+def test_batch_normalization_is_over_the_tokens_of_all_trajectories() -> None:
     trees, algorithm = grown(3), ReinforcePP(group_size=2)
     flat = [
         (credit.advantages[path.leaf.index], path.num_action_tokens)
@@ -43,7 +43,7 @@ def test_batch_normalisation_is_over_the_tokens_of_all_trajectories() -> None:
     assert copies.std(ddof=1) == pytest.approx(1.0, rel=1e-5)
 
 
-def test_batch_normalisation_is_over_the_groups_that_are_taken() -> None:
+def test_batch_normalization_is_over_the_groups_that_are_taken() -> None:
     """One of equal returns is as far from the mean of an update as its 0 is."""
     trees, algorithm = grown(3), ReinforcePP(group_size=2)
     for node in trees[0].nodes:

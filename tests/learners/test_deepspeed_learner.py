@@ -195,7 +195,7 @@ async def test_non_finite_steps_are_skipped(
     metrics = await learner.update(credited(trees, learner.algorithm))
     assert metrics["num_skipped"] == 1
     assert same(before, weights_in(await learner.export(tmp_path / "after")))
-    assert caplog.text.count("was skipped") == caplog.text.count("behaviour of tree 0 (t0)") == 1
+    assert caplog.text.count("was skipped") == caplog.text.count("behavior of tree 0 (t0)") == 1
 
 
 async def test_errors_come_back_and_the_rank_goes_on(

@@ -61,13 +61,13 @@ def test_a_file_adds_what_ours_leaves_open(tmp_path: Path) -> None:
             {"offload": "optimizer"},
             r"device = 'nvme' contradicts 'cpu' from learner\.offload",
         ),
-        ({"zero_optimisation": {}}, {}, r"'zero_optimisation' is not read"),
+        ({"zero_optimisation": {}}, {}, r"'zero_optimisation' is not supported"),
         (
             {"activation_checkpointing": {"cpu_checkpointing": True}},
             {},
-            r"'activation_checkpointing' would do nothing: .*learner\.activation_checkpointing",
+            r"'activation_checkpointing' would have no effect: .*learner\.activation_checkpointing",
         ),
-        ({"aio": {"block_size": 1}}, {}, r"'aio' would do nothing: .*learner\.offload"),
+        ({"aio": {"block_size": 1}}, {}, r"'aio' would have no effect: .*learner\.offload"),
         ("{", {}, "not JSON"),
         ("[]", {}, "expected a JSON object"),
     ],
@@ -97,17 +97,20 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({"optimizer": "muon_adamw", "zero_stage": 1}, "muon_adamw needs whole matrices"),
+        ({"optimizer": "muon_adamw", "zero_stage": 1}, "muon_adamw requires whole matrices"),
         ({"offload": "optimizer", "zero_stage": 0}, "needs learner.zero_stage >= 1"),
         ({"offload": "params", "optimizer": "adamw", "zero_stage": 2}, "zero_stage = 3"),
-        ({"backend": "torch", "optimizer": "adamw", "zero_stage": 1}, "backend = torch knows"),
-        ({"launch": "external"}, "give the host:port"),
-        ({"address": "0.0.0.0:1"}, "give the host:port"),
+        (
+            {"backend": "torch", "optimizer": "adamw", "zero_stage": 1},
+            "backend = torch does not support",
+        ),
+        ({"launch": "external"}, "set the host:port"),
+        ({"address": "0.0.0.0:1"}, "set the host:port"),
         ({"compile": True, "optimizer": "adamw", "zero_stage": 3}, "lower zero_stage"),
         ({"compile": True, "fused": "liger"}, "fused = liger replace the same layers"),
         (
             {"launch": "external", "address": "0.0.0.0:1", "allocator": "backend:native"},
-            "PYTORCH_ALLOC_CONF = backend:native where they are started",
+            "PYTORCH_ALLOC_CONF = backend:native where you start them",
         ),
         ({"warmup_steps": 1, "warmup_ratio": 0.1}, "one of warmup_steps and warmup_ratio"),
         ({"min_lr_ratio": 0.1}, "schedule = linear or cosine"),
@@ -166,11 +169,11 @@ CRITIC = 'self_critic={every=2, optimizer={optimizer="muon_adamw"}}'
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["learner.zero_stage=2"], "sft.optimizer.optimizer = muon_adamw needs whole matrices, "
-         "which learner.zero_stage = 2 cuts"),
+        (["learner.zero_stage=2"], "sft.optimizer.optimizer = muon_adamw requires whole matrices, "
+         "which learner.zero_stage = 2 splits"),
         (["learner.lora={r=4}"], "sft.optimizer.optimizer = muon_adamw would make the matrices"),
         (["learner.zero_stage=1", "sft.optimizer.optimizer=adamw", CRITIC],
-         "self_critic.optimizer.optimizer = muon_adamw needs whole matrices"),
+         "self_critic.optimizer.optimizer = muon_adamw requires whole matrices"),
     ],
 )  # fmt: skip
 def test_optimizers_of_other_parts_of_a_run_are_refused_before_it_starts(

@@ -93,7 +93,7 @@ def test_a_pair_stores_what_both_answers_share_once() -> None:
 
 
 def test_a_pair_of_equal_answers_is_refused() -> None:
-    with pytest.raises(DataError, match="are the same"):
+    with pytest.raises(DataError, match="are equal"):
         encode_pair(([1, 2], [False, True]), ([1, 2], [False, True]))
     with pytest.raises(DataError, match="different prompts"):
         encode_pair(([1, 2], [False, True]), ([3, 2], [False, True]))

@@ -49,7 +49,7 @@ def test_each_entropy_finds_its_token(num_ranks: int) -> None:
     marked = [_marked(tree, 1000 * number) for number, tree in enumerate(encoded)]
     parts, _ = partition(marked, num_ranks, 10**6)
     assert num_ranks == 1 or any(one.whole is not None for share in parts for one in share)
-    found = [split_by_tree(share, ActionTokens.of(share).behaviour) for share in parts]
+    found = [split_by_tree(share, ActionTokens.of(share).behavior) for share in parts]
     give_back(groups, marked, list(zip(parts, found, strict=True)))
     assert {h for node in kept.nodes for h in node.entropies} == {0.25}
     for number, ((tree, _), one) in enumerate(zip(groups, encoded, strict=True)):
@@ -66,10 +66,10 @@ def test_each_entropy_finds_its_token(num_ranks: int) -> None:
 
 def _marked(tree: EncodedTree, first: int) -> EncodedTree:
     """With the number of each trained token in place of its log-prob."""
-    values = tree.floats("behaviour").copy()
+    values = tree.floats("behavior").copy()
     places = tree.actions() if len(values) == tree.num_tokens else slice(None)
     values[places] = first + np.arange(tree.num_action_tokens)
-    return replace(tree, behaviour=values.tobytes())
+    return replace(tree, behavior=values.tobytes())
 
 
 @pytest.mark.parametrize("agreement", ["close", "unknown"])

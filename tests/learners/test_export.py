@@ -139,10 +139,10 @@ def test_what_is_no_checkpoint_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main([str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
-    assert "no config.json" in capsys.readouterr().err
+    assert "config.json is missing" in capsys.readouterr().err
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert command.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
-    assert "holds no finished checkpoint" in capsys.readouterr().err
+    assert "contains no finished checkpoint" in capsys.readouterr().err
     save_tiny_model(tmp_path / "half")
     (tmp_path / "half" / "trainer").mkdir()
     with pytest.raises(DataError, match="not a complete learner checkpoint"):

@@ -157,7 +157,7 @@ def test_a_kernel_that_fails_or_is_wrong_is_not_used(
 ) -> None:
     assert segments.is_right_on.__wrapped__(CPU)
     assert segments.is_right_on.__wrapped__(torch.device("meta")) is False
-    assert "segments are not computed on meta" in caplog.text
+    assert "segments are not supported on meta" in caplog.text
     right = segments.segment_attention
 
     def wrong(query: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -189,7 +189,7 @@ def test_a_layout_is_given_or_refused(trees: list[EncodedTree], tmp_path: Path) 
             assert {one.layout for one in found.pack(trees)} == {layout}
     for layout in ("auto", "measured"):
         assert Layouts(two_ranks(layout=layout), hybrid, CPU).is_measured is False
-    with pytest.raises(ConfigError, match=r"learner.layout = padded: here it can be tree; "):
+    with pytest.raises(ConfigError, match=r"learner.layout = padded: supported here: tree; "):
         Layouts(two_ranks(layout="padded"), hybrid, CPU)
     hybrid.model.config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"learner.layout: .* conv, which follow trees only"):

@@ -187,11 +187,11 @@ FAMILIES: dict[str, PretrainedConfig] = {
 @pytest.mark.parametrize(
     ("family", "target", "problem"),
     [
-        ("qwen3", "embed_tokens", "is of class Embedding, no linear layer"),
+        ("qwen3", "embed_tokens", "is of class Embedding, not a linear layer"),
         ("qwen3", "lm_head", "is the head"),
         ("qwen3", "q_norm", "is not supported"),
-        ("tied", "lm_head", "has one weight with model.embed_tokens.weight"),
-        ("gpt2", "c_proj", "is of class Conv1D, no linear layer"),  # a square one among them
+        ("tied", "lm_head", "shares its weight with model.embed_tokens.weight"),
+        ("gpt2", "c_proj", "is of class Conv1D, not a linear layer"),  # a square one among them
         ("gpt2", "wte", "is of class Embedding"),
         ("experts", "down_proj", "down_proj would be an expert or the router"),
         ("experts", "gate", "would be an expert or the router"),

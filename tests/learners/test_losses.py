@@ -65,7 +65,7 @@ def test_the_expected_gradient_of_each_kl_kind(kind: str, seed: int) -> None:
     known, zeros = logprobs.detach(), torch.zeros_like(reference)
     weight = known.exp()
     batch = losses.LossBatch(
-        behaviour=known, proximal=known, entropies=zeros, adv_pos=zeros, adv_neg=zeros,
+        behavior=known, proximal=known, entropies=zeros, adv_pos=zeros, adv_neg=zeros,
         weight=weight, total_weight=1.0, entropy_mean=zeros[0], entropy_std=zeros[0],
         importance=zeros + 1, sum_weight=1.0, reference=reference,
     )  # fmt: skip

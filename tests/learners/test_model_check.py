@@ -93,7 +93,7 @@ def test_recurrent_layers_without_their_package_are_refused(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tree_recurrence", None)
     CONFIG_MAPPING["lfm2"](**CONVOLUTIONS).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"type conv need tree-recurrence: .*\[hybrid\]"):
+    with pytest.raises(ConfigError, match=r"type conv require tree-recurrence: .*\[hybrid\]"):
         check_model(tmp_path)
 
 

@@ -129,7 +129,7 @@ def test_rates_and_decays_are_replaced_but_not_the_kind() -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
     assert all(group["lr"] == 0.5 for group in optimizer.param_groups)
     assert all(group["betas"] == (0.8, 0.9) for group in optimizer.param_groups)
-    with pytest.raises(ConfigError, match="not become one of another kind"):
+    with pytest.raises(ConfigError, match="rates can change, but not its kind"):
         set_hyperparameters(optimizer, CONFIG)
 
 

@@ -120,7 +120,7 @@ def test_every_token_is_trained_on_one_rank(seed: int, num_ranks: int, max_token
     parts = [tree for one in shares for tree in one]
     expected = ActionTokens.of(trees)
     found = ActionTokens.of(parts)
-    for name in ("behaviour", "adv_pos", "adv_neg", "weight", "entropies"):
+    for name in ("behavior", "adv_pos", "adv_neg", "weight", "entropies"):
         assert sorted(getattr(found, name)) == sorted(getattr(expected, name))
     assert Counter(_contexts(parts)) == Counter(_contexts(trees))
     assert sum(LeafMap.of(parts).is_home) == LeafMap.of(trees).num_leaves
@@ -176,7 +176,7 @@ def test_losses_of_ranks_add_up(name: str, num_ranks: int) -> None:
     algorithm, trees = ALGORITHMS[name], grown(4)
     whole = figures(algorithm, trees)
     batch, theta, current = whole.minibatch, whole.theta.detach(), whole.entropies.detach()
-    place = {value: i for i, value in enumerate(batch.tokens.behaviour.tolist())}
+    place = {value: i for i, value in enumerate(batch.tokens.behavior.tolist())}
     shares, _ = partition(batch.trees, num_ranks, 10**6)
     shares.append([])  # a rank without any
     meeting = Meeting(len(shares))
@@ -184,7 +184,7 @@ def test_losses_of_ranks_add_up(name: str, num_ranks: int) -> None:
     def loss_of(rank: int) -> float:
         own, gather = shares[rank], meeting.gather_of(rank)
         tokens = ActionTokens.of(own)
-        index = np.array([place[value] for value in tokens.behaviour], np.int64)
+        index = np.array([place[value] for value in tokens.behavior], np.int64)
         reference = None if batch.reference is None else batch.reference[index]
         args = (own, tokens, batch.proximal[index], tokens.entropies, reference)
         mine = prepare(*args, algorithm, gather)

@@ -29,7 +29,7 @@ class Draws(Random):
 
 
 def make_tree(*turns: float, started: int = 1, roots: int = 1) -> tuple[TrajectoryTree, Node]:
-    """One branch whose turns have the given normalised entropies; returns its last node."""
+    """One branch whose turns have the given normalized entropies; returns its last node."""
     tree = TrajectoryTree(Task("t", "toy", "q", ("a",)), num_started=started, num_roots=roots)
     node = tree.add(None, observation_ids=[1])
     for entropy in turns:

@@ -123,7 +123,7 @@ async def _an_optimizer_set_aside_keeps_its_state(
             )
             assert torch.equal(before, after)
             assert not torch.equal(before, other)
-    with pytest.raises(LearnerError, match="no optimizer state was set aside"):
+    with pytest.raises(LearnerError, match="no optimizer state was saved"):
         await learner.take_optimizer_back(learner.config)
 
 

@@ -138,7 +138,7 @@ def test_without_a_cap_there_is_no_importance_weight() -> None:
     updates = []
     for shift in (0.0, 0.7):
         trees = [
-            replace(tree, behaviour=(tree.floats("behaviour") + shift).tobytes())
+            replace(tree, behavior=(tree.floats("behavior") + shift).tobytes())
             for tree in encoded()
         ]
         plain = trainer(ARPO(group_size=2, importance_cap="none"), proximal="always")
@@ -171,7 +171,7 @@ def test_after_a_step_that_was_not_published_no_tree_is_fresh() -> None:
     for moved in (False, True):
         grpo.moved = moved
         (prepared,) = grpo._prepare_all([trees])
-        expected = grpo.figures(trees)[0] if moved else prepared.tokens.behaviour
+        expected = grpo.figures(trees)[0] if moved else prepared.tokens.behavior
         np.testing.assert_array_equal(prepared.proximal, expected)
     grpo.moved = False
     grpo.update([trees], 1.0)

@@ -106,7 +106,7 @@ def test_the_trees_have_what_makes_them_hard() -> None:
     assert ((tokens.adv_pos > 0) & (tokens.adv_neg < 0)).any()
     (batch,) = pack(encoded, WHOLE)
     logprobs, _, _ = Policy(tiny_model())(*tensors(batch, torch.device("cpu")))
-    ratio = (logprobs.detach() - torch.from_numpy(tokens.behaviour[batch.index])).exp()
+    ratio = (logprobs.detach() - torch.from_numpy(tokens.behavior[batch.index])).exp()
     positive = torch.from_numpy(tokens.adv_pos[batch.index]) > 0
     negative = torch.from_numpy(tokens.adv_neg[batch.index]) < 0
     shared = torch.from_numpy(tokens.weight[batch.index]) > 1

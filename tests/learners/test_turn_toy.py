@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from agentenv.learners.turnwise import Turnwise
-from agentenv.plan import Independent, RolloutPlan, Uniform
+from agentenv.plan import Independent, RolloutPlan, Spread, Uniform
 from agentenv.tree import TrajectoryTree
 from agentenv.types import Task
 
@@ -102,11 +102,18 @@ class Toy:
         return tree
 
 
+PLANS: dict[str, RolloutPlan] = {
+    "flat": Independent(8),
+    "uniform": Uniform(8, 2),
+    "spread": Spread(8, 2, led_cost=0.0),
+}
+
+
 @cache
 def signal(is_fatal: bool, plan_name: str, exponent: float) -> tuple[float, float]:
     """Signal a call, and the cosine of the mean gradient to the true one."""
     toy, rng = Toy(is_fatal), Random(1)
-    plan: RolloutPlan = Independent(8) if plan_name == "flat" else Uniform(8, 2)
+    plan = PLANS[plan_name]
     algorithm = Turnwise(group_size=8, normalize_by_std=False, weight_exponent=exponent)
     true = toy.true_gradient().ravel()
     true /= np.linalg.norm(true)
@@ -145,6 +152,12 @@ def test_forks_at_any_depth_are_worth_more_a_call_where_mistakes_can_be_mended()
     assert worth(True, "uniform", 1.0) < 1.2
 
 
+def test_forks_where_a_call_teaches_most_are_worth_more_than_forks_anywhere() -> None:
+    """While leading an environment back costs nothing."""
+    assert worth(False, "spread", 1.0) > worth(False, "uniform", 1.0)
+    assert worth(True, "spread", 1.0) > worth(True, "uniform", 1.0)
+
+
 def test_a_smaller_weight_of_shared_turns_gives_no_more_signal_and_bends_the_gradient() -> None:
     assert worth(False, "uniform", 0.5) < 1.1 * worth(False, "uniform", 1.0)
     assert signal(True, "uniform", 0.5)[1] < signal(True, "uniform", 1.0)[1]
@@ -154,3 +167,4 @@ def test_the_bias_of_the_weight_is_small() -> None:
     for is_fatal in (False, True):
         for exponent in (0.5, 1.0):
             assert signal(is_fatal, "uniform", exponent)[1] > 0.9
+        assert signal(is_fatal, "spread", 1.0)[1] > 0.9

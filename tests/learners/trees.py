@@ -191,7 +191,7 @@ def tree_loss(
     max_tokens: int = 64,
     layout: Layout = "tree",
 ) -> Tensor:
-    """The mini-batch's loss on packed trees, behaviour log-probs serving as proximal ones."""
+    """The mini-batch's loss on packed trees, behavior log-probs serving as proximal ones."""
     policy, tokens = Policy(model), ActionTokens.of(encoded)
     total = torch.zeros((), dtype=torch.float64)
     mean, std = entropy_statistics(
@@ -199,10 +199,10 @@ def tree_loss(
     )
     for batch in pack(encoded, max_tokens, layout):
         logprobs, entropies, _ = policy(*tensors(batch, torch.device("cpu")))
-        behaviour, old, pos, neg, weight = (
+        behavior, old, pos, neg, weight = (
             torch.from_numpy(values[batch.index]).to(logprobs)
             for values in (
-                tokens.behaviour,
+                tokens.behavior,
                 tokens.entropies,
                 tokens.adv_pos,
                 tokens.adv_neg,
@@ -211,7 +211,7 @@ def tree_loss(
         )
         scalars = float(tokens.weight.sum()), mean.to(logprobs), std.to(logprobs)
         rest = torch.ones_like(old), scalars[0]
-        loss_batch = LossBatch(behaviour, behaviour, old, pos, neg, weight, *scalars, *rest)
+        loss_batch = LossBatch(behavior, behavior, old, pos, neg, weight, *scalars, *rest)
         total = total + algorithm.loss(loss_batch, logprobs, entropies)[0]
     return total
 

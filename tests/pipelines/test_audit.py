@@ -181,7 +181,7 @@ def own_grader(folder: Path, name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "is_paid", "remedy"),
     [
-        ("contains", True, "it pays for guessing twice"),
+        ("contains", True, "it rewards guessing twice"),
         ("last", True, "it reads the last alone"),
         ("whole", False, ""),
     ],
@@ -203,7 +203,10 @@ def test_a_grader_of_the_users_own_that_pays_for_two_guesses_is_found(
     assert remedy in sanity["remedy"]
     if is_paid:
         assert code == 1
-        assert "name a second candidate beside the gold are graded right" in sanity["told"]
+        assert (
+            "name a second candidate besides the gold answer "
+            "are graded as correct" in sanity["told"]
+        )
 
     overrides = [*keys, f"run.name=own-{name}", "train.num_steps=1"]
     with rank_here():
@@ -258,7 +261,7 @@ async def test_the_remedy_names_what_a_grader_reads() -> None:
         return text.startswith("Lima")
 
     guesses = await guess_twice(first, "Lima", ["Lima"], ["Quito"])
-    assert "it reads the first alone" in remedy(guesses)
+    assert "it reads only the first" in remedy(guesses)
 
 
 @pytest.mark.slow

@@ -26,17 +26,17 @@ def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
         ("algorithm.name=arop", "'turnwise'] or 'module:Class', got 'arop'; did you mean 'arpo'?"),
         ("algorithm.name=apro", "'turnwise'] or 'module:Class', got 'apro'; did you mean 'arpo'?"),
         ("algorithm.budget_beta=2", "'algorithm.budget_beta=2' on the command line: "
-         "algorithm.budget_beta: unknown key for algorithm.name = 'arpo'; it is one for "
+         "algorithm.budget_beta: unknown key for algorithm.name = 'arpo'; it is valid for "
          "algorithm.name = 'aepo'"),
-        ("cluster.workers=2", "cluster.workers: unknown key for cluster.kind = 'local'; it is one "
-         "for cluster.kind = 'processes' or 'ray' or 'external' or 'slurm' or 'kubernetes'; choose "
-         "that too, or take this out"),
+        ("cluster.workers=2", "cluster.workers: unknown key for cluster.kind = 'local'; it is "
+         "valid for cluster.kind = 'processes' or 'ray' or 'external' or 'slurm' or 'kubernetes'; "
+         "choose that too, or remove this key"),
         ("nothing.at.all=1", "error: 'nothing.at.all=1' on the command line: nothing: unknown key"),
         ("env.tools=[{name=5}]", "command line: env.tools[0].name: Expected `str`, got `int`: 5"),
         ("engine={name='vllm', urls=['127.0.0.1:9']}",
          "error: engine.urls: '127.0.0.1:9': expected http://HOST:PORT or https://HOST"),
         ("grader.own={name='nowhere'}", "'module:Class', got 'nowhere'"),
-        ("cluster.wrkrs=2", "that kind has no keys; others: ['processes'"),
+        ("cluster.wrkrs=2", "this kind has no keys; other kinds: ['processes'"),
         ("train.num_steps=many", "train.num_steps: Expected `int`, got `str`: 'many'"),
         ("engine.max_num_seqs=4", "unknown key for engine.name = 'scripted'"),
         ("queue.groups_per_step=many", "queue.groups_per_step: Expected `int`, got `str`: 'many'"),
@@ -44,20 +44,20 @@ def refused(capsys: pytest.CaptureFixture[str], code: int) -> str:
         ("queue.groups_per_step=3", "groups_per_minibatch = 2 does not divide "
          "queue.groups_per_step = 3; 1 does"),
         ("learner={}", "groups_per_minibatch = 8 (its default) does not divide"),
-        ("train.num_epochs=1.0", "give exactly one of train.num_steps and train.num_epochs"),
+        ("train.num_epochs=1.0", "set exactly one of train.num_steps and train.num_epochs"),
         ("sampling.train.top_p=0.9", "sampling.train: training samples from the policy itself"),
-        ("data.train=/nowhere/x.jsonl", "/nowhere/x.jsonl: there is no such dataset file"),
+        ("data.train=/nowhere/x.jsonl", "/nowhere/x.jsonl: no such dataset file"),
         ("model.path=/nowhere", "/nowhere is not a model directory: config.json is missing"),
         ("env.id=me/Warehose-v0", "no environment is registered as 'me/Warehose-v0'; did you mean "
          "me/Warehouse-v0"),
         ("env.module=nowhere", "env.module: 'nowhere' cannot be imported"),
-        ("env.kwargs={size=3}", "env.kwargs.size: unknown to me/Warehouse-v0; it takes no"),
+        ("env.kwargs={size=3}", "env.kwargs.size: unknown to me/Warehouse-v0; it has no"),
         ("env={id='agentenv/Quickstart-v0', kwargs={corpsu='kb.jsonl'}}",
          "env.kwargs.corpsu: unknown to agentenv/Quickstart-v0; did you mean corpus?"),
         ("env={id='agentenv/Quickstart-v0'}",
-         "env.kwargs.corpus: missing; agentenv/Quickstart-v0 cannot be made without it"),
+         "env.kwargs.corpus: missing; agentenv/Quickstart-v0 requires it"),
         ("limits.max_response_tokens=100000", "exceed the engine's context of"),
-        ("checkpoint.best_metric=dev/reward", "there is no evaluation set 'dev'"),
+        ("checkpoint.best_metric=dev/reward", "unknown evaluation set 'dev'"),
         ("run.setup=nowhere:prepare", "run.setup: 'nowhere:prepare' cannot be loaded"),
         ("run.dir=/dev/null/runs", "cannot be written"),
         ("nonsense", "'nonsense' is not of the form key.sub=value"),
@@ -120,8 +120,9 @@ EXPECTED = "; expected `async def grade(self, task, written, calls)` that return
 @pytest.mark.parametrize(
     ("grade", "message"),
     [
-        ("async def grade(self, *_): return 1.0", "the grader Lenient gave 1.0, which is no Grade"),
-        ("async def grade(self, *_): return Grade('1', True)", "gave Grade(reward='1', success"),
+        ("async def grade(self, *_): return 1.0",
+         "the grader Lenient must return a Grade with a numeric reward, got 1.0"),
+        ("async def grade(self, *_): return Grade('1', True)", "got Grade(reward='1', success"),
         ("async def grade(self, *_): return Grade(1.0)",
          "raised TypeError: Missing required argument 'success' (grading_2.py, line 5)"),
         ("def grade(self, *_): return Grade(1.0, True)", "the grader Lenient raised TypeError: "),
@@ -135,7 +136,7 @@ def test_a_grader_that_gives_something_else_than_a_grade(
     message = message.replace("grading_2", name)
     (warehouse.parent / f"{name}.py").write_text(A_GRADER.format(grade=grade))
     told = refused(capsys, train.main([str(warehouse), f"env.id={name}:Mine", *more]))
-    assert "the grader fails on row train-1, given its own gold '1240': " in told
+    assert "the grader fails on the gold answer '1240' of row train-1: " in told
     assert message in told
     assert EXPECTED in told
 
@@ -179,7 +180,7 @@ def test_a_configuration_file_that_is_not_there(
 ) -> None:
     monkeypatch.chdir(ROOT)
     told = refused(capsys, train.main([argument]))
-    assert f"{argument}: there is no such configuration file{hint}" in told
+    assert f"{argument}: no such configuration file{hint}" in told
 
 
 def test_a_line_that_is_no_json_has_one_number(
@@ -195,7 +196,7 @@ def test_a_line_that_is_no_json_has_one_number(
 def test_a_configuration_of_another_command(capsys: pytest.CaptureFixture[str]) -> None:
     told = refused(capsys, sft.main([str(ROOT / "configs" / "quickstart.toml")]))
     assert "env: unknown key; known: ['checkpoint', " in told
-    assert "or is the file one of another command?" in told
+    assert "or does the file belong to another command?" in told
 
 
 def test_a_directory_that_is_something_else(
@@ -204,7 +205,7 @@ def test_a_directory_that_is_something_else(
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("do not touch")
     arguments = [str(warehouse), f"run.dir={tmp_path}", "run.name=mine"]
-    assert "is not empty and no run: it holds 'thesis.tex'" in refused(
+    assert "is not empty and not a run: it contains 'thesis.tex'" in refused(
         capsys, train.main(arguments)
     )
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "do not touch"
@@ -212,7 +213,7 @@ def test_a_directory_that_is_something_else(
 
 def test_resuming_what_never_ran(warehouse: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(warehouse), "run.name=never", "--resume"]
-    assert "holds no run to resume" in refused(capsys, train.main(arguments))
+    assert "contains no run to resume" in refused(capsys, train.main(arguments))
 
 
 def test_evaluating_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

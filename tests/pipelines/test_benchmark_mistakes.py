@@ -68,7 +68,7 @@ def test_answers_that_are_private_are_refused(tmp_path: Path) -> None:
         ("math", {"problem": "q", "solution": "it is 4"}, r"its answer in \\boxed"),
         ("SimpleQA", {"problem": "q", "answer": "a", "metadata": "{'topic'"},
          "column 'metadata': not a readable object"),
-        ("hle", {"question": " ", "answer": "a"}, "key 'question' must be a text"),
+        ("hle", {"question": " ", "answer": "a"}, "key 'question' must be a non-empty string"),
     ],
 )  # fmt: skip
 def test_a_row_of_another_schema_is_refused(tmp_path: Path, name: str, row: Row, says: str) -> None:
@@ -90,4 +90,4 @@ def test_bad_rows_can_be_skipped(tmp_path: Path) -> None:
     said: list[str] = []
     found = load(tmp_path, "gaia", *rows, rows=RowsConfig(skip_bad_rows=True), say=said.append)
     assert [task.id for task in found] == ["rows-2"]
-    assert "1 bad rows are left out" in said[0]
+    assert "1 invalid rows are skipped" in said[0]

@@ -78,7 +78,7 @@ async def test_sets_of_the_users_files_are_asked_judged_and_scored_by_their_grou
         assert len(rows) == len(GAIA) + len(HLE) + 2 * len(HOUSES)
         flat = " ".join(shown.split())
         for name, column in (("gaia", "file_name"), ("hle", "image")):
-            assert f"{name}: 1 questions come with something in the column '{column}'" in flat
+            assert f"{name}: 1 questions with an attachment (column '{column}'" in flat
 
         success = {row["task"]: row.get("success", False) for row in rows}
         assert {name: success[name] for name in ("g0", "g1", "g2", "g3", "g4")} == {

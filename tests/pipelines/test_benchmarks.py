@@ -147,15 +147,14 @@ def test_what_comes_with_a_file_or_an_image_is_left_out_counted_and_said(
     tasks = load(tmp_path, name, *rows, say=said.append)
     assert [task.id for task in tasks] == ["rows-1", "rows-3"]
     assert said == [
-        f"{name}: 2 questions come with something in the column {column!r} and are left out; "
-        "2 are asked"
+        f"{name}: 2 questions with an attachment (column {column!r}) are skipped; 2 remain"
     ]
 
 
 def test_levels_that_are_not_there_are_said(tmp_path: Path) -> None:
     said: list[str] = []
     load(tmp_path, "gaia", {"Question": "q", "answer": "a"}, say=said.append)
-    assert said == ["gaia: no row has Level; there are no scores by it"]
+    assert said == ["gaia: no row has Level; scores by that column are omitted"]
 
 
 def test_as_many_questions_as_the_papers_ask_unless_told_otherwise(tmp_path: Path) -> None:

@@ -59,11 +59,11 @@ def test_the_names_of_checks_differ_and_those_loaded_late_are_there() -> None:
         ("learner.groups_per_minibatch=4", ["sizes divide"],
          "does not divide queue.groups_per_step = 2", ""),
         ("limits.max_tree_seconds=1", ["time-outs"], "max_tree_seconds = 1 ends trees before",
-         "an outer deadline must be the longer one"),
+         "an outer deadline must be longer than the inner one"),
         ("limits.max_response_tokens=2000", ["context"], "exceed the engine's context",
-         "lower them, or take an engine"),
-        ("python={}", ["environments"], "[python]: not read by me/Warehouse-v0",
-         "take the table out"),
+         "lower them, or choose an engine"),
+        ("python={}", ["environments"], "[python]: not used by me/Warehouse-v0",
+         "remove the table"),
         ("train={num_epochs=0.01,max_logprob_gap=1}", ["number of updates"],
          "train.num_epochs = 0.01 of 24 questions are less than one step", ""),
     ],
@@ -94,7 +94,7 @@ async def test_a_missing_part_fails_the_first_check_that_needs_it_and_skips_the_
         "prompts",
         "number of updates",
     ]
-    assert {*needing.values()} == {"needs 'model', which has failed"}
+    assert {*needing.values()} == {"requires 'model', which failed"}
 
 
 async def test_a_part_is_built_once() -> None:
@@ -126,7 +126,7 @@ def test_a_tool_that_cannot_be_called_is_refused_with_what_to_do(
     assert train.main([str(warehouse), tools, f"run.dir={tmp_path}", *more]) == 2
     told = capsys.readouterr().err
     assert "me/Warehouse-v0: the tag protocol cannot call the tool 'answer'" in told
-    assert "give the tool another name, or choose renderer.name = 'native'" in told
+    assert "rename the tool, or choose renderer.name = 'native'" in told
 
 
 @pytest.mark.parametrize("dry", [["--dry-run"], []])

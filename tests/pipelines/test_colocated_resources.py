@@ -68,7 +68,7 @@ def test_at_once_they_share_the_gpus_too() -> None:
     assert learner_gpus(resources, SERVERS, TWO, plan) == ["a", "b"]
     assert plan.assign("engine.servers.gpus", [], 2, borrows=True) == ["a", "b"]
     for engine in (EmbeddedConfig(), VLLMConfig(urls=["http://127.0.0.1:1"])):
-        with pytest.raises(ConfigError, match="'at_once' divides GPUs between the learner and"):
+        with pytest.raises(ConfigError, match="'at_once' shares GPUs between the learner and"):
             learner_gpus(resources, engine, TWO, GpuPlan(["a", "b"]))
 
 
@@ -101,9 +101,9 @@ async def test_servers_that_share_a_gpu_get_a_cache_of_their_own(
 @pytest.mark.parametrize(
     ("engine", "text"),
     [
-        (ScriptedConfig(), "has no memory to give back"),
+        (ScriptedConfig(), "has no GPU memory to release"),
         (VLLMConfig(weights="broadcast"), 'weights = "broadcast" needs servers that are awake'),
-        (VLLMConfig(servers=ServersConfig(gpu_memory_share=0.95)), "at most 0.9 is left"),
+        (VLLMConfig(servers=ServersConfig(gpu_memory_share=0.95)), "at most 0.9 is available"),
         (VLLMConfig(urls=["http://127.0.0.1:1"], weights="ipc"), "servers that the run starts"),
     ],
 )
@@ -122,7 +122,7 @@ def test_weights_through_the_learners_memory_need_its_gpus() -> None:
     elsewhere = LearnerConfig(num_ranks=2, launch="external", address="127.0.0.1:1")
     with pytest.raises(ConfigError, match="with ranks that the run starts"):
         learner_gpus(COLOCATED, engine, elsewhere, GpuPlan(["a", "b"]))
-    with pytest.raises(ConfigError, match="sglang servers read no memory of the learner"):
+    with pytest.raises(ConfigError, match="sglang servers cannot read the memory of the learner"):
         SGLangConfig(weights="ipc")
     with pytest.raises(ConfigError, match="goes through a directory"):
         VLLMConfig(weights="ipc", lora="adapter")
@@ -130,7 +130,7 @@ def test_weights_through_the_learners_memory_need_its_gpus() -> None:
 
 def test_the_split_layout_says_what_would_allow_it() -> None:
     resources = ResourcesConfig(learner_gpus=[1, 2])
-    with pytest.raises(ConfigError, match=r"with resources\.colocated = true they have them in"):
+    with pytest.raises(ConfigError, match=r"with resources\.colocated = true they alternate"):
         learner_gpus(resources, on(0, 1), TWO, GpuPlan(["a", "b", "c"]))
 
 
@@ -153,14 +153,14 @@ def test_flags_of_servers_that_sleep_or_take_adapters(model: Path) -> None:
     assert "--enable-sleep-mode" not in flags("vllm", gpu, colocated="at_once")
     # On the CPU vLLM refuses the flag, but pauses as if it slept; SGLang would die of the route.
     assert "--enable-sleep-mode" not in flags("vllm", cpu, colocated=True)
-    with pytest.raises(ConfigError, match="--enable-memory-saver, which it has on GPUs only"):
+    with pytest.raises(ConfigError, match="--enable-memory-saver, which needs a GPU"):
         flags("sglang", cpu, colocated=True)
     for place in (gpu, cpu):
         assert '{"backend": "agentenv_ipc"}' in flags("vllm", place, weights="ipc")
     for rank, known in ((1, "1"), (4, "8"), (16, "16"), (100, "128")):
         found = flags("vllm", gpu, lora_rank=rank)
         assert found[found.index("--max-lora-rank") + 1] == known
-    with pytest.raises(ConfigError, match="rank 512 at most"):
+    with pytest.raises(ConfigError, match="up to rank 512"):
         flags("vllm", gpu, lora_rank=513)
     served = Served("vllm", model, "policy", 512, True, gate=Path("/ready"))
     assert environment(served, ServersConfig())["AGENTENV_LEARNER_READY"] == "/ready"

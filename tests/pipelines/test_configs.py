@@ -163,7 +163,7 @@ def test_a_step_of_reinforcement_learning(
     assert step["learner/num_steps"] >= 1
     assert step["learner/grad_norm"] > 0
     assert step["rollout/tool_calls"] > 0
-    left_out = "engine.name = embedded has no such keys, left out: servers = "
+    left_out = "engine.name = embedded does not have these keys, ignored: servers = "
     assert left_out in capsys.readouterr().out
     assert left_out in (small / "runs" / name / "run.log").read_text(encoding="utf-8")
 

@@ -99,7 +99,7 @@ def test_names_of_columns_and_roles_are_those_that_are_given() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "x"}, "no dialogue is found: expected conversations or messages"),
+        ({"text": "x"}, "no dialogue found: expected conversations or messages"),
         ({"conversations": []}, "key 'conversations': expected a list of messages"),
         ({"conversations": [*SHAREGPT, {"from": "bot", "value": "x"}]},
          "key 'conversations[2].from': expected one of ['function_call', 'gpt', 'human'"),
@@ -147,9 +147,9 @@ def test_every_form_of_a_preference(row: dict[str, Any]) -> None:
     ("row", "message"),
     [
         ({"prompt": "Who?", "chosen": "me"}, "key 'rejected' is missing"),
-        ({"chosen": "me", "rejected": "no"}, "there is no prompt"),
+        ({"chosen": "me", "rejected": "no"}, "no prompt"),
         ({"prompt": "Who?", "chosen": MESSAGES[:1], "rejected": "no"},
-         "key 'chosen': expected an answer that begins with the policy's turn"),
+         "key 'chosen': expected an answer that starts with the policy's turn"),
     ],
 )  # fmt: skip
 def test_a_bad_preference(row: dict[str, Any], message: str) -> None:
@@ -187,11 +187,11 @@ def test_a_name_of_dataset_info_stands_for_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"hf_hub_url": "a/b"}, "nothing is downloaded; get the file and give file_name"),
+        ({"hf_hub_url": "a/b"}, "downloads are not supported; get the file and set file_name"),
         ({"file_name": "d.json", "formatting": "xml"}, "cold_start: Invalid enum value 'xml'"),
-        ({"file_name": "e.json"}, "cold_start.file_name: there is no"),
+        ({"file_name": "e.json"}, "cold_start.file_name: no such file"),
         ({"file_name": "d.json", "ranking": True}, "ranking: expected false or absent"),
-        ({"file_name": "d.json", "columns": {"images": "i"}}, "only texts can be learned from"),
+        ({"file_name": "d.json", "columns": {"images": "i"}}, "only texts are supported"),
         ({"file_name": "d.json", "colums": {}}, "cold_start: Object contains unknown field"),
     ],
 )
@@ -202,5 +202,5 @@ def test_a_bad_entry_of_dataset_info(tmp_path: Path, entry: dict[str, Any], mess
 
 
 def test_an_unknown_dataset_has_a_hint(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no dataset 'cold_strat'; did you mean"):
+    with pytest.raises(DataError, match="unknown dataset 'cold_strat'; did you mean"):
         find_sources(registry(tmp_path, {"file_name": "d.json"}), ["cold_strat"])

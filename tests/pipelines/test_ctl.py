@@ -130,7 +130,7 @@ def test_every_command_on_a_run_that_goes_on(
 
         # pause: nothing begins; a checkpoint and an evaluation work meanwhile
         asked("pause")
-        assert asked("pause")["lines"] == ["the run is paused already"]
+        assert asked("pause")["lines"] == ["the run is already paused"]
         path = Path(asked("checkpoint")["facts"]["path"])  # behind the update that went on
         before = asked("status")
         assert before["is_paused"]
@@ -167,7 +167,7 @@ def test_every_command_on_a_run_that_goes_on(
     (run / "steering.jsonl").write_text(json.dumps(change, separators=(",", ":")) + "\n")
     with running(slow, "controlled", "--resume") as (run, process):
         log = (run / "run.log").read_text()
-        assert "holds values set in flight, which are ignored" in log
+        assert "contains values that were set at run time; they are ignored" in log
 
 
 def test_trees_in_workers_are_reached_but_for_their_texts(

@@ -72,10 +72,10 @@ async def test_a_mix_takes_the_place_of_train(warehouse: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (('data.train=""',), "give exactly one of data.train and"),
-        (('data.mix=[{path = "x"}]',), "give exactly one of data.train and"),
+        (('data.train=""',), "set exactly one of data.train and"),
+        (('data.mix=[{path = "x"}]',), "set exactly one of data.train and"),
         (('data.train=""', 'data.mix=[{path = "x"}]', "data.max_samples=3"),
-         "data.max_samples: belongs to data.train"),
+         "data.max_samples: applies to data.train"),
         (('data.mix=[{path = "x", wieght = 2}]',), "data.mix[0].wieght: unknown key; did you mean "
          "data.mix[0].weight?"),
         (("data.columns.qestion=q",), "did you mean data.columns.question?"),
@@ -92,10 +92,10 @@ def test_a_key_that_cannot_be(warehouse: Path, overrides: tuple[str, ...], messa
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("data.env_by.bolts=me/Warehouse-v0",), "env_by: no row is sent to an environment by"),
+        (("data.env_by.bolts=me/Warehouse-v0",), "env_by:"),
         (("limits.max_prompt_tokens=20",), "24 of 24 prompts are longer than "
          "limits.max_prompt_tokens = 20: train-1 ("),
-        (("limits.max_prompt_tokens=20", "data.overlong_prompt=skip"), "'skip' left none of 24"),
+        (("limits.max_prompt_tokens=20", "data.overlong_prompt=skip"), "'skip' skipped all 24"),
     ],
 )  # fmt: skip
 def test_what_is_refused_before_a_run_starts(

@@ -80,14 +80,14 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
     assert config.learner.lora is not None
     assert (config.learner.lora.r, config.dpo.beta, config.data.max_length) == (8, 0.1, 8192)
     wrong = {"dpo": {"tuning": "full"}, "learner": {"lora": {"r": 4}}}
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="set only one of them"):
         build_config(DPORunConfig, raw | wrong, "t")
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "answer are the same"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "answer are equal"),
         ({"prompt": "a", "chosen": "b"}, "key 'rejected' is missing"),
         ({"prompt_ids": [1], "chosen_ids": [2], "chosen_mask": [], "rejected_ids": [3],
           "rejected_mask": [1]}, "key 'chosen_mask': expected as many entries"),
@@ -178,7 +178,7 @@ def test_the_self_critic_needs_its_table(
     warehouse: Path, capsys: pytest.CaptureFixture[str], more: list[str]
 ) -> None:
     assert dpo.main([str(warehouse), "run.name=none", "--self-critic", "1", *more]) == 2
-    assert "--self-critic needs the table [self_critic]" in capsys.readouterr().err
+    assert "--self-critic requires the table [self_critic]" in capsys.readouterr().err
     assert not (warehouse.parent / "runs" / "none").exists()
 
 

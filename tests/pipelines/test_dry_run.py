@@ -38,7 +38,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = tra
         (("learner.activation_checkpointing=false",), r"GPU 0 needs \S+ of 80 GiB"),
         (("engine.servers.gpu_memory_share=0.15",), r"engine.servers: 0.15 of a GPU with 80 GiB"),
         (("learner.num_ranks=5",), r"engine.servers.gpus: 4 GPUs are needed, 3 of 8 are free"),
-        (("resources.learner_gpus=[0,1,2,9]",), r"there is no GPU 9"),
+        (("resources.learner_gpus=[0,1,2,9]",), r"no GPU 9"),
         (("cluster.workers=2",), r"cluster.workers: unknown key for cluster.kind = 'local'"),
         (("cluster.kind=procesess",), r"cluster.kind: .*'local', 'processes'"),
         (("limits.max_response_tokens=90000",), r"exceed the context of 5632 tokens"),
@@ -48,7 +48,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = tra
             ("learner.num_ranks=3", "learner.context_parallel=3"),
             r"context_parallel = 3 does not divide the model's 28 attention heads",
         ),
-        (("grader.judge={url='{role:judge}', model='judge'}",), r"no \[roles.judge\]"),
+        (("grader.judge={url='{role:judge}', model='judge'}",), r"\[roles.judge\] is missing"),
     ],
 )
 def test_what_cannot_work_is_refused(
@@ -96,7 +96,7 @@ def test_colocated_engine_and_learner_have_the_gpus_in_turn(
     assert train.main([str(REASONING), "--dry-run", "--gpus", "8", *overrides]) == EXIT_MISSING
     text = capsys.readouterr().out
     assert "GPU 0-7: 59.0 of 80.0 GiB" in text, "0.7 of it and the context of a rank asleep"
-    assert "what sleeps" in text
+    assert "sleeping part" in text
     beside = (*overrides[1:], "--gpus", "8")
     assert "8 GPUs are needed, 0 of 8 are free" in refused(capsys, str(REASONING), *beside)
     large = ("learner.zero_stage=1", "learner.activation_checkpointing=false")
@@ -118,11 +118,11 @@ def test_turns_are_advised_against_where_both_fit_at_once(
     assert train.main([*recipe, "--gpu-memory", "24", "resources.colocated=true"]) == EXIT_MISSING
     told = " ".join(capsys.readouterr().out.split())
     assert "would fit on a GPU together" not in told
-    assert "in turn, each update waits about 0.9 s for the hand-over" in told
+    assert "alternating: each update waits about 0.9 s for the hand-over" in told
     keys = ("engine.servers.gpu_memory_share=0.04", "resources.colocated=at_once")
     assert train.main([*recipe, *keys, "engine.weights=ipc"]) == EXIT_MISSING
     told = " ".join(capsys.readouterr().out.split())
-    assert "at once, the caches hold" in told
+    assert "at once: the caches hold" in told
     assert "for about 0.5 s of hand-over an update" in told
     assert "leaves them on the GPU" not in told
 
@@ -188,15 +188,15 @@ def test_it_prints_what_was_chosen_first_and_starts_nothing(
     monkeypatch.delenv("BRIGHTDATA_API_KEY", raising=False)
     assert train.main([str(REASONING), "--dry-run", "--gpus", "8", "run.seed=7"]) == EXIT_MISSING
     text = capsys.readouterr().out
-    chosen, _, rest = text.partition("more keys have their defaults, which --defaults shows")
+    chosen, _, rest = text.partition("more keys have default values; --defaults shows them")
     assert "run.seed = 7" in chosen
     assert 'algorithm.name = "arpo"' in chosen
     assert "algorithm.beam_size" not in text
-    assert "data that is here" not in text
+    assert "available data" not in text
     assert "128 prompts x 16 = 2048 trajectories in 8 optimizer steps" in rest
-    _, _, missing = rest.partition("missing here:")
+    _, _, missing = rest.partition("missing:")
     for line in (
-        "model.path = runs/Qwen2.5-7B-sft: the shape of Qwen2.5-7B is assumed",
+        "model.path = runs/Qwen2.5-7B-sft: assuming the shape of Qwen2.5-7B",
         "data.train = data/train_10k.parquet",
         "eval.sets.valid.path = data/valid.parquet",
         "BRIGHTDATA_API_KEY",
@@ -231,4 +231,4 @@ def test_what_only_a_dry_run_reads(
     with pytest.raises(SystemExit) as exit_:
         train.main([str(REASONING), *option])
     assert exit_.value.code == 2
-    assert f"{option[0]} belongs to --dry-run" in capsys.readouterr().err
+    assert f"{option[0]} requires --dry-run" in capsys.readouterr().err

@@ -81,7 +81,7 @@ def test_rows_a_prompt_and_a_gold_are_read(here: Path, capsys: pytest.CaptureFix
     for key in ("data", "eval.sets.test"):
         (line,) = [line for line in told.splitlines() if line.startswith(f"  {key}: 6 rows")]
         assert "of 200 tokens" in line
-        assert "its gold is right" in line
+        assert "its gold answer is graded as correct" in line
     assert not (here / "runs").exists()
 
 
@@ -115,7 +115,7 @@ def test_what_the_run_would_refuse_is_refused(
     skips = ("data.skip_bad_rows=true", "data.overlong_prompt=skip")
     assert dry(train.main, "train.toml", "engine.name=embedded", *skips) == 0
     told = capsys.readouterr().out
-    assert "1 bad rows are left out, 6 are used" in told or "1 of 7 prompts are longer" in told
+    assert "1 invalid rows are skipped, 6 are used" in told or "1 of 7 prompts are longer" in told
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_demonstrations_without_the_questions_they_belong_to_are_not_read(
     )
     told = capsys.readouterr()
     assert code == EXIT_MISSING, told.err
-    assert "data.train = trian.jsonl" in told.out.partition("missing here:")[2]
+    assert "data.train = trian.jsonl" in told.out.partition("missing:")[2]
 
 
 @pytest.mark.slow
@@ -151,8 +151,10 @@ def test_without_a_tokenizer_rows_are_read_all_the_same(
     code = dry(train.main, "train.toml", "model.path=models/Qwen2.5-3B", "--gpu-memory", "200")
     assert code == EXIT_MISSING, capsys.readouterr().err
     told = capsys.readouterr().out
-    assert "data: 6 rows are read; a prompt has 2 messages; its gold is right" in told
-    missing = told.partition("missing here:")[2]
+    assert (
+        "data: read 6 rows; a prompt has 2 messages; its gold answer is graded as correct" in told
+    )
+    missing = told.partition("missing:")[2]
     assert "eval.sets.test.path = test.jsonl" in missing
     assert "model.path = models/Qwen2.5-3B" in missing
 
@@ -195,14 +197,14 @@ def test_dialogues_are_read_in_tokens(
     broken: dict[str, Any],
 ) -> None:
     assert dry(main, f"{name}.toml") == 0
-    assert "data: 8 rows to learn from, the longest of " in capsys.readouterr().out
+    assert "data: 8 training rows, the longest has " in capsys.readouterr().out
     good = sharegpt_row(0) if main is sft.main else preference_row(0)
     write_rows(here / f"{file}.jsonl", [good, broken])
     assert dry(main, f"{name}.toml") == 2
     assert f"{file}.jsonl, row 2: " in capsys.readouterr().err
     assert dry(main, f"{name}.toml", "model.path=models/Qwen2.5-3B") in (2, EXIT_MISSING)
     assert dry(main, f"{name}.toml", "data.skip_bad_rows=true") == 0
-    assert "1 bad rows are left out" in capsys.readouterr().out
+    assert "1 invalid rows are skipped" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -254,4 +256,6 @@ def test_an_answer_that_no_rollout_renders_is_refused(
     for more in ([], ["model.path=nowhere"]):
         assert dry(train.main, *given, *more) == 2
         err = capsys.readouterr().err
-        assert "outcomes/Talk-v0, task test-1: an observation holds tool results or user" in err
+        assert (
+            "outcomes/Talk-v0, task test-1: an observation consists of tool results or user" in err
+        )

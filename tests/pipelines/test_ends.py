@@ -18,9 +18,11 @@ from typing import Any
 
 import pytest
 
+from agentenv import journal
 from agentenv.archive import Archive, StepHeader, read_step, steps_of
 from agentenv.engines.scripted import ScriptedEngine
 from agentenv.errors import DataError, EngineDeadError, EnvError, LearnerError
+from agentenv.frames import Leased
 from agentenv.launchers import train
 from agentenv.learners.credit import TreeCredit
 from agentenv.pipelines.rl import evaluations, report
@@ -34,6 +36,7 @@ from agentenv.pipelines.setup import start_checks
 from agentenv.tools import FunctionTool
 from agentenv.tree import TrajectoryTree
 from agentenv.types import ToolResult
+from benchmarks.parts.chaos import Reader
 from tests.support.runs import trees_of
 from tests.support.toy_rank import COUNT, ToyRank, toy_ranks
 
@@ -205,7 +208,7 @@ def test_a_signal_saves_wherever_it_comes(
     assert signals.sent
     assert code == 130 or point.startswith("Close")
     assert "interrupted" in out
-    assert ("still ending" in out) == (number == 2) or point.startswith("Close")
+    assert ("still shutting down" in out) == (number == 2) or point.startswith("Close")
     assert last_checkpoint(run)[0] == POINTS[point]
     assert kept_steps(run) == [*range(1, POINTS[point] + 1)]
     goes_on(warehouse, name)
@@ -247,6 +250,25 @@ def test_the_best_checkpoint_is_kept_where_the_signal_comes_before_its_trees_are
     assert kept_steps(run) == [1, 2]
     assert best(run) == 2
     goes_on(warehouse, "best-late", frozenset(), BEST)
+
+
+def test_the_journal_says_who_was_trained_before_a_checkpoint_does(
+    warehouse: Path, rank: type[ToyRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no tree waits for the journal any more, as in the last step."""
+    begin, known = Checkpoints.begin, dict[str, set[int]]()
+
+    def beginning(self: Checkpoints, path: Path, *given: Any, **keys: Any) -> Any:
+        frames = Reader(self.folder.parent / "journal").read()
+        known[path.name] = {one.step for one in frames if isinstance(one, Leased)}
+        return begin(self, path, *given, **keys)
+
+    monkeypatch.setattr(journal, "GATHER_S", 60.0)
+    monkeypatch.setattr(Checkpoints, "begin", beginning)
+    keys = ("checkpoint.every=1", "checkpoint.keep_last=1000", "algorithm.group_size=2")
+    assert train.main(arguments(warehouse, "journaled", *keys)) == 0
+    for step in range(1, NUM_STEPS + 1):
+        assert known[f"step-{step:06d}"] >= set(range(step))
 
 
 def test_the_best_checkpoint_is_kept_by_the_next_process_where_the_signal_came_before(
@@ -316,7 +338,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
     ("replace", "overrides", "told", "steps"),
     [
         (dying, [], "out of memory", {2, 3}),
-        (full, [], "step-000002.jsonl: no space is left on the device", {3}),
+        (full, [], "step-000002.jsonl: no space left on the device", {3}),
         (teaching_nothing, ["train.max_untrained_steps=3"], "train.max_untrained_steps", {2}),
         (lambda _: None, ["train.max_logprob_gap=0.01"], "disagree by", {0}),
         (refusing, [], "no", {1}),
@@ -370,7 +392,7 @@ def test_weights_of_half_a_step_are_not_saved(
         patch.setattr(ToyRank, "at", staticmethod(failing))
         assert train.main(arguments(warehouse, "half", "checkpoint.every=1")) == 1
     err = capsys.readouterr().err.replace("\n", " ")
-    assert "within a step" in err
+    assert "in the middle of a step" in err
     assert "step-000002" in err
     assert last_checkpoint(warehouse.parent / "runs" / "half")[0] == 2
     goes_on(warehouse, "half")
@@ -642,7 +664,10 @@ def test_an_evaluation_in_which_everything_failed_ends_the_run(
     """Also one on an engine of its own: the training meets what its trajectories failed of."""
     asked_at_step_2(monkeypatch, break_down)
     assert train.main(arguments(warehouse, "all-failed", OWN_ENGINE)) == 1
-    told = "all of the first 2 trajectories failed, so that no others are asked; the last: EnvError"
+    told = (
+        "all of the first 2 trajectories failed; the evaluation stops "
+        "here; the last error: EnvError"
+    )
     assert told in capsys.readouterr().err
 
 
@@ -670,7 +695,7 @@ def test_an_evaluation_that_fails_is_a_gap_in_the_curve(
     given = arguments(warehouse, name, "eval.timeout_s=1", *([override] if override else []))
     assert train.main(given) == 0
     run = warehouse.parent / "runs" / name
-    assert "there is no evaluation step-000002: " in (run / "run.log").read_text()
+    assert "the evaluation step-000002 is missing: " in (run / "run.log").read_text()
     assert told in (run / "run.log").read_text()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluated = [row["phase"] for row in rows if "eval/a/success" in row]

@@ -84,11 +84,11 @@ def test_roles_are_read_by_name() -> None:
     check_roles(config)
     filled = fill_roles(config, {"judge": "http://judge:1"})
     assert filled.env == {"url": "http://judge:1/v1", "list": ["http://judge:1", 3]}
-    with pytest.raises(ConfigError, match=r"env names \{role:refiner\}, but there is no"):
+    with pytest.raises(ConfigError, match=r"env uses \{role:refiner\}, but"):
         check_roles(Reader({"judge": role}, {"a": "{role:refiner} {role:judge}"}))
-    with pytest.raises(ConfigError, match=r"roles\.judge is not read"):
+    with pytest.raises(ConfigError, match=r"roles\.judge is unused"):
         check_roles(Reader({"judge": role}, {}))
-    with pytest.raises(ConfigError, match=r"roles\.policy: the policy is what \[engine\]"):
+    with pytest.raises(ConfigError, match=r"roles\.policy: \[engine\]"):
         check_roles(Reader({"policy": role}, {}))
     with pytest.raises(ConfigError, match=r"roles\.jugde: unknown role"):
         check_roles(Reader({"jugde": role}, {}))
@@ -101,7 +101,7 @@ def test_a_file_of_urls(tmp_path: Path) -> None:
     path.write_text("# two\nhttp://a:1\n\nhttp://b:2  # the other\n")
     assert read_urls(path) == ["http://a:1", "http://b:2"]
     path.write_text("# none\n")
-    with pytest.raises(ConfigError, match="names no server"):
+    with pytest.raises(ConfigError, match="lists no server"):
         read_urls(path)
     path.write_text("http://a:1\nhttp://a:1\n")
     with pytest.raises(ConfigError, match="twice"):

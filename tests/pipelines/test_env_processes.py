@@ -149,5 +149,5 @@ def test_one_that_computes_for_ever_is_killed_and_its_rollout_has_crashed(
     limits = ["limits.max_failed_share=1", "algorithm.group_size=2"]
     monkeypatch.setattr(environments, "HELD_S", 5.0)
     found = run(warehouse, "envs-endless", *PLAIN, *keys, *limits)
-    assert "it has said nothing for 5 s" in log_of(found)
+    assert "no heartbeat for 5 s" in log_of(found)
     assert len(rows_of(found)) >= 4

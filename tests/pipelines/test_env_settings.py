@@ -62,7 +62,7 @@ def test_a_base_model_reads_plain_text(warehouse: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["renderer.name=native"], "no place for tools"),
+        (["renderer.name=native"], "ignores the list of tools"),
         (["renderer.name=native", "renderer.style=hermis"], "renderer.style"),
         (["renderer.style=hermes"], "renderer.style: unknown key for renderer.name = 'tags'"),
         (["renderer.name=tags", "renderer.style=hermes"], "renderer.style: unknown key"),

@@ -73,7 +73,7 @@ async def test_a_table_reaches_the_environment_or_is_refused(env_id: str, tmp_pa
     )
     for name in {*TABLES} - {*READS[env_id]}:
         make = maker({"id": env_id, "kwargs": kwargs}, **{name: given[name]})
-        with pytest.raises(ConfigError, match=rf"\[{name}\]: not read by {env_id}"):
+        with pytest.raises(ConfigError, match=rf"\[{name}\]: not used by {env_id}"):
             make.check_read([task(env_id)])
     read = {name: given[name] for name in READS[env_id]}
     make = maker({"id": env_id, "kwargs": kwargs}, tmp_path, **read)
@@ -124,16 +124,16 @@ async def test_rows_choose_tools_and_grader_by_a_variant() -> None:
         ({"id": "agentenv/QAGrader-v0", "kwargs": {"grader": {}}}, {"grader": {}},
          "env.kwargs.grader and the table 'grader'"),
         ({"id": "agentenv/QAGrader-v0", "kwargs": {"search": {}}}, {},
-         "env.kwargs.search: unknown to agentenv/QAGrader-v0; it takes grader, prompt"),
+         "env.kwargs.search: unknown to agentenv/QAGrader-v0; it has grader, prompt"),
         ({"id": "agentenv/QAGrader-v0",
           "variants": {"a": {"id": "agentenv/QAGrader-v0", "search": {}}}}, {},
-         "env.variants.a.search: not read by agentenv/QAGrader-v0"),
+         "env.variants.a.search: not used by agentenv/QAGrader-v0"),
         ({"id": "agentenv/QAGrader-v0", "variants": {"a": {"id": "agentenv/QAGrader-v0"}}}, {},
-         "env.variants.a: no row chooses it"),
+         "env.variants.a: no row selects it"),
         ({"id": "agentenv/QAGrader-v0", "variants": {"a": {"id": "agentenv/QAGradr-v0"}}}, {},
          "did you mean agentenv/QAGrader-v0"),
         ({"id": "agentenv/QAGrader-v0"}, {"grader": {"kind": "exact", "path": "x.py"}},
-         "grader.path is read by kind custom only"),
+         "grader.path is only used by kind custom"),
         ({"id": "agentenv/QAGrader-v0"}, {"grader": {"pth": "x.py"}}, "did you mean grader.path"),
     ],
 )  # fmt: skip
@@ -153,7 +153,7 @@ def test_what_is_not_read_is_refused(
 
 def test_keys_of_an_environment_that_no_row_meets_are_refused() -> None:
     make = maker({"id": "agentenv/QAGrader-v0", "kwargs": {"prompt": "Be brief."}})
-    with pytest.raises(ConfigError, match=r"env\.kwargs, env\.tools: no row meets"):
+    with pytest.raises(ConfigError, match=r"env\.kwargs, env\.tools: no row uses"):
         make.check_read([task("agentenv/DeepSearch-v0")], all_rows=True)
 
 
@@ -208,7 +208,7 @@ def test_a_run_with_a_broken_grader_never_starts_engine_or_learner(
     sizes = ["limits.max_prompt_tokens=300", "limits.max_response_tokens=300"]
     assert evaluate.main([*arguments, script, *sizes, *own]) == 2
     text = " ".join(capsys.readouterr().err.split())
-    assert text.count("the grader fails on row train-1") == 2
+    assert text.count("of row train-1") == 2
     assert "ZeroDivisionError" in text
 
 

@@ -63,7 +63,7 @@ def test_a_directory_of_something_else_or_in_use_is_refused(
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("do not touch")
     assert run("mine") == 2
-    assert "holds 'thesis.tex'" in refused(capsys)
+    assert "contains 'thesis.tex'" in refused(capsys)
 
 
 def test_sets_of_a_file_have_their_own_keys(
@@ -117,7 +117,7 @@ env = {{ id = "%s" }}
     assert len(read_rows(tmp_path / "out")) == 2
     config.write_text(text % "agentenv/QAGrader-v0")
     assert run("other", "--config", str(config), data=False) == 2
-    assert "[python]: not read by" in refused(capsys)
+    assert "[python]: not used by" in refused(capsys)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ env = {{ id = "%s" }}
             "sets.a.limits.max_turn: unknown",
         ),
         ("[sets.a]\nbenchmark = 'gsm9k'", "did you mean gsm8k"),
-        ("[sets.a]\nnum_samples = 2", "sets.a.path: no file"),
-        ("data = 'x'\n[sets.a]\npath = 'x'", "give one of them"),
+        ("[sets.a]\nnum_samples = 2", "sets.a.path: no question file"),
+        ("data = 'x'\n[sets.a]\npath = 'x'", "set only one of them"),
         ("num_samples = 1", "no questions"),
     ],
 )
@@ -151,7 +151,7 @@ def test_names_that_return_are_told_apart(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run("out", f"data={path}", data=False) == 0
     assert sorted(row.task for row in read_rows(tmp_path / "out")) == ["x", "x#2", "x#3"]
-    assert "2 questions have the name of an earlier one" in capsys.readouterr().out
+    assert "2 questions have the id of an earlier one" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -151,4 +151,4 @@ def test_other_weights_and_other_questions_are_refused(
     rows = (warehouse.parent / "a.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "a.jsonl").write_text("".join(rows[::-1]))
     assert run("out", f"data={tmp_path}/a.jsonl", data=False) == 2
-    assert "question a-1 is not the one that was asked" in refused(capsys)
+    assert "question a-1 differs from the recorded one" in refused(capsys)

@@ -25,7 +25,7 @@ SUMMARY = "The stock tool was asked. Go on to the answer."
 
 def clumsy(prompt: str, rng: Random) -> str:
     """Misspells an item, which the debugger repairs; then often asks for what is not there, which
-    the backtracer takes back; answers what it found once its work has been summarised."""
+    the backtracer takes back; answers what it found once its work has been summarized."""
     if SUMMARY in prompt:
         return f"<answer>{rng.choice([*STOCK.values(), 'unknown'])}</answer>"
     if "<result>" not in prompt:
@@ -99,7 +99,7 @@ def test_rows_and_report_say_what_the_helpers_did(
     report = (tmp_path / "out" / "report.md").read_text()
     assert "## Helpers" in report
     assert "| debugger | 12 | 1.000 | 100.0% | 540 |" in report
-    assert f"Taken back: {len(taken_back)} calls" in report
+    assert f"Discarded by backtracking: {len(taken_back)} calls" in report
     assert "Helpers" in capsys.readouterr().out
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["overall"]["assist"]["refiner_uses"] * 2 == len(helper.requests) == 24
@@ -157,9 +157,9 @@ def test_equal_seeds_give_equal_rows_and_other_helpers_are_another_evaluation(
     [
         (["assist.debugger.tool=python"], "no set's environment has a tool 'python'"),
         (["assist.debugger.url=http://127.0.0.1:9"], "assist.debugger.url: http://127.0.0.1:9/v1"),
-        (["assist.refiner.min_response_tokens=600"], "never reached: limits.max_response_tokens"),
-        (["assist.refiner.url={role:refiner}/v1"], "there is no [roles.refiner]"),
-        (["roles.refiner.url=http://h"], "roles.refiner is not read"),
+        (["assist.refiner.min_response_tokens=600"], "is unreachable: limits.max_response_tokens"),
+        (["assist.refiner.url={role:refiner}/v1"], "[roles.refiner] is missing"),
+        (["roles.refiner.url=http://h"], "roles.refiner is unused"),
         (["assist.browser.url=x"], "assist.browser"),
     ],
 )

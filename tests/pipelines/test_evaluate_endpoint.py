@@ -140,8 +140,8 @@ def test_what_passes_is_asked_again(
         (429, "answered 429: no (429)", 2),
         (500, "answered 500", 2),
         (400, "answered 400", 1),
-        (b"<html>", "answered no JSON", 2),
-        (b'{"choices": [{"message": 3, "finish_reason": "stop"}]}', "no chat completion", 2),
+        (b"<html>", "returned invalid JSON", 2),
+        (b'{"choices": [{"message": 3, "finish_reason": "stop"}]}', "not a chat completion", 2),
         (5.0, "no answer in time", 2),
         (reply("", "content_filter"), "ended a turn with 'content_filter'", 1),
     ],
@@ -231,5 +231,5 @@ def test_a_tokenizer_needs_a_server_that_speaks_in_ids(
 ) -> None:
     with ScriptedEndpoint(tags) as endpoint:
         assert run(endpoint, "--tokenizer", str(warehouse.parent / "model")) == 2
-    assert "leave the tokenizer out" in " ".join(capsys.readouterr().err.split())
+    assert "omit the tokenizer" in " ".join(capsys.readouterr().err.split())
     assert json.dumps(endpoint.requests) == "[]"

@@ -100,6 +100,6 @@ def test_interrupted_it_can_go_on(warehouse: Path, tmp_path: Path, number: signa
         process.send_signal(number)
         out = process.said()
     assert process.returncode == 130, out
-    assert "the same command goes on" in out
+    assert "the same command continues" in out
     assert "Traceback" not in out
     assert 1 <= len(command.stored()) < 24

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agentenv.env import close_shared
-from agentenv.pipelines.evaluation.figures import default_ks, figures_of, questions_of, summarise
+from agentenv.pipelines.evaluation.figures import default_ks, figures_of, questions_of, summarize
 from agentenv.pipelines.evaluation.scores import Scorer
 from agentenv.pipelines.rl.state import brief_report
 from agentenv.pipelines.run.records import EvalRow
@@ -24,7 +24,7 @@ def test_ks_are_powers_of_two_and_the_whole():
 
 
 async def figures(rows: list[EvalRow], ks: tuple[int, ...] = ()):
-    summary = await summarise("test", rows, Scorer(math=False), ks=ks)
+    summary = await summarize("test", rows, Scorer(math=False), ks=ks)
     return summary
 
 

@@ -114,7 +114,7 @@ def test_what_a_policy_wrote_cannot_act_in_a_report(tmp_path, capsys):
 
 def test_a_report_needs_rows(tmp_path, capsys):
     assert evaluate.main(["report", str(tmp_path)]) == 2
-    assert "holds no evaluation" in capsys.readouterr().err
+    assert "contains no evaluation" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         evaluate.main(["report", str(tmp_path), "--k", "0"])
 
@@ -234,7 +234,7 @@ def test_evaluations_without_failures_have_no_table_of_them_and_failed_ones_no_s
     assert evaluate.main(["report", str(fine)]) == 0
     text = (fine / "report.md").read_text()
     assert "failed trajectories" not in text
-    assert "Cut off and failed" not in text
+    assert "Truncated and failed" not in text
 
 
 def test_equal_evaluations_show_how_far_they_are_known_to_be(tmp_path, capsys):
@@ -251,7 +251,7 @@ def test_evaluations_that_share_nothing_are_refused(tmp_path, capsys):
     one = write_evaluation(tmp_path / "a", rows_of({"1": ["Paris"]}), QUICK)
     two = write_evaluation(tmp_path / "b", rows_of({"2": ["Paris"]}), QUICK)
     assert evaluate.main(["compare", str(one), str(two)]) == 2
-    assert "there is no question to compare: none is shared" in capsys.readouterr().err
+    assert "no questions to compare: they share no set" in capsys.readouterr().err
 
 
 def test_another_question_of_the_same_name_is_refused(tmp_path, capsys):
@@ -259,4 +259,4 @@ def test_another_question_of_the_same_name_is_refused(tmp_path, capsys):
     two = [msgspec.structs.replace(row, question="Another one?") for row in one]
     folders = [write_evaluation(tmp_path / n, r, QUICK) for n, r in (("a", one), ("b", two))]
     assert evaluate.main(["compare", *map(str, folders)]) == 2
-    assert "question 1 is not the same in both" in capsys.readouterr().err
+    assert "question 1 differs between the two" in capsys.readouterr().err

@@ -118,7 +118,7 @@ def test_without_any_grade_nothing_is_changed(tmp_path, capsys):
     folder = write_evaluation(tmp_path / "e", rows, QUICK)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert evaluate.main(["regrade", str(folder), "grader.kind=custom", f"grader.path={path}"]) == 1
-    assert "nothing is changed; no row could be graded" in capsys.readouterr().err
+    assert "nothing was changed; no row could be graded" in capsys.readouterr().err
     after = {path.name: path.read_bytes() for path in folder.iterdir()}
     after.pop(".lock")
     assert after == before
@@ -127,11 +127,11 @@ def test_without_any_grade_nothing_is_changed(tmp_path, capsys):
 def test_regrading_refuses_what_it_does_not_read(tmp_path, capsys):
     folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"]}), QUICK)
     for text, why in (
-        ("limits.max_turns=3", "regrading takes grader.key=value"),
-        ("grader", "regrading takes grader.key=value"),
+        ("limits.max_turns=3", "regrading accepts grader.key=value"),
+        ("grader", "regrading accepts grader.key=value"),
         ("sets.other.grader.kind=exact", "the sets are ['qa']"),
         ("grader.kidn=exact", "kidn"),
-        ("grader.path=/tmp/x.py", "grader.path is read by kind custom only"),
+        ("grader.path=/tmp/x.py", "grader.path is only used by kind custom"),
     ):
         assert evaluate.main(["regrade", str(folder), text]) == 2
         assert why in capsys.readouterr().err
@@ -149,7 +149,7 @@ def test_a_grader_that_the_environment_does_not_read_is_refused(tmp_path, capsys
     rows = rows_of({"1": ["Paris"]})
     folder = write_evaluation(tmp_path / "e", rows, env="test/SelfGraded-v0")
     assert evaluate.main(["regrade", str(folder), "grader.kind=exact"]) == 2
-    assert "[grader]: not read by test/SelfGraded-v0" in capsys.readouterr().err
+    assert "[grader]: not used by test/SelfGraded-v0" in capsys.readouterr().err
 
 
 class JudgeServer(BaseHTTPRequestHandler):
@@ -214,7 +214,7 @@ def test_a_running_evaluation_is_not_regraded(tmp_path, capsys):
 def test_who_writes_an_evaluation_is_named_with_what_to_do(tmp_path: Path) -> None:
     for _ in ("first", "after it"):
         with lock(tmp_path):
-            me = rf"process {os.getpid()} on \S+ since .* is writing this evaluation; wait for"
+            me = rf"process {os.getpid()} on \S+ since .* is writing this evaluation; wait until"
             with pytest.raises(ConfigError, match=me):
                 lock(tmp_path)
 
@@ -247,5 +247,5 @@ def test_a_command_with_the_new_grader_goes_on(tmp_path: Path) -> None:
     Store(folder, saved_with(folder, "layered")).close()
     assert evaluate.main(["regrade", str(folder), "grader.kind=exact"]) == 0
     Store(folder, saved_with(folder, "exact")).close()
-    with pytest.raises(ConfigError, match="another configuration"):
+    with pytest.raises(ConfigError, match="different configuration"):
         Store(folder, saved_with(folder, "layered"))

@@ -253,7 +253,7 @@ def test_a_file_that_a_kill_left_empty_is_left_out(
     assert len(list((tmp_path / "out").rglob("*.json"))) == 8
     told = caplog.records[0]
     assert str(empty) in told.getMessage()
-    assert "left out" in told.getMessage()
+    assert "skipped" in told.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -261,9 +261,9 @@ def test_a_file_that_a_kill_left_empty_is_left_out(
     [
         (
             ["{run}", "{out}", "--format", "atif", "--step", "9"],
-            "holds no step 9; there are 1 to 2",
+            "contains no step 9; available: 1 to 2",
         ),
-        (["{run}", "{out}", "--format", "atif", "--tree", "9"], "there is no tree 9"),
+        (["{run}", "{out}", "--format", "atif", "--tree", "9"], "no tree 9"),
         (["{run}/model", "{out}", "--format", "atif"], "neither the folder of a run nor of an"),
         (["{run}", "{run}", "--format", "atif"], "is not empty; choose another directory"),
     ],
@@ -290,12 +290,12 @@ def test_a_run_without_trees_or_tokenizer_says_so(
     (bare / "eval" / "after_rl").mkdir(parents=True)
     (bare / "eval" / "after_rl" / "config.json").touch()
     assert transcripts(bare, tmp_path / "out", "--format", "atif") == 2
-    assert "holds no trees" in (text := said(capsys))
+    assert "contains no trees" in (text := said(capsys))
     assert "evaluations are in" in text
     assert "after_rl" in text
     shutil.copytree(run / "trees", bare / "trees")
     assert transcripts(bare, tmp_path / "out", "--format", "atif") == 2
-    assert "there is no tokenizer.json" in said(capsys)
+    assert "no tokenizer.json" in said(capsys)
 
 
 def test_inspect_needs_its_package(
@@ -319,4 +319,4 @@ def test_a_finished_run_and_its_evaluation_are_written(
     assert transcripts(rows, tmp_path / "rows", "--format", "atif") == 0
     assert "3 trajectories of 3 questions" in said(capsys)
     assert transcripts(rows, tmp_path / "no", "--format", "atif", "--step", 1) == 2
-    assert "--step is of the trees of a run" in said(capsys)
+    assert "--step is for the trees of a run" in said(capsys)

@@ -143,7 +143,7 @@ def test_a_worker_ends_well_when_the_run_is_over(
     with pytest.raises(asyncio.CancelledError):
         run(warehouse, "not-over", *keys, "train.num_steps=10000", beside=interrupt)
     assert worker.wait(RUN_S) != 0
-    assert "did not say that its run is over" in (tmp_path / "0.log").read_text()
+    assert "without reporting the end of its run" in (tmp_path / "0.log").read_text()
 
 
 @pytest.mark.slow
@@ -162,10 +162,10 @@ def test_who_has_another_secret_is_not_let_in(
     with pytest.raises((BaseExceptionGroup, WorkerError)) as ended:
         run(warehouse, "strangers", *keys)
     told = str(first_reason(ended.value))
-    assert "0 of at least 1 came within 15 s" in told
+    assert "0 of at least 1 connected within 15 s" in told
     assert f"connects to 127.0.0.1:{port}" in told
     assert stranger.wait(RUN_S) != 0
-    assert "has it the same AGENTENV_WORKER_TOKEN?" in (tmp_path / "0.log").read_text()
+    assert "does it have the same AGENTENV_WORKER_TOKEN?" in (tmp_path / "0.log").read_text()
 
 
 @pytest.mark.slow
@@ -294,7 +294,7 @@ def test_a_job_that_is_queued_again_goes_on_elsewhere(tmp_path: Path, warehouse:
     mine, job.variables = job.variables, job.variables | other
     with job.started() as process:
         assert process.wait(RUN_S) == EXIT_BAD_INPUT
-    assert "cannot be asked from" in job.log.read_text()
+    assert "cannot check" in job.log.read_text()
     job.variables = mine
     with job.started() as process:
         assert process.wait(RUN_S) == 0, job.log.read_text()
@@ -378,9 +378,15 @@ def test_manifests_fit_the_schemas(
     ("keys", "told"),
     [
         (("cluster.kind=kubernetes",), "cluster.image: cluster.kind = kubernetes needs it"),
-        ((*KUBERNETES, "run.dir=runs"), "put it below cluster.mount = /shared"),
-        ((*KUBERNETES, "cluster.claim=My Claim"), "cluster.claim = 'My Claim': expected a name"),
-        (("cluster.kind=slurm", "cluster.time=soon"), "cluster.time = 'soon': expected a time"),
+        ((*KUBERNETES, "run.dir=runs"), "put it under cluster.mount = /shared"),
+        (
+            (*KUBERNETES, "cluster.claim=My Claim"),
+            "cluster.claim = 'My Claim': expected a Kubernetes name",
+        ),
+        (
+            ("cluster.kind=slurm", "cluster.time=soon"),
+            "cluster.time = 'soon': expected a Slurm time",
+        ),
         (
             ("cluster.kind=slurm", "cluster.workers=2", "cluster.min_workers=3"),
             "cluster.min_workers = 3 is above cluster.workers = 2",
@@ -407,6 +413,6 @@ def test_placement_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert train.main([str(QUICKSTART), *keys, "--dry-run"]) == 0
     told = capsys.readouterr().out
-    assert "rank-0: a placement group each with 1 CPU, 1 GPU" in told
-    assert "worker-0 to worker-3: a placement group each with 1 CPU" in told
-    assert "the run begins with 2" in told
+    assert "rank-0: one placement group each with 1 CPU, 1 GPU" in told
+    assert "worker-0 to worker-3: one placement group each with 1 CPU" in told
+    assert "the run starts with 2" in told

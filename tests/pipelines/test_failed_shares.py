@@ -57,7 +57,7 @@ def test_the_final_table_has_the_share_beside_each_success(state: RunState) -> N
     assert rows["all"][1].endswith("(89% failed)")
     assert "failed" not in rows["all"][0]
     assert rows["failed"] == ["0 of 100", "89 of 100"]
-    assert rows["all, if failed were wrong"] == ["0.00", "0.02"]
+    assert rows["all, failed as wrong"] == ["0.00", "0.02"]
 
 
 def test_without_failures_the_table_is_short() -> None:
@@ -107,7 +107,7 @@ def test_the_summary_of_a_run_without_failures_or_without_rollouts_has_shares_of
 def test_lines_say_what_failed() -> None:
     line = report_line(asked(2, 9, 89), "after RL")
     assert "success 0.182 [" in line
-    assert "89 failed (89%; success 0.020 if they were wrong)" in line
+    assert "89 failed (89%; success 0.020 if they count as wrong)" in line
     row = {"step": 3, "rollout/trees": 1, "rollout/tool_calls": 1, "rollout/forks": 0}
     assert "(51% failed)" in step_line(row | {"reward/success": 0.98, "failed/share": 0.51}, 9)
     assert "failed" not in step_line(row | {"reward/success": 0.98, "failed/share": 0.0}, 9)
@@ -119,7 +119,7 @@ def test_lines_say_what_failed() -> None:
         ((9, 1, 0), "0.90 [", "success 0.900 ["),
         ((990, 9, 1), "(<1% failed)", "1 failed (<1%; success 0.990"),
         ((1, 0, 999), "(>99% failed)", "999 failed (>99%; success 0.001"),
-        ((0, 0, 5), "- (100% failed)", "success - of 0, 5 failed (100%; success 0.000"),
+        ((0, 0, 5), "-\n(100% failed)", "success - of 0, 5 failed (100%; success 0.000"),
         ((0, 0, 0), "-", "success - of 0, reward"),
     ],
 )
@@ -135,7 +135,7 @@ def test_no_share_and_no_success_is_said_that_was_not_measured(
     assert ("failed" in rows) is bool(counts[2])
     assert ("failed" in rows["all"][1]) is bool(counts[2])
     drawn, row = labels([{"step": 2, **report_metrics(report)}]), report_metrics(report)
-    assert ("held: share that failed" in drawn) is bool(counts[2])
+    assert ("held: share of failed trajectories" in drawn) is bool(counts[2])
     was_measured = counts[0] + counts[1] > 0
     for figure in ("success", "success_low", "success_high", "reward", "tool_calls"):
         assert (f"eval/held/{figure}" in row) is was_measured
@@ -151,16 +151,22 @@ def labels(rows: list[dict[str, Any]]) -> set[str]:
 
 
 def test_the_curve_shows_what_failed() -> None:
-    step = {"trees/offered": 1, "reward/success": 0.9, "reward/mean": 0.9, "failed/share": 0.5}
+    step = {"trees/offered": 1, "reward/success": 0.9, "reward/mean": 0.8, "failed/share": 0.5}
     steps = [step | {"step": n, "reward/success_if_failed_wrong": 0.45} for n in (1, 2)]
     evaluated = {"step": 2, "phase": "after_rl", **report_metrics(asked(2, 9, 89))}
     assert labels([*steps, evaluated]) == {
-        *("success", "reward", "share that failed", "success if failed were wrong", "held"),
-        *("held: share that failed", "held: success if failed were wrong"),
+        *(
+            "success",
+            "reward",
+            "share of failed trajectories",
+            "success, failed as wrong",
+            "held: 0.18",
+        ),
+        *("held: share of failed trajectories", "held: success, failed as wrong"),
     }
     fine = [row | {"failed/share": 0.0} for row in steps]
     found = labels([*fine, {"step": 2, **report_metrics(asked(9, 2, 0))}])
-    assert found == {"success", "reward", "held"}
+    assert found == {"success", "reward", "held: 0.82"}
 
 
 def test_where_there_is_no_terminal_lines_say_how_far_it_is(

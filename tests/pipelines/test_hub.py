@@ -98,7 +98,7 @@ def test_a_dry_run_and_a_run_take_ids(
     ids = ["model.path=me/tiny", "data.train=me/rows:train.jsonl", f"run.dir={tmp_path}/runs"]
     assert train.main([str(warehouse), *ids, "--dry-run"]) == 3
     told = capsys.readouterr().out
-    assert "model.path = me/tiny: no such path; the run looks for this model on the hub" in told
+    assert "model.path = me/tiny: no such path; the run will look up this model on the hub" in told
     assert train.main([str(warehouse), *ids]) == 2
     assert "hf download me/tiny" in capsys.readouterr().err
     files = tmp_path / "files"
@@ -107,7 +107,7 @@ def test_a_dry_run_and_a_run_take_ids(
     hub_cache(home, "model", "me/tiny", warehouse.parent / "model")
     hub_cache(home, "dataset", "me/rows", files)
     assert train.main([str(warehouse), *ids, "--dry-run"]) == 0
-    assert "data: 24 rows are read" in capsys.readouterr().out
+    assert "data: read 24 rows" in capsys.readouterr().out
     assert train.main([str(warehouse), *ids, "train.num_steps=1", "run.name=hub"]) == 0
     assert (
         f"model.path: me/tiny: in the cache of the hub, revision {COMMIT[:12]}"

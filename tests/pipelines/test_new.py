@@ -32,8 +32,8 @@ SMALL = [
         ("1st", "a letter first"),
         ("class", "expected a name for a Python package"),
         ("../up", "expected a name for a Python package"),
-        ("json", "is imported by that name already; choose another"),
-        ("envs", "is imported by that name already; choose another"),
+        ("json", "is already imported by that name; choose another"),
+        ("envs", "is already imported by that name; choose another"),
     ],
 )
 def test_a_name_that_no_package_can_have_is_refused(
@@ -47,18 +47,16 @@ def test_a_name_that_no_package_can_have_is_refused(
 def test_what_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "dice_game").mkdir()
     assert new.main(["dice_game", "--folder", str(tmp_path)]) == 2
-    assert (
-        "dice_game is there already; choose another NAME, or remove it" in capsys.readouterr().err
-    )
+    assert "dice_game already exists; choose another NAME, or remove it" in capsys.readouterr().err
     assert new.main(["other", "--folder", str(tmp_path / "none")]) == 2
-    assert "none: there is no such folder" in capsys.readouterr().err
+    assert "none: no such folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["dice_game"]
 
 
 def test_it_tells_what_to_do_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert new.main(["dice_game", "--folder", str(tmp_path)]) == 0
     told = capsys.readouterr().out
-    assert "made " in told
+    assert "created " in told
     for command in ("-m pytest dice_game", "dice_game/train.toml --dry-run", f"cd {tmp_path}"):
         assert command in told
     text = "".join(path.read_text() for path in (tmp_path / "dice_game").iterdir())
@@ -96,7 +94,7 @@ def test_its_own_doctor_finds_nothing_wrong(tmp_path: Path) -> None:
         timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "respelled ones right" in done.stdout
+    assert "reformatted ones correct" in done.stdout
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def test_a_model_that_is_not_there_is_said_before_anything_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate.main([str(tmp_path / "nothing")]) == 2
-    assert "nothing: there is no such directory; expected a run" in capsys.readouterr().err
+    assert "nothing: no such directory; expected a run" in capsys.readouterr().err
 
 
 def test_a_training_run_is_no_evaluation(
@@ -56,7 +56,7 @@ def test_a_training_run_is_no_evaluation(
     (tmp_path / "config.json").write_text('{"run": {"name": "a"}}')
     for command in ("report", "regrade"):
         assert evaluate.main([command, str(tmp_path)]) == 2
-        assert "holds no evaluation: it is the folder of a training run" in capsys.readouterr().err
+        assert "contains no evaluation: it is a training run" in capsys.readouterr().err
 
 
 def test_the_configuration_of_the_readme_is_enough(
@@ -70,7 +70,7 @@ def test_the_configuration_of_the_readme_is_enough(
     more += [f"model.path={folder}/model", "limits.max_prompt_tokens=256"]
     more += ["limits.max_response_tokens=512", "limits.max_turn_tokens=256"]
     assert train.main([str(tmp_path / "mine.toml"), *more, "--dry-run"]) == 0
-    assert "data: 24 rows are read" in capsys.readouterr().out
+    assert "data: read 24 rows" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -80,13 +80,13 @@ def test_a_run_without_a_checkpoint_names_the_ways_on(
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     assert evaluate.main([str(run)]) == 2
-    assert "the run in it has not begun" in capsys.readouterr().err
+    assert "this run has no checkpoint yet" in capsys.readouterr().err
     (run / "config.json").write_bytes((finished / "config.json").read_bytes())
     for named in (run, run / "checkpoints"):
         assert evaluate.main([str(named)]) == 2
         told = capsys.readouterr().err
-        assert f"{run} holds no finished checkpoint yet; go on with the run (--resume)" in told
-        assert "evaluate the model that it began with: --checkpoint start" in told
+        assert f"{run} contains no finished checkpoint yet; continue the run (--resume)" in told
+        assert "evaluate its initial model: --checkpoint start" in told
     out = str(tmp_path / "out")
     assert evaluate.main([str(run), "--checkpoint", "start", "--n", "2", "--out", out]) == 0
 
@@ -108,7 +108,7 @@ def test_keys_of_a_runs_environment_mean_nothing_to_another() -> None:
     assert not told
     other = {"env": {"id": "a/Own-v0", "module": "own", "workers": 0}, "seed": 3}
     assert of_env(run, "b/Other-v0", told.append) == other
-    assert told == ["env.kwargs of the run left out: they are of a/Own-v0, not of b/Other-v0"]
+    assert told == ["env.kwargs of the run are ignored: they belong to a/Own-v0, not to b/Other-v0"]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_replies_of_a_judge_that_are_no_verdict_are_told(tmp_path: Path) -> None
     folder = write_evaluation(tmp_path / "e", rows)
     write_report(folder, View())
     text = (folder / "report.md").read_text()
-    assert "1 replies of the judge (50.0%) were no verdict" in text
+    assert "1 replies of the judge (50.0%) contained no verdict" in text
     assert "More than 5% are unreadable: these scores are too low" in text
 
 
@@ -161,13 +161,13 @@ def test_only_a_share_of_unreadable_verdicts_above_the_bound_is_a_warning(
     )
     write_report(folder, View())
     text = (folder / "report.md").read_text()
-    assert f"{num_unreadable} replies of the judge ({share}) were no verdict" in text
+    assert f"{num_unreadable} replies of the judge ({share}) contained no verdict" in text
     is_above = num_unreadable / len(parts) > MAX_UNREADABLE_SHARE
     assert ("are unreadable: these scores are too low" in text) is is_above
     assert ("judge.max\\_tokens" in text) is is_above
 
 
-def test_a_misspelt_key_is_told_before_missing_questions(
+def test_a_misspelled_key_is_told_before_missing_questions(
     warehouse: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = str(warehouse.parent / "model")

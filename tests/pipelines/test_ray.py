@@ -230,13 +230,13 @@ PYTHON = f"""#!{sys.executable}
 import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from benchmarks.parts.mock_server import TOKEN_S, Recital, RecitingServer
+from benchmarks.parts.mock_server import TOKEN_S, Replayed, MockServer
 value = dict(zip(sys.argv, sys.argv[1:]))
 
 async def main():
     model = Path(value["--model"])
     scale = {SIZE.token_s} / TOKEN_S
-    server = RecitingServer("", int(value["--port"]), Recital(model), model, scale)
+    server = MockServer("", int(value["--port"]), Replayed(model), model, scale)
     await server.open()
     await asyncio.Event().wait()
 
@@ -245,9 +245,9 @@ asyncio.run(main())
 
 
 @pytest.fixture(scope="module")
-def recited(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def replaying(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A configuration whose engine servers recite."""
-    folder = tmp_path_factory.mktemp("recited")
+    folder = tmp_path_factory.mktemp("replaying")
     make_model(folder)
     write_workspace(folder, SIZE, [1, 2])
     text = (folder / CONFIG).read_text()
@@ -261,17 +261,19 @@ def recited(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_engine_node_that_is_killed_costs_no_tree(
-    recited: Path, nodes: Nodes, repeats: int
+    replaying: Path, nodes: Nodes, repeats: int
 ) -> None:
     keys = ["train.num_steps=6", "checkpoint.minutes=60", "eval.sets={}"]
-    calm = run(recited, "calm-on-servers", *keys)
+    calm = run(replaying, "calm-on-servers", *keys)
     for nth in range(repeats):
         while len(nodes.nodes) < 4:
             nodes.add()
-        killed_engine_node(recited, nodes, calm, keys, f"engine-killed-{nth}")
+        killed_engine_node(replaying, nodes, calm, keys, f"engine-killed-{nth}")
 
 
-def killed_engine_node(recited: Path, nodes: Nodes, calm: Path, keys: list[str], name: str) -> None:
+def killed_engine_node(
+    replaying: Path, nodes: Nodes, calm: Path, keys: list[str], name: str
+) -> None:
     """A run whose engine node is killed, and its server comes up on another."""
     told: list[str] = []
 
@@ -282,16 +284,16 @@ def killed_engine_node(recited: Path, nodes: Nodes, calm: Path, keys: list[str],
         assert nodes.kill(training, before["engine-1"]) == ["engine-1"]
         nodes.add()
         await until(lambda: placed(training).get("engine-1") not in (None, before["engine-1"]))
-        await until(lambda: "engine-1 is there again" in log_of(folder))
+        await until(lambda: "engine-1 is back" in log_of(folder))
         told.append("moved")
         await until(lambda: training.state.step >= 6)
         end()
 
     ray = ["cluster.kind=ray", "cluster.engines=true", f"cluster.address={nodes.address}"]
     more = ["cluster.host=127.0.0.1", "train.num_steps=10000"]
-    folder = found = recited.parent / "runs" / f"workers-{name}"
+    folder = found = replaying.parent / "runs" / f"workers-{name}"
     with pytest.raises(asyncio.CancelledError):
-        run(recited, name, *keys, *ray, *more, beside=kill)
+        run(replaying, name, *keys, *ray, *more, beside=kill)
     assert told == ["moved"]
     expected, both = tasks(calm), tasks(found)
     assert {index: both[index] for index in expected} == expected  # 0 lost

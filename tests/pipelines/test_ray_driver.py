@@ -46,9 +46,9 @@ def test_a_cluster_of_other_versions_is_told_with_both(monkeypatch: pytest.Monke
     assert refusal(monkeypatch, RuntimeError(MISMATCH)) == (
         "cluster.address: the Ray cluster 10.0.0.1:6379 cannot be reached: Version mismatch: The "
         "cluster was started with: Ray: 2.51.0; Python: 3.10.14; This process on node 10.0.0.7 was "
-        "started with: Ray: 2.60.0; Python: 3.11.7; install the cluster's Ray and Python here "
-        "(cluster.python names the interpreter on its nodes where that has another path), or start "
-        "the cluster with those of here"
+        "started with: Ray: 2.60.0; Python: 3.11.7; install the cluster's versions of Ray and "
+        "Python here (cluster.python sets the interpreter on its nodes if its path differs), or "
+        "start the cluster with the versions installed here"
     )
 
 
@@ -62,7 +62,7 @@ def test_a_ray_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, versi
     with pytest.raises(ConfigError) as refused:
         ray_of(monkeypatch, version)
     assert str(refused.value) == (
-        f"cluster.kind = ray needs Ray 2.40 or later, and {version} is installed: "
+        f"cluster.kind = ray requires Ray 2.40 or later, and {version} is installed: "
         f"{install_hint('ray')} --upgrade"
     )
 

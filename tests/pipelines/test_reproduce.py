@@ -117,18 +117,18 @@ def test_it_can_be_typed_and_reads_every_file(
     arguments = [word for word in line[2:] if word not in ("&", "--dry-run")]
     code = MAIN[Path(line[1]).stem]([*arguments, "--dry-run", "--gpus", "8"])
     captured = capsys.readouterr()
-    assert code == 0, captured.err + captured.out.partition("missing here:")[2]
+    assert code == 0, captured.err + captured.out.partition("missing:")[2]
     assert "by this estimate it fits" in captured.out
     assert set(folder.rglob("*")) == before
     if Path(line[1]).stem == "serve":
         return
-    told = captured.out.partition("data that is here:")[2].partition("processes on")[0]
+    told = captured.out.partition("available data:")[2].partition("processes on")[0]
     paths = re.findall(r"^  ((?:eval\.)?sets\.[\w-]+|data)\.(?:path|train) = ", captured.out, re.M)
     assert paths
     for key in paths:
         assert f"  {key}: " in told
     if "train_10k" in captured.out.partition("data.train = ")[2][:40]:
-        assert "data: 1 bad rows" in told or "1 bad rows are left out, 6 are used" in told
+        assert "data: 1 bad rows" in told or "1 invalid rows are skipped, 6 are used" in told
 
 
 def test_files_that_it_links_and_runs_exist() -> None:

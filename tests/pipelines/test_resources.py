@@ -49,7 +49,7 @@ def test_without_gpus_or_servers_nothing_is_divided() -> None:
     [
         ([0, 1], servers(), 0, "no GPU is visible"),
         ([1, 2], servers(0, 1), 4, "learner's"),
-        ([0], servers(), 4, "2 GPUs are needed, 1 are named"),
+        ([0], servers(), 4, "2 GPUs are needed, 1 are given"),
         ([], servers(0, 1, 2), 4, "1 of 4 are left"),
     ],
 )
@@ -61,5 +61,5 @@ def test_what_cannot_be(named: list[int], engine: VLLMConfig, visible: int, text
 
 def test_ranks_that_are_started_elsewhere_are_given_no_gpus() -> None:
     elsewhere = LearnerConfig(num_ranks=2, launch="external", address="0.0.0.0:29400")
-    with pytest.raises(ConfigError, match="the ranks are started elsewhere"):
+    with pytest.raises(ConfigError, match="the ranks are started externally"):
         learner_gpus(ResourcesConfig(learner_gpus=[0]), servers(), elsewhere, GpuPlan(["a"]))

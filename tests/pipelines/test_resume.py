@@ -49,7 +49,7 @@ def test_a_run_goes_on_from_its_best_checkpoint(
     run = copied(finished, "from-best")
     common = [str(warehouse), "run.name=from-best", "checkpoint.every=1", "--resume"]
     assert train.main([*common, "best"]) == 0
-    assert "a newer checkpoint is moved to" in capsys.readouterr().out.replace("\n", " ")
+    assert "moved a newer checkpoint to" in capsys.readouterr().out.replace("\n", " ")
     assert steps_of(run) == [1, 2, 3, 4]
     assert (run / "checkpoints" / "set-aside" / "step-000004" / "state.json").is_file()
     assert train.main([*common, "step-77"]) == 2

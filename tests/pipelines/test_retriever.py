@@ -150,7 +150,7 @@ async def test_tool_stars_dialects(client: Any) -> None:
     [
         ("/search", {"query": ["a"]}, 'query is a list; expected {"query": text}'),
         ("/search", {"query": " "}, "query is empty"),
-        ("/batch_search", {"query": "a"}, 'query is no list; expected {"query": [text, ...]}'),
+        ("/batch_search", {"query": "a"}, 'query is not a list; expected {"query": [text, ...]}'),
         ("/batch_search", {"query": ["a"], "top_n": 0}, ">= 1"),
         ("/batch_search", {"query": ["a"] * 513}, "513 queries, at most 512"),
         ("/search", {}, "missing required field `query`"),

@@ -43,7 +43,7 @@ from benchmarks.parts.chaos import (
     make_model,
     write_workspace,
 )
-from benchmarks.parts.mock_server import TOKEN_S, Recital, RecitingServer
+from benchmarks.parts.mock_server import TOKEN_S, MockServer, Replayed
 from tests.support import forks
 from tests.support.runs import rows_of
 from tests.support.toy_rank import toy_ranks
@@ -78,7 +78,7 @@ def run(
     *overrides: str,
     beside: Callable[[Training], Awaitable[None]] | None = None,
     resume: str = "",
-    servers: Sequence[RecitingServer] = (),
+    servers: Sequence[MockServer] = (),
 ) -> Path:
     """The run's directory; `beside` goes on beside the run, on open `servers`."""
     config = load_config(TrainConfig, warehouse, [f"run.name=workers-{name}", *overrides])
@@ -193,7 +193,7 @@ def test_a_worker_that_is_killed_costs_no_tree(warehouse: Path, calm: Path) -> N
     assert trees(found) == trees(calm)
     last = [row for row in rows_of(found) if "workers/up" in row][-1]
     assert re.search(
-        r"worker-\d is lost: it was killed by SIGKILL .*; trees [\d, ]+ go on", log_of(found)
+        r"worker-\d is lost: it was killed by SIGKILL .*; trees [\d, ]+ resume", log_of(found)
     )
     assert last["workers/lost"] >= 2
     assert last["workers/trees_moved"] > 0
@@ -209,7 +209,7 @@ def test_a_worker_that_hangs_is_replaced(
     monkeypatch.setattr(SpreadCluster, "silence_s", 5.0)
     found = run(warehouse, "hanging", *PROCESSES, *SLOW, beside=stop)
     assert trees(found) == trees(calm)
-    assert "it has said nothing for 5 s" in log_of(found)
+    assert "no heartbeat for 5 s" in log_of(found)
 
 
 def test_without_workers_a_run_ends_with_a_checkpoint_and_goes_on_later(
@@ -272,8 +272,8 @@ def recited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, li
 def run_served(recited: tuple[Path, list[int]], name: str, *overrides: str, **others: Any) -> Path:
     path, ports = recited
     model, scale = path.parent / "model", SIZE.token_s / TOKEN_S
-    recital = Recital(model)
-    servers = [RecitingServer("", port, recital, model, scale) for port in ports]
+    recital = Replayed(model)
+    servers = [MockServer("", port, recital, model, scale) for port in ports]
     return run(path, name, *SERVED, *overrides, servers=servers, **others)
 
 

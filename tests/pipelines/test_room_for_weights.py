@@ -62,7 +62,7 @@ def start(warehouse: Path, tmp_path: Path) -> Start:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "why"), [("size=64k", "has 64 KiB free of the"), ("ro", "cannot be written")]
+    ("options", "why"), [("size=64k", "has 64 KiB free;"), ("ro", "cannot be written")]
 )
 def test_without_room_in_memory_weights_pass_through_the_folder_of_the_run(
     start: Start, tmp_path: Path, options: str, why: str
@@ -72,7 +72,7 @@ def test_without_room_in_memory_weights_pass_through_the_folder_of_the_run(
         assert done.returncode == 0, done.stderr
         told = done.stdout.replace("\n", " ")
         assert told.count(f"since /dev/shm {why}") == 1
-        assert "name another place with resources.weights_dir=DIR" in told
+        assert "choose another folder with resources.weights_dir=DIR" in told
     assert not list((tmp_path / "runs" / "one").glob("agentenv-weights-*"))
 
 
@@ -158,18 +158,18 @@ def test_each_remedy_belongs_to_its_path(tmp_path: Path) -> None:
 
     weights = told("size=64k", "agentenv-weights-x/model.partial", "run.dir")
     assert weights == (
-        "no space is left on the device; free some and resume, or choose another place with "
+        "no space left on the device; free some space and resume, or choose another location with "
         "resources.weights_dir=DIR"
     )
     others = f"head -c 1000000 /dev/zero > {place}/theirs; "
     mine = told("size=1m", "run/metrics.jsonl", "run.dir", others)
     assert mine == (
-        "no space is left on the device; free some and resume, or choose another place with "
+        "no space left on the device; free some space and resume, or choose another location with "
         "run.dir=DIR"
     )
     error = PermissionError(13, "Permission denied", str(SHARED_MEMORY / "agentenv-weights-x"))
     assert explain(error, "run.dir") == (
-        "no permission (Permission denied); choose another place with resources.weights_dir=DIR"
+        "no permission (Permission denied); choose another location with resources.weights_dir=DIR"
     )
     assert explain(PermissionError(13, "no", "/somewhere"), "--out") == (
         "no permission (no); choose another --out"

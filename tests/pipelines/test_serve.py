@@ -61,9 +61,9 @@ def test_it_serves_until_interrupted(tmp_path: Path) -> None:
     ("text", "reason"),
     [
         ("[roles.critic]\nmodel = 'x'", "roles.critic: unknown role; known: summarizer, judge"),
-        ("[roles.judge]\nurl = 'http://127.0.0.1:1'", "roles.judge.url: it runs already"),
-        ("roles = {}", "roles: there is none to start"),
-        ("[roles.judge]\nmodel = 'nowhere'\ndevice = 'cpu'", "nowhere is no model directory"),
+        ("[roles.judge]\nurl = 'http://127.0.0.1:1'", "roles.judge.url: this server already runs"),
+        ("roles = {}", "roles: nothing to start"),
+        ("[roles.judge]\nmodel = 'nowhere'\ndevice = 'cpu'", "nowhere is not a model directory"),
     ],
 )
 def test_what_cannot_be_served_is_refused(

@@ -33,9 +33,9 @@ def test_each_gpu_belongs_to_one_server(monkeypatch: pytest.MonkeyPatch) -> None
     assert plan.assign("roles.judge.gpus", [], 1) == ["4"]
     with pytest.raises(ConfigError, match=r"GPU 2 already belongs to engine\.servers\.gpus"):
         plan.assign("roles.refiner.gpus", [2], 1)
-    with pytest.raises(ConfigError, match=r"there is no GPU 4; visible are 4"):
+    with pytest.raises(ConfigError, match=r"no GPU 4; visible are 4"):
         plan.assign("roles.refiner.gpus", [4], 1)
-    with pytest.raises(ConfigError, match="2 GPUs are needed, 1 are named"):
+    with pytest.raises(ConfigError, match="2 GPUs are needed, 1 are given"):
         plan.assign("roles.refiner.gpus", [3], 2)
     with pytest.raises(ConfigError, match="2 GPUs are needed, 1 of 4 are free"):
         plan.assign("roles.refiner.gpus", [], 2)
@@ -64,7 +64,7 @@ async def test_ports_gpus_and_devices_that_cannot_be(
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"engine.servers.port: 127.0.0.1:{port} cannot be"):
             await start(ServersConfig(port=port, python=python))
-    with pytest.raises(ConfigError, match=r"gpus: \[0\] are named, but the server runs on the CPU"):
+    with pytest.raises(ConfigError, match=r"gpus: \[0\] are given, but the server runs on the CPU"):
         await start(ServersConfig(gpus=[0], python=python))
     with pytest.raises(ConfigError, match="need GPUs"):
         await start(ServersConfig(tensor_parallel_size=2, python=python))

@@ -73,7 +73,7 @@ async def test_a_busy_process_beside_an_idle_gpu_is_said_once(
         await asyncio.sleep(0.1)
     assert len(caplog.messages) == is_told
     if is_told:
-        assert "vllm-0 waits for its own processor" in caplog.text
+        assert "vllm-0 is CPU-bound" in caplog.text
         assert "its GPU 8 %" in caplog.text
         assert "servers_per_gpu" in caplog.text
 

@@ -239,7 +239,7 @@ def test_a_guard_removes_nothing_of_another_one_that_lives_nor_what_it_does_not_
         ("raise RuntimeError('no memory for the cache')", {},
          r"policy ended with status 1:\nRuntimeError: no memory for the cache\nthe end of .*log"),
         ("import time; print('loading', flush=True); time.sleep(600)", {"start_timeout_s": 1.0},
-         r"did not come up within 1 s \(start_timeout_s\)(.|\n)*loading"),
+         r"did not start within 1 s \(start_timeout_s\)(.|\n)*loading"),
     ],
 )  # fmt: skip
 async def test_a_server_that_does_not_come_up_says_why(

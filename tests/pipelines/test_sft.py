@@ -145,8 +145,8 @@ def test_bad_rows_can_be_left_out_and_a_split_measures(
     path.write_text("\n".join([*good[:4], "{}", *good[4:]]) + "\n")
     keys = [f"data.train={path}", "data.eval=", "data.eval_split=0.34", "data.skip_bad_rows=true"]
     found = run_small(sft, workspace, "some-bad", *keys, "sft.num_steps=1")
-    assert "1 bad rows are left out" in capsys.readouterr().out
-    assert "row 5: no dialogue is found" in (found / "run.log").read_text()
+    assert "1 invalid rows are skipped" in capsys.readouterr().out
+    assert "row 5: no dialogue found" in (found / "run.log").read_text()
     summary = json.loads((found / "summary.json").read_text())
     assert summary["num_rows"] == 6
     assert summary["after"]["loss"] > 0
@@ -155,13 +155,13 @@ def test_bad_rows_can_be_left_out_and_a_split_measures(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("learner.groups_per_minibatch=4", "only reinforcement learning reads it"),
-        ("data.eval_split=0.1", "data.eval and data.eval_split: give one of them"),
-        ("sft.num_epochs=1.0", "num_steps and num_epochs: give one of them"),
+        ("learner.groups_per_minibatch=4", "only used by reinforcement learning"),
+        ("data.eval_split=0.1", "data.eval and data.eval_split: set only one of them"),
+        ("sft.num_epochs=1.0", "num_steps and num_epochs: set only one of them"),
         ("sft.pakcing=true", "sft.pakcing: unknown key; did you mean sft.packing?"),
-        ("data.train=/nowhere.jsonl", "/nowhere.jsonl: there is no such file or folder"),
+        ("data.train=/nowhere.jsonl", "/nowhere.jsonl: no such file or folder"),
         ("data.overlong=error", "tokens, data.max_length is 20"),
-        ("data.overlong=skip", "there is no row to learn from"),
+        ("data.overlong=skip", "no training rows"),
     ],
 )
 def test_a_mistake_in_the_configuration(
@@ -180,9 +180,7 @@ def test_sequences_longer_than_the_model_are_refused(
     path.write_text(json.dumps({"conversations": turns}) + "\n")
     keys = ["run.name=long", f"data.train={path}", "data.max_length=15000"]
     assert sft.main([str(workspace / "small.toml"), *keys]) == 2
-    assert "was made for 1024; set data.max_length=1024" in capsys.readouterr().err.replace(
-        "\n", " "
-    )
+    assert "is 1024; set data.max_length=1024" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_each_epoch_takes_every_row_once_in_an_order_of_its_own() -> None:
@@ -204,7 +202,7 @@ def test_a_split_is_a_part_or_a_number_of_rows() -> None:
         learned, held = split(list(range(10)), size, seed=3)
         assert len(held) == 2
         assert sorted(learned + held) == list(range(10))
-    with pytest.raises(DataError, match="leaves nothing of 10 rows"):
+    with pytest.raises(DataError, match="leaves none of 10 rows"):
         split(list(range(10)), 10.0, seed=3)
 
 
@@ -216,7 +214,7 @@ def test_defaults_are_those_of_the_published_recipe() -> None:
     assert (learner.learning_rate, learner.schedule, learner.warmup_ratio) == (7e-6, "cosine", 0.1)
     assert config.sft.rows_per_step == 16
     assert config.sft.count_steps(54_000) == 3 * 3375
-    with pytest.raises(ConfigError, match=r"checkpoint.keep_best: needs rows that measure"):
+    with pytest.raises(ConfigError, match=r"checkpoint.keep_best: needs held-out rows"):
         build_config(SFTRunConfig, raw | {"checkpoint": {"keep_best": True}}, "t")
 
 

@@ -85,7 +85,7 @@ def test_a_grader_of_one_set_and_one_that_nobody_reads(
     before = (folder / "rows.jsonl").read_bytes()
     for name in ("", "sets.ask.tools."):
         assert evaluate.main(["regrade", str(folder), f"{name}grader.kind=exact"]) == 2
-        assert "[grader]: not read by me/Warehouse-v0" in capsys.readouterr().err
+        assert "[grader]: not used by me/Warehouse-v0" in capsys.readouterr().err
     assert evaluate.main(["regrade", str(folder), "sets.ask.grader.kind=exact"]) == 2
     assert "the sets are ['ask.direct', 'ask.hints', 'ask.tools']" in capsys.readouterr().err
     assert (folder / "rows.jsonl").read_bytes() == before
@@ -98,5 +98,5 @@ def test_the_folder_of_a_synthesis_says_where_its_evaluation_is(
     for command in ("regrade", "report"):
         assert evaluate.main([command, str(tmp_path / "out")]) == 2
         told = capsys.readouterr().err.replace("\n", " ")
-        assert f"{tmp_path}/out holds no evaluation" in told
-        assert f"there is one in {tmp_path}/out/trajectories" in told
+        assert f"{tmp_path}/out contains no evaluation" in told
+        assert f"{tmp_path}/out/trajectories contains one" in told

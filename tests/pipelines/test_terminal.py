@@ -41,7 +41,7 @@ def test_a_full_disk_behind_the_output_ends_only_what_has_no_log(tmp_path: Path)
             )
             assert done.returncode == code, done.stderr
             assert "Traceback" not in done.stderr
-    assert "no space is left on the device" in done.stderr
+    assert "no space left on the device" in done.stderr
     said = log.read_text()
     assert [f"line {number}" in said for number in range(3)] == [True] * 3
     assert said.count("the terminal, or its file, could not be written") == 1
@@ -128,7 +128,7 @@ def test_a_disk_that_hangs_holds_up_neither_what_is_said_nor_the_end(
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - began < 60
-    assert re.search(r"warning: \d+ lines are not in .*run\.log: the disk", done.stderr)
+    assert re.search(r"warning: \d+ lines are missing in .*run\.log: the disk", done.stderr)
     assert len(done.stdout.splitlines()) == num_lines
     os.close(reader)
 
@@ -155,4 +155,4 @@ def test_lines_that_a_full_disk_does_not_take_are_counted(
     view.say("one")
     view.say("two")
     view.close()
-    assert "2 lines are not in" in capsys.readouterr().err
+    assert "2 lines are missing in" in capsys.readouterr().err

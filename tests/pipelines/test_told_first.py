@@ -58,7 +58,7 @@ def test_a_context_beyond_that_of_the_model(
 ) -> None:
     text = refused(capsys, train.main([str(warehouse), "run.name=long", override, *more]))
     assert f"{key}.max_model_len = 2048: " in text
-    assert "holds 1024 tokens of prompt and response together" in text
+    assert "has a context of 1024 tokens (prompt and response)" in text
 
 
 def test_a_context_beyond_that_of_an_evaluated_model(
@@ -112,7 +112,7 @@ def test_what_needs_nothing_of_the_set_up_is_told_before_it(
     ("override", "told"),
     [
         ("model.path=/nowhere", "model.path: /nowhere is not a model directory"),
-        ("grader={path='/nowhere.py'}", "grader.path: /nowhere.py: there is no such file"),
+        ("grader={path='/nowhere.py'}", "grader.path: /nowhere.py: no such file"),
         ("run.setup=agentenv.envs.quickstart_setup:prepar", "run.setup: 'agentenv.envs.quickstart"),
         ("engine={name='vllm', servers={python='/nowhere'}}", "engine.servers.python: /nowhere"),
         ("engine={name='vllm', urls=['http://127.0.0.1:9']}",
@@ -142,9 +142,9 @@ class Mine(ToolEnv):
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ([], "the grader fails on row rows-1, given its own gold '1': the grader Wrong raised "
+        ([], "the grader fails on the gold answer '1' of row rows-1: the grader Wrong raised "
          "TypeError: "),
-        (["python.timeout_s=3"], "[python]: not read by graded_first:Mine; take the table out"),
+        (["python.timeout_s=3"], "[python]: not used by graded_first:Mine; remove the table"),
     ],
 )  # fmt: skip
 def test_an_environment_of_ones_own_that_needs_nothing_of_the_set_up_is_tried_before_it(
@@ -185,7 +185,7 @@ def test_a_set_up_that_is_interrupted_leaves_no_folder_and_promises_no_resume(
     monkeypatch.setattr("agentenv.envs.quickstart_setup.prepare", prepare)
     runs = tmp_path / "runs"
     assert train.main([QUICKSTART, f"run.dir={runs}"]) == 130
-    assert "interrupted; the run had not begun" in capsys.readouterr().out
+    assert "interrupted; training had not started" in capsys.readouterr().out
     assert not runs.exists()
 
 
@@ -197,7 +197,7 @@ def test_files_of_a_fine_tuning_are_looked_for_before_its_set_up(
     )
     config, runs = str(ROOT / "configs" / "sft_quickstart.toml"), tmp_path / "runs"
     arguments = [config, f"run.dir={runs}", f"data.train={tmp_path}/nowhere.jsonl"]
-    told = f"data.train: {tmp_path}/nowhere.jsonl: there is no such file or folder"
+    told = f"data.train: {tmp_path}/nowhere.jsonl: no such file or folder"
     assert told in refused(capsys, sft.main(arguments))
     assert not runs.exists()
 
@@ -214,5 +214,5 @@ def test_a_file_that_the_set_up_does_not_make(
     captured = capsys.readouterr()
     assert code == 2
     told = captured.err.replace("\n", " ")
-    assert f"{key}: {tmp_path}/nowhere.jsonl: there is no such dataset file" in told
-    assert "Made on the spot" not in captured.out
+    assert f"{key}: {tmp_path}/nowhere.jsonl: no such dataset file" in told
+    assert "Created at the start" not in captured.out

@@ -80,7 +80,9 @@ def test_a_working_directory_and_folders_of_the_environment_are_named(
 def test_a_data_file_in_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"\xff.jsonl")).write_text("{}\n")
     for given in (tmp_path, tmp_path / "*.jsonl"):
-        with pytest.raises(DataError, match=r"\\xff\.jsonl: the name of this file is no UTF-8"):
+        with pytest.raises(
+            DataError, match=r"\\xff\.jsonl: the name of this file is " r"not valid UTF-8"
+        ):
             find_files([given])
 
 

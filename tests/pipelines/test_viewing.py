@@ -311,7 +311,7 @@ def test_an_older_run_shows_what_it_has(run: ViewedRun, tmp_path: Path) -> None:
     assert (found["steps"], found["evaluations"], found["checkpoints"]) == ([], [], [])
     assert found["status"]["is"] == "stopped"
     assert folder.answer("steps")["rows"] == []
-    with pytest.raises(DataError, match="step 1 is not there"):
+    with pytest.raises(DataError, match="no step 1"):
         folder.answer("steps/1")
 
 
@@ -385,7 +385,7 @@ def test_an_evaluation_alone_and_others_beside_it(run: ViewedRun, tmp_path: Path
         *("after_rl", "other-before_sft", "other-after_rl", "before_sft")
     ]
     assert folder.answer("compare/after_rl/before_sft")["num_questions"] == 4
-    with pytest.raises(DataError, match="no evaluation 'x'"):
+    with pytest.raises(DataError, match="unknown evaluation 'x'"):
         folder.answer("evaluations/x")
 
 
@@ -395,11 +395,11 @@ def test_an_evaluation_alone_and_others_beside_it(run: ViewedRun, tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nowhere"], "nowhere: there is no such folder"),
-        (["{folder}"], r"neither a run .* there is one in .*run"),
+        (["nowhere"], "nowhere: no such folder"),
+        (["{folder}"], r"neither a run .*run contains one"),
         (["{folder}/run", "{folder}"], "neither an evaluation nor a run with evaluations"),
-        (["{folder}/run", "--export", "{folder}/run"], "is not empty and no export"),
-        (["{folder}/run", "--export", "{folder}/is.html"], "is there and not a file"),
+        (["{folder}/run", "--export", "{folder}/run"], "is not empty and not an export"),
+        (["{folder}/run", "--export", "{folder}/is.html"], "exists and is not a file"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -437,7 +437,9 @@ def test_what_does_not_fit_is_left_out_and_said(run: ViewedRun, tmp_path: Path) 
     kept = [path for path in answers if "/trees/" in path]
     assert 0 < len(kept) < 9
     assert kept[0].startswith("steps/3/")
-    assert f"left out: {9 - len(kept)} trees of earlier steps; --max-mb takes more" in lines
+    assert (
+        f"left out: {9 - len(kept)} trees of earlier steps; raise --max-mb to include more" in lines
+    )
     assert answers["run"]["exported"]["left_out"]
 
 

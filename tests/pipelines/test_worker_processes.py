@@ -117,8 +117,8 @@ async def test_one_that_does_not_come_up_is_started_again_beside_the_others(tmp_
     async with processes(tmp_path, first, num=3, least=2) as (found, members, told):
         await found.start()
         await until(lambda: len(members.workers) == 3)
-    assert any("worker-0 does not start: worker-0: this one is broken" in text for text in told)
-    assert "worker-0 is there again" in told
+    assert any("worker-0 failed to start: worker-0: this one is broken" in text for text in told)
+    assert "worker-0 is back" in told
 
 
 async def test_without_as_many_as_are_needed_nothing_begins(tmp_path: Path) -> None:
@@ -177,5 +177,5 @@ async def test_who_runs_other_code_is_told_of(tmp_path: Path) -> None:
     async with given as (found, _, told):
         await found.start()
     (text,) = told
-    assert "a rollout worker (process 1 on 127.0.0.1) runs other code than this process" in text
+    assert "a rollout worker (process 1 on 127.0.0.1) runs different code from this process" in text
     assert f"0123, here it is {own_code()}" in text

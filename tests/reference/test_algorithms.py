@@ -71,13 +71,13 @@ def test_compat_has_its_own_defaults_of_split_and_penalty() -> None:
 
 def test_compat_has_one_fork_criterion_and_three_algorithms() -> None:
     for keys in ({"fork_rule": "threshold"}, {"fork_criterion": "relative"}):
-        with pytest.raises(ConfigError, match="one fork criterion"):
+        with pytest.raises(ConfigError, match="single fork criterion"):
             released(ARPO(compat="reference", **keys))
 
     class Mine(GRPO, tag="mine"):
         pass
 
-    with pytest.raises(ConfigError, match="Mine has no released form"):
+    with pytest.raises(ConfigError, match="Mine has no released implementation"):
         released(Mine(compat="reference"))
 
 

@@ -212,5 +212,5 @@ def response_mask(token_ids: Sequence[int], eos: Collection[int]) -> list[int]:
 
 
 def truncated_entropy(logprobs: Sequence[float]) -> float:
-    """-sum p ln p over the returned log-probs of one token, not renormalised, nats."""
+    """-sum p ln p over the returned log-probs of one token, not renormalized, nats."""
     return -math.fsum(math.exp(value) * value for value in logprobs)

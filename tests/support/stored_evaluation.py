@@ -53,7 +53,7 @@ def trajectory(answer: str, length: int = 1, **keys: Any) -> EvalRow:
 def mixed_rows(
     num_questions: int, num_samples: int, seed: int = 0, length: int = 1
 ) -> list[EvalRow]:
-    """Questions of mathematics and of facts, half of each: the golds and answers of the labelled
+    """Questions of mathematics and of facts, half of each: the golds and answers of the labeled
     pairs, with digits changed so that few questions are alike. A question has a right answer and
     three wrong ones, which its samples give."""
     rng = Random(seed)

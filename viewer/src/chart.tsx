@@ -3,7 +3,7 @@
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 
-import { colour, num, seriesColour, useWidth } from "./ui";
+import { color, num, seriesColor, useWidth } from "./ui";
 
 export interface Series {
   label: string;
@@ -35,7 +35,7 @@ function whiskers(series: Series[]): (plot: uPlot) => void {
     ctx.lineWidth = 1.5 * devicePixelRatio;
     series.forEach((one, place) => {
       if (one.low === undefined || one.high === undefined || plot.series[place + 1]?.show === false) return;
-      ctx.strokeStyle = seriesColour(place);
+      ctx.strokeStyle = seriesColor(place);
       (plot.data[0] as number[]).forEach((x, i) => {
         const low = one.low?.[i];
         const high = one.high?.[i];
@@ -64,7 +64,7 @@ export function Chart(props: Props) {
 
   useEffect(() => {
     if (box.current === null || width === 0) return;
-    const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 }, font: "11px system-ui, sans-serif" };
+    const axis = { stroke: color("--muted"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line"), width: 1 }, font: "11px system-ui, sans-serif" };
     const made = new uPlot(
       {
         width,
@@ -81,21 +81,21 @@ export function Chart(props: Props) {
           { label: props.xLabel ?? "step", value: (_, v) => (v === null ? "" : (props.labels?.[v] ?? num(v))) },
           ...props.series.map((one, place) => ({
             label: one.label,
-            stroke: seriesColour(place),
+            stroke: seriesColor(place),
             width: 1.6,
             dash: one.dash ? [5, 4] : undefined,
             spanGaps: true,
-            points: { show: one.points ?? props.x.length < 40, size: 4, fill: seriesColour(place) },
+            points: { show: one.points ?? props.x.length < 40, size: 4, fill: seriesColor(place) },
             value: (_: uPlot, v: number | null) => (v === null ? "" : num(v)),
           })),
         ],
-        hooks: { draw: [whiskers(props.series)], setLegend: [(self) => self.legend.idx === null && told(self)] },
+        hooks: { draw: [whiskers(props.series)], setLegend: [(self) => self.legend.idx === null && showLast(self)] },
       },
       [props.x, ...props.series.map((one) => one.values)] as uPlot.AlignedData,
       box.current,
     );
     plot.current = made;
-    told(made);
+    showLast(made);
     return () => {
       made.destroy();
       plot.current = null;
@@ -104,13 +104,13 @@ export function Chart(props: Props) {
 
   useEffect(() => {
     plot.current?.setData([props.x, ...props.series.map((one) => one.values)] as uPlot.AlignedData);
-    if (plot.current) told(plot.current);
+    if (plot.current) showLast(plot.current);
   }, [props.x, props.series]);
 
   return <div class="chart" ref={box} />;
 }
 
-/** As many names as there is room for. */
+/** As many labels as fit. */
 function named(labels: string[], place: number, width: number): string {
   const every = Math.ceil((labels.length * 76) / Math.max(1, width - 60));
   return Number.isInteger(place) && place % every === 0 ? (labels[place] ?? "") : "";
@@ -121,8 +121,8 @@ function tick(value: number): string {
   return Math.abs(value) < 0.001 ? value.toExponential(0) : String(Number(value.toPrecision(2)));
 }
 
-/** Without a cursor the legend says the last values. */
-function told(plot: uPlot): void {
+/** Without a cursor the legend shows the last values. */
+function showLast(plot: uPlot): void {
   if (plot.cursor.idx === null || plot.cursor.idx === undefined) plot.setLegend({ idx: plot.data[0].length - 1 }, false);
 }
 

@@ -1,7 +1,7 @@
 // The drawing of a tree: a lane for each trajectory, forks as curves that leave their turn.
 
 import { link } from "./route";
-import { boxTone, type Scale } from "./colours";
+import { boxTone, type Scale } from "./colors";
 import type { Node, Tree } from "./types";
 import { cx, num } from "./ui";
 

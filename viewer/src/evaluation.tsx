@@ -37,7 +37,7 @@ export function EvaluationsPage(props: { run: Run; versions: Record<string, numb
       current = false;
     };
   }, [key, heads.length]);
-  if (heads.length === 0) return <Absent>There is no evaluation in this folder yet.</Absent>;
+  if (heads.length === 0) return <Absent>No evaluation in this folder yet.</Absent>;
   return (
     <>
       <Card title="Evaluations, success with its 95 % interval">
@@ -136,7 +136,7 @@ function SummaryView(props: { summary: Summary; theme: string }) {
         <Tile name="questions" note={plural(overall.num_trajectories, "graded trajectory", "graded trajectories")}>
           {num(overall.num_questions)}
         </Tile>
-        <Tile name="failed" note={overall.num_failed > 0 ? `${percent(overall.num_failed / total)}; were they wrong, success would be ${num(overall.success_if_failed_wrong)}` : "not counted as wrong"}>
+        <Tile name="failed" note={overall.num_failed > 0 ? `${percent(overall.num_failed / total)}; counted as wrong, success would be ${num(overall.success_if_failed_wrong)}` : "not counted as wrong"}>
           {num(overall.num_failed)}
         </Tile>
         <Tile name="tool calls each">{num(overall.spreads["tool_calls"]?.mean, 2)}</Tile>
@@ -150,23 +150,23 @@ function SummaryView(props: { summary: Summary; theme: string }) {
       <Cost summary={summary} />
       <div class="panels">
         {ks.length > 1 && (
-          <Card title="Right within k samples, and by a vote" class="panel">
+          <Card title="Pass@k and majority vote" class="panel">
             <Chart x={ks} series={curve} from={0} to={1} theme={theme} xLabel="k" log2 />
           </Card>
         )}
         <Card class={cx("panel", "counts-panel", ks.length <= 1 && "panel-all")}>
-          <Counts title="Failed, in no score" counts={Object.entries(overall.failures).map(([name, count]) => [name, share(count)])} />
-          <Counts title="Cut off by a limit, graded by what is there" counts={Object.entries(overall.truncations).map(([name, count]) => [name, share(count)])} />
-          <Counts title="Tool calls, and those that raised" counts={Object.entries(overall.tools).map(([name, use]) => [name, `${num(use.calls)}, ${num(use.errors)} (${percent(use.errors / use.calls)})`])} />
-          <Counts title="Helpers, in all" counts={Object.entries(overall.assist ?? {}).map(([name, count]) => [name, num(count)])} />
-          {isPlain && <p class="muted">None failed, none was cut off, no tool was called.</p>}
+          <Counts title="Failed, excluded from scores" counts={Object.entries(overall.failures).map(([name, count]) => [name, share(count)])} />
+          <Counts title="Truncated by a limit, graded as they are" counts={Object.entries(overall.truncations).map(([name, count]) => [name, share(count)])} />
+          <Counts title="Tool calls and errors" counts={Object.entries(overall.tools).map(([name, use]) => [name, `${num(use.calls)}, ${num(use.errors)} (${percent(use.errors / use.calls)})`])} />
+          <Counts title="Helpers, total" counts={Object.entries(overall.assist ?? {}).map(([name, count]) => [name, num(count)])} />
+          {isPlain && <p class="muted">No failures, no truncations, no tool calls.</p>}
           {agreement && (
             <Counts
-              title="Judge against rules"
+              title="Judge versus rules"
               counts={[
                 ["agree", percent(agreement["share"])],
                 ["Cohen's kappa", num(agreement["kappa"])],
-                ["both right", num(agreement["both_right"])],
+                ["both correct", num(agreement["both_right"])],
                 ["only the judge", num(agreement["only_judge"])],
                 ["only the rules", num(agreement["only_rules"])],
                 ["both wrong", num(agreement["both_wrong"])],
@@ -202,12 +202,12 @@ interface Item {
 function itemsOf(index: EvaluationIndex): Item[] {
   return index.rows.map((row, place) => {
     const [set, task, sample, kind, question, prediction, success, reward, end, limit, failure, calls, turns, sampled, took, judge] = row as [string, string, number, string, string, string, boolean, number, string, string | null, string | null, number, number, number, number, number | null] & Cell[];
-    const outcome = end === "failed" ? "failed" : success ? "right" : end === "truncated" ? "cut off" : "wrong";
+    const outcome = end === "failed" ? "failed" : success ? "correct" : end === "truncated" ? "truncated" : "wrong";
     return { place, set, task, sample, kind, question, prediction, outcome, reward, limit, failure, calls, turns, sampled, seconds: took, judge };
   });
 }
 
-const KINDS: Record<string, string> = { right: "good", wrong: "plain", "cut off": "warn", failed: "bad" };
+const KINDS: Record<string, string> = { correct: "good", wrong: "plain", truncated: "warn", failed: "bad" };
 
 const COLUMNS: Column<Item>[] = [
   { key: "outcome", title: "outcome", width: "82px", cell: (one) => <Tag kind={KINDS[one.outcome]} title={one.limit ?? one.failure ?? ""}>{one.outcome}</Tag>, sort: (one) => one.outcome },
@@ -242,7 +242,7 @@ function Rows(props: { id: string; index: EvaluationIndex; query: URLSearchParam
         <Select label="outcome" value={filters.outcome} options={options("outcome")} onChange={(outcome) => set({ outcome })} />
         <Select label="set" value={filters.set} options={options("set")} onChange={(value) => set({ set: value })} />
         <Select label="kind" value={filters.kind} options={options("kind")} onChange={(kind) => set({ kind })} />
-        <Search label="text" value={text} placeholder="in questions, answers, what was written" onChange={(q) => set({ q })} note={text && <span class="muted">{found.value ? (found.value.num_searched < found.value.num_rows ? `first ${found.value.num_searched} rows` : "") : found.error ? "questions and answers only" : "…"}</span>} />
+        <Search label="text" value={text} placeholder="in questions, answers and trajectories" onChange={(q) => set({ q })} note={text && <span class="muted">{found.value ? (found.value.num_searched < found.value.num_rows ? `first ${found.value.num_searched} rows` : "") : found.error ? "questions and answers only" : "…"}</span>} />
       </div>
       {props.index.num_unreadable > 0 && <Absent>{plural(props.index.num_unreadable, "row")} could not be read.</Absent>}
       <Table label="Trajectories" columns={COLUMNS} rows={shown} href={(one) => link(["evaluations", id, one.place], Object.fromEntries(query))} rowKey={(one) => String(one.place)} current={props.current} />
@@ -264,11 +264,11 @@ function Transcript(props: { row: EvalRow }) {
           <span class="muted">expected</span> <b>{row.answers.join(" or ")}</b> <span class="muted">answered</span> <b>{row.prediction || "nothing"}</b>
         </p>
         <div class="end">
-          <Tag kind={row.end === "failed" ? "bad" : row.success ? "good" : "plain"}>{row.end === "failed" ? "failed" : row.success ? "right" : "wrong"}</Tag>
+          <Tag kind={row.end === "failed" ? "bad" : row.success ? "good" : "plain"}>{row.end === "failed" ? "failed" : row.success ? "correct" : "wrong"}</Tag>
           <span>
             reward <b>{num(row.reward, 3)}</b>
           </span>
-          {row.limit && <span class="bad">cut off by the limit of {row.limit.replace("_", " ")}</span>}
+          {row.limit && <span class="bad">truncated by the limit {row.limit.replace("_", " ")}</span>}
           {Object.entries(row.parts).map(([name, value]) => (
             <span key={name} class="muted">
               {name} {num(value, 2)}
@@ -282,7 +282,7 @@ function Transcript(props: { row: EvalRow }) {
         </div>
         {row.reason && (
           <div class="observed">
-            <div class="who">{"judge" in row.parts || "judge_unparsed" in row.parts ? "what the judge said" : "what the grader said"}</div>
+            <div class="who">{"judge" in row.parts || "judge_unparsed" in row.parts ? "what the judge said" : "grader's verdict"}</div>
             <pre>
               <Text text={row.reason} />
             </pre>
@@ -299,7 +299,7 @@ function Transcript(props: { row: EvalRow }) {
         if (policy === undefined)
           return (
             <div key={i} class="observed turn">
-              <div class="who">{i === 0 ? "prompt" : segment["role"] ?? "result, as the policy read it"}</div>
+              <div class="who">{i === 0 ? "prompt" : segment["role"] ?? "result, as shown to the policy"}</div>
               <pre>
                 <Text text={segment["env"] ?? ""} />
               </pre>
@@ -340,7 +340,7 @@ function RowPage(props: { id: string; place: number; index: EvaluationIndex; que
         <b>{String(index.rows[place]?.[1] ?? "")}</b>
         <span class="muted">sample {String(index.rows[place]?.[2] ?? "")}</span>
         <span class="row">
-          <button type="button" disabled={place <= 0} onClick={() => move(-1)} aria-label="row before">
+          <button type="button" disabled={place <= 0} onClick={() => move(-1)} aria-label="previous row">
             ‹
           </button>
           <button type="button" disabled={place + 1 >= index.rows.length} onClick={() => move(1)} aria-label="next row">
@@ -349,7 +349,7 @@ function RowPage(props: { id: string; place: number; index: EvaluationIndex; que
         </span>
         <Tag kind="plain">{String(index.rows[place]?.[3] ?? "")}</Tag>
       </div>
-      <Waiting answer={chunk}>{(rows) => (rows[place % size] ? <Transcript row={rows[place % size] as EvalRow} /> : <Absent>There is no such row.</Absent>)}</Waiting>
+      <Waiting answer={chunk}>{(rows) => (rows[place % size] ? <Transcript row={rows[place % size] as EvalRow} /> : <Absent>No such row.</Absent>)}</Waiting>
     </>
   );
 }
@@ -383,7 +383,7 @@ function ComparePage(props: { run: Run; first: string; second: string; versions:
   return (
     <>
       <div class="about">
-        <a href={link(["evaluations", first])}>A: {name(first)}</a> <span class="muted">against</span> <a href={link(["evaluations", second])}>B: {name(second)}</a>
+        <a href={link(["evaluations", first])}>A: {name(first)}</a> <span class="muted">versus</span> <a href={link(["evaluations", second])}>B: {name(second)}</a>
         <a class="small" href={link(["evaluations", second, "against", first])}>
           swap
         </a>
@@ -413,7 +413,7 @@ function ComparePage(props: { run: Run; first: string; second: string; versions:
                     {found.sides.some((side) => side.num_failed > 0) && (
                       <>
                         <tr>
-                          <td>failed, of all samples</td>
+                          <td>share of failed samples</td>
                           <td class="right">{num(found.num_questions + found.failed)}</td>
                           {found.sides.map((side, i) => (
                             <td key={i} class={cx("right", side.num_failed > 0 && "bad")}>
@@ -423,7 +423,7 @@ function ComparePage(props: { run: Run; first: string; second: string; versions:
                           <td colSpan={4} />
                         </tr>
                         <tr>
-                          <td>success, were all failed wrong</td>
+                          <td>success, failed as wrong</td>
                           <td class="right">{num(found.num_questions + found.failed)}</td>
                           {found.sides.map((side, i) => (
                             <td key={i} class="right">

@@ -1,4 +1,4 @@
-// Figures of an evaluation by group: scores, cost, right within k samples; and how they are spread.
+// Figures of an evaluation by group: scores, cost, pass@k; and their distributions.
 
 import type { ComponentChildren } from "preact";
 import { useMemo } from "preact/hooks";
@@ -59,12 +59,12 @@ function Grouped(props: { groups: Group[]; titles: [string, string?][]; cells: (
 
 const SCORES: [string, string, string][] = [
   ["reward", "reward", "of the environment's grader"],
-  ["em", "EM", "equal to a right answer after normalising"],
+  ["em", "EM", "equal to a gold answer after normalizing"],
   ["f1", "F1", "of its tokens"],
-  ["contains", "contains", "the words of a right answer stand in it, in a row"],
-  ["rule", "rules", "what the layered grader says"],
-  ["math", "math", "the same, of mathematics only"],
-  ["judge", "judge", "right by the rules or by a judge"],
+  ["contains", "contains", "contains the words of a gold answer in sequence"],
+  ["rule", "rules", "verdict of the layered grader"],
+  ["math", "math", "the same, mathematics only"],
+  ["judge", "judge", "correct by the rules or by a judge"],
 ];
 
 export function Scores(props: { summary: Summary }) {
@@ -76,14 +76,14 @@ export function Scores(props: { summary: Summary }) {
     <Card title="Scores by group">
       <Grouped
         groups={groupsOf(summary)}
-        titles={[["number"], ["graded", "trajectories"], ["success", "of the environment's grader, with its 95 % interval"], [""], ...shown.map(([, title, about]) => [title, about] as [string, string]), ["failed", "in no figure beside this one"]]}
+        titles={[["number"], ["graded", "trajectories"], ["success", "of the environment's grader, with its 95 % interval"], [""], ...shown.map(([, title, about]) => [title, about] as [string, string]), ["failed", "excluded from all other figures"]]}
         left={[2, 3]}
         cells={(of) => [num(of.num_questions), num(of.num_trajectories), <Value of={of.estimates["success"]} />, of.estimates["success"] && <Interval {...of.estimates["success"]} />, ...shown.map(([name]) => num(of.estimates[name]?.value)), <span class={cx(of.num_failed > 0 && "bad")}>{num(of.num_failed)}</span>]}
       />
       <p class="small muted">
         95 % intervals are over questions.
         {Object.keys(summary.groups["dataset"] ?? {}).length > 1 && summary.average !== null && ` The mean of the sets is ${num(summary.average)}.`}
-        {overall.num_failed > 0 && ` Failed trajectories (${failed.join(", ")}) are in no score; were all of them wrong, success would be ${num(overall.success_if_failed_wrong)}.`}
+        {overall.num_failed > 0 && ` Failed trajectories (${failed.join(", ")}) are excluded from scores; counted as wrong, success would be ${num(overall.success_if_failed_wrong)}.`}
         {summary.compat && " EM, F1, contains and math are those of the published code."}
       </p>
     </Card>
@@ -97,11 +97,11 @@ export function WithinK(props: { summary: Summary; ks: number[] }) {
   const votes = groups.some(([, , of]) => Object.keys(of.majority_at).length > 0);
   const table = (name: "pass_at" | "majority_at") => <Grouped groups={groups} titles={ks.map((k) => [`k = ${k}`])} left={ks.map((_, i) => i)} cells={(of) => ks.map((k) => <Value of={of[name][k]} />)} />;
   return (
-    <Card title="Right within k samples, pass@k">
+    <Card title="Correct within k samples, pass@k">
       {table("pass_at")}
       {votes && (
         <>
-          <h3>Right by a vote among k samples, maj@k</h3>
+          <h3>Majority vote among k samples, maj@k</h3>
           {table("majority_at")}
         </>
       )}
@@ -118,8 +118,8 @@ export function Cost(props: { summary: Summary }) {
         groups={groupsOf(props.summary)}
         titles={[
           ["tool calls"],
-          ["right / call", "all right answers over all tool calls"],
-          ["right with tools", "share of right ones among the trajectories that used a tool"],
+          ["right / call", "all correct answers over all tool calls"],
+          ["correct with tools", "share of correct ones among the trajectories that used a tool"],
           ["ARPO productivity", "success * calls / (calls + 0.1) * 100"],
           ["turns"],
           ["tokens", "sampled ones"],
@@ -146,7 +146,7 @@ export function Cost(props: { summary: Summary }) {
 const BARS = 40;
 const [WIDE, HIGH] = [400, 120];
 
-/** Bars of equal width, right ones below wrong ones; of whole numbers, so that each bar has as many. */
+/** Bars of equal width, correct ones below wrong ones; over integers each bar spans the same number of values. */
 function Histogram(props: { title: string; values: [number, boolean][]; whole?: boolean; unit?: string }) {
   const { values, whole, unit = "" } = props;
   const found = useMemo(() => {
@@ -167,7 +167,7 @@ function Histogram(props: { title: string; values: [number, boolean][]; whole?: 
   const step = WIDE / bars.length;
   const up = (count: number) => (HIGH * count) / most;
   const across = (value: number) => Math.min(WIDE, ((value - low) / width + (whole ? 0.5 : 0)) * step);
-  const said = (place: number, [right, wrong]: [number, number]) => `${num(low + place * width, 2)}${whole && width === 1 ? "" : ` to ${num(low + (place + 1) * width - (whole ? 1 : 0), 2)}`}${unit}: ${right} right, ${wrong} wrong`;
+  const said = (place: number, [right, wrong]: [number, number]) => `${num(low + place * width, 2)}${whole && width === 1 ? "" : ` to ${num(low + (place + 1) * width - (whole ? 1 : 0), 2)}`}${unit}: ${right} correct, ${wrong} wrong`;
   return (
     <figure class="histogram">
       <figcaption>
@@ -205,7 +205,7 @@ export function Spreads(props: { index: EvaluationIndex }) {
   if (!calls?.length) return null;
   return (
     <Card
-      title="How they are spread"
+      title="Distributions"
       aside={
         <span class="legend-line small">
           <span class="legend">

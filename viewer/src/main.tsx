@@ -1,4 +1,4 @@
-// The page: what is looked at, where in it, and whether it still changes.
+// The page: the shown run, the place in it, and whether it still changes.
 
 import { render } from "preact";
 import { useCallback, useEffect, useRef, useState } from "preact/hooks";
@@ -60,7 +60,7 @@ interface Followed {
   lost: boolean;
 }
 
-/** The run and its metrics, and what is new of them as it is written. */
+/** The run and its metrics, updated as they are written. */
 function useRun(): Followed {
   const [found, setFound] = useState<Followed>({ run: null, rows: [], unreadable: 0, state: null, error: "", lost: false });
   const epoch = useRef<string>("");
@@ -111,12 +111,12 @@ function useRun(): Followed {
 const HELP: [string, string][] = [
   ["1 2 3", "run, trees, evaluations"],
   ["↑ ↓ or j k, Enter", "in a table: move, open"],
-  ["j k", "in a tree: next branch, branch before; in a transcript: next row"],
-  ["] [", "next tree, tree before"],
+  ["j k", "in a tree: next and previous branch; in a transcript: next row"],
+  ["] [", "next tree, previous tree"],
   ["← →", "token by token"],
-  ["c", "colour tokens by the next figure"],
+  ["c", "color tokens by the next metric"],
   ["b", "two branches side by side"],
-  ["t", "light, dark, as the system has it"],
+  ["t", "light, dark, or as the system"],
   ["Esc", "one level up"],
   ["?", "this help"],
 ];
@@ -150,7 +150,7 @@ function App() {
   if (run === null) return <main>{error ? <Absent>{error}</Absent> : <p class="waiting">reading …</p>}</main>;
   const status = isLive ? (lost ? "lost" : (state?.status ?? run.status.is)) : "exported";
   const holder = run.status.holder;
-  const about = { running: "goes on; this page follows it", finished: "finished", stopped: "was stopped; --resume goes on", elsewhere: `runs on ${holder?.host ?? "another machine"}, as far as its lock says`, lost: "the server does not answer", exported: `as of ${run.exported?.when ?? "its export"}` }[status];
+  const about = { running: "in progress; this page follows it", finished: "finished", stopped: "stopped; continue with --resume", elsewhere: `runs on ${holder?.host ?? "another machine"}, according to its lock`, lost: "the server does not answer", exported: `as of ${run.exported?.when ?? "its export"}` }[status];
   const pages: [string, string, string][] = [
     ...(run.is_run ? ([["run", "Run", ""], ["trees", "Trees", ""]] as [string, string, string][]) : []),
     ["evaluations", "Evaluations", ""],
@@ -172,7 +172,7 @@ function App() {
           ))}
         </nav>
         <span class="grow" />
-        <button type="button" onClick={nextTheme} title="light, dark, as the system has it (t)">
+        <button type="button" onClick={nextTheme} title="light, dark, or as the system (t)">
           {wanted}
         </button>
         <button type="button" onClick={() => setHelp(!isHelp)} aria-label="Keys" title="keys (?)">
@@ -209,7 +209,7 @@ function App() {
   );
 }
 
-// The token has done its work: it stands in no history and no copied address.
+// Remove the used token from the history and from copied addresses.
 if (new URLSearchParams(location.search).has("token")) history.replaceState(null, "", location.pathname + location.hash);
 
 const app = document.getElementById("app");

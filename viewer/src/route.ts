@@ -1,4 +1,4 @@
-// The address of what is shown: #/trees/3/17/0.1+1?color=entropy
+// The address of the shown page: #/trees/3/17/0.1+1?color=entropy
 
 import { useEffect, useState } from "preact/hooks";
 

@@ -1,4 +1,4 @@
-// The run: how it stands, its curves, where its time went.
+// The run: its status, its curves, its time line.
 
 import { useMemo, useState } from "preact/hooks";
 
@@ -18,31 +18,31 @@ interface Panel {
 }
 
 const PANELS: Panel[] = [
-  { title: "Reward and success of rollouts; what failed dashed", about: "success of those that did not fail, and if all failed ones were wrong", keys: ["reward/mean", "reward/success", "reward/success_if_failed_wrong", "failed/share"], dashed: /failed/ },
+  { title: "Reward and success of rollouts; failures dashed", about: "success of finished rollouts, and with failed ones as wrong", keys: ["reward/mean", "reward/success", "reward/success_if_failed_wrong", "failed/share"], dashed: /failed/ },
   { title: "Success by kind of question", keys: [/^by_kind\/.*\/success$/], from: 0, to: 1 },
-  { title: "Staleness, versions", about: "learner version minus oldest version of a token, when trained", keys: ["staleness/max", "staleness/trained_mean", "staleness/bound"], dashed: /bound/, from: 0 },
+  { title: "Staleness, versions", about: "learner version minus oldest version of a token, at training", keys: ["staleness/max", "staleness/trained_mean", "staleness/bound"], dashed: /bound/, from: 0 },
   { title: "Queue: trees", keys: ["queue/ready", "trees/in_flight"], from: 0 },
-  { title: "Flow: trees since the start", about: "offered = trained + filtered + failed + in flight; equal: of the trained, without signal", keys: ["trees/offered", "trees/trained", "trees/equal", "trees/filtered", "trees/failed"], from: 0 },
-  { title: "Failed trajectories of a step, by kind", keys: [/^failed\/by_kind\//], from: 0 },
-  { title: "Tool calls of a step; errors dashed", keys: [/^tool\/.*\/(calls|errors)$/], dashed: /errors/, from: 0 },
-  { title: "Seconds of a tool call; waiting dashed", keys: [/^tool\/.*\/(mean_s|waited_s)$/], dashed: /waited/, from: 0 },
-  { title: "Answers from caches: calls of a step", keys: [/^tool\/.*\/cache_hits$/], from: 0 },
-  { title: "Tokens of a trajectory: offered, trained", keys: ["length/offered_p50", "length/trained_p50", "length/offered_p90", "length/trained_p90"], dashed: /trained/, from: 0 },
-  { title: "Turns and calls of a trajectory", keys: ["rollout/turns", "rollout/calls_per_trajectory"], from: 0 },
-  { title: "Roots and forks of a step", keys: ["rollout/roots", "rollout/forks"], from: 0 },
+  { title: "Flow: trees since the start", about: "offered = trained + filtered + failed + in flight; equal: trained without signal", keys: ["trees/offered", "trees/trained", "trees/equal", "trees/filtered", "trees/failed"], from: 0 },
+  { title: "Failed trajectories per step, by kind", keys: [/^failed\/by_kind\//], from: 0 },
+  { title: "Tool calls per step; errors dashed", keys: [/^tool\/.*\/(calls|errors)$/], dashed: /errors/, from: 0 },
+  { title: "Seconds per tool call; waiting dashed", keys: [/^tool\/.*\/(mean_s|waited_s)$/], dashed: /waited/, from: 0 },
+  { title: "Cached answers: calls per step", keys: [/^tool\/.*\/cache_hits$/], from: 0 },
+  { title: "Tokens per trajectory: offered, trained", keys: ["length/offered_p50", "length/trained_p50", "length/offered_p90", "length/trained_p90"], dashed: /trained/, from: 0 },
+  { title: "Turns and calls per trajectory", keys: ["rollout/turns", "rollout/calls_per_trajectory"], from: 0 },
+  { title: "Roots and forks per step", keys: ["rollout/roots", "rollout/forks"], from: 0 },
   { title: "Entropy of sampled tokens, nats", keys: ["rollout/entropy", "learner/entropy"] },
-  { title: "Engine against learner, nats", about: "the same weights and tokens", keys: ["parity/logprob_gap_mean", "parity/logprob_gap_max"], from: 0 },
+  { title: "Engine versus learner, nats", about: "the same weights and tokens", keys: ["parity/logprob_gap_mean", "parity/logprob_gap_max"], from: 0 },
   { title: "Loss", keys: ["learner/loss"] },
   { title: "Gradient norm", keys: ["learner/grad_norm"], from: 0 },
   { title: "KL, nats", keys: ["learner/kl_to_proximal", "learner/kl_to_reference"] },
-  { title: "Shares of tokens clipped", keys: ["learner/clipped_high", "learner/clipped_low", "learner/importance_capped"], from: 0 },
-  { title: "Sampled tokens a second", keys: ["time/sampled_tokens_per_s"], from: 0 },
-  { title: "Prefix cache: share of prompts that was there", keys: ["prefix/turn_hits", "prefix/fork_hits"], from: 0, to: 1 },
+  { title: "Shares of clipped tokens", keys: ["learner/clipped_high", "learner/clipped_low", "learner/importance_capped"], from: 0 },
+  { title: "Sampled tokens per second", keys: ["time/sampled_tokens_per_s"], from: 0 },
+  { title: "Prefix cache: share of cached prompt tokens", keys: ["prefix/turn_hits", "prefix/fork_hits"], from: 0, to: 1 },
   { title: "Truncated trajectories, by limit", keys: [/^(rollout\/truncated|truncated\/)/], from: 0 },
   { title: "Event loop: lag, ms", keys: ["event_loop/lag_p99_ms", "event_loop/lag_max_ms"], from: 0 },
 ];
 
-/** The rows of updates; of a step that was done twice, the later. */
+/** The rows of updates; of a repeated step, the later row. */
 export function updates(rows: Row[]): Row[] {
   const found = new Map<number, Row>();
   for (const row of rows) if ("trees/offered" in row) found.set(row["step"] as number, row);
@@ -57,7 +57,7 @@ function keysOf(rows: Row[]): string[] {
 
 const value = (row: Row, key: string): number | null => (typeof row[key] === "number" ? (row[key] as number) : null);
 
-/** What a person reads of a key below a title that says the rest. */
+/** A key without the parts that all keys of a panel share. */
 function shortened(keys: string[]): string[] {
   if (keys.length < 2) return keys;
   const parts = keys.map((key) => key.split("/"));
@@ -83,13 +83,15 @@ function Curves(props: { rows: Row[]; keys: string[]; panel: Panel; theme: strin
   );
 }
 
+const PHASES: Record<string, string> = { before_sft: "start", after_sft: "cold start", after_rl: "end" };
+
 /** Evaluations by update, with their intervals. */
 function Evaluations(props: { rows: Row[]; theme: string }) {
   const [byKind, setByKind] = useState(false);
   const found = useMemo(() => {
     const rows = props.rows.filter((row) => Object.keys(row).some((key) => /^eval\/.*\/success$/.test(key)));
     const keys = keysOf(rows).filter((key) => /^eval\/.*\/success$/.test(key) && (byKind || key.split("/").length === 3));
-    return { x: rows.map((_, i) => i), phases: rows.map((row) => String(row["phase"] ?? `step ${String(row["step"])}`).replace(/^step-0*/, "step ")), keys, rows };
+    return { x: rows.map((_, i) => i), phases: rows.map((row) => PHASES[String(row["phase"])] ?? String(row["phase"] ?? `step ${String(row["step"])}`).replace(/^step-0*/, "step ")), keys, rows };
   }, [props.rows, byKind]);
   const series = useMemo<Series[]>(
     () =>
@@ -127,7 +129,7 @@ function path(row: Row | null, ...keys: string[]): unknown {
   return found;
 }
 
-/** Behind a success: the share of trajectories that failed, of which it says nothing. */
+/** Note of a success: the share of failed trajectories, which it excludes. */
 function share(failed: unknown): string | undefined {
   return typeof failed === "number" && failed > 0 ? `${percent(failed)} failed` : undefined;
 }
@@ -141,10 +143,10 @@ function failedOf(row: Row | undefined, key: string): string {
 
 function leastOf(row: Row | undefined, key: string): string | undefined {
   const least = row?.[key.replace(/success$/, "success_if_failed_wrong")];
-  return typeof least === "number" && failedOf(row, key) !== "" ? `were all failed ones wrong: ${percent(least)}` : undefined;
+  return typeof least === "number" && failedOf(row, key) !== "" ? `with failed ones as wrong: ${percent(least)}` : undefined;
 }
 
-/** Sampled tokens a second over all steps, of a run that has not written it. */
+/** Sampled tokens per second over all steps, for a run without this metric. */
 function rateOf(steps: Row[]): number | undefined {
   const rows = steps.filter((row) => Number(row["time/sampled_tokens_per_s"] ?? 0) > 0);
   const tokens = rows.reduce((sum, row) => sum + Number(row["rollout/sampled_tokens"] ?? 0), 0);
@@ -175,7 +177,7 @@ function Tiles(props: { run: Run; rows: Row[]; steps: Row[] }) {
         </Tile>
       )}
       <Tile name="reward, last step">{num(last(steps, "reward/mean"))}</Tile>
-      <Tile name="training success, last step" note={share(last(steps, "failed/share"))} title="of the trajectories that did not fail">
+      <Tile name="training success, last step" note={share(last(steps, "failed/share"))} title="of finished trajectories">
         {percent(last(steps, "reward/success") as number | undefined)}
       </Tile>
       <Tile name="staleness, most" note={`bound ${num(last(steps, "staleness/bound"))}`}>
@@ -187,22 +189,22 @@ function Tiles(props: { run: Run; rows: Row[]; steps: Row[] }) {
       <Tile name="failed trajectories" note={trajectories ? `${percent(failed / (failed + trajectories))} of all` : undefined}>
         {num(failed)}
       </Tile>
-      <Tile name="engine to learner" note="nats apart, mean" title="log-probs of the same tokens under the same weights">
+      <Tile name="engine versus learner" note="mean difference, nats" title="log-probs of the same tokens under the same weights">
         {num(last(steps, "parity/logprob_gap_mean"))}
       </Tile>
       {last(steps, "handover/total_s") !== undefined && (
-        <Tile name="hand-over, last step" note="seconds an update" title="engine and learner pass weights and GPUs to each other: sleep, wake, publish, load">
+        <Tile name="hand-over, last step" note="seconds per update" title="engine and learner pass weights and GPUs to each other: sleep, wake, publish, load">
           {num(last(steps, "handover/total_s"))}
         </Tile>
       )}
-      <Tile name="tokens a second" note="over the run" title="sampled tokens of all steps for each second of the RL phase">
+      <Tile name="tokens per second" note="over the run" title="sampled tokens of all steps per second of the RL phase">
         {num(last(steps, "time/run_tokens_per_s") ?? rateOf(steps))}
       </Tile>
     </div>
   );
 }
 
-/** Show the end of a text as soon as there is one; whoever scrolls it then is left alone. */
+/** Show the end of a text at first; later the reader's scroll position stays. */
 function toEnd(element: HTMLElement | null) {
   if (element && element.textContent && !element.dataset.shown) {
     element.scrollTop = element.scrollHeight;
@@ -230,8 +232,13 @@ export function RunPage(props: { run: Run; rows: Row[]; unreadable: number; them
         <span class="muted">{String(path(run.config, "model", "path") ?? "")}</span>
         <span class="muted">{run.folder}</span>
       </div>
+      {run.health && (
+        <p class={cx("health", `health-${run.health.is}`)} role="status">
+          <strong>{run.health.is}</strong> {run.health.text}
+        </p>
+      )}
       <Tiles run={run} rows={rows} steps={steps} />
-      {rows.length === 0 && <Absent>{run.status.is === "running" ? "No step is done yet: the first curves come with the first step." : "This run has written no metrics (metrics.jsonl)."}</Absent>}
+      {rows.length === 0 && <Absent>{run.status.is === "running" ? "No finished step yet: curves appear after the first step." : "This run has written no metrics (metrics.jsonl)."}</Absent>}
       {props.unreadable > 0 && <Absent>{plural(props.unreadable, "row")} of metrics.jsonl could not be read.</Absent>}
       <div class="panels">
         <Evaluations rows={rows} theme={theme} />
@@ -253,9 +260,9 @@ export function RunPage(props: { run: Run; rows: Row[]; unreadable: number; them
         </Card>
       )}
       {steps.length > 0 && missing.length > 0 && <Absent>This run has no figures of: {missing.join("; ")}.</Absent>}
-      {run.steps.length === 0 && rows.length > 0 && <Absent>No trees are kept: the run is older than RUN/trees, or archive.max_gb is 0. Its steps cannot be opened.</Absent>}
+      {run.steps.length === 0 && rows.length > 0 && <Absent>No archived trees: the run is older than RUN/trees, or archive.max_gb is 0. Its steps cannot be opened.</Absent>}
       <div class="panels">
-        <Card title="Log, its end" class="panel-wide">
+        <Card title="End of the log" class="panel-wide">
           <pre key={log.value ? "text" : "none"} class="log" tabIndex={0} ref={toEnd}>{log.value?.text.trimEnd() ?? log.error ?? ""}</pre>
         </Card>
         <Card title="Configuration">

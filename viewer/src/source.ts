@@ -1,10 +1,10 @@
-// Where answers come from: the server, one file that holds them all, or a folder of files.
+// Sources of answers: the server, one file with all answers, or a folder of files.
 
 export type Query = Record<string, string>;
 
 const kind = document.body.dataset["source"] ?? "server";
 const known = new Map<string, Promise<unknown>>();
-const LIMIT = 400; // answers that are remembered
+const LIMIT = 400; // maximum number of cached answers
 
 export const isLive = kind === "server";
 
@@ -13,7 +13,7 @@ export class Missing extends Error {}
 async function fromServer(path: string, query: Query): Promise<unknown> {
   const text = new URLSearchParams(query).toString();
   const reply = await fetch(`api/${path}${text && `?${text}`}`);
-  if (reply.status === 403) throw new Error("The server has started anew: open the address that it has printed.");
+  if (reply.status === 403) throw new Error("The server was restarted: open the address that it printed.");
   const body = (await reply.json()) as { error?: string };
   if (!reply.ok) throw new Missing(body.error ?? reply.statusText);
   return body;
@@ -21,19 +21,19 @@ async function fromServer(path: string, query: Query): Promise<unknown> {
 
 async function fromFolder(path: string): Promise<unknown> {
   const reply = await fetch(`data/${path}.json`);
-  if (!reply.ok) throw new Missing("This was not exported: agentenv view RUN shows all of it.");
+  if (!reply.ok) throw new Missing("Not in this export: agentenv view RUN shows everything.");
   return reply.json();
 }
 
 async function fromFile(path: string): Promise<unknown> {
   const element = document.querySelector(`script[data-path="${CSS.escape(path)}"]`);
-  if (element === null) throw new Missing("This was not exported: agentenv view RUN shows all of it.");
+  if (element === null) throw new Missing("Not in this export: agentenv view RUN shows everything.");
   const bytes = Uint8Array.from(atob((element.textContent ?? "").trim()), (c) => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   return new Response(stream).json();
 }
 
-/** An answer. What does not change while somebody looks is remembered. */
+/** An answer. Immutable answers are cached. */
 export function ask<T>(path: string, query: Query = {}, fresh = false): Promise<T> {
   const key = `${path}?${new URLSearchParams(query)}`;
   const old = fresh ? undefined : known.get(key);
@@ -45,7 +45,7 @@ export function ask<T>(path: string, query: Query = {}, fresh = false): Promise<
   return found as Promise<T>;
 }
 
-/** Forget answers, so that they are asked again. */
+/** Drop cached answers. */
 export function forget(prefix: string): void {
   for (const key of known.keys()) if (key.startsWith(prefix)) known.delete(key);
 }

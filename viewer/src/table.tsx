@@ -46,7 +46,7 @@ interface RowProps<T> {
   mark: string | false;
 }
 
-/** A row, which is drawn anew only for another row: a scroll moves most of them and changes few. */
+/** A row, memoized: scrolling moves most rows and changes few. */
 class Row<T> extends Component<RowProps<T>> {
   override shouldComponentUpdate(next: RowProps<T>) {
     const { columns, row, place, name, template, mark } = this.props;
@@ -98,7 +98,7 @@ export function Table<T>(props: Props<T>) {
   }, []);
   const marked = useRef<string | null>(null);
   useLayoutEffect(() => {
-    // rows that come later, as details of trees do, take nobody's place away
+    // rows that arrive later, such as details of trees, keep the scroll position
     if (marked.current !== null) setActive(sorted.findIndex((row) => props.rowKey(row) === marked.current));
   }, [sorted]);
 
@@ -113,7 +113,7 @@ export function Table<T>(props: Props<T>) {
   const scrolled = () => {
     const { current } = late;
     const isFar = Math.abs((body.current?.scrollTop ?? 0) - top) > height;
-    // who drags the bar through thousands of rows can read none of them: a few pictures a second do
+    // rows are unreadable while the scroll bar is dragged: a few frames per second suffice
     const wait = isFar ? current.at + FAR_MS - performance.now() : 0;
     if (wait <= 0) show();
     else if (current.timer === 0) current.timer = window.setTimeout(show, wait);
@@ -177,7 +177,7 @@ export function Table<T>(props: Props<T>) {
         <div class="grid-rows" style={{ height: `${sorted.length * ROW}px` }}>
           {drawn}
         </div>
-        {sorted.length === 0 && <p class="absent">nothing is here that fits</p>}
+        {sorted.length === 0 && <p class="absent">no matching rows</p>}
       </div>
       <div class="grid-foot muted">{plural(sorted.length, "row")}</div>
     </div>

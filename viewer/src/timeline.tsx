@@ -1,16 +1,16 @@
-// Where the time of a run went, as its metrics know it: what the learner did, when weights were
-// published and what waited for it, how busy engines and actors were, evaluations between.
+// Time line of a run from its metrics: activity of the learner, publishing of weights and
+// waits for it, load of engines and actors, evaluations.
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 
 import type { Row } from "./types";
-import { Card, Select, colour, num, seconds, useWidth } from "./ui";
+import { Card, Select, color, num, seconds, useWidth } from "./ui";
 
 interface Part {
   lane: number;
   from: number;
   to: number;
-  colour: string;
+  color: string;
   height: number; // share of its lane
   text: string;
 }
@@ -41,23 +41,23 @@ export function partsOf(steps: Row[]): { parts: Part[]; end: number } {
     for (const [key, what, fill] of PARTS) {
       const took = of(row, key);
       if (took <= 0) continue;
-      parts.push({ lane: 0, from: at, to: at + took, colour: fill, height: 1, text: `${step}: the learner ${what}, ${seconds(took)}` });
+      parts.push({ lane: 0, from: at, to: at + took, color: fill, height: 1, text: `${step}: the learner ${what}, ${seconds(took)}` });
       if (key === "time/publish_s") {
         const version = num(row["policy_version"]);
         const handover = HANDOVER.map((part) => `${part} ${seconds(of(row, `handover/${part}_s`))}`).join(", ");
         const whole = of(row, "handover/total_s");
-        parts.push({ lane: 1, from: at, to: at + took, colour: "--series-2", height: 1, text: `version ${version} is published in ${seconds(took)}: the learner waits; engines load it between tokens and keep their requests${whole > 0 ? `. Hand-over ${seconds(whole)}: ${handover}` : ""}` });
+        parts.push({ lane: 1, from: at, to: at + took, color: "--series-2", height: 1, text: `version ${version} is published in ${seconds(took)}: the learner waits; engines load it between tokens and keep their requests${whole > 0 ? `. Hand-over ${seconds(whole)}: ${handover}` : ""}` });
       }
       at += took;
     }
     if (at === begin) continue;
     const tokens = of(row, "time/sampled_tokens_per_s");
-    if (tokens > 0) parts.push({ lane: 2, from: begin, to: at, colour: "--series-3", height: tokens / rate, text: `${step}: engines sampled ${num(tokens)} tokens a second` });
-    const flight = of(row, "trees/in_flight");
+    if (tokens > 0) parts.push({ lane: 2, from: begin, to: at, color: "--series-3", height: tokens / rate, text: `${step}: engines sampled ${num(tokens)} tokens per second` });
+    const growing = of(row, "trees/in_flight");
     const ready = of(row, "queue/ready");
-    if (flight + ready > 0) {
-      parts.push({ lane: 3, from: begin, to: at, colour: "--idle", height: (flight + ready) / most, text: `${step}: ${num(flight)} trees grow, ${num(ready)} wait in the queue` });
-      parts.push({ lane: 3, from: begin, to: at, colour: "--series-4", height: flight / most, text: `${step}: ${num(flight)} trees grow, ${num(ready)} wait in the queue` });
+    if (growing + ready > 0) {
+      parts.push({ lane: 3, from: begin, to: at, color: "--idle", height: (growing + ready) / most, text: `${step}: ${num(growing)} trees grow, ${num(ready)} wait in the queue` });
+      parts.push({ lane: 3, from: begin, to: at, color: "--series-4", height: growing / most, text: `${step}: ${num(growing)} trees grow, ${num(ready)} wait in the queue` });
     }
   }
   return { parts, end: at };
@@ -67,7 +67,7 @@ export function Timeline(props: { rows: Row[]; theme: string }) {
   const [box, width] = useWidth<HTMLDivElement>();
   const canvas = useRef<HTMLCanvasElement>(null);
   const [count, setCount] = useState("all");
-  const [told, setTold] = useState("");
+  const [hint, setHint] = useState("");
   const steps = useMemo(() => props.rows.filter((row) => "trees/offered" in row), [props.rows]);
   const { parts, end } = useMemo(() => partsOf(count === "all" ? steps : steps.slice(-Number(count))), [steps, count]);
   const height = LANES.length * LANE + BELOW;
@@ -83,25 +83,28 @@ export function Timeline(props: { rows: Row[]; theme: string }) {
     context.clearRect(0, 0, width, height);
     context.font = "12px system-ui, sans-serif";
     context.textBaseline = "middle";
-    const colours = new Map<string, string>();
+    const colors = new Map<string, string>();
     LANES.forEach((lane, place) => {
-      context.fillStyle = colour("--muted");
+      context.fillStyle = color("--muted");
       context.fillText(lane, 0, place * LANE + LANE / 2);
-      context.fillStyle = colour("--line");
+      context.fillStyle = color("--line");
       context.fillRect(LEFT, (place + 1) * LANE - 1, width - LEFT, 1);
     });
     for (const part of parts) {
       const x = LEFT + part.from * scale;
       const w = Math.max(part.lane === 1 ? 1.5 : 0.6, (part.to - part.from) * scale - (scale * (part.to - part.from) > 4 ? 0.5 : 0));
       const h = Math.max(1, (LANE - 8) * part.height);
-      if (!colours.has(part.colour)) colours.set(part.colour, colour(part.colour));
-      context.fillStyle = colours.get(part.colour) ?? "";
+      if (!colors.has(part.color)) colors.set(part.color, color(part.color));
+      context.fillStyle = colors.get(part.color) ?? "";
       context.fillRect(x, part.lane * LANE + LANE - 3 - h, w, h);
     }
-    context.fillStyle = colour("--muted");
+    context.fillStyle = color("--muted");
     context.textAlign = "center";
     const step = niceStep(end / Math.max(2, width / 110));
-    for (let t = 0; t <= end; t += step) context.fillText(clock(t), Math.min(width - 24, Math.max(LEFT + 10, LEFT + t * scale)), height - BELOW / 2);
+    for (let t = 0; t <= end; t += step) {
+      const half = context.measureText(clock(t)).width / 2 + 1;
+      context.fillText(clock(t), Math.min(width - half, Math.max(LEFT + half, LEFT + t * scale)), height - BELOW / 2);
+    }
   }, [parts, width, height, props.theme]);
 
   const pointed = (event: PointerEvent) => {
@@ -109,13 +112,13 @@ export function Timeline(props: { rows: Row[]; theme: string }) {
     const t = (event.clientX - area.left - LEFT) / scale;
     const lane = Math.floor((event.clientY - area.top) / LANE);
     const part = parts.find((one) => one.lane === lane && one.from <= t && t < Math.max(one.to, one.from + 2 / scale));
-    setTold(part?.text ?? "");
+    setHint(part?.text ?? "");
   };
 
   const lacks = ["time/update_s", "trees/in_flight", "time/sampled_tokens_per_s"].filter((key) => !steps.some((row) => key in row));
   return (
     <Card
-      title="Where the time went"
+      title="Time line"
       aside={
         <Select
           label="steps"
@@ -130,7 +133,7 @@ export function Timeline(props: { rows: Row[]; theme: string }) {
       }
     >
       <div class="timeline" ref={box}>
-        <canvas ref={canvas} style={{ width: "100%", height: `${height}px` }} onPointerMove={pointed} onPointerLeave={() => setTold("")} role="img" aria-label={`Time line of ${steps.length} steps, ${seconds(end)}`} />
+        <canvas ref={canvas} style={{ width: "100%", height: `${height}px` }} onPointerMove={pointed} onPointerLeave={() => setHint("")} role="img" aria-label={`Time line of ${steps.length} steps, ${seconds(end)}`} />
       </div>
       <p class="small legend-line">
         {PARTS.map(([key, what, fill]) => (
@@ -139,7 +142,7 @@ export function Timeline(props: { rows: Row[]; theme: string }) {
           </span>
         ))}
       </p>
-      <p class="small told">{told || <span class="muted">{end > 0 ? "Each step in the order of its parts; evaluations and the cold start before the first step are left out. Point at a part to read it." : `This run has no ${lacks.join(", ")}.`}</span>}</p>
+      <p class="small hint">{hint || <span class="muted">{end > 0 ? "The parts of each step in order; evaluations and the cold start before the first step are omitted. Hover over a part for details." : `This run has no ${lacks.join(", ")}.`}</span>}</p>
     </Card>
   );
 }

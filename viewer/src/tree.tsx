@@ -2,7 +2,7 @@
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 
-import { MODES, type Scale, differing, gapOf, legendOf, scaleOf, signs, tone, versionOf } from "./colours";
+import { MODES, type Scale, differing, gapOf, legendOf, scaleOf, signs, tone, versionOf } from "./colors";
 import { Drawing, above, childrenOf, pathTo, returnOf } from "./drawing";
 import { go, link } from "./route";
 import type { Call, Node, Row, Tree } from "./types";
@@ -14,7 +14,7 @@ export function leavesOf(tree: Tree): Node[] {
   return tree.nodes.filter((node) => node.end !== null);
 }
 
-/** What stands in a page of a text that is not ours: all of it, folded where it is long. */
+/** An untrusted text, complete, folded if it is long. */
 export function Text(props: { text: string; class?: string }) {
   const [isOpen, setOpen] = useState(false);
   const { text } = props;
@@ -109,7 +109,7 @@ function Turn(props: TurnProps) {
   return (
     <section class={cx("turn", node.end && `turn-${node.end}`)} id={`node-${node.index}`}>
       <header class="turn-head">
-        <b>{isRoot ? (node.continues === null ? "prompt" : "goes on in a context of its own") : `turn ${number}`}</b>
+        <b>{isRoot ? (node.continues === null ? "prompt" : "continues in a separate context") : `turn ${number}`}</b>
         <span class="muted">node {node.index}</span>
         {!isRoot && <span>{plural(node.ids.length, "token")}</span>}
         {node.num_observed > 0 && <span class="muted">{plural(node.num_observed, "token")} observed</span>}
@@ -127,7 +127,7 @@ function Turn(props: TurnProps) {
       {node.calls.length > 0 && <Calls calls={node.calls} />}
       {node.observation !== "" && (
         <div class={cx("observed", scale.mode === "mask" && "m-observed")}>
-          <div class="who">{isRoot ? "prompt" : node.calls.length ? "result, as the policy read it" : node.info["user_messages"] ? "user" : "environment"}</div>
+          <div class="who">{isRoot ? "prompt" : node.calls.length ? "result, as shown to the policy" : node.info["user_messages"] ? "user" : "environment"}</div>
           <pre>
             <Text text={node.observation} />
           </pre>
@@ -138,7 +138,7 @@ function Turn(props: TurnProps) {
       {node.num_forks !== null && (
         <div class="forks">
           <span class="fork-dot" aria-hidden="true" />
-          {node.num_forks > 0 ? `The plan forked ${plural(node.num_forks, "sibling")} here.` : "The plan was asked here and did not fork."}
+          {node.num_forks > 0 ? `The plan forked ${plural(node.num_forks, "sibling")} here.` : "The plan did not fork here."}
         </div>
       )}
       {siblings.length > 1 && (
@@ -146,7 +146,7 @@ function Turn(props: TurnProps) {
           {siblings.map(({ leaf, from }) => (
             <span key={from.index} class={cx("sibling", leaf.branch === props.branch && "sibling-own")}>
               <a href={props.links(leaf.branch)}>
-                {from.branch === node.branch && node.ids.length > 0 ? "goes on as" : "branch"} {leaf.branch}
+                {from.branch === node.branch && node.ids.length > 0 ? "continues as" : "branch"} {leaf.branch}
               </a>
               <span class={cx(returnOf(tree, leaf) > 0 ? "good" : "bad")}>{leaf.end === "failed" ? "failed" : `returns ${num(returnOf(tree, leaf), 2)}`}</span>
               {leaf.branch !== props.branch && (
@@ -168,7 +168,7 @@ function End(props: { tree: Tree; leaf: Node }) {
   const reason = leaf.info["reason"];
   return (
     <div class="end">
-      <Tag kind={leaf.end === "failed" ? "bad" : leaf.info["success"] ? "good" : "plain"}>{leaf.end === "failed" ? "failed" : leaf.info["success"] ? "right" : "wrong"}</Tag>
+      <Tag kind={leaf.end === "failed" ? "bad" : leaf.info["success"] ? "good" : "plain"}>{leaf.end === "failed" ? "failed" : leaf.info["success"] ? "correct" : "wrong"}</Tag>
       <span>
         return <b>{num(returnOf(tree, leaf), 3)}</b>
       </span>
@@ -177,7 +177,7 @@ function End(props: { tree: Tree; leaf: Node }) {
           advantage <b class={leaf.advantage > 0 ? "good" : leaf.advantage < 0 ? "bad" : ""}>{num(leaf.advantage, 3)}</b>
         </span>
       )}
-      {leaf.end === "truncated" && <span class="bad">cut off by the limit of {(leaf.limit ?? "").replace("_", " ")}</span>}
+      {leaf.end === "truncated" && <span class="bad">truncated by the limit {(leaf.limit ?? "").replace("_", " ")}</span>}
       {parts.map(([name, value]) => (
         <span key={name} class="muted">
           {name} {num(value, 2)}
@@ -188,7 +188,7 @@ function End(props: { tree: Tree; leaf: Node }) {
   );
 }
 
-/** Everything that is known of one token. */
+/** Details of one token. */
 function Detail(props: { tree: Tree; at: { node: number; i: number } | null }) {
   const { tree, at } = props;
   const node = at === null ? undefined : tree.nodes[at.node];
@@ -238,7 +238,7 @@ function Why(props: { tree: Tree }) {
       {(tree.fate === "filtered" || (tree.fate === "trained" && tree.why)) && (
         <span>
           {tree.fate === "filtered" ? "Filtered, not trained" : `Counted in the means of step ${tree.step}, without a signal`}: {tree.why || "no signal"}.{" "}
-          {returns.length === 1 ? `Each trajectory returned ${num(returns[0], 2)}, so none is better than another and every advantage is 0.` : ""}
+          {returns.length === 1 ? `Each trajectory returned ${num(returns[0], 2)}, so that every advantage is 0.` : ""}
         </span>
       )}
       {tree.fate === "failed" && <span>Failed, not trained: {tree.why || "too few trajectories ended"}.</span>}
@@ -300,7 +300,7 @@ function Figures(props: { tree: Tree; leaves: [Node, Node] }) {
   );
 }
 
-/** The branch that shares most with this one: for a fork the one that it left. */
+/** The branch with the longest shared prefix: for a fork its parent branch. */
 function nearest(tree: Tree, leaves: Node[], leaf: Node): Node | undefined {
   const path = new Set(pathTo(tree, leaf));
   const shared = (one: Node) => pathTo(tree, one).filter((node) => path.has(node)).length;
@@ -401,7 +401,7 @@ function View(props: { tree: Tree; branch: string | undefined; query: URLSearchP
         <a href={link(["trees", tree.step])}>step {tree.step}</a>
         <b>tree {tree.tree}</b>
         <span class="row">
-          <button type="button" disabled={place <= 0} onClick={() => moveTree(-1)} aria-label="tree before">
+          <button type="button" disabled={place <= 0} onClick={() => moveTree(-1)} aria-label="previous tree">
             ‹
           </button>
           <button type="button" disabled={place < 0 || place + 1 >= tree.trees.length} onClick={() => moveTree(1)} aria-label="next tree">
@@ -425,21 +425,21 @@ function View(props: { tree: Tree; branch: string | undefined; query: URLSearchP
           {plural(leaves.length, "trajectory", "trajectories")}, {plural(tree.num_roots, "root")}, {plural(tree.num_forks, "fork")}; {plural(tree.num_tokens, "token")}, of them {num(tree.num_sampled)} sampled; began under version {tree.policy_version}, the learner was at {tree.learner_version}
         </p>
       </Card>
-      {!tree.has_texts && <Absent>No tokenizer.json was found in the run, its checkpoints or its model: tokens are shown by their ids.</Absent>}
+      {!tree.has_texts && <Absent>No tokenizer.json in the run, its checkpoints or its model: tokens are shown as ids.</Absent>}
       <Card title="Forks" aside={<span class="muted small"><span class="fork-dot" aria-hidden="true" /> is a fork; click a branch to open it</span>}>
         <Drawing tree={tree} scale={scale} branch={leaf?.branch ?? ""} beside={second?.branch ?? ""} color={query.get("color") ?? ""} />
       </Card>
       <div class="bar">
         <Select label="branch" value={leaf?.branch ?? ""} options={leaves.map((one) => [one.branch, `${one.branch}: ${one.end === "failed" ? "failed" : `returns ${num(returnOf(tree, one), 2)}`}`])} onChange={(branch) => go(address(branch))} />
         <Select label="beside" value={second?.branch ?? ""} options={[["", "nothing"], ...leaves.filter((one) => one !== leaf).map((one) => [one.branch, `${one.branch}: ${one.end === "failed" ? "failed" : `returns ${num(returnOf(tree, one), 2)}`}`] as [string, string])]} onChange={(beside) => go(address(leaf?.branch, { beside }), true)} />
-        <Select label="colour by" value={color} options={MODES.map(([key, name]) => [key, name])} onChange={(color) => go(address(leaf?.branch, { color }), true)} />
+        <Select label="color by" value={color} options={MODES.map(([key, name]) => [key, name])} onChange={(color) => go(address(leaf?.branch, { color }), true)} />
         <span class="legend-line small">
           {legendOf(scale).map(([name, text]) => (
             <span key={text} class="legend">
               <i class={cx("swatch", name)} /> {text}
             </span>
           ))}
-          {color === "gap" && !tree.has_learner && <span class="muted">the learner has not seen this tree</span>}
+          {color === "gap" && !tree.has_learner && <span class="muted">not yet seen by the learner</span>}
           {color === "advantage" && !tree.has_credit && <span class="muted">no credit: too few trajectories counted</span>}
         </span>
       </div>

@@ -5,7 +5,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { go, link } from "./route";
 import { type Column, Table } from "./table";
 import type { Cell, Index, Run, StepAnswer, TreeDetails } from "./types";
-import { Absent, Card, Search, Select, Tag, type Answer, colour, cx, num, plural, seconds, useAnswer, useWidth } from "./ui";
+import { Absent, Card, Search, Select, Tag, type Answer, color, cx, num, plural, seconds, useAnswer, useWidth } from "./ui";
 
 export interface Item {
   step: number;
@@ -26,15 +26,16 @@ export interface Item {
   sampled: number;
   version: number;
   staleness: number;
+  changed: number; // forks that ended otherwise than the branch they left; -1: unknown
   more?: TreeDetails;
 }
 
 export function itemsOf(index: Index): Item[] {
   return index.rows.map((row) => {
-    const [step, tree, task, kind, fate, why, rewards, leaves, failed, truncated, roots, forks, tokens, sampled, version, staleness] = row as [number, number, string, string, string, string, number[], number, number, number, number, number, number, number, number, number] & Cell[];
+    const [step, tree, task, kind, fate, why, rewards, leaves, failed, truncated, roots, forks, tokens, sampled, version, staleness, changed = -1] = row as [number, number, string, string, string, string, number[], number, number, number, number, number, number, number, number, number, number?] & Cell[];
     const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
     const spread = mean === null ? null : Math.sqrt(rewards.reduce((a, b) => a + (b - mean) ** 2, 0) / rewards.length);
-    return { step, tree, task, kind, fate, why, rewards, mean, spread, leaves, failed, truncated, roots, forks, tokens, sampled, version, staleness };
+    return { step, tree, task, kind, fate, why, rewards, mean, spread, leaves, failed, truncated, roots, forks, tokens, sampled, version, staleness, changed };
   });
 }
 
@@ -53,20 +54,20 @@ const FATES: Record<string, string> = { trained: "good", filtered: "plain", fail
 
 const BASE: Column<Item>[] = [
   { key: "step", title: "step", width: "56px", align: "right", cell: (one) => one.step, sort: (one) => one.step },
-  { key: "tree", title: "tree", width: "64px", align: "right", about: "place in start order", cell: (one) => one.tree, sort: (one) => one.tree },
+  { key: "tree", title: "tree", width: "64px", align: "right", about: "index in start order", cell: (one) => one.tree, sort: (one) => one.tree },
   { key: "fate", title: "fate", width: "84px", cell: (one) => <Tag kind={FATES[one.fate]} title={one.why}>{one.fate}</Tag>, sort: (one) => one.fate },
   { key: "kind", title: "kind", width: "84px", cell: (one) => one.kind, sort: (one) => one.kind },
   { key: "mean", title: "reward", width: "72px", align: "right", about: "mean return of its trajectories", cell: (one) => num(one.mean, 2), sort: (one) => one.mean },
-  { key: "rewards", title: "returns", width: "132px", about: "one dot a trajectory", cell: (one) => <Rewards rewards={one.rewards} />, sort: (one) => one.spread },
-  { key: "forks", title: "forks", width: "58px", align: "right", cell: (one) => one.forks, sort: (one) => one.forks },
-  { key: "tokens", title: "tokens", width: "74px", align: "right", about: "shared ones once", cell: (one) => num(one.tokens), sort: (one) => one.tokens },
+  { key: "rewards", title: "returns", width: "132px", about: "one dot per trajectory", cell: (one) => <Rewards rewards={one.rewards} />, sort: (one) => one.spread },
+  { key: "forks", title: "forks", width: "72px", align: "right", about: "and the number that changed the outcome", cell: (one) => (one.changed > 0 ? <>{one.forks} <span class="changed">({one.changed})</span></> : one.forks), sort: (one) => one.forks },
+  { key: "tokens", title: "tokens", width: "74px", align: "right", about: "shared tokens counted once", cell: (one) => num(one.tokens), sort: (one) => one.tokens },
   { key: "staleness", title: "stale", width: "56px", align: "right", about: "learner version minus oldest version of a token", cell: (one) => one.staleness, sort: (one) => one.staleness },
-  { key: "failed", title: "failed", width: "62px", align: "right", about: "trajectories that infrastructure ended", cell: (one) => one.failed || "", sort: (one) => one.failed },
+  { key: "failed", title: "failed", width: "62px", align: "right", about: "trajectories ended by infrastructure failures", cell: (one) => one.failed || "", sort: (one) => one.failed },
 ];
 const DETAILS: Column<Item>[] = [
-  { key: "calls", title: "calls", width: "58px", align: "right", cell: (one) => (one.more ? `${one.more.calls}${one.more.call_errors ? ` (${one.more.call_errors}!)` : ""}` : ""), sort: (one) => one.more?.calls ?? null, about: "tool calls, and those that raised" },
+  { key: "calls", title: "calls", width: "58px", align: "right", cell: (one) => (one.more ? `${one.more.calls}${one.more.call_errors ? ` (${one.more.call_errors}!)` : ""}` : ""), sort: (one) => one.more?.calls ?? null, about: "tool calls and errors" },
   { key: "entropy", title: "entropy", width: "74px", align: "right", about: "mean of the sampled tokens, nats", cell: (one) => num(one.more?.entropy), sort: (one) => one.more?.entropy ?? null },
-  { key: "gap", title: "gap", width: "74px", align: "right", about: "mean distance of the log-probs of engine and learner, nats", cell: (one) => num(one.more?.gap), sort: (one) => one.more?.gap ?? null },
+  { key: "gap", title: "gap", width: "74px", align: "right", about: "mean log-prob difference of engine and learner, nats", cell: (one) => num(one.more?.gap), sort: (one) => one.more?.gap ?? null },
   { key: "question", title: "question", width: "minmax(220px, 1fr)", cell: (one) => one.more?.damaged ?? one.more?.question ?? "…", sort: (one) => one.more?.question ?? null },
 ];
 const TASK: Column<Item> = { key: "task", title: "task", width: "minmax(160px, 1fr)", cell: (one) => one.task, sort: (one) => one.task };
@@ -82,7 +83,7 @@ const AXES: [string, string, (one: Item) => number | null][] = [
   ["tree", "start order", (one) => one.tree],
   ["step", "step", (one) => one.step],
   ["calls", "tool calls *", (one) => one.more?.calls ?? null],
-  ["tool_s", "seconds of tools *", (one) => one.more?.tool_s ?? null],
+  ["tool_s", "tool seconds *", (one) => one.more?.tool_s ?? null],
   ["entropy", "entropy *", (one) => one.more?.entropy ?? null],
   ["gap", "engine-learner gap *", (one) => one.more?.gap ?? null],
 ];
@@ -127,8 +128,8 @@ function Scatter(props: { items: Item[]; theme: string; one: boolean }) {
     element.height = height * devicePixelRatio;
     context.scale(devicePixelRatio, devicePixelRatio);
     context.font = "11px system-ui, sans-serif";
-    context.fillStyle = colour("--muted");
-    context.strokeStyle = colour("--line");
+    context.fillStyle = color("--muted");
+    context.strokeStyle = color("--line");
     context.strokeRect(40.5, 10.5, width - 50, height - 36);
     context.textAlign = "right";
     context.fillText(num(placed.highB, 2), 36, 20);
@@ -136,10 +137,10 @@ function Scatter(props: { items: Item[]; theme: string; one: boolean }) {
     context.fillText(num(placed.highA, 2), width - 10, height - 10);
     context.textAlign = "left";
     context.fillText(num(placed.lowA, 2), 42, height - 10);
-    const colours: Record<string, string> = { trained: colour("--good"), filtered: colour("--muted"), failed: colour("--bad") };
+    const colors: Record<string, string> = { trained: color("--good"), filtered: color("--muted"), failed: color("--bad") };
     context.globalAlpha = placed.points.length > 3000 ? 0.35 : 0.75;
     for (const { item, at, up } of placed.points) {
-      context.fillStyle = colours[item.fate] ?? "";
+      context.fillStyle = colors[item.fate] ?? "";
       context.beginPath();
       context.arc(at, up, item === near ? 6 : placed.points.length > 3000 ? 2 : 3.5, 0, 7);
       context.fill();
@@ -159,7 +160,7 @@ function Scatter(props: { items: Item[]; theme: string; one: boolean }) {
   const options = axes.map((axis) => [axis[0], axis[1].replace(" *", "")] as [string, string]);
   return (
     <Card
-      title="One point a tree"
+      title="One point per tree"
       aside={
         <div class="row">
           <Select label="across" value={x} options={options} onChange={setX} />
@@ -170,8 +171,8 @@ function Scatter(props: { items: Item[]; theme: string; one: boolean }) {
       <div ref={box}>
         <canvas ref={canvas} class={cx("scatter", near && "clickable")} style={{ width: "100%", height: `${height}px` }} onPointerMove={pointed} onPointerLeave={() => setNear(null)} onClick={() => near && go(link(["trees", near.step, near.tree]))} role="img" aria-label="Scatter of trees; the table below has the same rows" />
       </div>
-      <p class="small told">
-        {near ? `step ${near.step}, tree ${near.tree}: ${near.fate}${near.why && `, ${near.why}`}; reward ${num(near.mean, 2)}; ${plural(near.tokens, "token")}` : <span class="muted legend-line"><span class="legend"><i class="legend-good" /> trained</span><span class="legend"><i class="legend-muted" /> filtered</span><span class="legend"><i class="legend-bad" /> failed</span> Point at one, or click to open it.</span>}
+      <p class="small hint">
+        {near ? `step ${near.step}, tree ${near.tree}: ${near.fate}${near.why && `, ${near.why}`}; reward ${num(near.mean, 2)}; ${plural(near.tokens, "token")}` : <span class="muted legend-line"><span class="legend"><i class="legend-good" /> trained</span><span class="legend"><i class="legend-muted" /> filtered</span><span class="legend"><i class="legend-bad" /> failed</span> Hover for details, click to open.</span>}
       </p>
     </Card>
   );
@@ -192,10 +193,10 @@ export function TreesPage(props: { run: Run; index: Answer<Index>; step: number 
     const more = new Map((details.value?.trees ?? []).map((one) => [one.tree, one]));
     return itemsOf(props.index.value)
       .filter((one) => step === null || one.step === step)
-      .map((one) => ({ ...one, more: more.get(one.tree) }));
+      .map((one) => ({ ...one, changed: more.get(one.tree)?.changed ?? one.changed, more: more.get(one.tree) }));
   }, [props.index.value, details.value, step]);
 
-  const filters = { fate: query.get("fate") ?? "", kind: query.get("kind") ?? "", env: query.get("env") ?? "", failure: query.get("failure") ?? "", low: query.get("from") ?? "", high: query.get("to") ?? "" };
+  const filters = { fate: query.get("fate") ?? "", kind: query.get("kind") ?? "", env: query.get("env") ?? "", failure: query.get("failure") ?? "", forks: query.get("forks") ?? "", low: query.get("from") ?? "", high: query.get("to") ?? "" };
   const kinds = useMemo(() => [...new Set(items.map((one) => one.kind))].sort(), [items]);
   const envs = useMemo(() => [...new Set(items.flatMap((one) => (one.more ? [one.more.env] : [])))].sort(), [items]);
   const failures = useMemo(() => [...new Set(items.flatMap((one) => Object.keys(one.more?.failures ?? {})))].sort(), [items]);
@@ -210,6 +211,7 @@ export function TreesPage(props: { run: Run; index: Answer<Index>; step: number 
         (!filters.kind || one.kind === filters.kind) &&
         (!filters.env || one.more?.env === filters.env) &&
         (!filters.failure || (filters.failure === "any" ? one.failed > 0 : filters.failure === "truncated" ? one.truncated > 0 : filters.failure in (one.more?.failures ?? {}))) &&
+        (!filters.forks || (filters.forks === "some" ? one.forks > 0 : one.changed > 0)) &&
         ((filters.low === "" && filters.high === "") || (one.mean !== null && one.mean >= low && one.mean <= high)) &&
         (trees === null || trees.has(one.tree) || (found.error !== undefined && (one.more?.question ?? "").toLowerCase().includes(wanted))) &&
         (step !== null || !text || one.task.toLowerCase().includes(wanted)),
@@ -218,7 +220,7 @@ export function TreesPage(props: { run: Run; index: Answer<Index>; step: number 
   const columns = step === null ? [...BASE, TASK] : [...BASE.slice(1), ...DETAILS];
 
   if (run.steps.length === 0)
-    return <Absent>{run.status.is === "running" ? "No step is done yet: its trees come when it is." : "No trees are kept of this run: it is older than RUN/trees, or archive.max_gb is 0."}</Absent>;
+    return <Absent>{run.status.is === "running" ? "No finished step yet: trees appear after the first step." : "No archived trees: the run is older than RUN/trees, or archive.max_gb is 0."}</Absent>;
   const metrics = details.value?.metrics ?? {};
   const steps = [...run.steps].reverse();
   return (
@@ -228,7 +230,8 @@ export function TreesPage(props: { run: Run; index: Answer<Index>; step: number 
         <Select label="fate" value={filters.fate} options={[["", "any"], ["trained", "trained"], ["filtered", "filtered"], ["failed", "failed"]]} onChange={(fate) => set({ fate })} />
         <Select label="kind" value={filters.kind} options={[["", "any"], ...kinds.map((one) => [one, one] as [string, string])]} onChange={(kind) => set({ kind })} />
         {step !== null && envs.length > 1 && <Select label="env" value={filters.env} options={[["", "any"], ...envs.map((one) => [one, one] as [string, string])]} onChange={(env) => set({ env })} />}
-        <Select label="failure" value={filters.failure} options={[["", "with and without"], ["any", "some failed"], ["truncated", "some cut off"], ...failures.map((one) => [one, one] as [string, string])]} onChange={(failure) => set({ failure })} />
+        <Select label="failure" value={filters.failure} options={[["", "any"], ["any", "some failed"], ["truncated", "some truncated"], ...failures.map((one) => [one, one] as [string, string])]} onChange={(failure) => set({ failure })} />
+        <Select label="forks" value={filters.forks} options={[["", "any"], ["some", "with forks"], ["changed", "a fork changed the outcome"]]} onChange={(forks) => set({ forks })} />
         <label class="field field-short">
           <span>reward from</span>
           <input type="number" step="any" value={filters.low} onChange={(event) => set({ from: event.currentTarget.value })} />
@@ -237,7 +240,7 @@ export function TreesPage(props: { run: Run; index: Answer<Index>; step: number 
           <span>to</span>
           <input type="number" step="any" value={filters.high} onChange={(event) => set({ to: event.currentTarget.value })} />
         </label>
-        <Search label={step === null ? "task" : "text"} value={text} placeholder={step === null ? "of the task's id" : "in questions, answers, what was written"} onChange={(q) => set({ q })} note={step !== null && text && <span class="muted">{found.value ? (found.value.num_searched < found.value.num_trees ? `first ${found.value.num_searched} trees` : "") : found.error ? "questions only" : "…"}</span>} />
+        <Search label={step === null ? "task" : "text"} value={text} placeholder={step === null ? "part of the task id" : "in questions, answers and trajectories"} onChange={(q) => set({ q })} note={step !== null && text && <span class="muted">{found.value ? (found.value.num_searched < found.value.num_trees ? `first ${found.value.num_searched} trees` : "") : found.error ? "questions only" : "…"}</span>} />
       </div>
       {details.value && !details.value.is_whole && <Absent>The file of this step is cut off, or still being written: {items.length} of {details.value.num_trees} trees are there.</Absent>}
       {details.error && <Absent>{details.error}</Absent>}
@@ -247,6 +250,7 @@ export function TreesPage(props: { run: Run; index: Answer<Index>; step: number 
           policy version {details.value.policy_version}; reward {num(metrics["reward/mean"])}, success {num(metrics["reward/success"])}; {plural(metrics["rollout/trajectories"] ?? 0, "trajectory", "trajectories")}, {plural(metrics["rollout/tool_calls"] ?? 0, "tool call")}, mean {seconds(Object.entries(metrics).filter(([key]) => /^tool\/.*\/mean_s$/.test(key)).reduce((sum, [, one], _, all) => sum + one / all.length, 0))}
         </p>
       )}
+      {filters.forks === "changed" && items.some((one) => one.changed < 0 && one.forks > 0) && <Absent>Steps of an earlier version do not say which forks changed the outcome; open one of them to see it.</Absent>}
       <Table label="Trees" columns={columns} rows={shown} href={(one) => link(["trees", one.step, one.tree])} rowKey={(one) => `${one.step}/${one.tree}`} />
       <Scatter items={shown} theme={props.theme} one={step !== null} />
     </>

@@ -24,6 +24,7 @@ export interface Run {
   config: Row | null;
   summary: Row | null;
   status: Status;
+  health?: { is: "healthy" | "doubtful" | "unhealthy"; text: string } | null;
   checkpoints: string[];
   steps: number[];
   has_texts: boolean;
@@ -68,6 +69,7 @@ export interface TreeDetails {
   entropy: number | null;
   gap: number | null;
   retaken: number;
+  changed: number;
 }
 
 export interface StepAnswer {

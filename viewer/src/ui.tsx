@@ -9,7 +9,7 @@ export function cx(...names: (string | false | null | undefined)[]): string {
   return names.filter(Boolean).join(" ");
 }
 
-/** A number for people: three digits that say something. */
+/** A number with three significant digits. */
 export function num(value: unknown, digits = 3): string {
   if (typeof value !== "number" || !Number.isFinite(value)) return "–";
   if (value === 0) return "0"; // also what was -0
@@ -80,7 +80,7 @@ export function Absent(props: { children: ComponentChildren }) {
 
 export type Answer<T> = { value?: T; error?: string };
 
-/** An answer, asked again whenever `version` is another one; the old one stays meanwhile. */
+/** An answer, refetched when `version` changes; the old one stays meanwhile. */
 export function useAnswer<T>(path: string | null, query: Query = {}, version: unknown = 0): Answer<T> {
   const [answer, setAnswer] = useState<Answer<T> & { of?: string }>({});
   const key = path && `${path}?${new URLSearchParams(query)}`;
@@ -120,7 +120,7 @@ export function useWidth<T extends HTMLElement>(): [{ current: T | null }, numbe
   return [element, width];
 }
 
-/** Keys that work wherever the focus is, but in fields. */
+/** Keys that work everywhere except in text fields. */
 export function useKeys(keys: Record<string, () => void>): void {
   const latest = useRef(keys);
   latest.current = keys;
@@ -159,7 +159,7 @@ export function Select(props: { label: string; value: string; options: [string, 
   );
 }
 
-/** A text field that tells what was typed once nothing more is. */
+/** A debounced text field. */
 export function Search(props: { label: string; value: string; placeholder?: string; onChange: (value: string) => void; note?: ComponentChildren }) {
   const [text, setText] = useState(props.value);
   useEffect(() => setText(props.value), [props.value]);
@@ -192,11 +192,11 @@ export function Interval(props: { value: number | null; low: number | null; high
   );
 }
 
-/** Colours of series, as the style sheet has them now. */
-export function colour(name: string): string {
+/** Colors of series, as the style sheet has them now. */
+export function color(name: string): string {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-export function seriesColour(place: number): string {
-  return colour(`--series-${(place % 8) + 1}`);
+export function seriesColor(place: number): string {
+  return color(`--series-${(place % 8) + 1}`);
 }

@@ -1,4 +1,4 @@
-"""The engine in this process. Reading its settings loads no torch."""
+"""Settings of the in-process engine; importing them does not load torch."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class EmbeddedConfig(
     """Settings of the embedded engine."""
 
     max_num_seqs: Annotated[
-        int, msgspec.Meta(description="Requests that run at a time; more wait in order.", ge=1)
+        int, msgspec.Meta(description="Requests in parallel; further ones queue in order.", ge=1)
     ] = 128
     num_cached_seqs: Annotated[
-        int, msgspec.Meta(description="Ended requests kept as prefix cache.", ge=0)
+        int, msgspec.Meta(description="Finished requests kept as prefix cache.", ge=0)
     ] = 128
     num_threads: Annotated[
-        int, msgspec.Meta(description="Threads of torch on the CPU, process-wide.", ge=1)
+        int, msgspec.Meta(description="CPU threads of torch, process-wide.", ge=1)
     ] = 1
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        msgspec.Meta(description="Where the model runs; auto: a GPU if there is one."),
+        msgspec.Meta(description="Device of the model; auto: a GPU if available."),
     ] = "auto"
     dtype: Annotated[
         Literal["float32", "bfloat16"], msgspec.Meta(description="Of weights, keys and values.")

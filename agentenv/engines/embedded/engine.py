@@ -1,4 +1,4 @@
-"""The embedded engine: samples in this process with torch, in a thread beside the event loop.
+"""The embedded engine: samples in this process with torch, in a thread next to the event loop.
 
 generate() --Request--> queue of commands --> thread: Scheduler.step, step, step ...
     ^                                            |
@@ -80,7 +80,7 @@ class EmbeddedEngine:
 
     Entropies are exact. temperature 0 is greedy and reports the distribution at temperature 1.
     With a `seed` a request's tokens do not depend on the others in the batch, up to rounding.
-    Raises EngineError if the directory cannot be served or there is no such device.
+    Raises EngineError if the directory cannot be served or the device does not exist.
     """
 
     def __init__(
@@ -303,8 +303,8 @@ class EmbeddedEngine:
 
 
 def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """Raises EngineError if cuda is asked for and there is none."""
+    """Raises EngineError if cuda is requested but unavailable."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise EngineError("device cuda is asked for, but torch finds no GPU")
+        raise EngineError("device cuda was requested, but torch finds no GPU")
     return torch.device("cuda" if available and name != "cpu" else "cpu")

@@ -287,7 +287,7 @@ class DecodeGroup:
         self._positions = torch.tensor([*positions, *spare], device=device).unsqueeze(1)
         self._columns = torch.arange(width, device=device)
         heads = torch.arange(num_rows * kv_heads, device=device)
-        # Where each new key goes in the block seen as [rows * num_kv_heads * width, head_dim].
+        # Position of each new key in the block viewed as [rows * num_kv_heads * width, head_dim].
         self.places = heads * width + self._positions[:num_rows].repeat_interleave(kv_heads)
         self.prepare()
 

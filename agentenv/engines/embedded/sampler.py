@@ -61,7 +61,7 @@ class Sampler:
         one another: a row's token counts as seen in the next call.
         """
         if self._seen is not None and self._penalty is not None:
-            logits = penalise(logits, self._seen, self._penalty)
+            logits = penalize(logits, self._seen, self._penalty)
         scores = logits if self._temperature is None else logits / self._temperature
         if self._min_p is not None:
             floor = scores.amax(-1, keepdim=True) + self._min_p.log()
@@ -86,7 +86,7 @@ class Sampler:
         return tokens.squeeze(1), logprobs.squeeze(1), entropies.clamp_(min=0.0)
 
 
-def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+def penalize(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
     """Divide the positive logits of seen tokens by the penalty and multiply the negative ones
     (CTRL, Keskar et al. 2019)."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)

@@ -1,4 +1,4 @@
-"""Which requests run: the thread side of the embedded engine, one step at a time.
+"""Scheduler of requests: the thread side of the embedded engine, one step at a time.
 
 A step admits waiting requests (each takes over or copies the longest prefix the cache has),
 computes their prompts together with one token of every running request, samples, and lets

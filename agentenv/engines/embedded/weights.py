@@ -1,4 +1,4 @@
-"""The models that the embedded engine knows: sizes from config.json, weights from safetensors.
+"""Supported models of the embedded engine: sizes from config.json, weights from safetensors.
 
 Weights are replaced in place, all or none of them, so that what holds a view of a parameter keeps
 it across updates.

@@ -37,7 +37,8 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
     urls_file: Annotated[
         str,
         Meta(
-            description="in place of urls, a file with one URL a line, polled: servers come and go",
+            description="instead of urls, a file with one URL per line, polled: servers may join "
+            "and leave",
             extra=PATH,
         ),
     ] = ""
@@ -51,41 +52,42 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         int,
         Meta(
             ge=-1,
-            description="log-probs a token from which its entropy is bounded below, the rest taken "
-            "as one token; each costs the server time; -1: the whole vocabulary, exact",
+            description="log-probs per token from which a lower bound of its entropy is computed, "
+            "the rest taken as one token; each costs server time; -1: the whole vocabulary, exact",
         ),
     ] = 10
     weights: Annotated[
         Literal["directory", "broadcast", "ipc"],
         Meta(
-            description="how new weights reach the servers: through files that they can see, from "
-            "the learner's rank 0 over NCCL (GPUs) or gloo (CPU), or from its memory on the same "
-            "GPUs (CUDA IPC; vLLM with resources.colocated)",
+            description="transport of new weights to the servers: through files on a shared path, "
+            "from the learner's rank 0 over NCCL (GPUs) or gloo (CPU), or from its memory on the "
+            "same GPUs (CUDA IPC; vLLM with resources.colocated)",
             extra=ESSENTIAL,
         ),
     ] = "directory"
     lora: Annotated[
         Literal["merged", "adapter"],
         Meta(
-            description="a policy with learner.lora reaches servers as a whole model, or (vLLM) "
-            "as a small adapter of their model, for which running requests are prefilled again"
+            description="form in which a policy with learner.lora is sent to servers: a merged "
+            "model, or (vLLM) a small adapter of their model, for which running requests are "
+            "prefilled again"
         ),
     ] = "merged"
     entropies: Annotated[
         Literal["all", "window"],
         Meta(
-            description="tokens with log-probs of rivals, which are costly: those by which forks "
-            "are decided (two requests a turn; trained tokens get the learner's entropies, "
-            "others none), or all (entropies are bounds); vLLM servers that the run starts give "
-            "exact ones of all tokens at no cost"
+            description="tokens with costly top-k log-probs: those that decide forks (two requests "
+            "per turn; trained tokens get the learner's entropies, others none), or all (entropies "
+            "are bounds); vLLM servers that the run starts return exact entropies of all tokens at "
+            "no cost"
         ),
     ] = "window"
     update_kv: Annotated[
         Literal["recompute", "keep"],
         Meta(
-            description="keys and values of running requests at an update: computed again by the "
-            "new weights, a prefill of all that runs, or (vLLM) kept: their next tokens are of "
-            "neither version, which their ratios show"
+            description="KV cache of running requests at an update: recomputed with the new "
+            "weights (a prefill of all running requests), or (vLLM) kept: their next tokens then "
+            "belong to neither version, which their ratios show"
         ),
     ] = "recompute"
     pool: PoolConfig = PoolConfig()
@@ -101,7 +103,8 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         self.check_urls()
         if self.weights == "ipc" and not self.can_map:
             raise ConfigError(
-                f'engine.weights = "ipc": {self.kind} servers read no memory of the learner, which '
+                f'engine.weights = "ipc": {self.kind} servers cannot read the memory of the '
+                "learner, which "
                 'vLLM does; use "directory"'
             )
         if self.lora == "adapter" and self.weights != "directory":
@@ -116,13 +119,13 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         if self.pool.max_outage_s < self.pool.load_timeout_s:
             raise ConfigError(
                 f"engine.pool.max_outage_s = {self.pool.max_outage_s:g} is below "
-                f"{self.pool.load_timeout_s:g}: the run would end while its "
-                "only server loads weights"
+                f"{self.pool.load_timeout_s:g}: the run would end while its only server loads "
+                "weights"
             )
         if self.pool.broadcast_timeout_s > self.pool.load_timeout_s:
             raise ConfigError(
                 f"engine.pool.broadcast_timeout_s = {self.pool.broadcast_timeout_s:g} exceeds "
-                f"{self.pool.load_timeout_s:g}, by which a server is given up"
+                f"{self.pool.load_timeout_s:g}, after which a server is abandoned"
             )
 
     def check_urls(self, key: str = "engine") -> None:
@@ -158,19 +161,19 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         if self.weights == "broadcast":
             raise ConfigError(
                 f'{key}: engine.weights = "broadcast" needs servers that are awake while the '
-                'learner sends, on GPUs of their own; use "ipc" (vLLM) or "directory"'
+                'learner sends, on their own GPUs; use "ipc" (vLLM) or "directory"'
             )
         if self.weights == "ipc" and not self.starts_servers:
             raise ConfigError(
-                f'{key}: engine.weights = "ipc" needs servers that the run starts beside the '
+                f'{key}: engine.weights = "ipc" needs servers that the run starts next to the '
                 'learner; remove engine.urls, or use "directory"'
             )
         servers = self.servers or ServersConfig()
         if servers.per_gpu * servers.gpu_memory_share > MAX_SHARE:
             raise ConfigError(
-                f"engine.servers.gpu_memory_share = {servers.gpu_memory_share:g}: beside a learner "
-                f"that sleeps on the same GPU at most {MAX_SHARE / servers.per_gpu:.2g} is left, "
-                "since its CUDA context stays there"
+                f"engine.servers.gpu_memory_share = {servers.gpu_memory_share:g}: next to an "
+                f"offloaded learner on the same GPU at most {MAX_SHARE / servers.per_gpu:.2g} is "
+                "available, since the learner's CUDA context stays there"
             )
 
     async def check_reachable(self, key: str = "engine") -> None:
@@ -180,8 +183,8 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         found = await asyncio.gather(*(why_unreachable(url, key) for url in urls))
         if urls and all(found):  # a run begins without some of them
             raise ConfigError(
-                f"{key}: no engine server answers at {urls[0]} ({found[0]}); is it running, and "
-                "reachable from here?"
+                f"{key}: no engine server answers at {urls[0]} ({found[0]}); is it running and "
+                "reachable from this machine?"
             )
 
     async def start(self, given: EngineStart) -> EnginePool:
@@ -292,7 +295,7 @@ def read_urls(path: Path) -> list[str]:
     urls = [line.partition("#")[0].strip() for line in lines]
     urls = [url for url in urls if url]
     if not urls:
-        raise ConfigError(f"engine.urls_file: {path} names no server")
+        raise ConfigError(f"engine.urls_file: {path} lists no server")
     if len(set(urls)) < len(urls):
-        raise ConfigError(f"engine.urls_file: {path} names a server twice")
+        raise ConfigError(f"engine.urls_file: {path} lists a server twice")
     return urls

@@ -90,7 +90,7 @@ async def try_out(server: Server, within_s: float) -> None:
                 await asyncio.sleep(max(pause_s, wanted_s))
     except TimeoutError as error:
         raise ServerLostError(
-            f"{server.name} gave no token within {within_s:g} s when asked for one"
+            f"{server.name} returned no token within {within_s:g} s in a probe"
         ) from error
     except ForeignWeightsError as error:  # another process has taken its place meanwhile
         raise ServerLostError(str(error)) from error
@@ -100,7 +100,7 @@ UNKNOWN_VERSION = -1  # of a server that came back, until it has loaded the curr
 SETTLE_S = 0.2  # after a loss: by then the other connections to a dead process are down too
 NUM_LOADS = 2  # times that an update is offered to a server that refuses it
 AWAY_S = 5.0  # for other processes to end their requests
-FOREIGN = "it does not have the weights that this run gave it"
+FOREIGN = "it does not have the weights that this run loaded"
 
 
 class Keeper:
@@ -170,7 +170,7 @@ class Keeper:
                 keeps_label = await self.client.keeps_label()
         except TimeoutError as error:
             raise ServerLostError(
-                f"{server.name} did not say its load within {within_s:g} s"
+                f"{server.name} did not report its load within {within_s:g} s"
             ) from error
         if not server.serving:
             return
@@ -222,7 +222,7 @@ class Keeper:
                 server.report_out(str(error))
                 return False
             except OSError as error:  # ours: a directory that cannot be read now
-                server.report_out(f"it cannot be given its weights: {error}")
+                server.report_out(f"loading its weights failed: {error}")
                 return False
             finally:
                 self._return = None
@@ -353,11 +353,11 @@ class Keeper:
                     f"{server.name} did not load policy version {policy_version} within "
                     f"{self._config.load_timeout_s:g} s"
                 )
-                server.drop(f"its weights are in doubt: {lost}")
+                server.drop(f"its weight version is uncertain: {lost}")
                 raise lost from error
             except (ServerLostError, asyncio.CancelledError) as error:
                 text = str(error) or "their load was aborted"
-                server.drop(f"its weights are in doubt: {text}")
+                server.drop(f"its weight version is uncertain: {text}")
                 raise
             finally:
                 if server.state is State.LOADING:
@@ -388,7 +388,7 @@ class Keeper:
                 await self.client.sleep()
             except EngineError as error:
                 if await self.client.healthy():
-                    raise EngineError(f"{server.name} does not sleep: {error}") from error
+                    raise EngineError(f"{server.name} failed to sleep: {error}") from error
                 server.suspend(str(error))
 
     async def _wake(self, target: Target) -> EngineError | None:
@@ -431,7 +431,7 @@ class Broadcast:
             group = await self._form(sender, keepers)
             manifest = await sender.manifest()
         except EngineError as error:
-            logger.warning("weights go by a directory this time: %s", error)
+            logger.warning("this update sends weights through a directory: %s", error)
             return
         calls = [
             asyncio.create_task(keeper.receive(group, manifest, version)) for keeper in keepers

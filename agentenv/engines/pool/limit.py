@@ -1,4 +1,4 @@
-"""How many requests a server gets at a time, from its reports of its load."""
+"""Concurrency limit of a server, adapted to its reported load."""
 
 from __future__ import annotations
 

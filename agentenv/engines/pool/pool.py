@@ -45,17 +45,17 @@ MIN_RUNNING = 8  # requests from which on their use of the cache says something
 LACKS = {
     "adapters": (
         'engine.lora = "adapter"',
-        "loads no adapters: vLLM needs --enable-lora, --max-lora-rank and "
+        "does not support adapters: vLLM needs --enable-lora, --max-lora-rank and "
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
     ),
     "broadcast": (
         'engine.weights = "broadcast"',
-        'takes none: vLLM needs --weight-transfer-config \'{"backend": "nccl"}\', SGLang needs '
-        "0.5.23 or newer",
+        'does not support it: vLLM needs --weight-transfer-config \'{"backend": "nccl"}\', SGLang '
+        "needs 0.5.23 or newer",
     ),
     "ipc": (
         'engine.weights = "ipc"',
-        "reads no memory of the learner: the run starts vLLM 0.32 or newer for that",
+        "cannot read the learner's memory: this requires vLLM 0.32 or newer, started by the run",
     ),
     "sleep": (
         "resources.colocated",
@@ -442,7 +442,7 @@ class EnginePool(TurnEngine[PooledServer]):
     def _end_outage(self) -> None:
         reasons = [f"{server.name}: {server.reason}" for server in self.servers]
         self.end(
-            f"no engine server was there for {self.config.max_outage_s:g} s "
+            f"no engine server was available for {self.config.max_outage_s:g} s "
             f"(engine.pool.max_outage_s): {'; '.join(reasons) or 'all were removed'}"
         )
 
@@ -491,13 +491,14 @@ class EnginePool(TurnEngine[PooledServer]):
         return found
 
     def account(self) -> dict[str, Any]:
-        """For the summary of a run: counters, figures of each server that takes part, and `told`,
-        sentences on faults."""
+        """For the summary of a run: counters, figures of each server in use, and sentences on
+        faults.
+        """
         lines = problems(self.servers)
         if waits := self.counts["descriptor_waits"]:
             lines.append(f"requests waited {waits} times for a file descriptor; raise ulimit -n")
         if self.outage_s >= 1.0:
-            lines.append(f"no server was there, or all slept, for {self.outage_s:.0f} s")
+            lines.append(f"no server was available, or all were asleep, for {self.outage_s:.0f} s")
         names = "requests retries reconnections continuations"
         return {
             **{name: self.counts[name] for name in names.split()},

@@ -1,4 +1,4 @@
-"""A server of a pool: the requests on it, how many it may hold, and how requests end.
+"""A server of a pool: its requests, its concurrency limit, and the outcomes of requests.
 
 Outcome         how the requests of a turn on one server ended, one of six
 Slot            one server as a turn sees it
@@ -65,7 +65,7 @@ class Lost(Struct, frozen=True, array_like=True, tag="lost"):
 
 
 Outcome = Done | Aborted | Busy | Starved | Reset | Lost
-SILENT, BROKE = "were left in silence", "broke off"  # kinds of losses
+SILENT, BROKE = "received no tokens", "were interrupted"  # kinds of losses
 
 # Whether a server and a request on it still give tokens.
 
@@ -252,7 +252,7 @@ SLOW = 0.5  # share of the other servers' speed below which one is reported as s
 
 
 class State(Enum):
-    """What a server of a pool may be asked for.
+    """State of a server of a pool.
 
     OUT      nothing: it is not connected, lost a request, refused or has unknown weights; its
              keeper finds out which, and brings it back with the weights that it lacks
@@ -389,7 +389,7 @@ class PooledServer(Slot):
                 tries, self.name, first_s=FIRST_CLOSED_S, max_s=MAX_CLOSED_S, at_least_s=wanted_s
             )
         if self._num_refusals > MAX_REFUSALS and self.in_flight <= 1:
-            text = f"{self.name} refuses every request as if it were full"
+            text = f"{self.name} rejects every request as if it were full"
             return self.settle(Lost("were lost", text))
         loop.call_at(self._closed_until, self._on_room)
         return Busy(problem, wanted_s)
@@ -415,7 +415,7 @@ class PooledServer(Slot):
         self.report_out(reason)
 
     def drop(self, reason: str) -> None:
-        """The server is gone, or its weights are unknown: its requests go on elsewhere."""
+        """The server is lost, or its weights are unknown: its requests resume on others."""
         self.suspend(reason)
         self.abort_all()
 
@@ -482,11 +482,9 @@ def problems(servers: Sequence[PooledServer]) -> list[str]:
         for kind, count in one.losses.most_common():
             lines.append(f"{one.name}: {count} requests {kind} ({one.last_loss[kind]})")
         if refused := one.counts["refused"]:
-            lines.append(f"{one.name} was full: it refused {refused} requests")
+            lines.append(f"{one.name} was full: it rejected {refused} requests")
         if one.longest_update_s > LONG_UPDATE_S:
-            lines.append(
-                f"{one.name} took up to {one.longest_update_s:.0f} s to change its weights"
-            )
+            lines.append(f"{one.name} took up to {one.longest_update_s:.0f} s to load new weights")
         others = [each.speed for each in servers if each is not one and each.speed is not None]
         if others and one.speed is not None and one.speed < SLOW * median(others):
             lines.append(

@@ -1,4 +1,4 @@
-"""A turn: its tokens, which one or more servers sample, and the requests for them.
+"""A turn: its tokens, sampled by one or more servers, and the requests for them.
 
 TurnEngine.generate --acquire--> Slot --request--> Outcome --release--> ...
     ^                                                 |
@@ -348,12 +348,10 @@ class TurnEngine(ABC, Generic[S]):
                     self.counts["reconnections"] += 1
                 case Lost(problem=problem) | Aborted(problem=problem) if problem:
                     if retries == self.config.max_retries:
-                        raise EngineError(
-                            f"a turn was given up after {retries + 1} attempts: {problem}"
-                        )
+                        raise EngineError(f"a turn failed after {retries + 1} attempts: {problem}")
                     retries += 1
                     self.counts["retries"] += 1
-                    with waiting("a break before another server is asked"):
+                    with waiting("a pause before the request goes to another server"):
                         await asyncio.sleep(self.config.backoff_s(retries, key))
 
     async def _part(
@@ -362,7 +360,7 @@ class TurnEngine(ABC, Generic[S]):
         """Let one server sample. `failed` are servers that are avoided, and is added to. Raises
         what the server refuses for good."""
         self.check_alive()
-        with waiting("a place on a server"):
+        with waiting("a slot on a server"):
             slot = await self.acquire(session, order, failed)
         outcome: Outcome = Aborted()
         try:
@@ -428,7 +426,7 @@ class TurnEngine(ABC, Generic[S]):
     def _failure(
         self, slot: S, turn: Turn, monitor: RequestMonitor, error: BaseException | None
     ) -> Outcome:
-        """Of a request that was cancelled, or raised. Raises an error that is not the server's."""
+        """The outcome of a cancelled or failed request. Raises errors that are not the server's."""
         if slot.is_asleep:
             return Aborted()
         if error is None or isinstance(error, ServerLostError | ForeignWeightsError):

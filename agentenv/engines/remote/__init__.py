@@ -1,4 +1,4 @@
-"""Requests to an engine server behind HTTP, and how they end.
+"""Requests to an engine server over HTTP, and their outcomes.
 
 EnginePool (pool/pool.py)    which server, retries, continuation after a loss, concurrency, versions
     |
@@ -27,10 +27,11 @@ class ServerLostError(EngineError):
 
 
 class BrokenConnectionError(ServerLostError):
-    """A connection that was there has gone, before or within an answer. The server may be well,
-    and may have done what it was asked for."""
+    """An established connection was lost, before or within an answer. The server may be healthy,
+    and may have executed the request.
+    """
 
-    kind = "broke off"
+    kind = "were interrupted"
 
 
 class BusyError(EngineError):
@@ -55,15 +56,13 @@ class ForeignWeightsError(EngineError):
     """Tokens were sampled by weights that this client did not label: another process answers at the
     URL, or another run changed the weights. None of them may be used."""
 
-    kind = "met other weights"
+    kind = "ran with different weights"
 
 
 class ServerInfo(Struct, frozen=True):
-    """What a server said of itself when it was probed.
-
-    `model` is the name it serves under, `max_model_len` tokens of prompt and turn together;
-    `features` are the names of what not every server can do: "adapters" (as directories),
-    "broadcast", "sleep".
+    """Properties of a server from its probe. `model` is its served name, `max_model_len` tokens of
+    prompt and turn together; `features` are the names of what not every server can do: "adapters"
+    (as directories), "broadcast", "sleep".
     """
 
     engine: str
@@ -106,7 +105,7 @@ class Request(Struct, frozen=True):
 
 
 class PartEnd(Struct, frozen=True):
-    """How a request came to its end; its `num_tokens` tokens were in the chunks. See Completion."""
+    """The end of a request; its `num_tokens` tokens were in the chunks. See Completion."""
 
     finish_reason: Literal["stop", "length", "abort"]
     version_spans: list[VersionSpan]

@@ -1,4 +1,4 @@
-"""The part that the clients of vLLM and SGLang share: connections, requests, labels of weights.
+"""Common base of the vLLM and SGLang clients: connections, requests, labels of weights.
 
 Changes of the weights themselves: weight_sync.py.
 """
@@ -71,7 +71,7 @@ def top_k_entropies(positions: Sequence[Sequence[float]]) -> list[float]:
     return found
 
 
-class LabelledSpan(Struct, frozen=True):
+class LabeledSpan(Struct, frozen=True):
     """Tokens from `start` to `end` were sampled by the weights of a label."""
 
     version: str
@@ -80,8 +80,9 @@ class LabelledSpan(Struct, frozen=True):
 
 
 class Answer(ABC):
-    """What a server streams for one request, event by event. `name_span` turns the label of weights
-    into their version; see RemoteServer."""
+    """The stream of a server for one request, event by event. `name_span` turns the label of
+    weights into their version; see RemoteServer.
+    """
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Answer(ABC):
         self._with_entropies = with_entropies
         self._server, self._name_span, self._vocab_size = server, name_span, vocab_size
         self._reason: str | None = None  # why the turn ended
-        self._spans: list[LabelledSpan] = []
+        self._spans: list[LabeledSpan] = []
         self._entropy_kind: Literal["exact", "top_k"] = entropy_kind
         self._stop: str | None = None
         self._num_cached_tokens = 0
@@ -113,7 +114,7 @@ class Answer(ABC):
         spans = [self._name_span(span.version, span.start, span.end) for span in self._spans]
         if [0, *(s.end for s in spans)] != [*(s.start for s in spans), self._num_tokens]:
             raise EngineError(
-                f"{self._server} gave version spans {spans} for {self._num_tokens} tokens"
+                f"{self._server} returned version spans {spans} for {self._num_tokens} tokens"
             )
         reason = cast(Literal["stop", "length", "abort"], self._reason)
         kind, num_cached = self._entropy_kind, self._num_cached_tokens
@@ -135,7 +136,7 @@ class Answer(ABC):
 
 
 class Facts(Struct, frozen=True):
-    """What a probe found out. `layout` is of the directory that the server was started from, None
+    """The result of a probe. `layout` is of the directory that the server was started from, None
     if that cannot be read from here; `num_ranks` are data-parallel."""
 
     info: ServerInfo
@@ -271,7 +272,7 @@ class RemoteServer(ABC, Generic[F]):
 
     async def keeps_label(self) -> bool:
         """Whether the server gives back the label under which this client put its weights in
-        place. False: another process answers at the URL, or another client labelled other weights.
+        place. False: another process answers at the URL, or another client labeled other weights.
         """
         if self._doubt:
             return False
@@ -346,9 +347,9 @@ class RemoteServer(ABC, Generic[F]):
         version, _, nonce = label.rpartition("-")
         if not nonce.startswith(self._nonce):
             raise ForeignWeightsError(
-                f"{self.name} sampled tokens {start} to {end} with weights labelled {label!r}, "
-                "which this run did not load: was it restarted, or does someone else load weights "
-                "into it?"
+                f"{self.name} sampled tokens {start} to {end} with weights labeled {label!r}, "
+                "which this run did not load: was it restarted, or does another process load "
+                "weights into it?"
             )
         return VersionSpan(int(version), start, end)
 
@@ -368,16 +369,16 @@ class RemoteServer(ABC, Generic[F]):
         found = [await self._read_label(fresh=True) for _ in range(NUM_LOOKS)]
         if any(label != self._label for label in found):
             raise ConfigError(
-                f"{self.name} does not give back the label of its weights. Are several servers "
-                "behind this URL, or several API servers of one (--api-server-count)? Give each a "
-                "URL of its own in engine.urls. Or does another run load weights into it?"
+                f"{self.name} does not return the label of its weights. Do several servers share "
+                "this URL, or several API servers of one engine (--api-server-count)? List each "
+                "under its own URL in engine.urls. Or does another run load weights into it?"
             )
 
     def _warn_untried(self, version: str) -> None:
         """Its routes are there, what they mean may differ."""
         if not version.startswith(self.tried):
             logger.warning(
-                "%s runs version %s, which was not tried (%s was, see docs/engines.md); watch "
+                "%s runs version %s, which is untested (%s is tested, see docs/engines.md); watch "
                 "parity/logprob_gap_max",
                 self.name,
                 version,
@@ -438,7 +439,7 @@ class RemoteServer(ABC, Generic[F]):
 
     @abstractmethod
     async def _write_label(self, label: str) -> None:
-        """Tokens from now on are labelled so."""
+        """Tokens from now on are labeled so."""
 
     @abstractmethod
     async def _read_label(self, *, fresh: bool = False) -> str:

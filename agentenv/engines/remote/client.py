@@ -1,4 +1,4 @@
-"""HTTP to one engine server: calls with deadlines, streams of events, errors one can read.
+"""HTTP client of one engine server: calls with deadlines, event streams, readable errors.
 
 no connection, deadline passed, 5xx -> ServerLostError: the request may be sent again
 connection aborted                  -> BrokenConnectionError: nothing is known of the server
@@ -86,7 +86,7 @@ class _Schema(Struct):
 
 
 class MalformedReplyError(EngineError):
-    """A reply with status 200 that is not what was asked for."""
+    """A reply with status 200 of an unexpected form."""
 
 
 def base_url(url: str, key: str = "engine URL") -> URL:
@@ -158,13 +158,14 @@ class HttpClient:
             return await response.read()
 
     async def call_json(self, method: str, path: str, json: Any = None, **options: Any) -> Any:
-        """Like `call`, decoded; None for an empty body. MalformedReplyError if it is no JSON."""
+        """Like `call`, decoded; None for an empty body. MalformedReplyError if it is not JSON."""
         body = await self.call(method, path, json, **options)
         try:
             return decode(body) if body else None
         except ForeignError as error:
             raise MalformedReplyError(
-                f"{self.name}{path} answered no JSON: {_shorten(body)!r}; is this an engine?"
+                f"{self.name}{path} returned invalid JSON: {_shorten(body)!r}; is this an engine "
+                "server?"
             ) from error
 
     async def call_as(
@@ -176,8 +177,8 @@ class HttpClient:
             return decode(body, kind)
         except ForeignError as error:
             raise MalformedReplyError(
-                f"{self.name}{path} answered something else than an engine that is known "
-                f"({error}): {_shorten(body)!r}"
+                f"{self.name}{path} returned an answer that no known engine gives ({error}): "
+                f"{_shorten(body)!r}"
             ) from error
 
     async def read(
@@ -189,7 +190,7 @@ class HttpClient:
         default: T | None = None,
         **options: Any,
     ) -> T:
-        """One key of an answer that is an object; `default` where it is not there, or null.
+        """One key of an answer that is an object; `default` if it is missing or null.
         MalformedReplyError if it is something else than a `kind`."""
         found = (await self.call_as(dict[str, Any], method, path, **options)).get(key)
         found = default if found is None else found
@@ -215,13 +216,14 @@ class HttpClient:
             yield self._events(response, path)
 
     async def routes(self) -> frozenset[str]:
-        """What it serves by its own /openapi.json, as "POST /path". ConfigError if it hides it."""
+        """The routes in its /openapi.json, as "POST /path"; ConfigError if hidden."""
         try:
             schema = await self.call_as(_Schema, "GET", "/openapi.json")
         except RefusedError as error:
             raise ConfigError(
-                f"{self.name} answers {error.status} to GET /openapi.json, where its routes are "
-                "read: it is no engine, or it was started with --disable-fastapi-docs"
+                f"{self.name} answers {error.status} to GET /openapi.json, which lists the routes "
+                "of an engine: it is not an engine server, or it was started with "
+                "--disable-fastapi-docs"
             ) from error
         except MalformedReplyError as error:
             raise ConfigError(f"{error}; expected the routes of an engine") from error
@@ -314,8 +316,8 @@ class HttpClient:
         if now - self._warned_at >= WARN_S:
             self._warned_at = now
             logger.warning(
-                "requests to %s wait for file descriptors, of which this process has no more; "
-                "raise the hard limit (ulimit -Hn), or lower engine.pool.max_concurrency",
+                "requests to %s wait for file descriptors, since this process has used all of "
+                "them; raise the hard limit (ulimit -Hn), or lower engine.pool.max_concurrency",
                 self.name,
                 extra=SHOWN,
             )
@@ -390,7 +392,7 @@ def _lacks_descriptors() -> bool:
 
 
 def _reason(body: bytes) -> str:
-    """What an error body says: {"error": {"message"}}, {"message"}, {"detail"}, or its text."""
+    """The message of an error body: {"error": {"message"}}, {"message"}, {"detail"}, or text."""
     try:
         found = decode(body)
     except ForeignError:
@@ -405,7 +407,7 @@ def _shorten(body: bytes) -> str:
     return body[: 4 * MAX_REASON].decode(errors="replace")[:MAX_REASON]
 
 
-# Where the prefixes of a session are: ranks, and what routers read.
+# Location of a session's prefixes: ranks, router headers.
 
 SESSION_HEADER, RANK_HEADER = "X-Session-ID", "X-data-parallel-rank"
 MAX_SESSIONS = 65536  # whose rank is remembered

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint: requests with retries, chat replies, a model that is asked.
+"""An OpenAI-compatible endpoint: requests with retries, chat replies, auxiliary models.
 
 408, 429, 5xx, a lost connection, no reply in time, a reply that is none   sent again
 any other status                                                           RefusedError at once
@@ -63,8 +63,8 @@ class Endpoint:
         url, key_env = config.url, config.api_key_env
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
-                f"{table}.url: expected http(s)://HOST of an OpenAI-compatible endpoint, "
-                f"got {url!r}"
+                f"{table}.url: expected http(s)://HOST of an OpenAI-compatible endpoint, got "
+                f"{url!r}"
             )
         base = URL(url.rstrip("/"))
         api = base if base.path.strip("/") else base / "v1"
@@ -83,11 +83,11 @@ class Endpoint:
         self.counts = {"requests": 0.0, "retries": 0.0, "sampled_tokens": 0.0, "prompt_tokens": 0.0}
         self._table = table
         self._slots = asyncio.Semaphore(config.max_concurrency)
-        self._slot = f"a place at {self.api.name}"
+        self._slot = f"a slot at {self.api.name}"
         self._closed = False
 
     async def start(self) -> None:
-        """Raises ConfigError if the endpoint is not there, or does not have the model."""
+        """Raises ConfigError if the endpoint is unreachable or does not have the model."""
         try:
             found = await self.api.call_as(_Models, "GET", "/models", timeout_s=30.0)
             models = {one.id: one for one in found.data}
@@ -103,7 +103,7 @@ class Endpoint:
         if not self.model:
             if len(models) != 1:
                 raise ConfigError(
-                    f"{self._table}.model: {self.api.name} has {sorted(models)}; give one"
+                    f"{self._table}.model: {self.api.name} serves {sorted(models)}; choose one"
                     + (" with --model" if self._table == "engine" else "")
                 )
             (self.model,) = models
@@ -136,7 +136,7 @@ class Endpoint:
                 delay_s = backoff_s(
                     attempt - 1, key, first_s=FIRST_DELAY_S, max_s=MAX_DELAY_S, at_least_s=wanted_s
                 )
-                with waiting(f"a break before {self.api.name} is asked again"):
+                with waiting(f"a pause before {self.api.name} is retried"):
                     await asyncio.sleep(delay_s)
             self._check_open()
             try:
@@ -182,7 +182,7 @@ class _Models(Struct):
 
 
 class ChatFunction(Struct):
-    """What a tool call calls, in the model's own words: they are checked when it is called.
+    """A tool call in the model's words, which are checked at the call.
     `arguments` are JSON as a text, or as it is."""
 
     name: Any = None
@@ -248,11 +248,11 @@ def read_chat(reply: Any) -> ChatReply:
     except ForeignError as error:
         shown = reply if isinstance(reply, bytes) else msgspec.json.encode(reply)
         text = shown[:200].decode(errors="replace")
-        raise MalformedReplyError(f"no chat completion ({error}): {text}") from error
+        raise MalformedReplyError(f"not a chat completion ({error}): {text}") from error
 
 
 def read_said(reply: Any) -> Said:
-    """What the model said. Raises MalformedReplyError."""
+    """The model's reply. Raises MalformedReplyError."""
     found = read_chat(reply)
     choice, usage = found.choices[0], found.usage or ChatUsage()
     raw = choice.message.content or ""

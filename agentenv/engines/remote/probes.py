@@ -1,4 +1,4 @@
-"""What a vLLM or an SGLang server is and can do, found out before the first request."""
+"""Probes of a vLLM or SGLang server: its version and features, before the first request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VLLM_TRIED = "0.32"  # version of vLLM that this client was tested with
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
 # A tied output head and experts stay stale on the CPU (vLLM 0.32 packs them once and for all), so
-# that a worker extension has to pack them again; this is the method by which it is recognised.
+# that a worker extension has to pack them again; this is the method by which it is recognized.
 REPACK = "reload_and_repack"
 EXTENSION = "agentenv_vllm_cpu.WorkerExtension"
 
@@ -39,7 +39,7 @@ EXTENSION = "agentenv_vllm_cpu.WorkerExtension"
 ENTROPY = 1 << 32  # added to the rank of a token that holds the bits of an entropy, float32, nats
 STOP_STRINGS = "stop_strings"  # of `extra_args`
 
-NEWER = f"it takes vLLM {VLLM_TRIED} or newer"
+NEWER = f"this requires vLLM {VLLM_TRIED} or newer"
 _DEV = "set VLLM_SERVER_DEV_MODE=1 in the environment of the server"
 VLLM_NEEDED = {
     f"POST {GENERATE}": f"{NEWER}, started with --enable-scale-out",
@@ -102,7 +102,7 @@ class _ModelSettings(Struct):
 
 
 class _Settings(Struct):
-    """What vLLM was started with, as far as it is read."""
+    """The used part of vLLM's start arguments."""
 
     device_config: dict[str, Any]
     model_config: _ModelSettings
@@ -183,13 +183,13 @@ def _check_logprobs(name: str, settings: _ModelSettings, entropy_top_k: int) -> 
     most = settings.max_logprobs
     if most != -1 and (entropy_top_k == -1 or entropy_top_k > most):
         raise ConfigError(
-            f"{name} gives at most {most} log-probs a token, entropy_top_k is {entropy_top_k}: "
+            f"{name} returns at most {most} log-probs per token, entropy_top_k is {entropy_top_k}: "
             f"start it with --max-logprobs {entropy_top_k}, or lower entropy_top_k"
         )
 
 
 def _check_packed(name: str, version: str, layout: Layout) -> None:
-    """What the CPU's kernels keep a packed copy of."""
+    """Weights of which the CPU's kernels keep a packed copy."""
     for is_there, model, what, other in (
         (layout.tied, "tied embeddings", "output head", "an untied model"),
         (layout.has_experts, "experts", "experts", "a model without"),
@@ -197,7 +197,7 @@ def _check_packed(name: str, version: str, layout: Layout) -> None:
         if is_there:
             raise ConfigError(
                 f"{name} runs a model with {model} on the CPU, where vLLM {version} keeps the old "
-                f"{what} when weights are loaded: start it with --worker-extension-cls "
+                f"{what} after new weights are loaded: start it with --worker-extension-cls "
                 f"{EXTENSION}, or use {other}"
             )
 
@@ -209,14 +209,14 @@ def check_trial(
     logprob, entropy = (chunks[0].logprobs[0], chunks[0].entropies[0]) if chunks else (nan, nan)
     if not (abs(logprob) <= 1e-3 and entropy <= 1e-2):
         raise ConfigError(
-            f"{name} gives log-prob {logprob:.4f} to the only token it may sample: start "
-            "it with --logprobs-mode processed_logprobs"
+            f"{name} returns log-prob {logprob:.4f} for the only allowed token: start it with "
+            "--logprobs-mode processed_logprobs"
         )
     if end.version_spans != [VersionSpan(policy_version, 0, 1)]:
-        raise ConfigError(f"{name} does not say which weights sampled a token: {NEWER}")
+        raise ConfigError(f"{name} does not report which weights sampled a token: {NEWER}")
     if not counts_cached:
         raise ConfigError(
-            f"{name} does not count cached tokens: start it with --enable-prompt-tokens-details"
+            f"{name} does not report cached tokens: start it with --enable-prompt-tokens-details"
         )
 
 
@@ -348,18 +348,21 @@ async def _check_fields(http: HttpClient, args: ServerArgs) -> None:
 def _check_args(name: str, args: ServerArgs, model: ModelInfo) -> None:
     """Raises ConfigError for a server that would change what is sampled."""
     if not model.is_generation:
-        raise ConfigError(f"{name} serves an embedding model, which samples nothing")
+        raise ConfigError(f"{name} serves an embedding model, which cannot sample")
     if args.skip_tokenizer_init:
-        raise ConfigError(f"{name} finds no stop strings; start it without --skip-tokenizer-init")
+        raise ConfigError(
+            f"{name} does not match stop strings; start it without --skip-tokenizer-init"
+        )
     preferred = args.preferred_sampling_params
     if preferred and not (isinstance(preferred, dict) and preferred.keys() <= SAMPLING_FIELDS):
         raise ConfigError(
-            f"{name} changes requests by --preferred-sampling-params {preferred}; start it without"
+            f"{name} changes requests through --preferred-sampling-params {preferred}; start it "
+            "without"
         )
     if not args.incremental_streaming_output:
         raise ConfigError(
-            f"{name} repeats the whole turn in every event, which makes gigabytes of long turns; "
-            "start it with --incremental-streaming-output"
+            f"{name} repeats the whole turn in every event, which adds up to gigabytes for long "
+            "turns; start it with --incremental-streaming-output"
         )
     check_settings(
         name,
@@ -369,12 +372,12 @@ def _check_args(name: str, args: ServerArgs, model: ModelInfo) -> None:
     )
     if not args.enable_metrics:
         logger.warning(
-            "%s does not count preemptions, to which its number of requests is fitted; start it "
-            "with --enable-metrics",
+            "%s does not report preemptions, which limit its number of requests; start it with "
+            "--enable-metrics",
             name,
         )
     if not args.enable_deterministic_inference:
-        logger.info("%s ignores seeds; --enable-deterministic-inference makes it heed them", name)
+        logger.info("%s ignores seeds; --enable-deterministic-inference makes it honor them", name)
 
 
 async def check_logprobs(http: HttpClient, vocab_size: int) -> None:
@@ -395,8 +398,8 @@ async def check_logprobs(http: HttpClient, vocab_size: int) -> None:
     gap = plain[top] - plain[low]
     if gap < LEAST_GAP:
         logger.warning(
-            "%s: the log-probs of a probe are all alike, so it is not known whether they are those "
-            "after temperature",
+            "%s: all log-probs of the probe are equal, so that it is unknown whether they are "
+            "computed after temperature",
             http.name,
         )
     elif (scaled[top] - scaled[low]) / gap > MAX_RATIO:
@@ -437,14 +440,14 @@ def check_settings(name: str, *, speculative: Any, flag: str, quantization: str 
     """Raises ConfigError for what changes the samples of a server."""
     if speculative:
         raise ConfigError(
-            f"{name} decodes speculatively, several tokens a step; its stop strings and log-probs "
-            "were not verified then: start it without "
-            f"{flag}"
+            f"{name} uses speculative decoding (several tokens per step); stop strings and "
+            f"log-probs are unverified in this mode: start it without {flag}"
         )
     if quantization:
         raise ConfigError(
-            f"{name} runs quantized weights ({quantization}), which the learner's do not fit, and "
-            "whose log-probs differ from its own: start it without, or only ask it, with "
+            f"{name} runs quantized weights ({quantization}), into which the learner's cannot be "
+            "loaded and whose log-probs differ from the learner's: start it without quantization, "
+            "or only evaluate it, with "
             'engine.name = "openai"'
         )
 
@@ -454,8 +457,8 @@ def vocabulary(name: str, given: int | None, layout: Layout | None, model: str) 
     size = given or (layout.vocab_size if layout is not None else None)
     if size is None:
         raise ConfigError(
-            f"{name} serves {model!r}, whose config.json cannot be read from here: give the size "
-            "of its vocabulary (vocab_size)"
+            f"{name} serves {model!r}, whose config.json cannot be read from this machine: set the "
+            "size of its vocabulary (vocab_size)"
         )
     return size
 

@@ -1,4 +1,4 @@
-"""One request as vLLM takes it, and its stream, read into chunks and their end.
+"""A request in vLLM's format, and its stream, parsed into chunks and an outcome.
 
 A server with the plugin returns exact entropies in the ranks of its tokens. From any other server
 the client requests the top log-probs of a token where entropies are needed.
@@ -17,7 +17,7 @@ from agentenv.engines.remote import (
     Request,
     ServerLostError,
 )
-from agentenv.engines.remote.base import Answer, LabelledSpan, top_k_entropies
+from agentenv.engines.remote.base import Answer, LabeledSpan, top_k_entropies
 from agentenv.engines.remote.client import (
     Count,
     FailedError,
@@ -58,7 +58,7 @@ class _Choice(Struct, Generic[P], gc=False):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     logprobs: _Logprobs[P] | None = None
-    weight_versions: list[LabelledSpan] | None = None
+    weight_versions: list[LabeledSpan] | None = None
 
 
 class _Details(Struct):
@@ -157,7 +157,7 @@ class VLLMAnswer(Answer):
         try:
             found = decode(event, self._event)
         except ForeignError as error:
-            text = f"{self._server} streamed what vLLM {VLLM_TRIED} does not: {error}"
+            text = f"{self._server} streamed an event that vLLM {VLLM_TRIED} does not send: {error}"
             raise ServerLostError(text) from None
         if (failure := found.error) is not None:
             text = f"{self._server} aborted the request: {failure.message}"
@@ -191,7 +191,7 @@ class VLLMAnswer(Answer):
             return top_k_entropies([[top.logprob for top in one.top_logprobs] for one in positions])
         ranks = [position.rank or 0 for position in positions]
         if min(ranks) < ENTROPY:
-            raise NoPluginError(f"{self._server} does not have agentenv's plugin")
+            raise NoPluginError(f"{self._server} runs without agentenv's plugin")
         bits = np.array(ranks, np.int64) - ENTROPY
         found: list[float] = bits.astype(np.int32).view(np.float32).tolist()
         return found

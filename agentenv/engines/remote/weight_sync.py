@@ -1,11 +1,11 @@
-"""Changes of the weights of a server behind HTTP, from a directory or by broadcast.
+"""Weight updates of a server over HTTP, from a directory or by broadcast.
 
 load_weights, receive (a broadcast):
     check --> pause --> change --> drop old prefixes --> name --> resume
     requests that come meanwhile wait in `generate`, so that each starts on the new weights
 
 Each change names the weights by a label, policy version and nonce ("17-ab12..."). The server writes
-the label beside each token, gives it back when asked, and a process that has taken its place does
+the label of each token, returns it on request, and a process that has taken its place does
 not know it. Labels of one client begin their nonces alike, so that a rollout worker, which samples
 on the server in another process, knows them too.
 
@@ -126,7 +126,7 @@ class WeightSync(RemoteServer[F]):
         """Read new weights from memory that the learner shares with the server of this number (see
         SharedWeights.exports_of); see `load_weights` for errors. A server that sleeps wakes up with
         them, and takes the memory of its cache after `release`, which it calls when it has read
-        all; one that is awake goes on at once. Feature "ipc" only."""
+        all; one that is awake resumes at once. Feature "ipc" only."""
         async with self._changing:
             check_manifest(weights.manifest, self._layout)
             await self._replace(partial(self._take, weights, number, release), policy_version)
@@ -205,7 +205,7 @@ class WeightSync(RemoteServer[F]):
                 await self._post(routes.receive, body, group.timeout_s + SLACK_S)
             await self._post(routes.finish, routes.empty, self._load_s)
         except EngineError as error:
-            raise ServerLostError(f"its weights are unknown: {error}") from error
+            raise ServerLostError(f"its weight version is unknown: {error}") from error
 
     # what differs
 

@@ -1,4 +1,4 @@
-"""Weights for engines: what a transfer says, and whether weights fit the model that is served.
+"""Weights for engines: metadata of a transfer, and a check that weights fit the served model.
 
     learner's rank 0 --join, send--+                        rank 0 sends, all others receive; a
                                    |  group of world_size   bucket is one tensor of bytes, in which
@@ -29,13 +29,13 @@ class TransferError(EngineError):
     """The sender's side of a broadcast failed or was called off; the learner itself goes on."""
 
 
-# How a group is made: "torch", a torch.distributed group over a store, as SGLang makes its own;
+# Formation of a group: "torch", a torch.distributed group over a store, as SGLang makes its own;
 # "nccl", a bare NCCL communicator from a unique id, as vLLM makes its own.
 Wire = Literal["torch", "nccl"]
 
 
 class Address(Struct, frozen=True):
-    """Where the sender waits for the others: a store's host and port and the torch backend that the
+    """Rendezvous of the sender: a store's host and port and the torch backend that the
     group will have, or NCCL's unique id (128 bytes as base64)."""
 
     host: str = ""
@@ -45,7 +45,7 @@ class Address(Struct, frozen=True):
 
 
 class Group(Struct, frozen=True):
-    """Who takes part. The sender has rank 0. `name` is never used twice; `timeout_s` is the
+    """The members. The sender has rank 0. `name` is never used twice; `timeout_s` is the
     deadline of joining, and of one bucket."""
 
     name: str
@@ -116,7 +116,7 @@ class Sender(Protocol):
     and LearnerError where the learner does; what they run is ended early by `abort`."""
 
     async def manifest(self) -> Manifest:
-        """What `send` will send."""
+        """Metadata of the next `send`."""
         ...
 
     async def open(self, kind: Wire) -> Address:
@@ -194,13 +194,15 @@ class Layout(Struct, frozen=True):
 def read_layout(directory: Path) -> Layout:
     """Read the headers. Raises EngineError if a file is missing, cut off or not safetensors."""
     if not directory.is_dir():
-        raise EngineError(f"weights in {directory}: there is no such directory")
+        raise EngineError(f"weights in {directory}: no such directory")
     table = _read_index(directory)
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(directory):
         shapes.update(read_header(path))
     if missing := sorted(table.keys() - shapes.keys()):
-        raise EngineError(f"{directory / INDEX}: lists {missing[0]}, which is in none of its files")
+        raise EngineError(
+            f"{directory / INDEX}: lists {missing[0]}, which none of its files contains"
+        )
     config = directory / CONFIG
     return Layout(directory.absolute(), shapes, read_json(config) if config.is_file() else {})
 
@@ -251,8 +253,8 @@ def check_layout(directory: Path, found: Layout, served: Layout) -> None:
     unknown = sorted(found.shapes.keys() - served.shapes.keys() - ignored)
     if missing or unknown:
         raise EngineError(
-            f"weights in {directory} are of another model than the served one: "
-            f"missing {missing[:3]}, unknown {unknown[:3]}"
+            f"weights in {directory} belong to a different model than the served one: missing "
+            f"{missing[:3]}, unknown {unknown[:3]}"
         )
     for name, shape in served.shapes.items():
         if found.shapes.get(name, shape) != shape:
@@ -312,7 +314,7 @@ def check_adapter(directory: Path, served: Layout | None) -> None:
         a, b = shapes.get(layer + A), shapes.get(layer + B)
         name = f"{layer.removeprefix(PREFIX)}.weight"
         if a is None or b is None or a[0] != b[1]:
-            raise EngineError(f"{directory / WEIGHTS}: {layer} has no pair of matrices")
+            raise EngineError(f"{directory / WEIGHTS}: {layer} has no pair of A and B matrices")
         if served is not None and served.shapes.get(name) != (b[0], a[1]):
             raise EngineError(
                 f"{directory / WEIGHTS} adapts {name} of shape {(b[0], a[1])}, the served model "

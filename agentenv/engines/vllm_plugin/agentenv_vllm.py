@@ -1,4 +1,4 @@
-"""What vLLM computes for agentenv in its engine and not in its API server, which is one core.
+"""The plugin that computes in vLLM's engine instead of its API server, which has one core.
 
 A general plugin: vLLM calls `register` in each of its processes where this folder is on PYTHONPATH.
 Then the rank of a sampled token holds the entropy of the distribution that it was sampled from
@@ -54,7 +54,7 @@ def register() -> None:
             score = _scoring(second.compute_topk_scores)
             replaced.append((second, "compute_topk_scores", score))
     except (ImportError, AttributeError):
-        logger.exception("agentenv's plugin does not fit this version of vLLM")
+        logger.exception("agentenv's plugin does not support this version of vLLM")
         return
     if not hasattr(scheduler, MARK):
         setattr(scheduler, MARK, True)
@@ -146,7 +146,7 @@ def ranks_of(rows: torch.Tensor, *, is_normalized: bool) -> torch.Tensor:
         logprobs = rows[start : start + size].float()
         if not is_normalized:
             logprobs = logprobs.log_softmax(-1)
-        # of a token that cannot be sampled -inf times 0 is no number
+        # of a token that cannot be sampled -inf times 0 is nan
         parts = torch.where(logprobs > -torch.inf, logprobs.exp() * logprobs, 0.0)
         entropies[start : start + size] = -parts.sum(-1)
     # of one token the sum may be -0.0, whose bits are not those of 0.0

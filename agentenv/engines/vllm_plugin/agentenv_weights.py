@@ -116,7 +116,7 @@ def open_file(handle: list[Any], num_bytes: int, device: torch.device) -> torch.
     """A file descriptor of another process: its id and its number."""
     path = f"/proc/{handle[0]}/fd/{handle[1]}"
     if os.stat(path).st_size < num_bytes:
-        raise ValueError(f"{path} holds fewer than {num_bytes} bytes")
+        raise ValueError(f"{path} has fewer than {num_bytes} bytes")
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 
 

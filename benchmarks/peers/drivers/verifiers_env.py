@@ -1,4 +1,4 @@
-"""A ToolEnv of verifiers, asked by the client that tokenises on this side, as a trainer asks it.
+"""A ToolEnv of verifiers, asked by the client that tokenizes on this side, as a trainer asks it.
 
 Runs: `run_rollout` of the environment with its rubric, messages and state, Qwen3's renderer with
 its bridge from turn to turn in threads, reading the engine's answer from JSON, parsing calls. Not

@@ -49,7 +49,7 @@ LACKING: dict[str, tuple[str, Change, str]] = {
     "the sampling that is asked for": (
         "/server_info",
         changed("preferred_sampling_params", to={"frequency_penalty": 0.5}),
-        "changes requests by --preferred-sampling-params",
+        "changes requests through --preferred-sampling-params",
     ),
     "generation": ("/model_info", changed("is_generation", to=False), "embedding model"),
 }

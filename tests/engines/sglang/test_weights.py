@@ -31,7 +31,7 @@ async def test_weights_that_someone_else_names_are_known_as_foreign(
     body = {"new_version": "default", "abort_all_requests": False}
     await server._http.call("POST", "/update_weight_version", body)
     assert not await server.keeps_label()
-    with pytest.raises(ForeignWeightsError, match="weights labelled 'default'"):
+    with pytest.raises(ForeignWeightsError, match="weights labeled 'default'"):
         await ask(server, PROMPT, 3)
     await server.load_weights(untied.paths[1], 1)
     assert await server.keeps_label()

@@ -1,5 +1,4 @@
-"""Statistics of `algorithms.py`: learning curves over tool calls, paired by seed, with intervals
-over seeds.
+"""Learning curves over tool calls, paired by seed, with intervals over seeds.
 
 A curve is held-out success at every evaluation against the tool calls of training so far,
 joined by straight lines. `calls_to` is where it first meets a level; a curve that never does
@@ -28,6 +27,7 @@ class Curve:
 
     calls: Floats
     right: Floats
+    tokens: Floats | None = None  # [E], sampled so far
 
     @classmethod
     def of(cls, points: Sequence[Mapping[str, Any]]) -> Curve:
@@ -51,6 +51,18 @@ def calls_to(calls: Floats, success: Floats, level: float) -> tuple[float, bool]
     rise = success[last] - success[last - 1]
     share = (level - success[last - 1]) / rise
     return float(calls[last - 1] + share * (calls[last] - calls[last - 1])), True
+
+
+def crossings(calls: Floats, success: Floats, level: float) -> Floats:
+    """`calls_to` for each row of `success` [N, E]; [N]."""
+    above = success >= level
+    last = np.where(above.any(1), above.argmax(1), len(calls) - 1)
+    rows, before = np.arange(len(success)), np.maximum(last - 1, 0)
+    rise = success[rows, last] - success[rows, before]
+    share = np.where(rise > 0, (level - success[rows, before]) / np.where(rise > 0, rise, 1.0), 1.0)
+    met = above.any(1) & (last > 0)
+    found = np.where(met, calls[before] + share * (calls[last] - calls[before]), calls[last])
+    return np.asarray(found, dtype=np.float64)
 
 
 def success_at(calls: Floats, success: Floats, budget: float) -> float:

@@ -1,15 +1,15 @@
-// What colours a token, and what of it is said in numbers.
+// Colors of tokens, and their legends.
 
 import type { Node, Tree } from "./types";
 import { num } from "./ui";
 
 export const MODES: [string, string, string][] = [
-  ["entropy", "entropy", "nats, of the distribution that the token was sampled from"],
-  ["advantage", "advantage", "of the trajectories that share the token: positive, negative, or both"],
+  ["entropy", "entropy", "entropy of the sampling distribution, nats"],
+  ["advantage", "advantage", "advantages of the trajectories that share the token: positive, negative, or both"],
   ["gap", "learner − engine", "difference of the log-probs of learner and engine, nats"],
-  ["version", "policy version", "which weights chose the token"],
+  ["version", "policy version", "policy version whose weights sampled the token"],
   ["mask", "mask", "sampled and trained, sampled only, or observed"],
-  ["probability", "probability", "of the token, by the engine"],
+  ["probability", "probability", "probability of the token under the engine"],
   ["none", "nothing", ""],
 ];
 
@@ -112,7 +112,7 @@ export function legendOf(scale: Scale): [string, string][] {
     case "entropy":
       return [["h0", "0"], ["h4", num(most / 2, 2)], ["h8", `${num(most, 2)} nats and more`]];
     case "advantage":
-      return [["p3", "makes it likelier"], ["n3", "less likely"], ["both b3", "both: trajectories that share it disagree"]];
+      return [["p3", "more likely"], ["n3", "less likely"], ["both b3", "both: its trajectories disagree"]];
     case "gap":
       return [["n4", `learner ${num(most, 3)} nats below`], ["p4", "above"]];
     case "version": {
@@ -128,7 +128,7 @@ export function legendOf(scale: Scale): [string, string][] {
   }
 }
 
-/** Places of `a` that are not in the longest common subsequence with `b`. */
+/** Positions in `a` that are not in the longest common subsequence with `b`. */
 export function differing(a: number[], b: number[]): Set<number> {
   const found = new Set<number>();
   let from = 0;

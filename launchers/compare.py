@@ -1,0 +1,88 @@
+"""Compares runs: `agentenv compare SWEEP` or `agentenv compare RUN RUN ...`, see docs/sets.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentenv.disk import write_whole
+from agentenv.errors import ConfigError
+from agentenv.pipelines.config.help import Parser
+from agentenv.pipelines.run.tables import as_rich
+from agentenv.pipelines.run.terminal import View, to_its_end
+from agentenv.pipelines.sets.sweep import START, SWEEP_FILE, read_made, runs_of
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 1 failed with a reason, 2 bad input."""
+    options = _parse(argv)
+    view = View()
+    return to_its_end(lambda: _run(options, view), view, writing="writing the comparison")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="agentenv compare",
+        description="Compare the arms of a sweep, or runs: held-out success against tool calls.",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a sweep, or its runs")
+    parser.add_argument("--baseline", default="", metavar="ARM", help="default: the sweep's")
+    parser.add_argument(
+        "--set", default="", metavar="NAME", help="evaluation set; default: reported"
+    )
+    parser.add_argument(
+        "--levels",
+        default="0.5,0.7,0.8,0.9",
+        metavar="LIST",
+        help="of success; default %(default)s",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the sweep, or here")
+    return parser.parse_args(argv)
+
+
+def _levels(text: str) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < level <= 1 for level in found):
+        raise ConfigError(f"--levels {text}: expected numbers above 0 and at most 1, as 0.5,0.9")
+    return found
+
+
+def _run(options: argparse.Namespace, view: View) -> int:
+    from agentenv.pipelines.sets import comparison  # slow to load
+
+    levels = _levels(options.levels)
+    baseline, unfinished = options.baseline, list[Path]()
+    runs: dict[str, dict[int, Path]] = {}
+    if len(options.runs) == 1 and (options.runs[0] / SWEEP_FILE).exists():
+        out = options.out or options.runs[0]
+        made = read_made(options.runs[0])
+        baseline = baseline or made.baseline
+        for run in runs_of(options.runs[0], made):
+            if run.arm != START:
+                if run.state() == "finished":
+                    runs.setdefault(run.arm, {})[run.seed] = run.path
+                else:
+                    unfinished.append(run.path)
+    else:
+        out = options.out or Path()
+        runs = comparison.arms_by_keys(options.runs)
+        baseline = baseline or next(iter(runs))
+    found, curves = comparison.compare(runs, baseline, levels, options.set)
+    for table in comparison.tables(found):
+        view.console.print(as_rich(table))
+    if unfinished:
+        view.warn(f"skipped, since unfinished: {', '.join(map(str, unfinished))}")
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(out / "comparison.json", comparison.as_json(found))
+    comparison.plot(curves, out / "comparison.png")
+    view.say(f"written to {out}: comparison.json, comparison.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

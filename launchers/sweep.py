@@ -1,0 +1,149 @@
+"""Trains several arms on several seeds: `agentenv sweep SUBJECT [key.sub=value ...]`, see
+docs/sets.md.
+
+SUBJECT is a configuration of training, or a sweep file that names one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentenv.errors import ConfigError
+from agentenv.pipelines.config.help import Parser
+from agentenv.pipelines.run.tables import Table, as_rich
+from agentenv.pipelines.run.terminal import View, to_its_end
+from agentenv.pipelines.sets.sweep import (
+    START,
+    Made,
+    Runner,
+    SweepConfig,
+    SweepRun,
+    check,
+    grid,
+    is_sweep_file,
+    read_sweep,
+    remember,
+    runs_of,
+)
+
+FOLDER = Path("sweeps")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 1 a run failed, 2 bad input, 130 interrupted."""
+    options = _parse(argv)
+    view = View()
+    return to_its_end(
+        lambda: _run(options, view),
+        view,
+        writing="writing the sweep",
+        interrupted="interrupted; the same command continues and keeps finished runs",
+    )
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="agentenv sweep", description="Train several arms on several seeds.")
+    parser.add_argument("subject", type=Path, metavar="SUBJECT", help="TOML file of a run or sweep")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
+    parser.add_argument(
+        "--seeds", metavar="LIST", help="such as 0-4,7; default: the file's, or 0-2"
+    )
+    parser.add_argument(
+        "--vary", action="append", default=[], metavar="key.sub=V,V",
+        help="one arm per value; if repeated, per combination",
+    )  # fmt: skip
+    parser.add_argument("--arms", nargs="+", metavar="NAME", help="only these arms of the file")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: sweeps/NAME of SUBJECT")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="concurrent runs; default 1"
+    )
+    parser.add_argument("--nice", type=int, default=0, metavar="N", help="priority of the runs")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, list the runs, start none"
+    )
+    options = parser.parse_intermixed_args(argv)
+    if options.jobs < 1:
+        parser.error("--jobs must be at least 1")
+    if not 0 <= options.nice <= 19:
+        parser.error("--nice must be from 0 to 19")
+    return options
+
+
+def _config(options: argparse.Namespace) -> SweepConfig:
+    if is_sweep_file(options.subject):
+        if options.overrides or options.vary:
+            raise ConfigError(
+                f"{options.subject} is a sweep file, which names overrides and arms itself; "
+                "expected none on the command line"
+            )
+        config = read_sweep(options.subject)
+        unknown = set(options.arms or ()) - set(config.arms)
+        if unknown:
+            raise ConfigError(
+                f"--arms: no {', '.join(sorted(unknown))}; arms: {', '.join(config.arms)}"
+            )
+        if options.arms:
+            config.arms = {name: config.arms[name] for name in options.arms}
+            config.baseline = config.baseline if config.baseline in config.arms else ""
+    else:
+        if options.arms:
+            raise ConfigError("--arms requires a sweep file; for a configuration, pass --vary")
+        arms = grid(options.vary) if options.vary else {"all": []}
+        config = SweepConfig(
+            config=str(options.subject.resolve()),
+            seeds="0-2",
+            arms=arms,
+            overrides=options.overrides,
+        )
+    if options.seeds:
+        config.seeds = options.seeds
+    return config
+
+
+def _run(options: argparse.Namespace, view: View) -> int:
+    config = _config(options)
+    made = check(config)
+    folder = options.out or FOLDER / options.subject.stem
+    if not options.dry_run:
+        made = remember(folder, made)
+    runs = list(runs_of(folder, made))
+    waiting = [run for run in runs if run.state() != "finished"]
+    if options.dry_run:
+        view.console.print(as_rich(_plan(runs, made)))
+        view.say(f"{len(waiting)} of {len(runs)} runs to train; nothing was started")
+        return 0
+    view.say(f"{len(waiting)} of {len(runs)} runs to train, {options.jobs} at a time, in {folder}")
+    done = len(runs) - len(waiting)
+
+    def report(run: SweepRun, outcome: str, why: str) -> None:
+        nonlocal done
+        done += outcome == "finished"
+        view.say(f"{run}: {outcome} ({done} of {len(runs)})" + (f": {why}" if why else ""))
+
+    runner = Runner(made.config, jobs=options.jobs, nice=options.nice, report=report)
+    asyncio.run(runner.run_all(runs))
+    for run in runner.failed:
+        view.warn(f"{run} failed: see {run.log}")
+    if runner.failed:
+        view.say("next: fix the cause and repeat the command; finished runs are kept")
+        return 1
+    view.say(f"next: agentenv compare {folder}")
+    return 0
+
+
+def _plan(runs: Sequence[SweepRun], made: Made) -> Table:
+    """Arm by arm, with the overrides that only this arm has."""
+    rows = []
+    for arm in dict.fromkeys(run.arm for run in runs):
+        own = made.start if arm == START else made.arms[arm]
+        states = [f"{run.seed} {run.state()}" for run in runs if run.arm == arm]
+        rows.append([arm, ", ".join(states), " ".join(own or ())])
+    return Table(title="Runs", columns=["arm", "seeds", "overrides"], rows=rows, left=[0, 1, 2])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,526 @@
+"""Training and evaluation from Python: in a script, a notebook, or beside an event loop that runs.
+
+    from agentenv.pipelines import evaluate, train
+
+    result = train("train.toml", ["train.num_steps=20"], env=Warehouse, data=rows)
+    print(result.success, result.checkpoint)
+    print(evaluate(result, data=other_rows).success)
+
+Each call does the work of its command, `agentenv train` or `agentenv evaluate`, in a thread with an
+event loop of its own, and returns at the end. It sets no signal handlers, ends no process, and
+leaves nothing behind in this one but what the arguments are. A mistake is the error that the
+command prints: ConfigError, DataError, another AgentEnvError, or OSError for files. Ctrl-C, or the
+stop button of a notebook, ends the work as it ends the command, with a checkpoint, and raises
+KeyboardInterrupt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import resource
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from agentenv.cold_start import write_rows
+from agentenv.config import Tree, read_toml, resolve_config, to_plain
+from agentenv.env import Env, Grader, registered, shared_apart
+from agentenv.envs.qa_grader import ExactMatch
+from agentenv.errors import AgentEnvError, ConfigError, require_train
+from agentenv.model_files import fetch_from_hub
+from agentenv.offload import apart
+from agentenv.pipelines.config.evaluation import EvaluateConfig, resolve_sets
+from agentenv.pipelines.config.help import refuse_verl_keys
+from agentenv.pipelines.config.rl import TrainConfig
+from agentenv.pipelines.evaluation.figures import Summary
+from agentenv.pipelines.evaluation.report import report_of
+from agentenv.pipelines.evaluation.run import chosen_sets, default_folder, run_evaluation
+from agentenv.pipelines.evaluation.store import read_rows
+from agentenv.pipelines.evaluation.subject import LAST, find_subject, of_env, resolve
+from agentenv.pipelines.run.arguments import EXIT_FAILED, LATEST, check_places
+from agentenv.pipelines.run.checkpoints import find_checkpoint
+from agentenv.pipelines.run.records import EvalRow
+from agentenv.pipelines.run.rundir import INPUTS, LOG_FILE, RunDirectory
+from agentenv.pipelines.run.terminal import (
+    View,
+    leave_hanging,
+    raise_file_limit,
+    reason_of,
+    without_deepspeed,
+)
+from agentenv.pipelines.run.watchdog import Watchdog
+from agentenv.pipelines.serving import gpus_for_others
+from agentenv.registry import loaded
+from agentenv.tool_env import ToolEnv
+from agentenv.tools import Tool
+from agentenv.types import Task
+
+T = TypeVar("T")
+Rows = str | Path | Sequence[str] | Sequence[Mapping[str, Any]]
+EnvInMemory = str | Callable[..., Env] | Sequence[Tool]
+Overrides = Sequence[str] | Mapping[str, Any]
+
+
+class Success(NamedTuple):
+    """A share of right answers with its 95 % interval, over the trajectories that did not fail;
+    the first three are None where all failed."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+    num_trajectories: int
+    num_failed: int
+
+    def __str__(self) -> str:
+        failed = f", {self.num_failed} failed" if self.num_failed else ""
+        if self.value is None:
+            return f"none of {self.num_trajectories} trajectories{failed}"
+        return (
+            f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}] of {self.num_trajectories} "
+            f"trajectories{failed}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingResult:
+    """A finished run. `summary` is its summary.json; `env` is the environment that was given."""
+
+    folder: Path
+    summary: dict[str, Any]
+    env: EnvInMemory | None = None
+
+    @property
+    def success(self) -> Success | None:
+        """On the evaluation set that the run reports, at its end; None without such a set."""
+        return self.success_at("after_rl")
+
+    def success_at(self, phase: str) -> Success | None:
+        """The same `before_sft`, `after_sft` (both the same without a cold start) or `after_rl`."""
+        found = self.summary
+        if not found["evaluation_set"] or found["num_trajectories"].get(phase) is None:
+            return None
+        value = found["success"][phase]
+        low, high = (None, None) if value is None else found["success_interval"][phase]
+        counts = (found[name][phase] for name in ("num_trajectories", "num_failed"))
+        return Success(value, low, high, *counts)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The last one, a Hugging Face directory."""
+        return find_checkpoint(self.folder)
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl: one an update, one an evaluation."""
+        text = (self.folder / "metrics.jsonl").read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
+
+    def load(self) -> tuple[Any, Any]:
+        """The trained model and its tokenizer, by transformers."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        place = self.checkpoint
+        return AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+
+    def __str__(self) -> str:
+        found = self.success
+        return f"{self.folder}" if found is None else f"{self.folder}: success {found}"
+
+    def _repr_png_(self) -> bytes | None:
+        """A notebook shows the learning curve."""
+        path = self.folder / "curve.png"
+        return path.read_bytes() if path.is_file() else None
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationResult:
+    """An evaluation. `summary` has all figures, by group of questions too."""
+
+    folder: Path
+    summary: Summary
+
+    @property
+    def success(self) -> Success:
+        """Over all questions."""
+        overall = self.summary.overall
+        found = overall.estimates.get("success")
+        values = (None,) * 3 if found is None else (found.value, found.low, found.high)
+        return Success(*values, overall.num_trajectories, overall.num_failed)
+
+    @cached_property
+    def rows(self) -> list[EvalRow]:
+        """A row each trajectory, failed ones too: its texts, calls, reward, success."""
+        return read_rows(self.folder)
+
+    def __str__(self) -> str:
+        return f"{self.folder}: success {self.success}"
+
+
+def train(
+    config: TrainConfig | Mapping[str, Any] | str | Path,
+    overrides: Overrides = (),
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    env: EnvInMemory | None = None,
+    grader: Grader | None = None,
+    data: Rows | None = None,
+    held_out: Rows | None = None,
+    resume: str | bool = False,
+    is_quiet: bool = False,
+) -> TrainingResult:
+    """Train a policy, as `agentenv train` does, and return at the end of the run.
+
+    `config` is a TOML file, its content, or the struct; `overrides` are those of a command line,
+    ["train.num_steps=20"] or {"train.num_steps": 20}. What is given besides takes the place of its
+    keys: `model` (and `tokenizer`) a model of transformers, which is copied, or a directory; `env`
+    an environment's class, any function from a Task to an Env, an id, or tools, which `grader`
+    grades (default: ExactMatch); `data` and `held_out` the questions, rows or files. What other
+    processes are to import (env.workers, cluster.workers) must be in a module.
+
+    `resume` continues from a checkpoint: "latest" (or True), "best", or its path. Raises as said at
+    the top of this file.
+    """
+    from agentenv.pipelines.rl.control import controlled  # slow to load
+    from agentenv.pipelines.rl.training import Training
+
+    with _process(View(is_quiet=is_quiet), "writing the run") as (view, stack):
+        raw, source, name = _read(config)
+        given = _known_env(env, grader, stack)
+        kept = _replace_keys(raw, model, given.id, data, held_out, view)
+        left_out: list[str] = []
+        built = resolve_config(
+            TrainConfig,
+            raw,
+            source,
+            list(_texts(overrides)),
+            say=left_out.append,
+            explain=refuse_verl_keys,
+        )
+        _refuse_elsewhere(given, built.env.workers, getattr(built.cluster, "workers", 0))
+        backend = ["deepspeed"] if built.learner.backend == "deepspeed" else []
+        require_train("torch", "transformers", *backend)
+        which = LATEST if resume is True else str(resume or "")
+        folder = Path(built.run.dir) / (built.run.name or name)
+        run = RunDirectory(
+            folder, resume=bool(which), monitor=built.monitor, settings=to_plain(built)
+        )
+        stack.callback(run.close)
+        view.log_to(run.path / LOG_FILE)
+        for line in left_out:
+            view.say(line)
+        code = EXIT_FAILED
+        try:
+            if not which:
+                _keep(folder / INPUTS, kept, model, tokenizer)
+            logging.getLogger().setLevel(built.log.level.upper())
+            with gpus_for_others(built):
+                training = Training(built, run, view, resume=which, subscribers=[controlled])
+                _run_beside(training.run_all, view)
+            code = 0
+        finally:
+            run.monitors.finish(code)
+            if not which:
+                run.forget_unless_begun()
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return TrainingResult(folder, summary, env)
+
+
+def evaluate(
+    subject: Any,
+    config: Mapping[str, Any] | str | Path | None = None,
+    overrides: Overrides = (),
+    *,
+    env: EnvInMemory | None = None,
+    grader: Grader | None = None,
+    data: Rows | None = None,
+    tokenizer: Any = None,
+    model: str = "",
+    sets: Sequence[str] = (),
+    checkpoint: str = LAST,
+    max_tasks: int = 0,
+    out: str | Path | None = None,
+    is_quiet: bool = False,
+) -> EvaluationResult:
+    """Evaluate, as `agentenv evaluate` does, and return when all trajectories have ended.
+
+    `subject` is a TrainingResult, a run, a checkpoint, a model directory or an id on the hub, the
+    URL of an endpoint (of whose models `model` names one), or a model of transformers with its
+    `tokenizer`. `env`, `grader`, `data` and `overrides` are as in `train`; of a run, everything is
+    known. `sets` chooses among a run's evaluation sets, `checkpoint` among "last", "best" and
+    "start", `max_tasks` takes the first questions of each set. The same call with the same `out`
+    asks only what is missing. Raises as said at the top of this file.
+    """
+    if isinstance(subject, TrainingResult):
+        env = subject.env if env is None else env
+        subject = subject.folder
+    with _process(View(is_quiet=is_quiet), "writing the evaluation") as (view, stack):
+        raw, source, _ = (None, "", "") if config is None else _read(config)
+        given = _known_env(env, grader, stack)
+        texts = list(_texts(overrides))
+        memory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentenv-")))
+        if _is_model(subject):
+            _keep(memory, {}, subject, tokenizer)
+            name = Path(str(subject.name_or_path)).name or "model"
+            found = find_subject(str(memory / "model"))._replace(name=name)
+        else:
+            if not str(subject).startswith(("http://", "https://")):
+                fetch_from_hub(str(subject), "model", view.say)
+            where = str(tokenizer or "")
+            chosen = [] if raw else list(sets)
+            found = find_subject(
+                str(subject), sets=chosen, checkpoint=checkpoint, model=model, tokenizer=where
+            )
+        if found.model is not None and not found.model.is_dir():
+            raise ConfigError(
+                f"{subject}: no such directory; expected a run, a checkpoint or a model "
+                "directory, http(s)://HOST[:PORT], or a model of transformers"
+            )
+        if data is not None:
+            paths, is_rows = _files_or_rows(data, "data")
+            if is_rows:
+                paths = str(write_rows(memory / "questions.jsonl", paths))
+            texts.append(f"data={json.dumps(paths, ensure_ascii=False)}")
+        built = resolve(
+            found,
+            source or str(subject if isinstance(subject, str | Path) else found.name),
+            raw,
+            texts,
+            given.id,
+            EvaluateConfig,
+            resolve_sets,
+            view.say,
+        )
+        built = chosen_sets(built, sets, max_tasks)
+        for one in built.sets.values():
+            _refuse_elsewhere(given, 0 if one.env is None else one.env.workers)
+        if found.model is not None:
+            require_train("torch", "transformers")
+        folder = default_folder(built, found) if out is None else Path(out)
+
+        async def work() -> Summary:
+            outcome = await run_evaluation(built, found, folder, view)
+            summary = await report_of(folder, view)
+            if outcome.problem is not None:
+                raise outcome.problem
+            return summary
+
+        with gpus_for_others(built):
+            summary = _run_beside(work, view)
+    return EvaluationResult(folder, summary)
+
+
+class _Given(NamedTuple):
+    """The id of the environment that was given, and whether this process alone can make it."""
+
+    id: str = ""
+    is_here_only: bool = False
+
+
+def _known_env(env: EnvInMemory | None, grader: Grader | None, stack: ExitStack) -> _Given:
+    """The environment by an id that is known until `stack` is closed. Raises ConfigError."""
+    if grader is not None and (env is None or isinstance(env, str) or callable(env)):
+        raise ConfigError(
+            "grader: belongs to tools, as in env=[search, python]; a class has its own"
+        )
+    if env is None or isinstance(env, str):
+        return _Given(env or "")
+    if callable(env):
+        maker, name = env, getattr(env, "__qualname__", type(env).__name__)
+        env_id = f"{getattr(env, '__module__', 'memory')}:{name}"
+    else:
+        maker = _maker_of(env, grader)
+        env_id = f"memory:{'+'.join(one.name for one in env)}"
+    try:
+        is_known = loaded(env_id) is maker
+    except ConfigError:
+        is_known = False
+    if not is_known:
+        stack.enter_context(registered(env_id, maker))
+    return _Given(env_id, not is_known or env_id.startswith("__main__:"))
+
+
+def _maker_of(tools: Sequence[Tool], grader: Grader | None) -> Callable[[Task], Env]:
+    for one in tools:
+        if not (hasattr(one, "schema") and hasattr(one, "call")):
+            raise ConfigError(f"env: {one!r} is no tool; put @tool before a function")
+    graded = ExactMatch() if grader is None else grader
+    return lambda task: ToolEnv(task, tools, graded)
+
+
+def _refuse_elsewhere(given: _Given, *workers: int) -> None:
+    """Raises ConfigError for an environment of this process alone that others are to make."""
+    if given.is_here_only and any(workers):
+        raise ConfigError(
+            f"env: {given.id} is in the memory of this process, and env.workers or cluster.workers "
+            "makes environments in others; put it into a module, or leave the workers out"
+        )
+
+
+def _read(config: msgspec.Struct | Mapping[str, Any] | str | Path) -> tuple[Tree, str, str]:
+    """A copy of the plain values, their name in messages, and a name for a run of theirs."""
+    if isinstance(config, str | Path):
+        return read_toml(Path(config)), str(config), Path(config).stem
+    given = config if isinstance(config, msgspec.Struct) else dict(config)
+    plain: Tree = msgspec.to_builtins(given, enc_hook=str)
+    return plain, "the configuration", time.strftime("run-%Y%m%d-%H%M%S")
+
+
+def _texts(overrides: Overrides, path: str = "") -> Iterator[str]:
+    """Overrides as on a command line."""
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides: {overrides!r} is one text; expected a list of them")
+    if not isinstance(overrides, Mapping):
+        yield from overrides
+        return
+    for name, value in overrides.items():
+        key = f"{path}{name}"
+        if isinstance(value, Mapping):
+            yield from _texts(value, f"{key}.")
+        else:
+            text = "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+            yield f"{key}={text}"
+
+
+def _replace_keys(
+    raw: Tree, model: Any, env_id: str, data: Rows | None, held_out: Rows | None, view: View
+) -> dict[str, list[Any]]:
+    """Put what was given in the place of its keys; the rows to be kept, by the name of the file."""
+    kept: dict[str, list[Any]] = {}
+
+    def path_of(rows: Rows, name: str) -> Any:
+        found, is_rows = _files_or_rows(rows, name)
+        if not is_rows:
+            return found
+        kept[f"{name}.jsonl"] = found
+        return f"{{run}}/{INPUTS}/{name}.jsonl"
+
+    if model is not None:
+        place = f"{{run}}/{INPUTS}/model" if _is_model(model) else str(model)
+        raw["model"] = {**raw.get("model", {}), "path": place}
+    if env_id:
+        raw["env"] = {**of_env(raw, env_id, view.say).get("env", {}), "id": env_id}
+    if data is not None:
+        others = {k: v for k, v in raw.get("data", {}).items() if k not in ("train", "mix")}
+        raw["data"] = {**others, "train": path_of(data, "train")}
+    if held_out is not None:
+        before = raw.get("eval", {})
+        sets = dict(before.get("sets", {}))
+        own = {**sets.pop("heldout", {}), "path": path_of(held_out, "heldout")}
+        raw["eval"] = {**before, "sets": {"heldout": own, **sets}}  # the first is reported
+    return kept
+
+
+def _files_or_rows(given: Rows, name: str) -> tuple[Any, bool]:
+    """A path, or a list of paths or of rows; and whether these are rows. Raises ConfigError."""
+    if isinstance(given, str | os.PathLike):
+        return str(given), False
+    found = list(given)
+    if found and all(isinstance(one, str | os.PathLike) for one in found):
+        return [str(one) for one in found], False
+    if not found or not all(isinstance(one, Mapping) for one in found):
+        raise ConfigError(f"{name}: expected a file, files, or rows such as {{'question': ...}}")
+    return found, True
+
+
+def _is_model(given: Any) -> bool:
+    return hasattr(given, "save_pretrained")
+
+
+def _keep(folder: Path, rows: Mapping[str, Sequence[Any]], model: Any, tokenizer: Any) -> None:
+    """Write rows and a model in memory, for the processes that read them. Raises ConfigError."""
+    for name, found in rows.items():
+        write_rows(folder / name, found)
+    if not _is_model(model):
+        if tokenizer is not None:
+            raise ConfigError("tokenizer: belongs to a model in memory; a directory has its own")
+        return
+    if not _is_model(tokenizer):
+        raise ConfigError("tokenizer: expected that of the model in memory, an object")
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+
+# One run at a time in a process: shared resources (agentenv/env.py) and the log are its own.
+
+_one_at_a_time = threading.Lock()
+
+
+@contextmanager
+def _process(view: View, writing: str) -> Iterator[tuple[View, ExitStack]]:
+    """The settings that a command makes in its process, taken back at the end; errors are those
+    that the command prints."""
+    if not _one_at_a_time.acquire(blocking=False):
+        raise ConfigError("another run of this process goes on; wait for its end, or start another")
+    here, waits, files = os.getcwd(), "OMP_WAIT_POLICY", resource.getrlimit(resource.RLIMIT_NOFILE)
+    adds_here, adds_waits = here not in sys.path, waits not in os.environ
+    level = logging.getLogger().level
+    try:
+        with ExitStack() as stack, without_deepspeed():
+            check_places()
+            raise_file_limit()
+            if adds_waits:  # spinning threads starve other processes
+                os.environ[waits] = "PASSIVE"
+            if adds_here:  # modules of the user are found as by the command
+                sys.path.insert(0, here)
+            yield view, stack
+    except (ImportError, OSError, AgentEnvError, ExceptionGroup) as error:
+        reason = reason_of(error, view.folder, writing)
+        if reason is None or reason is error:
+            raise
+        raise reason from error
+    finally:
+        view.close()
+        logging.getLogger().setLevel(level)
+        if adds_here and here in sys.path:
+            sys.path.remove(here)
+        if adds_waits:
+            os.environ.pop(waits, None)
+        resource.setrlimit(resource.RLIMIT_NOFILE, files)
+        _one_at_a_time.release()
+
+
+def _run_beside(work: Callable[[], Coroutine[Any, Any, T]], view: View) -> T:
+    """What the work gives, which runs in a thread of its own: the caller's may have an event loop.
+    A first KeyboardInterrupt cancels the work, which may save before it ends; a second one leaves
+    it to itself."""
+    loop = asyncio.SelectorEventLoop()
+    task: asyncio.Task[T] | None = None
+
+    async def main() -> T:
+        nonlocal task
+        task = asyncio.current_task()
+        try:
+            async with shared_apart():
+                return await work()
+        finally:
+            leave_hanging(loop)
+
+    def run() -> T:
+        dog = Watchdog(loop, view.warn_at_once)
+        with dog.look(), asyncio.Runner(loop_factory=lambda: loop) as runner:
+            return runner.run(main())
+
+    outcome = apart(run, "agentenv")
+    try:
+        return outcome.result()
+    except KeyboardInterrupt:
+        activity = f"; waiting for {view.activity}" if view.activity else ""
+        view.say(f"interrupted{activity}")
+        if task is not None:
+            loop.call_soon_threadsafe(task.cancel)
+        wait([outcome])
+        raise
