@@ -27,7 +27,8 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
-from agentenv.deadline import within
+from agentenv.deadline import uncancelled, within
+from agentenv.errors import StallError
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -94,7 +95,15 @@ class Machine:
     async def start_process(self, *command: str, **options: Any) -> asyncio.subprocess.Process:
         """A running program; `options` are those of asyncio.create_subprocess_exec."""
         what = f"the start of {command[0]}"
-        return await within(START_S, what, asyncio.create_subprocess_exec(*command, **options))
+        starting = asyncio.ensure_future(asyncio.create_subprocess_exec(*command, **options))
+        try:
+            return await within(START_S, what, asyncio.shield(starting))
+        except asyncio.CancelledError:  # else it would live on, and end after the loop
+            await uncancelled(_end_of(starting))
+            raise
+        except StallError:
+            starting.cancel()
+            raise
 
     def start_thread(self, function: Callable[..., None], name: str) -> threading.Thread:
         """A running thread that does not keep the interpreter from ending."""
@@ -181,6 +190,16 @@ def apart(function: Callable[[], T], name: str) -> Future[T]:
 def check_outside(what: str) -> None:
     """See Machine."""
     _current.check_outside(what)
+
+
+async def _end_of(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
+    """End a program that is being started."""
+    try:
+        async with asyncio.timeout(KILL_S):
+            process = await starting
+    except (TimeoutError, OSError, ValueError):  # it hangs, or there is none
+        return
+    await kill(process)
 
 
 async def look_again(seconds: float) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+import uvloop
 
 from agentenv.metrics import LoopLag
 from agentenv.offload import check_outside, in_thread, replaced, start_process, start_thread
@@ -179,3 +181,26 @@ def test_a_stall_counts_by_its_length() -> None:
 
 def test_before_anything_was_measured() -> None:
     assert LoopLag().figures() == {"lag_p99_ms": 0.0, "lag_max_ms": 0.0, "stalled_share": 0.0}
+
+
+@pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("turns", [1, 2, 3, 5])
+def test_a_start_that_is_cancelled_leaves_no_process(
+    factory: Callable[[], asyncio.AbstractEventLoop], turns: int
+) -> None:
+    async def cancelled() -> None:
+        starting = asyncio.ensure_future(start_process("sleep", "61.5"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    before = sleepers()
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(cancelled())
+    assert sleepers() == before
+
+
+def sleepers() -> int:
+    return sum(one.cmdline()[:2] == ["sleep", "61.5"] for one in psutil.Process().children())

@@ -100,6 +100,7 @@ ALLOWED = {
     "pipelines/run/watchdog.py Watchdog._run: self._signals.recv": "settimeout(BEAT_S)",
     "pipelines/run/monitors.py Monitors._run: self._calls.get": HERE,
     "launchers/retriever.py serve: stop.wait": FOREVER,
+    "agentenv/offload.py Machine.start_process: asyncio.create_subprocess_exec": "within, below",
     "pipelines/sets/sweep.py Runner._train: process.wait": "a run takes as long as it takes",
     "launchers/serve_env.py _until_stopped: stop.wait": FOREVER,
     "envs/openenv.py Session.begin: self.server.freed.wait": SAME,
