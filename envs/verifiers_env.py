@@ -36,6 +36,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from importlib import metadata
+from importlib.util import find_spec
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -180,11 +181,18 @@ def _opened(asked: Json) -> Classic | Tasks:
     sys.path[0] = folder
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
     version = metadata.version("verifiers")  # which raises where there is none
-    if not (0, 1, 11) <= tuple(map(int, re.findall(r"\d+", version)[:3])) < (0, 5):
+    found = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    if not (0, 1, 11) <= found < (0, 5):
         raise ImportError(f"verifiers {version} is unsupported; expected 0.1.11 to 0.4")
     module = name.rsplit("/", 1)[-1].partition("@")[0].replace("-", "_")
-    found = __import__(module)
-    return (Classic if hasattr(found, "load_environment") else Tasks)(name, asked["args"])
+    if (spec := find_spec(module)) is None:
+        raise ImportError(f"no package {module!r}")
+    if found < (0, 4):
+        return Classic(name, asked["args"])
+    with open(spec.origin or os.devnull) as source:
+        if "load_environment" in (text := source.read()) and "Taskset" not in text:
+            raise ImportError(f"{module} has load_environment; verifiers is {version}, not <0.4")
+    return Tasks(name, asked["args"])
 
 
 async def _serve(env: Classic | Tasks, lines: BinaryIO) -> None:
@@ -211,7 +219,10 @@ async def _serve(env: Classic | Tasks, lines: BinaryIO) -> None:
 
 
 def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:SHOWN_CHARS]
+    """Of the error, and the place of its cause."""
+    cause = error.__cause__ or error.__context__ or error
+    place = " ".join("".join(traceback.format_tb(cause.__traceback__)[-1:]).split())
+    return f"{type(error).__name__}: {error}"[:SHOWN_CHARS] + f"; {cause!r} in {place}"
 
 
 def main() -> None:
@@ -259,8 +270,8 @@ SIZE, MAX_STARTS = 10_000, 8  # rows unless `size` says so; rollouts that start 
 CLOSE_S, GRACE_S, STOP_S, ROWS_S = 10.0, 2.0, 60.0, 3600.0
 CUT = "the trajectory is truncated: it has reached the model's maximum context length"
 HINTS = {  # by what a problem holds
-    "^PackageNotFound": "install it: {install}, or set its interpreter: source.python",
-    "^(ModuleNotFound|Import)Error": "install a supported version into the environment of {python}",
+    "^PackageNotFound": "{python} has no verifiers; {install} there, or set source.python",
+    "^(ModuleNotFound|Import)Error": "{python} -m pip install ..., or set source.folder",
     r"(?i)\bhub\b|offline|connect|doesn't exist": "its files may be in {folder}/OWNER/NAME",
 }
 

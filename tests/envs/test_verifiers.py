@@ -188,7 +188,7 @@ async def test_a_process_that_dies_is_replaced() -> None:
 @pytest.mark.parametrize(
     ("name", "source", "says"),
     [
-        ("desks", {}, "No module named 'desks'.*install a supported version"),
+        ("desks", {}, "no package 'desks'.*pip install ..., or set source.folder"),
         ("desk", {"args": {"nummer": 3}}, "nummer"),
         ("desk", {"args": {"groups": True}}, "rewards groups of rollouts"),
     ],
@@ -213,7 +213,7 @@ def test_mistakes_are_named(source: dict[str, Any], says: str) -> None:
 
 def test_a_package_that_is_missing_or_of_another_version_is_named(tmp_path: Path) -> None:
     source = {"folder": str(tmp_path), "python": sys.executable}
-    with pytest.raises(DataError, match=r"verifiers.*install it: pip install .*source\.python"):
+    with pytest.raises(DataError, match=r"has no verifiers; pip install .*source\.python"):
         list(rows("desk", source, held_out=False))
     (tmp_path / "verifiers.py").write_text("")
     (tmp_path / "verifiers-9.1.dist-info").mkdir()
@@ -223,6 +223,34 @@ def test_a_package_that_is_missing_or_of_another_version_is_named(tmp_path: Path
         DataError, match=r"verifiers 9\.1 is unsupported; expected " r"0\.1\.11 to 0\.4"
     ):
         list(rows("desk", source, held_out=False))
+
+
+@pytest.mark.parametrize(
+    ("version", "package", "says"),
+    [
+        ("0.4.0", "import datasets\ndef load_environment(): ...", "has load_environment; verifiers "
+         "is 0.4.0, not <0.4"),
+        ("0.3.1", "def load_environment(): return {}['KEY']", r"KeyError\('KEY'\) in "
+         r".*own_env\.py., line 1"),
+    ],
+)  # fmt: skip
+def test_a_package_for_another_release_and_one_that_raises_are_named(
+    tmp_path: Path, version: str, package: str, says: str
+) -> None:
+    loads = (
+        "def load_environment(name):\n    import own_env\n    try:\n        own_env."
+        "load_environment()\n    except Exception as error:\n        raise RuntimeError(name) "
+        "from error\n"
+    )
+    (tmp_path / "verifiers.py").write_text(loads)
+    (tmp_path / "own_env.py").write_text(package)
+    info = tmp_path / f"verifiers-{version}.dist-info"
+    info.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: verifiers\nVersion: {version}\n"
+    (info / "METADATA").write_text(metadata)
+    source = {"folder": str(tmp_path), "python": sys.executable}
+    with pytest.raises(DataError, match=says):
+        list(rows("own-env", source, held_out=False))
 
 
 def test_a_task_of_elsewhere_is_refused() -> None:
