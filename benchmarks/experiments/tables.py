@@ -95,7 +95,8 @@ def readme_row(result: Row, when: str) -> str:
         figures.append(f"{spread(figure)} to {level} (groups of {_group(figure['base'])}{missed})")
     seeds = len(result["arms"]["arpo"]["seeds"])
     return (
-        f"{README_ROW}, ARPO over the best GRPO (groups of 4 to 8) | {'; '.join(figures)} | "
+        f"{README_ROW}, ARPO over the best GRPO (groups of 4 to 8); above 1, ARPO needs more | "
+        f"{'; '.join(figures)} | "
         f"quick start, {seeds} seeds in pairs, {when} ([experiments](docs/experiments.md)) |"
     )
 
