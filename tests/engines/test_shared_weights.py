@@ -282,6 +282,6 @@ async def test_an_older_version_is_not_written_in_the_name_of_a_newer_one(
         await s.update()
         stale: Any = MemorySender(s.b.learner, tmp_path / "stale")
         stale._version = s.b.learner.policy_version - 1
-        with pytest.raises(EngineError, match="gone on to other weights"):
+        with pytest.raises(EngineError, match="moved on to newer weights"):
             await stale.write()
         await s.b.check_greedy()

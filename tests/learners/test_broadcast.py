@@ -102,9 +102,9 @@ async def test_joining_ends_when_it_is_called_off_or_nobody_comes(
                 await joining
         await sender.abort()  # nothing runs: no harm
         sender.timeout_s = 2
-        with pytest.raises(TransferError, match="did not form"):
+        with pytest.raises(TransferError, match="forming the process group"):
             await sender.join(Group("alone again", await sender.open(), 2, 2))
-        with pytest.raises(TransferError, match="no group"):
+        with pytest.raises(TransferError, match="no process group"):
             await sender.send()
 
 

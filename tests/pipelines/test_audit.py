@@ -123,7 +123,7 @@ class Other:
     ("change", "failed", "remedy"),
     [
         (lambda grade: grade, [], ""),
-        (lambda grade: Grade(2 * grade.reward, grade.success), ["graded again"], "changed since"),
+        (lambda grade: Grade(2 * grade.reward, grade.success), ["regraded"], "changed since"),
         (lambda grade: Grade(grade.reward, success=True), ["changed golds"], "stricter"),
     ],
 )
@@ -138,7 +138,7 @@ def test_rewards_that_do_not_follow_the_golds_are_found(
     assert [name for name, one in found.items() if one.state == "failed"] == failed
     for name in failed:
         assert remedy in found[name].remedy
-    assert found["graded again"].message
+    assert found["regraded"].message
 
 
 # graders of a user's own, by verl's form
@@ -182,7 +182,7 @@ def own_grader(folder: Path, name: str) -> list[str]:
     ("name", "is_paid", "remedy"),
     [
         ("contains", True, "it rewards guessing twice"),
-        ("last", True, "it reads the last alone"),
+        ("last", True, "it reads only the last"),
         ("whole", False, ""),
     ],
 )
@@ -217,12 +217,12 @@ def test_a_grader_of_the_users_own_that_pays_for_two_guesses_is_found(
     verdicts = json.loads(capsys.readouterr().out)["verdicts"]
     states = {one["name"]: one["state"] for one in verdicts}
     assert states == {
-        "graded again": "passed",
+        "regraded": "passed",
         "changed golds": "passed",
-        "second guess": "failed" if is_paid else "passed",
+        "second candidate": "failed" if is_paid else "passed",
         "jumps of reward": "skipped",
     }
-    (verdict,) = [one for one in verdicts if one["name"] == "second guess"]
+    (verdict,) = [one for one in verdicts if one["name"] == "second candidate"]
     assert remedy in verdict["remedy"]
     numbers = [int(text) for text in re.findall(r"\d+", verdict["told"])]
     assert numbers[0] > 0

@@ -193,7 +193,7 @@ def test_trees_in_workers_are_reached_but_for_their_texts(
 
         tree, why = asked.until("status", holds=tree_at_the_tool)
         assert why["row"]["worker"] == "worker-0"
-        assert any("cannot be reached" in line for line in why["lines"])
+        assert any("are not accessible" in line for line in why["lines"])
         asked("pause")
         assert asked("status")["is_paused"]
         asked("resume")

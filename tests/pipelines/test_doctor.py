@@ -173,7 +173,7 @@ async def _no_machine(*_: object) -> str:
 @pytest.mark.parametrize(
     ("fault", "expected", "remedy"),
     [
-        ("limits.max_tree_seconds=1", "time-outs", "longer one"),
+        ("limits.max_tree_seconds=1", "time-outs", "must be longer"),
         ("limits.max_turn_tokens=-1", "configuration", ""),
         ("queue.groups_per_step=3", "sizes divide", ""),
         ("env.id=me/Nope-v0", "classes of environments", "env.module"),
@@ -239,7 +239,7 @@ class Grades:
     [
         (lambda gold, said: False, "grades its own gold"),
         (lambda gold, said: True, "the gold answer of row"),
-        (lambda gold, said: gold == said, "spelled"),
+        (lambda gold, said: gold == said, "written as"),
         (lambda gold, said: gold in said, "name a second candidate"),
         (lambda gold, said: said.startswith(gold), "name a second candidate"),  # spelled too
         (lambda gold, said: gold == said.strip(" ."), ""),

@@ -79,7 +79,7 @@ def test_rows_a_prompt_and_a_gold_are_read(here: Path, capsys: pytest.CaptureFix
     assert dry(train.main, "train.toml", "engine.name=embedded") == 0
     told = capsys.readouterr().out
     for key in ("data", "eval.sets.test"):
-        (line,) = [line for line in told.splitlines() if line.startswith(f"  {key}: 6 rows")]
+        (line,) = [line for line in told.splitlines() if line.startswith(f"  {key}: read 6 rows")]
         assert "of 200 tokens" in line
         assert "its gold answer is graded as correct" in line
     assert not (here / "runs").exists()
@@ -125,7 +125,7 @@ def test_a_gold_that_its_own_grader_finds_wrong_is_refused(
     """A gold that the reward's box cannot hold can never be earned."""
     write_rows(here / "test.jsonl", [arpo_row(0, answer="}{")])
     assert dry(train.main, "train.toml", "engine.name=embedded") == 2
-    assert "its own gold '}{' is graded as wrong" in capsys.readouterr().err
+    assert "its own gold answer '}{' is graded as wrong" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -223,7 +223,7 @@ def test_an_evaluations_file_is_read_and_a_missing_one_is_fetched(
         capsys.readouterr().err
     )
     told = capsys.readouterr().out
-    assert "sets.gaia: 6 rows are read; a prompt has" in told
+    assert "sets.gaia: read 6 rows; a prompt has" in told
     assert "sets.hle.path = hle.jsonl: HLE is published at huggingface.co" in told.replace(
         "Humanity's Last Exam", "HLE"
     )

@@ -95,7 +95,7 @@ def test_rows_and_report_say_what_the_helpers_did(
         assert (row.assist["refiner_ok"], row.assist["refiner_tokens"]) == (1, 97)
         assert len(row.abandoned) == row.assist.get("backtracer_uses", 0)
     taken_back = [row for row in rows if row.abandoned]
-    assert {"there is no" in row.abandoned[0] for row in taken_back} == {True}
+    assert {"unknown item" in row.abandoned[0] for row in taken_back} == {True}
     report = (tmp_path / "out" / "report.md").read_text()
     assert "## Helpers" in report
     assert "| debugger | 12 | 1.000 | 100.0% | 540 |" in report

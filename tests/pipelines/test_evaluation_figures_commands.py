@@ -126,7 +126,7 @@ def test_failures_are_told_with_their_bound(tmp_path, capsys):
     folder = write_evaluation(tmp_path / "e", rows, QUICK)
     assert evaluate.main(["report", str(folder)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "1 failed trajectories (EngineError 1) are in no score" in said
+    assert "1 failed trajectories (EngineError 1) are excluded from scores" in said
     assert "success would be 0.333" in said
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +22,7 @@ from agentenv.pipelines.run import trackers
 from agentenv.pipelines.run.monitors import Monitors, RolloutMonitorConfig
 from agentenv.pipelines.run.trackers import OtelConfig
 from tests.pipelines.test_exports import ROW
+from tests.support.warehouse import ROOT
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
@@ -258,3 +261,17 @@ def test_a_bad_address_is_refused_before_anything_starts(endpoint: str, expected
     with pytest.raises(ConfigError, match=rf"monitor\.otel\.endpoint: .*{expected}") as failure:
         build_config(TrainConfig, {"monitor": {"otel": {"endpoint": endpoint}}}, "run.toml")
     assert "me:secret" not in str(failure.value)
+
+
+@pytest.mark.slow
+def test_the_dashboard_shows_metrics_that_a_run_sends(finished: Path) -> None:
+    sent: set[str] = set()
+    for line in (finished / "metrics.jsonl").read_text().splitlines():
+        sent |= {f"agentenv_{re.sub(r'[^A-Za-z0-9_]', '_', name)}" for name in json.loads(line)}
+    board = json.loads((ROOT / "configs" / "observability" / "dashboard.json").read_text())
+    shown = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    names = {re.match(r"\w+", expression)[0] for expression in shown}  # type: ignore[index]
+    assert len(names) > 15
+    assert names <= sent | {"agentenv_engine_outage_s"}  # of servers
+    variable = board["templating"]["list"][1]["query"]
+    assert re.findall(r"agentenv_\w+", variable)[0] in sent

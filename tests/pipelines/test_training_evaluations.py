@@ -87,7 +87,7 @@ def test_a_run_says_where_its_evaluations_are(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate.main(["report", str(run)]) == 2
-    assert f"{run}/eval contains one" in capsys.readouterr().err.replace("\n", " ")
+    assert f"{run}/eval/after_rl contains one" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_the_first_and_the_last_are_compared(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,7 +60,7 @@ def test_as_a_shell_gives_them(tmp_path: Path) -> None:
     command = [os.fsencode(sys.executable), os.fsencode(ROOT / "launchers" / "train.py"), config]
     done = subprocess.run(command, capture_output=True, timeout=100, cwd=ROOT)
     assert done.returncode == 2
-    assert rb"\xff.toml' is no UTF-8; rename the file or folder" in done.stderr
+    assert rb"\xff.toml' is not valid UTF-8; rename the file or folder" in done.stderr
 
 
 def test_a_working_directory_and_folders_of_the_environment_are_named(
