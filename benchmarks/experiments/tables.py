@@ -91,12 +91,13 @@ def readme_row(result: Row, when: str) -> str:
     figures = []
     for level in result["levels"]:
         figure = found[f"calls to {level}"]
-        missed = f", {figure['num_missed']} seeds never" if figure["num_missed"] else ""
-        figures.append(f"{spread(figure)} to {level} (groups of {_group(figure['base'])}{missed})")
+        missed = f" ({figure['num_missed']} seeds never)" if figure["num_missed"] else ""
+        figures.append((f"{spread(figure)} to {level}{missed}", _group(figure["base"])))
+    groups = sorted({group for _, group in figures})
     seeds = len(result["arms"]["arpo"]["seeds"])
     return (
         f"{README_ROW}, ARPO over the best GRPO (groups of 4 to 8); above 1, ARPO needs more | "
-        f"{'; '.join(figures)} | "
+        f"{'; '.join(text for text, _ in figures)} (groups of {', '.join(groups)}) | "
         f"quick start, {seeds} seeds in pairs, {when} ([experiments](docs/experiments.md)) |"
     )
 
