@@ -312,7 +312,7 @@ def test_tables_take_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "| `arpo` | 1 | 1 | 0.12 | 1.00 |" in page.read_text()
     assert page.read_text().endswith("after\n")
     assert readme.read_text().count("\n") == 3
-    assert "0.80 to 0.7 (groups of 4)" in readme.read_text()
+    assert "0.80 to 0.7; 0.80 to 0.8" in readme.read_text()
     assert (tmp_path / "docs" / "img" / "algorithms.png").read_bytes() == b"picture"
     readme.write_text("nothing\n")
     with pytest.raises(DataError, match=r"README.md: expected one place for the tables, found 0"):
