@@ -88,8 +88,8 @@ def nested(key: str) -> dict[str, object]:
     return value
 
 
-def test_the_document_is_the_table() -> None:
-    """Of the keys that have a counterpart; a refusal gives the notes and the reasons."""
+def test_the_document_is_part_of_the_table() -> None:
+    """The commonest keys that have a counterpart; a refusal has all, with notes and reasons."""
     text = (ROOT / "docs" / "from-verl.md").read_text(encoding="utf-8")
     rows = {match[1]: match[2] for match in map(ROW.match, text.splitlines()) if match}
     table = {
@@ -97,7 +97,8 @@ def test_the_document_is_the_table() -> None:
         for theirs, (ours, _) in verl_keys().items()
         if ours
     }
-    assert rows == table
+    assert len(rows) > 50
+    assert rows.items() <= table.items()
 
 
 def test_what_the_document_says_of_llama_factory_exists() -> None:
