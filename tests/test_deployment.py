@@ -1,4 +1,4 @@
-"""The image."""
+"""The image, and the files of the metrics chain."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.warehouse import ROOT
 
@@ -31,6 +32,23 @@ def wheel_of(folder: Path, out: Path) -> list[str]:
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
     (wheel,) = out.glob("*.whl")
     return sorted(zipfile.ZipFile(wheel).namelist())
+
+
+def test_prometheus_scrapes_the_port_that_the_collector_offers() -> None:
+    """And the collector's pipelines name only parts that it has."""
+    folder = ROOT / "configs" / "observability"
+    collector = yaml.safe_load((folder / "collector.yaml").read_text(encoding="utf-8"))
+    for pipeline in collector["service"]["pipelines"].values():
+        assert set(pipeline["receivers"]) <= set(collector["receivers"])
+        assert set(pipeline["exporters"]) <= set(collector["exporters"])
+    port = collector["exporters"]["prometheus"]["endpoint"].rpartition(":")[2]
+    scrape = yaml.safe_load((folder / "prometheus.yaml").read_text(encoding="utf-8"))
+    (job,) = scrape["scrape_configs"]
+    assert job["static_configs"] == [{"targets": [f"collector:{port}"]}]
+    assert job["honor_labels"], "the label agentenv_run is the run's"
+    metrics_page = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    received = collector["receivers"]["otlp"]["protocols"]["http"]["endpoint"].rpartition(":")[2]
+    assert f"http://collector:{received}" in metrics_page
 
 
 @pytest.mark.slow
