@@ -29,7 +29,7 @@ from agentenv.plan import Independent, RolloutPlan
 from agentenv.recovery import OtherPromptError
 from agentenv.renderer import Renderer
 from agentenv.rollout import Rollout
-from agentenv.tree import TrajectoryTree
+from agentenv.tree import Start, TrajectoryTree
 from agentenv.types import Info, Limit, Limits, Message, SamplingParams, Task
 
 
@@ -157,8 +157,10 @@ class Actor:
         record: TreeRecord | None = None,
         recorded: Recorded | None = None,
         cancelled: str = "",
+        start: Start | None = None,
     ) -> TrajectoryTree:
-        """Grow one tree. `index` is its place in start order.
+        """Grow one tree. `index` is its place in start order, `start` where it begins, unless at
+        the prompt of its task (agentenv/given.py).
 
         Its events are written to `record`, and the tree is returned once they are on disk.
         `recorded` is the tree of an earlier process, which resumes; it restarts if the prompt of
@@ -178,7 +180,13 @@ class Actor:
         if max_failures is not None:
             limits = replace(limits, max_failures=max_failures)
         make = partial(
-            Rollout, self, plan=plan, limits=limits, session=session or str(index), record=record
+            Rollout,
+            self,
+            plan=plan,
+            limits=limits,
+            session=session or str(index),
+            record=record,
+            start=start,
         )
         if recorded is not None and self.make_hooks is RolloutHooks:
             try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.curriculum import Curriculum
@@ -17,23 +18,27 @@ from agentenv.dataset import TaskStream, parts_of
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.frames import Leased, Recorded, Started, Trained
 from agentenv.journal import Journal
+from agentenv.offload import in_thread
 from agentenv.pipelines.config.rl import TrainConfig
 from agentenv.pipelines.rl.batching import BatchBuilder
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.recorder import adding
 from agentenv.pipelines.rl.state import RunState
+from agentenv.prefix_starts import PrefixStarts
 from agentenv.queue import ReplayQueue
-from agentenv.tree import TrajectoryTree
+from agentenv.tree import Start, TrajectoryTree
 from agentenv.types import Task
 
 
 class Listener:
     """Callbacks of the loop, in the order of a step; this one does nothing."""
 
-    def started(self, tree: int, step: int, early_s: float, drawn: str) -> None:
+    def started(
+        self, tree: int, step: int, early_s: float, drawn: str, start: Start | None
+    ) -> None:
         """The feeder starts a rollout that no earlier process had started, `early_s` seconds after
         it had a slot, since the learner did not need it sooner. `drawn` is the id of its task if a
-        curriculum chose it."""
+        curriculum chose it, `start` where it begins, unless at the question."""
 
     def taken(self, step: int, trees: Sequence[int]) -> None:
         """The learner takes these trees."""
@@ -48,8 +53,10 @@ class JournalListener(Listener):
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
 
-    def started(self, tree: int, step: int, early_s: float, drawn: str) -> None:
-        self._journal.append(Started(tree, step, round(early_s, 3), drawn))
+    def started(
+        self, tree: int, step: int, early_s: float, drawn: str, start: Start | None
+    ) -> None:
+        self._journal.append(Started(tree, step, round(early_s, 3), drawn, start))
 
     def taken(self, step: int, trees: Sequence[int]) -> None:
         self._journal.append(Leased(step, list(trees)))
@@ -64,8 +71,9 @@ ROOM_S = 0.2  # between two looks at whether a tree may begin
 class InflightRollout:
     """A tree that holds a slot, from its start until weights trained on it are live."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, start: Start | None) -> None:
         self.task = task
+        self.start = start
         self.began_s = asyncio.get_running_loop().time()
         self.growing: asyncio.Task[TrajectoryTree] | None = None
         self.num_known = 0  # nodes that an earlier process grew
@@ -99,6 +107,8 @@ class Feeder:
         self.workers: RolloutWorkers | None = None  # where rollouts grow, unless in this process
         self.inflight: dict[int, InflightRollout] = {}  # by place in start order
         self.curriculum = self._curriculum()
+        self.starts = self._starts()
+        self.archive: Path | None = None  # of an earlier process, whose trajectories are kept
         self.held_back = {"s": 0.0}  # seconds for which trees were
         self._goes_on = asyncio.Event()  # unless the run is paused
         self._goes_on.set()
@@ -107,6 +117,8 @@ class Feeder:
         """Start rollouts as slots allow; without refill no more than the run will train."""
         parts, config = self.parts, self.config
         needed = None if config.refills else parts.num_steps * self.queue.groups_per_step
+        if self.starts is not None and self.archive is not None:
+            await in_thread(self.starts.restore, self.archive)
         stream = TaskStream(parts.tasks, config.run.seed, self.state.position, self.curriculum)
         while needed is None or stream.position < needed:
             position, journal = stream.position, self.journal
@@ -115,12 +127,13 @@ class Feeder:
             await self._until_allowed()
             await self._until_room()
             task = stream.next("" if journal is None else journal.drawn(position))
+            start = self._start_of(position, task, is_new=is_new)
             if is_new:
                 drawn = "" if self.curriculum is None else task.id
                 for listener in self.listeners:
-                    listener.started(position, self.state.step, early_s, drawn)
+                    listener.started(position, self.state.step, early_s, drawn, start)
             self.state.counters.offered += 1
-            one = self.inflight[position] = InflightRollout(task)
+            one = self.inflight[position] = InflightRollout(task, start)
             one.growing = rollouts.create_task(self._roll_out(one, position))
             self.queue.put(one.growing, is_new=is_new)
             await asyncio.sleep(0)  # so that not all of them begin in one go
@@ -132,12 +145,38 @@ class Feeder:
             return None
         return Curriculum(config, parts_of(self.parts.tasks), seed, self.state.outcomes)
 
+    def _starts(self) -> PrefixStarts | None:
+        config, seed = self.config.data.prefix_starts, self.config.run.seed
+        if config is None:
+            return None
+        return PrefixStarts(config, self.state.starts, seed, self.parts.num_steps)
+
+    def _start_of(self, position: int, task: Task, *, is_new: bool) -> Start | None:
+        """Where the tree of this place begins, as an earlier process chose if that started it;
+        None: at its question."""
+        if not is_new:
+            assert self.journal is not None
+            start = self.journal.start_of(position)
+            if self.starts is not None:
+                self.starts.begin(task, start)
+            return start
+        if self.starts is None:
+            return None
+        step, update = self.state.step, position // self.queue.groups_per_step
+        if self.config.refills:  # later, by those that are replaced
+            update = min(update, step + self.config.queue.max_staleness)
+        return self.starts.choose(position, update, step, task)
+
     def learned(self, trees: Sequence[TrajectoryTree]) -> dict[str, float]:
-        """These trees were delivered; figures of the curriculum."""
-        if self.curriculum is None:
-            return {}
-        self.curriculum.add(trees)
-        return self.curriculum.stats()
+        """These trees were delivered; figures of the curriculum, and of where they began."""
+        figures: dict[str, float] = {}
+        if self.curriculum is not None:
+            self.curriculum.add(trees)
+            figures |= self.curriculum.stats()
+        if self.starts is not None:
+            given = {tree.index: self.inflight[tree.index].start is not None for tree in trees}
+            figures |= self.starts.learn(self.state.step + 1, trees, given)
+        return figures
 
     @property
     def is_paused(self) -> bool:
@@ -205,19 +244,24 @@ class Feeder:
         if recorded is not None and recorded.is_finished:
             tree = recorded.tree
         else:
-            tree = await self._grow(one.task, position, recorded)
+            tree = await self._grow(one, position, recorded)
         self.batches.credit(tree)  # now, while others grow: not of a whole step at once
         return tree
 
-    async def _grow(self, task: Task, position: int, recorded: Recorded | None) -> TrajectoryTree:
+    async def _grow(
+        self, one: InflightRollout, position: int, recorded: Recorded | None
+    ) -> TrajectoryTree:
         """In a worker, or here."""
-        parts, journal = self.parts, self.journal
+        parts, journal, start = self.parts, self.journal, one.start
         if self.workers is not None:
-            return await self.workers.rollout(task, index=position, recorded=recorded)
+            return await self.workers.rollout(
+                one.task, index=position, recorded=recorded, start=start
+            )
         return await parts.actor.rollout(
-            task,
+            one.task,
             parts.plan,
             index=position,
             record=None if journal is None else journal.record(position),
             recorded=recorded,
+            start=start,
         )
