@@ -239,3 +239,18 @@ def test_a_resumed_run_begins_its_groups_where_an_uninterrupted_one_does(warehou
                 assert left.root == right.root
                 start = chosen[left.index]
                 assert left.given == ([] if start is None else start.turns)
+
+
+def test_a_run_whose_groups_all_begin_at_their_questions_is_as_one_without_starts(
+    warehouse: Path,
+) -> None:
+    keys = ("queue.max_staleness=0", "data.max_samples=3", "train.num_steps=6")
+    never = "data.prefix_starts={low=0.5, high=0.51, root_share=1.0}"
+    off = finished_run(warehouse, "virtual-off", *keys)
+    on = finished_run(warehouse, "virtual-never", *keys, never)
+    assert frames(off) == frames(on), "to the bit"
+    rows = [
+        [{key: one[key] for key in one if not key.startswith("starts/")} for one in measured(run)]
+        for run in (off, on)
+    ]
+    assert rows[0] == rows[1]
