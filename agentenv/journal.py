@@ -56,7 +56,7 @@ from agentenv.frames import (
     trees_of,
 )
 from agentenv.offload import OwnThread
-from agentenv.tree import Node, Start, TrajectoryTree
+from agentenv.tree import Node, Order, TrajectoryTree
 from agentenv.types import Task
 
 logger = logging.getLogger(__name__)
@@ -174,9 +174,9 @@ class Journal:
         """The id of the task that an earlier process drew for this tree; empty: none."""
         return self._started[index].task if index in self._started else ""
 
-    def start_of(self, index: int) -> Start | None:
-        """Where an earlier process began this tree; None: at its question."""
-        return self._started[index].start if index in self._started else None
+    def order_of(self, index: int) -> Order | None:
+        """What an earlier process decided of this tree, if anything beside its task."""
+        return self._started[index].order if index in self._started else None
 
     def read(self, index: int, task: Task) -> Recorded | None:
         """The tree of this place as an earlier process left it, if it can be gone on with: it is

@@ -9,15 +9,14 @@ success, with q above `high` of a failure, where h has the q_h nearest to 0.5; u
 
     q_h = q + (1 - q) h / L   after a success of L turns,      q_h = q (1 - h / L)   after a failure
 
-Given turns are context: they are never trained (`agentenv/given.py`). A share `root_share` of the
-groups of each question begins at the question, so that q stays current, and so do all groups of the
-last updates.
+Given turns are context: they are never trained (`agentenv/given.py`). Of each BLOCK groups in a row
+a share `root_share`, drawn by the seed, begins at the question, so that q stays current, and so do
+all groups of the last updates.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -32,6 +31,7 @@ from agentenv.tree import GIVEN, REFUSED, GivenTurn, Ids, Start, Trajectory, Tra
 from agentenv.types import Task
 
 NEW = 0.3  # share of a new group in an average
+BLOCK = 20  # groups
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +53,14 @@ class PrefixStartsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_age: Annotated[int, Meta(ge=1, description="updates for which a trajectory is kept")] = 50
     root_share: Annotated[
         float,
-        Meta(
-            ge=0, le=1, description="minimum share of each question's groups that start at its root"
-        ),
+        Meta(ge=0, le=1, description="minimum share of the groups that start at their questions"),
     ] = 0.5
     last_share: Annotated[
         float,
         Meta(
-            ge=0, le=1, description="share of the updates, at the end, in which all start at roots"
+            ge=0,
+            le=1,
+            description="share of the updates, at the end, whose groups all start at the question",
         ),
     ] = 0.2
 
@@ -80,12 +80,9 @@ class Kept(Struct, array_like=True, frozen=True):
 
 
 class QuestionStarts(Struct):
-    """What is known of a question: the averages, groups delivered and those of them that were to
-    begin after given turns, and the kept trajectories, the oldest first."""
+    """What is known of a question: the averages, and the kept trajectories, the oldest first."""
 
     rate: float | None = None
-    num_groups: int = 0
-    num_given: int = 0
     after_success: dict[int, float] = field(default_factory=dict)  # by the number of given turns
     after_failure: dict[int, float] = field(default_factory=dict)
     successes: list[Kept] = field(default_factory=list)
@@ -118,7 +115,7 @@ def best_depth(q: float, length: int, known: dict[int, float], *, success: bool)
 class PrefixStarts:
     """Chooses where groups begin. `questions` is the state that a checkpoint keeps; tokens of kept
     trajectories come from the trees that were delivered, after a resume from the archive. With
-    equal state, seed and groups under way, equal starts are chosen."""
+    equal state and seed, equal starts are chosen."""
 
     def __init__(
         self,
@@ -131,7 +128,6 @@ class PrefixStarts:
         self.config, self.questions, self.seed = config, questions, seed
         self._num_first = round((1 - config.last_share) * num_steps)
         self._paths: dict[Kept, KeptPath] = {}
-        self._groups, self._given = Counter[str](), Counter[str]()  # under way, by question
 
     def restore(self, folder: Path) -> None:
         """Read the kept trajectories of an earlier process from its archive. Blocks."""
@@ -158,23 +154,11 @@ class PrefixStarts:
 
     def choose(self, position: int, update: int, step: int, task: Task) -> Start | None:
         """Where the group at this place of the stream begins, which `update` will train, counted
-        from 0, while `step` are done; None: at the question. It is under way from now on."""
-        start = self._chosen(position, step, task) if update < self._num_first else None
-        self.begin(task, start)
-        return start
-
-    def begin(self, task: Task, start: Start | None) -> None:
-        """A group begins as an earlier process chose."""
-        self._groups[task.id] += 1
-        self._given[task.id] += start is not None
-
-    def _chosen(self, position: int, step: int, task: Task) -> Start | None:
+        from 0, while `step` are done; None: at the question."""
+        if update >= self._num_first or not self._may_be_given(position):
+            return None
         config, one = self.config, self.questions.get(task.id)
         if one is None or one.rate is None or config.low <= one.rate <= config.high:
-            return None
-        num_groups = one.num_groups + self._groups[task.id] + 1
-        num_given = one.num_given + self._given[task.id] + 1
-        if num_given > (1 - config.root_share) * num_groups + 1e-9:
             return None
         success = one.rate < config.low
         found = [
@@ -190,21 +174,20 @@ class PrefixStarts:
         size = best_depth(one.rate, len(path.turns) + 1, known, success=success)
         return Start(kept.tree, success, path.prompt_ids, path.turns[:size])
 
-    def learn(
-        self, step: int, trees: Sequence[TrajectoryTree], wanted: dict[int, bool]
-    ) -> dict[str, float]:
-        """These trees were delivered for the update `step`, counted from 1; `wanted` says by their
-        index which were to begin after given turns. Figures of the step."""
+    def _may_be_given(self, position: int) -> bool:
+        """Whether the share of groups from the question leaves this place."""
+        block, place = divmod(position, BLOCK)
+        places = list(range(BLOCK))
+        Random(f"{self.seed}/root/{block}").shuffle(places)
+        return places[place] < int(BLOCK * (1 - self.config.root_share) + 1e-9)
+
+    def learn(self, step: int, trees: Sequence[TrajectoryTree]) -> dict[str, float]:
+        """These trees were delivered for the update `step`, counted from 1. Figures of the step."""
         for tree in trees:
-            one = self.questions.setdefault(tree.task.id, QuestionStarts())
-            is_given = wanted.get(tree.index, False)
-            one.num_groups += 1
-            one.num_given += is_given
-            self._groups[tree.task.id] -= 1
-            self._given[tree.task.id] -= is_given
             done = list(tree.trajectories())
             if not done or tree.is_cancelled:
                 continue
+            one = self.questions.setdefault(tree.task.id, QuestionStarts())
             self._add(one, tree, fmean(path.success for path in done))
             self._keep(one, step, tree, done)
         self._forget(step)

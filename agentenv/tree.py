@@ -170,6 +170,14 @@ class Start(Struct, array_like=True):
         self.prompt_ids = _packed("i", self.prompt_ids)
 
 
+class Order(Struct, array_like=True):
+    """What is decided of a tree before it begins, beside its task: where (None: at the question),
+    and `facts` of its root's info, for its plan."""
+
+    start: Start | None = None
+    facts: Info = {}
+
+
 class Trajectory:
     """A root-to-leaf path, derived from its tree."""
 

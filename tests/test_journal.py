@@ -30,7 +30,7 @@ from agentenv.journal import COMMIT_S, GATHER_S, Journal
 from agentenv.learners.aepo import AEPO
 from agentenv.plan import Independent, RolloutPlan, Spread, Uniform
 from agentenv.renderer import TagRenderer
-from agentenv.tree import Start, TrajectoryTree
+from agentenv.tree import Order, Start, TrajectoryTree
 from agentenv.types import Limits, SamplingParams, Task
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.support.virtual_clock import run_virtual
@@ -120,7 +120,7 @@ def grown(
                 index=index,
                 record=written.record(index),
                 recorded=recorded,
-                start=start,
+                order=Order(start),
             )
         finally:
             await written.close()

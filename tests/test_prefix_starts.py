@@ -31,6 +31,7 @@ from agentenv.pipelines.setup.environments import check_led
 from agentenv.pipelines.viewing.trees import _tree
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.prefix_starts import (
+    BLOCK,
     PrefixStarts,
     PrefixStartsConfig,
     QuestionStarts,
@@ -38,7 +39,7 @@ from agentenv.prefix_starts import (
     expected_rate,
 )
 from agentenv.rows import CurriculumConfig
-from agentenv.tree import GIVEN, LED, REFUSED, GivenTurn, Start, TrajectoryTree, packed_ids
+from agentenv.tree import GIVEN, LED, REFUSED, GivenTurn, Order, Start, TrajectoryTree, packed_ids
 from agentenv.types import Info, Limits, Message, Task
 from tests import test_journal
 from tests.support.toy import CharTokenizer, CountingEnv
@@ -72,7 +73,7 @@ def grown(
     **keys: object,
 ) -> TrajectoryTree:
     actor = make_actor(searches, **keys)  # type: ignore[arg-type]
-    return run_virtual(actor.rollout(TASK, plan, index=index, start=start))
+    return run_virtual(actor.rollout(TASK, plan, index=index, order=Order(start)))
 
 
 @pytest.fixture
@@ -165,7 +166,7 @@ class Otherwise(CountingEnv):
 def test_an_env_that_answers_otherwise_begins_at_the_question(start: Start) -> None:
     actor = make_actor(searches)
     actor.make_env = Otherwise
-    tree = run_virtual(actor.rollout(TASK, Independent(4), index=1, start=start))
+    tree = run_virtual(actor.rollout(TASK, Independent(4), index=1, order=Order(start)))
     assert tree.root.info == {REFUSED: {"tree": 0, "success": True}}
     assert not tree.given
     assert not tree.failures()
@@ -299,25 +300,26 @@ class Run:
     """Groups of questions, one an update."""
 
     def __init__(self, num_steps: int = 1000, **keys: float) -> None:
-        self.config = PrefixStartsConfig(**keys)  # type: ignore[arg-type]
+        self.config = PrefixStartsConfig(**{"root_share": 0.0, **keys})  # type: ignore[arg-type]
         self.questions: dict[str, QuestionStarts] = {}
         self.num_steps = num_steps
         self.starts = PrefixStarts(self.config, self.questions, 0, num_steps)
         self.step = 0
 
-    def choose(self, task: str = "t") -> Start | None:
-        return self.starts.choose(self.step, self.step, self.step, Task(task, "toy", "?", ()))
+    def choose(self, task: str = "t", position: int | None = None) -> Start | None:
+        place = self.step if position is None else position
+        return self.starts.choose(place, self.step, self.step, Task(task, "toy", "?", ()))
 
     def group(self, *lengths: tuple[int, bool], task: str = "t") -> Start | None:
         """Where the next group began, of which this came."""
         start = self.choose(task)
         tree = group(self.step, *lengths, task=task, start=start)
-        self.figures = self.starts.learn(self.step + 1, [tree], {tree.index: start is not None})
+        self.figures = self.starts.learn(self.step + 1, [tree])
         self.step += 1
         return start
 
 
-def test_groups_that_mostly_fail_begin_after_a_success_every_other_time() -> None:
+def test_groups_that_mostly_fail_begin_after_a_success() -> None:
     run = Run()
     assert run.group((4, True), *[(2, False)] * 7) is None, "nothing is known"
     second = run.group((3, True), (3, False))
@@ -329,10 +331,15 @@ def test_groups_that_mostly_fail_begin_after_a_success_every_other_time() -> Non
         "starts/turns": 2.0,
         "starts/success": 0.5,
     }
-    assert run.group((2, False)) is None, "half of the groups begin at the question"
-    assert run.questions["t"].rate == pytest.approx(0.7 * 0.125), "without the given group"
+    assert run.questions["t"].rate == 0.125, "without the given group"
     assert run.questions["t"].after_success == {2: 0.5}
-    assert run.group((2, False)) is not None
+
+
+def test_an_average_counts_a_new_group_three_tenths() -> None:
+    run = Run(root_share=1.0)
+    run.group((4, True), (2, False))
+    run.group((2, False))
+    assert run.questions["t"].rate == pytest.approx(0.7 * 0.5)
 
 
 def test_groups_that_mostly_succeed_begin_after_a_failure() -> None:
@@ -367,7 +374,6 @@ def test_a_trajectory_of_a_given_group_is_kept_with_its_given_turns() -> None:
     run.group((3, True), (3, False))
     (kept,) = run.questions["t"].successes
     assert kept.tree == 1
-    run.group((2, False))
     start = run.group((2, False))
     assert start is not None
     assert [list(turn.action_ids) for turn in start.turns[:2]] == [[0], [1]], "as it was given"
@@ -386,24 +392,16 @@ def test_old_trajectories_are_not_used_and_no_more_than_keep_are_kept() -> None:
     assert [one.tree for one in run.questions["t"].successes] == [4, 5]
 
 
-@pytest.mark.parametrize("root_share", [0.0, 0.5, 0.8, 1.0])
-def test_at_least_the_root_share_of_each_questions_groups_begins_there(root_share: float) -> None:
-    run = Run(root_share=root_share)
-    counts = Counter[str]()
-    for number in range(60):
-        task = "ab"[number % 3 == 0]
-        counts[task] += run.group((4, True), *[(2, False)] * 7, task=task) is not None
-        groups = number + 1
-        assert counts.total() <= (1 - root_share) * groups + 1e-9 or root_share == 0
-    assert counts["a"] == pytest.approx((1 - root_share) * 40, abs=1)
-    assert counts["b"] == pytest.approx((1 - root_share) * 20, abs=1)
-
-
-def test_groups_under_way_count_for_the_share() -> None:
-    run = Run()
-    run.group((4, True), *[(2, False)] * 7)
-    began = [run.choose() is not None for _ in range(6)]
-    assert began == [True, False] * 3
+@pytest.mark.parametrize("root_share", [0.0, 0.5, 0.81, 1.0])
+def test_the_root_share_of_groups_begins_at_their_questions(root_share: float) -> None:
+    """Of each block of groups, whatever order their questions have, and each question's too."""
+    run = Run(root_share=root_share, num_steps=10**6)
+    run.group((4, True), *[(2, False)] * 7, task="a")
+    run.group((4, True), *[(2, False)] * 7, task="b")
+    began = [run.choose("ab"[number % 2], number) is not None for number in range(2000)]
+    expected = {0.0: 20, 0.5: 10, 0.81: 3, 1.0: 0}[root_share]
+    assert {sum(began[at : at + BLOCK]) for at in range(0, 2000, BLOCK)} == {expected}
+    assert sum(began[::2]) == pytest.approx(1000 * expected / BLOCK, abs=60)
 
 
 def test_all_groups_of_the_last_updates_begin_at_the_question() -> None:
@@ -419,7 +417,7 @@ def archived(folder: Path, step: int, tree: TrajectoryTree) -> None:
 
 
 def test_a_resumed_run_chooses_what_an_uninterrupted_one_chooses(tmp_path: Path) -> None:
-    """From the state of a checkpoint, the archive, and the starts of groups under way."""
+    """From the state of a checkpoint and the archive."""
     rng = Random(1)
     run = Run()
     for _ in range(40):
@@ -429,20 +427,17 @@ def test_a_resumed_run_chooses_what_an_uninterrupted_one_chooses(tmp_path: Path)
         paths = [(rng.randrange(2, 6), rng.random() < chance) for _ in range(8)]
         tree = group(run.step, *paths, task=task, start=start)
         archived(tmp_path, run.step + 1, tree)
-        run.starts.learn(run.step + 1, [tree], {tree.index: start is not None})
+        run.starts.learn(run.step + 1, [tree])
         run.step += 1
     saved = msgspec.json.encode(run.questions)
-    under_way = [(task, run.choose(task)) for task in "abca"]
-    wanted = [run.choose(task) for task in "aabbcc" * 3]
+    wanted = [run.choose(task, 40 + at) for at, task in enumerate("aabbcc" * 3)]
     assert {one is None or one.success for one in wanted} == {True, False}
     again = Run()
     again.questions = msgspec.json.decode(saved, type=dict[str, QuestionStarts])
     again.starts = PrefixStarts(run.config, again.questions, 0, run.num_steps)
     again.step = run.step
     again.starts.restore(tmp_path)
-    for task, start in under_way:
-        again.starts.begin(Task(task, "toy", "?", ()), start)
-    assert [again.choose(task) for task in "aabbcc" * 3] == wanted
+    assert [again.choose(task, 40 + at) for at, task in enumerate("aabbcc" * 3)] == wanted
 
 
 def test_a_trajectory_that_the_archive_has_no_more_is_left_out(
@@ -459,7 +454,7 @@ def test_a_trajectory_that_the_archive_has_no_more_is_left_out(
 
 
 def test_a_frame_of_the_journal_says_where_a_tree_began(start: Start) -> None:
-    frame = Started(3, 1, 0.0, "t", start)
+    frame = Started(3, 1, 0.0, "t", Order(start))
     ((_, found),) = read_frames(framed(frame))
     assert found == frame
 

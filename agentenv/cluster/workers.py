@@ -33,7 +33,7 @@ from agentenv.journal import Journal, TreeRecord
 from agentenv.link import Link
 from agentenv.plan import Independent, RolloutPlan
 from agentenv.rollout import BranchNow
-from agentenv.tree import Start, TrajectoryTree
+from agentenv.tree import Order, TrajectoryTree
 from agentenv.types import Task
 from agentenv.worker_group import (
     NUM_LOSSES,
@@ -58,9 +58,9 @@ class _Growing:
         index: int,
         session: str,
         recorded: Recorded | None,
-        start: Start | None,
+        order: Order | None,
     ) -> None:
-        self.task, self.index, self.session, self.start = task, index, session, start
+        self.task, self.index, self.session, self.order = task, index, session, order
         self.recorded = recorded  # to resume from
         self.frames = TreeFrames()  # since it has the worker
         loop = asyncio.get_running_loop()
@@ -153,13 +153,13 @@ class RolloutWorkers(WorkerGroup[_Worker]):
         index: int,
         session: str = "",
         recorded: Recorded | None = None,
-        start: Start | None = None,
+        order: Order | None = None,
     ) -> TrajectoryTree:
         """As `Actor.rollout`, on one worker after the other; returns when the tree is in the
         journal, if there is one. Raises WorkerError when no worker is left."""
         if self._problem is not None:
             raise self._problem
-        growing = _Growing(task, index, session, recorded, start)
+        growing = _Growing(task, index, session, recorded, order)
         if self.journal is not None:
             self._poison.recall(index, self.journal.losses.pop(index, 0))
         try:
@@ -172,7 +172,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
                 if found is not None and found.is_finished:
                     break
                 self.report(f"tree {index} arrived incomplete from its worker and starts again")
-                growing = _Growing(task, index, session, None, start)
+                growing = _Growing(task, index, session, None, order)
         finally:
             self._release(growing)
         if self.journal is not None:
@@ -193,7 +193,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             record=record,
             recorded=growing.recorded,
             cancelled=growing.cancelled,
-            start=growing.start,
+            order=growing.order,
         )
         self._remember(growing.index, num_lost)  # also if it is wanted again, of other weights
         return tree
@@ -230,7 +230,7 @@ class RolloutWorkers(WorkerGroup[_Worker]):
             self._actor.engine.policy_version,
             growing.session,
             None if recorded is None else pack_recorded(recorded),
-            growing.start,
+            growing.order,
         )
         worker.link.send(pack(grow))
 

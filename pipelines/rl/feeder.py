@@ -12,10 +12,13 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec import to_builtins
+
 from agentenv.cluster.workers import RolloutWorkers
 from agentenv.curriculum import Curriculum
 from agentenv.dataset import TaskStream, parts_of
 from agentenv.engines.pool.pool import EnginePool
+from agentenv.forecast import FORECAST, Forecaster
 from agentenv.frames import Leased, Recorded, Started, Trained
 from agentenv.journal import Journal
 from agentenv.offload import in_thread
@@ -24,9 +27,10 @@ from agentenv.pipelines.rl.batching import BatchBuilder
 from agentenv.pipelines.rl.parts import Parts
 from agentenv.pipelines.rl.recorder import adding
 from agentenv.pipelines.rl.state import RunState
+from agentenv.plan import learns
 from agentenv.prefix_starts import PrefixStarts
 from agentenv.queue import ReplayQueue
-from agentenv.tree import Start, TrajectoryTree
+from agentenv.tree import Order, Start, TrajectoryTree
 from agentenv.types import Task
 
 
@@ -34,11 +38,11 @@ class Listener:
     """Callbacks of the loop, in the order of a step; this one does nothing."""
 
     def started(
-        self, tree: int, step: int, early_s: float, drawn: str, start: Start | None
+        self, tree: int, step: int, early_s: float, drawn: str, order: Order | None
     ) -> None:
         """The feeder starts a rollout that no earlier process had started, `early_s` seconds after
         it had a slot, since the learner did not need it sooner. `drawn` is the id of its task if a
-        curriculum chose it, `start` where it begins, unless at the question."""
+        curriculum chose it, `order` what else was decided of the tree."""
 
     def taken(self, step: int, trees: Sequence[int]) -> None:
         """The learner takes these trees."""
@@ -54,9 +58,9 @@ class JournalListener(Listener):
         self._journal = journal
 
     def started(
-        self, tree: int, step: int, early_s: float, drawn: str, start: Start | None
+        self, tree: int, step: int, early_s: float, drawn: str, order: Order | None
     ) -> None:
-        self._journal.append(Started(tree, step, round(early_s, 3), drawn, start))
+        self._journal.append(Started(tree, step, round(early_s, 3), drawn, order))
 
     def taken(self, step: int, trees: Sequence[int]) -> None:
         self._journal.append(Leased(step, list(trees)))
@@ -71,9 +75,9 @@ ROOM_S = 0.2  # between two looks at whether a tree may begin
 class InflightRollout:
     """A tree that holds a slot, from its start until weights trained on it are live."""
 
-    def __init__(self, task: Task, start: Start | None) -> None:
+    def __init__(self, task: Task, order: Order | None) -> None:
         self.task = task
-        self.start = start
+        self.order = order
         self.began_s = asyncio.get_running_loop().time()
         self.growing: asyncio.Task[TrajectoryTree] | None = None
         self.num_known = 0  # nodes that an earlier process grew
@@ -108,6 +112,7 @@ class Feeder:
         self.inflight: dict[int, InflightRollout] = {}  # by place in start order
         self.curriculum = self._curriculum()
         self.starts = self._starts()
+        self.forecaster = Forecaster(state.known) if learns(parts.plan) else None
         self.archive: Path | None = None  # of an earlier process, whose trajectories are kept
         self.held_back = {"s": 0.0}  # seconds for which trees were
         self._goes_on = asyncio.Event()  # unless the run is paused
@@ -127,13 +132,13 @@ class Feeder:
             await self._until_allowed()
             await self._until_room()
             task = stream.next("" if journal is None else journal.drawn(position))
-            start = self._start_of(position, task, is_new=is_new)
+            order = self._order_of(position, task, is_new=is_new)
             if is_new:
                 drawn = "" if self.curriculum is None else task.id
                 for listener in self.listeners:
-                    listener.started(position, self.state.step, early_s, drawn, start)
+                    listener.started(position, self.state.step, early_s, drawn, order)
             self.state.counters.offered += 1
-            one = self.inflight[position] = InflightRollout(task, start)
+            one = self.inflight[position] = InflightRollout(task, order)
             one.growing = rollouts.create_task(self._roll_out(one, position))
             self.queue.put(one.growing, is_new=is_new)
             await asyncio.sleep(0)  # so that not all of them begin in one go
@@ -151,15 +156,19 @@ class Feeder:
             return None
         return PrefixStarts(config, self.state.starts, seed, self.parts.num_steps)
 
-    def _start_of(self, position: int, task: Task, *, is_new: bool) -> Start | None:
-        """Where the tree of this place begins, as an earlier process chose if that started it;
-        None: at its question."""
+    def _order_of(self, position: int, task: Task, *, is_new: bool) -> Order | None:
+        """What is decided of the tree of this place beside its task, as an earlier process decided
+        if that started it."""
         if not is_new:
             assert self.journal is not None
-            start = self.journal.start_of(position)
-            if self.starts is not None:
-                self.starts.begin(task, start)
-            return start
+            return self.journal.order_of(position)
+        start = self._start_of(position, task)
+        if self.forecaster is None:
+            return None if start is None else Order(start)
+        return Order(start, {FORECAST: to_builtins(self.forecaster.forecast(task.id))})
+
+    def _start_of(self, position: int, task: Task) -> Start | None:
+        """Where a new tree begins; None: at its question."""
         if self.starts is None:
             return None
         step, update = self.state.step, position // self.queue.groups_per_step
@@ -168,14 +177,15 @@ class Feeder:
         return self.starts.choose(position, update, step, task)
 
     def learned(self, trees: Sequence[TrajectoryTree]) -> dict[str, float]:
-        """These trees were delivered; figures of the curriculum, and of where they began."""
+        """These trees were delivered; figures of what was learned of them."""
         figures: dict[str, float] = {}
         if self.curriculum is not None:
             self.curriculum.add(trees)
             figures |= self.curriculum.stats()
         if self.starts is not None:
-            given = {tree.index: self.inflight[tree.index].start is not None for tree in trees}
-            figures |= self.starts.learn(self.state.step + 1, trees, given)
+            figures |= self.starts.learn(self.state.step + 1, trees)
+        if self.forecaster is not None:
+            figures |= self.forecaster.learn(trees)
         return figures
 
     @property
@@ -252,10 +262,10 @@ class Feeder:
         self, one: InflightRollout, position: int, recorded: Recorded | None
     ) -> TrajectoryTree:
         """In a worker, or here."""
-        parts, journal, start = self.parts, self.journal, one.start
+        parts, journal, order = self.parts, self.journal, one.order
         if self.workers is not None:
             return await self.workers.rollout(
-                one.task, index=position, recorded=recorded, start=start
+                one.task, index=position, recorded=recorded, order=order
             )
         return await parts.actor.rollout(
             one.task,
@@ -263,5 +273,5 @@ class Feeder:
             index=position,
             record=None if journal is None else journal.record(position),
             recorded=recorded,
-            start=start,
+            order=order,
         )

@@ -188,7 +188,7 @@ class RolloutWorker:
                 session=asked.session,
                 record=TreeRecord(frames, asked.index, asked.number),
                 recorded=recorded,
-                start=asked.start,
+                order=asked.order,
             )
         except Exception as error:
             self._link.send(pack(messages.Raised(asked.number, *named(error))))

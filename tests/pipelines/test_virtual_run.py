@@ -23,7 +23,7 @@ from agentenv.pipelines.rl.training import Training
 from agentenv.pipelines.run.rundir import RunDirectory
 from agentenv.pipelines.run.terminal import View
 from agentenv.tools import FunctionTool
-from agentenv.tree import Start, TrajectoryTree
+from agentenv.tree import Order, Start, TrajectoryTree
 from agentenv.types import ToolResult
 from tests.support.runs import rows_of
 from tests.support.toy_rank import ToyRank, toy_ranks
@@ -202,7 +202,7 @@ STARTS = (
 
 
 def starts(found: Sequence[Frame]) -> dict[int, Start | None]:
-    return {frame.tree: frame.start for frame in of(Started, found)}
+    return {one.tree: one.order and one.order.start for one in of(Started, found)}
 
 
 def sampled(tree: TrajectoryTree) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def test_a_resumed_run_begins_its_groups_where_an_uninterrupted_one_does(warehou
     last = 8  # in the last fifth of ten updates all begin at their questions
     assert max(given) < 2 * last
     for name, known in (("alike", chosen), ("anew", {})):
-        journal = [Started(tree, 1, 0.0, "", start) for tree, start in known.items()]
+        journal = [Started(tree, 1, 0.0, "", Order(start)) for tree, start in known.items()]
         written = goes_on(warehouse, run, f"virtual-starts-{name}", journal, STARTS)
         again = starts(written)
         assert {tree: {**again, **known}[tree] for tree in range(2, 20)} == {
